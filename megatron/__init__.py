@@ -1,0 +1,1 @@
+"""Lattice: a model-parallel transformer pretraining framework."""

@@ -1,0 +1,84 @@
+"""The one family of exceptions that users of the framework see.
+
+Every error says four things: what was found, the rule it breaks, the flags or files that
+control it, and a fix that works. Programmer mistakes use `assert` with values instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+
+class MegatronError(Exception):
+    """Base of all errors that are meant to be read by a user."""
+
+    def __init__(
+        self, found: str, *, rule: str = "", flags: Sequence[str] = (), fix: str = ""
+    ) -> None:
+        self.found = found
+        self.rule = rule
+        self.flags = tuple(flags)
+        self.fix = fix
+        super().__init__(self.describe())
+
+    def describe(self) -> str:
+        """Return the message: what was found, then rule, flags and fix, one line each."""
+        lines = [self.found]
+        if self.rule:
+            lines.append(f"  rule:  {self.rule}")
+        if self.flags:
+            lines.append(f"  flags: {', '.join(self.flags)}")
+        if self.fix:
+            lines.append(f"  fix:   {self.fix}")
+        return "\n".join(lines)
+
+    def __reduce__(self):
+        # Keyword-only fields need help to cross a process boundary.
+        return _rebuild, (type(self), self.found, self.rule, self.flags, self.fix)
+
+
+def _rebuild(kind: type[MegatronError], found: str, rule: str, flags: tuple, fix: str):
+    return kind(found, rule=rule, flags=flags, fix=fix)
+
+
+class ConfigError(MegatronError):
+    """A setting, or a combination of settings, that cannot work."""
+
+
+class TopologyError(MegatronError):
+    """Ranks, groups and axis sizes that do not fit together, or ranks that disagree."""
+
+
+class ScheduleError(MegatronError):
+    """A pipeline program that would deadlock, leak or compute the wrong thing."""
+
+
+class DataError(MegatronError):
+    """A corpus, index, tokenizer or token id that cannot be used."""
+
+
+class CheckpointError(MegatronError):
+    """A checkpoint that is missing, damaged, incompatible or cannot be written."""
+
+
+class NumericsError(MegatronError):
+    """A loss or gradient that is not finite, found before it touched the weights."""
+
+
+class MissingExtraError(MegatronError):
+    """An optional library is needed and not installed; the fix names the extra."""
+
+
+def raise_together(problems: Iterable[MegatronError], *, summary: str) -> None:
+    """Raise all `problems` as one `ConfigError`, or return if there are none.
+
+    Args:
+        problems: found by independent checks, in the order to be shown.
+        summary: what was being checked, for example "this command line".
+    """
+    found = list(problems)
+    if not found:
+        return
+    count = "1 problem" if len(found) == 1 else f"{len(found)} problems"
+    numbered = [f"[{i}] " + p.describe().replace("\n", "\n    ") for i, p in enumerate(found, 1)]
+    raise ConfigError("\n".join([f"{count} in {summary}:", *numbered]))
