@@ -1,0 +1,76 @@
+"""Optional libraries: detected here, and nowhere else.
+
+`require("tensorboard", purpose="--tensorboard-dir")` imports the library or raises an error that
+names the extra to install. `has(...)` answers without importing.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+from types import ModuleType
+
+from megatron.core.errors import MissingExtraError
+
+EXTRA_OF = {
+    "tokenizers": "tokenizers",
+    "sentencepiece": "tokenizers",
+    "tiktoken": "tokenizers",
+    "regex": "tokenizers",
+    "transformers": "hf",
+    "safetensors": "hf",
+    "tensorboard": "logging",
+    "matplotlib": "logging",
+    "tqdm": "logging",
+    "wandb": "wandb",
+    "yaml": "config",
+    "nltk": "nltk",
+    "zstandard": "data",
+    "pyarrow": "data",
+    "fsspec": "data",
+    "psutil": "logging",
+}
+"""Import name -> extra of the `megatron-lattice` distribution that brings it."""
+
+BUILT_FROM_SOURCE = {
+    "transformer_engine": "NVIDIA Transformer Engine (pip package transformer-engine[pytorch])",
+    "apex": "NVIDIA apex, built from its repository (the PyPI name is an unrelated project)",
+    "flash_attn": "flash-attention (pip package flash-attn)",
+    "triton": "Triton (comes with the CUDA builds of torch)",
+}
+"""GPU libraries that no extra of ours installs: import name -> what to install."""
+
+
+@functools.cache
+def has(name: str) -> bool:
+    """Return whether the optional library `name` can be found; it is not imported."""
+    return importlib.util.find_spec(name) is not None
+
+
+def require(name: str, *, purpose: str) -> ModuleType:
+    """Import and return the optional library `name` (a dotted submodule is allowed).
+
+    Args:
+        name: import name, for example "torch.utils.tensorboard" or "sentencepiece".
+        purpose: what needs it, shown to the user: a flag, a tool or a tokenizer type.
+    Raises:
+        MissingExtraError: it is not installed; the fix names the command.
+    """
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        missing = (error.name or name).split(".")[0]
+        top = name.split(".")[0]
+        for candidate in (missing, top):
+            if candidate in EXTRA_OF:
+                fix = f"pip install 'megatron-lattice[{EXTRA_OF[candidate]}]'"
+                break
+            if candidate in BUILT_FROM_SOURCE:
+                fix = f"install {BUILT_FROM_SOURCE[candidate]}"
+                break
+        else:
+            fix = f"pip install {missing}"
+        raise MissingExtraError(
+            f"{purpose} needs the Python library '{missing}', which is not installed.", fix=fix
+        ) from error

@@ -1,0 +1,21 @@
+"""Enumerations that several floors share."""
+
+from __future__ import annotations
+
+import enum
+
+
+class ModelType(enum.Enum):
+    """Kind of model that the training loop is given."""
+
+    encoder_or_decoder = 1
+
+
+class Fp8Recipe(str, enum.Enum):
+    """FP8 scaling recipes of Transformer Engine."""
+
+    delayed = "delayed"
+    tensorwise = "tensorwise"
+    mxfp8 = "mxfp8"
+    blockwise = "blockwise"
+    custom = "custom"

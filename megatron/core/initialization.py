@@ -1,0 +1,190 @@
+"""Initial weights that do not depend on the layout.
+
+A parameter's initial value is a slice of the tensor that the one-device model would have, which
+is drawn from a generator seeded by (seed, canonical parameter name). Tensor-parallel size,
+pipeline stage, padding of the vocabulary and construction order play no part.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+import torch
+from torch import Tensor, nn
+
+from megatron.core.param_meta import ParamMeta, full_shape, get_param_meta, local_ranges, shard_of
+from megatron.core.rng import derive_seed
+
+ROWS_PER_BLOCK = 128
+"""Rows drawn under one seed. Fixed, so a longer (padded) tensor begins with the same rows."""
+
+_deferred: ContextVar[bool] = ContextVar("deferred_initialization", default=False)
+
+
+class NormalInit:
+    """Fill a tensor with N(mean, std^2). Elementwise, so any block of rows can be drawn alone."""
+
+    is_elementwise = True
+
+    def __init__(self, std: float, mean: float = 0.0) -> None:
+        self.std = std
+        self.mean = mean
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        return nn.init.normal_(tensor, mean=self.mean, std=self.std)
+
+    def __repr__(self) -> str:
+        return f"NormalInit(std={self.std:g})"
+
+
+def init_method_normal(sigma: float) -> NormalInit:
+    """Return the initialiser N(0, sigma^2)."""
+    return NormalInit(sigma)
+
+
+def scaled_init_method_normal(
+    sigma: float, num_layers: int, multiplier: float = 2.0
+) -> NormalInit:
+    """Return N(0, sigma^2 / (multiplier * num_layers)), for layers that end a residual branch."""
+    return NormalInit(sigma / math.sqrt(multiplier * num_layers))
+
+
+@contextmanager
+def deferred_initialization() -> Iterator[None]:
+    """Inside, layers leave their weights unfilled: the caller will `initialize_parameters`."""
+    token = _deferred.set(True)
+    try:
+        yield
+    finally:
+        _deferred.reset(token)
+
+
+def initialization_is_deferred() -> bool:
+    """Return whether a constructor should leave its weights unfilled."""
+    return _deferred.get()
+
+
+def canonical_names(module: nn.Module) -> dict[str, str]:
+    """Map each local parameter name to its name in the one-device model.
+
+    A child with a `layer_number` (1-based, global) is named by `layer_number - 1` instead of its
+    position on this pipeline stage.
+    """
+    prefixes = {"": ""}
+    for name, parent in module.named_modules():
+        for child_name, child in parent.named_children():
+            local = f"{name}.{child_name}" if name else child_name
+            token = child_name
+            if isinstance(parent, nn.ModuleList) and hasattr(child, "layer_number"):
+                token = str(child.layer_number - 1)
+            outer = prefixes.get(name, name)
+            prefixes[local] = f"{outer}.{token}" if outer else token
+    names = {}
+    for name, _ in module.named_parameters(remove_duplicate=False):
+        owner, _, leaf = name.rpartition(".")
+        outer = prefixes.get(owner, owner)
+        names[name] = f"{outer}.{leaf}" if outer else leaf
+    return names
+
+
+def draw_parameter(
+    parameter: Tensor,
+    meta: ParamMeta,
+    init_method: Callable[[Tensor], object],
+    *,
+    seed: int,
+    name: str,
+    axis_rank: int,
+    axis_size: int,
+) -> None:
+    """Fill one local shard with its slice of the full tensor drawn under (seed, name).
+
+    Drawn in fp32 and rounded to the parameter's dtype, so bf16 and fp32 models start equal.
+    """
+    shape = full_shape(parameter.shape, meta, axis_size)
+    with torch.no_grad():
+        if getattr(init_method, "is_elementwise", False) and len(shape) >= 1:
+            _draw_row_blocks(parameter, shape, meta, init_method, seed, name, axis_rank, axis_size)
+            return
+        with _forked(parameter.device, derive_seed(seed, "init", name)):
+            full = torch.empty(shape, dtype=torch.float32, device=parameter.device)
+            init_method(full)
+        parameter.copy_(shard_of(full, meta, axis_rank, axis_size))
+
+
+def _draw_row_blocks(parameter, shape, meta, init_method, seed, name, axis_rank, axis_size):
+    """Draw only those blocks of 128 rows that this shard touches."""
+    is_row_split = meta.split_dim == 0 and axis_size > 1
+    ranges = (
+        local_ranges(shape[0], meta.stride, axis_rank, axis_size)
+        if is_row_split
+        else [(0, shape[0])]
+    )
+    local = 0
+    for begin, end in ranges:
+        while begin < end:
+            index, first = divmod(begin, ROWS_PER_BLOCK)
+            used = min(ROWS_PER_BLOCK - first, end - begin)
+            with _forked(parameter.device, derive_seed(seed, "init", name, index)):
+                block = torch.empty(
+                    (ROWS_PER_BLOCK, *shape[1:]), dtype=torch.float32, device=parameter.device
+                )
+                init_method(block)
+            piece = block[first : first + used]
+            if not is_row_split:
+                piece = shard_of(piece, meta, axis_rank, axis_size)
+            parameter[local : local + used].copy_(piece)
+            begin, local = begin + used, local + used
+
+
+@contextmanager
+def _forked(device: torch.device, seed: int) -> Iterator[None]:
+    """Seed torch's default generators for the block and put their states back afterwards."""
+    devices = [device] if device.type != "cpu" else []
+    with torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"):
+        torch.manual_seed(seed)
+        yield
+
+
+def initialize_parameters(
+    module: nn.Module, *, seed: int, axis_rank: dict[str, int], axis_size: dict[str, int]
+) -> None:
+    """Give every parameter of `module` its layout-independent initial value.
+
+    Parameters with an `init_method` in their `ParamMeta` are drawn by name. A module that owns
+    other parameters and has `reset_parameters()` (any torch.nn module) is reset under
+    (seed, canonical module name). What has neither keeps the value its constructor gave.
+
+    Args:
+        axis_rank, axis_size: this rank's place on the axes that ParamMeta.split_axis may name
+            ("tp", "expt_tp").
+    """
+    names = canonical_names(module)
+    for prefix, owner in module.named_modules():
+        own = list(owner.named_parameters(recurse=False))
+        if not own:
+            continue
+        plain = [p for _, p in own if get_param_meta(p).init_method is None]
+        if plain and hasattr(owner, "reset_parameters"):
+            leaf = f"{prefix}.{own[0][0]}" if prefix else own[0][0]
+            canonical_owner = names[leaf].rpartition(".")[0]
+            with _forked(plain[0].device, derive_seed(seed, "reset", canonical_owner)):
+                owner.reset_parameters()
+        for leaf, parameter in own:
+            meta = get_param_meta(parameter)
+            if meta.init_method is None:
+                continue
+            local_name = f"{prefix}.{leaf}" if prefix else leaf
+            axis = meta.split_axis or "tp"
+            draw_parameter(
+                parameter,
+                meta,
+                meta.init_method,
+                seed=seed,
+                name=meta.tied_to or names[local_name],
+                axis_rank=axis_rank.get(axis, 0),
+                axis_size=axis_size.get(axis, 1),
+            )

@@ -1,0 +1,452 @@
+"""Megatron's function names over the current `ProcessGroupCollection`.
+
+For code written against `megatron.core.parallel_state` (also imported as `mpu`). Nothing inside
+`megatron.core` calls it: mechanisms are handed their groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron.core.errors import TopologyError
+from megatron.core.process_groups_config import (
+    GroupFactory,
+    ProcessGroupCollection,
+    build_process_groups,
+    default_embedding_ranks,
+    default_position_embedding_ranks,
+)
+from megatron.core.rank_grid import DEFAULT_ORDER, plan_layout
+
+_factory: GroupFactory | None = None
+_virtual_rank: int | None = None
+_virtual_size: int | None = None
+
+
+def initialize_model_parallel(
+    tensor_model_parallel_size: int = 1,
+    pipeline_model_parallel_size: int = 1,
+    virtual_pipeline_model_parallel_size: int | None = None,
+    pipeline_model_parallel_comm_backend: str | None = None,
+    use_sharp: bool = False,
+    context_parallel_size: int = 1,
+    hierarchical_context_parallel_sizes: list[int] | None = None,
+    hybrid_context_parallel: bool = False,
+    expert_model_parallel_size: int = 1,
+    gtp_remat_size: int = 1,
+    expert_gtp_remat_size: int = 1,
+    num_distributed_optimizer_instances: int = 1,
+    expert_tensor_parallel_size: int | None = None,
+    nccl_communicator_config_path: str | None = None,
+    distributed_timeout_minutes: int = 30,
+    order: str = DEFAULT_ORDER,
+    get_embedding_ranks: Callable[[list[int]], list[int]] | None = None,
+    get_position_embedding_ranks: Callable[[list[int]], list[int]] | None = None,
+    create_gloo_process_groups: bool = True,
+    high_priority_stream_groups: list[str] | None = None,
+    sharp_enabled_group: str | None = None,
+    rank_offset: int = 0,
+    local_world_size: int | None = None,
+) -> ProcessGroupCollection:
+    """Arrange all processes and create the groups of this rank; they become the current ones.
+
+    Sizes and order as in `rank_grid.plan_layout`. Options that tune NCCL (`use_sharp`,
+    `high_priority_stream_groups`, ...) are accepted and have no effect on the result.
+
+    Raises:
+        TopologyError: the sizes do not fit the world size, groups exist already, or an axis is
+            asked for that does not exist here (gtp_remat_size).
+    """
+    global _factory, _virtual_rank, _virtual_size
+    if not dist.is_initialized():
+        raise TopologyError(
+            "torch.distributed is not initialised.",
+            rule="process groups need a process group backend",
+            fix="launch with torchrun and call torch.distributed.init_process_group first",
+        )
+    if model_parallel_is_initialized():
+        raise TopologyError(
+            "model parallel groups exist already.",
+            rule="they are created once",
+            fix="call destroy_model_parallel() first",
+        )
+    if gtp_remat_size != 1 or expert_gtp_remat_size != 1:
+        raise TopologyError(
+            f"gtp_remat_size={gtp_remat_size} is not supported.",
+            rule="weights are sharded over tensor parallel or by ZeRO",
+            fix="use tensor_model_parallel_size or a ZeRO stage instead",
+        )
+    layout = plan_layout(
+        local_world_size or dist.get_world_size(),
+        tp=tensor_model_parallel_size,
+        pp=pipeline_model_parallel_size,
+        cp=context_parallel_size,
+        ep=expert_model_parallel_size,
+        expert_tp=expert_tensor_parallel_size,
+        order=order,
+        rank_offset=rank_offset,
+    )
+    _factory = GroupFactory(timeout=timedelta(minutes=distributed_timeout_minutes))
+    collection = build_process_groups(
+        layout,
+        factory=_factory,
+        embedding_ranks=get_embedding_ranks or default_embedding_ranks,
+        position_embedding_ranks=get_position_embedding_ranks or default_position_embedding_ranks,
+        hierarchical_context_parallel_sizes=hierarchical_context_parallel_sizes,
+        num_distributed_optimizer_instances=num_distributed_optimizer_instances,
+    )
+    ProcessGroupCollection.set_current(collection)
+    _virtual_size = virtual_pipeline_model_parallel_size
+    _virtual_rank = None if _virtual_size is None else 0
+    return collection
+
+
+def model_parallel_is_initialized() -> bool:
+    """Return whether groups were created."""
+    return _factory is not None
+
+
+is_initialized = model_parallel_is_initialized
+is_unitialized = lambda: not model_parallel_is_initialized()  # noqa: E731  Megatron's spelling
+
+
+def destroy_model_parallel() -> None:
+    """Destroy the groups of `initialize_model_parallel` and forget the current collection."""
+    global _factory, _virtual_rank, _virtual_size
+    if _factory is not None and dist.is_initialized():
+        _factory.destroy()
+    _factory = None
+    _virtual_rank = _virtual_size = None
+    ProcessGroupCollection.set_current(None)
+
+
+def _group(name: str, check_initialized: bool = True) -> Any:
+    if check_initialized and not model_parallel_is_initialized():
+        raise TopologyError(
+            f"the process group {name!r} does not exist yet.",
+            rule="groups exist after initialize_model_parallel",
+            fix="call megatron.core.parallel_state.initialize_model_parallel(...) first",
+        )
+    return getattr(ProcessGroupCollection.current(), name)
+
+
+def _size(name: str) -> int:
+    group = _group(name, check_initialized=False)
+    return 1 if group is None else group.size()
+
+
+def _rank(name: str) -> int:
+    group = _group(name, check_initialized=False)
+    return 0 if group is None else group.rank()
+
+
+def _ranks(name: str) -> list[int]:
+    return ProcessGroupCollection.current().ranks.get(name, [0])
+
+
+# Tensor, context, expert ---------------------------------------------------------------------
+
+
+def get_tensor_model_parallel_group(check_initialized: bool = True) -> Any:
+    """Return the tensor-parallel group of this rank."""
+    return _group("tp", check_initialized)
+
+
+def get_tensor_model_parallel_world_size() -> int:
+    """Return the tensor-parallel size."""
+    return _size("tp")
+
+
+def get_tensor_model_parallel_rank() -> int:
+    """Return this rank's position in its tensor-parallel group."""
+    return _rank("tp")
+
+
+def get_tensor_model_parallel_src_rank() -> int:
+    """Return the global rank that is first in this tensor-parallel group."""
+    return _ranks("tp")[0]
+
+
+def get_context_parallel_group(check_initialized: bool = True) -> Any:
+    """Return the context-parallel group of this rank."""
+    return _group("cp", check_initialized)
+
+
+def get_context_parallel_global_ranks(check_initialized: bool = True) -> list[int]:
+    """Return the global ranks of this context-parallel group."""
+    return _ranks("cp")
+
+
+def get_context_parallel_world_size() -> int:
+    """Return the context-parallel size."""
+    return _size("cp")
+
+
+def get_context_parallel_rank() -> int:
+    """Return this rank's position in its context-parallel group."""
+    return _rank("cp")
+
+
+def get_hierarchical_context_parallel_groups(check_initialized: bool = True) -> list[Any]:
+    """Return the nested groups of hierarchical context parallelism, innermost first."""
+    return _group("hcp", check_initialized)
+
+
+def get_tensor_and_context_parallel_group(check_initialized: bool = True) -> Any:
+    """Return the group of tp x cp."""
+    return _group("tp_cp", check_initialized)
+
+
+def get_tensor_and_context_parallel_world_size() -> int:
+    """Return tp * cp."""
+    return _size("tp_cp")
+
+
+def get_tensor_and_context_parallel_rank() -> int:
+    """Return this rank's position in tp x cp."""
+    return _rank("tp_cp")
+
+
+def get_tensor_and_data_parallel_group(
+    check_initialized: bool = True, with_context_parallel: bool = False
+) -> Any:
+    """Return the group of tp x dp (x cp): used for FP8 amax reduction."""
+    return _group("tp_dp_cp" if with_context_parallel else "tp_dp", check_initialized)
+
+
+def get_expert_model_parallel_group(check_initialized: bool = True) -> Any:
+    """Return the expert-parallel group."""
+    return _group("ep", check_initialized)
+
+
+def get_expert_model_parallel_world_size() -> int:
+    """Return the expert-parallel size."""
+    return _size("ep")
+
+
+def get_expert_model_parallel_rank() -> int:
+    """Return this rank's position in its expert-parallel group."""
+    return _rank("ep")
+
+
+def get_expert_tensor_parallel_group(check_initialized: bool = True) -> Any:
+    """Return the tensor-parallel group used inside experts."""
+    return _group("expt_tp", check_initialized)
+
+
+def get_expert_tensor_parallel_world_size() -> int:
+    """Return the tensor-parallel size inside experts."""
+    return _size("expt_tp")
+
+
+def get_expert_tensor_parallel_rank() -> int:
+    """Return this rank's position in the experts' tensor-parallel group."""
+    return _rank("expt_tp")
+
+
+def get_expert_tensor_and_model_parallel_group(check_initialized: bool = True) -> Any:
+    """Return the group of expert-tp x ep."""
+    return _group("tp_ep", check_initialized)
+
+
+def get_expert_tensor_and_model_parallel_world_size() -> int:
+    """Return expert-tp * ep."""
+    return _size("tp_ep")
+
+
+def get_expert_tensor_and_model_parallel_rank() -> int:
+    """Return this rank's position in expert-tp x ep."""
+    return _rank("tp_ep")
+
+
+def get_expert_tensor_model_pipeline_parallel_group(check_initialized: bool = True) -> Any:
+    """Return the group of expert-tp x ep x pp."""
+    return _group("tp_ep_pp", check_initialized)
+
+
+def get_expert_data_parallel_group(
+    check_initialized: bool = True, partial_expert_data_parallel: bool = False
+) -> Any:
+    """Return the ranks that hold the same expert weights."""
+    return _group("intra_expt_dp" if partial_expert_data_parallel else "expt_dp", check_initialized)
+
+
+def get_expert_data_parallel_world_size(partial_expert_data_parallel: bool = False) -> int:
+    """Return the number of replicas of expert weights."""
+    return _size("intra_expt_dp" if partial_expert_data_parallel else "expt_dp")
+
+
+def get_expert_data_parallel_rank(partial_expert_data_parallel: bool = False) -> int:
+    """Return this rank's position among the replicas of its expert weights."""
+    return _rank("intra_expt_dp" if partial_expert_data_parallel else "expt_dp")
+
+
+# Data parallel -------------------------------------------------------------------------------
+
+
+def _data_parallel_name(with_context_parallel: bool, partial_data_parallel: bool) -> str:
+    if partial_data_parallel:
+        return "intra_dp_cp"
+    return "dp_cp" if with_context_parallel else "dp"
+
+
+def get_data_parallel_group(
+    with_context_parallel: bool = False, partial_data_parallel: bool = False
+) -> Any:
+    """Return the data-parallel group (joined with context parallel if asked)."""
+    return _group(_data_parallel_name(with_context_parallel, partial_data_parallel))
+
+
+get_data_parallel_group_gloo = get_data_parallel_group
+
+
+def get_data_parallel_world_size(
+    with_context_parallel: bool = False, partial_data_parallel: bool = False
+) -> int:
+    """Return the data-parallel size."""
+    return _size(_data_parallel_name(with_context_parallel, partial_data_parallel))
+
+
+def get_data_parallel_rank(
+    with_context_parallel: bool = False, partial_data_parallel: bool = False
+) -> int:
+    """Return this rank's position in its data-parallel group."""
+    return _rank(_data_parallel_name(with_context_parallel, partial_data_parallel))
+
+
+def get_data_parallel_src_rank(with_context_parallel: bool = False) -> int:
+    """Return the global rank that is first in this data-parallel group."""
+    return _ranks(_data_parallel_name(with_context_parallel, False))[0]
+
+
+def get_inter_distributed_optimizer_instance_group(check_initialized: bool = True) -> Any:
+    """Return the group over replicas of the sharded optimizer."""
+    return _group("inter_dist_opt", check_initialized)
+
+
+# Pipeline ------------------------------------------------------------------------------------
+
+
+def get_model_parallel_group(check_initialized: bool = True) -> Any:
+    """Return the group of tp x pp."""
+    return _group("mp", check_initialized)
+
+
+def get_model_parallel_src_rank() -> int:
+    """Return the global rank that is first in this model-parallel group."""
+    return _ranks("mp")[0]
+
+
+def get_pipeline_model_parallel_group(check_initialized: bool = True) -> Any:
+    """Return the pipeline group of this rank."""
+    return _group("pp", check_initialized)
+
+
+def get_pipeline_model_parallel_world_size() -> int:
+    """Return the number of pipeline stages (ranks of the pipeline axis)."""
+    return _size("pp")
+
+
+def get_pipeline_model_parallel_rank() -> int:
+    """Return this rank's pipeline position."""
+    return _rank("pp")
+
+
+def get_pipeline_model_parallel_first_rank() -> int:
+    """Return the global rank of the first stage of this pipeline."""
+    return _ranks("pp")[0]
+
+
+def get_pipeline_model_parallel_last_rank() -> int:
+    """Return the global rank of the last stage of this pipeline."""
+    return _ranks("pp")[-1]
+
+
+def get_pipeline_model_parallel_next_rank() -> int:
+    """Return the global rank of the following stage (the last is followed by the first)."""
+    ranks = _ranks("pp")
+    return ranks[(_rank("pp") + 1) % len(ranks)]
+
+
+def get_pipeline_model_parallel_prev_rank() -> int:
+    """Return the global rank of the preceding stage (the first is preceded by the last)."""
+    ranks = _ranks("pp")
+    return ranks[(_rank("pp") - 1) % len(ranks)]
+
+
+def get_virtual_pipeline_model_parallel_rank() -> int | None:
+    """Return the virtual stage that the caller declared to be in, or None without VPP."""
+    return _virtual_rank
+
+
+def set_virtual_pipeline_model_parallel_rank(rank: int | None) -> None:
+    """Declare the virtual stage for code that asks by global state instead of `vp_stage`."""
+    global _virtual_rank
+    _virtual_rank = rank
+
+
+def get_virtual_pipeline_model_parallel_world_size() -> int | None:
+    """Return the number of virtual stages per rank, or None without VPP."""
+    return _virtual_size
+
+
+def set_virtual_pipeline_model_parallel_world_size(size: int | None) -> None:
+    """Set the number of virtual stages per rank."""
+    global _virtual_size
+    _virtual_size = size
+
+
+def is_pipeline_first_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
+    """Return whether this rank (and virtual stage, unless ignored) is where tokens enter."""
+    if not ignore_virtual and _virtual_size is not None:
+        stage = vp_stage if vp_stage is not None else _virtual_rank
+        if stage != 0:
+            return False
+    return _rank("pp") == 0
+
+
+def is_pipeline_last_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
+    """Return whether this rank (and virtual stage, unless ignored) computes the loss."""
+    if not ignore_virtual and _virtual_size is not None:
+        stage = vp_stage if vp_stage is not None else _virtual_rank
+        if stage != _virtual_size - 1:
+            return False
+    return _rank("pp") == _size("pp") - 1
+
+
+def get_embedding_group(check_initialized: bool = True) -> Any:
+    """Return the group of stages that hold the tied embedding; None on other stages."""
+    return _group("embd", check_initialized)
+
+
+def get_position_embedding_group(check_initialized: bool = True) -> Any:
+    """Return the group of stages that hold position embeddings; None on other stages."""
+    return _group("pos_embd", check_initialized)
+
+
+def is_rank_in_embedding_group(
+    ignore_virtual: bool = True, vp_stage: int | None = None
+) -> bool:
+    """Return whether this rank holds a copy of the tied word embedding."""
+    if "embd" not in ProcessGroupCollection.current().ranks:
+        return False
+    if ignore_virtual or _virtual_size is None:
+        return True
+    return is_pipeline_first_stage(False, vp_stage) or is_pipeline_last_stage(False, vp_stage)
+
+
+def is_rank_in_position_embedding_group() -> bool:
+    """Return whether this rank holds position embeddings."""
+    return "pos_embd" in ProcessGroupCollection.current().ranks
+
+
+# Settings of the ranks and sizes as seen by code that builds models for another layout ----------
+
+
+def get_all_ranks() -> str:
+    """Return this rank's coordinates as text: tp_pp_dp_cp_ep."""
+    return "_".join(str(_rank(axis)) for axis in ("tp", "pp", "dp", "cp", "ep"))

@@ -1,0 +1,158 @@
+"""Facts that live on a parameter, and the arithmetic of its shards.
+
+A parameter says how it is split, over which axes its gradient is partial, what it is tied to
+and how it is initialised. Checkpoints, gradient finalisation, clipping and initialisation read
+these facts; none of them asks what class the model has.
+
+Shapes: `full` is the tensor of the one-device model, `local` the piece of one rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+_ATTRIBUTE = "_param_meta"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParamMeta:
+    """How one parameter relates to the parameter of the one-device model."""
+
+    split_dim: int | None = None
+    """Dimension that is split over `split_axis`; None means replicated."""
+    split_axis: str | None = None
+    """Process axis of the split: "tp", or "expt_tp" inside experts."""
+    stride: int = 1
+    """Number of equal blocks of the full tensor along `split_dim`, each of which is split over
+    the axis by itself. A gated first MLP layer has 2: every rank holds [gate_shard; up_shard]."""
+    init_method: Callable[[Tensor], object] | None = None
+    """Fills the *full* tensor in place; None if the owning module resets itself."""
+    grad_sum_axes: tuple[str, ...] = ()
+    """Axes over which the gradient is a partial sum after backward. Norm weights under sequence
+    parallelism see s/tp of the tokens, so theirs is ("tp",)."""
+    is_expert: bool = False
+    """Belongs to a routed expert: data-parallel reduction uses the expert grid."""
+    tied_to: str | None = None
+    """Canonical name of the parameter that this one is a copy of (a tied head on another stage)."""
+    is_embedding_or_output: bool = False
+    """Input embedding or output head: some optimizers treat these apart."""
+
+
+_DEFAULT = ParamMeta()
+
+
+def set_param_meta(parameter: Tensor, meta: ParamMeta) -> None:
+    """Attach `meta`, and the attribute names that code written for Megatron reads."""
+    setattr(parameter, _ATTRIBUTE, meta)
+    parameter.tensor_model_parallel = meta.split_dim is not None
+    parameter.partition_dim = -1 if meta.split_dim is None else meta.split_dim
+    parameter.partition_stride = meta.stride
+    parameter.allreduce = not meta.is_expert
+    parameter.sequence_parallel = "tp" in meta.grad_sum_axes
+    if meta.tied_to is not None:
+        parameter.shared_embedding = True
+    if meta.is_embedding_or_output:
+        parameter.is_embedding_or_output_parameter = True
+
+
+def get_param_meta(parameter: Tensor) -> ParamMeta:
+    """Return the facts of `parameter`.
+
+    A parameter of a third party's module has no `ParamMeta`; its Megatron attributes
+    (`tensor_model_parallel`, `partition_dim`, `partition_stride`, `sequence_parallel`,
+    `allreduce`) are read instead. A plain torch parameter is replicated.
+    """
+    meta = getattr(parameter, _ATTRIBUTE, None)
+    if meta is not None:
+        # The one fact that custom modules commonly set after construction.
+        if getattr(parameter, "sequence_parallel", False) and not meta.grad_sum_axes:
+            return ParamMeta(**{**meta.__dict__, "grad_sum_axes": ("tp",)})
+        return meta
+    is_split = getattr(parameter, "tensor_model_parallel", False)
+    is_expert = not getattr(parameter, "allreduce", True)
+    is_sequence_parallel = getattr(parameter, "sequence_parallel", False)
+    if not (is_split or is_expert or is_sequence_parallel):
+        return _DEFAULT
+    return ParamMeta(
+        split_dim=getattr(parameter, "partition_dim", 0) if is_split else None,
+        split_axis=("expt_tp" if is_expert else "tp") if is_split else None,
+        stride=getattr(parameter, "partition_stride", 1),
+        grad_sum_axes=("tp",) if is_sequence_parallel else (),
+        is_expert=is_expert,
+    )
+
+
+def full_shape(local_shape: Sequence[int], meta: ParamMeta, axis_size: int) -> tuple[int, ...]:
+    """Return the shape of the one-device tensor of which `local_shape` is one shard."""
+    shape = list(local_shape)
+    if meta.split_dim is not None:
+        shape[meta.split_dim] *= axis_size
+    return tuple(shape)
+
+
+def local_ranges(
+    full_length: int, stride: int, axis_rank: int, axis_size: int
+) -> list[tuple[int, int]]:
+    """Return the [begin, end) ranges of the split dimension that one rank owns, in local order.
+
+    One range per block of `stride`; `full_length` must be divisible by stride * axis_size.
+    """
+    assert full_length % (stride * axis_size) == 0, (full_length, stride, axis_size)
+    block, piece = full_length // stride, full_length // (stride * axis_size)
+    begins = [i * block + axis_rank * piece for i in range(stride)]
+    return [(begin, begin + piece) for begin in begins]
+
+
+def shard_of(full: Tensor, meta: ParamMeta, axis_rank: int, axis_size: int) -> Tensor:
+    """Cut the piece of one rank out of the full tensor (a view where it is contiguous)."""
+    if meta.split_dim is None or axis_size == 1:
+        return full
+    dim = meta.split_dim
+    ranges = local_ranges(full.shape[dim], meta.stride, axis_rank, axis_size)
+    pieces = [full.narrow(dim, begin, end - begin) for begin, end in ranges]
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
+
+
+def unshard(shards: Sequence[Tensor], meta: ParamMeta) -> Tensor:
+    """Join the pieces of all ranks of the split axis, in rank order: inverse of `shard_of`."""
+    if meta.split_dim is None or len(shards) == 1:
+        return shards[0]
+    blocks = [shard.chunk(meta.stride, meta.split_dim) for shard in shards]
+    return torch.cat([b[i] for i in range(meta.stride) for b in blocks], meta.split_dim)
+
+
+# Main gradients -----------------------------------------------------------------------------
+#
+# A data-parallel wrapper gives each parameter `main_grad`, a view into its gradient buffer, and
+# sets `main_grad_is_fresh` at the start of a step. The first writer of a step overwrites, so the
+# buffer needs no zeroing pass; later writers add. A fused backward that has written here returns
+# None as the weight's gradient.
+
+
+def accumulate_main_grad(parameter: Tensor, grad: Tensor) -> None:
+    """Add `grad` (same shape as the parameter, any float dtype) into the main gradient."""
+    if parameter.main_grad_is_fresh:
+        parameter.main_grad.copy_(grad)
+        parameter.main_grad_is_fresh = False
+    else:
+        parameter.main_grad.add_(grad)
+
+
+def main_grad_addmm(parameter: Tensor, left: Tensor, right: Tensor) -> None:
+    """Add the product left [m, t] @ right [t, n] into the main gradient [m, n].
+
+    Where the dtypes agree the GEMM writes straight into the buffer; otherwise the product is
+    formed in the activations' dtype and accumulated in the buffer's (usually fp32).
+    """
+    main_grad = parameter.main_grad
+    if main_grad.dtype != left.dtype:
+        accumulate_main_grad(parameter, left @ right)
+    elif parameter.main_grad_is_fresh:
+        torch.mm(left, right, out=main_grad)
+        parameter.main_grad_is_fresh = False
+    else:
+        main_grad.addmm_(left, right)

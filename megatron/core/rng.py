@@ -1,0 +1,251 @@
+"""Random numbers that do not depend on the layout.
+
+Every random draw is keyed by what it is *for*: (seed, sample, scope, call, block), never by the
+rank that happens to make it. So the same seed gives the same dropout on one device and on a
+thousand, with any micro batch size, and after any resume; there is no generator state to save.
+
+Masks are made of fixed blocks (a sample, a run of rows, optionally a head), each filled by the
+native generator at full speed. Every layout owns whole blocks in the usual sizes; where it does
+not, whole blocks are generated and cut.
+
+The module holds the one random-state slot of the process, `rng_state()`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+MAX_ROW_BLOCKS = 64
+"""Most blocks that the rows of one sample are cut into: enough for tp * cp * 2 <= 64."""
+MAX_ATTENTION_ROW_BLOCKS = 16
+"""The same for the query rows of an attention matrix, which only context parallelism splits."""
+
+
+def derive_seed(*key: int | str) -> int:
+    """Hash a key of ints and strings to a 63-bit seed; equal keys give equal seeds anywhere."""
+    text = "\x1f".join(f"{type(part).__name__[0]}{part}" for part in key)
+    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+@dataclass(frozen=True)
+class SequenceRows:
+    """Which rows of the full sequence a rank's activation holds, in local order.
+
+    ranges: [begin, end) pairs of absolute positions; total: length of the full sequence.
+    """
+
+    ranges: tuple[tuple[int, int], ...]
+    total: int
+
+    @staticmethod
+    def whole(total: int) -> SequenceRows:
+        """All rows: no sequence or context parallelism."""
+        return SequenceRows(((0, total),), total)
+
+    def shard(self, rank: int, size: int) -> SequenceRows:
+        """The rank-th of `size` equal consecutive pieces (sequence parallelism)."""
+        if size == 1:
+            return self
+        length = sum(end - begin for begin, end in self.ranges) // size
+        skip, need, kept = rank * length, length, []
+        for begin, end in self.ranges:
+            if skip >= end - begin:
+                skip -= end - begin
+                continue
+            taken = min(end - begin - skip, need)
+            kept.append((begin + skip, begin + skip + taken))
+            need, skip = need - taken, 0
+            if need == 0:
+                break
+        return SequenceRows(tuple(kept), self.total)
+
+    def blocks(self, most: int) -> list[tuple[int, int, int, int]]:
+        """Cut into fixed blocks: (block index, rows per block, first row in block, rows used)."""
+        count = min(self.total & -self.total, most)
+        rows = self.total // count
+        cut = []
+        for begin, end in self.ranges:
+            while begin < end:
+                index, first = divmod(begin, rows)
+                used = min(rows - first, end - begin)
+                cut.append((index, rows, first, used))
+                begin += used
+        return cut
+
+
+@dataclass(frozen=True)
+class RandomScope:
+    """Where in the computation the next draw happens."""
+
+    first_sample: int = 0
+    path: tuple[int | str, ...] = ()
+    rows: SequenceRows | None = None
+    num_calls: int = 0
+
+
+class RandomState:
+    """The seed, and the place in the computation that the next random draw belongs to."""
+
+    def __init__(self) -> None:
+        self.seed = 1234
+        self.scope = RandomScope()
+        self._consumed_samples = 0
+        self._micro_batch_size = 1
+        self._dp_rank = 0
+        self._dp_size = 1
+
+    @property
+    def first_sample(self) -> int:
+        """Absolute index (since the start of training) of this micro batch's first sample."""
+        return self.scope.first_sample
+
+    def set_seed(self, seed: int) -> None:
+        """Choose the seed from which every draw is derived."""
+        self.seed = seed
+
+    def begin_step(
+        self, consumed_samples: int, *, micro_batch_size: int, dp_rank: int, dp_size: int
+    ) -> None:
+        """Tell how micro batch indices of this step map to absolute sample indices."""
+        self._consumed_samples = consumed_samples
+        self._micro_batch_size = micro_batch_size
+        self._dp_rank, self._dp_size = dp_rank, dp_size
+        self.set_microbatch(0)
+
+    def set_microbatch(self, index: int) -> None:
+        """Enter micro batch `index` of this step: called before each of its forwards."""
+        row = index * self._dp_size + self._dp_rank
+        first = self._consumed_samples + row * self._micro_batch_size
+        self.scope = RandomScope(first_sample=first)
+
+    @contextmanager
+    def at(self, *path: int | str, rows: SequenceRows | None = None) -> Iterator[None]:
+        """Name a part of the model, for example `at("decoder", layer_number, rows=...)`.
+
+        The n-th draw inside belongs to (path, n), so a layer's dropouts differ from each other
+        and not between layouts.
+        """
+        outer = self.scope
+        self.scope = replace(outer, path=path, rows=rows or outer.rows, num_calls=0)
+        try:
+            yield
+        finally:
+            self.scope = outer
+
+    @contextmanager
+    def restored(self, scope: RandomScope) -> Iterator[None]:
+        """Draw again from a place remembered earlier: activation recomputation uses it."""
+        outer, self.scope = self.scope, scope
+        try:
+            yield
+        finally:
+            self.scope = outer
+
+    def next_key(self) -> tuple[int | str, ...]:
+        """Return the key of the next draw (without sample and block) and count the draw."""
+        scope = self.scope
+        self.scope = replace(scope, num_calls=scope.num_calls + 1)
+        return (self.seed, *scope.path, scope.num_calls)
+
+    def state_dict(self) -> dict[str, int]:
+        """All there is to save: draws depend on the seed and the sample counter only."""
+        return {"seed": self.seed}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Restore `state_dict()`."""
+        self.seed = int(state["seed"])
+
+
+_STATE = RandomState()
+_GENERATORS: dict[torch.device, torch.Generator] = {}
+
+
+def rng_state() -> RandomState:
+    """Return the random state of this process: one of the few global slots."""
+    return _STATE
+
+
+def seeded_generator(device: torch.device, *key: int | str) -> torch.Generator:
+    """Return this device's scratch generator, seeded by `key`; valid until the next call."""
+    generator = _GENERATORS.get(device)
+    if generator is None:
+        generator = _GENERATORS[device] = torch.Generator(device=device)
+    generator.manual_seed(derive_seed(*key))
+    return generator
+
+
+def keyed_keep_mask(x: Tensor, keep_probability: float) -> Tensor:
+    """Draw a keep mask for activations x [rows, b, ...]: 1 where kept, 0 where dropped.
+
+    Blocks are keyed by (seed, scope, call, sample, block of rows). Rows follow the current
+    scope's `SequenceRows`; without one, dimension 0 is taken as the whole sequence.
+    """
+    state = rng_state()
+    first_sample, rows = state.first_sample, state.scope.rows
+    key = state.next_key()
+    if rows is None or sum(e - b for b, e in rows.ranges) != x.shape[0]:
+        rows = SequenceRows.whole(x.shape[0])
+    mask = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    tail = x.shape[2:]
+    for sample in range(x.shape[1]):
+        row = 0
+        for index, block_rows, first, used in rows.blocks(MAX_ROW_BLOCKS):
+            generator = seeded_generator(x.device, *key, first_sample + sample, index)
+            block = torch.empty((block_rows, *tail), dtype=x.dtype, device=x.device)
+            block.bernoulli_(keep_probability, generator=generator)
+            mask[row : row + used, sample] = block[first : first + used]
+            row += used
+    return mask
+
+
+def keyed_attention_keep_mask(
+    shape: tuple[int, int, int, int],
+    keep_probability: float,
+    *,
+    first_head: int,
+    query_rows: SequenceRows | None = None,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Tensor:
+    """Draw a keep mask for attention probabilities [b, n/tp, sq, sk].
+
+    Keyed by (seed, scope, call, sample, global head, block of query rows); `first_head` is the
+    global index of the first local head.
+    """
+    state = rng_state()
+    first_sample = state.first_sample
+    key = state.next_key()
+    batch, heads, num_queries, num_keys = shape
+    rows = query_rows or SequenceRows.whole(num_queries)
+    mask = torch.empty(shape, dtype=dtype, device=device)
+    for sample in range(batch):
+        for head in range(heads):
+            row = 0
+            for index, block_rows, first, used in rows.blocks(MAX_ATTENTION_ROW_BLOCKS):
+                generator = seeded_generator(
+                    device, *key, first_sample + sample, first_head + head, index
+                )
+                block = torch.empty((block_rows, num_keys), dtype=dtype, device=device)
+                block.bernoulli_(keep_probability, generator=generator)
+                mask[sample, head, row : row + used] = block[first : first + used]
+                row += used
+    return mask
+
+
+def keyed_dropout(x: Tensor, probability: float, training: bool = True) -> Tensor:
+    """Drop activations x [rows, b, ...] with `probability`, independent of the layout.
+
+    A drop-in for `torch.nn.functional.dropout` inside a model: the same sample, layer and
+    position is dropped whatever the tensor, sequence, pipeline or data parallel sizes are.
+    """
+    if not training or probability == 0.0:
+        return x
+    keep = 1.0 - probability
+    return x * keyed_keep_mask(x, keep).div_(keep)

@@ -1,0 +1,163 @@
+"""Named timers with a log level, reduced over ranks only when they are reported."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from megatron.core import device
+
+
+class Timer:
+    """A stopwatch that accumulates seconds over start/stop pairs."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._accumulated_s = 0.0
+        self._active_s = 0.0
+        self._num_intervals = 0
+        self._started_at: float | None = None
+
+    def start(self, barrier: bool = False) -> None:
+        """Start; waits for queued device work first so that only this section is timed."""
+        assert self._started_at is None, f"timer {self.name!r} runs already"
+        if barrier and dist.is_initialized():
+            dist.barrier()
+        device.synchronize()
+        self._started_at = time.perf_counter()
+
+    def stop(self, barrier: bool = False) -> None:
+        """Stop and accumulate."""
+        assert self._started_at is not None, f"timer {self.name!r} was not started"
+        if barrier and dist.is_initialized():
+            dist.barrier()
+        device.synchronize()
+        seconds = time.perf_counter() - self._started_at
+        self._accumulated_s += seconds
+        self._active_s += seconds
+        self._num_intervals += 1
+        self._started_at = None
+
+    def reset(self) -> None:
+        """Forget the accumulated seconds; a running interval restarts now."""
+        self._accumulated_s = 0.0
+        self._num_intervals = 0
+        if self._started_at is not None:
+            self._started_at = time.perf_counter()
+
+    def elapsed(self, reset: bool = True, barrier: bool = False) -> float:
+        """Return the accumulated seconds, including a running interval."""
+        is_running = self._started_at is not None
+        if is_running:
+            self.stop(barrier)
+        seconds = self._accumulated_s
+        if reset:
+            self.reset()
+        if is_running:
+            self.start()
+        return seconds
+
+    def active_time(self) -> float:
+        """Return the seconds since creation, unaffected by `reset`."""
+        return self._active_s
+
+
+class _SilentTimer(Timer):
+    """A timer above the log level: costs nothing."""
+
+    def start(self, barrier: bool = False) -> None:
+        pass
+
+    def stop(self, barrier: bool = False) -> None:
+        pass
+
+
+class Timers:
+    """All timers of a run: `timers("forward", log_level=1).start()`.
+
+    Args:
+        log_level: timers with a higher level are silent.
+        log_option: "max", "minmax" or "all": how a report shows the ranks.
+    """
+
+    def __init__(self, log_level: int, log_option: str) -> None:
+        self._log_level = log_level
+        self._log_option = log_option
+        self._timers: dict[str, Timer] = {}
+        self._silent = _SilentTimer("silent")
+
+    def __call__(self, name: str, log_level: int | None = None) -> Timer:
+        """Return the timer `name`, created at `log_level` (0 if none is given)."""
+        timer = self._timers.get(name)
+        if timer is None:
+            if (log_level or 0) > self._log_level:
+                return self._silent
+            timer = self._timers[name] = Timer(name)
+        return timer
+
+    def seconds_of_all_ranks(
+        self, names: Sequence[str] | None = None, *, reset: bool = True, normalizer: float = 1.0
+    ) -> dict[str, list[float]]:
+        """Gather each timer's seconds / normalizer from every rank; 0.0 where it never ran.
+
+        Communication:
+            one all-gather over all ranks. `names` must be equal on all of them.
+        """
+        names = list(self._timers) if names is None else list(names)
+        mine = [
+            self._timers[n].elapsed(reset=reset) / normalizer if n in self._timers else 0.0
+            for n in names
+        ]
+        if not dist.is_initialized() or dist.get_world_size() == 1:
+            return {name: [value] for name, value in zip(names, mine, strict=True)}
+        local = torch.tensor(mine, dtype=torch.float64, device=_collective_device())
+        world = [torch.empty_like(local) for _ in range(dist.get_world_size())]
+        dist.all_gather(world, local)
+        table = torch.stack(world).cpu()
+        return {name: table[:, i].tolist() for i, name in enumerate(names)}
+
+    def report(
+        self, names: Sequence[str] | None = None, *, reset: bool = True, normalizer: float = 1.0
+    ) -> str:
+        """Return the report text (milliseconds) in Megatron's form; equal on all ranks."""
+        lines = [f"{self._heading()} across ranks (ms):"]
+        table = self.seconds_of_all_ranks(names, reset=reset, normalizer=normalizer)
+        for name, seconds in table.items():
+            milliseconds = [1000.0 * s for s in seconds]
+            if max(milliseconds) == 0.0:
+                continue
+            if self._log_option == "max":
+                shown = f"{max(milliseconds):.2f}"
+            elif self._log_option == "minmax":
+                shown = f"({min(milliseconds):.2f}, {max(milliseconds):.2f})"
+            else:
+                shown = " ".join(f"{i}: {ms:.2f}" for i, ms in enumerate(milliseconds))
+            lines.append(f"    {(name + ' ').ljust(48, '.')}: {shown}")
+        return "\n".join(lines)
+
+    def log(
+        self,
+        names: Sequence[str] | None = None,
+        rank: int | None = None,
+        normalizer: float = 1.0,
+        reset: bool = True,
+        barrier: bool = False,
+    ) -> None:
+        """Print the report on global rank `rank` (the last rank if None)."""
+        if barrier and dist.is_initialized():
+            dist.barrier()
+        text = self.report(names, reset=reset, normalizer=normalizer)
+        here = dist.get_rank() if dist.is_initialized() else 0
+        last = dist.get_world_size() - 1 if dist.is_initialized() else 0
+        if here == (last if rank is None else rank):
+            print(text, flush=True)
+
+    def _heading(self) -> str:
+        return {"max": "max time", "minmax": "(min, max) time"}.get(self._log_option, "times")
+
+
+def _collective_device() -> torch.device:
+    return device.current_device() if dist.get_backend() == "nccl" else torch.device("cpu")
