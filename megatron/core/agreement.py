@@ -29,9 +29,7 @@ def agree(problem: MegatronError | None, group: dist.ProcessGroup | None = None)
         raise problem
     for group_rank, other in enumerate(gathered):
         if other is not None:
-            global_rank = (
-                group_rank if group is None else dist.get_global_rank(group, group_rank)
-            )
+            global_rank = group_rank if group is None else dist.get_global_rank(group, group_rank)
             raise type(other)(
                 f"rank {global_rank}: {other.found}",
                 rule=other.rule,

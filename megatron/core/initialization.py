@@ -45,9 +45,7 @@ def init_method_normal(sigma: float) -> NormalInit:
     return NormalInit(sigma)
 
 
-def scaled_init_method_normal(
-    sigma: float, num_layers: int, multiplier: float = 2.0
-) -> NormalInit:
+def scaled_init_method_normal(sigma: float, num_layers: int, multiplier: float = 2.0) -> NormalInit:
     """Return N(0, sigma^2 / (multiplier * num_layers)), for layers that end a residual branch."""
     return NormalInit(sigma / math.sqrt(multiplier * num_layers))
 

@@ -428,9 +428,7 @@ def get_position_embedding_group(check_initialized: bool = True) -> Any:
     return _group("pos_embd", check_initialized)
 
 
-def is_rank_in_embedding_group(
-    ignore_virtual: bool = True, vp_stage: int | None = None
-) -> bool:
+def is_rank_in_embedding_group(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
     """Return whether this rank holds a copy of the tied word embedding."""
     if "embd" not in ProcessGroupCollection.current().ranks:
         return False

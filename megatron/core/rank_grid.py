@@ -80,9 +80,7 @@ class RankGrid:
         outside = [axis for axis in self.axes if axis not in axes]
         spans = [range(self.size(axis)) for axis in reversed(outside)]
         return [
-            self.group_of(
-                self.rank_at(dict(zip(reversed(outside), place, strict=True))), *axes
-            )
+            self.group_of(self.rank_at(dict(zip(reversed(outside), place, strict=True))), *axes)
             for place in product(*spans)
         ]
 

@@ -1,0 +1,152 @@
+"""How one model is spread over ranks, and in which precision it computes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megatron.core.errors import ConfigError, MegatronError, raise_together
+
+
+@dataclass
+class ModelParallelConfig:
+    """Parallel sizes, dtypes, overlap choices and the callbacks that the training loop sets."""
+
+    tensor_model_parallel_size: int = 1
+    """Ranks over which each weight matrix is split (Megatron-LM, section 3, arXiv 1909.08053)."""
+    pipeline_model_parallel_size: int = 1
+    """Ranks over which the layers are split into stages."""
+    virtual_pipeline_model_parallel_size: int | None = None
+    """Model chunks per pipeline rank (interleaved schedule, arXiv 2104.04473, section 2.2)."""
+    sequence_parallel: bool = False
+    """Split norms, dropouts and residuals along the sequence over the tensor-parallel ranks
+    (arXiv 2205.05198, section 4.2)."""
+    context_parallel_size: int = 1
+    """Ranks over which the sequence is split everywhere, attention included."""
+    hierarchical_context_parallel_sizes: list[int] | None = None
+    """Sizes of the levels of hierarchical context parallelism, innermost first."""
+    expert_model_parallel_size: int = 1
+    """Ranks over which routed experts are distributed."""
+    expert_tensor_parallel_size: int | None = None
+    """Tensor-parallel size inside experts; None means equal to the dense one."""
+
+    perform_initialization: bool = True
+    """Fill weights when layers are constructed; off when a checkpoint will be loaded anyway."""
+    use_cpu_initialization: bool = False
+    """Create and fill weights in host memory."""
+    params_dtype: torch.dtype = torch.float32
+    """Dtype of the weights that take part in matrix products."""
+    fp16: bool = False
+    """Compute in fp16 with loss scaling."""
+    bf16: bool = False
+    """Compute in bf16."""
+    enable_autocast: bool = False
+    """Run the forward pass under torch.autocast."""
+    autocast_dtype: torch.dtype | None = None
+    """Dtype of autocast; params_dtype if None."""
+
+    gradient_accumulation_fusion: bool = True
+    """Let weight-gradient GEMMs write into the main gradient buffer where the data-parallel
+    wrapper provides one, so no separate gradient tensor is formed."""
+    async_tensor_model_parallel_allreduce: bool = True
+    """Reduce the input gradient of a column-parallel layer while its weight gradient is
+    computed."""
+    deterministic_mode: bool = False
+    """Use only algorithms that give the same bits in every run."""
+
+    pipeline_schedule: str = "1f1b"
+    """Order of the pipeline's steps: "1f1b" (interleaved when there are virtual stages) or
+    "gpipe"."""
+    pipeline_dtype: torch.dtype | None = None
+    """Dtype of activations sent between stages; params_dtype if None."""
+    variable_seq_lengths: bool = False
+    """Sequence length changes between micro batches: shapes are exchanged before tensors."""
+    overlap_p2p_comm: bool = True
+    """Post receives ahead and let sends finish in the background."""
+    batch_p2p_comm: bool = False
+    """Hand sends and receives to the backend in one batch (excludes overlap_p2p_comm)."""
+    deallocate_pipeline_outputs: bool = True
+    """Free the data of a stage's output once it was sent; autograd needs only its graph."""
+    microbatch_group_size_per_vp_stage: int | None = None
+    """Micro batches that run through one chunk before the next chunk's turn; None means the
+    pipeline size."""
+    defer_embedding_wgrad_compute: bool = False
+    """Not supported: move the head's weight gradient into the drain of the pipeline."""
+
+    calculate_per_token_loss: bool = False
+    """Normalise gradients by the number of tokens of the global batch instead of per micro
+    batch."""
+    timers: Any = None
+    """`megatron.core.timers.Timers` of the run, or None."""
+    grad_scale_func: Callable[[torch.Tensor], torch.Tensor] | None = None
+    """Scales the loss before backward (fp16)."""
+    no_sync_func: Callable[[], AbstractContextManager[None]] | None = None
+    """Context in which gradients accumulate without data-parallel reduction."""
+    grad_sync_func: Callable[..., Any] | list[Callable[..., Any]] | None = None
+    """Starts the data-parallel reduction of a chunk's gradients."""
+    param_sync_func: Callable[..., Any] | list[Callable[..., Any]] | None = None
+    """Starts the gather of a chunk's sharded parameters."""
+    finalize_model_grads_func: Callable[..., None] | None = None
+    """Completes gradients after the last backward: reductions over dp, tp, tied embeddings."""
+
+    def __post_init__(self) -> None:
+        """Derive dtypes and raise all problems of the parallel settings together."""
+        self._derive_parallel()
+        raise_together(self.check_parallel(), summary=type(self).__name__)
+
+    def _derive_parallel(self) -> None:
+        if self.expert_tensor_parallel_size is None:
+            self.expert_tensor_parallel_size = self.tensor_model_parallel_size
+        if self.autocast_dtype is None:
+            self.autocast_dtype = self.params_dtype
+        if self.microbatch_group_size_per_vp_stage is None:
+            self.microbatch_group_size_per_vp_stage = self.pipeline_model_parallel_size
+
+    def check_parallel(self) -> list[MegatronError]:
+        """Return the problems of the parallel settings."""
+        problems: list[MegatronError] = []
+        if self.sequence_parallel and self.tensor_model_parallel_size == 1:
+            problems.append(
+                ConfigError(
+                    "sequence_parallel is on with tensor_model_parallel_size=1.",
+                    rule="sequence parallelism splits over the tensor-parallel ranks",
+                    flags=["--sequence-parallel", "--tensor-model-parallel-size"],
+                    fix="drop --sequence-parallel or use a tensor-parallel size above 1",
+                )
+            )
+        vp = self.virtual_pipeline_model_parallel_size
+        if vp is not None and vp > 1 and self.pipeline_model_parallel_size == 1:
+            problems.append(
+                ConfigError(
+                    f"{vp} virtual stages per rank with pipeline_model_parallel_size=1.",
+                    rule="virtual stages divide the work of pipeline ranks",
+                    flags=[
+                        "--num-virtual-stages-per-pipeline-rank",
+                        "--pipeline-model-parallel-size",
+                    ],
+                    fix="use a pipeline size above 1 or drop the virtual stages",
+                )
+            )
+        if self.overlap_p2p_comm and self.batch_p2p_comm:
+            problems.append(
+                ConfigError(
+                    "overlap_p2p_comm and batch_p2p_comm are both on.",
+                    rule="a batch of sends and receives is one blocking call",
+                    flags=["--no-overlap-p2p-communication"],
+                    fix="switch one of them off",
+                )
+            )
+        if self.fp16 and self.bf16:
+            problems.append(
+                ConfigError(
+                    "fp16 and bf16 are both on.",
+                    rule="a model computes in one half precision",
+                    flags=["--fp16", "--bf16"],
+                    fix="keep --bf16",
+                )
+            )
+        return problems

@@ -1,0 +1,173 @@
+"""The vocabulary of pipeline programs: steps, where stages live, and lists of both.
+
+Pure integers, no torch. A schedule is written as compute steps only (`orders/`), gets its
+communication from `lower.py`, is proved by `validate.py`, timed by `simulate.py`, drawn by
+`plot.py` and run by `executor.py`. All of them speak in the objects of this file.
+
+Legend: `p` pipeline ranks, `v` model chunks per rank, `m` micro batches, `stage` a position in
+the whole model, 0 ... p*v - 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from enum import Enum, IntEnum
+from typing import NamedTuple
+
+
+class Op(IntEnum):
+    """What one step of a rank does. The comment says when it may block the rank."""
+
+    FORWARD = 0  # waits for the chunk's input activation
+    BACKWARD = 1  # waits for the gradient of the chunk's output; input and weight gradient at once
+    INPUT_GRAD = 2  # waits like BACKWARD; only what the previous stage needs
+    WEIGHT_GRAD = 3  # never blocks: its data were there for INPUT_GRAD
+    RECV_ACTIVATION = 4  # posts the receive of a chunk's input, never blocks
+    RECV_GRADIENT = 5  # posts the receive of the gradient of a chunk's output, never blocks
+    SEND_ACTIVATION = 6  # posts the send of a chunk's output, never blocks
+    SEND_GRADIENT = 7  # posts the send of the gradient of a chunk's input, never blocks
+    FREE_OUTPUT = 8  # waits for the send of an output, then gives its memory back
+    FREE_GRADIENT = 9  # waits for the send of a gradient, then gives its memory back
+    PARAM_GATHER = 10  # asks for the parameters of a chunk ahead of use
+    GRAD_SYNC = 11  # from here on, the gradients of a chunk may be reduced over replicas
+
+
+COMPUTE_OPS = frozenset((Op.FORWARD, Op.BACKWARD, Op.INPUT_GRAD, Op.WEIGHT_GRAD))
+RECV_OPS = frozenset((Op.RECV_ACTIVATION, Op.RECV_GRADIENT))
+SEND_OPS = frozenset((Op.SEND_ACTIVATION, Op.SEND_GRADIENT))
+FREE_OPS = frozenset((Op.FREE_OUTPUT, Op.FREE_GRADIENT))
+
+SHORT_NAME = {
+    Op.FORWARD: "F",
+    Op.BACKWARD: "B",
+    Op.INPUT_GRAD: "I",
+    Op.WEIGHT_GRAD: "W",
+    Op.RECV_ACTIVATION: "recv-act",
+    Op.RECV_GRADIENT: "recv-grad",
+    Op.SEND_ACTIVATION: "send-act",
+    Op.SEND_GRADIENT: "send-grad",
+    Op.FREE_OUTPUT: "free-out",
+    Op.FREE_GRADIENT: "free-grad",
+    Op.PARAM_GATHER: "param-gather",
+    Op.GRAD_SYNC: "grad-sync",
+}
+
+NO_MICROBATCH = -1
+
+
+class Step(NamedTuple):
+    """One instruction of one rank.
+
+    `microbatch` is `NO_MICROBATCH` for PARAM_GATHER, and for a GRAD_SYNC that comes after the last
+    backward of its chunk (one that comes before it carries that backward's micro batch).
+    """
+
+    op: Op
+    microbatch: int
+    chunk: int
+
+    def label(self, num_chunks: int = 2) -> str:
+        """Return a short text such as `F3` (micro batch 3) or `F3.1` (micro batch 3, chunk 1)."""
+        microbatch = "" if self.microbatch == NO_MICROBATCH else str(self.microbatch)
+        chunk = f".{self.chunk}" if num_chunks > 1 else ""
+        return f"{SHORT_NAME[self.op]}{microbatch}{chunk}"
+
+
+class PlacementShape(Enum):
+    """How the stages of the model are dealt to ranks."""
+
+    LOOP = "loop"  # chunk c of rank r is stage c*p + r: every chunk walks the ranks upwards
+    V = "v"  # odd chunks walk back: the last rank holds two neighbouring stages
+
+
+class Placement(NamedTuple):
+    """Which stage lives where."""
+
+    num_ranks: int
+    num_chunks: int = 1
+    shape: PlacementShape = PlacementShape.LOOP
+
+    @property
+    def num_stages(self) -> int:
+        """Number of stages of the whole model, p*v."""
+        return self.num_ranks * self.num_chunks
+
+    def stage(self, rank: int, chunk: int) -> int:
+        """Return the stage that `rank` holds as its model chunk number `chunk`."""
+        if self.shape is PlacementShape.V and chunk % 2:
+            return (chunk + 1) * self.num_ranks - 1 - rank
+        return chunk * self.num_ranks + rank
+
+    def location(self, stage: int) -> tuple[int, int]:
+        """Return (rank, chunk) of a stage."""
+        chunk, position = divmod(stage, self.num_ranks)
+        if self.shape is PlacementShape.V and chunk % 2:
+            position = self.num_ranks - 1 - position
+        return position, chunk
+
+    def previous(self, rank: int, chunk: int) -> tuple[int, int] | None:
+        """Return (rank, chunk) of the stage before this one, None for the first stage."""
+        stage = self.stage(rank, chunk)
+        return self.location(stage - 1) if stage > 0 else None
+
+    def next(self, rank: int, chunk: int) -> tuple[int, int] | None:
+        """Return (rank, chunk) of the stage after this one, None for the last stage."""
+        stage = self.stage(rank, chunk)
+        return self.location(stage + 1) if stage + 1 < self.num_stages else None
+
+
+@dataclass(frozen=True)
+class Orders:
+    """The compute steps of every rank, and nothing else.
+
+    Ranks are computed when first asked for: a rank of a large job needs its own order and those
+    of its neighbours only.
+    """
+
+    schedule: str
+    placement: Placement
+    num_microbatches: int
+    forward_only: bool
+    order: Callable[[int], list[Step]]
+    _known: dict[int, tuple[Step, ...]] = field(default_factory=dict, compare=False, repr=False)
+
+    def __len__(self) -> int:
+        return self.placement.num_ranks
+
+    def __getitem__(self, rank: int) -> tuple[Step, ...]:
+        if not 0 <= rank < len(self):
+            raise IndexError(rank)
+        if rank not in self._known:
+            self._known[rank] = tuple(self.order(rank))
+        return self._known[rank]
+
+    def __iter__(self) -> Iterator[tuple[Step, ...]]:
+        return (self[rank] for rank in range(len(self)))
+
+
+@dataclass(frozen=True)
+class Program:
+    """The full instruction list of every rank of a pipeline.
+
+    Attributes:
+        schedule: name of the order it was made from.
+        placement: where each stage lives.
+        num_microbatches: m.
+        forward_only: True if no backward is run.
+        ranks: steps of each rank, in the order in which that rank issues them.
+        prefetch: how many compute steps ahead of its use a receive is posted.
+        send_window: how many sends a rank may leave unfinished on one channel.
+    """
+
+    schedule: str
+    placement: Placement
+    num_microbatches: int
+    forward_only: bool
+    ranks: tuple[tuple[Step, ...], ...]
+    prefetch: int
+    send_window: int
+
+    def compute_steps(self, rank: int) -> list[Step]:
+        """Return only the F, B, I and W steps of a rank."""
+        return [step for step in self.ranks[rank] if step.op in COMPUTE_OPS]

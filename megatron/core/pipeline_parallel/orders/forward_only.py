@@ -1,0 +1,29 @@
+"""Forward-only: evaluation and inference, no gradients.
+
+Chunks are taken in the same groups as in interleaved 1F1B, so a rank never waits for a micro
+batch that is still p-1 stages away. Bubble (p-1)/(v*m+p-1).
+"""
+
+from __future__ import annotations
+
+from megatron.core.pipeline_parallel.instructions import Op, Orders, Placement, Step
+from megatron.core.pipeline_parallel.orders.interleaved import microbatch_groups
+
+
+def forward_only_order(
+    p: int, rank: int, m: int, v: int = 1, group_size: int | None = None
+) -> list[Step]:
+    """Return the compute steps of one rank. The order is the same on all p ranks."""
+    groups = microbatch_groups(p, m, p if group_size is None else group_size)
+    return [Step(Op.FORWARD, i, c) for group in groups for c in range(v) for i in group]
+
+
+def forward_only_orders(p: int, m: int, v: int = 1, group_size: int | None = None) -> Orders:
+    """Return the forward-only order of all ranks."""
+    return Orders(
+        "forward_only",
+        Placement(p, v),
+        m,
+        True,
+        lambda rank: forward_only_order(p, rank, m, v, group_size),
+    )

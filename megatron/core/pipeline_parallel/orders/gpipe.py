@@ -1,0 +1,21 @@
+"""GPipe: all forwards, then all backwards.
+
+"GPipe: Easy Scaling with Micro-Batch Pipeline Parallelism", section 2.3, arXiv:1811.06965.
+Bubble (p-1)/(m+p-1); every rank keeps the activations of all m micro batches.
+"""
+
+from __future__ import annotations
+
+from megatron.core.pipeline_parallel.instructions import Op, Orders, Placement, Step
+
+
+def gpipe_order(p: int, rank: int, m: int) -> list[Step]:
+    """Return the compute steps of one rank. The order is the same on all p ranks."""
+    forwards = [Step(Op.FORWARD, microbatch, 0) for microbatch in range(m)]
+    backwards = [Step(Op.BACKWARD, microbatch, 0) for microbatch in range(m)]
+    return forwards + backwards
+
+
+def gpipe_orders(p: int, m: int) -> Orders:
+    """Return the GPipe order of all ranks."""
+    return Orders("gpipe", Placement(p), m, False, lambda rank: gpipe_order(p, rank, m))

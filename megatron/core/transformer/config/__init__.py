@@ -1,0 +1,1 @@
+"""Groups of `TransformerConfig` fields; each group checks itself."""

@@ -1,0 +1,35 @@
+"""Initial weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from megatron.core.initialization import init_method_normal, scaled_init_method_normal
+
+
+@dataclass
+class InitializationConfig:
+    """Functions that fill a full weight in place."""
+
+    init_method: Callable[[torch.Tensor], object] | None = None
+    """Fills most weights; None means N(0, init_method_std^2)."""
+    output_layer_init_method: Callable[[torch.Tensor], object] | None = None
+    """Fills weights that end a residual branch; None means std / sqrt(2 * num_layers)."""
+    embedding_init_method: Callable[[torch.Tensor], object] | None = None
+    """Fills embeddings; None means init_method."""
+    init_method_std: float = 0.02
+    """Standard deviation of the default initialisers."""
+
+    def derive_initialization(self, num_layers: int) -> None:
+        """Fill the initialisers that were not given."""
+        if self.init_method is None:
+            self.init_method = init_method_normal(self.init_method_std)
+        if self.output_layer_init_method is None:
+            self.output_layer_init_method = scaled_init_method_normal(
+                self.init_method_std, max(num_layers, 1)
+            )
+        if self.embedding_init_method is None:
+            self.embedding_init_method = self.init_method

@@ -1,0 +1,29 @@
+"""Precision and fused kernels inside the layers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass
+class PrecisionConfig:
+    """Where fp32 is kept, and which elementwise chains are fused."""
+
+    fp32_residual_connection: bool = False
+    """Keep the residual stream in fp32."""
+    disable_bf16_reduced_precision_matmul: bool = False
+    """Forbid bf16 accumulation inside GEMMs on hardware that offers it."""
+    bias_activation_fusion: bool = True
+    """Fuse bias + activation of the MLP."""
+    bias_dropout_fusion: bool = True
+    """Fuse bias + dropout + residual."""
+    masked_softmax_fusion: bool = True
+    """Fuse scale + mask + softmax on the unfused attention path."""
+    cross_entropy_loss_fusion: bool = False
+    """Fuse the output head with the cross entropy so that full logits are never kept."""
+    cross_entropy_fusion_impl: str = "native"
+    """Implementation of the fused cross entropy."""
+    persist_layer_norm: bool = False
+    """Accepted for compatibility; the native norm is used."""
+    memory_efficient_layer_norm: bool = False
+    """Accepted for compatibility; the native norm is used."""

@@ -1,0 +1,86 @@
+"""Activation recomputation (arXiv 2205.05198, section 5)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron.core.errors import ConfigError, MegatronError
+
+RECOMPUTE_MODULES = ("core_attn", "mlp", "layernorm")
+"""Parts of a layer that selective recomputation can drop and form again."""
+
+
+@dataclass
+class RecomputeConfig:
+    """Which activations are dropped after forward and formed again in backward."""
+
+    recompute_granularity: str | None = None
+    """None, "full" (whole layers) or "selective" (recompute_modules of each layer)."""
+    recompute_method: str | None = None
+    """For "full": "uniform" (groups of layers) or "block" (the first layers of each chunk)."""
+    recompute_num_layers: int | None = None
+    """Layers per group (uniform) or per chunk (block)."""
+    recompute_modules: list[str] | None = None
+    """For "selective": any of core_attn, mlp, layernorm; None means core_attn."""
+    distribute_saved_activations: bool = False
+    """Shard the saved layer inputs over the tensor-parallel ranks."""
+
+    def derive_recompute(self) -> None:
+        """Fill the default module list."""
+        if self.recompute_granularity == "selective" and self.recompute_modules is None:
+            self.recompute_modules = ["core_attn"]
+
+    def check_recompute(self, sequence_parallel: bool) -> list[MegatronError]:
+        """Return the problems of the recompute settings."""
+        problems: list[MegatronError] = []
+        granularity, method = self.recompute_granularity, self.recompute_method
+        if granularity not in (None, "full", "selective"):
+            problems.append(
+                ConfigError(
+                    f"recompute_granularity={granularity!r} is unknown.",
+                    rule="it is full or selective",
+                    flags=["--recompute-granularity"],
+                    fix="use --recompute-granularity selective",
+                )
+            )
+        if granularity == "full" and (
+            method not in ("uniform", "block") or not self.recompute_num_layers
+        ):
+            problems.append(
+                ConfigError(
+                    f"full recomputation with method={method} and"
+                    f" num_layers={self.recompute_num_layers}.",
+                    rule="it needs a method and a positive number of layers",
+                    flags=["--recompute-method", "--recompute-num-layers"],
+                    fix="add --recompute-method uniform --recompute-num-layers 1",
+                )
+            )
+        if granularity != "full" and method is not None:
+            problems.append(
+                ConfigError(
+                    f"recompute_method={method!r} with recompute_granularity={granularity!r}.",
+                    rule="a method belongs to full recomputation",
+                    flags=["--recompute-method", "--recompute-granularity"],
+                    fix="use --recompute-granularity full or drop --recompute-method",
+                )
+            )
+        unknown = set(self.recompute_modules or []) - set(RECOMPUTE_MODULES)
+        if unknown:
+            problems.append(
+                ConfigError(
+                    f"recompute_modules names {sorted(unknown)}.",
+                    rule=f"selective recomputation knows {', '.join(RECOMPUTE_MODULES)}",
+                    flags=["--recompute-modules"],
+                    fix="use --recompute-modules core_attn",
+                )
+            )
+        if self.distribute_saved_activations and sequence_parallel:
+            problems.append(
+                ConfigError(
+                    "distribute_saved_activations is on together with sequence_parallel.",
+                    rule="under sequence parallelism layer inputs are sharded already",
+                    flags=["--distribute-saved-activations", "--sequence-parallel"],
+                    fix="drop --distribute-saved-activations",
+                )
+            )
+        return problems

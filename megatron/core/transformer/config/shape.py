@@ -1,0 +1,76 @@
+"""Sizes of the model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron.core.errors import ConfigError, MegatronError
+
+
+@dataclass
+class ShapeConfig:
+    """Number of layers, width, heads, vocabulary."""
+
+    num_layers: int = 0
+    """Transformer layers of the whole model."""
+    hidden_size: int = 0
+    """Width of the residual stream."""
+    num_attention_heads: int = 0
+    """Query heads."""
+    num_query_groups: int | None = None
+    """Key/value heads; each serves num_attention_heads / num_query_groups query heads (GQA,
+    arXiv 2305.13245). None means one per query head."""
+    ffn_hidden_size: int | None = None
+    """Width of the MLP; None means 4 * hidden_size."""
+    kv_channels: int | None = None
+    """Width of one head; None means hidden_size / num_attention_heads."""
+    unpadded_vocab_size: int | None = None
+    """Number of real token ids. Rows beyond it pad the vocabulary to a size that splits evenly;
+    they take no part in the loss, which therefore does not depend on the padding."""
+
+    def derive_shape(self) -> None:
+        """Fill the sizes that follow from others."""
+        if self.ffn_hidden_size is None:
+            self.ffn_hidden_size = 4 * self.hidden_size
+        if self.num_query_groups is None:
+            self.num_query_groups = self.num_attention_heads
+        if self.kv_channels is None and self.num_attention_heads > 0:
+            self.kv_channels = self.hidden_size // self.num_attention_heads
+
+    def check_shape(self) -> list[MegatronError]:
+        """Return the problems of the sizes by themselves."""
+        problems: list[MegatronError] = []
+        for name in ("num_layers", "hidden_size", "num_attention_heads"):
+            value = getattr(self, name)
+            if value < 1:
+                problems.append(
+                    ConfigError(
+                        f"{name}={value}.",
+                        rule="it is a positive number",
+                        flags=["--" + name.replace("_", "-")],
+                        fix=f"set --{name.replace('_', '-')}",
+                    )
+                )
+        if problems:
+            return problems
+        heads, groups = self.num_attention_heads, self.num_query_groups
+        if self.hidden_size % heads and self.kv_channels == self.hidden_size // heads:
+            problems.append(
+                ConfigError(
+                    f"hidden_size={self.hidden_size} is not divisible by"
+                    f" num_attention_heads={heads}.",
+                    rule="without --kv-channels a head is hidden_size / num_attention_heads wide",
+                    flags=["--hidden-size", "--num-attention-heads", "--kv-channels"],
+                    fix=f"use --hidden-size {-(-self.hidden_size // heads) * heads}",
+                )
+            )
+        if groups is None or groups < 1 or heads % groups:
+            problems.append(
+                ConfigError(
+                    f"num_attention_heads={heads} cannot be shared by num_query_groups={groups}.",
+                    rule="each key/value head serves a whole number of query heads",
+                    flags=["--num-attention-heads", "--num-query-groups"],
+                    fix=f"use a number of query groups that divides {heads}",
+                )
+            )
+        return problems

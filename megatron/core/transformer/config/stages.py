@@ -1,0 +1,21 @@
+"""How layers are dealt out to pipeline stages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass
+class StageConfig:
+    """Uneven stages. `pipeline_parallel.layout` turns these into layers per stage, and checks."""
+
+    num_layers_in_first_pipeline_stage: int | None = None
+    """Layers of the first stage; the rest is split evenly."""
+    num_layers_in_last_pipeline_stage: int | None = None
+    """Layers of the last stage."""
+    account_for_embedding_in_pipeline_split: bool = False
+    """Count the embedding as one layer of the first stage."""
+    account_for_loss_in_pipeline_split: bool = False
+    """Count the loss as one layer of the last stage."""
+    pipeline_model_parallel_layout: str | list | None = None
+    """Explicit layout, for example "Et*3|(tt|)*29,m|L"."""

@@ -1,0 +1,43 @@
+"""Enumerations of the transformer blocks."""
+
+from __future__ import annotations
+
+import enum
+
+
+class LayerType(enum.Enum):
+    """What one position of the layer stack is."""
+
+    embedding = 1
+    loss = 2
+    encoder = 3
+    decoder = 4
+    mtp = 5
+
+
+class AttnType(enum.Enum):
+    """Where keys and values come from."""
+
+    self_attn = 1
+    cross_attn = 2
+
+
+class AttnMaskType(enum.Enum):
+    """Which positions a query may see."""
+
+    padding = 1
+    causal = 2
+    no_mask = 3
+    padding_causal = 4
+    arbitrary = 5
+    causal_bottom_right = 6
+
+
+class AttnBackend(enum.Enum):
+    """Which attention kernel computes the core attention."""
+
+    flash = 1
+    fused = 2
+    unfused = 3
+    local = 4
+    auto = 5

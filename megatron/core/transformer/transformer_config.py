@@ -1,0 +1,89 @@
+"""The config of a transformer: flat for callers, assembled from small groups.
+
+Every group checks itself; all problems are raised in one error. Derived values are filled once,
+on construction.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron.core.errors import ConfigError, MegatronError, raise_together
+from megatron.core.model_parallel_config import ModelParallelConfig
+from megatron.core.transformer.config.block import BlockConfig
+from megatron.core.transformer.config.initialization import InitializationConfig
+from megatron.core.transformer.config.position import PositionConfig
+from megatron.core.transformer.config.precision import PrecisionConfig
+from megatron.core.transformer.config.recompute import RecomputeConfig
+from megatron.core.transformer.config.shape import ShapeConfig
+from megatron.core.transformer.config.stages import StageConfig
+from megatron.core.utils import best_divisor
+
+
+@dataclass
+class TransformerConfig(
+    StageConfig,
+    RecomputeConfig,
+    PrecisionConfig,
+    InitializationConfig,
+    PositionConfig,
+    BlockConfig,
+    ShapeConfig,
+    ModelParallelConfig,
+):
+    """Everything that layers need to know. Names and defaults are Megatron's."""
+
+    def __post_init__(self) -> None:
+        """Derive what follows from other fields, then raise all problems together."""
+        self._derive_parallel()
+        self.derive_shape()
+        self.derive_initialization(self.num_layers)
+        self.derive_recompute()
+        problems = [
+            *self.check_shape(),
+            *self.check_parallel(),
+            *self.check_block(),
+            *self.check_recompute(self.sequence_parallel),
+        ]
+        if not problems:
+            problems = self._check_splits()
+        raise_together(problems, summary=type(self).__name__)
+
+    def _check_splits(self) -> list[MegatronError]:
+        """Return what cannot be split over the tensor-parallel ranks."""
+        tp = self.tensor_model_parallel_size
+        problems: list[MegatronError] = []
+        assert self.num_query_groups and self.kv_channels and self.ffn_hidden_size
+        if self.num_attention_heads % tp:
+            problems.append(
+                ConfigError(
+                    f"num_attention_heads={self.num_attention_heads} cannot be split over"
+                    f" tensor-parallel size {tp}.",
+                    rule="each tensor-parallel rank owns a whole number of query heads",
+                    flags=["--num-attention-heads", "--tensor-model-parallel-size"],
+                    fix="use --tensor-model-parallel-size"
+                    f" {best_divisor(self.num_attention_heads, tp)}",
+                )
+            )
+        groups = self.num_query_groups
+        if groups % tp and tp % groups:
+            problems.append(
+                ConfigError(
+                    f"num_query_groups={groups} does not fit tensor-parallel size {tp}.",
+                    rule="one of the two divides the other: ranks own whole key/value heads, or"
+                    " share one",
+                    flags=["--num-query-groups", "--tensor-model-parallel-size"],
+                    fix=f"use --tensor-model-parallel-size {best_divisor(groups, tp)}",
+                )
+            )
+        if self.ffn_hidden_size % tp:
+            problems.append(
+                ConfigError(
+                    f"ffn_hidden_size={self.ffn_hidden_size} cannot be split over tensor-parallel"
+                    f" size {tp}.",
+                    rule="each tensor-parallel rank owns an equal part of the MLP",
+                    flags=["--ffn-hidden-size", "--tensor-model-parallel-size"],
+                    fix=f"use --ffn-hidden-size {-(-self.ffn_hidden_size // tp) * tp}",
+                )
+            )
+        return problems
