@@ -1,0 +1,108 @@
+"""Random numbers keyed by purpose, not by rank."""
+
+import pytest
+import torch
+
+from megatron.core.rng import (
+    SequenceRows,
+    derive_seed,
+    keyed_attention_keep_mask,
+    keyed_dropout,
+    rng_state,
+)
+
+
+@pytest.fixture(autouse=True)
+def fresh_state():
+    state = rng_state()
+    state.set_seed(7)
+    state.begin_step(0, micro_batch_size=2, dp_rank=0, dp_size=1)
+    yield
+    state.set_seed(1234)
+    state.begin_step(0, micro_batch_size=1, dp_rank=0, dp_size=1)
+
+
+def drop(x, rows, *path):
+    with rng_state().at(*path, rows=rows):
+        return keyed_dropout(x, 0.5)
+
+
+def test_seeds_tell_ints_from_strings_and_do_not_depend_on_the_process():
+    assert derive_seed(1, "a") != derive_seed("1", "a")
+    assert derive_seed(1234, "decoder", 3) == 8000189298532497770
+
+
+@pytest.mark.parametrize("total, size", [(32, 4), (64, 8), (24, 3), (30, 5)])
+def test_a_sequence_shard_drops_what_the_whole_drops(total, size):
+    x = torch.ones(total, 2, 3)
+    rows = SequenceRows.whole(total)
+    whole = drop(x, rows, "decoder", 1)
+    for rank in range(size):
+        piece = x.chunk(size)[rank]
+        assert torch.equal(drop(piece, rows.shard(rank, size), "decoder", 1),
+                           whole.chunk(size)[rank])  # fmt: skip
+
+
+def test_zigzag_rows_drop_what_the_whole_drops():
+    x = torch.ones(32, 1, 4)
+    whole = drop(x, SequenceRows.whole(32), "decoder", 1)
+    rows = SequenceRows(((0, 8), (24, 32)), 32)
+    piece = drop(x[:16], rows, "decoder", 1)
+    assert torch.equal(piece, torch.cat([whole[:8], whole[24:]]))
+    assert torch.equal(drop(x[:8], rows.shard(1, 2), "decoder", 1), whole[24:])
+
+
+def test_data_parallel_rank_and_micro_batch_size_do_not_matter():
+    x = torch.ones(8, 4, 3)
+    state = rng_state()
+    state.begin_step(100, micro_batch_size=4, dp_rank=0, dp_size=1)
+    whole = drop(x, None, "decoder", 1)
+    for microbatch in range(2):
+        for dp_rank in range(2):
+            state.begin_step(100, micro_batch_size=1, dp_rank=dp_rank, dp_size=2)
+            state.set_microbatch(microbatch)
+            sample = microbatch * 2 + dp_rank
+            assert torch.equal(drop(x[:, :1], None, "decoder", 1), whole[:, sample : sample + 1])
+
+
+def test_layers_calls_samples_and_seeds_draw_differently():
+    x = torch.ones(16, 1, 16)
+    first = drop(x, None, "decoder", 1)
+    assert not torch.equal(first, drop(x, None, "decoder", 2))
+    with rng_state().at("decoder", 1):
+        assert torch.equal(keyed_dropout(x, 0.5), first)
+        assert not torch.equal(keyed_dropout(x, 0.5), first)
+    rng_state().set_microbatch(1)
+    assert not torch.equal(first, drop(x, None, "decoder", 1))
+
+
+def test_recomputation_draws_again_from_the_remembered_scope():
+    x = torch.ones(16, 2, 4)
+    with rng_state().at("decoder", 5):
+        scope = rng_state().scope
+        first = keyed_dropout(x, 0.3)
+    rng_state().set_microbatch(3)
+    with rng_state().restored(scope):
+        assert torch.equal(keyed_dropout(x, 0.3), first)
+    assert rng_state().first_sample == 6
+
+
+def test_heads_of_a_shard_drop_what_the_whole_drops():
+    def mask(heads, first_head):
+        with rng_state().at("decoder", 1):
+            return keyed_attention_keep_mask(
+                (2, heads, 16, 16), 0.9, first_head=first_head,
+                dtype=torch.float32, device=torch.device("cpu"),
+            )  # fmt: skip
+
+    whole = mask(4, 0)
+    assert torch.equal(mask(2, 2), whole[:, 2:])
+
+
+def test_the_kept_share_and_the_mean_are_right():
+    x = torch.ones(64, 4, 512)
+    y = drop(x, None, "decoder", 9)
+    kept = (y != 0).float().mean().item()
+    # 131,072 draws with p = 0.5: five standard deviations are 0.007.
+    assert abs(kept - 0.5) < 0.007
+    assert set(y.unique().tolist()) == {0.0, 2.0}
