@@ -1,0 +1,65 @@
+"""The layouts and models that parity is shown for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import product
+
+
+@dataclass(frozen=True)
+class LayoutCase:
+    """One way to spread a model over ranks."""
+
+    tp: int = 1
+    sp: bool = False
+    pp: int = 1
+    vp: int = 1
+    dp: int = 1
+    zero: bool = False
+    """Shard the optimizer state over the data-parallel ranks."""
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self.tp * self.pp * self.dp
+
+    def __str__(self) -> str:
+        parts = [f"tp{self.tp}{'+sp' if self.sp else ''}", f"pp{self.pp}"]
+        if self.pp > 1:
+            parts.append(f"vp{self.vp}")
+        parts.append(f"dp{self.dp}{'+zero1' if self.zero else ''}")
+        return " ".join(parts)
+
+
+@dataclass(frozen=True)
+class ModelCase:
+    """One model family, with its options."""
+
+    family: str
+    """"gpt2" (LayerNorm, GELU, biases, learned positions) or "llama" (RMSNorm, SwiGLU, RoPE,
+    two key/value heads, no biases)."""
+    tied: bool
+    dropout: float
+
+    def __str__(self) -> str:
+        return f"{self.family} {'tied' if self.tied else 'untied'} dropout {self.dropout:g}"
+
+
+def all_layouts(max_ranks: int = 8) -> list[LayoutCase]:
+    """TP {1,2,4} x SP x PP {1,2,4} x VPP {1,2,3} x DP {1,2}: every product of up to 8 ranks."""
+    cases = []
+    for tp, pp, dp in product((1, 2, 4), (1, 2, 4), (1, 2)):
+        if tp * pp * dp > max_ranks:
+            continue
+        for sp in (False, True) if tp > 1 else (False,):
+            for vp in (1, 2, 3) if pp > 1 else (1,):
+                cases.append(LayoutCase(tp=tp, sp=sp, pp=pp, vp=vp, dp=dp))
+    return cases
+
+
+def all_models() -> list[ModelCase]:
+    """GPT-2-like and Llama-like, tied and untied, without and with dropout."""
+    return [
+        ModelCase(family, tied, dropout)
+        for family, tied, dropout in product(("gpt2", "llama"), (False, True), (0.0, 0.1))
+    ]

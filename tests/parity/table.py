@@ -1,0 +1,84 @@
+"""Print how far every layout is from one process: `python -m tests.parity.table`.
+
+For each model (GPT-2-like and Llama-like, tied and untied, without and with dropout) and each
+layout it trains 5 steps on the same weights and data, and compares the loss of every step, every
+gradient of the first and last step, the gradient norm of every step, and all weights at the end.
+Exits with status 1 if any error exceeds its named tolerance.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+import traceback
+
+from tests.harness.distributed import run_distributed
+from tests.harness.tolerances import FP32_AFTER_OPTIMIZER, FP32_REORDERED_SUM, Tolerance
+from tests.parity.compare import Errors, compare
+from tests.parity.layouts import LayoutCase, ModelCase, all_layouts, all_models
+from tests.parity.training_case import Run, assemble, train
+
+HEADER = f"{'layout':<28}{'loss':>10}{'gradient':>10}{'grad norm':>11}{'weight':>10}  worst gradient"
+
+
+def run_case(layout: LayoutCase, model: ModelCase) -> Run:
+    """Train in `layout` on worker processes and return the assembled model."""
+    reports = run_distributed(
+        train, layout.world_size, layout, model, tp=layout.tp, pp=layout.pp, vp=layout.vp
+    )
+    return assemble(reports)
+
+
+def exceeds(errors: Errors) -> list[str]:
+    """Return which errors are above their tolerance."""
+    limits: list[tuple[str, float, Tolerance]] = [
+        ("loss", errors.loss, FP32_REORDERED_SUM),
+        ("gradient", errors.gradient, FP32_REORDERED_SUM),
+        ("grad norm", errors.grad_norm, FP32_REORDERED_SUM),
+        ("weight", errors.weight, FP32_AFTER_OPTIMIZER),
+    ]
+    return [f"{name} {value:.1e}" for name, value, limit in limits if value > limit.rtol]
+
+
+def row(layout: LayoutCase, errors: Errors) -> str:
+    """Format one line of the table."""
+    return (
+        f"{layout!s:<28}{errors.loss:>10.1e}{errors.gradient:>10.1e}{errors.grad_norm:>11.1e}"
+        f"{errors.weight:>10.1e}  {errors.worst_gradient}"
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--family", choices=["gpt2", "llama"], help="only this model family")
+    parser.add_argument("--max-ranks", type=int, default=8, help="largest world size")
+    parser.add_argument("--zero", action="store_true", help="layouts with ZeRO-1 instead")
+    options = parser.parse_args()
+    started, num_cases, failures = time.time(), 0, []
+    layouts = all_layouts(options.max_ranks)
+    if options.zero:
+        layouts = [LayoutCase(**{**c.__dict__, "zero": True}) for c in layouts if c.dp > 1]
+    for model in all_models():
+        if options.family and model.family != options.family:
+            continue
+        print(f"\n{model}\n{HEADER}", flush=True)
+        serial = run_case(LayoutCase(), model)
+        for layout in layouts:
+            num_cases += 1
+            try:
+                errors = compare(run_case(layout, model), serial)
+            except Exception:
+                failures.append(f"{model} | {layout}: {traceback.format_exc(limit=-1)}")
+                print(f"{layout!s:<28}  FAILED", flush=True)
+                continue
+            print(row(layout, errors), flush=True)
+            failures += [f"{model} | {layout}: {what}" for what in exceeds(errors)]
+    seconds = time.time() - started
+    print(f"\n{num_cases} cases in {seconds:.0f} s, {len(failures)} above tolerance")
+    print("\n".join(failures))
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,267 @@
+"""Train a small GPT for a few steps in one layout and report everything that must be equal.
+
+The functions here run inside a worker process of `tests.harness.distributed`; with one rank they
+are the serial oracle. They use the library directly, as a third party's training loop would.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.initialization import canonical_names
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.param_meta import ParamMeta, get_param_meta, unshard
+from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.rng import rng_state
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.utils import get_pg_rank, get_pg_size
+from tests.parity.layouts import LayoutCase, ModelCase
+
+NUM_LAYERS = 12  # divides by every pp * vp up to 4 * 3
+SEQUENCE = 16
+VOCABULARY = 93  # odd on purpose: the padding differs between tensor-parallel sizes
+GLOBAL_BATCH = 8
+NUM_STEPS = 5
+SEED = 4321
+ADAM_EPSILON = 1e-5
+"""Adam divides by |g|: with the usual 1e-8 a gradient that is zero up to rounding (the key bias)
+would move its weight by a full step in a random direction."""
+
+
+@dataclass
+class RankReport:
+    """What one rank saw."""
+
+    tp_rank: int
+    dp_rank: int
+    losses: list[float]
+    """Mean token loss of each step; empty except on the last stage."""
+    grad_norms: list[float]
+    gradients: dict[int, dict[str, Tensor]]
+    """step -> canonical name -> local gradient after reduction."""
+    weights: dict[str, Tensor]
+    metas: dict[str, tuple[int | None, int]]
+    """canonical name -> (split_dim, stride)."""
+
+
+@dataclass
+class Run:
+    """The whole model of one run, assembled from its ranks."""
+
+    losses: list[float]
+    grad_norms: list[float]
+    gradients: dict[int, dict[str, Tensor]] = field(default_factory=dict)
+    weights: dict[str, Tensor] = field(default_factory=dict)
+
+
+def transformer_config(layout: LayoutCase, model: ModelCase) -> TransformerConfig:
+    """Return the config of a 12-layer model of width 32 in `layout`."""
+    is_llama = model.family == "llama"
+    family = (
+        dict(
+            normalization="RMSNorm",
+            gated_linear_unit=True,
+            activation_func=F.silu,
+            add_bias_linear=False,
+            num_query_groups=2,
+            ffn_hidden_size=48,
+        )
+        if is_llama
+        else dict(ffn_hidden_size=64)
+    )
+    return TransformerConfig(
+        num_layers=NUM_LAYERS,
+        hidden_size=32,
+        num_attention_heads=8,
+        hidden_dropout=model.dropout,
+        attention_dropout=model.dropout,
+        unpadded_vocab_size=VOCABULARY,
+        tensor_model_parallel_size=layout.tp,
+        sequence_parallel=layout.sp,
+        pipeline_model_parallel_size=layout.pp,
+        virtual_pipeline_model_parallel_size=layout.vp if layout.vp > 1 else None,
+        init_method_std=0.1,  # large enough that every layer matters in the loss
+        **family,
+    )
+
+
+def build_chunks(
+    config: TransformerConfig, model: ModelCase, layout: LayoutCase, groups: ProcessGroupCollection
+) -> list[GPTModel]:
+    """Build this rank's model chunks."""
+    padded = -(-VOCABULARY // (8 * layout.tp)) * 8 * layout.tp
+    pp_rank, pp_size = get_pg_rank(groups.pp), get_pg_size(groups.pp)
+    spec = get_gpt_layer_local_spec(normalization=config.normalization)
+    return [
+        GPTModel(
+            config,
+            spec,
+            vocab_size=padded,
+            max_sequence_length=SEQUENCE,
+            pre_process=pp_rank == 0 and stage == 0,
+            post_process=pp_rank == pp_size - 1 and stage == layout.vp - 1,
+            share_embeddings_and_output_weights=model.tied,
+            position_embedding_type="rope" if model.family == "llama" else "learned_absolute",
+            pg_collection=groups,
+            vp_stage=stage if layout.vp > 1 else None,
+        )
+        for stage in range(layout.vp)
+    ]
+
+
+def global_batch(step: int) -> dict[str, Tensor]:
+    """Return tokens, labels [samples, s] and loss mask of one step: the same in every layout."""
+    generator = torch.Generator().manual_seed(1000 + step)
+    text = torch.randint(VOCABULARY, (GLOBAL_BATCH, SEQUENCE + 1), generator=generator)
+    mask = (torch.rand(GLOBAL_BATCH, SEQUENCE, generator=generator) > 0.2).float()
+    return {"tokens": text[:, :-1].contiguous(), "labels": text[:, 1:].contiguous(), "mask": mask}
+
+
+def local_micro_batches(step: int, dp_rank: int, dp_size: int):
+    """Yield the micro batches (one sample each) of one data-parallel rank, in order."""
+    batch = global_batch(step)
+    for sample in range(dp_rank, GLOBAL_BATCH, dp_size):
+        yield {name: value[sample : sample + 1] for name, value in batch.items()}
+
+
+def masked_loss(mask: Tensor, output: Tensor):
+    """Return (summed loss, number of tokens, report), as a loss function of the schedules."""
+    loss, tokens = (output.float() * mask).sum(), mask.sum()
+    report = torch.stack([loss.detach(), tokens])
+    return loss, tokens.to(torch.int), {"lm loss": report}
+
+
+def forward_step(iterator, model):
+    """Run one micro batch through one model chunk."""
+    batch = next(iterator)
+    positions = torch.arange(SEQUENCE).unsqueeze(0)
+    output = model(batch["tokens"], positions, None, labels=batch["labels"])
+    return output, partial(masked_loss, batch["mask"])
+
+
+def train(groups: ProcessGroupCollection, layout: LayoutCase, model: ModelCase) -> RankReport:
+    """Train `NUM_STEPS` steps; the job of one rank."""
+    rng_state().set_seed(SEED)
+    config = transformer_config(layout, model)
+    chunks = build_chunks(config, model, layout, groups)
+    ddp_config = DistributedDataParallelConfig(
+        overlap_grad_reduce=True, bucket_size=5000, use_distributed_optimizer=layout.zero
+    )
+    wrapped = [
+        DistributedDataParallel(config, ddp_config, chunk, pg_collection=groups)
+        for chunk in chunks
+    ]
+    optimizer = get_megatron_optimizer(
+        OptimizerConfig(
+            optimizer="adam", lr=1e-2, adam_eps=ADAM_EPSILON, weight_decay=0.1, clip_grad=0.5,
+            use_distributed_optimizer=layout.zero,
+        ),
+        wrapped,
+        pg_collection=groups,
+    )  # fmt: skip
+    config.finalize_model_grads_func = partial(finalize_model_grads, pg_collection=groups)
+    config.no_sync_func = [chunk.no_sync for chunk in wrapped]
+    config.grad_sync_func = [chunk.start_grad_sync for chunk in wrapped]
+    if len(wrapped) == 1:
+        config.no_sync_func, config.grad_sync_func = wrapped[0].no_sync, wrapped[0].start_grad_sync
+    schedule = get_forward_backward_func(pp_size=layout.pp, vp_size=layout.vp)
+
+    dp_rank, dp_size = get_pg_rank(groups.dp), get_pg_size(groups.dp)
+    report = RankReport(get_pg_rank(groups.tp), dp_rank, [], [], {}, {}, {})
+    named = list(_named_parameters(chunks))
+    for step in range(NUM_STEPS):
+        rng_state().begin_step(
+            step * GLOBAL_BATCH, micro_batch_size=1, dp_rank=dp_rank, dp_size=dp_size
+        )
+        for chunk in wrapped:
+            chunk.zero_grad_buffer()
+        optimizer.zero_grad()
+        iterators = [local_micro_batches(step, dp_rank, dp_size) for _ in wrapped]
+        reported = schedule(
+            forward_step_func=forward_step,
+            data_iterator=iterators if len(iterators) > 1 else iterators[0],
+            model=wrapped if len(wrapped) > 1 else wrapped[0],
+            num_microbatches=GLOBAL_BATCH // dp_size,
+            seq_length=SEQUENCE,
+            micro_batch_size=1,
+            forward_only=False,
+            pg_collection=groups,
+        )
+        if reported:
+            report.losses.append(_mean_loss(reported, groups))
+        if step in (0, NUM_STEPS - 1) and not layout.zero:
+            report.gradients[step] = {name: p.main_grad.clone() for name, p in named}
+        ok, grad_norm, _ = optimizer.step()
+        assert ok
+        report.grad_norms.append(float(grad_norm))
+    report.weights = {name: p.detach().clone() for name, p in named}
+    metas = {name: get_param_meta(p) for name, p in named}
+    report.metas = {name: (meta.split_dim, meta.stride) for name, meta in metas.items()}
+    return report
+
+
+def _named_parameters(chunks):
+    for chunk in chunks:
+        names = canonical_names(chunk)
+        for name, parameter in chunk.named_parameters():
+            yield names[name], parameter
+
+
+def _mean_loss(reported, groups) -> float:
+    """Sum (loss, tokens) over micro batches, each micro batch weighing the same, and over DP."""
+    means = torch.stack([r["lm loss"][0] / r["lm loss"][1] for r in reported]).double()
+    total = torch.tensor([means.sum(), len(means)], dtype=torch.float64)
+    if get_pg_size(groups.dp) > 1:
+        torch.distributed.all_reduce(total, group=groups.dp)
+    return float(total[0] / total[1])
+
+
+def assemble(reports: list[RankReport]) -> Run:
+    """Join the ranks' pieces to the one-device model, and check that replicas agree bit for bit.
+
+    Raises:
+        AssertionError: two holders of the same piece differ, naming the parameter.
+    """
+    losses = [r.losses for r in reports if r.losses]
+    assert all(other == losses[0] for other in losses), "last stages disagree on the loss"
+    norms = [r.grad_norms for r in reports]
+    assert all(other == norms[0] for other in norms), "ranks disagree on the gradient norm"
+    run = Run(losses[0], norms[0])
+    run.weights = _join(reports, lambda r: r.weights, "weight")
+    for step in reports[0].gradients:
+        run.gradients[step] = _join(reports, lambda r, s=step: r.gradients[s], "gradient")
+    return run
+
+
+def _join(reports, choose, what) -> dict[str, Tensor]:
+    pieces: dict[str, dict[int, Tensor]] = {}
+    metas: dict[str, ParamMeta] = {}
+    for report in reports:
+        for name, tensor in choose(report).items():
+            held = pieces.setdefault(name, {}).setdefault(report.tp_rank, tensor)
+            assert torch.equal(held, tensor), f"copies of the {what} of {name} differ"
+            split_dim, stride = report.metas[name]
+            metas[name] = ParamMeta(split_dim=split_dim, split_axis="tp", stride=stride)
+    joined = {}
+    for name, by_rank in pieces.items():
+        shards = [by_rank[rank] for rank in sorted(by_rank)]
+        if metas[name].split_dim is None:
+            for shard in shards[1:]:
+                assert torch.equal(shard, shards[0]), f"tp ranks differ in the {what} of {name}"
+        full = unshard(shards, metas[name])
+        is_vocabulary = "word_embeddings" in name or "output_layer" in name
+        joined[name] = full[:VOCABULARY] if is_vocabulary else full
+    return joined
