@@ -123,6 +123,15 @@ class Orders:
 
     Ranks are computed when first asked for: a rank of a large job needs its own order and those
     of its neighbours only.
+
+    Attributes:
+        schedule: name for messages and pictures.
+        placement: where each stage lives.
+        num_microbatches: m.
+        forward_only: True if no backward is run.
+        order: rank -> its compute steps.
+        send_window: how many sends a rank must be able to leave unfinished on one channel so that
+            no rank with equal stages ever waits for a receiver.
     """
 
     schedule: str
@@ -130,6 +139,7 @@ class Orders:
     num_microbatches: int
     forward_only: bool
     order: Callable[[int], list[Step]]
+    send_window: int = 2
     _known: dict[int, tuple[Step, ...]] = field(default_factory=dict, compare=False, repr=False)
 
     def __len__(self) -> int:

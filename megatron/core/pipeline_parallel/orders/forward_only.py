@@ -14,7 +14,7 @@ def forward_only_order(
     p: int, rank: int, m: int, v: int = 1, group_size: int | None = None
 ) -> list[Step]:
     """Return the compute steps of one rank. The order is the same on all p ranks."""
-    groups = microbatch_groups(p, m, p if group_size is None else group_size)
+    groups = microbatch_groups(p, m, group_size)
     return [Step(Op.FORWARD, i, c) for group in groups for c in range(v) for i in group]
 
 

@@ -10,22 +10,57 @@ chunk's work in longer runs (which hides other traffic better) and keeps more ac
 
 from __future__ import annotations
 
+from megatron.core.errors import ScheduleError
 from megatron.core.pipeline_parallel.instructions import Op, Orders, Placement, Step
 
 
-def microbatch_groups(p: int, m: int, group_size: int) -> list[range]:
-    """Cut m micro batches into runs of `group_size`."""
-    return [range(start, min(start + group_size, m)) for start in range(0, m, group_size)]
+def microbatch_groups(p: int, m: int, group_size: int | None = None) -> list[range]:
+    """Cut m micro batches into groups, the largest first.
 
-
-def interleaved_order(p: int, rank: int, m: int, v: int, group_size: int | None = None) -> list[Step]:
+    All groups have `group_size` (default p) micro batches and the last one the remainder. A
+    remainder below p would deadlock: its chunk 1 starts before the first rank could have seen the
+    end of its chunk 0, p-1 ranks away. It is dealt over the full groups instead.
+    """
     group_size = p if group_size is None else group_size
+    if group_size < p:
+        raise ScheduleError(
+            f"a micro-batch group of {group_size} is too small for {p} pipeline ranks.",
+            rule="a group must hold at least one micro batch per pipeline rank, or its chunks wait "
+            "for each other",
+            flags=[
+                "--microbatch-group-size-per-virtual-pipeline-stage",
+                "--pipeline-model-parallel-size",
+            ],
+            fix=f"use {p} or more, or leave it out (the default is the pipeline size)",
+        )
+    num_full, remainder = divmod(m, group_size)
+    if remainder == 0 or remainder >= p or num_full == 0:
+        sizes = [group_size] * num_full + ([remainder] if remainder else [])
+    else:
+        extra, more = divmod(remainder, num_full)
+        sizes = [group_size + extra + (index < more) for index in range(num_full)]
+    groups, start = [], 0
+    for size in sizes:
+        groups.append(range(start, start + size))
+        start += size
+    return groups
+
+
+def interleaved_order(
+    p: int, rank: int, m: int, v: int, group_size: int | None = None
+) -> list[Step]:
+    """Return the compute steps of one rank: warm-up, steady state, cool-down.
+
+    The warm-up is the way of the first micro batch up to its last chunk, (v-1) runs of the first
+    group, plus two steps for each rank behind this one: it brings the first gradient to every
+    rank just when it is needed.
+    """
     groups = microbatch_groups(p, m, group_size)
     forwards = [Step(Op.FORWARD, i, c) for group in groups for c in range(v) for i in group]
     backwards = [
         Step(Op.BACKWARD, i, c) for group in groups for c in reversed(range(v)) for i in group
     ]
-    warm_up = min((p - rank - 1) * 2 + (v - 1) * group_size, m * v)
+    warm_up = min((p - rank - 1) * 2 + (v - 1) * len(groups[0]), m * v)
     steps = forwards[:warm_up]
     for forward, backward in zip(forwards[warm_up:], backwards):
         steps.append(forward)
@@ -35,10 +70,16 @@ def interleaved_order(p: int, rank: int, m: int, v: int, group_size: int | None 
 
 
 def interleaved_orders(p: int, m: int, v: int, group_size: int | None = None) -> Orders:
+    """Return the interleaved order of all ranks.
+
+    In the steady state nearly a whole group of outputs waits between the last rank and the first;
+    with this window they wait with their sender, which has the fewest activations to keep.
+    """
     return Orders(
         "interleaved",
         Placement(p, v),
         m,
         False,
         lambda rank: interleaved_order(p, rank, m, v, group_size),
+        send_window=max(2, len(microbatch_groups(p, m, group_size)[0])),
     )

@@ -1,0 +1,345 @@
+"""Which layers of the model live on which pipeline stage.
+
+Pure integers, no torch. A stage is one model chunk on one pipeline rank; with p ranks and v
+chunks per rank, chunk c of rank r is stage c*p + r. Three ways to cut, from simple to free:
+
+- an even split;
+- the even split with a chosen number of layers on the first and last rank, or with the embedding
+  and the loss counted as one layer each;
+- a layout string such as `Et*3|(tt|)*29,m|L`: one letter per layer (`E` embedding, `t`
+  transformer layer, `m` multi-token-prediction layer, `L` loss), `|` between stages, `x*3` or
+  `(...)*3` for repetition; commas and spaces mean nothing. Stages may be empty.
+
+Layers are numbered from 0 over the whole model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from megatron.core.errors import ConfigError
+from megatron.core.pipeline_parallel.layout_string import parse_layout
+
+LETTERS = {"E": "embedding", "t": "decoder", "m": "mtp", "L": "loss"}
+_LETTER_OF = {name: letter for letter, name in LETTERS.items()}
+
+_FLAG_LAYOUT = "--pipeline-model-parallel-layout"
+_FLAG_PP = "--pipeline-model-parallel-size"
+_FLAG_VP = "--num-virtual-stages-per-pipeline-rank"
+_FLAG_FIRST = "--decoder-first-pipeline-num-layers"
+_FLAG_LAST = "--decoder-last-pipeline-num-layers"
+_FLAG_EMBEDDING = "--account-for-embedding-in-pipeline-split"
+_FLAG_LOSS = "--account-for-loss-in-pipeline-split"
+
+
+class StageSettings(Protocol):
+    """The fields of a config that decide the layout (see `TransformerConfig`)."""
+
+    num_layers: int
+    pipeline_model_parallel_size: int
+    virtual_pipeline_model_parallel_size: int | None
+    num_layers_in_first_pipeline_stage: int | None
+    num_layers_in_last_pipeline_stage: int | None
+    account_for_embedding_in_pipeline_split: bool
+    account_for_loss_in_pipeline_split: bool
+    pipeline_model_parallel_layout: Any
+
+
+@dataclass(frozen=True)
+class PipelineLayout:
+    """The contents of every stage, as letters in model order.
+
+    Attributes:
+        num_ranks: p.
+        num_chunks: v.
+        stages: p*v strings over `EtmL`, in model order.
+    """
+
+    num_ranks: int
+    num_chunks: int
+    stages: tuple[str, ...]
+
+    def stage(self, pp_rank: int, vp_stage: int | None = None) -> int:
+        """Return the position in the model of a chunk; `vp_stage` None means the first."""
+        chunk = 0 if vp_stage is None else vp_stage
+        assert 0 <= pp_rank < self.num_ranks, f"pp_rank={pp_rank} of {self.num_ranks}"
+        assert 0 <= chunk < self.num_chunks, f"vp_stage={chunk} of {self.num_chunks}"
+        return chunk * self.num_ranks + pp_rank
+
+    def layers(self, pp_rank: int, vp_stage: int | None = None) -> range:
+        """Return the global 0-based ids of the transformer layers of a chunk."""
+        return self._ids("t", self.stage(pp_rank, vp_stage))
+
+    def mtp_layers(self, pp_rank: int, vp_stage: int | None = None) -> range:
+        """Return the global 0-based ids of the multi-token-prediction layers of a chunk."""
+        return self._ids("m", self.stage(pp_rank, vp_stage))
+
+    def has_embedding(self, pp_rank: int, vp_stage: int | None = None) -> bool:
+        """Return whether the chunk holds the input embedding."""
+        return "E" in self.stages[self.stage(pp_rank, vp_stage)]
+
+    def has_loss(self, pp_rank: int, vp_stage: int | None = None) -> bool:
+        """Return whether the chunk holds the output layer and the loss."""
+        return "L" in self.stages[self.stage(pp_rank, vp_stage)]
+
+    def _ids(self, letter: str, stage: int) -> range:
+        first = sum(content.count(letter) for content in self.stages[:stage])
+        return range(first, first + self.stages[stage].count(letter))
+
+    def describe(self) -> str:
+        """Return a table, one line per rank, one column per chunk."""
+        width = max(len(content) for content in self.stages) + 2
+        lines = []
+        for rank in range(self.num_ranks):
+            row = [self.stages[self.stage(rank, c)] or "-" for c in range(self.num_chunks)]
+            lines.append(f"rank {rank:>3} | " + "".join(cell.ljust(width) for cell in row))
+        return "\n".join(line.rstrip() for line in lines)
+
+
+def pipeline_layout(config: StageSettings) -> PipelineLayout:
+    """Return the layout that a config asks for.
+
+    Raises:
+        ConfigError: the layers cannot be dealt out like that; the message says what would fit.
+    """
+    p = config.pipeline_model_parallel_size
+    v = config.virtual_pipeline_model_parallel_size or 1
+    chosen = config.pipeline_model_parallel_layout
+    if chosen is None:
+        counts = _layers_per_stage(config, p, v)
+        contents = ["t" * count for count in counts]
+        contents[0] = "E" + contents[0]
+        contents[-1] += "L"
+        return PipelineLayout(p, v, tuple(contents))
+    if isinstance(chosen, PipelineLayout):
+        layout = chosen
+    elif isinstance(chosen, PipelineParallelLayerLayout):
+        layout = chosen.pipeline_layout
+    else:
+        layout = PipelineParallelLayerLayout(chosen, p).pipeline_layout
+    if (layout.num_ranks, layout.num_chunks) != (p, v):
+        raise ConfigError(
+            f"the pipeline layout has {layout.num_ranks * layout.num_chunks} stages for {p} ranks"
+            f" with {v} chunks each.",
+            rule="a layout has one stage per model chunk",
+            flags=[_FLAG_LAYOUT, _FLAG_PP, _FLAG_VP],
+            fix=f"write {p * v} stages separated by '|', or let the layout decide the number of "
+            "virtual stages by leaving that flag out",
+        )
+    check_contents(layout, config.num_layers, getattr(config, "mtp_num_layers", None) or 0)
+    return layout
+
+
+def _layers_per_stage(config: StageSettings, p: int, v: int) -> list[int]:
+    """Return the number of transformer layers of each of the p*v stages."""
+    first = config.num_layers_in_first_pipeline_stage
+    last = config.num_layers_in_last_pipeline_stage
+    embedding = bool(config.account_for_embedding_in_pipeline_split)
+    loss = bool(config.account_for_loss_in_pipeline_split)
+    if first is None and last is None:
+        return _even_split(config.num_layers, p, v, embedding, loss)
+    if embedding or loss:
+        raise ConfigError(
+            "the embedding or loss is counted as a layer while the first or last stage has a "
+            "chosen number of layers.",
+            rule="a pipeline is cut in one way",
+            flags=[_FLAG_EMBEDDING, _FLAG_LOSS, _FLAG_FIRST, _FLAG_LAST],
+            fix="keep one of the two",
+        )
+    return _uneven_split(config.num_layers, p, v, first, last)
+
+
+def _even_split(num_layers: int, p: int, v: int, embedding: bool, loss: bool) -> list[int]:
+    total = num_layers + embedding + loss
+    if total % (p * v):
+        extra = " + embedding" * embedding + " + loss" * loss
+        down, up = total // (p * v) * (p * v), -(-total // (p * v)) * (p * v)
+        near = [str(n - embedding - loss) for n in (down, up) if n - embedding - loss > 0]
+        raise ConfigError(
+            f"{num_layers} layers{extra} cannot be split over {p} pipeline ranks"
+            + (f" with {v} chunks each." if v > 1 else "."),
+            rule="every stage of an even split has the same number of layers",
+            flags=["--num-layers", _FLAG_PP, _FLAG_VP, _FLAG_EMBEDDING, _FLAG_LOSS],
+            fix=f"use {' or '.join(near)} layers, {_FLAG_FIRST}/{_FLAG_LAST}, or {_FLAG_LAYOUT}",
+        )
+    counts = [total // (p * v)] * (p * v)
+    counts[0] -= embedding
+    counts[-1] -= loss
+    if counts[0] < 0 or counts[-1] < 0:
+        raise ConfigError(
+            f"{num_layers} layers over {p * v} stages leave no room to count both the embedding "
+            "and the loss as layers.",
+            rule="a stage that counts two extra layers needs two places",
+            flags=["--num-layers", _FLAG_PP, _FLAG_VP, _FLAG_EMBEDDING, _FLAG_LOSS],
+            fix="use fewer stages or drop one of the two flags",
+        )
+    return counts
+
+
+def _uneven_split(
+    num_layers: int, p: int, v: int, first: int | None, last: int | None
+) -> list[int]:
+    flags = ["--num-layers", _FLAG_PP, _FLAG_VP, _FLAG_FIRST, _FLAG_LAST]
+    if p == 1:
+        raise ConfigError(
+            "a first or last stage with its own number of layers, with pipeline size 1.",
+            rule="with one rank there is one stage, which holds all layers",
+            flags=flags,
+            fix=f"drop {_FLAG_FIRST}/{_FLAG_LAST} or raise {_FLAG_PP}",
+        )
+    num_even = p - (first is not None) - (last is not None)
+    rest = num_layers - (first or 0) - (last or 0)
+    chosen = f"{_FLAG_FIRST} {first}, {_FLAG_LAST} {last}".replace(" None", " not given")
+    if rest < 0 or (num_even == 0 and rest) or (num_even and rest % num_even):
+        raise ConfigError(
+            f"{num_layers} layers with {chosen} leave {rest} layers for {num_even} other ranks.",
+            rule="the ranks between get equal numbers of layers, and none is left over",
+            flags=flags,
+            fix=f"choose first and last so that the rest divides by {num_even}"
+            if num_even
+            else f"choose first and last so that they sum to {num_layers}",
+        )
+    per_rank = [rest // num_even if num_even else 0] * p
+    per_rank[0] = per_rank[0] if first is None else first
+    per_rank[-1] = per_rank[-1] if last is None else last
+    odd = sorted({count for count in per_rank if count % v})
+    if odd:
+        raise ConfigError(
+            f"pipeline ranks with {', '.join(map(str, odd))} layers cannot be cut into {v} chunks.",
+            rule="the chunks of one rank have equal numbers of layers",
+            flags=flags,
+            fix=f"use multiples of {v}, or {_FLAG_LAYOUT}",
+        )
+    return [per_rank[rank] // v for _ in range(v) for rank in range(p)]
+
+
+def check_contents(layout: PipelineLayout, num_layers: int, mtp_num_layers: int = 0) -> None:
+    """Raise `ConfigError` unless a layout holds exactly this model, in a possible order."""
+    content = "".join(layout.stages)
+    wrong = []
+    for letter, wanted in (("E", 1), ("t", num_layers), ("m", mtp_num_layers), ("L", 1)):
+        if content.count(letter) != wanted:
+            wrong.append(f"{content.count(letter)} '{letter}' instead of {wanted}")
+    if wrong:
+        raise ConfigError(
+            f"the pipeline layout has {', '.join(wrong)}:\n{layout.describe()}",
+            rule="a layout has one E, one t per layer, one m per multi-token-prediction layer, "
+            "one L",
+            flags=[_FLAG_LAYOUT, "--num-layers", "--mtp-num-layers"],
+            fix="correct the numbers of repetitions",
+        )
+    if list(content) != sorted(content, key="EtmL".index):
+        raise ConfigError(
+            f"the layers of the pipeline layout are out of order:\n{layout.describe()}",
+            rule="embedding, transformer layers, multi-token-prediction layers, loss",
+            flags=[_FLAG_LAYOUT],
+            fix="put the letters in the order E, t, m, L (stages between may be empty)",
+        )
+    if "E" not in layout.stages[0] or "L" not in layout.stages[-1]:
+        raise ConfigError(
+            f"the pipeline layout has no E in its first or no L in its last stage:\n"
+            f"{layout.describe()}",
+            rule="the first stage reads the tokens and the last one computes the loss",
+            flags=[_FLAG_LAYOUT],
+            fix="move E to the first stage and L to the last",
+        )
+
+
+class PipelineParallelLayerLayout:
+    """A custom layout with Megatron's interface.
+
+    Args:
+        layout: a layout string, or a list of stages; a stage is a list of layer types (enum
+            members or their names: embedding, decoder, mtp, loss) or a string of letters.
+        pipeline_model_parallel_size: p; the number of stages must be a multiple of it.
+    """
+
+    def __init__(self, layout: str | Sequence[Any], pipeline_model_parallel_size: int) -> None:
+        self.input_data = layout
+        self.pipeline_model_parallel_size = pipeline_model_parallel_size
+        stages = parse_layout(layout) if isinstance(layout, str) else _stages_of_list(layout)
+        if len(stages) % pipeline_model_parallel_size:
+            raise ConfigError(
+                f"the pipeline layout {layout!r} has {len(stages)} stages for "
+                f"{pipeline_model_parallel_size} ranks.",
+                rule="every rank holds the same number of stages",
+                flags=[_FLAG_LAYOUT, _FLAG_PP],
+                fix="add empty stages (two '|' in a row) or change the pipeline size",
+            )
+        self.virtual_pipeline_model_parallel_size = len(stages) // pipeline_model_parallel_size
+        self.pipeline_layout = PipelineLayout(
+            pipeline_model_parallel_size, self.virtual_pipeline_model_parallel_size, tuple(stages)
+        )
+        self.flatten_layout = [LETTERS[letter] for content in stages for letter in content]
+        self.layout = [
+            [
+                [LETTERS[letter] for letter in stages[chunk * pipeline_model_parallel_size + rank]]
+                for chunk in range(self.virtual_pipeline_model_parallel_size)
+            ]
+            for rank in range(pipeline_model_parallel_size)
+        ]
+
+    def __repr__(self) -> str:
+        return f"PipelineParallelLayerLayout({self.input_data!r})"
+
+    @classmethod
+    def from_str(
+        cls, layout: str, pipeline_model_parallel_size: int
+    ) -> PipelineParallelLayerLayout:
+        """Build from a layout string."""
+        return cls(layout, pipeline_model_parallel_size)
+
+    @staticmethod
+    def get_num_stages_from_str(layout: str) -> int:
+        """Return how many stages a layout string has."""
+        return len(parse_layout(layout))
+
+    def pretty_repr(self) -> str:
+        """Return a table of the stages, one line per rank."""
+        return self.pipeline_layout.describe()
+
+    def validate_layer_layout(self, num_layers: int, mtp_num_layers: int | None = None) -> None:
+        """Raise `ConfigError` unless the layout holds exactly these layers."""
+        check_contents(self.pipeline_layout, num_layers, mtp_num_layers or 0)
+
+    def get_num_layers_to_build(
+        self, layer_type: Any = "decoder", vp_stage: int | None = None, pp_rank: int = 0
+    ) -> int:
+        """Return how many layers of a type a chunk has."""
+        return len(self.get_layer_id_list(layer_type, vp_stage, pp_rank))
+
+    def get_layer_offset(
+        self, layer_type: Any = "decoder", vp_stage: int | None = None, pp_rank: int = 0
+    ) -> int:
+        """Return the global 0-based id of the chunk's first layer of a type."""
+        stage = self.pipeline_layout.stage(pp_rank, vp_stage)
+        letter = _letter(layer_type)
+        return sum(content.count(letter) for content in self.pipeline_layout.stages[:stage])
+
+    def get_layer_id_list(
+        self, layer_type: Any = "decoder", vp_stage: int | None = None, pp_rank: int = 0
+    ) -> list[int]:
+        """Return the global 0-based ids of the chunk's layers of a type."""
+        stage = self.pipeline_layout.stage(pp_rank, vp_stage)
+        return list(self.pipeline_layout._ids(_letter(layer_type), stage))
+
+
+def _letter(layer_type: Any) -> str:
+    """Return the letter of a layer type given as an enum member, a name or a letter."""
+    name = getattr(layer_type, "name", layer_type)
+    if name in LETTERS:
+        return str(name)
+    if name in _LETTER_OF:
+        return _LETTER_OF[name]
+    raise ConfigError(
+        f"{layer_type!r} is not a layer type of a pipeline layout.",
+        rule=f"layer types are {', '.join(f'{n} ({c})' for c, n in LETTERS.items())}",
+        flags=[_FLAG_LAYOUT],
+        fix="use one of these names",
+    )
+
+
+def _stages_of_list(layout: Sequence[Any]) -> list[str]:
+    return ["".join(_letter(entry) for entry in stage) for stage in layout]
