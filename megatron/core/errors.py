@@ -19,6 +19,7 @@ class MegatronError(Exception):
         self.rule = rule
         self.flags = tuple(flags)
         self.fix = fix
+        self.problems: tuple[MegatronError, ...] = ()
         super().__init__(self.describe())
 
     def describe(self) -> str:
@@ -72,6 +73,8 @@ class MissingExtraError(MegatronError):
 def raise_together(problems: Iterable[MegatronError], *, summary: str) -> None:
     """Raise all `problems` as one `ConfigError`, or return if there are none.
 
+    The error keeps them in `problems`, so that a larger check can join them with its own.
+
     Args:
         problems: found by independent checks, in the order to be shown.
         summary: what was being checked, for example "this command line".
@@ -81,4 +84,6 @@ def raise_together(problems: Iterable[MegatronError], *, summary: str) -> None:
         return
     count = "1 problem" if len(found) == 1 else f"{len(found)} problems"
     numbered = [f"[{i}] " + p.describe().replace("\n", "\n    ") for i, p in enumerate(found, 1)]
-    raise ConfigError("\n".join([f"{count} in {summary}:", *numbered]))
+    error = ConfigError("\n".join([f"{count} in {summary}:", *numbered]))
+    error.problems = tuple(found)
+    raise error

@@ -1,0 +1,107 @@
+"""Flags of batch sizes, the length of the run, schedules, and what ends a run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron.training.config.flag import flag
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleConfig:
+    """Batches, learning rate and weight decay over time, evaluation, exit."""
+
+    micro_batch_size: int | None = None
+    """Samples of one forward pass of one replica."""
+    global_batch_size: int | None = None
+    """Samples of one optimizer step. Default micro-batch-size * number of replicas."""
+    rampup_batch_size: list[int] | None = flag(None, nargs=3)
+    """Start size, increment, and the samples over which the batch grows to its full size."""
+    decrease_batch_size_if_needed: bool = False
+    """Shrink the global batch to the nearest size that the replicas can share."""
+    train_iters: int | None = None
+    """Optimizer steps of the run."""
+    train_samples: int | None = None
+    """Samples of the run, instead of steps."""
+    lr: float | None = None
+    """Highest learning rate."""
+    min_lr: float = 0.0
+    """Lowest learning rate after decay."""
+    lr_decay_style: str = flag(
+        "linear", choices=("constant", "linear", "cosine", "inverse-square-root", "WSD")
+    )
+    """Shape of the decay."""
+    lr_decay_iters: int | None = None
+    """Steps until the lowest rate. Default train-iters."""
+    lr_decay_samples: int | None = None
+    """The same in samples. Default train-samples."""
+    lr_warmup_iters: int = 0
+    """Steps of linear warm-up."""
+    lr_warmup_samples: int = 0
+    """The same in samples."""
+    lr_warmup_fraction: float | None = None
+    """Warm-up as a share of the decay length."""
+    lr_warmup_init: float = 0.0
+    """Learning rate at step 0."""
+    lr_wsd_decay_style: str = flag(
+        "exponential", choices=("exponential", "linear", "cosine", "minus_sqrt")
+    )
+    """Shape of the last phase of warmup-stable-decay (arXiv 2404.06395)."""
+    lr_wsd_decay_iters: int | None = None
+    """Steps of that phase."""
+    lr_wsd_decay_samples: int | None = None
+    """The same in samples."""
+    decoupled_lr: float | None = None
+    """Own learning rate of the embedding and the output head."""
+    decoupled_min_lr: float | None = None
+    """Its lowest value."""
+    override_opt_param_scheduler: bool = False
+    """On resume the command line's schedule replaces the checkpoint's."""
+    use_checkpoint_opt_param_scheduler: bool = False
+    """On resume the checkpoint's schedule replaces the command line's."""
+    seed: int = 1234
+    """Base of every random draw: weights, dropout, order of samples."""
+    data_parallel_random_init: bool = flag(
+        False, refuse="drop it: replicas must start from equal weights; vary --seed instead"
+    )
+    """Give each replica other weights."""
+    eval_interval: int | None = None
+    """Steps between evaluations; none if not given."""
+    eval_iters: int = 100
+    """Batches of one evaluation."""
+    skip_train: bool = False
+    """Evaluate only."""
+    full_validation: bool = False
+    """Evaluate on the whole validation set each time."""
+    exit_interval: int | None = None
+    """Leave after a step that this divides."""
+    exit_duration_in_mins: int | None = None
+    """Leave after this many minutes."""
+    exit_signal_handler: bool = False
+    """On SIGTERM finish the step, save and leave."""
+    iterations_to_skip: list[int] = flag([], nargs="+")
+    """Steps whose samples are passed over without an update."""
+    manual_gc: bool = False
+    """Collect garbage at the same step on all ranks, not whenever Python likes."""
+    manual_gc_interval: int = 0
+    """Steps between such collections; 0 collects never."""
+    train_sync_interval: int | None = flag(
+        None, note="ranks meet in every step already, to agree on loss and stop"
+    )
+    """Steps between barriers of host and device."""
+    calculate_per_token_loss: bool = False
+    """Normalise by all tokens of the global batch, instead of per micro batch."""
+    check_for_spiky_loss: bool = False
+    """Warn when a loss is far above the recent ones."""
+    check_for_nan_in_loss_and_grad: bool = flag(True, "--no-check-for-nan-in-loss-and-grad")
+    """Update the weights even from a loss that is not finite."""
+    check_weight_hash_across_dp_replicas_interval: int | None = flag(
+        None, refuse="drop it: replicas reduce in one fixed order and stay equal"
+    )
+    """Steps between comparisons of replicas."""
+    rerun_mode: str = flag(
+        "validate_results",
+        choices=("disabled", "validate_results", "report_stats"),
+        refuse_values={"report_stats": "use validate_results: not-finite steps stop the run"},
+    )
+    """What happens to a suspicious step."""

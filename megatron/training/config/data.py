@@ -1,0 +1,115 @@
+"""Flags of the corpus and of the tokenizer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron.training.config.flag import flag
+
+TOKENIZER_TYPES = (
+    "BertWordPieceLowerCase", "BertWordPieceCase", "GPT2BPETokenizer", "SentencePieceTokenizer",
+    "GPTSentencePieceTokenizer", "HuggingFaceTokenizer", "Llama2Tokenizer", "TikTokenizer",
+    "MultimodalTokenizer", "NullTokenizer", "NullMultimodalTokenizer", "SFTTokenizer",
+)  # fmt: skip
+"""Types of Megatron."""
+
+OWN_TOKENIZER_TYPES = ("ByteLevelTokenizer",)
+"""Types that only exist here."""
+
+_TEXT_ONLY = "use HuggingFaceTokenizer"
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Where samples come from and how they are cut, blended and masked."""
+
+    data_path: list[str] | None = flag(None, nargs="*")
+    """Corpora: path prefixes, or weight and prefix in turn."""
+    split: str | None = None
+    """Share of train, validation and test documents, for example 969,30,1."""
+    train_data_path: list[str] | None = flag(None, nargs="*")
+    """Corpora of training alone."""
+    valid_data_path: list[str] | None = flag(None, nargs="*")
+    """Corpora of validation alone."""
+    test_data_path: list[str] | None = flag(None, nargs="*")
+    """Corpora of test alone."""
+    data_args_path: str | None = None
+    """File that holds what --data-path would."""
+    per_split_data_args_path: str | None = None
+    """JSON file with one list for each of train, valid and test."""
+    data_cache_path: str | None = None
+    """Directory of index files. Default beside the corpus."""
+    mock_data: bool = False
+    """Synthetic samples; no files are read."""
+    mmap_bin_files: bool = flag(True, "--no-mmap-bin-files")
+    """Read token files by pread instead of mapping them."""
+    num_workers: int = 2
+    """Processes that prepare batches; 0 prepares them in the training process."""
+    dataloader_type: str | None = flag(
+        None,
+        choices=("single", "cyclic", "external"),
+        refuse_values={"external": "use single, or pass your iterators to pretrain()"},
+    )
+    """Order of samples: one pass (single) or reshuffled epochs (cyclic). Default single."""
+    data_sharding: bool = flag(True, "--no-data-sharding")
+    """Cyclic order: mix the samples of all replicas instead of giving each its own part."""
+    num_dataset_builder_threads: int = 1
+    """Threads that build index files."""
+    reset_position_ids: bool = False
+    """Count positions anew after each end of document."""
+    reset_attention_mask: bool = False
+    """Do not attend across an end of document."""
+    eod_mask_loss: bool = False
+    """Do not train on the end-of-document token."""
+    create_attention_mask_in_dataloader: bool = flag(
+        True, "--no-create-attention-mask-in-dataloader"
+    )
+    """Let the attention kernel apply the causal mask instead of the loader."""
+    dataloader_inter_document_masking: bool = flag(
+        False, refuse="use --reset-attention-mask and --reset-position-ids"
+    )
+    """Sequences of variable length per document."""
+    mid_level_dataset_surplus: float = 0.005
+    """Share by which members of a blend are built longer than asked for."""
+    sft: bool = flag(False, refuse="pretrain on --data-path")
+    """Supervised finetuning data."""
+    fim_data: bool = flag(False, refuse="pretrain on --data-path")
+    """Fill-in-the-middle transform."""
+    fim_rate: float = flag(0.5, part_of="fim_data")
+    """Its probability."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenizerConfig:
+    """Which tokenizer, and its files."""
+
+    tokenizer_type: str | None = flag(
+        None,
+        choices=TOKENIZER_TYPES + OWN_TOKENIZER_TYPES,
+        refuse_values={
+            "BertWordPieceLowerCase": _TEXT_ONLY,
+            "BertWordPieceCase": _TEXT_ONLY,
+            "MultimodalTokenizer": _TEXT_ONLY,
+            "NullMultimodalTokenizer": "use NullTokenizer",
+            "SFTTokenizer": _TEXT_ONLY,
+        },
+    )
+    """Kind of tokenizer."""
+    tokenizer_model: str | None = None
+    """Model file, or name on the Hugging Face hub."""
+    vocab_file: str | None = None
+    """Vocabulary of a BPE tokenizer."""
+    merge_file: str | None = None
+    """Merges of a BPE tokenizer."""
+    vocab_size: int | None = None
+    """Number of ids of NullTokenizer, or an override of the tokenizer's own."""
+    padded_vocab_size: int | None = None
+    """Rows of the embedding. Default: padded from the tokenizer's size."""
+    vocab_extra_ids: int = 0
+    """Extra sentinel ids."""
+    tiktoken_pattern: str | None = flag(None, choices=("v1", "v2"))
+    """Pattern by which TikToken splits text."""
+    tiktoken_num_special_tokens: int = 1000
+    """Special tokens of TikToken."""
+    trust_remote_code: bool = False
+    """Allow a Hugging Face tokenizer to run its own Python code."""

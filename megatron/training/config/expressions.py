@@ -1,0 +1,51 @@
+"""Values that are written as small expressions: layer patterns, pairs of numbers, enum names."""
+
+from __future__ import annotations
+
+import ast
+
+
+def layer_pattern(text: str) -> int | list[int]:
+    """int or list expr"""  # noqa: D403  shown to users as the type
+    try:
+        value = _evaluate(ast.parse(text.strip(), mode="eval").body)
+    except (SyntaxError, ValueError, RecursionError):
+        raise ValueError("is not a number or a list expression such as ([0]*3+[1])*8") from None
+    return value
+
+
+def _evaluate(node: ast.expr) -> int | list[int]:
+    """Compute ints, lists of ints, `+` of lists and `*` of a list with an int: nothing else."""
+    if isinstance(node, ast.Constant) and type(node.value) is int:
+        return node.value
+    if isinstance(node, ast.List):
+        items = [_evaluate(item) for item in node.elts]
+        if all(isinstance(item, int) for item in items):
+            return items  # type: ignore[return-value]
+    if isinstance(node, ast.BinOp) and isinstance(node.op, (ast.Add, ast.Mult)):
+        left, right = _evaluate(node.left), _evaluate(node.right)
+        if isinstance(node.op, ast.Add) and isinstance(left, list) and isinstance(right, list):
+            return left + right
+        if isinstance(node.op, ast.Mult):
+            if isinstance(left, int) and isinstance(right, list):
+                left, right = right, left
+            if isinstance(left, list) and isinstance(right, int) and len(left) * right <= 100_000:
+                return left * right
+    raise ValueError(ast.dump(node))
+
+
+def expand_layer_pattern(pattern: int | list[int], num_layers: int) -> list[int]:
+    """Return one 0/1 per layer: a list as it is, an int N as 1 on every N-th layer."""
+    if isinstance(pattern, list):
+        return pattern
+    return [int((layer + 1) % pattern == 0) for layer in range(num_layers)]
+
+
+def int_pair(text: str) -> tuple[int, int]:
+    """int,int"""  # noqa: D403  shown to users as the type
+    parts = text.strip("() ").split(",")
+    try:
+        left, right = (int(part) for part in parts)
+    except ValueError:
+        raise ValueError("is not two numbers such as 4096,0") from None
+    return left, right

@@ -1,0 +1,96 @@
+"""Flags of logs, scalars, profiles and resilience."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron.training.config.flag import flag
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoggingConfig:
+    """What is reported, where and how often."""
+
+    log_interval: int = 100
+    """Steps between log lines."""
+    log_throughput: bool = False
+    """Report TFLOP/s per device and the share of the peak that is reached."""
+    log_params_norm: bool = False
+    """Report the norm of the weights."""
+    log_num_zeros_in_grad: bool = False
+    """Report how many gradient elements are zero."""
+    log_progress: bool = False
+    """Append progress and cost of the run to progress.txt in the save directory."""
+    log_energy: bool = flag(False, note="energy is not measured")
+    """Report energy."""
+    metrics_jsonl: str | None = None
+    """Write every logged step as one JSON line with exact numbers to this file."""
+    progress_bar: bool = True
+    """Show no progress bar on a terminal."""
+    timing_log_level: int = flag(0, choices=(0, 1, 2))
+    """How fine the timers are."""
+    timing_log_option: str = flag("minmax", choices=("max", "minmax", "all"))
+    """How timers of different ranks are shown."""
+    tensorboard_dir: str | None = None
+    """Directory of TensorBoard scalars."""
+    tensorboard_log_interval: int = 1
+    """Steps between scalars."""
+    tensorboard_queue_size: int = 1000
+    """Scalars held back before they are written."""
+    log_timers_to_tensorboard: bool = False
+    """Timers as scalars."""
+    log_memory_to_tensorboard: bool = False
+    """Memory as scalars."""
+    log_validation_ppl_to_tensorboard: bool = False
+    """Validation perplexity as a scalar."""
+    log_batch_size_to_tensorboard: bool = flag(False, note="the batch size is always a scalar")
+    """Batch size as a scalar."""
+    log_world_size_to_tensorboard: bool = flag(False, note="the world size is in the run's text")
+    """World size as a scalar."""
+    log_learning_rate_to_tensorboard: bool = True
+    """No learning rate among the scalars."""
+    log_loss_scale_to_tensorboard: bool = True
+    """No loss scale among the scalars."""
+    wandb_project: str | None = None
+    """Weights & Biases project."""
+    wandb_entity: str | None = None
+    """Its owner."""
+    wandb_exp_name: str | None = None
+    """Name of the run there."""
+    wandb_save_dir: str | None = None
+    """Local directory of its files."""
+    profile: bool = False
+    """Profile some steps."""
+    profile_step_start: int = 10
+    """First profiled step."""
+    profile_step_end: int = 12
+    """Step before which profiling ends."""
+    profile_ranks: list[int] = flag([], nargs="+")
+    """Profiled ranks. Default rank 0."""
+    use_pytorch_profiler: bool = False
+    """Write a chrome trace with torch.profiler instead of marking the range for nsys."""
+    record_memory_history: bool = False
+    """Record allocations of the device, on GPUs."""
+    memory_snapshot_path: str = "snapshot.pickle"
+    """Where that record is written."""
+    log_straggler: bool = flag(False, note="stragglers are not searched for; see the timers")
+    """Look for slow ranks."""
+    enable_ft_package: bool = flag(False, refuse="use torchrun --max-restarts with --load")
+    """Heartbeats to a fault-tolerance launcher."""
+    inprocess_restart: bool = flag(False, refuse="use torchrun --max-restarts with --load")
+    """Restart inside the process after a failure."""
+    enable_experimental: bool = flag(False, note="there are no hidden features")
+    """Older switch for experimental features."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchConfig:
+    """Where the settings come from, and whether anything is run."""
+
+    yaml_cfg: str | None = None
+    """YAML file with the same names as the flags; the command line wins."""
+    dry_run: bool = False
+    """Print the resolved settings, stages, schedule, memory and FLOPs; train nothing."""
+    dry_run_world_size: int | None = None
+    """Ranks to plan for in a dry run. Default what the launcher started, or the fewest that
+    fit."""
