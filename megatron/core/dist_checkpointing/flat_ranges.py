@@ -57,3 +57,66 @@ def intersection(a: Box, b: Box) -> Box | None:
         min(x + n, y + m) - o for x, n, y, m, o in zip(a[0], a[1], b[0], b[1], offset, strict=True)
     )
     return (offset, shape) if all(n > 0 for n in shape) else None
+
+
+def find_overlap(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
+    """Return two boxes that share an element, or None if all are disjoint.
+
+    Boxes are separated axis by axis; only clusters that no axis separates are compared in pairs,
+    so a stack of many layers cut in many pieces stays cheap.
+    """
+    clusters = [list(boxes)]
+    while clusters:
+        cluster = clusters.pop()
+        if len(cluster) < 2:
+            continue
+        for axis in range(len(cluster[0][0])):
+            parts = _separate(cluster, axis)
+            if len(parts) > 1:
+                clusters += parts
+                break
+        else:
+            # Compare in pairs: in a legal checkpoint such clusters are small.
+            for i, a in enumerate(cluster):
+                for b in cluster[:i]:
+                    if intersection(a, b) is not None:
+                        return b, a
+    return None
+
+
+def _separate(boxes: list[Box], axis: int) -> list[list[Box]]:
+    """Group boxes whose intervals on one axis are connected; empty boxes are dropped."""
+    parts: list[list[Box]] = []
+    reach = -1
+    for box in sorted(boxes, key=lambda b: b[0][axis]):
+        begin, length = box[0][axis], box[1][axis]
+        if length == 0:
+            continue
+        if begin >= reach:
+            parts.append([])
+        parts[-1].append(box)
+        reach = max(reach, begin + length)
+    return parts
+
+
+def describe_box(box: Box) -> str:
+    """Return a box as index text: [0:4, 8:16]."""
+    return "[" + ", ".join(f"{o}:{o + n}" for o, n in zip(*box, strict=True)) + "]"
+
+
+def coverage_problem(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
+    """Say why `boxes` are not a partition of a tensor of `shape`; None if they are one."""
+    for offset, size in boxes:
+        inside = all(
+            o >= 0 and n >= 0 and o + n <= whole
+            for o, n, whole in zip(offset, size, shape, strict=True)
+        )
+        if not inside:
+            return f"shard {describe_box((offset, size))} lies outside of shape {tuple(shape)}"
+    overlap = find_overlap(boxes)
+    if overlap is not None:
+        return f"shards {describe_box(overlap[0])} and {describe_box(overlap[1])} overlap"
+    covered, whole = sum(math.prod(size) for _, size in boxes), math.prod(shape)
+    if covered != whole:
+        return f"shards cover {covered} of {whole} elements of shape {tuple(shape)}"
+    return None

@@ -81,7 +81,7 @@ class ShardedTensor(ShardedBase):
         assert len(self.global_offset) == ndim, self
         assert len(self.local_shape) + self.prepend_axis_num == ndim, self
         for size, offset, length in zip(self.global_shape, *self.box, strict=True):
-            assert 0 <= offset and offset + length <= size, self
+            assert offset >= 0 and offset + length <= size, self
         if self.data is None:
             return
         assert self.data.dtype == self.dtype, (self.data.dtype, self)

@@ -1,0 +1,212 @@
+"""The commit protocol: a checkpoint appears whole, or not at all.
+
+A save writes into `iter_N.tmp-<run>`; when every byte is on the disk and listed in the manifest,
+one rename makes it `iter_N`, and the tracker is replaced by another rename. A crash at any moment
+leaves the earlier checkpoints as they were. The tracker is only a hint: what exists is what has
+a matching manifest.
+
+Names in a save directory:
+    iter_0000010                    a checkpoint
+    iter_0000010.tmp-<run>          unfinished; ignored, reported, removed by the next save
+    iter_0000010.replaced-<run>     an older save of the same iteration, being replaced: readable
+    iter_0000010.deleting-<run>     being removed by retention
+    latest_checkpointed_iteration.txt
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from megatron.core.dist_checkpointing.durable import (
+    read_inside,
+    remove_tree,
+    rename_durably,
+    replace_durably,
+    sync_directory,
+    write_durably,
+)
+from megatron.core.dist_checkpointing.manifest import (
+    MANIFEST_NAME,
+    METADATA_NAME,
+    Manifest,
+    check_sizes,
+    metadata_bytes,
+    parse_manifest,
+    read_manifest_bytes,
+)
+from megatron.core.errors import CheckpointError
+
+TRACKER_NAME = "latest_checkpointed_iteration.txt"
+RELEASE = "release"
+_NAME = re.compile(
+    r"(?:iter_(\d{7,18})|(release))(?:\.(tmp|replaced|deleting)-([0-9a-f]+))?", re.ASCII
+)
+
+
+def iteration_directory(iteration: int | str) -> str:
+    """Return the name of a checkpoint: iter_0000010, or release."""
+    return RELEASE if iteration == RELEASE else f"iter_{int(iteration):07d}"
+
+
+def staging_directory(final: Path, run: str) -> Path:
+    """Return where a save of `final` is prepared."""
+    return final.with_name(f"{final.name}.tmp-{run}")
+
+
+def begin(final: Path, run: str) -> Path:
+    """Create the staging directory of a save and return it."""
+    staging = staging_directory(final, run)
+    make_directory(final.parent)
+    os.mkdir(staging)
+    sync_directory(final.parent)
+    return staging
+
+
+def make_directory(path: Path) -> None:
+    """Create a directory and its parents, durably; one that exists is kept."""
+    missing = []
+    while not path.exists():
+        missing.append(path)
+        path = path.parent
+    for new in reversed(missing):
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(new)
+        sync_directory(new.parent)
+
+
+def publish(staging: Path, final: Path, manifest: Manifest, run: str) -> None:
+    """Turn a complete staging directory into the checkpoint `final`.
+
+    All other files are written and synced already. The order matters: manifest, metadata, names
+    inside, then the rename that makes it exist.
+    """
+    data = manifest.to_bytes()
+    write_durably(staging / MANIFEST_NAME, data)
+    write_durably(staging / METADATA_NAME, metadata_bytes(data))
+    sync_directory(staging)
+    if not (final.exists() and any(os.scandir(final))):
+        rename_durably(staging, final)  # also onto an empty directory that the caller made
+        return
+    replaced = final.with_name(f"{final.name}.replaced-{run}")
+    rename_durably(final, replaced)
+    try:
+        rename_durably(staging, final)
+    except OSError:
+        rename_durably(replaced, final)
+        raise
+    shutil.rmtree(replaced)
+
+
+def abandon(staging: Path) -> None:
+    """Remove a staging directory after a failed save; what cannot be removed is left."""
+    shutil.rmtree(staging, ignore_errors=True)
+
+
+def write_tracker(directory: Path, iteration: int | str) -> None:
+    """Name the newest checkpoint, for people and for Megatron's own tools."""
+    replace_durably(directory / TRACKER_NAME, str(iteration).encode())
+
+
+def read_tracker(directory: Path) -> int | str | None:
+    """Return what the tracker names, or None if there is none or it is unreadable."""
+    try:
+        text = read_inside(directory, TRACKER_NAME, limit_bytes=64).decode("ascii").strip()
+    except (CheckpointError, UnicodeDecodeError):
+        return None
+    if text == RELEASE:
+        return RELEASE
+    return int(text) if re.fullmatch(r"\d{1,18}", text, re.ASCII) else None
+
+
+@dataclass
+class Found:
+    """One checkpoint of a save directory."""
+
+    path: Path
+    iteration: int | str
+    is_replaced: bool = False
+    """A former save of the same iteration, seen because the replacing was interrupted."""
+
+
+@dataclass
+class Listing:
+    """What a save directory contains, newest checkpoint first."""
+
+    checkpoints: list[Found] = field(default_factory=list)
+    leftovers: list[Path] = field(default_factory=list)
+    """Unfinished saves and deletions of runs that ended."""
+    refused: list[tuple[Path, str]] = field(default_factory=list)
+    """Checkpoint names that are not directories: (path, why)."""
+
+
+def list_checkpoints(directory: Path) -> Listing:
+    """Look at the names in a save directory; no checkpoint is opened."""
+    listing = Listing()
+    if not directory.is_dir():
+        return listing
+    for entry in os.scandir(directory):
+        match = _NAME.fullmatch(entry.name)
+        if match is None:
+            continue
+        number, _, state, _ = match.groups()
+        path = directory / entry.name
+        if entry.is_symlink():
+            listing.refused.append((path, "it is a symbolic link: give --load its target instead"))
+        elif not entry.is_dir():
+            listing.refused.append((path, "it is not a directory"))
+        elif state in ("tmp", "deleting"):
+            listing.leftovers.append(path)
+        elif any(os.scandir(path)):  # an empty one was made by a caller and never filled
+            iteration: int | str = RELEASE if number is None else int(number)
+            listing.checkpoints.append(Found(path, iteration, state == "replaced"))
+        else:
+            listing.leftovers.append(path)
+    listing.checkpoints.sort(
+        key=lambda f: (-1 if f.iteration == RELEASE else int(f.iteration), not f.is_replaced),
+        reverse=True,
+    )
+    listing.leftovers.sort()
+    return listing
+
+
+def open_checkpoint(directory: Path) -> Manifest:
+    """Read and check the manifest of a checkpoint, and the presence and size of its files.
+
+    Contents are verified as they are read; `verify.verify_checkpoint` reads all of them.
+    """
+    if directory.is_symlink() and _NAME.fullmatch(directory.name):
+        directory = directory.resolve()
+    if not directory.is_dir():
+        raise CheckpointError(f"{directory} is not a directory.", flags=["--load"])
+    data = read_manifest_bytes(directory)
+    manifest = parse_manifest(data, directory / MANIFEST_NAME)
+    check_name(directory, manifest)
+    check_sizes(directory, manifest)
+    return manifest
+
+
+def check_name(directory: Path, manifest: Manifest) -> None:
+    """Refuse the checkpoint of one iteration under the name of another."""
+    here, made_for = _NAME.fullmatch(directory.name), _NAME.fullmatch(manifest.name)
+    if here and made_for and (here[1] and int(here[1])) != (made_for[1] and int(made_for[1])):
+        raise CheckpointError(
+            f"{directory} holds the checkpoint that was saved as {manifest.name}.",
+            rule="a checkpoint keeps the iteration it was saved at",
+            fix=f"rename the directory to {manifest.name}",
+        )
+
+
+def remove_leftovers(directory: Path) -> list[Path]:
+    """Delete what interrupted saves and deletions left; call only while holding the lease."""
+    listing = list_checkpoints(directory)
+    present = {f.iteration for f in listing.checkpoints if not f.is_replaced}
+    superseded = [f.path for f in listing.checkpoints if f.is_replaced and f.iteration in present]
+    leftovers = listing.leftovers + superseded
+    for path in leftovers:
+        remove_tree(path)
+    return leftovers

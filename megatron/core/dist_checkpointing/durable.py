@@ -1,0 +1,179 @@
+"""Files that survive: writing with fsync, renaming, and opening what a stranger left.
+
+Every write, fsync, rename and unlink of a checkpoint goes through `os` calls made here or in
+`shard_file`, so that the crash tests can stop a save at each of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import shutil
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+from megatron.core.errors import CheckpointError
+
+_DISK_FULL = {errno.ENOSPC, errno.EDQUOT}
+
+
+def describe_os_error(
+    error: OSError, *, path: Path | str, doing: str, needed_bytes: int | None = None
+) -> CheckpointError:
+    """Turn a failed system call into the message a user needs: path, bytes, what to do."""
+    name = errno.errorcode.get(error.errno or 0, "OSError")
+    found = f"{name} while {doing} {path}: {error.strerror or error}."
+    if error.errno in _DISK_FULL:
+        free = free_bytes(path)
+        need = "" if needed_bytes is None else f" need={needed_bytes} bytes"
+        found = f"{found[:-1]}:{need} have={free} bytes."
+        fix = "free space on that file system, or keep fewer checkpoints (--save-retain-interval)"
+    elif error.errno == errno.EROFS:
+        fix = "the file system is mounted read-only: save elsewhere or remount it"
+    elif error.errno in (errno.EACCES, errno.EPERM):
+        fix = "give this user permission on that path, or use another directory"
+    elif error.errno == errno.EIO:
+        fix = "the storage reports a hardware or network error: check it before the next save"
+    else:
+        fix = "check the path and the storage behind it"
+    return CheckpointError(found, flags=["--save", "--load"], fix=fix)
+
+
+def free_bytes(path: Path | str) -> int:
+    """Return the bytes this user may still write on the file system of `path`."""
+    place = Path(path)
+    while not place.exists() and place != place.parent:
+        place = place.parent
+    try:
+        status = os.statvfs(place)
+    except OSError:
+        return 0
+    return status.f_bavail * status.f_frsize
+
+
+def write_all(descriptor: int, data: memoryview | bytes) -> None:
+    """Write every byte: one write call may take less than it was given."""
+    view = memoryview(data)
+    while len(view):
+        view = view[os.write(descriptor, view) :]
+
+
+def write_durably(path: Path, data: bytes) -> None:
+    """Create a new file, and return when its bytes are on the disk.
+
+    The name itself is durable only after `sync_directory` on the parent.
+    """
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+    try:
+        write_all(descriptor, data)
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sync_directory(path: Path) -> None:
+    """Make the names in a directory durable: files created, renamed or removed there."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def rename_durably(source: Path, target: Path) -> None:
+    """Rename atomically within one directory, and return when that is on the disk."""
+    os.rename(source, target)
+    sync_directory(target.parent)
+
+
+def replace_durably(path: Path, data: bytes) -> None:
+    """Give `path` new content in one step: readers see the old bytes or the new ones."""
+    scratch = path.with_name(f"{path.name}.tmp-{os.getpid()}")
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(scratch)  # of a dead process that had our id
+    write_durably(scratch, data)
+    rename_durably(scratch, path)
+
+
+def remove_tree(path: Path, *, retired_as: Path | None = None) -> None:
+    """Delete a directory; with `retired_as` rename it first, so that no half-deleted one is left
+    under a name that a loader would look at."""
+    if retired_as is not None:
+        rename_durably(path, retired_as)
+        path = retired_as
+    shutil.rmtree(path)
+
+
+@contextlib.contextmanager
+def open_inside(directory: Path, name: str) -> Iterator[tuple[int, int]]:
+    """Open a regular file of a checkpoint for reading: yields (descriptor, size in bytes).
+
+    A symbolic link, a pipe, a device or a name with a path in it is refused, so nothing outside
+    the directory is opened and nothing blocks.
+    """
+    if name != os.path.basename(name) or name in ("", ".", "..") or "\0" in name:
+        raise CheckpointError(
+            f"CKPT_UNSAFE file={name!r}: a file name in {directory} has a path in it.",
+            rule="a checkpoint refers only to files of its own directory",
+        )
+    path = directory / name
+    # O_NONBLOCK: opening a pipe that nobody writes to must not hang.
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    try:
+        descriptor = os.open(path, flags)
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"{path} is missing.",
+            rule="a checkpoint is complete only with every file of its manifest",
+        ) from None
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENXIO):
+            raise _not_a_file(path, "a symbolic link or a special file") from None
+        raise describe_os_error(error, path=path, doing="opening") from error
+    try:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise _not_a_file(path, "not a regular file")
+        yield descriptor, status.st_size
+    finally:
+        os.close(descriptor)
+
+
+def _not_a_file(path: Path, what: str) -> CheckpointError:
+    return CheckpointError(
+        f"CKPT_UNSAFE file={path}: it is {what}.",
+        rule="a checkpoint consists of regular files in its own directory",
+        fix="copy the file itself into the checkpoint directory if you trust it",
+    )
+
+
+def read_inside(directory: Path, name: str, *, limit_bytes: int) -> bytes:
+    """Read a small file of a checkpoint whole; one above `limit_bytes` is refused unread."""
+    with open_inside(directory, name) as (descriptor, size):
+        if size > limit_bytes:
+            raise CheckpointError(
+                f"{directory / name} has {size} bytes; at most {limit_bytes} are expected here.",
+                rule="metadata files are small",
+            )
+        data = bytearray(size)
+        read_exactly(descriptor, memoryview(data), 0, directory / name)
+        return bytes(data)
+
+
+def read_exactly(descriptor: int, into: memoryview, position: int, path: Path) -> None:
+    """Fill `into` from byte `position` of an open file."""
+    done = 0
+    while done < len(into):
+        try:
+            count = os.preadv(descriptor, [into[done:]], position + done)
+        except OSError as error:
+            raise describe_os_error(error, path=path, doing="reading") from error
+        if count == 0:
+            raise CheckpointError(
+                f"{path} ends at byte {position + done}; byte {position + len(into)} is needed.",
+                rule="a checkpoint file has exactly the size its manifest says",
+                fix="the file was truncated: use another checkpoint",
+            )
+        done += count

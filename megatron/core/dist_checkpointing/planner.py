@@ -1,0 +1,198 @@
+"""Who writes what, and who reads what: index arithmetic, no tensor is touched.
+
+Saving: every rank declares its shards, the coordinator checks that they make up each tensor
+exactly once and gives each shard to one of its holders, so that each byte is written once and the
+replicas share the work. Loading: a rank intersects the boxes it needs with the stored ones.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from megatron.core.dist_checkpointing.flat_ranges import (
+    Box,
+    boxes_of_flat_range,
+    coverage_problem,
+    describe_box,
+    intersection,
+)
+from megatron.core.dist_checkpointing.manifest import Shard, StoredTensor
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, is_main_replica
+from megatron.core.dist_checkpointing.shard_file import dtype_name, element_bytes
+from megatron.core.errors import CheckpointError
+
+
+@dataclass(frozen=True)
+class Declared:
+    """The declaration of a shard, without data: what a rank tells the coordinator."""
+
+    key: str
+    dtype: str
+    global_shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+    flat_bounds: tuple[int, int] | None
+    is_main: bool
+    is_padded: bool
+
+    @staticmethod
+    def of(shard: ShardedTensor) -> Declared:
+        """Describe a sharded tensor."""
+        offset, shape = shard.box
+        return Declared(
+            shard.key,
+            dtype_name(shard.dtype),
+            shard.global_shape,
+            offset,
+            shape,
+            None if shard.flattened_range is None else shard.flat_bounds,
+            is_main_replica(shard.replica_id),
+            shard.allow_shape_mismatch,
+        )
+
+    def boxes(self) -> list[Box]:
+        """The plain boxes of the global tensor that are held, as `ShardedTensor.pieces`."""
+        if self.flat_bounds is None:
+            return [(self.offset, self.shape)]
+        return [
+            (tuple(g + o for g, o in zip(self.offset, offset, strict=True)), shape)
+            for offset, shape in boxes_of_flat_range(self.shape, *self.flat_bounds)
+        ]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the shard."""
+        begin, end = self.flat_bounds or (0, math.prod(self.shape))
+        return (end - begin) * element_bytes(self.dtype)
+
+
+@dataclass(frozen=True)
+class SavePlan:
+    """The coordinator's decision."""
+
+    writes: list[list[int]]
+    """Per rank: indices into its declarations that it writes."""
+    tensors: dict[str, tuple[str, tuple[int, ...], bool]]
+    """key -> (dtype, global shape, is_padded)."""
+    bytes_per_rank: list[int]
+
+
+def plan_save(
+    declared: Sequence[Sequence[Declared]], *, spread_over_replicas: bool, check_coverage: bool
+) -> SavePlan:
+    """Give every distinct shard to one of its holders.
+
+    Args:
+        declared: per rank, its declarations.
+        spread_over_replicas: balance bytes over all holders; otherwise the main replica writes.
+        check_coverage: require that the shards of every tensor are a partition of it.
+    Raises:
+        CheckpointError: ranks contradict each other, or the shards do not make up a tensor.
+    """
+    tensors: dict[str, tuple[str, tuple[int, ...], bool]] = {}
+    first_rank: dict[str, int] = {}
+    holders: dict[tuple, list[tuple[int, int]]] = {}
+    mains: dict[tuple, list[tuple[int, int]]] = {}
+    for rank, shards in enumerate(declared):
+        for index, d in enumerate(shards):
+            facts = (d.dtype, d.global_shape, d.is_padded)
+            if tensors.setdefault(d.key, facts) != facts:
+                raise CheckpointError(
+                    f"ranks {first_rank[d.key]} and {rank} declare {d.key!r} differently: "
+                    f"{tensors[d.key][:2]} and {facts[:2]} (dtype, global shape).",
+                    rule="a key means one tensor on all ranks",
+                )
+            first_rank.setdefault(d.key, rank)
+            unit = (d.key, d.offset, d.shape, d.flat_bounds)
+            holders.setdefault(unit, []).append((rank, index))
+            if d.is_main:
+                mains.setdefault(unit, []).append((rank, index))
+    _check_mains(holders, mains)
+    if check_coverage:
+        _check_coverage(declared, tensors, mains)
+    loads = [0] * len(declared)
+    writes: list[list[int]] = [[] for _ in declared]
+    sizes = {unit: declared[h[0][0]][h[0][1]].num_bytes for unit, h in holders.items()}
+    # Shards without a choice first, then the largest: the usual greedy balance.
+    for unit in sorted(holders, key=lambda u: (_num_ranks(holders[u]) > 1, -sizes[u], u[:3])):
+        choices = holders[unit] if spread_over_replicas else mains[unit]
+        rank, index = min(choices, key=lambda choice: (loads[choice[0]], choice))
+        writes[rank].append(index)
+        loads[rank] += sizes[unit]
+    return SavePlan([sorted(w) for w in writes], tensors, loads)
+
+
+def _num_ranks(holders: Sequence[tuple[int, int]]) -> int:
+    return len({rank for rank, _ in holders})
+
+
+def _check_mains(
+    holders: dict[tuple, list[tuple[int, int]]], mains: dict[tuple, list[tuple[int, int]]]
+) -> None:
+    for unit, held_by in holders.items():
+        count = len(mains.get(unit, ()))
+        if count == 1:
+            continue
+        key, offset, shape, flat = unit
+        ranks = sorted({rank for rank, _ in (mains.get(unit) or held_by)})
+        what = f"shard {describe_box((offset, shape))}" + (f" range {flat}" if flat else "")
+        claim = "no rank declares it as the main replica" if count == 0 else "several do"
+        raise CheckpointError(
+            f"{what} of {key!r} is held by ranks {ranks}: {claim}.",
+            rule="each shard has exactly one replica with replica_id 0",
+            fix="number the copies of a shard: replica_id=(0, 0, data_parallel_rank)",
+        )
+
+
+def _check_coverage(
+    declared: Sequence[Sequence[Declared]],
+    tensors: dict[str, tuple[str, tuple[int, ...], bool]],
+    mains: dict[tuple, list[tuple[int, int]]],
+) -> None:
+    boxes: dict[str, list[Box]] = {key: [] for key in tensors}
+    for unit, ((rank, index), *_) in mains.items():
+        boxes[unit[0]] += declared[rank][index].boxes()
+    for key, (_, shape, _) in tensors.items():
+        problem = coverage_problem(shape, boxes[key])
+        if problem is not None:
+            raise CheckpointError(
+                f"the shards of {key!r} do not make up the tensor: {problem}.",
+                rule="the main replicas of all ranks hold every element exactly once",
+            )
+
+
+@dataclass(frozen=True)
+class Read:
+    """Part of a stored shard that a rank needs."""
+
+    shard: Shard
+    in_shard: Box
+    """Box relative to the shard's corner."""
+    in_wanted: Box
+    """The same elements relative to the wanted box's corner."""
+
+
+class ShardIndex:
+    """The shards of one stored tensor, found by box without looking at all of them."""
+
+    def __init__(self, tensor: StoredTensor) -> None:
+        self.shards = sorted(tensor.shards, key=lambda s: s.offset[:1])
+        self.starts = [s.offset[0] if s.offset else 0 for s in self.shards]
+        self.longest = max((s.shape[0] if s.shape else 1 for s in self.shards), default=0)
+
+    def reads(self, wanted: Box) -> Iterator[Read]:
+        """Yield the parts of stored shards that make up `wanted` (clipped to the tensor)."""
+        begin, length = (wanted[0][0], wanted[1][0]) if wanted[0] else (0, 1)
+        low = bisect.bisect_right(self.starts, begin - self.longest)
+        high = bisect.bisect_left(self.starts, begin + length)
+        for shard in self.shards[low:high]:
+            shared = intersection(shard.box, wanted)
+            if shared is not None:
+                yield Read(shard, _relative(shared, shard.offset), _relative(shared, wanted[0]))
+
+
+def _relative(box: Box, corner: Sequence[int]) -> Box:
+    return tuple(o - c for o, c in zip(box[0], corner, strict=True)), box[1]

@@ -1,0 +1,205 @@
+"""Files of raw tensors in the safetensors layout, hashed from the bytes as they are written.
+
+    8 bytes, little-endian: length of the header
+    header: {"__metadata__": {...}, name: {"dtype", "shape", "data_offsets": [begin, end]}, ...}
+    data, without holes
+
+Any safetensors reader opens such a file; this module needs none to write or read it. Hashes are
+taken block by block from the memory that is handed to write(): re-reading would bless a
+corruption that came before it. A block is the unit of verification, so reading a slice of a large
+shard hashes little more than the slice.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.core.dist_checkpointing.durable import (
+    describe_os_error,
+    free_bytes,
+    read_exactly,
+    write_all,
+)
+from megatron.core.errors import CheckpointError
+
+BLOCK_BYTES = 4 << 20
+"""Unit of hashing within a shard; a multiple of every element size."""
+HASH_NAME = "sha256"
+"""Runs at memory-copy speed on processors with SHA instructions (all recent servers)."""
+_STEP_BYTES = 1 << 20
+"""Hash and write in steps that stay in the processor's cache."""
+
+_NAMES: dict[torch.dtype, str] = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
+    torch.uint8: "U8", torch.bool: "BOOL", torch.uint16: "U16", torch.uint32: "U32",
+    torch.uint64: "U64", torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
+}  # fmt: skip
+DTYPES: dict[str, torch.dtype] = {name: dtype for dtype, name in _NAMES.items()}
+"""Safetensors dtype names."""
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the safetensors name of a dtype, or refuse it."""
+    if dtype not in _NAMES:
+        raise CheckpointError(
+            f"a tensor of dtype {dtype} cannot be stored.",
+            rule=f"stored dtypes are {', '.join(sorted(DTYPES))}",
+        )
+    return _NAMES[dtype]
+
+
+def element_bytes(name: str) -> int:
+    """Return the size of one element of a safetensors dtype."""
+    return DTYPES[name].itemsize
+
+
+def hash_of(data: bytes | memoryview) -> str:
+    """Return the hash of bytes, as hexadecimal text."""
+    return hashlib.new(HASH_NAME, data).hexdigest()
+
+
+def as_bytes(tensor: Tensor) -> memoryview:
+    """Return the memory of a contiguous CPU tensor; nothing is copied."""
+    if tensor.numel() == 0:
+        return memoryview(b"")
+    return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
+
+
+@dataclass(frozen=True)
+class StoredShard:
+    """One tensor of a file: where its bytes are and what they must hash to."""
+
+    name: str
+    begin: int
+    """Position of the first byte in the file."""
+    num_bytes: int
+    hashes: tuple[str, ...]
+    """One per block of BLOCK_BYTES, the last one shorter."""
+
+
+@dataclass(frozen=True)
+class StoredFile:
+    """What one write produced."""
+
+    name: str
+    size: int
+    header_hash: str
+    """Of the bytes before the first shard."""
+    shards: tuple[StoredShard, ...]
+
+
+def build_header(
+    tensors: Sequence[tuple[str, str, Sequence[int]]], metadata: dict[str, str]
+) -> bytes:
+    """Return the length field and header for tensors (name, dtype name, shape) stored in order."""
+    entries: dict[str, Any] = {"__metadata__": metadata}
+    position = 0
+    for name, dtype, shape in tensors:
+        end = position + math.prod(shape) * element_bytes(dtype)
+        assert name not in entries, f"two tensors of one file are called {name!r}"
+        entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [position, end]}
+        position = end
+    text = json.dumps(entries, separators=(",", ":")).encode("ascii")
+    text += b" " * (-len(text) % 8)  # data begins at a multiple of 8
+    return struct.pack("<Q", len(text)) + text
+
+
+def storage_order(dtypes: Sequence[str]) -> list[int]:
+    """Return the storage order: wide elements first, so that all are aligned."""
+    return sorted(range(len(dtypes)), key=lambda i: -element_bytes(dtypes[i]))
+
+
+def write_shard_file(
+    path: Path, tensors: Sequence[tuple[str, Tensor]], metadata: dict[str, str]
+) -> StoredFile:
+    """Write tensors to a new file and return when it is on the disk.
+
+    Args:
+        tensors: (name, tensor) in `storage_order`; on any device, of any strides. One that is
+            not contiguous on the CPU is copied there, one at a time.
+        metadata: text facts for the file's header.
+    Raises:
+        CheckpointError: the system refused; the message names the path and the bytes.
+    """
+    described = [(n, dtype_name(t.dtype), tuple(t.shape)) for n, t in tensors]
+    header = build_header(described, metadata)
+    size = len(header) + sum(t.numel() * t.element_size() for _, t in tensors)
+    shards, position = [], len(header)
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        try:
+            write_all(descriptor, header)
+            for name, tensor in tensors:
+                data = as_bytes(tensor.detach().to("cpu").contiguous())
+                hashes = _write_hashed(descriptor, data)
+                shards.append(StoredShard(name, position, len(data), hashes))
+                position += len(data)
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        raise describe_os_error(error, path=path, doing="writing", needed_bytes=size) from error
+    return StoredFile(path.name, size, hash_of(header), tuple(shards))
+
+
+def _write_hashed(descriptor: int, data: memoryview) -> tuple[str, ...]:
+    hashes = []
+    for begin in range(0, len(data), BLOCK_BYTES):
+        block, state = data[begin : begin + BLOCK_BYTES], hashlib.new(HASH_NAME)
+        for first in range(0, len(block), _STEP_BYTES):
+            step = block[first : first + _STEP_BYTES]
+            state.update(step)
+            write_all(descriptor, step)
+        hashes.append(state.hexdigest())
+    return tuple(hashes)
+
+
+def read_hashed(
+    descriptor: int, into: memoryview, position: int, hashes: Sequence[str], path: Path
+) -> None:
+    """Read whole blocks into memory and verify each while it is in the cache.
+
+    Args:
+        into: as long as the blocks together; only the last may be shorter than BLOCK_BYTES.
+        position: of the first block in the file.
+        hashes: of the blocks.
+    """
+    for index, expected in enumerate(hashes):
+        block = into[index * BLOCK_BYTES : (index + 1) * BLOCK_BYTES]
+        begin, state = position + index * BLOCK_BYTES, hashlib.new(HASH_NAME)
+        for first in range(0, len(block), _STEP_BYTES):
+            step = block[first : first + _STEP_BYTES]
+            read_exactly(descriptor, step, begin + first, path)
+            state.update(step)
+        if state.hexdigest() != expected:
+            raise CheckpointError(
+                f"{path} is corrupt: bytes {begin} to {begin + len(block) - 1} are not those that "
+                "were written.",
+                rule=f"every block read must have the {HASH_NAME} recorded in manifest.json",
+                fix="use another checkpoint; check the storage",
+            )
+
+
+def room_for(path: Path, num_bytes: int) -> CheckpointError | None:
+    """Return the problem if the file system of `path` has no room for `num_bytes`."""
+    free = free_bytes(path)
+    if num_bytes <= free:
+        return None
+    return CheckpointError(
+        f"ENOSPC before writing {path}: need={num_bytes} bytes have={free} bytes.",
+        rule="a checkpoint is started only if it fits",
+        flags=["--save"],
+        fix="free space on that file system, or keep fewer checkpoints (--save-retain-interval)",
+    )

@@ -1,0 +1,143 @@
+"""Read boxes of stored shards into tensors, verifying every block that is touched."""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megatron.core.dist_checkpointing.durable import open_inside, read_exactly
+from megatron.core.dist_checkpointing.flat_ranges import Box
+from megatron.core.dist_checkpointing.manifest import Manifest, Shard, StoredTensor
+from megatron.core.dist_checkpointing.planner import Read
+from megatron.core.dist_checkpointing.shard_file import (
+    BLOCK_BYTES,
+    DTYPES,
+    as_bytes,
+    hash_of,
+    read_hashed,
+)
+from megatron.core.errors import CheckpointError
+
+SLAB_BYTES = 16 * BLOCK_BYTES
+"""Most bytes read at once where a box is not stored as one run."""
+
+
+class ShardReader:
+    """Reads from the files of one checkpoint. Use as a context manager; not thread-safe."""
+
+    def __init__(self, directory: Path, manifest: Manifest) -> None:
+        self.directory = directory
+        self.manifest = manifest
+        self.bytes_read = 0
+        self._descriptors: dict[str, int] = {}
+        self._scratch = torch.empty(0, dtype=torch.uint8)
+
+    def __enter__(self) -> ShardReader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for descriptor in self._descriptors.values():
+            os.close(descriptor)
+        self._descriptors.clear()
+
+    def read(self, tensor: StoredTensor, read: Read, into: Tensor) -> None:
+        """Fill `into` (the shape of `read`, any float dtype for stored floats, any device).
+
+        Only the blocks that hold the box are read; each is verified before it is used.
+        """
+        shard = read.shard
+        descriptor = self._open(shard.file)
+        path = self.directory / shard.file
+        is_whole = read.in_shard[1] == shard.shape
+        if (
+            is_whole
+            and into.device.type == "cpu"
+            and into.dtype == DTYPES[tensor.dtype]
+            and into.is_contiguous()
+        ):
+            data = as_bytes(into)
+            read_hashed(descriptor, data, shard.begin, shard.hashes, path)
+            self.bytes_read += len(data)
+            return
+        if math.prod(shard.shape) > 0:
+            self._read_slabs(descriptor, path, tensor, shard, read.in_shard, into)
+
+    def _open(self, name: str) -> int:
+        """Return a descriptor; at first use the size and the header are verified."""
+        if name in self._descriptors:
+            return self._descriptors[name]
+        listed, path = self.manifest.files[name], self.directory / name
+        with open_inside(self.directory, name) as (descriptor, size):
+            header = bytearray(listed.header_size or 0)
+            if size != listed.size:
+                raise CheckpointError(
+                    f"{path} has {size} bytes instead of {listed.size}.",
+                    rule="a checkpoint file has exactly the size its manifest says",
+                    fix="use another checkpoint",
+                )
+            read_exactly(descriptor, memoryview(header), 0, path)
+            if hash_of(bytes(header)) != listed.hash:
+                raise CheckpointError(
+                    f"{path} is corrupt: its header is not the one that was written.",
+                    rule="every file must have the hash recorded in manifest.json",
+                    fix="use another checkpoint; check the storage",
+                )
+            self._descriptors[name] = os.dup(descriptor)
+        return self._descriptors[name]
+
+    def _read_slabs(
+        self,
+        descriptor: int,
+        path: Path,
+        tensor: StoredTensor,
+        shard: Shard,
+        box: Box,
+        into: Tensor,
+    ) -> None:
+        """Read a box row group by row group through a scratch buffer."""
+        dtype = DTYPES[tensor.dtype]
+        item = dtype.itemsize
+        offset, shape = box
+        strides = [math.prod(shard.shape[d + 1 :]) for d in range(len(shard.shape))]
+        # Rows are counted along the first axis on which the box has more than one.
+        axis = next((d for d, n in enumerate(shape) if n > 1), max(len(shape) - 1, 0))
+        row_bytes = (strides[axis] if strides else 1) * item
+        begin, count = (offset[axis], shape[axis]) if shape else (0, 1)
+        row = begin
+        while row < begin + count:
+            last = min(begin + count, row + max(1, SLAB_BYTES // row_bytes))
+            if last < begin + count:
+                # End on a block border if rows permit, so that no block is read twice.
+                last = max(row + 1, last * row_bytes // BLOCK_BYTES * BLOCK_BYTES // row_bytes)
+            corner = [row if d == axis else o for d, o in enumerate(offset)]
+            size = [last - row if d == axis else n for d, n in enumerate(shape)]
+            first = sum(c * s for c, s in zip(corner, strides, strict=True))
+            end = 1 + sum((c + n - 1) * s for c, n, s in zip(corner, size, strides, strict=True))
+            data, skipped = self._read_blocks(
+                descriptor, path, shard, tensor.shard_bytes(shard), first * item, end * item
+            )
+            flat = data[: len(data) // item * item].view(dtype)
+            part = flat.as_strided(size, strides, skipped // item)
+            (into.narrow(axis, row - begin, last - row) if shape else into).copy_(part)
+            row = last
+
+    def _read_blocks(
+        self, descriptor: int, path: Path, shard: Shard, num_bytes: int, first: int, end: int
+    ) -> tuple[Tensor, int]:
+        """Read and verify the blocks around bytes first..end-1 of a shard.
+
+        Returns:
+            the bytes, and how many of them come before `first`.
+        """
+        low, high = first // BLOCK_BYTES, -(-end // BLOCK_BYTES)
+        begin, stop = low * BLOCK_BYTES, min(high * BLOCK_BYTES, num_bytes)
+        if self._scratch.numel() < stop - begin:
+            self._scratch = torch.empty(stop - begin, dtype=torch.uint8)
+        data = self._scratch[: stop - begin]
+        read_hashed(descriptor, as_bytes(data), shard.begin + begin, shard.hashes[low:high], path)
+        self.bytes_read += stop - begin
+        return data, first - begin
