@@ -1,0 +1,5 @@
+"""Entry point for tools that still run setup.py; everything is declared in pyproject.toml."""
+
+from setuptools import setup
+
+setup()

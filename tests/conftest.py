@@ -1,0 +1,50 @@
+"""Settings of every test process: one thread, the CPU, and the same random state for each test."""
+
+from __future__ import annotations
+
+import os
+
+# Before torch is imported: a run on a machine with a GPU must give the same numbers.
+os.environ.setdefault("LATTICE_DEVICE", "cpu")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import random
+from collections.abc import Iterator
+
+import numpy
+import pytest
+import torch
+
+from megatron.core import device
+from tests.harness.pool import POOL
+
+torch.set_num_threads(1)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Stop the ranks before pytest prints its summary."""
+    POOL.shutdown()
+
+
+@pytest.fixture(autouse=True)
+def _same_random_state() -> None:
+    random.seed(0)
+    numpy.random.seed(0)
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _device_of_the_test(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Run tests marked `gpu` on the accelerator, or skip them where there is none."""
+    if request.node.get_closest_marker("gpu") is None:
+        yield
+        return
+    if not torch.accelerator.is_available():
+        pytest.skip("needs a GPU; torch sees none on this machine")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("LATTICE_DEVICE")
+        device.device_type.cache_clear()
+        yield
+    device.device_type.cache_clear()

@@ -1,0 +1,150 @@
+"""Named tolerances, each with the rounding argument that gives its size, and `assert_close`.
+
+Notation: u is the unit roundoff, 2^-24 (6.0e-8) for fp32 and 2^-9 (2.0e-3) for bf16. A sum of K
+products computed in two different orders differs, relative to the typical size of such sums, by
+about sqrt(K) u, and by at most 2 K u (N. Higham, "Accuracy and Stability of Numerical
+Algorithms", section 4.2). The error of one element is measured against the larger of its own
+magnitude and the tensor's root mean square: an element that is small because its terms cancel
+carries the rounding error of its terms, not of its value.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """Allowed error of an element e: atol + rtol * max(|e|, rms of the expected tensor)."""
+
+    name: str
+    rtol: float
+    atol: float
+    reason: str
+
+
+EXACT = Tolerance("EXACT", 0.0, 0.0, "the same operations in the same order: equal to the bit")
+
+FP32_ROUNDED_ONCE = Tolerance(
+    "FP32_ROUNDED_ONCE",
+    rtol=2.0**-21,
+    atol=1e-9,
+    reason="the same formula with its few elementwise operations in another order: 8 u",
+)
+
+FP32_REORDERED_SUM = Tolerance(
+    "FP32_REORDERED_SUM",
+    rtol=1e-5,
+    atol=1e-7,
+    reason="sums of up to K = 4096 products split over ranks: sqrt(K) u = 4e-6 of the typical "
+    "value for one sum, and the errors of a handful of layers add in quadrature; atol covers "
+    "gradients that are exactly zero in theory (the key bias of attention) and rounding in fact",
+)
+
+FP32_AFTER_OPTIMIZER = Tolerance(
+    "FP32_AFTER_OPTIMIZER",
+    rtol=1e-5,
+    atol=2e-5,
+    reason="Adam divides the gradient by its own size, so an element whose gradient (1e-8) is as "
+    "small as the rounding error of the others (u * 1e-2) moves by a fraction of lr whose "
+    "relative error is large; with lr <= 1e-3 and eps 1e-8 that is a few 1e-6 a step, 5 steps",
+)
+
+BF16_ROUNDED_ONCE = Tolerance(
+    "BF16_ROUNDED_ONCE",
+    rtol=2.0**-8,
+    atol=1e-6,
+    reason="the same number computed in fp32 twice, each rounded to bf16 at the end: 2 u",
+)
+
+BF16_REORDERED_SUM = Tolerance(
+    "BF16_REORDERED_SUM",
+    rtol=2.0**-6,
+    atol=1e-4,
+    reason="fp32 accumulation, but partial sums of the ranks are rounded to bf16 before they are "
+    "added: tp <= 8 roundings of u each, in quadrature below 8 u in nearly every element",
+)
+
+BF16_WHOLE_MODEL = Tolerance(
+    "BF16_WHOLE_MODEL",
+    rtol=6e-2,
+    atol=1e-3,
+    reason="every activation of about 10 successive operations is rounded to bf16; a random walk "
+    "of 10 steps of u has a deviation of 6e-3, and the maximum over 1e6 elements lies at five "
+    "deviations; backward doubles the length of the chain",
+)
+
+TOLERANCES = {
+    tolerance.name: tolerance
+    for tolerance in (
+        EXACT,
+        FP32_ROUNDED_ONCE,
+        FP32_REORDERED_SUM,
+        FP32_AFTER_OPTIMIZER,
+        BF16_ROUNDED_ONCE,
+        BF16_REORDERED_SUM,
+        BF16_WHOLE_MODEL,
+    )
+}
+"""All named tolerances, for tables and documents."""
+
+
+def relative_error(actual: Any, expected: Any) -> float:
+    """Return the largest |actual - expected| / max(|expected|, rms): what `rtol` bounds."""
+    a, e = _as_float64(actual), _as_float64(expected)
+    if e.numel() == 0:
+        return 0.0
+    error = _absolute_error(a, e)
+    scale = torch.maximum(e.nan_to_num().abs(), _rms(e))
+    return float(torch.where(error == 0, error, error / scale).max())
+
+
+def assert_close(actual: Any, expected: Any, tolerance: Tolerance, what: str) -> None:
+    """Fail unless every element of `actual` is within `tolerance` of `expected`.
+
+    Args:
+        actual, expected: tensors or numbers of equal shape; dtypes may differ, except for `EXACT`.
+        what: named in the message, for example "gradient of linear_fc1.weight".
+    """
+    exact = tolerance is EXACT
+    if exact and isinstance(actual, Tensor) and isinstance(expected, Tensor):
+        assert actual.dtype == expected.dtype, f"{what}: {actual.dtype} != {expected.dtype}"
+    a, e = _as_float64(actual), _as_float64(expected)
+    assert a.shape == e.shape, f"{what}: shape {tuple(a.shape)} != {tuple(e.shape)}"
+    if a.numel() == 0:
+        return
+    error = _absolute_error(a, e)
+    allowed = tolerance.atol + tolerance.rtol * torch.maximum(e.nan_to_num().abs(), _rms(e))
+    wrong = error > allowed
+    if not wrong.any():
+        return
+    worst = int((error - allowed).argmax())
+    place = tuple(int(i) for i in torch.unravel_index(torch.tensor(worst), a.shape))
+    raise AssertionError(
+        f"{what}: {int(wrong.sum())} of {a.numel()} elements are outside {tolerance.name} "
+        f"(rtol {tolerance.rtol:.1e}, atol {tolerance.atol:.1e})\n"
+        f"  worst at {place}: {float(a.flatten()[worst])!r} instead of "
+        f"{float(e.flatten()[worst])!r}\n"
+        f"  max error {float(error.max()):.3e}, max relative error {relative_error(a, e):.3e}, "
+        f"rms of the expected {float(_rms(e)):.3e}"
+    )
+
+
+def _absolute_error(a: Tensor, e: Tensor) -> Tensor:
+    """Elementwise |a - e|; a non-finite value is infinitely far from all but itself."""
+    error = torch.where(a.isfinite() & e.isfinite(), (a - e).abs(), torch.inf)
+    return torch.where((a == e) | (a.isnan() & e.isnan()), 0.0, error)
+
+
+def _as_float64(value: Any) -> Tensor:
+    tensor = value if isinstance(value, Tensor) else torch.as_tensor(value)
+    return tensor.detach().to(device="cpu", dtype=torch.float64)
+
+
+def _rms(tensor: Tensor) -> Tensor:
+    finite = tensor[tensor.isfinite()]
+    return finite.square().mean().sqrt() if finite.numel() else tensor.new_zeros(())
