@@ -1,0 +1,143 @@
+"""Several datasets handed out as one, in fixed proportions."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from torch.utils.data import Dataset
+
+from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
+from megatron.core.datasets.blending import greedy_blend
+from megatron.core.datasets.index_cache import (
+    Expected,
+    IndexCache,
+    describe,
+    mapped_from_names,
+    names_for_mapped,
+)
+from megatron.core.datasets.megatron_dataset import MegatronDataset
+from megatron.core.datasets.utils import normalize
+from megatron.core.errors import ConfigError, DataError
+
+logger = logging.getLogger(__name__)
+
+_MOST_DATASETS = 32767
+
+
+class BlendedDataset(Dataset[dict[str, Any]]):
+    """Samples of several datasets, mixed by the greedy rule of `blending`.
+
+    Args:
+        datasets: of one class and one split.
+        weights: one for each, any scale.
+        size: samples; None takes every sample of every dataset once, mixed in proportion.
+        config: settings.
+    Raises:
+        ConfigError: no or too many datasets, or a weight that is not positive.
+        DataError: a dataset is too small for its part.
+    """
+
+    def __init__(
+        self,
+        datasets: Sequence[MegatronDataset],
+        weights: Sequence[float],
+        size: int | None,
+        config: BlendedMegatronDatasetConfig,
+    ) -> None:
+        if not 0 < len(datasets) < _MOST_DATASETS or len(datasets) != len(weights):
+            raise ConfigError(
+                f"a blend of {len(datasets)} datasets with {len(weights)} weights.",
+                rule=f"one weight for each of 1 to {_MOST_DATASETS - 1} datasets",
+                flags=["--data-path"],
+                fix="merge small corpora with tools/merge_datasets.py",
+            )
+        if size is not None and size <= 0:
+            raise ConfigError(f"a blend of {size} samples.", rule="at least one sample")
+        self.datasets = list(datasets)
+        self.split = self.datasets[0].index_split
+        self.size = size
+        self.config = config
+        self.weights = self._proportions(weights)
+        self.unique_identifiers = self._identify()
+        self.unique_description = describe(self.unique_identifiers)
+        self.unique_description_hash = hashlib.md5(
+            self.unique_description.encode("utf-8"), usedforsecurity=False
+        ).hexdigest()
+        length = sum(map(len, self.datasets)) if size is None else size
+        arrays = self._cache().load_or_build(
+            lambda: self._build(length),
+            {
+                "dataset_index": Expected((np.int16,), (length,)),
+                "dataset_sample_index": Expected((np.int64,), (length,)),
+            },
+        )
+        self.dataset_index = arrays["dataset_index"]
+        self.dataset_sample_index = arrays["dataset_sample_index"]
+        self._check_sizes()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return names_for_mapped(self.__dict__)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(mapped_from_names(state))
+
+    def __len__(self) -> int:
+        return len(self.dataset_index)
+
+    def __getitem__(self, idx: int | None) -> dict[str, Any]:
+        """Return sample `idx` of the blend, with its `dataset_id`; None as in the datasets."""
+        dataset_id = int(self.dataset_index[0 if idx is None else idx])
+        number = None if idx is None else int(self.dataset_sample_index[idx])
+        return {"dataset_id": dataset_id, **self.datasets[dataset_id][number]}  # type: ignore[index]
+
+    def _proportions(self, weights: Sequence[float]) -> list[float]:
+        if self.size is not None:
+            return normalize(weights)
+        lengths = np.array([len(dataset) for dataset in self.datasets], np.float64)
+        shares: list[float] = (lengths / float(np.sum(lengths))).tolist()
+        return shares
+
+    def _identify(self) -> OrderedDict[str, Any]:
+        identifiers: OrderedDict[str, Any] = OrderedDict()
+        identifiers["class"] = type(self).__name__
+        identifiers["datasets"] = [dataset.unique_identifiers for dataset in self.datasets]
+        identifiers["split"] = self.split.name
+        identifiers["weights"] = self.weights
+        identifiers["size"] = self.size
+        return identifiers
+
+    def _cache(self) -> IndexCache:
+        directory = self.config.path_to_cache
+        stem = "-".join([self.unique_description_hash, type(self).__name__, self.split.name])
+        first_path = self.datasets[0].dataset_path
+        if directory is None and first_path is not None:
+            directory = os.path.join(first_path, "cache", f"{type(self).__name__}_indices")
+        return IndexCache(directory=directory, stem=stem, description=self.unique_description)
+
+    def _build(self, length: int) -> dict[str, np.ndarray]:
+        capacities = None
+        if self.size is None:
+            capacities = np.array([len(dataset) for dataset in self.datasets])
+        dataset_index, sample_index = greedy_blend(
+            np.array(self.weights), length, capacities=capacities
+        )
+        return {"dataset_index": dataset_index, "dataset_sample_index": sample_index}
+
+    def _check_sizes(self) -> None:
+        taken = np.bincount(self.dataset_index, minlength=len(self.datasets))
+        for dataset, number in zip(self.datasets, taken.tolist(), strict=True):
+            if number > len(dataset):
+                raise DataError(
+                    f"the blend takes {number} samples of {dataset.dataset_path}, "
+                    f"which was built with {len(dataset)}.",
+                    rule="each dataset of a blend is built with a small surplus over its weight",
+                    flags=["--mid-level-dataset-surplus"],
+                    fix=f"--mid-level-dataset-surplus "
+                    f"{self.config.mid_level_dataset_surplus + number / len(dataset) - 1:.4f}",
+                )

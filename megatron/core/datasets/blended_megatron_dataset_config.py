@@ -1,0 +1,84 @@
+"""What to build datasets from: paths, weights, splits, lengths."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron.core.datasets.index_building import split_boundaries
+from megatron.core.datasets.utils import Blend
+from megatron.core.errors import ConfigError
+
+SplitMatrix = list[tuple[float, float] | None]
+
+
+@dataclass(kw_only=True)
+class BlendedMegatronDatasetConfig:
+    """Settings of one set of train, valid and test datasets.
+
+    Give `blend` with `split`, or `blend_per_split` without; neither means mock data.
+    """
+
+    random_seed: int
+    """Seed of all shuffles."""
+    sequence_length: int
+    """Tokens per sample."""
+    blend: Blend | None = None
+    """Path prefixes and weights, divided into three by `split`; see `get_blend_from_list`."""
+    blend_per_split: Sequence[Blend | None] | None = None
+    """The same for train, valid and test, each used whole."""
+    split: str | None = None
+    """Shares of train, valid and test, for example "99,1,0"."""
+    split_matrix: SplitMatrix | None = field(init=False, default=None)
+    """Derived from `split`: (begin, end) of each part, None for an empty one."""
+    multiple_validation_sets: bool = False
+    """Build the valid part of `blend_per_split` as a list, one dataset for each prefix."""
+    num_dataset_builder_threads: int = 1
+    """Corpora opened and indexed at the same time."""
+    path_to_cache: str | None = None
+    """Directory of the index arrays; None: beside each corpus, in `<prefix>/cache`."""
+    mmap_bin_files: bool = True
+    """Map the token files; False reads them with positioned reads."""
+    mock: bool = field(init=False, default=False)
+    """Derived: no data was named."""
+    tokenizer: Any = None
+    """Gives the end-of-document id, the pad id and the vocabulary size."""
+    mid_level_dataset_surplus: float = 0.005
+    """Share by which the datasets of a blend are built larger than their part of it, because the
+    greedy rule may take a few samples more than the weight says."""
+
+    def __post_init__(self) -> None:
+        if self.sequence_length <= 0:
+            raise ConfigError(
+                f"sequence_length={self.sequence_length}.",
+                rule="a sample holds at least one token",
+                flags=["--seq-length"],
+                fix="--seq-length 1024",
+            )
+        per_split = self.blend_per_split
+        if per_split is not None and any(blend is not None for blend in per_split):
+            if self.blend is not None or self.split is not None:
+                raise ConfigError(
+                    "data was named for all parts together and for each part.",
+                    rule="--data-path with --split, or --train-data-path, --valid-data-path and "
+                    "--test-data-path without",
+                    flags=["--data-path", "--split", "--train-data-path"],
+                    fix="remove one of the two",
+                )
+            if len(per_split) != 3:
+                raise ConfigError(
+                    f"{len(per_split)} blends were given for train, valid and test.",
+                    rule="three entries, None for a part that is not wanted",
+                )
+            return
+        self.blend_per_split = None
+        self.mock = self.blend is None
+        if self.split is None:
+            raise ConfigError(
+                "data is named for all parts together, but not how to divide it.",
+                rule="one corpus for train, valid and test needs the share of each",
+                flags=["--split"],
+                fix="--split 99,1,0",
+            )
+        self.split_matrix = split_boundaries(self.split)

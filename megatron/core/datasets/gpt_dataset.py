@@ -1,0 +1,335 @@
+"""Samples for a language model: a fixed number of tokens and the tokens that follow them.
+
+Shapes: s = sequence length. Items are made on the CPU, one at a time, in loader workers.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
+from megatron.core.datasets.index_building import (
+    EpochPlan,
+    build_document_index,
+    build_sample_index,
+    build_shuffle_index,
+    plan_epochs,
+)
+from megatron.core.datasets.index_cache import Expected, IndexCache
+from megatron.core.datasets.indexed_dataset import IndexedDataset, get_bin_path
+from megatron.core.datasets.megatron_dataset import MegatronDataset
+from megatron.core.datasets.utils import Split
+from megatron.core.errors import ConfigError, DataError
+
+logger = logging.getLogger(__name__)
+
+_NO_PAD = -1
+"""Stands for padding where the tokenizer has no pad id of its own; never a real token."""
+
+
+@dataclass(kw_only=True)
+class GPTDatasetConfig(BlendedMegatronDatasetConfig):
+    """Settings of `GPTDataset`."""
+
+    reset_position_ids: bool | None = None
+    """Count positions from 0 again after each end-of-document token."""
+    reset_attention_mask: bool | None = None
+    """Keep tokens from attending to earlier documents (makes a mask, or needs the kernel's)."""
+    eod_mask_loss: bool | None = None
+    """Give end-of-document tokens no loss as inputs."""
+    create_attention_mask: bool = True
+    """Put an [1, s, s] mask into every item; False leaves the causal mask to the kernel."""
+    drop_last_partial_validation_sequence: bool = True
+    """Leave out a last validation sample that is not full; False pads it."""
+    add_extra_token_to_sequence: bool = True
+    """Read one more token per sample, so that the last position has its label too."""
+    allow_ambiguous_pad_tokens: bool = True
+    """When the tokenizer's pad id is also its end-of-document or another special id: treat only
+    real padding as padding. False takes the id at its word, as Megatron-LM does by default: every
+    end of a document then loses its loss and becomes token 0."""
+    vocab_size: int | None = None
+    """Ids at or above this are refused; None takes the tokenizer's vocabulary size."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        problems = []
+        if self.tokenizer is None:
+            problems.append("tokenizer")
+        for name in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss"):
+            if getattr(self, name) is None:
+                problems.append(name)
+        if problems:
+            raise ConfigError(
+                f"GPTDatasetConfig was made without {', '.join(problems)}.",
+                rule="these decide what a sample looks like and have no default",
+                fix="give a tokenizer and True or False for each of the others",
+            )
+        if self.reset_attention_mask and not self.create_attention_mask:
+            raise ConfigError(
+                "attention is to stop at document ends, but no attention mask is made.",
+                rule="only the mask of the item says where its documents end",
+                flags=["--reset-attention-mask", "--no-create-attention-mask-in-dataloader"],
+                fix="remove one of the two",
+            )
+
+
+class GPTDataset(MegatronDataset):
+    """Samples of `config.sequence_length` tokens cut from a shuffled stream of documents.
+
+    The order of the documents, the places where samples begin and the order of the samples are
+    those of `index_building`, kept on disk when there is a cache directory.
+
+    Args:
+        indexed_dataset: the corpus.
+        dataset_path: its prefix; None builds the index in memory.
+        indexed_indices: int32 [N], documents of this split.
+        num_samples: samples wanted; None or 0 means one pass over the documents.
+        index_split: which split this is.
+        config: settings.
+    Raises:
+        DataError: the split holds no tokens.
+    """
+
+    config: GPTDatasetConfig
+
+    def __init__(
+        self,
+        indexed_dataset: IndexedDataset,
+        dataset_path: str | None,
+        indexed_indices: np.ndarray,
+        num_samples: int | None,
+        index_split: Split,
+        config: GPTDatasetConfig,
+    ) -> None:
+        super().__init__(
+            indexed_dataset, dataset_path, indexed_indices, num_samples, index_split, config
+        )
+        self._extra_token = int(config.add_extra_token_to_sequence)
+        self._vocab_size = config.vocab_size or int(config.tokenizer.vocab_size)
+        self._eod = _optional_id(config.tokenizer, "eod")
+        self._pad = self._find_pad()
+        self._plain: tuple[Tensor | None, Tensor] | None = None
+        arrays = self._build_or_load_indices()
+        self.document_index = arrays["document_index"]
+        self.sample_index = arrays["sample_index"]
+        self.shuffle_index = arrays["shuffle_index"]
+
+    @staticmethod
+    def numel_low_level_dataset(low_level_dataset: Any) -> int:
+        """Return the number of sequences: GPT preprocessing writes one for each document."""
+        return len(low_level_dataset.sequence_lengths)
+
+    @staticmethod
+    def build_low_level_dataset(dataset_path: str, config: Any) -> Any:
+        """Open and check a corpus."""
+        return IndexedDataset(dataset_path, multimodal=False, mmap=config.mmap_bin_files)
+
+    @staticmethod
+    def _key_config_attributes() -> list[str]:
+        return [
+            *MegatronDataset._key_config_attributes(),
+            "add_extra_token_to_sequence",
+            "drop_last_partial_validation_sequence",
+        ]
+
+    def __len__(self) -> int:
+        return len(self.shuffle_index)
+
+    def __getitem__(self, idx: int | None) -> dict[str, Tensor]:
+        """Return one sample.
+
+        Args:
+            idx: sample number in shuffled order; None gives a sample without loss, to fill a batch.
+        Returns:
+            tokens and labels, int64 [s]; loss_mask, float32 [s]; position_ids, int64 [s];
+            attention_mask, bool [1, s, s], True where attention is forbidden, if asked for.
+        Raises:
+            DataError: a token id outside the vocabulary.
+        """
+        text = torch.from_numpy(self._tokens_of_sample(0 if idx is None else idx))
+        if self._extra_token:
+            tokens, labels = text[:-1].contiguous(), text[1:].contiguous()
+        else:
+            tokens, labels = text, torch.roll(text, -1)
+            labels[-1] = self._pad
+        loss_mask = torch.ones(len(tokens), dtype=torch.float32)
+        loss_mask[labels == self._pad] = 0.0
+        if self.config.eod_mask_loss and self._eod is not None:
+            loss_mask[tokens == self._eod] = 0.0
+        if idx is None:
+            loss_mask.zero_()
+        attention_mask, position_ids = self._mask_and_positions(tokens)
+        # The embedding must be able to look padding up; it carries no loss.
+        tokens = tokens.masked_fill(tokens == self._pad, 0)
+        labels = labels.masked_fill(labels == self._pad, 0)
+        sample = {"tokens": tokens, "labels": labels}
+        if attention_mask is not None:
+            sample["attention_mask"] = attention_mask
+        sample["loss_mask"] = loss_mask
+        sample["position_ids"] = position_ids
+        return sample
+
+    def _mask_and_positions(self, tokens: Tensor) -> tuple[Tensor | None, Tensor]:
+        """Return the mask [1, s, s] or None, and the positions [s]."""
+        resets = self.config.reset_position_ids or self.config.reset_attention_mask
+        if not resets or self._eod is None:
+            if self._plain is None:
+                positions = torch.arange(len(tokens))
+                masked = self.config.create_attention_mask
+                self._plain = (causal_mask(positions) if masked else None, positions)
+            return self._plain
+        positions = torch.arange(len(tokens))
+        # An end-of-document token belongs to the document it ends.
+        starts = torch.zeros_like(positions)
+        ends = torch.nonzero(tokens[:-1] == self._eod).flatten()
+        starts[ends + 1] = ends + 1
+        starts = torch.cummax(starts, 0).values
+        mask = None
+        if self.config.create_attention_mask:
+            mask = causal_mask(positions)
+            if self.config.reset_attention_mask:
+                mask |= (starts[:, None] != starts[None, :]).unsqueeze(0)
+        if self.config.reset_position_ids:
+            positions = positions - starts
+        return mask, positions
+
+    def _tokens_of_sample(self, idx: int) -> np.ndarray:
+        """Return the tokens of a sample, int64 [s + extra], padded at the end if need be."""
+        sample = int(self.shuffle_index[idx])
+        first, first_offset = (int(value) for value in self.sample_index[sample])
+        last, last_offset = (int(value) for value in self.sample_index[sample + 1])
+        text = np.full(self.config.sequence_length + self._extra_token, self._pad, np.int64)
+        filled = 0
+        for position in range(first, last + 1):
+            offset = first_offset if position == first else 0
+            length = last_offset + self._extra_token - offset if position == last else None
+            document = int(self.document_index[position])
+            piece = self.dataset.get(document, offset=offset, length=length)
+            self._check_ids(piece, document, offset)
+            text[filled : filled + len(piece)] = piece
+            filled += len(piece)
+        return text
+
+    def _check_ids(self, piece: np.ndarray, document: int, offset: int) -> None:
+        # A vocabulary-parallel embedding would turn such an id into a row of zeros, silently.
+        if len(piece) and (piece.max() >= self._vocab_size or piece.min() < 0):
+            at = int(np.flatnonzero((piece >= self._vocab_size) | (piece < 0))[0])
+            where = "the corpus" if self.dataset_path is None else get_bin_path(self.dataset_path)
+            raise DataError(
+                f"token {int(piece[at])} at position {offset + at} of document {document} in "
+                f"{where} is outside the vocabulary of {self._vocab_size}.",
+                rule="token ids must lie between 0 and the vocabulary size - 1",
+                flags=["--data-path", "--tokenizer-type", "--tokenizer-model", "--vocab-size"],
+                fix="train with the tokenizer that the corpus was preprocessed with, or "
+                "preprocess it again; if the file is damaged, copy it again",
+            )
+
+    def _find_pad(self) -> int:
+        pad = _optional_id(self.config.tokenizer, "pad")
+        if pad is None:
+            return _NO_PAD
+        others = {_optional_id(self.config.tokenizer, name) for name in ("eod", "eos", "bos")}
+        if pad in others and self.config.allow_ambiguous_pad_tokens:
+            logger.info("pad id %d is also another special id: only real padding is masked", pad)
+            return _NO_PAD
+        return pad
+
+    def _build_or_load_indices(self) -> dict[str, np.ndarray]:
+        lengths = self.dataset.sequence_lengths
+        config = self.config
+        tokens_per_epoch = int(np.sum(lengths[self.indices], dtype=np.int64))
+        plan = plan_epochs(
+            tokens_per_epoch, config.sequence_length, self._extra_token, self.num_samples
+        )
+        drop_last = self.index_split != Split.valid or config.drop_last_partial_validation_sequence
+        num_samples = plan.num_samples(drop_last=drop_last)
+        cache = IndexCache(
+            directory=self._cache_directory(),
+            stem="-".join(
+                [self.unique_description_hash, type(self).__name__, self.index_split.name]
+            ),
+            description=self.unique_description,
+        )
+        expected = {
+            "document_index": Expected((np.int32,), (plan.num_epochs * len(self.indices),)),
+            "sample_index": Expected((np.int32, np.int64), (num_samples + 1, 2)),
+            "shuffle_index": Expected((np.uint32, np.int64), (num_samples,)),
+        }
+        return cache.load_or_build(lambda: self._build_indices(plan, drop_last), expected)
+
+    def _build_indices(self, plan: EpochPlan, drop_last: bool) -> dict[str, np.ndarray]:
+        random = np.random.RandomState(self.config.random_seed)
+        # This order of calls is part of the recipe: both shuffles draw from one generator.
+        documents = build_document_index(self.indices, plan, random)
+        samples = build_sample_index(
+            self.dataset.sequence_lengths, documents, plan, drop_last=drop_last
+        )
+        shuffle = build_shuffle_index(len(samples) - 1, plan, random)
+        return {
+            "document_index": documents,
+            "sample_index": samples,
+            "shuffle_index": shuffle,
+        }
+
+    def _cache_directory(self) -> str | None:
+        if self.config.path_to_cache is not None:
+            return self.config.path_to_cache
+        if self.dataset_path is None:
+            return None
+        return os.path.join(self.dataset_path, "cache", f"{type(self).__name__}_indices")
+
+
+class MockTokens:
+    """A corpus that is computed: documents of random length that count 1, 2, 3, ... and end."""
+
+    num_documents = 100_000
+    longest_document = 4096
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._eod = _optional_id(tokenizer, "eod")
+        self._cycle = max(1, min(self.longest_document, int(tokenizer.vocab_size) - 2))
+        random = np.random.default_rng(seed=0)
+        self.sequence_lengths = random.integers(
+            1, self.longest_document, size=self.num_documents, dtype=np.int32
+        )
+
+    def __len__(self) -> int:
+        return self.num_documents
+
+    def get(self, idx: int, offset: int = 0, length: int | None = None) -> np.ndarray:
+        """Return part of document `idx`, int64."""
+        available = int(self.sequence_lengths[idx])
+        tokens = np.arange(available, dtype=np.int64) % self._cycle + 1
+        if self._eod is not None:
+            tokens[-1] = self._eod
+        return tokens[offset:] if length is None else tokens[offset : offset + length]
+
+
+class MockGPTDataset(GPTDataset):
+    """`GPTDataset` over computed documents: for trying a layout without any data."""
+
+    @staticmethod
+    def build_low_level_dataset(dataset_path: str | None, config: Any) -> Any:
+        """Return the computed corpus."""
+        return MockTokens(config.tokenizer)
+
+
+def causal_mask(positions: Tensor) -> Tensor:
+    """Return the mask that forbids looking ahead: bool [1, s, s], True = forbidden."""
+    return (positions[None, :] > positions[:, None]).unsqueeze(0)
+
+
+def _optional_id(tokenizer: Any, name: str) -> int | None:
+    """Return a special id, or None where the tokenizer has none."""
+    try:
+        value = getattr(tokenizer, name, None)
+    except (NotImplementedError, DataError):
+        return None
+    return None if value is None or value < 0 else int(value)

@@ -1,0 +1,184 @@
+"""Index arrays on disk: built once for each directory, read by everybody else.
+
+No rank is special and there is no barrier. Whoever comes first takes a file lock and builds; the
+others wait for the lock, then find the files. The kernel frees the lock when its holder dies, so
+nobody waits for a dead process; where the directory cannot be written or locked, everybody
+builds for itself in memory. All builders make the same bytes, so a race costs time only.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from megatron.core.datasets.token_file import WholeFile
+from megatron.core.errors import DataError
+
+logger = logging.getLogger(__name__)
+
+_POLL_S = 0.2
+_REPORT_EVERY_S = 30.0
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What a cached array must look like to be used."""
+
+    dtypes: tuple[type[np.number], ...]
+    """Any of these."""
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class IndexCache:
+    """A place for the index arrays of one dataset.
+
+    Args:
+        directory: created if needed; None keeps everything in memory.
+        stem: beginning of all file names: "{md5}-{class}-{split}".
+        description: what the arrays were made from, the text behind the md5.
+    """
+
+    directory: str | None
+    stem: str
+    description: str
+
+    def path(self, name: str) -> str:
+        """Return the file of one array, or of the description."""
+        assert self.directory is not None
+        return os.path.join(self.directory, f"{self.stem}-{name}")
+
+    def load_or_build(
+        self, build: Callable[[], dict[str, np.ndarray]], expected: Mapping[str, Expected]
+    ) -> dict[str, np.ndarray]:
+        """Return the arrays, mapped from the cache if they are there and right.
+
+        Args:
+            build: makes all arrays; called at most once, by at most one process at a time.
+            expected: name -> type and shape; a cached array that differs is built again.
+        """
+        if self.directory is None:
+            return build()
+        arrays = self._load(expected)
+        if arrays is not None:
+            return arrays
+        with self._only_one():
+            arrays = self._load(expected)
+            if arrays is not None:
+                return arrays
+            arrays = build()
+            if not self._store(arrays):
+                return arrays
+        return self._load(expected) or arrays
+
+    def _load(self, expected: Mapping[str, Expected]) -> dict[str, np.ndarray] | None:
+        names = [*(f"{name}.npy" for name in expected), "description.txt"]
+        if not all(os.path.isfile(self.path(name)) for name in names):
+            return None
+        arrays = {}
+        for name, wanted in expected.items():
+            path = self.path(f"{name}.npy")
+            try:
+                # numpy cannot map an array without elements.
+                mapped: Literal["r"] | None = "r" if np.prod(wanted.shape) else None
+                array = np.load(path, mmap_mode=mapped, allow_pickle=False)
+            except (ValueError, EOFError, OSError) as error:
+                logger.warning("index cache %s cannot be read (%s): built again", path, error)
+                return None
+            if array.dtype not in wanted.dtypes or array.shape != wanted.shape:
+                logger.warning(
+                    "index cache %s holds %s %s where %s %s belongs: built again",
+                    path,
+                    array.dtype,
+                    array.shape,
+                    np.dtype(wanted.dtypes[0]),
+                    wanted.shape,
+                )
+                return None
+            arrays[name] = array
+        return arrays
+
+    def _store(self, arrays: Mapping[str, np.ndarray]) -> bool:
+        try:
+            for name, array in arrays.items():
+                file = WholeFile(self.path(f"{name}.npy"))
+                np.lib.format.write_array(file, array, allow_pickle=False)
+                file.commit()
+            # Last: its presence says that all arrays are there.
+            file = WholeFile(self.path("description.txt"))
+            file.write(self.description.encode())
+            file.commit()
+        except (DataError, OSError) as error:
+            logger.warning("index cache not written, the index is kept in memory: %s", error)
+            return False
+        return True
+
+    @contextmanager
+    def _only_one(self) -> Iterator[None]:
+        """Hold the lock of this cache entry, or go on without it where locks do not work."""
+        lock = None
+        try:
+            os.makedirs(str(self.directory), exist_ok=True)
+            lock = os.open(self.path("lock"), os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            _wait_for_lock(lock, self.path("lock"))
+        except OSError as error:
+            logger.info("no lock in %s (%s): building without one", self.directory, error)
+        try:
+            yield
+        finally:
+            if lock is not None:
+                os.close(lock)
+
+
+def _wait_for_lock(descriptor: int, path: str) -> None:
+    begun = reported = time.monotonic()
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            pass
+        if time.monotonic() - reported > _REPORT_EVERY_S:
+            reported = time.monotonic()
+            waited = reported - begun
+            logger.warning("waiting %.0f s for another process to build %s", waited, path[:-5])
+        time.sleep(_POLL_S)
+
+
+def describe(identifiers: Mapping[str, object]) -> str:
+    """Return the text whose md5 names a cache entry: indented JSON, in the order given."""
+    return json.dumps(identifiers, indent=4, default=lambda thing: thing.unique_identifiers)
+
+
+def names_for_mapped(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Replace mapped arrays by the names of their files, for pickling without a copy."""
+    return {
+        key: _MappedFile(str(value.filename))
+        if isinstance(value, np.memmap) and value.filename is not None
+        else value
+        for key, value in state.items()
+    }
+
+
+def mapped_from_names(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Undo `names_for_mapped` in another process."""
+    return {
+        key: np.load(value.path, mmap_mode="r", allow_pickle=False)
+        if isinstance(value, _MappedFile)
+        else value
+        for key, value in state.items()
+    }
+
+
+@dataclass(frozen=True)
+class _MappedFile:
+    path: str

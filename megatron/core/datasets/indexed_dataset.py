@@ -1,0 +1,377 @@
+"""A corpus of token sequences on disk: the `.bin`/`.idx` pair, read and written.
+
+The format is that of Megatron-LM, byte for byte (see `index_file` for the table), so corpora go
+both ways. A pair is checked when it is opened, so that a damaged file stops a run at its start.
+No torch import: the preprocessing tools and the loader workers start from here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+from array import array
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from megatron.core.datasets.index_file import (
+    DType,
+    IndexArrays,
+    check_index,
+    disagreement,
+    read_index,
+    write_index,
+)
+from megatron.core.datasets.token_file import (
+    MappedTokens,
+    PositionedTokens,
+    TokenReader,
+    WholeFile,
+    explain_full_disk,
+    sync_directory,
+)
+from megatron.core.errors import DataError
+
+__all__ = ["DType", "IndexedDataset", "IndexedDatasetBuilder", "get_bin_path", "get_idx_path"]
+
+
+def get_bin_path(path_prefix: str) -> str:
+    """Return the name of the token file of a corpus."""
+    return path_prefix + ".bin"
+
+
+def get_idx_path(path_prefix: str) -> str:
+    """Return the name of the index file of a corpus."""
+    return path_prefix + ".idx"
+
+
+class IndexedDataset:
+    """Random access to the sequences of a corpus.
+
+    Picklable: a loader worker that is spawned maps the files again instead of copying them.
+
+    Args:
+        path_prefix: path of the pair without `.bin` and `.idx`.
+        multimodal: whether the index holds a mode for each sequence, returned with its tokens.
+        mmap: map the token file; False reads it with positioned reads.
+        check: prove that both files belong together (one pass over the index).
+    Raises:
+        DataError: a file is missing or the pair is damaged.
+    """
+
+    def __init__(
+        self,
+        path_prefix: str,
+        multimodal: bool = False,
+        mmap: bool = True,
+        *,
+        check: bool = True,
+    ) -> None:
+        self.path_prefix = path_prefix
+        self.multimodal = multimodal
+        self.mmap = mmap
+        idx_path, bin_path = get_idx_path(path_prefix), get_bin_path(path_prefix)
+        _check_pair_exists(path_prefix)
+        self._index: IndexArrays = read_index(idx_path, multimodal=multimodal)
+        if check:
+            check_index(self._index, idx_path, bin_path)
+        self._tokens: TokenReader = MappedTokens(bin_path) if mmap else PositionedTokens(bin_path)
+        self._token_bytes = np.dtype(self._index.dtype).itemsize
+
+    def __getstate__(self) -> tuple[str, bool, bool]:
+        return self.path_prefix, self.multimodal, self.mmap
+
+    def __setstate__(self, state: tuple[str, bool, bool]) -> None:
+        path_prefix, multimodal, mmap = state
+        # Checked once already, by the process that opened it first.
+        self.__init__(path_prefix, multimodal, mmap, check=False)  # type: ignore[misc]
+
+    def __len__(self) -> int:
+        return len(self._index.sequence_lengths)
+
+    def __getitem__(self, idx: int | np.integer | slice) -> Any:
+        """Return the tokens of one sequence, or a list of them for a contiguous slice.
+
+        A multimodal set returns (tokens, mode), or (list of tokens, modes).
+        """
+        if isinstance(idx, slice):
+            start, stop, step = idx.indices(len(self))
+            if step != 1:
+                raise ValueError(f"slices of a corpus must be contiguous, not of step {step}")
+            sequences = [self._read(i, 0, None) for i in range(start, stop)]
+            modes = self._index.sequence_modes
+            return sequences if modes is None else (sequences, modes[start:stop])
+        return self.get(idx)
+
+    def get(self, idx: int | np.integer, offset: int = 0, length: int | None = None) -> Any:
+        """Return part of one sequence.
+
+        Args:
+            idx: sequence number.
+            offset: first token.
+            length: number of tokens; None reads to the end of the sequence.
+        Returns:
+            array [length] of the corpus' type, possibly read-only; (array, mode) if multimodal.
+        """
+        tokens = self._read(idx, offset, length)
+        modes = self._index.sequence_modes
+        return tokens if modes is None else (tokens, modes[idx])
+
+    def _read(self, idx: int | np.integer, offset: int, length: int | None) -> np.ndarray:
+        available = int(self._index.sequence_lengths[idx])
+        if length is None:
+            length = available - offset
+        if offset < 0 or length < 0 or offset + length > available:
+            raise IndexError(
+                f"tokens {offset} to {offset + length} of sequence {idx} of {self.path_prefix}, "
+                f"which holds {available}"
+            )
+        start = int(self._index.sequence_pointers[idx]) + offset * self._token_bytes
+        return self._tokens.read(self._index.dtype, int(length), start)
+
+    @property
+    def dtype(self) -> type[np.number]:
+        """The numpy type of the tokens."""
+        return self._index.dtype
+
+    @property
+    def sequence_lengths(self) -> np.ndarray:
+        """int32 [S], tokens in each sequence."""
+        return self._index.sequence_lengths
+
+    @property
+    def sequence_pointers(self) -> np.ndarray:
+        """int64 [S], byte offset of each sequence in the token file."""
+        return self._index.sequence_pointers
+
+    @property
+    def document_indices(self) -> np.ndarray:
+        """int64 [documents + 1], number of sequences before each document, and in all."""
+        return self._index.document_indices
+
+    @property
+    def sequence_modes(self) -> np.ndarray | None:
+        """int8 [S] in a multimodal set, else None."""
+        return self._index.sequence_modes
+
+    def get_document_indices(self) -> np.ndarray:
+        """Return `document_indices`."""
+        return self._index.document_indices
+
+    def fingerprint(self) -> str:
+        """Return a digest that changes when the corpus is made again with other contents.
+
+        Covers type, sizes and up to 8,192 sequence lengths spread over the index, so it costs
+        microseconds at any size; it is not a checksum of the tokens.
+        """
+        stride = max(1, len(self) // 8192)
+        sampled = np.ascontiguousarray(self._index.sequence_lengths[::stride])
+        sizes = f"{np.dtype(self.dtype).name} {len(self)} {len(self.document_indices)} "
+        sizes += str(os.path.getsize(get_bin_path(self.path_prefix)))
+        return hashlib.blake2b(sizes.encode() + sampled.tobytes(), digest_size=16).hexdigest()
+
+    @staticmethod
+    def exists(path_prefix: str) -> bool:
+        """Return whether both files of a corpus are there."""
+        return os.path.exists(get_idx_path(path_prefix)) and os.path.exists(
+            get_bin_path(path_prefix)
+        )
+
+
+def _check_pair_exists(path_prefix: str) -> None:
+    missing = [p for p in (get_bin_path(path_prefix), get_idx_path(path_prefix)) if not _is_file(p)]
+    if not missing:
+        return
+    if path_prefix.endswith((".bin", ".idx")) and IndexedDataset.exists(path_prefix[:-4]):
+        fix = f"leave out the suffix: {path_prefix[:-4]}"
+    elif path_prefix.startswith(("s3://", "msc://", "gs://", "hdfs://")):
+        fix = "copy the pair to a local or network file system; object stores are not read directly"
+    else:
+        fix = _similar_prefix(path_prefix) or "write the corpus with tools/preprocess_data.py"
+    raise DataError(
+        f"no such corpus: {' and '.join(missing)} not found.",
+        rule="a data path is the common prefix of a .bin and an .idx file",
+        flags=["--data-path"],
+        fix=fix,
+    )
+
+
+def _is_file(path: str) -> bool:
+    return os.path.isfile(path)
+
+
+def _similar_prefix(path_prefix: str) -> str:
+    """Return a hint when the usual suffix of the preprocessing tool was forgotten."""
+    directory, name = os.path.split(path_prefix)
+    directory = directory or "."
+    if not os.path.isdir(directory):
+        return f"the directory {directory} does not exist"
+    for entry in sorted(os.listdir(directory)):
+        if entry.endswith(".idx") and entry.startswith(name):
+            return f"did you mean {os.path.join(directory, entry[:-4])}?"
+    return ""
+
+
+class IndexedDatasetBuilder:
+    """Write a corpus, sequence by sequence.
+
+    Both files are written under temporary names and appear together in `finalize`; before that,
+    or after any error, nothing stands under their final names. The memory held is 4 bytes for a
+    sequence and 8 for a document. Usable as a context manager, which discards on an exception.
+
+    Args:
+        bin_path: final name of the token file.
+        dtype: numpy type of the tokens, see `DType.optimal_dtype`.
+        multimodal: whether each sequence has a mode.
+    Raises:
+        DataError: full disk, or a token that the type cannot hold.
+    """
+
+    def __init__(
+        self, bin_path: str, dtype: type[np.number] = np.int32, multimodal: bool = False
+    ) -> None:
+        self.dtype = np.dtype(dtype).type
+        self.multimodal = multimodal
+        self._file = WholeFile(bin_path)
+        self._lengths = array("i")
+        self._documents = array("q", [0])
+        self._modes = array("b")
+
+    def __enter__(self) -> IndexedDatasetBuilder:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            self.discard()
+
+    @property
+    def num_documents(self) -> int:
+        """Documents ended so far."""
+        return len(self._documents) - 1
+
+    def add_item(self, tensor: Any, mode: int = 0) -> None:
+        """Append one sequence (anything that numpy can turn into a one-dimensional array)."""
+        tokens = self._as_tokens(tensor)
+        self._file.write(tokens.data)
+        self._lengths.append(len(tokens))
+        if self.multimodal:
+            self._modes.append(mode)
+
+    def end_document(self) -> None:
+        """End the document of the sequences added since the last call."""
+        self._documents.append(len(self._lengths))
+
+    def add_document(
+        self, tensor: Any, lengths: Sequence[int], modes: Sequence[int] | None = None
+    ) -> None:
+        """Append one document of several sequences.
+
+        Args:
+            tensor: tokens of all its sequences, one after the other.
+            lengths: tokens of each sequence.
+            modes: mode of each sequence in a multimodal set, 0 by default.
+        """
+        self.add_documents(tensor, np.asarray(lengths, np.int64), np.array([len(lengths)]), modes)
+
+    def add_documents(
+        self,
+        tensor: Any,
+        lengths: np.ndarray,
+        sequences_per_document: np.ndarray,
+        modes: Sequence[int] | None = None,
+    ) -> None:
+        """Append many documents at once, without a Python step for each.
+
+        Args:
+            tensor: tokens of all their sequences, one after the other.
+            lengths: [sequences], tokens of each.
+            sequences_per_document: [documents], sequences of each.
+            modes: [sequences] in a multimodal set, 0 by default.
+        """
+        tokens = self._as_tokens(tensor)
+        total, sequences = int(np.sum(lengths)), int(np.sum(sequences_per_document))
+        if total != len(tokens) or sequences != len(lengths):
+            raise ValueError(
+                f"{len(tokens)} tokens in {len(lengths)} sequences were given with lengths that "
+                f"sum to {total} and documents that hold {sequences} sequences"
+            )
+        self._file.write(tokens.data)
+        first = len(self._lengths)
+        self._lengths.frombytes(np.ascontiguousarray(lengths, np.int32).tobytes())
+        ends = first + np.cumsum(sequences_per_document, dtype=np.int64)
+        self._documents.frombytes(ends.tobytes())
+        if self.multimodal:
+            self._modes.extend(modes if modes is not None else bytes(len(lengths)))
+
+    def add_index(self, path_prefix: str) -> None:
+        """Append a whole corpus of the same type (this is how corpora are merged)."""
+        other = IndexedDataset(path_prefix, multimodal=self.multimodal)
+        if other.dtype != self.dtype:
+            raise disagreement(
+                get_idx_path(path_prefix),
+                17,
+                f"tokens of type {np.dtype(other.dtype).name}",
+                f"{np.dtype(self.dtype).name}, the type of the corpus it is added to",
+            )
+        with open(get_bin_path(path_prefix), "rb") as source:
+            shutil.copyfileobj(source, self._file, 16 << 20)
+        first = len(self._lengths)
+        self._lengths.frombytes(other.sequence_lengths.tobytes())
+        self._documents.frombytes((other.document_indices[1:] + first).tobytes())
+        if other.sequence_modes is not None:
+            self._modes.frombytes(other.sequence_modes.tobytes())
+
+    def finalize(self, idx_path: str) -> None:
+        """Write the index and give both files their final names.
+
+        The old index goes first and the new one comes last, so an interruption leaves either the
+        old pair, or a token file without an index, which no reader accepts.
+        """
+        index = WholeFile(idx_path)
+        try:
+            write_index(
+                index,
+                dtype=self.dtype,
+                sequence_lengths=np.frombuffer(self._lengths, np.int32),
+                document_indices=np.frombuffer(self._documents, np.int64),
+                sequence_modes=np.frombuffer(self._modes, np.int8) if self.multimodal else None,
+            )
+            index.flush_to_disk()
+            self._file.flush_to_disk()
+        except BaseException:
+            index.discard()
+            self.discard()
+            raise
+        with explain_full_disk(idx_path, index.bytes_written):
+            if os.path.exists(idx_path):
+                os.unlink(idx_path)
+            self._file.rename()
+            index.rename()
+            sync_directory(os.path.dirname(os.path.abspath(idx_path)))
+
+    def discard(self) -> None:
+        """Remove what was written; do nothing after `finalize`."""
+        self._file.discard()
+
+    def _as_tokens(self, tensor: Any) -> np.ndarray:
+        numpy_of = getattr(tensor, "numpy", None)
+        given = np.asarray(numpy_of() if callable(numpy_of) else tensor)
+        if given.ndim != 1:
+            given = given.reshape(-1)
+        if given.dtype == self.dtype:
+            return np.ascontiguousarray(given)
+        if given.size and np.issubdtype(self.dtype, np.integer):
+            limits = np.iinfo(self.dtype)
+            low, high = given.min(), given.max()
+            if low < limits.min or high > limits.max:
+                worst = low if low < limits.min else high
+                raise DataError(
+                    f"token id {worst} does not fit into {np.dtype(self.dtype).name}, the type "
+                    f"of {self._file.path}.",
+                    rule=f"ids must lie between {limits.min} and {limits.max}",
+                    flags=["--tokenizer-type", "--vocab-size"],
+                    fix="build the corpus with dtype=DType.optimal_dtype(vocab_size)",
+                )
+        return np.ascontiguousarray(given, dtype=self.dtype)

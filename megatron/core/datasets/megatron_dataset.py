@@ -1,0 +1,91 @@
+"""What all datasets made from a corpus have in common."""
+
+from __future__ import annotations
+
+import hashlib
+from abc import ABC, abstractmethod
+from collections import OrderedDict
+from typing import Any
+
+import numpy as np
+from torch.utils.data import Dataset
+
+from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
+from megatron.core.datasets.index_cache import describe, mapped_from_names, names_for_mapped
+from megatron.core.datasets.utils import Split
+
+
+class MegatronDataset(Dataset[dict[str, Any]], ABC):
+    """A map from sample number to sample, made from part of a corpus.
+
+    Args:
+        dataset: the corpus.
+        dataset_path: its prefix; None for a corpus that is not on disk.
+        indices: int32 [N], its documents that belong to this split.
+        num_samples: samples wanted; None means one pass over the documents.
+        index_split: which split this is.
+        config: settings.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        dataset_path: str | None,
+        indices: np.ndarray,
+        num_samples: int | None,
+        index_split: Split,
+        config: BlendedMegatronDatasetConfig,
+    ) -> None:
+        self.dataset = dataset
+        self.dataset_path = dataset_path
+        self.indices = indices
+        self.num_samples = num_samples
+        self.index_split = index_split
+        self.config = config
+        self.unique_identifiers = self._identify()
+        self.unique_description = describe(self.unique_identifiers)
+        self.unique_description_hash = hashlib.md5(
+            self.unique_description.encode("utf-8"), usedforsecurity=False
+        ).hexdigest()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return names_for_mapped(self.__dict__)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(mapped_from_names(state))
+
+    def _identify(self) -> OrderedDict[str, Any]:
+        """Return everything that the index arrays depend on, in a fixed order."""
+        identifiers: OrderedDict[str, Any] = OrderedDict()
+        identifiers["class"] = type(self).__name__
+        identifiers["dataset_path"] = self.dataset_path
+        identifiers["num_samples"] = self.num_samples
+        identifiers["index_split"] = self.index_split.name
+        for name in self._key_config_attributes():
+            identifiers[name] = getattr(self.config, name)
+        # A corpus that was written again under the same name must not find the old index.
+        fingerprint = getattr(self.dataset, "fingerprint", None)
+        if fingerprint is not None:
+            identifiers["corpus"] = fingerprint()
+        return identifiers
+
+    @staticmethod
+    def numel_low_level_dataset(low_level_dataset: Any) -> int:
+        """Return the number of things that a split divides."""
+        return len(low_level_dataset)
+
+    @staticmethod
+    @abstractmethod
+    def build_low_level_dataset(dataset_path: str, config: Any) -> Any:
+        """Open a corpus."""
+
+    @staticmethod
+    def _key_config_attributes() -> list[str]:
+        """Return the settings that the index arrays depend on."""
+        return ["random_seed", "sequence_length", "split", "split_matrix", "tokenizer"]
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    @abstractmethod
+    def __getitem__(self, idx: int) -> dict[str, Any]: ...

@@ -1,0 +1,177 @@
+"""Reading the tokens of a `.bin` file, mapped or by positioned reads; writing files whole.
+
+`WholeFile` is how everything in this package is written: under a temporary name, renamed when it
+is complete, so that a file under its final name is never half-written.
+"""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import BinaryIO, Protocol
+
+import numpy as np
+
+from megatron.core.errors import DataError
+
+_NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+
+
+class TokenReader(Protocol):
+    """Random access to the tokens of a file; safe to use after a fork."""
+
+    def read(self, dtype: type[np.number], count: int, offset: int) -> np.ndarray:
+        """Return `count` tokens from byte `offset`; the array may be read-only."""
+
+
+class MappedTokens:
+    """Tokens through a memory map: pages are shared by all processes of a machine."""
+
+    def __init__(self, path: str) -> None:
+        # numpy cannot map an empty file, and a corpus without tokens is a valid pair.
+        empty = os.path.getsize(path) == 0
+        self._buffer = np.empty(0, np.uint8) if empty else np.memmap(path, np.uint8, mode="r")
+
+    def read(self, dtype: type[np.number], count: int, offset: int) -> np.ndarray:
+        """Return a read-only view of the mapped file."""
+        if count == 0:
+            return np.empty(0, dtype)
+        return np.frombuffer(self._buffer, dtype=dtype, count=count, offset=offset)
+
+
+class PositionedTokens:
+    """Tokens through `pread`, for file systems that map badly (--no-mmap-bin-files)."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._file = io.FileIO(path)
+
+    def read(self, dtype: type[np.number], count: int, offset: int) -> np.ndarray:
+        """Return a fresh copy. `pread` shares no file position, so a forked child may use it."""
+        wanted = count * np.dtype(dtype).itemsize
+        data = os.pread(self._file.fileno(), wanted, offset)
+        while len(data) < wanted:  # one call returns at most 2 GiB
+            more = os.pread(self._file.fileno(), wanted - len(data), offset + len(data))
+            if not more:
+                raise DataError(
+                    f"{self._path}: the file ended at byte {offset + len(data)} while "
+                    f"{wanted - len(data)} more bytes were expected.",
+                    rule="a corpus must not change while it is in use",
+                    flags=["--data-path"],
+                    fix="restore the file and start again",
+                )
+            data += more
+        return np.frombuffer(data, dtype=dtype)
+
+    def __del__(self) -> None:
+        file = getattr(self, "_file", None)
+        if file is not None:
+            file.close()
+
+
+@contextmanager
+def explain_full_disk(path: str, written: int) -> Iterator[None]:
+    """Turn a full disk, quota or file-size limit into a `DataError` that says how far we came."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _NO_SPACE:
+            raise
+        raise DataError(
+            f"no space left while writing {path}: {written} bytes were written "
+            f"({os.strerror(error.errno or 0)}).",
+            rule="the whole file must fit; nothing is left under its final name",
+            flags=["--output-prefix", "--data-cache-path"],
+            fix=f"free space on the file system of {os.path.dirname(os.path.abspath(path))}, "
+            "or write elsewhere",
+        ) from error
+
+
+class WholeFile:
+    """A file written under a temporary name beside its final one.
+
+    `commit` makes it durable and renames it; `discard` removes what was written, and so does an
+    error while writing.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.bytes_written = 0
+        self._file: BinaryIO | None = None
+        self._partial = f"{path}.partial-{os.getpid()}"
+        directory = os.path.dirname(os.path.abspath(path))
+        try:
+            with explain_full_disk(path, 0):
+                os.makedirs(directory, exist_ok=True)
+                # A buffer of 1 MiB: documents are small, system calls are not.
+                self._file = io.BufferedWriter(io.FileIO(self._partial, "w"), 1 << 20)
+        except (PermissionError, NotADirectoryError, FileExistsError) as error:
+            raise DataError(
+                f"cannot write {path}: {error.strerror}.",
+                rule="the output directory must be writable",
+                flags=["--output-prefix", "--data-cache-path"],
+                fix="choose another place or change its permissions",
+            ) from error
+
+    @contextmanager
+    def _guarded(self) -> Iterator[BinaryIO]:
+        assert self._file is not None, f"{self.path} is already committed or discarded"
+        try:
+            with explain_full_disk(self.path, self.bytes_written):
+                yield self._file
+        except BaseException:
+            self.discard()
+            raise
+
+    def write(self, data: bytes | bytearray | memoryview) -> int:
+        """Append bytes."""
+        size = memoryview(data).nbytes
+        with self._guarded() as file:
+            file.write(data)
+        self.bytes_written += size
+        return size
+
+    def flush_to_disk(self) -> None:
+        """Force everything written onto the device: after this, only the rename is left."""
+        with self._guarded() as file:
+            file.flush()
+            os.fsync(file.fileno())
+
+    def rename(self) -> None:
+        """Give the flushed file its final name, replacing what stood there."""
+        with self._guarded() as file:
+            file.close()
+            os.replace(self._partial, self.path)
+        self._file = None
+
+    def commit(self) -> None:
+        """Flush, rename and make the rename durable."""
+        self.flush_to_disk()
+        self.rename()
+        sync_directory(os.path.dirname(os.path.abspath(self.path)))
+
+    def discard(self) -> None:
+        """Remove the partial file; do nothing once committed."""
+        if self._file is None:
+            return
+        # Closing flushes the buffer, which fails again on a full disk: the file goes anyway.
+        with suppress(OSError):
+            self._file.close()
+        self._file = None
+        with suppress(FileNotFoundError):
+            os.unlink(self._partial)
+
+    def __del__(self) -> None:
+        self.discard()
+
+
+def sync_directory(directory: str) -> None:
+    """Make renames in `directory` survive a power loss."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
