@@ -6,7 +6,7 @@ import ast
 
 
 def layer_pattern(text: str) -> int | list[int]:
-    """int or list expr"""  # noqa: D403  shown to users as the type
+    """Read an int, or a list of ints built with `+` and `*`."""
     try:
         value = _evaluate(ast.parse(text.strip(), mode="eval").body)
     except (SyntaxError, ValueError, RecursionError):
@@ -42,7 +42,7 @@ def expand_layer_pattern(pattern: int | list[int], num_layers: int) -> list[int]
 
 
 def int_pair(text: str) -> tuple[int, int]:
-    """int,int"""  # noqa: D403  shown to users as the type
+    """Read two ints, `4096,0`."""
     parts = text.strip("() ").split(",")
     try:
         left, right = (int(part) for part in parts)

@@ -31,6 +31,8 @@ class FlagFacts:
     nargs: int | str | None = None
     parse: Callable[[str], Any] | None = None
     """Turns the text of one value into the value, or raises ValueError with the reason."""
+    type_text: str = ""
+    """Shown as the type of a flag that has its own `parse`."""
     refuse: str = ""
     """The mechanism does not exist here: what to use instead. Applies to any other than the
     default value."""
@@ -48,6 +50,7 @@ def flag(
     choices: Sequence[str | int] = (),
     nargs: int | str | None = None,
     parse: Callable[[str], Any] | None = None,
+    type_text: str = "",
     refuse: str = "",
     refuse_values: Mapping[Any, str] | None = None,
     note: str = "",
@@ -59,6 +62,7 @@ def flag(
         choices=tuple(choices),
         nargs=nargs,
         parse=parse,
+        type_text=type_text,
         refuse=refuse,
         refuse_values=refuse_values or {},
         note=note,
@@ -106,8 +110,7 @@ class FlagSpec:
         if self.is_switch:
             return "off-switch" if self.default else "on"
         text = "enum" if issubclass(self.element, enum.Enum) else self.element.__name__
-        if self.facts.parse is not None:
-            text = self.facts.parse.__doc__ or text
+        text = self.facts.type_text or text
         if self.facts.nargs is not None:
             text += f" x{self.facts.nargs}"
         if self.choices:

@@ -60,7 +60,7 @@ class ModelConfig:
     """Factor of --use-rope-scaling."""
     add_position_embedding: bool = flag(True, "--no-position-embedding")
     """Leave out learned positions; rotary ones are not touched."""
-    no_rope_freq: int | list[int] | None = flag(None, parse=layer_pattern)
+    no_rope_freq: int | list[int] | None = flag(None, parse=layer_pattern, type_text="int or list expr")
     """Layers without rotary embedding: N for every N-th, or a 0/1 list such as ([0]*3+[1])*8."""
     normalization: str = flag("LayerNorm", choices=("LayerNorm", "RMSNorm"))
     """Kind of norm."""
@@ -88,7 +88,7 @@ class ModelConfig:
     """The vocabulary is padded to a multiple of this times the tensor-parallel size."""
     qk_layernorm: bool = False
     """Normalise each query and key head (arXiv 2302.05442)."""
-    window_size: tuple[int, int] | None = flag(None, parse=int_pair)
+    window_size: tuple[int, int] | None = flag(None, parse=int_pair, type_text="int,int")
     """Sliding window: keys to the left and right that a query may see; -1 is unlimited."""
     softmax_type: str = flag(
         "vanilla",

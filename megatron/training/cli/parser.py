@@ -1,0 +1,206 @@
+"""The command line, generated from the config dataclasses.
+
+Every problem of a command line is found before any is reported: unknown flags, values of the
+wrong type and choices that do not exist come in one message.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+from megatron.core.errors import ConfigError, MegatronError, raise_together
+from megatron.training.cli.suggest import suggestion
+from megatron.training.cli.yaml_file import read_yaml
+from megatron.training.config.flag import FlagSpec
+from megatron.training.config.run import GROUP_CLASSES, RunConfig, all_flags
+
+ExtraArguments = Callable[[argparse.ArgumentParser], argparse.ArgumentParser]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParsedCommand:
+    """What the user asked for."""
+
+    config: RunConfig
+    given: frozenset[str]
+    """Fields that the command line or the YAML file set."""
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    """Values of arguments that a script added to the parser."""
+
+
+class CommandParser(argparse.ArgumentParser):
+    """An argparse parser that raises `ConfigError` and never abbreviates."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(
+            allow_abbrev=False,
+            argument_default=argparse.SUPPRESS,
+            formatter_class=_HelpFormatter,
+            **options,
+        )
+        # "-1,0" is a value (--window-size), not a flag.
+        self._negative_number_matcher = re.compile(r"^-\d[\d.,eE+-]*$")
+        self.problems: list[MegatronError] = []
+
+    def error(self, message: str) -> NoReturn:
+        """Raise what argparse would print and exit with."""
+        raise ConfigError(f"the command line cannot be read: {message}.", fix="see --help")
+
+
+class _HelpFormatter(argparse.HelpFormatter):
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=44, width=100)
+
+
+def build_parser(
+    extra_args_provider: ExtraArguments | None = None, prog: str | None = None
+) -> CommandParser:
+    """Return a parser of all flags, with those that `extra_args_provider` adds."""
+    parser = CommandParser(prog=prog, description="Pretrain a transformer.")
+    groups: dict[str, Any] = {}
+    for spec in all_flags().values():
+        if spec.group not in groups:
+            doc = (GROUP_CLASSES[spec.group].__doc__ or "").strip().splitlines()[0]
+            groups[spec.group] = parser.add_argument_group(doc.rstrip("."))
+        _add(groups[spec.group], spec, parser.problems)
+    if extra_args_provider is not None:
+        before = len(parser._actions)
+        extended = extra_args_provider(parser)
+        assert extended is None or extended is parser, "extra_args_provider returns its parser"
+        # argument_default=SUPPRESS keeps our own values apart; a script's have their defaults.
+        for action in parser._actions[before:]:
+            if action.default is argparse.SUPPRESS and action.dest != argparse.SUPPRESS:
+                action.default = None
+    return parser
+
+
+def _add(group: Any, spec: FlagSpec, problems: list[MegatronError]) -> None:
+    text = spec.help.replace("%", "%%")
+    if spec.is_switch:
+        action = "store_false" if spec.default else "store_true"
+        group.add_argument(
+            *spec.spellings, dest=spec.name, action=action, default=argparse.SUPPRESS, help=text
+        )
+        return
+
+    def convert(value: str) -> Any:
+        try:
+            return spec.convert(value)
+        except ValueError as reason:
+            problems.append(bad_value(spec, value, str(reason)))
+            return None
+
+    options: dict[str, Any] = {"dest": spec.name, "type": convert, "default": argparse.SUPPRESS}
+    if spec.facts.nargs is not None:
+        options["nargs"] = spec.facts.nargs
+    default = "" if spec.default in (None, []) else f" [{_shown(spec.default)}]"
+    group.add_argument(
+        *spec.spellings,
+        help=text + default.replace("%", "%%"),
+        metavar=spec.element.__name__.upper() if not spec.choices else "NAME",
+        **options,
+    )
+
+
+def _shown(value: Any) -> str:
+    return getattr(value, "name", None) or str(value)
+
+
+def bad_value(spec: FlagSpec, value: object, reason: str) -> ConfigError:
+    """Return the problem of a value that `spec` cannot take."""
+    near = spec.default if spec.default is not None else (spec.choices or ("",))[0]
+    return ConfigError(
+        f"{spec.flag} {value!r}: {value!r} {reason}.",
+        rule=f"{spec.flag} takes {spec.type_text()}",
+        flags=[spec.flag],
+        fix=f"use {spec.flag} {_shown(near)}" if near not in ("", []) else "correct the value",
+    )
+
+
+def parse_command_line(
+    argv: Sequence[str] | None = None,
+    *,
+    extra_args_provider: ExtraArguments | None = None,
+    args_defaults: Mapping[str, Any] | None = None,
+    ignore_unknown_args: bool = False,
+) -> ParsedCommand:
+    """Read the command line and the YAML file that it may name.
+
+    Precedence, highest first: command line, YAML file, preset, `args_defaults` of the script,
+    defaults of the fields.
+
+    Raises:
+        ConfigError: with all problems of the command line and the file.
+    """
+    parser = build_parser(extra_args_provider)
+    namespace, unknown = parser.parse_known_args(sys.argv[1:] if argv is None else list(argv))
+    problems = parser.problems
+    if not ignore_unknown_args:
+        problems += _unknown_flags(unknown)
+    values = vars(namespace)
+    command_line = {n: _unwrapped(all_flags()[n], values.pop(n)) for n in all_flags() if n in values}
+    from_yaml: dict[str, Any] = {}
+    if command_line.get("yaml_cfg"):
+        from_yaml = read_yaml(command_line["yaml_cfg"], problems)
+    preset = command_line.get("preset") or from_yaml.get("preset")
+    from_preset = _preset_values(preset, problems) if preset else {}
+    raise_together(problems, summary="this command line")
+    defaults = {n: v for n, v in (args_defaults or {}).items() if n in all_flags()}
+    merged = {**defaults, **from_preset, **from_yaml, **command_line}
+    return ParsedCommand(
+        config=RunConfig.from_values(merged),
+        given=frozenset(from_yaml) | frozenset(command_line),
+        extra=values,
+    )
+
+
+def _unwrapped(spec: FlagSpec, value: Any) -> Any:
+    """Give a flag whose default is one value, and which got one value, just that value."""
+    if spec.facts.nargs == "+" and len(value) == 1 and not isinstance(spec.default, list):
+        annotated_as_list = spec.default is None
+        return value if annotated_as_list else value[0]
+    return value
+
+
+def _unknown_flags(unknown: Sequence[str]) -> list[MegatronError]:
+    """Describe what no flag claimed. A value after an unknown flag belongs to that flag."""
+    problems: list[MegatronError] = []
+    after_unknown_flag = False
+    for token in unknown:
+        if not token.startswith("--"):
+            if not after_unknown_flag:
+                problems.append(
+                    ConfigError(
+                        f"{token!r} on the command line belongs to no flag.",
+                        rule="every value follows a --flag",
+                        fix="check the flag before it: it may take fewer values, or none",
+                    )
+                )
+            continue
+        after_unknown_flag = "=" not in token
+        name = token.split("=")[0]
+        near = suggestion(name)
+        problems.append(
+            ConfigError(
+                f"unknown flag {name}.",
+                rule="flags are spelled in full; abbreviations are not expanded",
+                flags=[name],
+                fix=f"did you mean {near}?" if near else "see --help, or docs/flags.md",
+            )
+        )
+    return problems
+
+
+def _preset_values(name: str, problems: list[MegatronError]) -> dict[str, Any]:
+    from megatron.training.cli.preset import preset_values
+
+    try:
+        return preset_values(name)
+    except MegatronError as problem:
+        problems.append(problem)
+        return {}

@@ -1,0 +1,69 @@
+"""Did you mean ...? For flags that do not exist."""
+
+from __future__ import annotations
+
+import difflib
+
+from megatron.training.config.run import flags_by_spelling
+
+RENAMED = {
+    "--tp": "--tensor-model-parallel-size",
+    "--tp-size": "--tensor-model-parallel-size",
+    "--tensor-parallel-size": "--tensor-model-parallel-size",
+    "--model-parallel-size": "--tensor-model-parallel-size",
+    "--pp": "--pipeline-model-parallel-size",
+    "--pp-size": "--pipeline-model-parallel-size",
+    "--pipeline-parallel-size": "--pipeline-model-parallel-size",
+    "--cp": "--context-parallel-size",
+    "--dp": "torchrun --nproc-per-node: data parallelism is what the other sizes leave",
+    "--data-parallel-size": (
+        "torchrun --nproc-per-node: data parallelism is what the other sizes leave"
+    ),
+    "--batch-size": "--micro-batch-size",
+    "--num-heads": "--num-attention-heads",
+    "--n-layers": "--num-layers",
+    "--n-heads": "--num-attention-heads",
+    "--learning-rate": "--lr",
+    "--max-lr": "--lr",
+    "--max-steps": "--train-iters",
+    "--num-steps": "--train-iters",
+    "--epochs": "--train-samples",
+    "--warmup": "--lr-warmup-fraction",
+    "--warmup-steps": "--lr-warmup-iters",
+    "--gradient-clipping": "--clip-grad",
+    "--dropout": "--hidden-dropout and --attention-dropout",
+    "--checkpoint-activations": (
+        "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+    ),
+    "--gradient-checkpointing": (
+        "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+    ),
+    "--rope": "--position-embedding-type rope",
+    "--zero-stage": "--use-distributed-optimizer",
+    "--output-dir": "--save",
+    "--resume": "--load",
+    "--resume-from": "--load",
+}
+"""Names from other frameworks, and from older releases of Megatron."""
+
+
+def suggestion(unknown: str) -> str:
+    """Return the flag that was most likely meant, or "" if nothing is near."""
+    wanted = unknown.split("=")[0].replace("_", "-").lower()
+    if wanted in RENAMED:
+        return RENAMED[wanted]
+    known = flags_by_spelling()
+    if wanted in known:
+        return wanted
+    near = difflib.get_close_matches(wanted, known, n=1, cutoff=0.75)
+    if near:
+        return near[0]
+    # Same words in another order or with one word missing: --parallel-tensor-size.
+    words = set(wanted.strip("-").split("-"))
+    best, best_score = "", 0.0
+    for spelling in known:
+        have = set(spelling.strip("-").split("-"))
+        score = len(words & have) / len(words | have)
+        if score > best_score:
+            best, best_score = spelling, score
+    return best if best_score >= 0.5 else ""

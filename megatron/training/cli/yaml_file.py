@@ -1,0 +1,119 @@
+"""Settings from a YAML file: the same names as the flags, flat or in sections of any name."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron.core import capabilities
+from megatron.core.errors import ConfigError, MegatronError
+from megatron.training.cli.suggest import suggestion
+from megatron.training.config.flag import FlagSpec, kebab
+from megatron.training.config.run import all_flags, flags_by_spelling
+
+
+def read_yaml(path: str, problems: list[MegatronError]) -> dict[str, Any]:
+    """Return field name -> value; what cannot be used is added to `problems`.
+
+    Keys are field names or flags without their dashes, with `-` or `_`. A mapping is a section:
+    its name only helps the reader.
+    """
+    yaml = capabilities.require("yaml", purpose="--yaml-cfg")
+    try:
+        document = yaml.safe_load(Path(path).read_text())
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        problems.append(
+            ConfigError(
+                f"the settings file {path!r} cannot be read: {error}",
+                rule="--yaml-cfg names a YAML file",
+                flags=["--yaml-cfg"],
+                fix="check the path and the syntax",
+            )
+        )
+        return {}
+    if document is None:
+        return {}
+    if not isinstance(document, Mapping):
+        problems.append(
+            ConfigError(
+                f"the settings file {path!r} holds a {type(document).__name__}.",
+                rule="it holds a mapping from flag names to values",
+                flags=["--yaml-cfg"],
+                fix="write lines such as 'num_layers: 12'",
+            )
+        )
+        return {}
+    values: dict[str, Any] = {}
+    _collect(document, path, values, problems)
+    return values
+
+
+def _collect(
+    section: Mapping[Any, Any], path: str, values: dict[str, Any], problems: list[MegatronError]
+) -> None:
+    for key, value in section.items():
+        if isinstance(value, Mapping):
+            _collect(value, path, values, problems)
+            continue
+        name = str(key).replace("-", "_")
+        spec = all_flags().get(name) or flags_by_spelling().get(kebab(name))
+        if spec is None:
+            near = suggestion(kebab(name)).lstrip("-").replace("-", "_")
+            problems.append(
+                ConfigError(
+                    f"unknown setting {key!r} in {path}.",
+                    rule="settings have the names of the flags",
+                    flags=["--yaml-cfg"],
+                    fix=f"did you mean {near}?" if near else "see docs/flags.md",
+                )
+            )
+        elif spec.name in values:
+            problems.append(
+                ConfigError(
+                    f"{spec.flag} is set twice in {path}.",
+                    rule="a setting is given once",
+                    flags=["--yaml-cfg", spec.flag],
+                    fix="remove one of the two lines",
+                )
+            )
+        else:
+            is_off_switch_flag = spec.is_switch and spec.default is True and name != spec.name
+            try:
+                values[spec.name] = _typed(spec, value, negate=is_off_switch_flag)
+            except ValueError as reason:
+                problems.append(
+                    ConfigError(
+                        f"{key}: {value!r} in {path} {reason}.",
+                        rule=f"{spec.flag} takes {spec.type_text()}",
+                        flags=["--yaml-cfg", spec.flag],
+                        fix="correct the value",
+                    )
+                )
+
+
+def _typed(spec: FlagSpec, value: Any, *, negate: bool) -> Any:
+    """Check and convert one YAML value as the command line would."""
+    if value is None:
+        return spec.default
+    if spec.is_switch:
+        if not isinstance(value, bool):
+            raise ValueError("is not true or false")
+        return (not value) if negate else value
+    if spec.facts.nargs is not None:
+        items = value if isinstance(value, list) else [value]
+        if isinstance(spec.facts.nargs, int) and len(items) != spec.facts.nargs:
+            raise ValueError(f"is not a list of {spec.facts.nargs} values")
+        converted = [_one(spec, item) for item in items]
+        is_single = not isinstance(value, list) and not isinstance(spec.default, (list, type(None)))
+        return converted[0] if is_single else converted
+    return _one(spec, value)
+
+
+def _one(spec: FlagSpec, value: Any) -> Any:
+    if isinstance(value, bool) or isinstance(value, (dict, enum.Enum)):
+        raise ValueError(f"is not {spec.type_text()}")
+    if isinstance(value, list):
+        return spec.convert(str(value).strip("[]") if spec.facts.type_text == "int,int" else str(value))
+    return spec.convert(str(value))

@@ -1,0 +1,93 @@
+"""The named slots of a run: args, tokenizer, timers, writers. Set once, read by third parties.
+
+Nothing inside `megatron.training` reads its settings from here; the loop is handed its parts.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from megatron.core.errors import ConfigError
+
+_slots: dict[str, Any] = {}
+
+
+def _get(name: str, setter: str) -> Any:
+    value = _slots.get(name)
+    if value is None:
+        raise ConfigError(
+            f"{name} is asked for before it exists.",
+            rule=f"{name} exists after initialize_megatron() or {setter}()",
+            fix="call initialize_megatron() first, or use pretrain()",
+        )
+    return value
+
+
+def get_args() -> argparse.Namespace:
+    """Return the settings of the run by their Megatron names."""
+    return _get("args", "set_args")
+
+
+def set_args(args: argparse.Namespace | None) -> None:
+    """Put the settings into their slot."""
+    _slots["args"] = args
+
+
+def get_tokenizer() -> Any:
+    """Return the run's tokenizer."""
+    return _get("tokenizer", "set_global_variables")
+
+
+def set_tokenizer(tokenizer: Any) -> None:
+    """Put the tokenizer into its slot."""
+    _slots["tokenizer"] = tokenizer
+
+
+def get_timers() -> Any:
+    """Return the run's timers."""
+    return _get("timers", "set_global_variables")
+
+
+def set_timers(timers: Any) -> None:
+    """Put the timers into their slot."""
+    _slots["timers"] = timers
+
+
+def get_tensorboard_writer() -> Any:
+    """Return the TensorBoard writer; None on ranks without one."""
+    return _slots.get("tensorboard_writer")
+
+
+def set_tensorboard_writer(writer: Any) -> None:
+    """Put the TensorBoard writer into its slot."""
+    _slots["tensorboard_writer"] = writer
+
+
+def get_wandb_writer() -> Any:
+    """Return the Weights & Biases module of an open run; None on ranks without one."""
+    return _slots.get("wandb_writer")
+
+
+def set_wandb_writer(writer: Any) -> None:
+    """Put the Weights & Biases module into its slot."""
+    _slots["wandb_writer"] = writer
+
+
+def get_signal_handler() -> Any:
+    """Return the handler that remembers signals; None without --exit-signal-handler."""
+    return _slots.get("signal_handler")
+
+
+def set_signal_handler(handler: Any) -> None:
+    """Put the signal handler into its slot."""
+    _slots["signal_handler"] = handler
+
+
+def unset_global_variables() -> None:
+    """Empty all slots."""
+    _slots.clear()
+
+
+destroy_global_vars = unset_global_variables
+"""Megatron's name for it."""

@@ -1,0 +1,56 @@
+"""Floating point operations of a training step, in two named conventions.
+
+Both count 6 operations per matrix element and token (a product is 2, backward has two products)
+and no recomputation, so they are properties of the model. They differ in the attention scores:
+
+- `FULL_SQUARE`: every query with every key, 12 s n d per layer and token. What Megatron-LM's
+  log line counts, hence the figure beside "throughput per GPU (TFLOP/s/GPU)".
+- `CAUSAL`: only the keys that the mask leaves, half of them (fewer with a sliding window). What
+  flash kernels compute, hence the one for the share of the peak (MFU; the notion is from "PaLM",
+  appendix B, arXiv 2204.02311, which counts the full square).
+
+The same speed prints up to twice the TFLOP/s in one as in the other: never compare figures of
+unnamed conventions. Norms, activations, softmax and the embedding lookup are not counted.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+
+from megatron.training.metrics.model_size import ModelSize
+
+
+class FlopConvention(Enum):
+    """How attention scores are counted."""
+
+    FULL_SQUARE = "full square"
+    CAUSAL = "causal"
+
+
+def mean_keys(seq_length: int, window: int | None, convention: FlopConvention) -> float:
+    """Return how many keys one query counts on average."""
+    if convention is FlopConvention.FULL_SQUARE:
+        return float(seq_length)
+    if window is None or window >= seq_length - 1:
+        return seq_length / 2
+    # Query i sees min(i, window) earlier keys; the diagonal is left out as in the half above.
+    seen = window * (window + 1) / 2 + window * (seq_length - window - 1)
+    return (seen + seq_length / 2) / seq_length
+
+
+def forward_flops_per_token(size: ModelSize, convention: FlopConvention) -> float:
+    """Return the operations of the forward pass of one token."""
+    keys = mean_keys(size.seq_length, size.window, convention)
+    attention = 2 * 2 * keys * size.attention_width  # queries with keys, weights with values
+    layer = 2 * size.layer_matrices + attention
+    return size.num_layers * layer + 2 * size.head_matrix
+
+
+def training_flops_per_token(size: ModelSize, convention: FlopConvention) -> float:
+    """Return the operations of forward and backward of one token."""
+    return 3 * forward_flops_per_token(size, convention)
+
+
+def training_flops(size: ModelSize, num_samples: int, convention: FlopConvention) -> float:
+    """Return the operations of a step of `num_samples` samples."""
+    return training_flops_per_token(size, convention) * size.seq_length * num_samples

@@ -1,0 +1,124 @@
+"""How many parameters a dense GPT has, and where. Pure arithmetic on settings, no torch.
+
+Legend: h hidden, n query heads, g key/value heads, d width of a head, f width of the MLP,
+v rows of the vocabulary, s sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSize:
+    """The sizes that parameters and FLOPs follow from."""
+
+    num_layers: int
+    hidden_size: int
+    num_attention_heads: int
+    num_query_groups: int
+    kv_channels: int
+    ffn_hidden_size: int
+    vocab_size: int
+    seq_length: int
+    max_position_embeddings: int = 0
+    """Rows of a learned position table; 0 if there is none."""
+    is_gated: bool = False
+    is_tied: bool = True
+    norm_has_bias: bool = True
+    has_linear_bias: bool = True
+    has_qkv_bias: bool = True
+    has_qk_norm: bool = False
+    window: int | None = None
+    """Keys to the left that a query sees besides itself; None is all."""
+
+    @staticmethod
+    def from_settings(settings: Mapping[str, Any], vocab_size: int | None = None) -> ModelSize:
+        """Read the sizes from resolved settings; `vocab_size` overrides the padded one."""
+        learned = settings["position_embedding_type"] == "learned_absolute"
+        window = settings["window_size"]
+        return ModelSize(
+            num_layers=settings["num_layers"],
+            hidden_size=settings["hidden_size"],
+            num_attention_heads=settings["num_attention_heads"],
+            num_query_groups=settings["num_query_groups"],
+            kv_channels=settings["kv_channels"],
+            ffn_hidden_size=settings["ffn_hidden_size"],
+            vocab_size=vocab_size or settings["padded_vocab_size"],
+            seq_length=settings["seq_length"],
+            max_position_embeddings=settings["max_position_embeddings"] if learned else 0,
+            is_gated=settings["swiglu"] or settings["quick_geglu"],
+            is_tied=not settings["untie_embeddings_and_output_weights"],
+            norm_has_bias=settings["normalization"] == "LayerNorm",
+            has_linear_bias=settings["add_bias_linear"],
+            has_qkv_bias=settings["add_bias_linear"] or settings["add_qkv_bias"],
+            has_qk_norm=settings["qk_layernorm"],
+            window=window[0] if window is not None and window[0] >= 0 else None,
+        )
+
+    @property
+    def qkv_width(self) -> int:
+        """Rows of the fused projection, (n + 2g) d."""
+        return (self.num_attention_heads + 2 * self.num_query_groups) * self.kv_channels
+
+    @property
+    def attention_width(self) -> int:
+        """Width of all query heads together, n d."""
+        return self.num_attention_heads * self.kv_channels
+
+    @property
+    def layer_matrices(self) -> int:
+        """Elements of the matrices of one layer: what its matrix products multiply with."""
+        h, f = self.hidden_size, self.ffn_hidden_size
+        return h * self.qkv_width + self.attention_width * h + (3 if self.is_gated else 2) * h * f
+
+    @property
+    def head_matrix(self) -> int:
+        """Elements of the output head, also when it is tied to the embedding."""
+        return self.hidden_size * self.vocab_size
+
+    @property
+    def norm_parameters(self) -> int:
+        """Parameters of one norm over the hidden size."""
+        return self.hidden_size * (2 if self.norm_has_bias else 1)
+
+    @property
+    def layer_parameters(self) -> int:
+        """All parameters of one layer."""
+        h, f = self.hidden_size, self.ffn_hidden_size
+        count = self.layer_matrices + 2 * self.norm_parameters
+        if self.has_linear_bias:
+            count += h + f * (2 if self.is_gated else 1) + h
+        if self.has_qkv_bias:
+            count += self.qkv_width
+        if self.has_qk_norm:
+            count += 2 * self.kv_channels * (2 if self.norm_has_bias else 1)
+        return count
+
+    @property
+    def embedding_parameters(self) -> int:
+        """Word and position tables."""
+        return self.head_matrix + self.max_position_embeddings * self.hidden_size
+
+    @property
+    def total_parameters(self) -> int:
+        """All parameters of the model; a tied head counts once."""
+        head = 0 if self.is_tied else self.head_matrix
+        layers = self.num_layers * self.layer_parameters
+        return layers + self.embedding_parameters + self.norm_parameters + head
+
+    def stage_parameters(self, num_layers: int, *, has_embedding: bool, has_loss: bool) -> int:
+        """Parameters that one pipeline stage holds, before any tensor-parallel split.
+
+        The last stage keeps its own copy of a tied embedding.
+        """
+        count = num_layers * self.layer_parameters
+        if has_embedding:
+            count += self.embedding_parameters
+        if has_loss:
+            count += self.norm_parameters
+            if not (self.is_tied and has_embedding):
+                count += self.head_matrix
+        return count

@@ -1,0 +1,220 @@
+"""Rules about batches, the length of the run and its schedules."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron.core.errors import MegatronError
+from megatron.core.pipeline_parallel.orders.interleaved import microbatch_groups
+from megatron.training.config.flag import kebab
+from megatron.training.ramp_up import batch_size_at
+from megatron.training.resolve import ResolvedRun
+from megatron.training.rules.registry import problem, rule
+
+
+def _step(run: ResolvedRun) -> int:
+    """Return how many samples one micro batch of all replicas has, 0 if unknown."""
+    return (run.micro_batch_size or 0) * run.data_parallel_size
+
+
+@rule
+def replicas_share_the_batch(run: ResolvedRun) -> Iterator[MegatronError]:
+    """The global batch is a whole number of micro batches on every replica."""
+    size, step = run.global_batch_size, _step(run)
+    if size is None or step < 1:
+        return
+    if size < 1 or size % step:
+        near = max(round(size / step), 1) * step
+        yield problem(
+            f"--global-batch-size {size} cannot be split into micro batches of"
+            f" {run.micro_batch_size} on {run.data_parallel_size} replicas.",
+            f"it is a multiple of micro batch * replicas = {step}",
+            "--global-batch-size",
+            "--micro-batch-size",
+            fix=f"use --global-batch-size {near}",
+        )
+        return
+    yield from _enough_micro_batches(run, size // step)
+
+
+def _enough_micro_batches(run: ResolvedRun, num_microbatches: int) -> Iterator[MegatronError]:
+    if not run.virtual_pipeline_model_parallel_size:
+        return
+    pp, group = run.pipeline_model_parallel_size, run.microbatch_group_size_per_vp_stage
+    try:
+        microbatch_groups(pp, num_microbatches, group)
+    except MegatronError as error:
+        yield error
+        return
+    if num_microbatches < pp:
+        yield problem(
+            f"{num_microbatches} micro batches per step for an interleaved pipeline of {pp} ranks.",
+            "the interleaved schedule needs at least one micro batch per pipeline rank",
+            "--global-batch-size",
+            "--micro-batch-size",
+            fix=f"use --global-batch-size {pp * _step(run)}",
+        )
+
+
+@rule
+def the_batch_grows_in_whole_steps(run: ResolvedRun) -> Iterator[MegatronError]:
+    """Every size on the way of a ramp-up can be shared by the replicas."""
+    ramp, size, step = run.rampup_batch_size, run.global_batch_size, _step(run)
+    if ramp is None or not size or step < 1:
+        return
+    start, increment, samples = ramp
+    if min(start, increment) < 1 or samples < 0 or start > size or (size - start) % increment:
+        yield problem(
+            f"--rampup-batch-size {start} {increment} {samples} with --global-batch-size {size}.",
+            "the batch grows from the first number in steps of the second to exactly the global"
+            " batch size",
+            "--rampup-batch-size",
+            "--global-batch-size",
+            fix=f"use --rampup-batch-size {step} {step} {max(samples, 0)}",
+        )
+        return
+    sizes = sorted({batch_size_at(0, ramp, size), increment, size})
+    uneven = [s for s in sizes if s % step]
+    if uneven:
+        yield problem(
+            f"--rampup-batch-size {start} {increment} {samples}: batches of {uneven[0]} cannot be"
+            f" split into micro batches of {run.micro_batch_size} on {run.data_parallel_size}"
+            " replicas.",
+            f"start and increment are multiples of micro batch * replicas = {step}",
+            "--rampup-batch-size",
+            "--micro-batch-size",
+            fix=f"use --rampup-batch-size {step} {step} {samples}",
+        )
+
+
+@rule
+def the_run_has_a_length(run: ResolvedRun) -> Iterator[MegatronError]:
+    """Either steps or samples."""
+    asked = run.config.schedule
+    if asked.train_iters is None and asked.train_samples is None:
+        if not asked.skip_train:
+            yield problem(
+                "neither --train-iters nor --train-samples is given.",
+                "a run has a length",
+                "--train-iters",
+                "--train-samples",
+                fix="add --train-iters 1000",
+            )
+    elif asked.train_iters is not None and asked.train_samples is not None:
+        yield problem(
+            "--train-iters and --train-samples are given together.",
+            "a run is measured in steps or in samples",
+            "--train-iters",
+            "--train-samples",
+            fix="keep --train-iters",
+        )
+    for name in ("train_iters", "train_samples"):
+        value = getattr(asked, name)
+        if value is not None and value < 0:
+            yield problem(
+                f"{kebab(name)} {value}.", "it is not negative", kebab(name), fix="use 0 or more"
+            )
+
+
+@rule
+def schedules_use_one_unit(run: ResolvedRun) -> Iterator[MegatronError]:
+    """Flags in steps and flags in samples do not mix."""
+    asked = run.config.schedule
+    in_steps = ("lr_decay_iters", "lr_warmup_iters", "lr_wsd_decay_iters")
+    in_samples = ("lr_decay_samples", "lr_warmup_samples", "lr_wsd_decay_samples")
+    is_in_samples = asked.train_samples is not None and asked.train_iters is None
+    wrong = [name for name in (in_steps if is_in_samples else in_samples) if getattr(asked, name)]
+    if wrong:
+        unit = "samples" if is_in_samples else "iters"
+        other = "iters" if is_in_samples else "samples"
+        yield problem(
+            f"{', '.join(map(kebab, wrong))} in a run that is measured by --train-{unit}.",
+            "the run and its schedules use one unit",
+            *map(kebab, wrong),
+            fix="use " + ", ".join(kebab(n.replace(other, unit)) for n in wrong),
+        )
+    if asked.lr_warmup_fraction is not None and (asked.lr_warmup_iters or asked.lr_warmup_samples):
+        yield problem(
+            "--lr-warmup-fraction is given together with a warm-up length.",
+            "warm-up is said once",
+            "--lr-warmup-fraction",
+            "--lr-warmup-iters",
+            "--lr-warmup-samples",
+            fix="keep --lr-warmup-fraction",
+        )
+
+
+@rule
+def the_learning_rate_has_a_shape(run: ResolvedRun) -> Iterator[MegatronError]:
+    """Rates and lengths of the schedule are in order."""
+    asked = run.config.schedule
+    trains = not asked.skip_train
+    if asked.lr is None and trains:
+        yield problem(
+            "--lr is not given.", "training needs a learning rate", "--lr", fix="add --lr 3e-4"
+        )
+    elif asked.lr is not None and (asked.lr < asked.min_lr or asked.min_lr < 0):
+        yield problem(
+            f"--lr {asked.lr:g} with --min-lr {asked.min_lr:g}.",
+            "0 <= min-lr <= lr",
+            "--lr",
+            "--min-lr",
+            fix=f"use --min-lr {max(asked.lr, 0) / 10:g}",
+        )
+    if asked.lr is not None and not 0 <= asked.lr_warmup_init <= asked.lr:
+        yield problem(
+            f"--lr-warmup-init {asked.lr_warmup_init:g} with --lr {asked.lr:g}.",
+            "warm-up rises from its first rate to --lr",
+            "--lr-warmup-init",
+            fix="use --lr-warmup-init 0",
+        )
+    fraction = asked.lr_warmup_fraction
+    if fraction is not None and not 0 <= fraction <= 1:
+        yield problem(
+            f"--lr-warmup-fraction {fraction:g}.",
+            "it is a share between 0 and 1",
+            "--lr-warmup-fraction",
+            fix="use --lr-warmup-fraction 0.01",
+        )
+    elif trains and run.lr_decay_steps and run.lr_warmup_steps >= run.lr_decay_steps > 0:
+        yield problem(
+            f"warm-up ({run.lr_warmup_steps} samples) is not shorter than the decay length"
+            f" ({run.lr_decay_steps} samples).",
+            "the rate reaches --lr before it decays",
+            "--lr-warmup-iters",
+            "--lr-decay-iters",
+            fix="warm up for less, or decay for longer",
+        )
+    if asked.lr_decay_style == "WSD" and run.wsd_decay_steps is None:
+        yield problem(
+            "--lr-decay-style WSD without the length of its last phase.",
+            "the last phase of warmup-stable-decay has a length",
+            "--lr-wsd-decay-iters",
+            fix="add --lr-wsd-decay-iters, about a tenth of --train-iters",
+        )
+
+
+@rule
+def the_weight_decay_has_a_shape(run: ResolvedRun) -> Iterator[MegatronError]:
+    """A changing weight decay has two ends."""
+    if run.weight_decay_incr_style == "constant":
+        for name in ("start_weight_decay", "end_weight_decay"):
+            given = getattr(run.config.optimization, name)
+            if given is not None and given != run.weight_decay:
+                yield problem(
+                    f"{kebab(name)} {given:g} with a constant weight decay.",
+                    "ends belong to a weight decay that changes",
+                    kebab(name),
+                    "--weight-decay-incr-style",
+                    fix="use --weight-decay-incr-style linear",
+                )
+        return
+    start, end = run.start_weight_decay, run.end_weight_decay
+    if start is None or end is None or start < 0 or end < start:
+        yield problem(
+            f"--weight-decay-incr-style {run.weight_decay_incr_style} from {start} to {end}.",
+            "0 <= start-weight-decay <= end-weight-decay, and both are given",
+            "--start-weight-decay",
+            "--end-weight-decay",
+            fix="give both, for example --start-weight-decay 0.01 --end-weight-decay 0.1",
+        )

@@ -1,0 +1,173 @@
+"""Rules about the corpus and the tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from megatron.core.errors import DataError, MegatronError
+from megatron.training.config.flag import kebab
+from megatron.training.resolve import ResolvedRun
+from megatron.training.rules.registry import problem, rule
+
+PER_SPLIT = ("train_data_path", "valid_data_path", "test_data_path")
+BLENDS = ("data_path", "data_args_path", "per_split_data_args_path")
+
+
+def names_data(run: ResolvedRun) -> bool:
+    """Return whether any flag names a corpus; without one, samples are synthetic."""
+    return any(run.values[name] for name in (*BLENDS, *PER_SPLIT))
+
+
+@rule
+def data_is_named_once(run: ResolvedRun) -> Iterator[MegatronError]:
+    """One way of naming corpora."""
+    ways = [kebab(name) for name in BLENDS if run.values[name]]
+    per_split = [kebab(name) for name in PER_SPLIT if run.values[name]]
+    if len(ways) + bool(per_split) > 1:
+        yield problem(
+            f"{' and '.join(ways + per_split)} are given together.",
+            "corpora are named in one way: one blend that --split cuts, or one blend per split",
+            *ways,
+            *per_split,
+            fix=f"keep {(per_split or ways)[0]}",
+        )
+    if run.mock_data and (ways or per_split):
+        yield problem(
+            f"--mock-data is given together with {(ways + per_split)[0]}.",
+            "samples are synthetic or read",
+            "--mock-data",
+            *ways,
+            *per_split,
+            fix="drop --mock-data",
+        )
+    if run.split is not None and (per_split or run.per_split_data_args_path):
+        yield problem(
+            "--split is given although each split names its own corpora.",
+            "--split cuts one blend",
+            "--split",
+            *per_split,
+            fix="drop --split",
+        )
+
+
+@rule
+def corpora_exist(run: ResolvedRun) -> Iterator[MegatronError]:
+    """Every prefix has its two files, and every settings file is there."""
+    for name in ("data_path", *PER_SPLIT):
+        for prefix in _prefixes(run.values[name] or []):
+            missing = [p for p in (f"{prefix}.idx", f"{prefix}.bin") if not Path(p).is_file()]
+            if missing:
+                yield DataError(
+                    f"{kebab(name)} {prefix}: {' and '.join(missing)} not found.",
+                    rule="a corpus is a pair of files PREFIX.idx and PREFIX.bin, given as PREFIX",
+                    flags=[kebab(name)],
+                    fix=_nearest_prefix(prefix),
+                )
+    for name in ("data_args_path", "per_split_data_args_path"):
+        path = run.values[name]
+        if path and not Path(path).is_file():
+            yield DataError(
+                f"{kebab(name)} {path}: no such file.",
+                rule="it names a file",
+                flags=[kebab(name)],
+                fix="check the path",
+            )
+
+
+def _prefixes(words: list[str]) -> list[str]:
+    """Return the prefixes of a blend: all words, or every second one after a weight."""
+    if len(words) % 2 == 0:
+        try:
+            [float(word) for word in words[::2]]
+        except ValueError:
+            return words
+        return words[1::2]
+    return words
+
+
+def _nearest_prefix(prefix: str) -> str:
+    path = Path(prefix)
+    if path.suffix in (".bin", ".idx") and path.is_file():
+        return f"leave out the ending: {path.with_suffix('')}"
+    found = sorted(path.parent.glob("*.idx")) if path.parent.is_dir() else []
+    if found:
+        return f"there is {found[0].with_suffix('')}"
+    return "make the files with tools/preprocess_data.py, or try --mock-data"
+
+
+@rule
+def split_is_readable(run: ResolvedRun) -> Iterator[MegatronError]:
+    """A split is up to three numbers with a positive sum."""
+    text = run.split
+    if text is None:
+        return
+    try:
+        parts = [float(part) for part in text.replace("/", ",").split(",")]
+    except ValueError:
+        parts = []
+    if not 1 <= len(parts) <= 3 or min(parts) < 0 or sum(parts) <= 0:
+        yield problem(
+            f"--split {text!r}.",
+            "it is up to three shares, of train, validation and test",
+            "--split",
+            fix="use --split 969,30,1",
+        )
+
+
+@rule
+def cyclic_order_has_whole_epochs(run: ResolvedRun) -> Iterator[MegatronError]:
+    """Numbers of the loader are not negative."""
+    for name in ("num_workers", "num_dataset_builder_threads"):
+        if run.values[name] < (0 if name == "num_workers" else 1):
+            yield problem(
+                f"{kebab(name)} {run.values[name]}.",
+                "it is a number of processes or threads",
+                kebab(name),
+                fix=f"drop {kebab(name)}",
+            )
+
+
+NEEDED_FILES = {
+    "GPT2BPETokenizer": ("vocab_file", "merge_file"),
+    "SentencePieceTokenizer": ("tokenizer_model",),
+    "GPTSentencePieceTokenizer": ("tokenizer_model",),
+    "Llama2Tokenizer": ("tokenizer_model",),
+    "HuggingFaceTokenizer": ("tokenizer_model",),
+    "TikTokenizer": ("tokenizer_model",),
+    "NullTokenizer": ("vocab_size",),
+}
+"""Tokenizer type -> settings without which it cannot be built."""
+
+
+@rule
+def the_tokenizer_is_complete(run: ResolvedRun) -> Iterator[MegatronError]:
+    """A type, and the files of that type."""
+    kind = run.tokenizer_type
+    if kind is None:
+        if run.vocab_size is None and names_data(run):
+            yield problem(
+                "neither --tokenizer-type nor --vocab-size is given.",
+                "the embedding has one row per token id",
+                "--tokenizer-type",
+                "--vocab-size",
+                fix="name the tokenizer that the corpus was made with",
+            )
+        return
+    for name in NEEDED_FILES.get(kind, ()):
+        value = run.values[name]
+        if value is None:
+            yield problem(
+                f"--tokenizer-type {kind} without {kebab(name)}.",
+                f"{kind} is built from {', '.join(map(kebab, NEEDED_FILES[kind]))}",
+                "--tokenizer-type",
+                kebab(name),
+                fix=f"add {kebab(name)}",
+            )
+        elif name.endswith("file") and not Path(value).is_file():
+            yield DataError(
+                f"{kebab(name)} {value}: no such file.",
+                rule="it names a file",
+                flags=[kebab(name)],
+                fix="check the path",
+            )

@@ -1,0 +1,158 @@
+"""Rules about the model's shape."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron.core.errors import ConfigError, MegatronError
+from megatron.core.pipeline_parallel.layout import pipeline_layout
+from megatron.training.config.flag import kebab
+from megatron.training.resolve import ResolvedRun
+from megatron.training.rules.registry import problem, rule
+from megatron.training.transformer_settings import transformer_fields
+
+REQUIRED = {
+    "num_layers": 12,
+    "hidden_size": 768,
+    "num_attention_heads": 12,
+    "seq_length": 1024,
+    "micro_batch_size": 4,
+}
+"""Settings without which there is no model, and an example of each."""
+
+
+@rule
+def sizes_are_given(run: ResolvedRun) -> Iterator[MegatronError]:
+    """The sizes that nothing can be derived from."""
+    for name, example in REQUIRED.items():
+        value = run.values[name]
+        if value is None or value < 1:
+            yield problem(
+                f"{kebab(name)} is {'not given' if value is None else value}.",
+                "it is a positive number that cannot be guessed",
+                kebab(name),
+                fix=f"add {kebab(name)} {example}"
+                + (", or --preset NAME" if name in ("num_layers", "hidden_size") else ""),
+            )
+
+
+def has_sizes(run: ResolvedRun) -> bool:
+    """Return whether the sizes that other rules compute with are there."""
+    return all((run.values[name] or 0) > 0 for name in REQUIRED)
+
+
+@rule
+def the_model_fits_its_layout(run: ResolvedRun) -> Iterator[MegatronError]:
+    """What the model's own config and the stage layout refuse."""
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    if not has_sizes(run):
+        return
+    fields = transformer_fields(run.values)
+    try:
+        config = TransformerConfig(**fields)
+    except ConfigError as error:
+        yield from error.problems or (error,)
+        config = _StageFields(run)
+    try:
+        pipeline_layout(config)
+    except MegatronError as error:
+        yield error
+
+
+class _StageFields:
+    """The settings that decide the stage layout, when the rest of the model is wrong."""
+
+    def __init__(self, run: ResolvedRun) -> None:
+        self.num_layers = run.num_layers
+        self.pipeline_model_parallel_size = run.pipeline_model_parallel_size
+        self.virtual_pipeline_model_parallel_size = run.virtual_pipeline_model_parallel_size
+        self.num_layers_in_first_pipeline_stage = run.decoder_first_pipeline_num_layers
+        self.num_layers_in_last_pipeline_stage = run.decoder_last_pipeline_num_layers
+        self.account_for_embedding_in_pipeline_split = run.account_for_embedding_in_pipeline_split
+        self.account_for_loss_in_pipeline_split = run.account_for_loss_in_pipeline_split
+        self.pipeline_model_parallel_layout = run.pipeline_model_parallel_layout
+
+
+@rule
+def positions_reach_the_sequence(run: ResolvedRun) -> Iterator[MegatronError]:
+    """The position table covers the training sequence."""
+    longest, length = run.max_position_embeddings, run.seq_length
+    if longest is not None and length is not None and longest < length:
+        yield problem(
+            f"--max-position-embeddings {longest} is less than --seq-length {length}.",
+            "every position of a training sample has an embedding",
+            "--max-position-embeddings",
+            "--seq-length",
+            fix=f"use --max-position-embeddings {length}",
+        )
+
+
+@rule
+def the_sequence_splits_over_tensor_ranks(run: ResolvedRun) -> Iterator[MegatronError]:
+    """Sequence parallelism cuts the sequence into equal parts."""
+    tp, length = run.tensor_model_parallel_size, run.seq_length
+    if run.sequence_parallel and length and length % tp:
+        yield problem(
+            f"--seq-length {length} cannot be split over tensor-parallel size {tp}.",
+            "with --sequence-parallel each tensor-parallel rank holds an equal part of the"
+            " sequence",
+            "--seq-length",
+            "--sequence-parallel",
+            fix=f"use --seq-length {-(-length // tp) * tp}",
+        )
+
+
+@rule
+def one_activation(run: ResolvedRun) -> Iterator[MegatronError]:
+    """At most one of the activation switches."""
+    chosen = [
+        name
+        for name in ("swiglu", "quick_geglu", "squared_relu", "openai_gelu")
+        if run.values[name]
+    ]
+    if len(chosen) > 1:
+        yield problem(
+            f"{' and '.join(map(kebab, chosen))} are both on.",
+            "the MLP has one activation",
+            *map(kebab, chosen),
+            fix=f"keep {kebab(chosen[0])}",
+        )
+
+
+@rule
+def layers_without_rotary_embedding(run: ResolvedRun) -> Iterator[MegatronError]:
+    """A no-rope pattern names each layer once, and needs rotary positions."""
+    pattern = run.no_rope_freq
+    if pattern is None or not has_sizes(run):
+        return
+    if len(pattern) != run.num_layers or set(pattern) - {0, 1}:
+        yield problem(
+            f"--no-rope-freq gives {len(pattern)} layers for a model of {run.num_layers}.",
+            "the pattern is one 0 or 1 per layer",
+            "--no-rope-freq",
+            "--num-layers",
+            fix="use a number N, or a list expression of the right length",
+        )
+    if run.position_embedding_type != "rope":
+        yield problem(
+            f"--no-rope-freq with --position-embedding-type {run.position_embedding_type}.",
+            "only rotary embedding can be left out of a layer",
+            "--no-rope-freq",
+            "--position-embedding-type",
+            fix="use --position-embedding-type rope",
+        )
+
+
+@rule
+def groups_are_asked_for(run: ResolvedRun) -> Iterator[MegatronError]:
+    """--num-query-groups alone does nothing, which surprises."""
+    given = run.config.model.num_query_groups
+    if given != 1 and not run.group_query_attention and given != run.num_attention_heads:
+        yield problem(
+            f"--num-query-groups {given} without --group-query-attention.",
+            "groups are shared only with --group-query-attention",
+            "--num-query-groups",
+            "--group-query-attention",
+            fix="add --group-query-attention",
+        )

@@ -1,0 +1,136 @@
+"""Rules about how the run is spread over ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron.core.errors import MegatronError, TopologyError
+from megatron.core.rank_grid import plan_layout
+from megatron.training.resolve import ResolvedRun
+from megatron.training.rules.registry import problem, rule
+
+
+@rule
+def ranks_fill_the_grid(run: ResolvedRun) -> Iterator[MegatronError]:
+    """World size and parallel sizes fit."""
+    try:
+        plan_layout(
+            run.world_size,
+            tp=run.tensor_model_parallel_size,
+            pp=run.pipeline_model_parallel_size,
+            cp=run.context_parallel_size,
+            ep=run.expert_model_parallel_size,
+            expert_tp=run.expert_tensor_parallel_size,
+            order=run.rank_order,
+        )
+    except TopologyError as error:
+        yield error
+
+
+@rule
+def one_way_to_cut_virtual_stages(run: ResolvedRun) -> Iterator[MegatronError]:
+    """Chunks per rank, layers per chunk and a layout string exclude each other."""
+    flags = {
+        "--num-layers-per-virtual-pipeline-stage": run.num_layers_per_virtual_pipeline_stage,
+        "--num-virtual-stages-per-pipeline-rank": run.num_virtual_stages_per_pipeline_rank,
+        "--pipeline-model-parallel-layout": run.pipeline_model_parallel_layout,
+    }
+    given = [name for name, value in flags.items() if value is not None]
+    if len(given) > 1:
+        yield problem(
+            f"{' and '.join(given)} are given together.",
+            "virtual stages are described in one way",
+            *given,
+            fix=f"keep {given[-1]}",
+        )
+    for name in given[:2]:
+        value = flags[name]
+        if isinstance(value, int) and value < 1:
+            yield problem(
+                f"{name} {value}.", "it is a positive number", name, fix=f"drop {name}"
+            )
+    has_virtual_flag = any(v is not None for v in list(flags.values())[:2])
+    if has_virtual_flag and run.pipeline_model_parallel_size == 1:
+        yield problem(
+            f"{given[0]} with --pipeline-model-parallel-size 1.",
+            "virtual stages divide the work of pipeline ranks",
+            given[0],
+            "--pipeline-model-parallel-size",
+            fix=f"drop {given[0]}, or use a pipeline size above 1",
+        )
+    per_chunk = run.num_layers_per_virtual_pipeline_stage
+    per_rank = (run.num_layers or 0) // run.pipeline_model_parallel_size
+    if per_chunk and per_chunk > 0 and per_rank % per_chunk and run.pipeline_model_parallel_size > 1:
+        yield problem(
+            f"{per_rank} layers of a pipeline rank cannot be cut into chunks of {per_chunk}.",
+            "each rank holds a whole number of chunks",
+            "--num-layers-per-virtual-pipeline-stage",
+            "--num-layers",
+            "--pipeline-model-parallel-size",
+            fix=f"use a number that divides {per_rank}",
+        )
+
+
+@rule
+def gpipe_has_no_virtual_stages(run: ResolvedRun) -> Iterator[MegatronError]:
+    """The GPipe order runs one chunk per rank."""
+    if run.pipeline_schedule == "gpipe" and run.virtual_pipeline_model_parallel_size:
+        yield problem(
+            "--pipeline-schedule gpipe with virtual stages.",
+            "only 1f1b is interleaved",
+            "--pipeline-schedule",
+            "--num-virtual-stages-per-pipeline-rank",
+            fix="use --pipeline-schedule 1f1b",
+        )
+
+
+@rule
+def gathers_belong_to_sharded_state(run: ResolvedRun) -> Iterator[MegatronError]:
+    """Overlapped gathers exist only with the distributed optimizer."""
+    if run.overlap_param_gather and not run.use_distributed_optimizer:
+        yield problem(
+            "--overlap-param-gather without --use-distributed-optimizer.",
+            "parameters are gathered only if the optimizer shards them",
+            "--overlap-param-gather",
+            "--use-distributed-optimizer",
+            fix="add --use-distributed-optimizer",
+        )
+    if run.overlap_param_gather and not run.overlap_grad_reduce:
+        yield problem(
+            "--overlap-param-gather without --overlap-grad-reduce.",
+            "the overlapped gather walks the buckets of the overlapped reduction",
+            "--overlap-param-gather",
+            "--overlap-grad-reduce",
+            fix="add --overlap-grad-reduce",
+        )
+
+
+@rule
+def one_bucket_rule(run: ResolvedRun) -> Iterator[MegatronError]:
+    """Buckets have a size or a number."""
+    if run.ddp_bucket_size is not None and run.ddp_num_buckets is not None:
+        yield problem(
+            "--ddp-bucket-size and --ddp-num-buckets are given together.",
+            "one follows from the other",
+            "--ddp-bucket-size",
+            "--ddp-num-buckets",
+            fix="keep --ddp-bucket-size",
+        )
+    for name in ("ddp_bucket_size", "ddp_num_buckets"):
+        value = run.values[name]
+        if value is not None and value < 1:
+            flag = "--" + name.replace("_", "-")
+            yield problem(f"{flag} {value}.", "it is a positive number", flag, fix=f"drop {flag}")
+
+
+@rule
+def gradient_precision(run: ResolvedRun) -> Iterator[MegatronError]:
+    """fp32 and bf16 reduction exclude each other."""
+    if run.config.replication.accumulate_allreduce_grads_in_fp32 and run.grad_reduce_in_bf16:
+        yield problem(
+            "--accumulate-allreduce-grads-in-fp32 and --grad-reduce-in-bf16 are both on.",
+            "gradients are reduced in one precision",
+            "--accumulate-allreduce-grads-in-fp32",
+            "--grad-reduce-in-bf16",
+            fix="keep --accumulate-allreduce-grads-in-fp32",
+        )

@@ -1,0 +1,138 @@
+"""Rules about optimizer, precision, checkpoints, logs and profiles."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron.core.errors import MegatronError
+from megatron.training.config.flag import kebab
+from megatron.training.resolve import ResolvedRun
+from megatron.training.rules.registry import problem, rule
+
+
+@rule
+def optimizer_numbers(run: ResolvedRun) -> Iterator[MegatronError]:
+    """Ranges of the optimizer's constants."""
+    for name in ("adam_beta1", "adam_beta2", "sgd_momentum"):
+        value = run.values[name]
+        if not 0 <= value < 1:
+            yield problem(f"{kebab(name)} {value:g}.", "it lies in [0, 1)", kebab(name),
+                          fix=f"use {kebab(name)} 0.9")  # fmt: skip
+    for name in ("adam_eps", "weight_decay", "clip_grad"):
+        value = run.values[name]
+        if not value >= 0:
+            yield problem(f"{kebab(name)} {value:g}.", "it is not negative", kebab(name),
+                          fix=f"drop {kebab(name)}")  # fmt: skip
+
+
+@rule
+def loss_scaling_belongs_to_fp16(run: ResolvedRun) -> Iterator[MegatronError]:
+    """A constant loss scale without fp16 would be ignored."""
+    if run.loss_scale is not None and not run.fp16:
+        yield problem(
+            f"--loss-scale {run.loss_scale:g} without --fp16.",
+            "only fp16 has so few exponents that the loss is scaled",
+            "--loss-scale",
+            "--fp16",
+            fix="drop --loss-scale",
+        )
+
+
+@rule
+def checkpoints_have_a_place(run: ResolvedRun) -> Iterator[MegatronError]:
+    """Flags of saving and loading name a directory."""
+    for name in ("save_interval", "save_retain_interval"):
+        value = run.values[name]
+        if value is not None and value < 1:
+            yield problem(f"{kebab(name)} {value}.", "it is a positive number", kebab(name),
+                          fix=f"drop {kebab(name)}")  # fmt: skip
+    if run.save_interval is not None and run.save is None:
+        yield problem(
+            "--save-interval without --save.",
+            "checkpoints are written to a directory",
+            "--save-interval",
+            "--save",
+            fix="add --save DIRECTORY",
+        )
+    if run.save_retain_interval and run.save_interval:
+        if run.save_retain_interval % run.save_interval:
+            yield problem(
+                f"--save-retain-interval {run.save_retain_interval} is no multiple of"
+                f" --save-interval {run.save_interval}.",
+                "only what was saved can be kept",
+                "--save-retain-interval",
+                "--save-interval",
+                fix=f"use --save-retain-interval {run.save_interval * 10}",
+            )
+    wants_load = [
+        kebab(name)
+        for name in ("ckpt_step", "use_checkpoint_args", "exit_on_missing_checkpoint")
+        if run.values[name]
+    ]
+    if run.finetune and run.pretrained_checkpoint is None:
+        wants_load.append("--finetune")
+    if wants_load and run.load is None:
+        yield problem(
+            f"{wants_load[0]} without --load.",
+            "there is nothing to load from",
+            *wants_load,
+            "--load",
+            fix="add --load DIRECTORY",
+        )
+    if run.override_opt_param_scheduler and run.use_checkpoint_opt_param_scheduler:
+        yield problem(
+            "--override-opt-param-scheduler and --use-checkpoint-opt-param-scheduler are both on.",
+            "on resume one of the two schedules wins",
+            "--override-opt-param-scheduler",
+            "--use-checkpoint-opt-param-scheduler",
+            fix="keep --override-opt-param-scheduler",
+        )
+
+
+@rule
+def intervals_are_positive(run: ResolvedRun) -> Iterator[MegatronError]:
+    """Intervals that a step is divided by."""
+    for name in ("log_interval", "tensorboard_log_interval", "eval_interval", "exit_interval",
+                 "exit_duration_in_mins"):  # fmt: skip
+        value = run.values[name]
+        if value is not None and value < 1:
+            yield problem(f"{kebab(name)} {value}.", "it is a positive number", kebab(name),
+                          fix=f"drop {kebab(name)}")  # fmt: skip
+    if run.eval_iters < 0:
+        yield problem(f"--eval-iters {run.eval_iters}.", "it is not negative", "--eval-iters",
+                      fix="use --eval-iters 10")  # fmt: skip
+
+
+@rule
+def profiles_have_a_range(run: ResolvedRun) -> Iterator[MegatronError]:
+    """A profile starts before it ends."""
+    if run.profile and not 0 < run.profile_step_start < run.profile_step_end:
+        yield problem(
+            f"--profile-step-start {run.profile_step_start} --profile-step-end"
+            f" {run.profile_step_end}.",
+            "0 < start < end",
+            "--profile-step-start",
+            "--profile-step-end",
+            fix="use --profile-step-start 10 --profile-step-end 12",
+        )
+    wrong = [rank for rank in run.profile_ranks if not 0 <= rank < run.world_size]
+    if wrong:
+        yield problem(
+            f"--profile-ranks names rank {wrong[0]} of {run.world_size}.",
+            "ranks are counted from 0",
+            "--profile-ranks",
+            fix="use --profile-ranks 0",
+        )
+
+
+@rule
+def names_of_a_wandb_run(run: ResolvedRun) -> Iterator[MegatronError]:
+    """A project has named runs."""
+    if run.wandb_project and not run.wandb_exp_name:
+        yield problem(
+            "--wandb-project without --wandb-exp-name.",
+            "a run has a name",
+            "--wandb-project",
+            "--wandb-exp-name",
+            fix="add --wandb-exp-name NAME",
+        )
