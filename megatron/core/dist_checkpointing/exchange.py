@@ -87,7 +87,7 @@ class GroupPeers:
 
 
 def peers_of(group: dist.ProcessGroup | Peers | None) -> Peers:
-    """Return the peers of a process group: all processes for None, alone without torch.distributed."""
+    """Return the peers of a process group; None is all processes, or this one alone."""
     if group is not None and not isinstance(group, dist.ProcessGroup):
         return group
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size(group) == 1:

@@ -69,6 +69,10 @@ class Declared:
         return (end - begin) * element_bytes(self.dtype)
 
 
+Unit = tuple[str, tuple[int, ...], tuple[int, ...], tuple[int, int] | None]
+"""A distinct shard: key, offset, shape, flat bounds."""
+
+
 @dataclass(frozen=True)
 class SavePlan:
     """The coordinator's decision."""
@@ -94,8 +98,8 @@ def plan_save(
     """
     tensors: dict[str, tuple[str, tuple[int, ...], bool]] = {}
     first_rank: dict[str, int] = {}
-    holders: dict[tuple, list[tuple[int, int]]] = {}
-    mains: dict[tuple, list[tuple[int, int]]] = {}
+    holders: dict[Unit, list[tuple[int, int]]] = {}
+    mains: dict[Unit, list[tuple[int, int]]] = {}
     for rank, shards in enumerate(declared):
         for index, d in enumerate(shards):
             facts = (d.dtype, d.global_shape, d.is_padded)
@@ -130,7 +134,7 @@ def _num_ranks(holders: Sequence[tuple[int, int]]) -> int:
 
 
 def _check_mains(
-    holders: dict[tuple, list[tuple[int, int]]], mains: dict[tuple, list[tuple[int, int]]]
+    holders: dict[Unit, list[tuple[int, int]]], mains: dict[Unit, list[tuple[int, int]]]
 ) -> None:
     for unit, held_by in holders.items():
         count = len(mains.get(unit, ()))
@@ -150,7 +154,7 @@ def _check_mains(
 def _check_coverage(
     declared: Sequence[Sequence[Declared]],
     tensors: dict[str, tuple[str, tuple[int, ...], bool]],
-    mains: dict[tuple, list[tuple[int, int]]],
+    mains: dict[Unit, list[tuple[int, int]]],
 ) -> None:
     boxes: dict[str, list[Box]] = {key: [] for key in tensors}
     for unit, ((rank, index), *_) in mains.items():

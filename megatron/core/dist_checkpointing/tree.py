@@ -30,30 +30,40 @@ def map_leaves(change: Callable[[Any], Any], tree: Any) -> Any:
 
 
 class Absent:
-    """Marks a leaf that `prune` drops from its container."""
+    """Marks a leaf without a value."""
 
 
 ABSENT = Absent()
 
 
 def prune(tree: Any) -> Any:
-    """Drop the leaves that are ABSENT, and the containers that this leaves empty."""
+    """Drop ABSENT leaves, and containers that hold nothing else.
+
+    In a list that holds other values too, None keeps the place, so that positions stay valid.
+    """
     if isinstance(tree, dict):
         kept = {key: prune(value) for key, value in tree.items()}
         kept = {key: value for key, value in kept.items() if value is not ABSENT}
         return kept if kept or not tree else ABSENT
     if isinstance(tree, list):
-        items = [value for value in map(prune, tree) if value is not ABSENT]
-        return items if items or not tree else ABSENT
+        items = [prune(value) for value in tree]
+        if items and all(value is ABSENT for value in items):
+            return ABSENT
+        return [None if value is ABSENT else value for value in items]
     return tree
 
 
 def merge(ours: Any, theirs: Any) -> Any:
-    """Return `theirs` laid under `ours`: dicts are joined, elsewhere `ours` wins."""
+    """Lay `ours` over `theirs`: dicts by key, lists by position; an ABSENT leaf lets through."""
+    if ours is ABSENT:
+        return theirs
     if isinstance(ours, dict) and isinstance(theirs, dict):
-        joined = {key: merge(ours[key], value) if key in ours else value
-                  for key, value in theirs.items()}  # fmt: skip
-        return joined | {key: value for key, value in ours.items() if key not in theirs}
+        both = {key: merge(ours.get(key, ABSENT), value) for key, value in theirs.items()}
+        return both | {key: value for key, value in ours.items() if key not in theirs}
+    if isinstance(ours, list) and isinstance(theirs, list):
+        length = max(len(ours), len(theirs))
+        ours, theirs = (x + [ABSENT] * (length - len(x)) for x in (ours, theirs))
+        return [merge(a, b) for a, b in zip(ours, theirs, strict=True)]
     return ours
 
 

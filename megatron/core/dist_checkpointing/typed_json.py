@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron.core.dist_checkpointing.tree import show_path
+from megatron.core.dist_checkpointing.tree import Path, show_path
 from megatron.core.errors import CheckpointError
 
 MAX_TENSOR_BYTES = 1 << 20
@@ -51,7 +51,7 @@ def encode(value: Any, *, where: str = "state") -> Any:
     return _encode(value, (where,))
 
 
-def _encode(value: Any, path: tuple) -> Any:
+def _encode(value: Any, path: Path) -> Any:
     if len(path) > _MAX_DEPTH:
         raise _refused(value, path, f"it is nested deeper than {_MAX_DEPTH} levels")
     if isinstance(value, enum.Enum):
@@ -91,7 +91,7 @@ def _encode(value: Any, path: tuple) -> Any:
     raise _refused(value, path, "only plain values are stored: nothing in a checkpoint is code")
 
 
-def _encode_numpy(value: np.generic | np.ndarray, path: tuple) -> Any:
+def _encode_numpy(value: np.generic | np.ndarray, path: Path) -> Any:
     if value.dtype.kind not in _NUMPY_KINDS:
         raise _refused(value, path, f"numpy dtype {value.dtype} is not a number")
     if value.nbytes > MAX_TENSOR_BYTES:
@@ -102,7 +102,7 @@ def _encode_numpy(value: np.generic | np.ndarray, path: tuple) -> Any:
     return {"$array": [value.dtype.name, list(value.shape), _text(little.tobytes())]}
 
 
-def _encode_tensor(value: torch.Tensor, path: tuple) -> Any:
+def _encode_tensor(value: torch.Tensor, path: Path) -> Any:
     if value.numel() * value.element_size() > MAX_TENSOR_BYTES:
         raise _refused(
             value, path, "a tensor above 1 MiB must be declared as a ShardedTensor to be saved"
@@ -149,7 +149,7 @@ def _decode_tagged(tag: str, content: Any) -> Any:
         raise _malformed({tag: content}) from error
 
 
-def _make_dict(pairs: Any) -> dict:
+def _make_dict(pairs: Any) -> dict[Any, Any]:
     return {_decode(key): _decode(item) for key, item in pairs}
 
 
@@ -158,7 +158,7 @@ def _make_float(text: Any) -> float:
 
 
 def _number_dtype(name: Any) -> np.dtype:
-    dtype = np.dtype(str(name)).newbyteorder("<")
+    dtype: np.dtype = np.dtype(str(name)).newbyteorder("<")
     if dtype.kind not in _NUMPY_KINDS:
         raise ValueError(name)
     return dtype
@@ -171,7 +171,7 @@ def _make_array(content: Any) -> np.ndarray:
     return flat.reshape(_checked_shape(shape, flat.size))
 
 
-def _make_scalar(content: Any) -> np.generic:
+def _make_scalar(content: Any) -> Any:
     name, text = content
     (value,) = _make_array([name, [1], text])
     return value
@@ -249,7 +249,7 @@ def _bytes(text: Any) -> bytes:
     return base64.b64decode(text.encode("ascii"), validate=True)
 
 
-def _refused(value: Any, path: tuple, why: str) -> CheckpointError:
+def _refused(value: Any, path: Path, why: str) -> CheckpointError:
     kind = f"{type(value).__module__}.{type(value).__qualname__}"
     return CheckpointError(
         f"{show_path(path)} is a {kind} and cannot be stored: {why}.",

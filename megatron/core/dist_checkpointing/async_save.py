@@ -1,0 +1,90 @@
+"""Saving while training goes on: a snapshot, a thread that writes, a commit at a step boundary.
+
+Hashing and writing release the interpreter lock, so a thread is enough. At most one save is in
+flight. "Saved" is said only after the commit; a writer's error surfaces at the next step.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from megatron.core.dist_checkpointing.exchange import as_checkpoint_error
+from megatron.core.dist_checkpointing.saver import SaveInProgress
+from megatron.core.dist_checkpointing.snapshot import SnapshotBuffer
+from megatron.core.errors import CheckpointError
+
+_BUFFER = SnapshotBuffer()
+_IN_FLIGHT: AsyncSave | None = None
+
+
+class AsyncSave:
+    """A save whose bytes are being written in the background."""
+
+    def __init__(self, saving: SaveInProgress) -> None:
+        self._saving = saving
+        self._after_commit: list[Callable[[], None]] = []
+        # Not a daemon: the interpreter waits for the bytes instead of cutting them off.
+        self._thread = threading.Thread(target=saving.write, name="checkpoint-writer")
+        self._is_finished = False
+
+    @classmethod
+    def start(cls, saving: SaveInProgress) -> AsyncSave:
+        """Copy this rank's share and begin to write it; training may change its tensors now."""
+        global _IN_FLIGHT
+        if _IN_FLIGHT is not None:
+            raise CheckpointError(
+                "a checkpoint is still being written.",
+                rule="one asynchronous save at a time",
+                flags=["--async-save", "--save-interval"],
+                fix="finish the earlier save first",
+            )
+        problem = None
+        try:
+            saving.take_snapshot(_BUFFER)
+        except Exception as error:  # out of memory on one rank must not strand the others
+            problem = as_checkpoint_error(error, "copying the state for an asynchronous save")
+        saving.cancel_if(problem)
+        handle = _IN_FLIGHT = cls(saving)
+        handle._thread.start()
+        return handle
+
+    def add_finalize_fn(self, function: Callable[[], None]) -> None:
+        """Call `function` on this rank once the checkpoint is committed, in order."""
+        self._after_commit.append(function)
+
+    @property
+    def is_written(self) -> bool:
+        """Whether this rank's bytes are on the disk (or its write has failed): local."""
+        return not self._thread.is_alive()
+
+    def try_finish(self) -> bool:
+        """Commit if all ranks have written: collective, called at step boundaries.
+
+        Returns:
+            whether the checkpoint is committed now.
+        """
+        if not self._is_finished:
+            peers = self._saving.peers
+            written = peers.gather(self.is_written)
+            if not peers.broadcast(written is not None and all(written)):
+                return False
+            self.finish()
+        return True
+
+    def finish(self) -> None:
+        """Wait for the writers and commit: collective.
+
+        Raises:
+            CheckpointError: on every rank, if any rank could not write.
+        """
+        global _IN_FLIGHT
+        if self._is_finished:
+            return
+        self._thread.join()
+        self._is_finished = True
+        if _IN_FLIGHT is self:
+            _IN_FLIGHT = None
+        self._saving.finish()
+        for function in self._after_commit:
+            function()

@@ -1,0 +1,291 @@
+"""Load a sharded state dict: every rank reads the slices it needs, whatever layout wrote them."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.core import device
+from megatron.core.dist_checkpointing import commit, typed_json
+from megatron.core.dist_checkpointing.exchange import Peers, agree, as_checkpoint_error
+from megatron.core.dist_checkpointing.flat_ranges import Box
+from megatron.core.dist_checkpointing.manifest import (
+    COMMON_NAME,
+    MANIFEST_NAME,
+    Manifest,
+    StoredTensor,
+    check_sizes,
+    parse_manifest,
+    read_listed_file,
+    read_manifest_bytes,
+)
+from megatron.core.dist_checkpointing.mapping import (
+    LocalNonpersistentObject,
+    ShardedObject,
+    ShardedStateDict,
+    ShardedTensor,
+    ShardedTensorFactory,
+)
+from megatron.core.dist_checkpointing.planner import Read, ShardIndex
+from megatron.core.dist_checkpointing.shard_file import DTYPES
+from megatron.core.dist_checkpointing.shard_reader import ShardReader
+from megatron.core.dist_checkpointing.tree import ABSENT, leaves, map_leaves, merge, prune
+from megatron.core.dist_checkpointing.validation import StrictHandling, apply_strictness
+from megatron.core.errors import CheckpointError, MegatronError
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Contents:
+    """A checkpoint, opened: the manifest and the values that are not tensors."""
+
+    directory: Path
+    manifest: Manifest
+    common: Any
+    """JSON form."""
+    objects: dict[str, Any]
+    """unique key -> JSON form."""
+
+    def common_state(self) -> dict[str, Any]:
+        """Return the plain values that were saved."""
+        return typed_json.decode(self.common)  # type: ignore[no-any-return]
+
+
+@dataclass
+class Loaded:
+    """What a load gives."""
+
+    state: dict[str, Any]
+    missing: set[str]
+    """Stored keys that no rank asked for (if the policy compares all ranks)."""
+    unexpected: set[str]
+    """Keys that were asked for and are not stored."""
+    bytes_read: int
+
+
+@dataclass
+class _Job:
+    """Reads that fill one piece of a tensor."""
+
+    tensor: StoredTensor
+    reads: list[Read]
+    into: Tensor
+
+
+def open_contents(directory: str | os.PathLike[str], *, peers: Peers) -> Contents:
+    """Read and check manifest and plain values on the coordinator, for all ranks: collective.
+
+    Every rank goes on with the same bytes.
+    """
+    path, problem, data = Path(directory), None, None
+    if peers.rank == 0:
+        try:
+            if path.is_symlink():
+                path = path.resolve()
+            data = _read_contents(path)
+        except MegatronError as error:
+            problem = error
+    problem, data, path = peers.broadcast((problem, data, path))
+    if problem is not None:
+        raise problem
+    manifest = parse_manifest(data[0], path / MANIFEST_NAME)
+    form = typed_json.parse_bytes(data[1], what=str(path / COMMON_NAME))
+    if type(form) is not dict or form.keys() != {"common", "objects"}:
+        raise CheckpointError(f"{path / COMMON_NAME} is not the plain state of a checkpoint.")
+    return Contents(path, manifest, form["common"], form["objects"])
+
+
+def _read_contents(path: Path) -> tuple[bytes, bytes]:
+    if not path.is_dir():
+        raise CheckpointError(f"{path} is not a directory.", flags=["--load"])
+    manifest_bytes = read_manifest_bytes(path)
+    manifest = parse_manifest(manifest_bytes, path / MANIFEST_NAME)
+    commit.check_name(path, manifest)
+    check_sizes(path, manifest)
+    return manifest_bytes, read_listed_file(path, manifest, COMMON_NAME)
+
+
+def load_state(
+    template: ShardedStateDict,
+    contents: Contents,
+    *,
+    peers: Peers,
+    strict: StrictHandling = StrictHandling.ASSUME_OK_UNEXPECTED,
+) -> Loaded:
+    """Fill a sharded state dict: collective.
+
+    Tensors of the template are filled in place; a declaration without data gets a new tensor on
+    the current device. Plain values of the template are replaced by the stored ones. A stored
+    float is converted to another float dtype of the template; every other mismatch is refused.
+
+    Raises:
+        CheckpointError: on every rank, if any rank found a mismatch or a damaged file.
+    """
+    jobs: list[_Job] = []
+    problem: MegatronError | None = None
+    unexpected: set[str] = set()
+    built: Any = None
+    try:
+        built = _build(template)
+        unexpected = {leaf.key for leaf in _declared(built) if not _is_stored(leaf, contents)}
+    except Exception as error:
+        problem = as_checkpoint_error(error, "declaring the state to load")
+    agree(problem, peers)
+    missing = _missing_keys(built, contents, peers) if strict.compares_all_ranks else set()
+    try:
+        apply_strictness(
+            strict,
+            unexpected=unexpected,
+            missing=missing,
+            stored=set(contents.manifest.tensors) | _object_keys(contents),
+        )
+        jobs = list(_plan(built, contents))
+    except MegatronError as error:
+        problem = error
+    agree(problem, peers)
+    bytes_read = 0
+    try:
+        with ShardReader(contents.directory, contents.manifest) as reader:
+            # In file order, so that the disk sees one pass.
+            work = [
+                (r.shard.file, r.shard.begin, i, r) for i, j in enumerate(jobs) for r in j.reads
+            ]
+            for _, _, index, read in sorted(work, key=lambda w: w[:3]):
+                job = jobs[index]
+                reader.read(job.tensor, read, _narrow(job.into, read.in_wanted))
+            bytes_read = reader.bytes_read
+        state = _assemble(built, contents)
+    except Exception as error:
+        problem = as_checkpoint_error(error, f"loading {contents.directory}")
+    agree(problem, peers)
+    return Loaded(state, missing, unexpected, bytes_read)
+
+
+@dataclass
+class _Built:
+    """A factory, and the declarations it made."""
+
+    factory: ShardedTensorFactory
+    parts: Any
+
+    def merged(self, loaded: Any) -> Any:
+        """Return the tensor of the loaded parts.
+
+        Parts that are views of the factory's own tensor have filled it already.
+        """
+        parts = [leaf for _, leaf in leaves(self.parts)]
+        if any(leaf is ABSENT for _, leaf in leaves(loaded)):
+            return ABSENT
+        data = self.factory.data
+        is_filled = all(
+            isinstance(p, ShardedTensor)
+            and p.data is not None
+            and p.data.untyped_storage().data_ptr() == data.untyped_storage().data_ptr()
+            for p in parts
+        ) and data.numel() == sum(p.data.numel() for p in parts)
+        return data if is_filled else self.factory.merge_fn(loaded)
+
+
+def _build(template: Any) -> Any:
+    def build(leaf: Any) -> Any:
+        if isinstance(leaf, ShardedTensorFactory):
+            parts = map_leaves(build, leaf.build())
+            return _Built(leaf, parts)
+        if isinstance(leaf, ShardedTensor) and leaf.data is None:
+            leaf.init_data(device.current_device())
+            if leaf.allow_shape_mismatch and leaf.data is not None:
+                leaf.data.zero_()
+        return leaf
+
+    return map_leaves(build, template)
+
+
+def _declared(built: Any) -> Iterator[ShardedTensor | ShardedObject]:
+    for _, leaf in leaves(built):
+        if isinstance(leaf, _Built):
+            yield from _declared(leaf.parts)
+        elif isinstance(leaf, (ShardedTensor, ShardedObject)):
+            yield leaf
+
+
+def _object_keys(contents: Contents) -> set[str]:
+    return {unique.rsplit("/shard_", 1)[0] for unique in contents.objects}
+
+
+def _is_stored(leaf: ShardedTensor | ShardedObject, contents: Contents) -> bool:
+    if isinstance(leaf, ShardedTensor):
+        return leaf.key in contents.manifest.tensors
+    return leaf.unique_key in contents.objects
+
+
+def _missing_keys(built: Any, contents: Contents, peers: Peers) -> set[str]:
+    asked = peers.gather({leaf.key for leaf in _declared(built)})
+    missing: set[str] = set()
+    if asked is not None:
+        missing = (set(contents.manifest.tensors) | _object_keys(contents)) - set().union(*asked)
+    found: set[str] = peers.broadcast(missing)
+    return found
+
+
+def _plan(built: Any, contents: Contents) -> Iterator[_Job]:
+    indices: dict[str, ShardIndex] = {}
+    for leaf in _declared(built):
+        if not isinstance(leaf, ShardedTensor) or leaf.key not in contents.manifest.tensors:
+            continue
+        stored = contents.manifest.tensors[leaf.key]
+        _check_match(leaf, stored)
+        index = indices.setdefault(leaf.key, ShardIndex(stored))
+        for box, into in leaf.pieces():
+            assert into is not None
+            yield _Job(stored, list(index.reads(box)), into)
+
+
+def _check_match(wanted: ShardedTensor, stored: StoredTensor) -> None:
+    same_rank = len(stored.shape) == len(wanted.global_shape)
+    if stored.shape != wanted.global_shape and not (wanted.allow_shape_mismatch and same_rank):
+        raise CheckpointError(
+            f"{wanted.key!r} is stored with global shape {stored.shape}; this run needs "
+            f"{wanted.global_shape}.",
+            rule="a checkpoint loads into the same model, in any parallel layout",
+            flags=["--num-layers", "--hidden-size", "--ffn-hidden-size", "--num-attention-heads"],
+            fix="give the model the sizes it was saved with (tools/checkpoint.py inspect)",
+        )
+    have, want = DTYPES[stored.dtype], wanted.dtype
+    if have != want and not (have.is_floating_point and want.is_floating_point):
+        raise CheckpointError(
+            f"{wanted.key!r} is stored as {have}; this run needs {want}.",
+            rule="floats convert to other floats; integers and booleans do not convert",
+        )
+    if have != want and torch.finfo(want).bits < torch.finfo(have).bits:
+        logger.info("%s is rounded from %s to %s", wanted.key, have, want)
+
+
+def _narrow(tensor: Tensor, box: Box) -> Tensor:
+    for dim, (offset, length) in enumerate(zip(*box, strict=True)):
+        tensor = tensor.narrow(dim, offset, length)
+    return tensor
+
+
+def _assemble(built: Any, contents: Contents) -> dict[str, Any]:
+    def value(leaf: Any) -> Any:
+        if isinstance(leaf, _Built):
+            return leaf.merged(map_leaves(value, leaf.parts))
+        if isinstance(leaf, ShardedTensor):
+            return leaf.data if _is_stored(leaf, contents) else ABSENT
+        if isinstance(leaf, ShardedObject):
+            form = contents.objects.get(leaf.unique_key, ABSENT)
+            return ABSENT if form is ABSENT else typed_json.decode(form)
+        if isinstance(leaf, LocalNonpersistentObject):
+            return leaf.unwrap()
+        return ABSENT  # a plain value: the stored one is laid under
+
+    state = prune(merge(map_leaves(value, built), contents.common_state()))
+    return {} if state is ABSENT else state

@@ -1,0 +1,313 @@
+"""Save a sharded state dict: plan together, write alone, commit together."""
+
+from __future__ import annotations
+
+import os
+import platform
+import secrets
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.core.dist_checkpointing import commit, typed_json
+from megatron.core.dist_checkpointing.durable import (
+    describe_os_error,
+    sync_directory,
+    write_durably,
+)
+from megatron.core.dist_checkpointing.exchange import Peers, agree, as_checkpoint_error
+from megatron.core.dist_checkpointing.flat_ranges import Box, describe_box
+from megatron.core.dist_checkpointing.manifest import (
+    COMMON_NAME,
+    ManifestFile,
+    Shard,
+    build_manifest,
+)
+from megatron.core.dist_checkpointing.mapping import (
+    LocalNonpersistentObject,
+    ShardedObject,
+    ShardedStateDict,
+    ShardedTensor,
+    ShardedTensorFactory,
+    is_main_replica,
+)
+from megatron.core.dist_checkpointing.planner import Declared, SavePlan, plan_save
+from megatron.core.dist_checkpointing.shard_file import (
+    StoredFile,
+    dtype_name,
+    hash_of,
+    room_for,
+    storage_order,
+    write_shard_file,
+)
+from megatron.core.dist_checkpointing.snapshot import SnapshotBuffer
+from megatron.core.dist_checkpointing.tree import ABSENT, leaves, map_leaves, prune
+from megatron.core.errors import CheckpointError, MegatronError
+
+
+@dataclass
+class _Piece:
+    """One box that this rank writes."""
+
+    key: str
+    box: Box
+    tensor: Tensor
+
+    @property
+    def name(self) -> str:
+        """Its name inside the shard file."""
+        return self.key + describe_box(self.box)
+
+
+@dataclass
+class _LocalState:
+    """What a rank brings to a save."""
+
+    shards: list[ShardedTensor] = field(default_factory=list)
+    objects: dict[str, Any] = field(default_factory=dict)
+    """unique key -> JSON form, of main replicas."""
+    common: Any = None
+    """JSON form of the plain values; the coordinator's is saved."""
+
+
+@dataclass
+class _Report:
+    """What the coordinator hears from a rank that has written."""
+
+    file: StoredFile | None
+    pieces: list[tuple[str, Box]]
+
+
+class SaveInProgress:
+    """A save between its two collective ends: `prepare_save` ... `write` ... `finish`."""
+
+    def __init__(self, peers: Peers, final: Path, run: str, info: Mapping[str, Any]) -> None:
+        self.peers = peers
+        self.final = final
+        self.run = run
+        self.info = info
+        self.staging = commit.staging_directory(final, run)
+        self.pieces: list[_Piece] = []
+        self.num_bytes = 0
+        """Bytes that this rank writes."""
+        self._problem: MegatronError | None = None
+        self._file: StoredFile | None = None
+        self._plan: SavePlan | None = None  # coordinator only, like the next two
+        self._common = b""
+        self._start = time.monotonic()
+
+    def take_snapshot(self, buffer: SnapshotBuffer) -> None:
+        """Copy what this rank writes into `buffer`, so that training may go on."""
+        copies = buffer.copy_of([piece.tensor for piece in self.pieces])
+        for piece, copied in zip(self.pieces, copies, strict=True):
+            piece.tensor = copied
+
+    def write(self) -> None:
+        """Write this rank's file. Local: may run in a thread; a failure is kept for `finish`."""
+        try:
+            if self.pieces:
+                self._file = write_shard_file(
+                    self.staging / f"__{self.peers.rank}_0.safetensors",
+                    [(piece.name, piece.tensor) for piece in self.pieces],
+                    {"format": "pt", "checkpoint": self.final.name, "run": self.run},
+                )
+                sync_directory(self.staging)
+        except FileNotFoundError as error:
+            self._problem = self._not_shared(error)
+        except Exception as error:
+            self._problem = as_checkpoint_error(error, f"writing {self.staging}")
+
+    def finish(self) -> None:
+        """Commit, or leave no trace: collective.
+
+        Raises:
+            CheckpointError: on every rank, if any rank could not write or the commit failed. The
+                partial directory is removed and earlier checkpoints are as they were.
+        """
+        report = _Report(self._file, [(piece.key, piece.box) for piece in self.pieces])
+        gathered = self.peers.gather((self._problem, report))
+        problem = self._problem
+        if gathered is not None and all(p is None for p, _ in gathered):
+            try:
+                self._commit([r for _, r in gathered])
+            except OSError as error:
+                problem = describe_os_error(error, path=self.staging, doing="committing")
+            except Exception as error:
+                problem = as_checkpoint_error(error, f"committing {self.final}")
+        self.cancel_if(problem)
+        self.pieces = []
+
+    def cancel_if(self, problem: MegatronError | None) -> None:
+        """End the save on every rank if any rank brings a problem: collective."""
+        try:
+            agree(problem, self.peers)
+        except MegatronError:
+            self.pieces = []
+            if self.peers.rank == 0:
+                commit.abandon(self.staging)
+            raise
+
+    def _commit(self, reports: list[_Report]) -> None:
+        """Write everything but the shards and make the checkpoint exist. Coordinator only."""
+        assert self._plan is not None
+        files, shards = {}, {key: [] for key in self._plan.tensors}  # type: ignore[var-annotated]
+        for rank, report in enumerate(reports):
+            stored = report.file
+            if stored is None:
+                continue
+            self._check_visible(rank, stored)
+            header_size = stored.shards[0].begin if stored.shards else stored.size
+            files[stored.name] = ManifestFile(stored.size, stored.header_hash, header_size)
+            for (key, (offset, shape)), s in zip(report.pieces, stored.shards, strict=True):
+                shards[key].append(Shard(offset, shape, stored.name, s.begin, s.hashes))
+        write_durably(self.staging / COMMON_NAME, self._common)
+        files[COMMON_NAME] = ManifestFile(len(self._common), hash_of(self._common))
+        manifest = build_manifest(
+            self.final.name, self.run, files, self._plan.tensors, shards, self.info
+        )
+        commit.publish(self.staging, self.final, manifest, self.run)
+
+    def _check_visible(self, rank: int, stored: StoredFile) -> None:
+        path = self.staging / stored.name
+        size = path.stat().st_size if path.exists() else None
+        if size != stored.size:
+            raise CheckpointError(
+                f"rank {rank} wrote {path}, but rank 0 sees {size} instead of {stored.size} bytes.",
+                rule="all ranks save into one shared directory",
+                flags=["--save"],
+                fix="use a file system that all nodes share",
+            )
+
+    def _not_shared(self, error: OSError) -> CheckpointError:
+        return CheckpointError(
+            f"{error.filename}: rank 0 made its directory, this rank does not see it.",
+            rule="all ranks save into one shared directory",
+            flags=["--save"],
+            fix="use a file system that all nodes share",
+        )
+
+
+def prepare_save(
+    state: ShardedStateDict,
+    directory: str | os.PathLike[str],
+    *,
+    peers: Peers,
+    info: Mapping[str, Any] | None = None,
+    spread_over_replicas: bool = True,
+    check_coverage: bool = True,
+) -> SaveInProgress:
+    """Agree on who writes what and create the staging directory: collective.
+
+    Args:
+        state: nested dicts and lists of declarations and plain values.
+        directory: the checkpoint, for example SAVE/iter_0000010; it appears at `finish`.
+        info: JSON facts for the manifest (layout, configuration, data fingerprint).
+        spread_over_replicas: balance the bytes over all holders of a shard; otherwise the main
+            replica writes it.
+        check_coverage: refuse shards that do not make up their tensors exactly.
+    """
+    final, problem, local = Path(directory), None, _LocalState()
+    try:
+        local = _split_state(state, is_coordinator=peers.rank == 0)
+        declared = [Declared.of(shard) for shard in local.shards]
+    except MegatronError as error:
+        problem, declared = error, []
+    gathered = peers.gather((problem, declared, local.objects))
+    answers: list[Any] | None = None
+    plan, common = None, b""
+    if gathered is not None:
+        try:
+            for rank, (found, _, _) in enumerate(gathered):
+                if found is not None:
+                    raise found if rank == 0 else _named(rank, found)
+            plan = plan_save(
+                [d for _, d, _ in gathered],
+                spread_over_replicas=spread_over_replicas,
+                check_coverage=check_coverage,
+            )
+            common = _common_bytes(local.common, [objects for _, _, objects in gathered])
+            run = secrets.token_hex(6)
+            _create_staging(final, run, sum(plan.bytes_per_rank) + len(common))
+            answers = [(None, run, mine) for mine in plan.writes]
+        except MegatronError as error:
+            answers = [(error, "", [])] * peers.size
+    decision, run, mine = peers.scatter(answers)
+    if decision is not None:
+        raise problem or decision
+    save = SaveInProgress(peers, final, run, _versions() | dict(info or {}))
+    save._plan, save._common = plan, common
+    pieces = [_Piece(local.shards[i].key, *p) for i in mine for p in local.shards[i].pieces()]
+    order = storage_order([dtype_name(piece.tensor.dtype) for piece in pieces])
+    save.pieces = [pieces[i] for i in order]
+    save.num_bytes = sum(p.tensor.numel() * p.tensor.element_size() for p in pieces)
+    return save
+
+
+def _split_state(state: ShardedStateDict, *, is_coordinator: bool) -> _LocalState:
+    """Separate tensors, objects and plain values; factories are built."""
+    local = _LocalState()
+    built = map_leaves(lambda x: x.build() if isinstance(x, ShardedTensorFactory) else x, state)
+    for _, leaf in leaves(built):
+        if isinstance(leaf, ShardedTensor):
+            if leaf.data is None:
+                raise CheckpointError(f"{leaf.key!r} is declared without data.")
+            local.shards.append(leaf)
+        elif isinstance(leaf, ShardedObject) and is_main_replica(leaf.replica_id):
+            local.objects[leaf.unique_key] = typed_json.encode(leaf.data, where=leaf.key)
+    if is_coordinator:
+        kinds = (ShardedTensor, ShardedObject, ShardedTensorFactory, LocalNonpersistentObject)
+        plain = prune(map_leaves(lambda x: ABSENT if isinstance(x, kinds) else x, state))
+        local.common = typed_json.encode({} if plain is ABSENT else plain)
+    return local
+
+
+def _common_bytes(common: Any, objects: list[dict[str, Any]]) -> bytes:
+    merged: dict[str, Any] = {}
+    for rank, found in enumerate(objects):
+        for key, form in found.items():
+            if key in merged:
+                raise CheckpointError(
+                    f"rank {rank} and a lower one both hold the main replica of object {key!r}.",
+                    rule="each object has exactly one replica with replica_id 0",
+                )
+            merged[key] = form
+    return typed_json.dump_bytes({"common": common, "objects": merged})
+
+
+def _create_staging(final: Path, run: str, num_bytes: int) -> None:
+    problem = room_for(final, num_bytes)
+    if problem is not None:
+        raise problem
+    try:
+        commit.begin(final, run)
+    except OSError as error:
+        raise describe_os_error(
+            error, path=commit.staging_directory(final, run), doing="creating"
+        ) from error
+
+
+def _named(rank: int, problem: MegatronError) -> MegatronError:
+    return type(problem)(
+        f"rank {rank}: {problem.found}", rule=problem.rule, flags=problem.flags, fix=problem.fix
+    )
+
+
+def _versions() -> dict[str, Any]:
+    from importlib import metadata
+
+    try:
+        own = metadata.version("megatron-lattice")
+    except metadata.PackageNotFoundError:
+        own = "source tree"
+    return {
+        "versions": {
+            "megatron-lattice": own,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        }
+    }

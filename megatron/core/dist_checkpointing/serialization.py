@@ -1,0 +1,189 @@
+"""Save and load sharded state dicts, with Megatron's names and arguments."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.core.dist_checkpointing import commit, typed_json
+from megatron.core.dist_checkpointing.async_save import AsyncSave
+from megatron.core.dist_checkpointing.exchange import SingleProcess, peers_of
+from megatron.core.dist_checkpointing.loader import Contents, Loaded, load_state, open_contents
+from megatron.core.dist_checkpointing.manifest import BACKEND, METADATA_NAME
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor
+from megatron.core.dist_checkpointing.saver import prepare_save
+from megatron.core.dist_checkpointing.shard_file import DTYPES
+from megatron.core.dist_checkpointing.validation import StrictHandling, parse_strict_handling
+from megatron.core.errors import CheckpointError, ConfigError
+
+_CONTENT_METADATA = "content_metadata"
+
+
+def save(
+    sharded_state_dict: ShardedStateDict,
+    checkpoint_dir: str | os.PathLike[str],
+    sharded_strategy: Any = None,
+    validate_access_integrity: bool = True,
+    async_sharded_save: bool = False,
+    preprocess_common_before_consistancy_check: Any = None,
+    content_metadata: dict[str, Any] | None = None,
+    async_strategy: str | None = None,
+    verify_integrity: bool = True,
+    *,
+    process_group: Any = None,
+    info: dict[str, Any] | None = None,
+    spread_over_replicas: bool = True,
+) -> AsyncSave | None:
+    """Save the state of all ranks as one checkpoint: collective.
+
+    The directory appears complete or not at all (see `commit`). Plain values are taken from the
+    first rank.
+
+    Args:
+        sharded_state_dict: nested dicts and lists of `ShardedTensor`, `ShardedObject`, factories
+            and plain values.
+        checkpoint_dir: the checkpoint itself; it must not exist yet, or it is replaced.
+        sharded_strategy: None or "lattice": the only format that is written.
+        validate_access_integrity: check that the shards make up every tensor exactly once.
+        async_sharded_save: copy what this rank writes, write in a thread, and return a handle
+            whose `finish` (collective) commits.
+        content_metadata: facts for the loader, read by `load_content_metadata`.
+        info: JSON facts for people and tools, kept in the manifest.
+        process_group: the ranks that save together; None is all.
+        spread_over_replicas: let all replicas of a shard share the writing.
+
+    Hashes are always written; `verify_integrity`, `async_strategy` and
+    `preprocess_common_before_consistancy_check` are accepted for callers of Megatron's function.
+    """
+    _check_strategy(sharded_strategy)
+    facts = dict(info or {})
+    if content_metadata is not None:
+        facts[_CONTENT_METADATA] = typed_json.encode(content_metadata, where=_CONTENT_METADATA)
+    saving = prepare_save(
+        sharded_state_dict,
+        checkpoint_dir,
+        peers=peers_of(process_group),
+        info=facts,
+        spread_over_replicas=spread_over_replicas,
+        check_coverage=validate_access_integrity,
+    )
+    if async_sharded_save:
+        return AsyncSave.start(saving)
+    saving.write()
+    saving.finish()
+    return None
+
+
+def load(
+    sharded_state_dict: ShardedStateDict,
+    checkpoint_dir: str | os.PathLike[str],
+    sharded_strategy: Any = None,
+    validate_access_integrity: bool = True,
+    strict: str | StrictHandling = StrictHandling.ASSUME_OK_UNEXPECTED,
+    verify_integrity: bool = True,
+    process_group: Any = None,
+) -> Any:
+    """Fill a sharded state dict from a checkpoint of any layout: collective.
+
+    Returns:
+        the state dict with tensors and values in place of declarations, laid over the stored
+        plain values; with a `RETURN_*` policy (state dict, missing keys, unexpected keys).
+
+    Tensors given in the declarations are filled in place. Every block read is verified against
+    its recorded hash, whatever `verify_integrity` says.
+    """
+    _check_strategy(sharded_strategy)
+    loaded = load_with_report(
+        sharded_state_dict,
+        checkpoint_dir,
+        strict=parse_strict_handling(strict),
+        process_group=process_group,
+    )
+    if parse_strict_handling(strict).returns_keys:
+        return loaded.state, loaded.missing, loaded.unexpected
+    return loaded.state
+
+
+def load_with_report(
+    sharded_state_dict: ShardedStateDict,
+    checkpoint_dir: str | os.PathLike[str],
+    *,
+    strict: StrictHandling = StrictHandling.ASSUME_OK_UNEXPECTED,
+    process_group: Any = None,
+) -> Loaded:
+    """Do as `load`, and also report keys that did not match and the bytes read."""
+    peers = peers_of(process_group)
+    contents = open_contents(checkpoint_dir, peers=peers)
+    return load_state(sharded_state_dict, contents, peers=peers, strict=strict)
+
+
+def load_common_state_dict(checkpoint_dir: str | os.PathLike[str]) -> dict[str, Any]:
+    """Return the plain values of a checkpoint; this process alone."""
+    return _open_alone(checkpoint_dir).common_state()
+
+
+def load_content_metadata(
+    checkpoint_dir: str | os.PathLike[str] | None = None, **_: Any
+) -> dict[str, Any] | None:
+    """Return the `content_metadata` given to `save`, or None; this process alone."""
+    if checkpoint_dir is None:
+        raise ConfigError("load_content_metadata needs checkpoint_dir.")
+    form = _open_alone(checkpoint_dir).manifest.info.get(_CONTENT_METADATA)
+    return None if form is None else typed_json.decode(form)
+
+
+def load_tensors_metadata(checkpoint_dir: str | os.PathLike[str], _: Any = None) -> dict[str, Any]:
+    """Return key -> declaration of the whole tensor, without data; this process alone."""
+    manifest = _open_alone(checkpoint_dir).manifest
+    return {
+        key: ShardedTensor(
+            key=key,
+            data=None,
+            dtype=DTYPES[stored.dtype],
+            local_shape=stored.shape,
+            global_shape=stored.shape,
+            global_offset=(0,) * len(stored.shape),
+            axis_fragmentations=(1,) * len(stored.shape),
+        )
+        for key, stored in manifest.tensors.items()
+    }
+
+
+def load_plain_tensors(checkpoint_dir: str | os.PathLike[str]) -> dict[str, Tensor]:
+    """Return all tensors of a checkpoint, whole, on the CPU; this process alone."""
+    contents = _open_alone(checkpoint_dir)
+    template = load_tensors_metadata(checkpoint_dir)
+    for declared in template.values():
+        declared.data = torch.empty(declared.global_shape, dtype=declared.dtype)
+    state = load_state(template, contents, peers=SingleProcess()).state
+    return {key: state[key] for key in template}
+
+
+def check_is_distributed_checkpoint(checkpoint_dir: str | os.PathLike[str]) -> bool:
+    """Return whether the directory says that it is a checkpoint of this format."""
+    path = Path(checkpoint_dir)
+    if not (path / METADATA_NAME).is_file():
+        return False
+    try:
+        commit.open_checkpoint(path)
+    except CheckpointError:
+        return False
+    return True
+
+
+def _open_alone(checkpoint_dir: str | os.PathLike[str]) -> Contents:
+    return open_contents(checkpoint_dir, peers=SingleProcess())
+
+
+def _check_strategy(strategy: Any) -> None:
+    name = strategy[0] if isinstance(strategy, tuple) else strategy
+    if name not in (None, BACKEND):
+        raise ConfigError(
+            f"sharded_strategy={strategy!r} is not available.",
+            rule=f"checkpoints are written and read in the format {BACKEND!r}",
+            fix="pass sharded_strategy=None",
+        )

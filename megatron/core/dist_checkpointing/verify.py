@@ -1,0 +1,118 @@
+"""Read every byte of a checkpoint and compare it with the manifest."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import struct
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatron.core.dist_checkpointing import commit
+from megatron.core.dist_checkpointing.durable import open_inside, read_exactly
+from megatron.core.dist_checkpointing.flat_ranges import describe_box
+from megatron.core.dist_checkpointing.manifest import (
+    COMMON_NAME,
+    MANIFEST_NAME,
+    METADATA_NAME,
+    Manifest,
+    read_listed_file,
+)
+from megatron.core.dist_checkpointing.shard_file import BLOCK_BYTES, hash_of, read_hashed
+from megatron.core.errors import CheckpointError
+
+
+@dataclass
+class Verification:
+    """What a full check found."""
+
+    path: Path
+    num_files: int = 0
+    num_bytes: int = 0
+    problems: list[CheckpointError] = field(default_factory=list)
+    unlisted: list[str] = field(default_factory=list)
+    """Files in the directory that the manifest does not list: never opened, only reported."""
+
+
+def verify_checkpoint(
+    directory: str | os.PathLike[str], *, names: Iterable[str] | None = None
+) -> Verification:
+    """Verify all files of a checkpoint, or those of `names`: this process alone.
+
+    Every problem is collected; nothing is raised for a damaged checkpoint.
+    """
+    path = Path(directory)
+    result = Verification(path)
+    try:
+        manifest = commit.open_checkpoint(path)
+    except CheckpointError as error:
+        result.problems.append(error)
+        return result
+    listed = set(manifest.files) | {MANIFEST_NAME, METADATA_NAME}
+    result.unlisted = sorted(entry.name for entry in os.scandir(path) if entry.name not in listed)
+    for name in sorted(manifest.files) if names is None else names:
+        try:
+            if name == COMMON_NAME:
+                result.num_bytes += len(read_listed_file(path, manifest, name))
+            else:
+                result.num_bytes += verify_shard_file(path, manifest, name)
+            result.num_files += 1
+        except CheckpointError as error:
+            result.problems.append(error)
+    return result
+
+
+def verify_shard_file(directory: Path, manifest: Manifest, name: str) -> int:
+    """Verify header and shards of one file and return its size.
+
+    The pages are dropped from the cache first where the system allows, so that the disk is read.
+
+    Raises:
+        CheckpointError: naming the file and the bytes that differ.
+    """
+    listed, path = manifest.files[name], directory / name
+    buffer = memoryview(bytearray(BLOCK_BYTES))
+    with open_inside(directory, name) as (descriptor, size):
+        with contextlib.suppress(OSError, AttributeError):
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        header = bytearray(listed.header_size or 0)
+        read_exactly(descriptor, memoryview(header), 0, path)
+        if size != listed.size or hash_of(bytes(header)) != listed.hash:
+            raise CheckpointError(f"{path} is corrupt: its header is not the one that was written.")
+        _check_header(path, bytes(header), manifest, name)
+        for tensor in manifest.tensors.values():
+            for shard in tensor.shards:
+                if shard.file != name:
+                    continue
+                left = tensor.shard_bytes(shard)
+                for index, expected in enumerate(shard.hashes):
+                    block = buffer[: min(left, BLOCK_BYTES)]
+                    begin = shard.begin + index * BLOCK_BYTES
+                    read_hashed(descriptor, block, begin, [expected], path)
+                    left -= len(block)
+    return listed.size
+
+
+def _check_header(path: Path, header: bytes, manifest: Manifest, name: str) -> None:
+    """The file's own header must place the same tensors at the same bytes as the manifest."""
+    expected: dict[str, Any] = {}
+    for key, tensor in manifest.tensors.items():
+        for shard in tensor.shards:
+            if shard.file == name:
+                begin = shard.begin - len(header)
+                expected[key + describe_box(shard.box)] = {
+                    "dtype": tensor.dtype,
+                    "shape": list(shard.shape),
+                    "data_offsets": [begin, begin + tensor.shard_bytes(shard)],
+                }
+    try:
+        (length,) = struct.unpack("<Q", header[:8])
+        own = json.loads(header[8:])
+        own.pop("__metadata__", None)
+    except (ValueError, struct.error, AttributeError, RecursionError):
+        own, length = None, -1
+    if own != expected or length != len(header) - 8:
+        raise CheckpointError(f"{path} is corrupt: its header contradicts {MANIFEST_NAME}.")
