@@ -1,0 +1,341 @@
+"""Data parallelism: replicas of a model chunk that see different samples and agree on gradients."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megatron.core.distributed.communication import Mesh
+from megatron.core.distributed.distributed_data_parallel_config import (
+    DistributedDataParallelConfig,
+)
+from megatron.core.distributed.gradient_buffer import (
+    GradientBuffer,
+    ParameterShard,
+    ReductionPolicy,
+    ShardSpan,
+)
+from megatron.core.errors import NumericsError
+from megatron.core.param_meta import accumulate_main_grad, get_param_meta
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.utils import get_pg_rank, get_pg_size
+
+BUCKET_NUMEL_ON_CPU = 4_000_000
+_TAGS_PER_BUFFER = 1 << 16
+
+
+class DistributedDataParallel(nn.Module):
+    """Wraps a model chunk: gradients gather in flat buffers and are reduced bucket by bucket.
+
+    Every parameter gets `main_grad`, a view into a buffer (see `megatron.core.param_meta`), also
+    with one replica, so that weight-gradient products write straight into it. A step is:
+
+        ddp.zero_grad_buffer()                   # forgets the last step; writes no memory
+        with ddp.no_sync(): backward of all micro batches but the last
+        backward of the last one                 # with overlap_grad_reduce: reduces buckets
+        ddp.finish_grad_sync()                   # gradients are reduced in `main_grad`
+
+    With sharded state only this rank's shard of a gradient is reduced, and `main_grad` outside
+    of it is undefined; `spans()` shows the shards.
+
+    Communication: per step one all-reduce of all gradients over `dp_cp` (`expt_dp` for experts),
+    or with sharded state a reduce-scatter of gradients and an all-gather of parameters.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        ddp_config: DistributedDataParallelConfig,
+        module: nn.Module,
+        disable_bucketing: bool = False,
+        pg_collection: ProcessGroupCollection | None = None,
+        full_param_layout: Any = None,
+    ) -> None:
+        """
+        Args:
+            config: the model's TransformerConfig; `calculate_per_token_loss` decides whether
+                gradients are averaged over ranks here or divided by tokens later.
+            module: parameters on their device and in their dtype already.
+            disable_bucketing: one bucket per buffer.
+            pg_collection: uses dp_cp and expt_dp; with sharded state intra_dp_cp, intra_expt_dp
+                and inter_dist_opt.
+        """
+        super().__init__()
+        assert full_param_layout is None, "layouts computed elsewhere are not taken"
+        self.config = config
+        self.ddp_config = ddp_config
+        self.module = module
+        self.pg_collection = pg_collection or ProcessGroupCollection.current()
+        self._syncs_in_backward = ddp_config.overlap_grad_reduce
+        self._param_index: dict[nn.Parameter, tuple[GradientBuffer, int]] = {}
+        self.gradient_buffers = self._build_buffers(disable_bucketing)
+        self._spans = [span for buffer in self.gradient_buffers for span in buffer.spans()]
+        self._shards_of: dict[nn.Parameter, list[ParameterShard]] = {}
+        for span in self._spans:
+            for shard in span.shards:
+                self._shards_of.setdefault(shard.parameter, []).append(shard)
+        # The nodes must live as long as the hooks shall fire.
+        self._accumulation_nodes = [self._install_hook(p) for p in self._param_index]
+        if ddp_config.overlap_param_gather:
+            self._install_gather_hooks()
+
+    # Construction ---------------------------------------------------------------------------
+
+    def _build_buffers(self, disable_bucketing: bool) -> list[GradientBuffer]:
+        kinds: dict[tuple[torch.dtype, bool], list[tuple[str, nn.Parameter]]] = {}
+        for name, parameter in self.module.named_parameters():
+            if parameter.requires_grad:
+                is_expert = get_param_meta(parameter).is_expert
+                kinds.setdefault((parameter.dtype, is_expert), []).append((name, parameter))
+        buffers = []
+        for (dtype, is_expert), parameters in kinds.items():
+            mesh = self._mesh(is_expert)
+            numel = sum(p.numel() for _, p in parameters)
+            buffer = GradientBuffer(
+                parameters,
+                mesh=mesh,
+                grad_dtype=torch.float32 if self.ddp_config.grad_reduce_in_fp32 else dtype,
+                bucket_numel=(
+                    None
+                    if disable_bucketing
+                    else bucket_numel(self.ddp_config, numel, mesh.size, parameters[0][1].device)
+                ),
+                policy=self._policy(mesh),
+                apart=self._tied_parameters(),
+                tag=len(buffers) * _TAGS_PER_BUFFER,
+            )
+            for index, parameter in enumerate(buffer.parameters):
+                self._param_index[parameter] = (buffer, index)
+            buffers.append(buffer)
+        return buffers
+
+    def _mesh(self, is_expert: bool) -> Mesh:
+        groups = self.pg_collection
+        everyone = groups.expt_dp if is_expert else groups.dp_cp
+        if not self.ddp_config.use_distributed_optimizer:
+            return Mesh(replicate=everyone)
+        shard = groups.intra_expt_dp if is_expert else groups.intra_dp_cp
+        if self.ddp_config.num_distributed_optimizer_instances == 1:
+            return Mesh(shard=everyone if shard is None else shard)
+        return Mesh(shard=shard, replicate=groups.inter_dist_opt)
+
+    def _policy(self, mesh: Mesh) -> ReductionPolicy:
+        """Average over the dense replicas, also for experts: an expert's gradient is already a
+        sum over the tokens of several replicas."""
+        num_replicas = get_pg_size(self.pg_collection.dp_cp)
+        check = self.ddp_config.check_for_nan_in_grad
+        if getattr(self.config, "calculate_per_token_loss", False):
+            return ReductionPolicy(check_finite=check)
+        if self.ddp_config.average_in_collective:
+            return ReductionPolicy(mesh.size / num_replicas, average=True, check_finite=check)
+        return ReductionPolicy(1.0 / num_replicas, check_finite=check)
+
+    def _tied_parameters(self) -> list[nn.Parameter]:
+        """Return the parameters that exist on another pipeline stage as well."""
+        if get_pg_size(self.pg_collection.embd) == 1:
+            return []
+        return tied_parameters(self.module)
+
+    def _install_hook(self, parameter: nn.Parameter) -> Any:
+        """Call `_gradient_arrived` when backward has accumulated a parameter's gradient.
+
+        The hook sits on the node that accumulates: it fires once per backward pass, also when
+        the weight is used twice, and when a fused backward wrote `main_grad` and passed None.
+        """
+        with torch.enable_grad():
+            node = parameter.view_as(parameter).grad_fn.next_functions[0][0]
+        buffer, index = self._param_index[parameter]
+
+        def gradient_arrived(*_: Any) -> None:
+            if parameter.grad is not None:
+                if not getattr(parameter, "grad_added_to_main_grad", False):
+                    accumulate_main_grad(parameter, parameter.grad)
+                parameter.grad = None
+            if self._syncs_in_backward and buffer.mesh.size > 1:
+                buffer.mark_complete(index)
+
+        node.register_hook(gradient_arrived)
+        return node
+
+    def _install_gather_hooks(self) -> None:
+        # A tied weight is also read by code that does not pass through its module.
+        self._read_elsewhere = [
+            p for p in self._param_index if get_param_meta(p).is_embedding_or_output
+        ]
+        for module in self.module.modules():
+            own = [p for p in module.parameters(recurse=False) if p in self._param_index]
+            if own:
+                module.register_forward_pre_hook(lambda *_, own=own: self._finish_gathers_of(own))
+
+    # Module ---------------------------------------------------------------------------------
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Call the wrapped module."""
+        if self.ddp_config.overlap_param_gather:
+            self._finish_gathers_of(self._read_elsewhere)
+        return self.module(*inputs, **kwargs)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Return the wrapped module's state, without a prefix."""
+        self.finish_param_sync()
+        return self.module.state_dict(*args, **kwargs)
+
+    def state_dict_for_save_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Return `state_dict(...)`."""
+        return self.state_dict(*args, **kwargs)
+
+    def sharded_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Return the wrapped module's declarations."""
+        self.finish_param_sync()
+        return self.module.sharded_state_dict(*args, **kwargs)
+
+    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+        """Load into the wrapped module; in place, because buffers hold the storage."""
+        assert not assign, "parameters are views into buffers and cannot be replaced"
+        return self.module.load_state_dict(state_dict, strict=strict)
+
+    def set_input_tensor(self, input_tensor: Any) -> None:
+        """Pass the previous stage's output to the wrapped module."""
+        self.module.set_input_tensor(input_tensor)
+
+    # Gradients ------------------------------------------------------------------------------
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Inside, backward only accumulates; legal with every sharding strategy."""
+        before, self._syncs_in_backward = self._syncs_in_backward, False
+        try:
+            yield
+        finally:
+            self._syncs_in_backward = before
+
+    def zero_grad_buffer(self) -> None:
+        """Begin a step: gradients of the last one are void. No memory is written."""
+        for buffer in self.gradient_buffers:
+            buffer.begin_step()
+        for parameter in self._param_index:
+            parameter.grad = None
+
+    def start_grad_sync(self, *unused: Any) -> None:
+        """Start the reduction of all gradients that are not on their way yet.
+
+        For schedules, which know when the last backward of a chunk is done; returns at once.
+        """
+        for buffer in self.gradient_buffers:
+            buffer.launch_remaining()
+
+    def finish_grad_sync(self, force_all_reduce: bool = False) -> None:
+        """Complete the reduction: afterwards every owned gradient is final.
+
+        Does not sum over tensor-parallel ranks or tied copies: `finalize_model_grads` does.
+        """
+        assert not force_all_reduce or not self.ddp_config.use_distributed_optimizer, (
+            "gradients of a sharded optimizer are reduced to shards only"
+        )
+        self.start_grad_sync()
+        for buffer in self.gradient_buffers:
+            buffer.finish_reductions()
+
+    def nonfinite_problem(self) -> NumericsError | None:
+        """Describe the first local gradient of this step that was not finite before reduction.
+
+        Known after `finish_grad_sync` with `check_for_nan_in_grad`. Only this rank knows: agree
+        before raising.
+        """
+        for buffer in self.gradient_buffers:
+            if buffer.nonfinite is not None:
+                rank = dist.get_rank() if dist.is_initialized() else 0
+                return NumericsError(
+                    f"gradient of {buffer.nonfinite} is not finite on global rank {rank}, data"
+                    f" replica {get_pg_rank(self.pg_collection.dp_cp)}.",
+                    rule="NaN or infinity in one replica would reach the weights of all",
+                    flags=["--no-check-for-nan-in-loss-and-grad"],
+                    fix="look at the samples of this step on that rank, or lower --lr; backward"
+                    " reaches this parameter before the others that are not finite",
+                )
+        return None
+
+    def scale_gradients(self, scaling_factor: float | Tensor) -> None:
+        """Multiply all reduced gradients."""
+        for buffer in self.gradient_buffers:
+            buffer.scale_gradients(scaling_factor)
+
+    def spans(self) -> list[ShardSpan]:
+        """Return what this rank updates, with reduced gradients, buffer by buffer."""
+        return self._spans
+
+    def shards_of(self, parameter: nn.Parameter) -> list[ParameterShard]:
+        """Return the pieces of a parameter that this rank owns; none if it is frozen."""
+        return self._shards_of.get(parameter, [])
+
+    # Parameters -----------------------------------------------------------------------------
+
+    def start_param_sync(self, *unused: Any, force_sync: bool = False) -> None:
+        """Gather the updated shards of sharded state; returns at once with overlap_param_gather.
+
+        Nothing to do where the whole state is on every rank.
+        """
+        for buffer in self.gradient_buffers:
+            buffer.start_gathers()
+        if force_sync or not self.ddp_config.overlap_param_gather:
+            self.finish_param_sync()
+
+    def finish_param_sync(self) -> None:
+        """Wait until all parameters are whole."""
+        for buffer in self.gradient_buffers:
+            buffer.finish_gathers()
+
+    def _finish_gathers_of(self, parameters: Sequence[nn.Parameter]) -> None:
+        for parameter in parameters:
+            buffer, index = self._param_index[parameter]
+            buffer.finish_gathers([index])
+
+    def broadcast_params(self) -> None:
+        """Copy the parameters of the first replica to all others."""
+        transfers = []
+        for parameter in self.module.parameters():
+            is_expert = get_param_meta(parameter).is_expert
+            group = self.pg_collection.expt_dp if is_expert else self.pg_collection.dp_cp
+            if get_pg_size(group) > 1:
+                source = dist.get_global_rank(group, 0)
+                data = parameter.data
+                transfers.append(dist.broadcast(data, source, group, async_op=True))
+        for transfer in transfers:
+            transfer.wait()
+
+
+def bucket_numel(
+    config: DistributedDataParallelConfig, numel: int, num_ranks: int, device: torch.device
+) -> int | None:
+    """Return the most elements of a bucket of a buffer of `numel` elements."""
+    if config.bucket_size is not None:
+        return config.bucket_size
+    if config.num_buckets is not None:
+        return math.ceil(numel / config.num_buckets)
+    if num_ranks == 1:
+        return None
+    return BUCKET_NUMEL_ON_CPU if device.type == "cpu" else max(40_000_000, 1_000_000 * num_ranks)
+
+
+def tied_parameters(module: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters of a chunk that another pipeline stage holds too.
+
+    The copy says so in its facts (`tied_to`); the original is known by the attribute
+    `shared_embedding`, or by the model's `shared_embedding_or_output_weight()`.
+    """
+    found = [
+        p
+        for p in module.parameters()
+        if get_param_meta(p).tied_to is not None or getattr(p, "shared_embedding", False)
+    ]
+    if not found and getattr(module, "share_embeddings_and_output_weights", False):
+        holds_copy = getattr(module, "pre_process", False) or getattr(module, "post_process", False)
+        weight = module.shared_embedding_or_output_weight() if holds_copy else None
+        found = [] if weight is None else [weight]
+    return [p for p in found if p.requires_grad]

@@ -1,0 +1,151 @@
+"""Settings of data parallelism: what is reduced when, in which precision, and what is sharded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron.core.config_base import check_all
+from megatron.core.errors import ConfigError, MegatronError
+
+SHARDING_STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+"""The ladder: nothing, ZeRO-1, ZeRO-2, ZeRO-3."""
+
+
+@dataclass
+class DistributedDataParallelConfig:
+    """How gradients (and, when sharded, parameters) travel between data-parallel ranks."""
+
+    grad_reduce_in_fp32: bool = False
+    """Keep and reduce gradients in fp32 whatever the parameters' dtype. bf16 sums lose about 3
+    bits over 64 micro batches."""
+    overlap_grad_reduce: bool = False
+    """Reduce a bucket as soon as backward has finished its parameters."""
+    overlap_param_gather: bool = False
+    """With sharded state: gather a module's parameters just before its forward pass needs them,
+    while earlier modules compute. Needs use_distributed_optimizer."""
+    align_param_gather: bool = False
+    """Let the schedule start parameter gathers of all pipeline stages at the same time."""
+    use_distributed_optimizer: bool = False
+    """Shard optimizer state over the data-parallel ranks (ZeRO-1, arXiv 1910.02054): gradients
+    are reduce-scattered, updated parameters gathered."""
+    data_parallel_sharding_strategy: str = "no_shard"
+    """Rung of the sharding ladder: "no_shard", "optim" (the same as use_distributed_optimizer) or
+    "optim_grads" (also the gradients, ZeRO-2)."""
+    num_distributed_optimizer_instances: int = 1
+    """Copies of the sharded state: it is sharded inside and replicated across them (HSDP)."""
+    check_for_nan_in_grad: bool = False
+    """Look for NaN and infinity in the local gradients before they are reduced, so that the
+    error names the rank and the parameter. One more read of the gradients."""
+    check_for_large_grads: bool = False
+    """Not supported: bound gradients by clip_grad instead."""
+    bucket_size: int | None = None
+    """Most elements of a bucket. None chooses: 4 million on CPU, where messages of 16 MB reach
+    full speed; max(40 million, 1 million per rank) on accelerators."""
+    num_buckets: int | None = None
+    """Cut each buffer into about this many buckets, instead of bucket_size."""
+    pad_buckets_for_high_nccl_busbw: bool = False
+    """Accepted; buckets are padded to 512 bytes per rank in any case."""
+    reduce_scatter_with_fp32_accumulation: bool = False
+    """Add half-precision gradients in fp32. On gloo this is always so; other backends would need
+    grad_reduce_in_fp32."""
+    average_in_collective: bool = False
+    """Let the collective average over the ranks, instead of scaling gradients by 1/ranks before.
+    Pairwise sums on gloo always scale the sum, which is the more accurate order."""
+    fp8_param_gather: bool = False
+    """Not supported: gather parameters in fp8."""
+    fp4_param_gather: bool = False
+    """Not supported: gather parameters in fp4."""
+    use_megatron_fsdp: bool = False
+    """Not supported: shard parameters as well."""
+
+    def __post_init__(self) -> None:
+        """Make the two ways of asking for ZeRO-1 agree; raise all problems together."""
+        if self.use_distributed_optimizer and self.data_parallel_sharding_strategy == "no_shard":
+            self.data_parallel_sharding_strategy = "optim"
+        if self.data_parallel_sharding_strategy in ("optim", "optim_grads"):
+            self.use_distributed_optimizer = True
+        check_all(self, [_check_overlap, _check_buckets, _check_supported])
+
+    @property
+    def shards_gradients(self) -> bool:
+        """Whether a rank keeps only its shard of the gradients (ZeRO-2)."""
+        return self.data_parallel_sharding_strategy == "optim_grads"
+
+
+def _check_overlap(config: DistributedDataParallelConfig) -> list[MegatronError]:
+    problems: list[MegatronError] = []
+    if config.overlap_param_gather and not config.use_distributed_optimizer:
+        problems.append(
+            ConfigError(
+                "overlap_param_gather is on without use_distributed_optimizer.",
+                rule="parameters are gathered only where the optimizer state is sharded",
+                flags=["--overlap-param-gather", "--use-distributed-optimizer"],
+                fix="add --use-distributed-optimizer or drop --overlap-param-gather",
+            )
+        )
+    if config.num_distributed_optimizer_instances > 1 and not config.use_distributed_optimizer:
+        problems.append(
+            ConfigError(
+                f"{config.num_distributed_optimizer_instances} instances of the distributed"
+                " optimizer without use_distributed_optimizer.",
+                rule="instances are copies of sharded optimizer state",
+                flags=["--num-distributed-optimizer-instances", "--use-distributed-optimizer"],
+                fix="add --use-distributed-optimizer",
+            )
+        )
+    return problems
+
+
+def _check_buckets(config: DistributedDataParallelConfig) -> list[MegatronError]:
+    problems: list[MegatronError] = []
+    for name, flag in (("bucket_size", "--ddp-bucket-size"), ("num_buckets", "--ddp-num-buckets")):
+        value = getattr(config, name)
+        if value is not None and value < 1:
+            problems.append(
+                ConfigError(
+                    f"{name}={value}.", rule=f"{name} is at least 1", flags=[flag], fix="drop it"
+                )
+            )
+    if config.bucket_size is not None and config.num_buckets is not None:
+        problems.append(
+            ConfigError(
+                f"bucket_size={config.bucket_size} and num_buckets={config.num_buckets}.",
+                rule="buckets are given by their size or by their number",
+                flags=["--ddp-bucket-size", "--ddp-num-buckets"],
+                fix="drop one of them",
+            )
+        )
+    return problems
+
+
+def _check_supported(config: DistributedDataParallelConfig) -> list[MegatronError]:
+    problems: list[MegatronError] = []
+    if config.data_parallel_sharding_strategy not in SHARDING_STRATEGIES:
+        problems.append(
+            ConfigError(
+                f"data_parallel_sharding_strategy={config.data_parallel_sharding_strategy!r}.",
+                rule=f"it is one of {', '.join(SHARDING_STRATEGIES)}",
+                flags=["--data-parallel-sharding-strategy"],
+                fix="use optim",
+            )
+        )
+    unsupported = {
+        "fp8_param_gather": "--fp8-param-gather",
+        "fp4_param_gather": "--fp4-param-gather",
+        "use_megatron_fsdp": "--use-megatron-fsdp",
+        "check_for_large_grads": "--check-for-large-grads",
+    }
+    found = [name for name in unsupported if getattr(config, name)]
+    if config.data_parallel_sharding_strategy == "optim_grads_params":
+        found.append("data_parallel_sharding_strategy")
+        unsupported["data_parallel_sharding_strategy"] = "--data-parallel-sharding-strategy"
+    problems += [
+        ConfigError(
+            f"{name}={getattr(config, name)!r} is not supported.",
+            rule="state and gradients can be sharded, parameters cannot yet",
+            flags=[unsupported[name]],
+            fix="use --use-distributed-optimizer",
+        )
+        for name in found
+    ]
+    return problems

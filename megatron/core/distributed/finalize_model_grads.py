@@ -1,0 +1,133 @@
+"""What gradients need after the last backward pass, before the optimizer may read them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megatron.core.agreement import agree
+from megatron.core.distributed.communication import sum_in_place
+from megatron.core.distributed.distributed_data_parallel import (
+    DistributedDataParallel,
+    tied_parameters,
+)
+from megatron.core.param_meta import get_param_meta
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.utils import get_pg_size
+
+
+def finalize_model_grads(
+    model: Sequence[nn.Module],
+    num_tokens: Tensor | None = None,
+    pg_collection: ProcessGroupCollection | None = None,
+    force_all_reduce: bool = False,
+) -> None:
+    """Complete the gradients of all model chunks of this rank.
+
+    Args:
+        model: chunks, usually `DistributedDataParallel`. A bare module is taken as the only
+            replica, with gradients in `.grad`.
+        num_tokens: tokens of this rank's share of the batch, on the last pipeline stage (other
+            stages pass any tensor); gradients are then divided by their global number.
+    Raises:
+        NumericsError: on all ranks, if `check_for_nan_in_grad` found something on any.
+    Communication, in this order:
+        reduction over data-parallel ranks; sums over the axes that `ParamMeta.grad_sum_axes`
+        names ("tp": norms under sequence parallelism); the tied embedding over `embd`; the number
+        of tokens over `pp` and `dp_cp`.
+    """
+    groups = pg_collection or ProcessGroupCollection.current()
+    for chunk in model:
+        if isinstance(chunk, DistributedDataParallel):
+            chunk.finish_grad_sync(force_all_reduce=force_all_reduce)
+    raise_if_nonfinite(model)
+    _sum_partial_gradients(model, groups)
+    _sum_tied_gradients(model, groups)
+    if num_tokens is not None:
+        _divide_by_tokens(model, num_tokens, groups)
+
+
+def raise_if_nonfinite(model: Sequence[nn.Module]) -> None:
+    """Raise on all processes if any replica's own gradient was not finite.
+
+    Communication: one all-reduce of one integer over all processes, where the check is on.
+    """
+    checking = [
+        chunk
+        for chunk in model
+        if isinstance(chunk, DistributedDataParallel) and chunk.ddp_config.check_for_nan_in_grad
+    ]
+    if not checking:
+        return
+    problems = [problem for chunk in checking if (problem := chunk.nonfinite_problem())]
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        device = next(checking[0].module.parameters()).device
+        count = torch.tensor([len(problems)], device=device)
+        dist.all_reduce(count)
+        if int(count) == 0:
+            return
+    # The last chunk first: backward begins there.
+    agree(problems[-1] if problems else None)
+
+
+def _sum_partial_gradients(model: Sequence[nn.Module], groups: ProcessGroupCollection) -> None:
+    """Sum gradients that are partial over an axis: all of an axis and dtype in one message."""
+    partial: dict[tuple[str, torch.dtype], list[Tensor]] = {}
+    for chunk in model:
+        for parameter in chunk.parameters():
+            for axis in get_param_meta(parameter).grad_sum_axes:
+                if parameter.requires_grad and get_pg_size(getattr(groups, axis)) > 1:
+                    for gradient in _reduced(chunk, parameter):
+                        partial.setdefault((axis, gradient.dtype), []).append(gradient)
+    for (axis, _), gradients in partial.items():
+        joined = torch.cat([gradient.flatten() for gradient in gradients])
+        sum_in_place(joined, getattr(groups, axis))
+        parts = joined.split([gradient.numel() for gradient in gradients])
+        for gradient, total in zip(gradients, parts, strict=True):
+            gradient.copy_(total.view_as(gradient))
+
+
+def _sum_tied_gradients(model: Sequence[nn.Module], groups: ProcessGroupCollection) -> None:
+    """Add the gradients of the copies of the tied embedding (first and last stage).
+
+    Sharded gradients are added shard by shard: both stages cut the weight at the same places.
+    """
+    if get_pg_size(groups.embd) == 1:
+        return
+    for chunk in model:
+        inner = chunk.module if isinstance(chunk, DistributedDataParallel) else chunk
+        for parameter in tied_parameters(inner):
+            for gradient in _reduced(chunk, parameter):
+                sum_in_place(gradient.view(-1), groups.embd)
+
+
+def _divide_by_tokens(
+    model: Sequence[nn.Module], num_tokens: Tensor, groups: ProcessGroupCollection
+) -> None:
+    total = num_tokens.clone()
+    if get_pg_size(groups.pp) > 1:
+        # Only the last stage has counted.
+        last = get_pg_size(groups.pp) - 1
+        dist.broadcast(total, dist.get_global_rank(groups.pp, last), groups.pp)
+    if get_pg_size(groups.dp_cp) > 1:
+        dist.all_reduce(total, group=groups.dp_cp)
+    # A batch without a single token to learn from has zero gradients; keep them.
+    factor = 1.0 / max(float(total), 1.0)
+    for chunk in model:
+        if isinstance(chunk, DistributedDataParallel):
+            chunk.scale_gradients(factor)
+        else:
+            for parameter in chunk.parameters():
+                for gradient in _reduced(chunk, parameter):
+                    gradient.mul_(factor)
+
+
+def _reduced(chunk: nn.Module, parameter: nn.Parameter) -> list[Tensor]:
+    """Return the pieces of a parameter's gradient that are final on this rank."""
+    if isinstance(chunk, DistributedDataParallel):
+        shards = chunk.shards_of(parameter)
+        return [shard.gradient for shard in shards if shard.gradient is not None]
+    return [] if parameter.grad is None else [parameter.grad]

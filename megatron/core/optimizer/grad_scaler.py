@@ -1,0 +1,117 @@
+"""Loss scaling: fp16 gradients are kept in range by a factor on the loss.
+
+P. Micikevicius et al., "Mixed Precision Training", section 3.2, arXiv 1710.03740.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from typing import Any
+
+from megatron.core.errors import CheckpointError, NumericsError
+
+
+class ConstantGradScaler:
+    """A factor that never changes."""
+
+    def __init__(self, scale: float) -> None:
+        self._scale = float(scale)
+
+    @property
+    def scale(self) -> float:
+        """Factor on the loss."""
+        return self._scale
+
+    @property
+    def inv_scale(self) -> float:
+        """Factor that takes gradients back."""
+        return 1.0 / self._scale
+
+    def update(self, found_inf: bool) -> None:
+        """Learn whether the last step overflowed."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a resumed run needs."""
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue where `state_dict` stopped."""
+
+
+class DynamicGradScaler(ConstantGradScaler):
+    """A factor that grows after a run of good steps and shrinks on overflow.
+
+    Hysteresis: the first `hysteresis - 1` overflows after a growth only skip their step.
+    """
+
+    def __init__(
+        self,
+        initial_scale: float,
+        min_scale: float,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 1000,
+        hysteresis: int = 2,
+        floor_policy: str = "warn",
+    ) -> None:
+        assert 0 < min_scale <= initial_scale, (min_scale, initial_scale)
+        assert growth_factor > 1 > backoff_factor > 0, (growth_factor, backoff_factor)
+        super().__init__(initial_scale)
+        self.min_scale = float(min_scale)
+        self.growth_factor, self.backoff_factor = growth_factor, backoff_factor
+        self.growth_interval, self.hysteresis = int(growth_interval), hysteresis
+        self.floor_policy = floor_policy
+        self._num_good_steps = 0
+        self._tolerance = hysteresis
+
+    def update(self, found_inf: bool) -> None:
+        """Shrink or grow.
+
+        Raises:
+            NumericsError: overflow with the scale at its floor, under the policy "raise".
+        """
+        if found_inf:
+            self._num_good_steps = 0
+            self._tolerance -= 1
+            if self._tolerance <= 0:
+                if self._scale <= self.min_scale:
+                    self._complain()
+                self._scale = max(self._scale * self.backoff_factor, self.min_scale)
+            return
+        self._num_good_steps += 1
+        if self._num_good_steps == self.growth_interval:
+            self._num_good_steps = 0
+            self._tolerance = self.hysteresis
+            self._scale *= self.growth_factor
+
+    def _complain(self) -> None:
+        problem = NumericsError(
+            f"fp16 gradients overflow with the loss scale at its floor {self.min_scale:g}.",
+            rule="a step whose gradients are not finite is skipped",
+            flags=["--min-loss-scale", "--fp16", "--bf16"],
+            fix="train in bf16, lower the learning rate, or lower --min-loss-scale",
+        )
+        if self.floor_policy == "raise":
+            raise problem
+        if self.floor_policy == "warn":
+            warnings.warn(str(problem), RuntimeWarning, stacklevel=3)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return scale, good steps in a row, and overflows still tolerated."""
+        return {
+            "scale": self._scale,
+            "growth_tracker": self._num_good_steps,
+            "hysteresis_tracker": self._tolerance,
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue where `state_dict` stopped."""
+        scale = float(state_dict["scale"])
+        if not (math.isfinite(scale) and scale > 0):
+            raise CheckpointError(
+                f"the stored loss scale is {scale}.", rule="a loss scale is positive and finite"
+            )
+        self._scale = scale
+        self._num_good_steps = int(state_dict["growth_tracker"])
+        self._tolerance = int(state_dict["hysteresis_tracker"])

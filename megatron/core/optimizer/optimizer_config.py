@@ -1,0 +1,224 @@
+"""Settings of the optimizer. Names and defaults are Megatron's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megatron.core.config_base import check_all
+from megatron.core.errors import ConfigError, MegatronError
+
+NONFINITE_POLICIES = ("raise", "skip")
+FLOOR_POLICIES = ("raise", "skip", "warn")
+
+
+@dataclass
+class OptimizerConfig:
+    """Update rule, precision, loss scaling, clipping."""
+
+    optimizer: str = "adam"
+    """"adam" (with decoupled weight decay: AdamW, arXiv 1711.05101) or "sgd"."""
+    lr: float | None = None
+    """Learning rate until a scheduler sets another."""
+    min_lr: float | None = None
+    """Lowest learning rate of the schedule."""
+    decoupled_lr: float | None = None
+    """Own learning rate of the input embedding and the output head."""
+    decoupled_min_lr: float | None = None
+    """Lowest value of that rate."""
+    weight_decay: float = 0.01
+    """Weight decay of matrices; biases and other 1-d parameters have none."""
+    apply_wd_to_qk_layernorm: bool = False
+    """Decay the weights of the query and key norms as well."""
+
+    fp16: bool = False
+    """The model computes in fp16; the optimizer keeps fp32 weights and scales the loss."""
+    bf16: bool = False
+    """The model computes in bf16; the optimizer keeps fp32 weights."""
+    params_dtype: torch.dtype = torch.float32
+    """Dtype of the model's weights."""
+    use_precision_aware_optimizer: bool = False
+    """Not supported: moments in low precision."""
+    main_grads_dtype: torch.dtype = torch.float32
+    """Dtype of main gradients; the data-parallel wrapper decides it (grad_reduce_in_fp32)."""
+    main_params_dtype: torch.dtype = torch.float32
+    """Dtype of main weights."""
+    exp_avg_dtype: torch.dtype = torch.float32
+    """Dtype of the first moment."""
+    exp_avg_sq_dtype: torch.dtype = torch.float32
+    """Dtype of the second moment."""
+
+    loss_scale: float | None = None
+    """Constant loss scale; None scales dynamically with fp16, and not at all otherwise."""
+    initial_loss_scale: float = 2.0**32
+    """First value of the dynamic scale."""
+    min_loss_scale: float = 1.0
+    """Floor of the dynamic scale."""
+    loss_scale_window: float = 1000
+    """Good steps in a row after which the dynamic scale doubles."""
+    hysteresis: int = 2
+    """Overflows that are tolerated before the dynamic scale is halved."""
+    on_loss_scale_floor: str = "warn"
+    """What happens on overflow with the scale at its floor: "raise", "skip" (silently, as any
+    overflow) or "warn"."""
+    on_nonfinite_grad: str = "raise"
+    """What a step without loss scaling does with gradients that are not finite: "raise" a
+    NumericsError on all ranks, or "skip" the update and return False. The weights are untouched
+    either way."""
+
+    adam_beta1: float = 0.9
+    """Decay of the first moment."""
+    adam_beta2: float = 0.999
+    """Decay of the second moment."""
+    adam_eps: float = 1e-8
+    """Added to the root of the second moment."""
+    decoupled_weight_decay: bool = True
+    """Decay weights directly (AdamW); otherwise add weight_decay * weight to the gradient."""
+    sgd_momentum: float = 0.9
+    """Momentum of SGD."""
+
+    use_distributed_optimizer: bool = False
+    """Shard optimizer state over data-parallel ranks (ZeRO-1). Must agree with the
+    DistributedDataParallelConfig of the model chunks."""
+    overlap_param_gather: bool = False
+    """Gather updated parameters during the next forward pass; see the same field there."""
+    overlap_param_gather_with_optimizer_step: bool = False
+    """Accepted: gathers start right after the update."""
+    optimizer_cpu_offload: bool = False
+    """Not supported: optimizer state in host memory."""
+    optimizer_offload_fraction: float = 1.0
+    """Share of it."""
+
+    clip_grad: float = 1.0
+    """Largest global gradient norm; 0 does not clip."""
+    log_num_zeros_in_grad: bool = False
+    """Count the zeros in the gradient: one more read of it."""
+    barrier_with_L1_time: bool = False
+    """Accepted: timers of level 1 do not wait for other ranks."""
+    timers: Any = None
+    """`megatron.core.timers.Timers` or None."""
+    config_logger_dir: str = ""
+    """Accepted."""
+
+    def __post_init__(self) -> None:
+        """Raise all problems together."""
+        check_all(self, [_check_update, _check_precision, _check_supported])
+
+
+def _check_update(config: OptimizerConfig) -> list[MegatronError]:
+    problems: list[MegatronError] = []
+    if config.optimizer not in ("adam", "sgd"):
+        problems.append(
+            ConfigError(
+                f"optimizer={config.optimizer!r}.",
+                rule="optimizers are adam and sgd",
+                flags=["--optimizer"],
+                fix="use --optimizer adam",
+            )
+        )
+    limits = [
+        ("adam_beta1", "--adam-beta1", 0.0, 1.0),
+        ("adam_beta2", "--adam-beta2", 0.0, 1.0),
+        ("sgd_momentum", "--sgd-momentum", 0.0, 1.0),
+        ("clip_grad", "--clip-grad", 0.0, None),
+        ("weight_decay", "--weight-decay", 0.0, None),
+        ("adam_eps", "--adam-eps", 0.0, None),
+    ]
+    for name, flag, low, high in limits:
+        value = getattr(config, name)
+        if not (value >= low and (high is None or value < high)):
+            span = f"at least {low:g}" if high is None else f"in [{low:g}, {high:g})"
+            problems.append(
+                ConfigError(
+                    f"{name}={value}.",
+                    rule=f"{name} is {span}",
+                    flags=[flag],
+                    fix=f"drop {flag} to use {OptimizerConfig.__dataclass_fields__[name].default}",
+                )
+            )
+    for name, known in (
+        ("on_nonfinite_grad", NONFINITE_POLICIES),
+        ("on_loss_scale_floor", FLOOR_POLICIES),
+    ):
+        if getattr(config, name) not in known:
+            problems.append(
+                ConfigError(
+                    f"{name}={getattr(config, name)!r}.",
+                    rule=f"{name} is one of {', '.join(known)}",
+                    fix=f"use {known[0]!r}",
+                )
+            )
+    return problems
+
+
+def _check_precision(config: OptimizerConfig) -> list[MegatronError]:
+    problems: list[MegatronError] = []
+    if config.fp16 and config.bf16:
+        problems.append(
+            ConfigError(
+                "fp16 and bf16 are both on.",
+                rule="a model computes in one half precision",
+                flags=["--fp16", "--bf16"],
+                fix="keep --bf16",
+            )
+        )
+    if config.loss_scale is not None and not config.loss_scale > 0:
+        problems.append(
+            ConfigError(
+                f"loss_scale={config.loss_scale}.",
+                rule="a loss scale is positive",
+                flags=["--loss-scale"],
+                fix="drop --loss-scale to scale dynamically",
+            )
+        )
+    if not 0 < config.min_loss_scale <= config.initial_loss_scale:
+        problems.append(
+            ConfigError(
+                f"min_loss_scale={config.min_loss_scale} and"
+                f" initial_loss_scale={config.initial_loss_scale}.",
+                rule="the dynamic scale begins at or above its positive floor",
+                flags=["--min-loss-scale", "--initial-loss-scale"],
+                fix="use a smaller --min-loss-scale",
+            )
+        )
+    if config.loss_scale_window < 1 or config.hysteresis < 1:
+        problems.append(
+            ConfigError(
+                f"loss_scale_window={config.loss_scale_window}, hysteresis={config.hysteresis}.",
+                rule="both count steps and are at least 1",
+                flags=["--loss-scale-window", "--hysteresis"],
+                fix="use --loss-scale-window 1000 --hysteresis 2",
+            )
+        )
+    return problems
+
+
+def _check_supported(config: OptimizerConfig) -> list[MegatronError]:
+    problems: list[MegatronError] = []
+    unsupported = {
+        "use_precision_aware_optimizer": "--use-precision-aware-optimizer",
+        "optimizer_cpu_offload": "--optimizer-cpu-offload",
+    }
+    for name, flag in unsupported.items():
+        if getattr(config, name):
+            problems.append(
+                ConfigError(
+                    f"{name} is not supported.",
+                    rule="optimizer state is kept in fp32 on the device",
+                    flags=[flag],
+                    fix="use --use-distributed-optimizer to shard it over data-parallel ranks",
+                )
+            )
+    for name in ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"):
+        if getattr(config, name) != torch.float32:
+            problems.append(
+                ConfigError(
+                    f"{name}={getattr(config, name)} is not supported.",
+                    rule="optimizer state is kept in fp32",
+                    flags=["--" + name.replace("_", "-")],
+                    fix=f"drop --{name.replace('_', '-')}",
+                )
+            )
+    return problems
