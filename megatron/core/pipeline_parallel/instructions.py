@@ -33,10 +33,14 @@ class Op(IntEnum):
     GRAD_SYNC = 11  # from here on, the gradients of a chunk may be reduced over replicas
 
 
-COMPUTE_OPS = frozenset((Op.FORWARD, Op.BACKWARD, Op.INPUT_GRAD, Op.WEIGHT_GRAD))
-RECV_OPS = frozenset((Op.RECV_ACTIVATION, Op.RECV_GRADIENT))
-SEND_OPS = frozenset((Op.SEND_ACTIVATION, Op.SEND_GRADIENT))
-FREE_OPS = frozenset((Op.FREE_OUTPUT, Op.FREE_GRADIENT))
+# Looking a member up in its enum costs more than making a step: loops over steps use these.
+FORWARD, BACKWARD, INPUT_GRAD, WEIGHT_GRAD = Op(0), Op(1), Op(2), Op(3)
+RECV_ACTIVATION, RECV_GRADIENT = Op.RECV_ACTIVATION, Op.RECV_GRADIENT
+SEND_ACTIVATION, SEND_GRADIENT = Op.SEND_ACTIVATION, Op.SEND_GRADIENT
+FREE_OUTPUT, FREE_GRADIENT = Op.FREE_OUTPUT, Op.FREE_GRADIENT
+PARAM_GATHER, GRAD_SYNC = Op.PARAM_GATHER, Op.GRAD_SYNC
+
+COMPUTE_OPS = frozenset((FORWARD, BACKWARD, INPUT_GRAD, WEIGHT_GRAD))
 
 SHORT_NAME = {
     Op.FORWARD: "F",

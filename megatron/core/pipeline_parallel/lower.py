@@ -25,16 +25,23 @@ from __future__ import annotations
 from collections import defaultdict
 
 from megatron.core.pipeline_parallel.instructions import (
+    BACKWARD,
+    FORWARD,
+    FREE_GRADIENT,
+    FREE_OUTPUT,
+    GRAD_SYNC,
+    INPUT_GRAD,
     NO_MICROBATCH,
-    Op,
+    PARAM_GATHER,
+    RECV_ACTIVATION,
+    RECV_GRADIENT,
+    SEND_ACTIVATION,
+    SEND_GRADIENT,
+    WEIGHT_GRAD,
     Orders,
-    Placement,
     Program,
     Step,
 )
-
-_MAKES_GRADIENT = (Op.BACKWARD, Op.INPUT_GRAD)
-_ENDS_BACKWARD = (Op.BACKWARD, Op.WEIGHT_GRAD)
 
 
 def lower(
@@ -83,115 +90,115 @@ def lower_rank(
     send_window: int | None = None,
     delayed_grad_sync: bool = False,
 ) -> tuple[Step, ...]:
-    """Return the full program of one rank; reads the orders of this rank and its neighbours only."""
+    """Return the full program of one rank; reads its own order and those of its neighbours."""
     placement = orders.placement
+    chunks = range(placement.num_chunks)
     compute = orders[rank]
-    receives = _PostedReceives(orders, rank)
-    sends = _OpenSends(orders.send_window if send_window is None else send_window)
-    before, after = _sync_points(compute, rank, placement, delayed_grad_sync)
+    receives = _Receives(orders, rank)
+    sends = _Sends(orders.send_window if send_window is None else send_window)
+    next_rank = [_rank_elsewhere(placement.next(rank, chunk), rank) for chunk in chunks]
+    previous_rank = [_rank_elsewhere(placement.previous(rank, chunk), rank) for chunk in chunks]
+    before, after = _sync_points(compute, rank, delayed_grad_sync)
 
     program: list[Step] = []
+    for ahead in range(min(prefetch, len(compute))):
+        receives.post_for(compute[ahead], program)
     for index, step in enumerate(compute):
         op, microbatch, chunk = step
-        program.extend(before[index])
-        # Everything needed up to `prefetch` steps from now is posted; earlier steps did the rest.
-        for ahead in range(index + prefetch if index else 0, index + prefetch + 1):
-            if ahead < len(compute):
-                program.extend(receives.post_for(compute[ahead]))
-        if op in _MAKES_GRADIENT:
-            program.extend(sends.free_output_of(microbatch, chunk))
+        if index in before:
+            program.extend(before[index])
+        if index + prefetch < len(compute):
+            receives.post_for(compute[index + prefetch], program)
+        above, below = next_rank[chunk], previous_rank[chunk]
+        makes_gradient = op is BACKWARD or op is INPUT_GRAD
+        if makes_gradient and above is not None:
+            sends.free_output(above, microbatch, chunk, program)
         program.append(step)
-        if op is Op.FORWARD:
-            target = placement.next(rank, chunk)
-            if target is not None and target[0] != rank:
-                program.extend(sends.send(target[0], Step(Op.SEND_ACTIVATION, microbatch, chunk)))
-        elif op in _MAKES_GRADIENT:
-            target = placement.previous(rank, chunk)
-            if target is not None and target[0] != rank:
-                program.extend(sends.send(target[0], Step(Op.SEND_GRADIENT, microbatch, chunk)))
-        program.extend(after[index])
-    program.extend(sends.free_all())
+        if op is FORWARD and above is not None:
+            sends.send(above, Step(SEND_ACTIVATION, microbatch, chunk), program)
+        elif makes_gradient and below is not None:
+            sends.send(below, Step(SEND_GRADIENT, microbatch, chunk), program)
+        if index in after:
+            program.extend(after[index])
+    sends.free_all(program)
     return tuple(program)
 
 
-class _PostedReceives:
-    """Emits receives on demand, in the order in which each neighbour sends them."""
+def _rank_elsewhere(location: tuple[int, int] | None, rank: int) -> int | None:
+    """Return the rank of a location, None if there is none or if it is `rank` itself."""
+    return None if location is None or location[0] == rank else location[0]
+
+
+class _Receives:
+    """Posts receives on demand, in the order in which each neighbour sends them."""
 
     def __init__(self, orders: Orders, rank: int) -> None:
-        self._rank = rank
-        self._placement = orders.placement
-        self._waiting: dict[int, list[Step]] = {}
-        for source in _senders_to(rank, orders.placement):
-            queue = _receives_in_sending_order(orders, source, rank)
+        placement = orders.placement
+        chunks = range(placement.num_chunks)
+        before = [_rank_elsewhere(placement.previous(rank, chunk), rank) for chunk in chunks]
+        after = [_rank_elsewhere(placement.next(rank, chunk), rank) for chunk in chunks]
+        sources = {source for source in (*before, *after) if source is not None}
+        queues = {source: _receives_in_sending_order(orders, source, rank) for source in sources}
+        for queue in queues.values():
             queue.reverse()
-            self._waiting[source] = queue
+        nothing: list[Step] = []
+        self._activations = [nothing if s is None else queues[s] for s in before]
+        self._gradients = [nothing if s is None else queues[s] for s in after]
         self._posted: set[Step] = set()
 
-    def post_for(self, step: Step) -> list[Step]:
-        """Return the receives still to be posted before `step` may run."""
+    def post_for(self, step: Step, program: list[Step]) -> None:
+        """Append the receives still to be posted before `step` may run."""
         op, microbatch, chunk = step
-        if op is Op.FORWARD:
-            source = self._placement.previous(self._rank, chunk)
-            needed = Step(Op.RECV_ACTIVATION, microbatch, chunk)
-        elif op is Op.WEIGHT_GRAD:
-            return []
+        if op is FORWARD:
+            waiting, receive = self._activations[chunk], RECV_ACTIVATION
+        elif op is WEIGHT_GRAD:
+            return
         else:
-            source = self._placement.next(self._rank, chunk)
-            needed = Step(Op.RECV_GRADIENT, microbatch, chunk)
-        if source is None or source[0] == self._rank or needed in self._posted:
-            return []
-        emitted = []
-        waiting = self._waiting[source[0]]
+            waiting, receive = self._gradients[chunk], RECV_GRADIENT
+        if not waiting:
+            return
+        needed = (receive, microbatch, chunk)
+        if needed in self._posted:
+            return
         while waiting:
-            receive = waiting.pop()
-            self._posted.add(receive)
-            emitted.append(receive)
-            if receive == needed:
-                break
-        return emitted
+            posted = waiting.pop()
+            program.append(posted)
+            if posted == needed:
+                return
+            self._posted.add(posted)
 
 
-class _OpenSends:
+class _Sends:
     """Keeps each channel's unfinished sends within the window."""
-
-    _FREE = {Op.SEND_ACTIVATION: Op.FREE_OUTPUT, Op.SEND_GRADIENT: Op.FREE_GRADIENT}
 
     def __init__(self, window: int) -> None:
         self._window = window
         self._open: dict[int, list[Step]] = defaultdict(list)
 
-    def send(self, target: int, step: Step) -> list[Step]:
-        """Return the frees that make room, then the send."""
-        channel = self._open[target]
-        emitted = []
-        while len(channel) >= self._window:
-            emitted.append(self._free(channel.pop(0)))
-        channel.append(step)
-        emitted.append(step)
-        return emitted
+    def send(self, target: int, step: Step, program: list[Step]) -> None:
+        """Append the frees that make room, then the send."""
+        unfinished = self._open[target]
+        while len(unfinished) >= self._window:
+            program.append(_free(unfinished.pop(0)))
+        unfinished.append(step)
+        program.append(step)
 
-    def free_output_of(self, microbatch: int, chunk: int) -> list[Step]:
-        sent = Step(Op.SEND_ACTIVATION, microbatch, chunk)
-        for channel in self._open.values():
-            if sent in channel:
-                channel.remove(sent)
-                return [self._free(sent)]
-        return []
+    def free_output(self, target: int, microbatch: int, chunk: int, program: list[Step]) -> None:
+        """Append the free of an output, if it is still unfinished."""
+        unfinished = self._open[target]
+        sent = (SEND_ACTIVATION, microbatch, chunk)
+        if sent in unfinished:
+            index = unfinished.index(Step(*sent))
+            program.append(_free(unfinished.pop(index)))
 
-    def free_all(self) -> list[Step]:
-        return [self._free(step) for channel in self._open.values() for step in channel]
-
-    def _free(self, step: Step) -> Step:
-        return Step(self._FREE[step.op], step.microbatch, step.chunk)
+    def free_all(self, program: list[Step]) -> None:
+        """Append the frees of everything unfinished."""
+        program.extend(_free(step) for steps in self._open.values() for step in steps)
 
 
-def _senders_to(rank: int, placement: Placement) -> set[int]:
-    neighbours = set()
-    for chunk in range(placement.num_chunks):
-        for other in (placement.previous(rank, chunk), placement.next(rank, chunk)):
-            if other is not None and other[0] != rank:
-                neighbours.add(other[0])
-    return neighbours
+def _free(sent: Step) -> Step:
+    op = FREE_OUTPUT if sent.op is SEND_ACTIVATION else FREE_GRADIENT
+    return Step(op, sent.microbatch, sent.chunk)
 
 
 def _receives_in_sending_order(orders: Orders, source: int, rank: int) -> list[Step]:
@@ -201,42 +208,42 @@ def _receives_in_sending_order(orders: Orders, source: int, rank: int) -> list[S
     preceding = [placement.previous(source, c) for c in range(placement.num_chunks)]
     receives = []
     for op, microbatch, chunk in orders[source]:
-        if op is Op.FORWARD:
-            target, receive = following[chunk], Op.RECV_ACTIVATION
-        elif op in _MAKES_GRADIENT:
-            target, receive = preceding[chunk], Op.RECV_GRADIENT
-        else:
+        if op is FORWARD:
+            target, receive = following[chunk], RECV_ACTIVATION
+        elif op is WEIGHT_GRAD:
             continue
+        else:
+            target, receive = preceding[chunk], RECV_GRADIENT
         if target is not None and target[0] == rank:
             receives.append(Step(receive, microbatch, target[1]))
     return receives
 
 
 def _sync_points(
-    compute: tuple[Step, ...], rank: int, placement: Placement, delayed: bool
+    compute: tuple[Step, ...], rank: int, delayed: bool
 ) -> tuple[dict[int, list[Step]], dict[int, list[Step]]]:
     """Return the bookkeeping steps to emit before and after each compute step, by index."""
     before: dict[int, list[Step]] = defaultdict(list)
     after: dict[int, list[Step]] = defaultdict(list)
     first_forward: dict[int, int] = {}
     last_backward: dict[int, int] = {}
-    backwards = []
+    backwards: list[int] = []
     for index, (op, _, chunk) in enumerate(compute):
-        if op is Op.FORWARD:
+        if op is FORWARD:
             first_forward.setdefault(chunk, index)
-        elif op in _ENDS_BACKWARD:
+        elif op is BACKWARD or op is WEIGHT_GRAD:
             last_backward[chunk] = len(backwards)
             backwards.append(index)
 
     by_first_use = sorted(first_forward, key=first_forward.__getitem__)
     for position, chunk in enumerate(by_first_use):
         use = 0 if position == 0 else first_forward[by_first_use[position - 1]]
-        before[use].append(Step(Op.PARAM_GATHER, NO_MICROBATCH, chunk))
+        before[use].append(Step(PARAM_GATHER, NO_MICROBATCH, chunk))
     for chunk, ordinal in last_backward.items():
         if delayed:
             late = min(ordinal + rank, len(backwards) - 1)
-            after[backwards[late]].append(Step(Op.GRAD_SYNC, NO_MICROBATCH, chunk))
+            after[backwards[late]].append(Step(GRAD_SYNC, NO_MICROBATCH, chunk))
         else:
             index = backwards[ordinal]
-            before[index].append(Step(Op.GRAD_SYNC, compute[index].microbatch, chunk))
+            before[index].append(Step(GRAD_SYNC, compute[index].microbatch, chunk))
     return before, after

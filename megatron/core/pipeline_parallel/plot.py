@@ -180,7 +180,7 @@ def save_png(traces: Sequence[Trace], path: str | Path) -> None:
     figure = Figure(figsize=(14, 0.45 * rows + 0.4), layout="constrained")
     FigureCanvasAgg(figure)
     panels = figure.subplots(len(traces), 1, squeeze=False)
-    for axis, trace in zip(panels[:, 0], traces):
+    for axis, trace in zip(panels[:, 0], traces, strict=True):
         origin = min((span.start for span in trace.spans), default=0.0)
         makespan = max((span.end for span in trace.spans), default=1.0) - origin
         for span in trace.spans:

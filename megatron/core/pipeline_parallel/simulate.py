@@ -11,11 +11,21 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from megatron.core.errors import ScheduleError
 from megatron.core.pipeline_parallel.instructions import (
+    BACKWARD,
     COMPUTE_OPS,
+    FORWARD,
+    FREE_GRADIENT,
+    FREE_OUTPUT,
+    INPUT_GRAD,
+    RECV_ACTIVATION,
+    RECV_GRADIENT,
+    SEND_ACTIVATION,
+    SEND_GRADIENT,
+    WEIGHT_GRAD,
     Op,
     Program,
     Step,
@@ -53,11 +63,11 @@ class Costs:
 
     def of(self, op: Op, stage: int) -> float:
         """Return the duration of a compute step on a stage."""
-        if op is Op.FORWARD:
+        if op is FORWARD:
             cost = self.forward
-        elif op is Op.BACKWARD:
+        elif op is BACKWARD:
             cost = self.backward
-        elif op is Op.INPUT_GRAD:
+        elif op is INPUT_GRAD:
             cost = self.backward / 2 if self.input_grad is None else self.input_grad
         else:
             cost = self.backward / 2 if self.weight_grad is None else self.weight_grad
@@ -106,7 +116,7 @@ class Report:
     spans: list[Span]
 
 
-def simulate(program: Program, costs: Costs | None = None, **cost_fields: float) -> Report:
+def simulate(program: Program, costs: Costs | None = None, **cost_fields: Any) -> Report:
     """Time a program with buffered channels.
 
     Args:
@@ -146,10 +156,10 @@ def peak_live_activations(program: Program) -> list[int]:
     for steps in program.ranks:
         live = peak = 0
         for op, _, _ in steps:
-            if op is Op.FORWARD:
+            if op is FORWARD:
                 live += 1
                 peak = max(peak, live)
-            elif op is Op.BACKWARD or op is Op.WEIGHT_GRAD:
+            elif op is BACKWARD or op is WEIGHT_GRAD:
                 live -= 1
         peaks.append(peak)
     return peaks
@@ -170,10 +180,16 @@ class _Channel:
     __slots__ = ("clock", "num_finished", "receives", "sends")
 
     def __init__(self) -> None:
-        self.sends: list[tuple[float, Step, Step]] = []  # posted at, sender's free, receiver's recv
+        self.sends: list[tuple[float, int, int]] = []  # posted at, sender's free, receiver's item
         self.receives: list[float] = []  # posted at
         self.num_finished = 0
         self.clock = 0.0
+
+
+# What a rank can wait for. The item of kind k, micro batch i and chunk c is the integer
+# (i*v + c)*4 + k: a large program has 100,000 of them.
+_KINDS = (RECV_ACTIVATION, RECV_GRADIENT, FREE_OUTPUT, FREE_GRADIENT)
+_ACTIVATION, _GRADIENT, _OUTPUT_FREE, _GRADIENT_FREE = range(4)
 
 
 class _Walker:
@@ -181,6 +197,7 @@ class _Walker:
         placement = program.placement
         ranks, chunks = range(placement.num_ranks), range(placement.num_chunks)
         self.program = program
+        self.num_chunks = placement.num_chunks
         self.rendezvous = channels is ChannelModel.RENDEZVOUS
         self.transfer = costs.transfer
         self.previous = [[placement.previous(rank, chunk) for chunk in chunks] for rank in ranks]
@@ -192,121 +209,115 @@ class _Walker:
             }
             for rank in ranks
         ]
-        # Per rank: when the data of a RECV_* are there, and when a FREE_* may pass.
-        self.ready: list[dict[Step, float]] = [{} for _ in ranks]
+        self.ready: list[dict[int, float]] = [{} for _ in ranks]  # item -> since when
         self.channels: dict[tuple[int, int], _Channel] = defaultdict(_Channel)
         self.clock = [0.0] * placement.num_ranks
         self.position = [0] * placement.num_ranks
-        self.waits_for: list[Step | None] = [None] * placement.num_ranks
+        self.waits_for = [_NOTHING] * placement.num_ranks
         self.spans: list[list[Span]] = [[] for _ in ranks]
         self.runnable = list(ranks)
 
     def run(self) -> Walk:
         while self.runnable:
-            self._run_rank(self.runnable.pop())
+            self.run_rank(self.runnable.pop())
         blocked = {
-            rank: (self.position[rank], wait)
-            for rank, wait in enumerate(self.waits_for)
-            if wait is not None
+            rank: (self.position[rank], self.step_of(item))
+            for rank, item in enumerate(self.waits_for)
+            if item != _NOTHING
         }
         return Walk([span for spans in self.spans for span in spans], blocked)
 
-    def _run_rank(self, rank: int) -> None:
+    def run_rank(self, rank: int) -> None:
         """Advance one rank until its program ends or it must wait."""
         steps = self.program.ranks[rank]
-        ready, spans = self.ready[rank], self.spans[rank]
-        durations = self.durations[rank]
+        ready, spans, durations = self.ready[rank], self.spans[rank], self.durations[rank]
+        previous, following = self.previous[rank], self.next[rank]
         clock = self.clock[rank]
         for position in range(self.position[rank], len(steps)):
             step = steps[position]
             op, microbatch, chunk = step
-            if op <= Op.WEIGHT_GRAD:
-                needed = self._input_of(rank, step)
-                if needed is not None:
-                    arrived = ready.pop(needed, None)
-                    if arrived is None:
-                        return self._block(rank, position, clock, needed)
-                    clock = max(clock, arrived)
+            item = (microbatch * self.num_chunks + chunk) * 4
+            if op <= WEIGHT_GRAD:
+                needs_input = False
+                if op is FORWARD:
+                    needs_input = previous[chunk] is not None
+                elif op is not WEIGHT_GRAD:
+                    needs_input = following[chunk] is not None
+                    item += _GRADIENT
+                if needs_input:
+                    if item not in ready:
+                        return self.block(rank, position, clock, item)
+                    clock = max(clock, ready.pop(item))
                 start = clock
                 clock = start + durations[op][chunk]
                 spans.append(Span(rank, step, start, clock))
-                self._pass_on_locally(rank, step, clock)
-            elif op <= Op.RECV_GRADIENT:
+                if op is not WEIGHT_GRAD:
+                    self.hand_over(rank, step, clock)
+            elif op <= RECV_GRADIENT:
                 if self.rendezvous:
-                    self._post_receive(rank, step, clock)
-            elif op <= Op.SEND_GRADIENT:
-                self._post_send(rank, step, clock)
-            elif op <= Op.FREE_GRADIENT and self.rendezvous:
-                finished = ready.pop(step, None)
-                if finished is None:
-                    return self._block(rank, position, clock, step)
-                clock = max(clock, finished)
-        self.clock[rank] = clock
-        self.position[rank] = len(steps)
-        self.waits_for[rank] = None
+                    source = (previous if op is RECV_ACTIVATION else following)[chunk]
+                    assert source is not None, f"rank {rank} receives {step.label()} from nobody"
+                    channel = self.channels[source[0], rank]
+                    channel.receives.append(clock)
+                    self.match(source[0], rank, channel)
+            elif op <= SEND_GRADIENT:
+                self.send(rank, step, clock)
+            elif op <= FREE_GRADIENT and self.rendezvous:
+                item += _OUTPUT_FREE if op is FREE_OUTPUT else _GRADIENT_FREE
+                if item not in ready:
+                    return self.block(rank, position, clock, item)
+                clock = max(clock, ready.pop(item))
+        self.block(rank, len(steps), clock, _NOTHING)
 
-    def _block(self, rank: int, position: int, clock: float, step: Step) -> None:
+    def block(self, rank: int, position: int, clock: float, item: int) -> None:
         self.clock[rank] = clock
         self.position[rank] = position
-        self.waits_for[rank] = step
+        self.waits_for[rank] = item
 
-    def _input_of(self, rank: int, step: Step) -> Step | None:
-        """Return the receive (or local hand-over) that a compute step depends on."""
-        op, microbatch, chunk = step
-        if op is Op.FORWARD:
-            if self.previous[rank][chunk] is None:
-                return None
-            return Step(Op.RECV_ACTIVATION, microbatch, chunk)
-        if op is Op.WEIGHT_GRAD or self.next[rank][chunk] is None:
-            return None
-        return Step(Op.RECV_GRADIENT, microbatch, chunk)
-
-    def _pass_on_locally(self, rank: int, step: Step, now: float) -> None:
+    def hand_over(self, rank: int, step: Step, now: float) -> None:
         """Make the result of a step available to a neighbouring stage on the same rank."""
         op, microbatch, chunk = step
-        if op is Op.WEIGHT_GRAD:
-            return
-        forward = op is Op.FORWARD
+        forward = op is FORWARD
         target = (self.next if forward else self.previous)[rank][chunk]
         if target is not None and target[0] == rank:
-            receive = Op.RECV_ACTIVATION if forward else Op.RECV_GRADIENT
-            self.ready[rank][Step(receive, microbatch, target[1])] = now
+            kind = _ACTIVATION if forward else _GRADIENT
+            self.ready[rank][(microbatch * self.num_chunks + target[1]) * 4 + kind] = now
 
-    def _post_send(self, rank: int, step: Step, now: float) -> None:
+    def send(self, rank: int, step: Step, now: float) -> None:
         op, microbatch, chunk = step
-        if op is Op.SEND_ACTIVATION:
-            target, receive, free = self.next[rank][chunk], Op.RECV_ACTIVATION, Op.FREE_OUTPUT
+        if op is SEND_ACTIVATION:
+            target, kind, free = self.next[rank][chunk], _ACTIVATION, _OUTPUT_FREE
         else:
-            target, receive, free = self.previous[rank][chunk], Op.RECV_GRADIENT, Op.FREE_GRADIENT
+            target, kind, free = self.previous[rank][chunk], _GRADIENT, _GRADIENT_FREE
         assert target is not None, f"rank {rank} sends {step.label()} to nobody"
-        arrival = Step(receive, microbatch, target[1])
+        arrival = (microbatch * self.num_chunks + target[1]) * 4 + kind
         if self.rendezvous:
             channel = self.channels[rank, target[0]]
-            channel.sends.append((now, Step(free, microbatch, chunk), arrival))
-            self._transfer(rank, target[0], channel)
+            free += (microbatch * self.num_chunks + chunk) * 4
+            channel.sends.append((now, free, arrival))
+            self.match(rank, target[0], channel)
         else:
-            self._announce(target[0], arrival, now + self.transfer)
+            self.announce(target[0], arrival, now + self.transfer)
 
-    def _post_receive(self, rank: int, step: Step, now: float) -> None:
-        side = self.previous if step.op is Op.RECV_ACTIVATION else self.next
-        source = side[rank][step.chunk]
-        assert source is not None, f"rank {rank} receives {step.label()} from nobody"
-        channel = self.channels[source[0], rank]
-        channel.receives.append(now)
-        self._transfer(source[0], rank, channel)
-
-    def _transfer(self, source: int, target: int, channel: _Channel) -> None:
+    def match(self, source: int, target: int, channel: _Channel) -> None:
         """Finish every transfer of which both sides are posted."""
         while channel.num_finished < min(len(channel.sends), len(channel.receives)):
             sent, free, arrival = channel.sends[channel.num_finished]
             received = channel.receives[channel.num_finished]
             channel.clock = max(sent, received, channel.clock) + self.transfer
             channel.num_finished += 1
-            self._announce(target, arrival, channel.clock)
-            self._announce(source, free, channel.clock)
+            self.announce(target, arrival, channel.clock)
+            self.announce(source, free, channel.clock)
 
-    def _announce(self, rank: int, event: Step, when: float) -> None:
-        self.ready[rank][event] = when
-        if self.waits_for[rank] == event:
-            self.waits_for[rank] = None
+    def announce(self, rank: int, item: int, when: float) -> None:
+        self.ready[rank][item] = when
+        if self.waits_for[rank] == item:
+            self.waits_for[rank] = _NOTHING
             self.runnable.append(rank)
+
+    def step_of(self, item: int) -> Step:
+        place, kind = divmod(item, 4)
+        return Step(_KINDS[kind], *divmod(place, self.num_chunks))
+
+
+_NOTHING = -1

@@ -13,16 +13,29 @@ grid of all ranks with the failing cell in brackets. What is proved:
 6. the program finishes, with buffered channels and with rendezvous channels that hold nothing.
 
 Programs are deterministic, so whether they finish does not depend on how long steps take: one
-walk per channel model is a proof.
+walk per channel model is a proof. What finishes with rendezvous channels also finishes with
+buffered ones.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
+from typing import NoReturn
 
 from megatron.core.errors import ScheduleError
 from megatron.core.pipeline_parallel.instructions import (
+    BACKWARD,
+    FORWARD,
+    FREE_GRADIENT,
+    FREE_OUTPUT,
+    GRAD_SYNC,
+    INPUT_GRAD,
     NO_MICROBATCH,
+    RECV_ACTIVATION,
+    RECV_GRADIENT,
+    SEND_ACTIVATION,
+    SEND_GRADIENT,
+    WEIGHT_GRAD,
     Op,
     Program,
     Step,
@@ -30,9 +43,8 @@ from megatron.core.pipeline_parallel.instructions import (
 from megatron.core.pipeline_parallel.plot import order_text
 from megatron.core.pipeline_parallel.simulate import ChannelModel, Costs, walk
 
-_USER = {Op.RECV_ACTIVATION: Op.FORWARD, Op.RECV_GRADIENT: Op.BACKWARD}
-_MAKER = {Op.SEND_ACTIVATION: Op.FORWARD, Op.SEND_GRADIENT: Op.BACKWARD}
-_SENT = {Op.FREE_OUTPUT: Op.SEND_ACTIVATION, Op.FREE_GRADIENT: Op.SEND_GRADIENT}
+Location = tuple[int, int]
+Crossing = tuple[bool, int, int]  # is a gradient, micro batch, chunk on the receiving rank
 
 
 def validate(program: Program, *, rendezvous: bool = True) -> None:
@@ -40,227 +52,233 @@ def validate(program: Program, *, rendezvous: bool = True) -> None:
 
     Args:
         program: as made by `lower`, or by hand.
-        rendezvous: also prove it for channels without buffers (the larger part of the time).
+        rendezvous: prove that it finishes for channels without buffers, not only with them.
     """
-    sent: dict[tuple[int, int], list[Step]] = {}
-    received: dict[tuple[int, int], list[Step]] = {}
-    for rank in range(program.placement.num_ranks):
-        checked = _RankCheck(program, rank)
-        checked.run()
-        sent.update({(rank, target): steps for target, steps in checked.sent.items()})
-        received.update({(source, rank): steps for source, steps in checked.received.items()})
-    _check_channels(program, sent, received)
-    _check_progress(program, ChannelModel.BUFFERED)
-    if rendezvous:
-        _check_progress(program, ChannelModel.RENDEZVOUS)
+    checks = [_RankCheck(program, rank) for rank in range(program.placement.num_ranks)]
+    for check in checks:
+        check.run()
+    for source in checks:
+        for target, sent in source.sent.items():
+            received = checks[target].received.get(source.rank, [])
+            if sent != received:
+                raise _mismatch(program, source, checks[target])
+    for target_check in checks:
+        for origin in target_check.received:
+            if target_check.rank not in checks[origin].sent:
+                raise _mismatch(program, checks[origin], target_check)
+    _check_progress(program, ChannelModel.RENDEZVOUS if rendezvous else ChannelModel.BUFFERED)
+
+
+def validate_rank(program: Program, rank: int) -> None:
+    """Check what can be said of one rank without the programs of the others: 1, 2, 4 and 5."""
+    _RankCheck(program, rank).run()
 
 
 class _RankCheck:
-    """Static checks of one rank: everything that can be said without running the others."""
+    """Static checks of one rank."""
 
     def __init__(self, program: Program, rank: int) -> None:
         placement = program.placement
-        chunks = range(placement.num_chunks)
         self.program = program
         self.rank = rank
+        self.num_chunks = placement.num_chunks
+        chunks = range(self.num_chunks)
         self.previous = [placement.previous(rank, chunk) for chunk in chunks]
         self.next = [placement.next(rank, chunk) for chunk in chunks]
-        self.done: set[Step] = set()
-        self.received: dict[int, list[Step]] = defaultdict(list)
-        self.sent: dict[int, list[Step]] = defaultdict(list)
+        places = program.num_microbatches * self.num_chunks
+        # Which steps were seen: by op, then by microbatch * num_chunks + chunk.
+        self.done = [bytearray(places) for _ in Op]
+        self.received: dict[int, list[Crossing]] = defaultdict(list)
+        self.sent: dict[int, list[Crossing]] = defaultdict(list)
         self.num_unused: dict[int, int] = defaultdict(int)
         self.num_unfinished: dict[int, int] = defaultdict(int)
         # A receiver that follows the sender's order may have to post past the step it needs.
         self.receive_limit = program.prefetch + 1 + program.send_window
+        self.backwards_left = [
+            0 if program.forward_only else program.num_microbatches for _ in chunks
+        ]
+        self.is_released = [False for _ in chunks]
 
     def run(self) -> None:
-        backward_left = [0 if self.program.forward_only else self.program.num_microbatches] * len(
-            self.next
+        """Check every step in order, then that nothing is missing."""
+        num_chunks, num_microbatches, done = (
+            self.num_chunks,
+            self.program.num_microbatches,
+            self.done,
         )
-        released: dict[int, Step] = {}
         for step in self.program.ranks[self.rank]:
             op, microbatch, chunk = step
-            if not 0 <= chunk < len(self.next):
-                self.fail(step, f"names chunk {chunk}", f"chunks are 0 ... {len(self.next) - 1}")
-            if op <= Op.WEIGHT_GRAD:
-                self.compute(step)
-                backward_left[chunk] -= op is Op.BACKWARD or op is Op.WEIGHT_GRAD
-            elif op <= Op.RECV_GRADIENT:
-                self.receive(step)
-            elif op <= Op.SEND_GRADIENT:
-                self.send(step)
-            elif op <= Op.FREE_GRADIENT:
-                self.free(step)
-            elif op is Op.GRAD_SYNC:
-                if chunk in released or backward_left[chunk] > (microbatch != NO_MICROBATCH):
-                    self.fail(
-                        step,
-                        "releases gradients too early or twice",
-                        "gradients of a chunk are reduced once, with or after its last backward",
-                    )
-                released[chunk] = step
-            if op is not Op.GRAD_SYNC or microbatch == NO_MICROBATCH:
-                self.once(step)
-        self.complete(released)
-
-    def compute(self, step: Step) -> None:
-        """Check order and inputs of an F, B, I or W."""
-        op, microbatch, chunk = step
-        if not 0 <= microbatch < self.program.num_microbatches:
-            self.fail(
-                step,
-                "names a micro batch that does not exist",
-                f"micro batches are 0 ... {self.program.num_microbatches - 1}",
-            )
-        if op is Op.FORWARD:
-            return self.use(step, Op.RECV_ACTIVATION, self.previous[chunk], Op.FORWARD)
-        if Step(Op.FORWARD, microbatch, chunk) not in self.done:
-            self.fail(step, "comes before its forward", "a backward follows its forward")
-        if op is Op.WEIGHT_GRAD:
-            if Step(Op.INPUT_GRAD, microbatch, chunk) not in self.done:
+            if not 0 <= chunk < num_chunks:
+                self.fail(step, "names a chunk that does not exist", f"there are {num_chunks}")
+            if op >= Op.PARAM_GATHER:
+                self.bookkeeping(step)
+                continue
+            if not 0 <= microbatch < num_microbatches:
                 self.fail(
-                    step,
-                    "comes before its input gradient",
-                    "a weight gradient follows the input gradient",
+                    step, "names a micro batch that does not exist", f"there are {num_microbatches}"
                 )
-            return None
-        other = Op.INPUT_GRAD if op is Op.BACKWARD else Op.BACKWARD
-        if Step(other, microbatch, chunk) in self.done:
-            self.fail(step, "is the second backward of this micro batch", "one backward each")
-        return self.use(step, Op.RECV_GRADIENT, self.next[chunk], op)
+            place = microbatch * num_chunks + chunk
+            if done[op][place]:
+                self.fail(step, "appears twice", "every step is done once")
+            if op <= WEIGHT_GRAD:
+                self.compute(step, place)
+            elif op <= RECV_GRADIENT:
+                self.receive(step)
+            elif op <= SEND_GRADIENT:
+                self.send(step, place)
+            else:
+                self.free(step, place)
+            done[op][place] = 1
+        self.complete()
 
-    def use(self, step: Step, receive: Op, source: tuple[int, int] | None, maker: Op) -> None:
-        """Check that the input of a step is on its way, and take it out of its channel."""
+    def compute(self, step: Step, place: int) -> None:
+        """Check order and input of an F, B, I or W."""
+        op, microbatch, chunk = step
+        done = self.done
+        if op is FORWARD:
+            source, receive = self.previous[chunk], RECV_ACTIVATION
+        else:
+            source, receive = self.next[chunk], RECV_GRADIENT
+            if not done[FORWARD][place]:
+                self.fail(step, "comes before its forward", "a backward follows its forward")
+            if op is WEIGHT_GRAD and not done[INPUT_GRAD][place]:
+                self.fail(
+                    step, "comes before its input gradient", "first input, then weight gradient"
+                )
+            if op is not WEIGHT_GRAD and (done[BACKWARD][place] or done[INPUT_GRAD][place]):
+                self.fail(step, "is a second backward of its micro batch", "one backward each")
+            if op is not INPUT_GRAD:
+                self.backwards_left[chunk] -= 1
+            if op is WEIGHT_GRAD:
+                return
         if source is None:
             return
-        _, microbatch, chunk = step
         if source[0] != self.rank:
-            if Step(receive, microbatch, chunk) not in self.done:
+            if not done[receive][place]:
                 self.fail(step, "has no receive before it", "its input comes from another rank")
             self.num_unused[source[0]] -= 1
-        else:
-            makers = (maker,) if maker is Op.FORWARD else (Op.BACKWARD, Op.INPUT_GRAD)
-            if not any(Step(op, microbatch, source[1]) in self.done for op in makers):
-                self.fail(
-                    step,
-                    "comes before the step that makes its input",
-                    "stages on one rank hand over in order",
-                )
+        elif not self.is_made(receive, microbatch * self.num_chunks + source[1]):
+            self.fail(
+                step, "comes before the step that makes its input", "stages of one rank keep order"
+            )
+
+    def is_made(self, kind: Op, place: int) -> bool:
+        """Return whether the step that makes an activation or gradient was seen."""
+        if kind is RECV_ACTIVATION or kind is SEND_ACTIVATION:
+            return bool(self.done[FORWARD][place])
+        return bool(self.done[BACKWARD][place] or self.done[INPUT_GRAD][place])
 
     def receive(self, step: Step) -> None:
-        side = self.previous if step.op is Op.RECV_ACTIVATION else self.next
-        source = side[step.chunk]
+        op, microbatch, chunk = step
+        source = (self.previous if op is RECV_ACTIVATION else self.next)[chunk]
         if source is None or source[0] == self.rank:
             self.fail(step, "has no sender", "only data from another rank are received")
-            return
-        self.received[source[0]].append(step)
+        self.received[source[0]].append((op is RECV_GRADIENT, microbatch, chunk))
         self.num_unused[source[0]] += 1
         if self.num_unused[source[0]] > self.receive_limit:
             self.fail(
                 step,
-                f"is receive number {self.num_unused[source[0]]} in the air from rank {source[0]}",
-                f"at most {self.receive_limit} may be",
+                f"is unused receive number {self.num_unused[source[0]]} from rank {source[0]}",
+                f"at most {self.receive_limit} buffers wait for data",
             )
 
-    def send(self, step: Step) -> None:
+    def send(self, step: Step, place: int) -> None:
         op, microbatch, chunk = step
-        target = (self.next if op is Op.SEND_ACTIVATION else self.previous)[chunk]
+        target = (self.next if op is SEND_ACTIVATION else self.previous)[chunk]
         if target is None or target[0] == self.rank:
             self.fail(step, "has no receiver", "only data for another rank are sent")
-            return
-        makers = (Op.FORWARD,) if op is Op.SEND_ACTIVATION else (Op.BACKWARD, Op.INPUT_GRAD)
-        if not any(Step(maker, microbatch, chunk) in self.done for maker in makers):
+        if not self.is_made(op, place):
             self.fail(step, "comes before the step that makes its data", "data are made, then sent")
-        self.sent[target[0]].append(step)
+        self.sent[target[0]].append((op is SEND_GRADIENT, microbatch, target[1]))
         self.num_unfinished[target[0]] += 1
         if self.num_unfinished[target[0]] > self.program.send_window:
             self.fail(
                 step,
                 f"is unfinished send number {self.num_unfinished[target[0]]} to rank {target[0]}",
-                f"at most {self.program.send_window} may be",
+                f"at most {self.program.send_window} buffers wait to be received",
             )
 
-    def free(self, step: Step) -> None:
-        op, microbatch, chunk = step
-        if Step(_SENT[op], microbatch, chunk) not in self.done:
+    def free(self, step: Step, place: int) -> None:
+        op, _, chunk = step
+        sent, side = (
+            (SEND_ACTIVATION, self.next) if op is FREE_OUTPUT else (SEND_GRADIENT, self.previous)
+        )
+        target = side[chunk]
+        if target is None or not self.done[sent][place]:
             self.fail(step, "frees what was not sent", "a buffer is sent, then freed")
-        target = (self.next if op is Op.FREE_OUTPUT else self.previous)[chunk]
-        assert target is not None
         self.num_unfinished[target[0]] -= 1
 
-    def once(self, step: Step) -> None:
-        if step in self.done:
-            self.fail(step, "appears twice", "every step is done once")
-        self.done.add(step)
+    def bookkeeping(self, step: Step) -> None:
+        """Check a PARAM_GATHER or GRAD_SYNC."""
+        op, microbatch, chunk = step
+        if op is not GRAD_SYNC:
+            return
+        allowed = 0 if microbatch == NO_MICROBATCH else 1
+        if self.is_released[chunk] or self.backwards_left[chunk] > allowed:
+            self.fail(
+                step,
+                "releases gradients twice, or before they are complete",
+                "the gradients of a chunk are reduced once, with or after its last backward",
+            )
+        self.is_released[chunk] = True
 
-    def complete(self, released: dict[int, Step]) -> None:
+    def complete(self) -> None:
         """Check that nothing is missing at the end of the program."""
-        program = self.program
-        for chunk in range(len(self.next)):
-            for microbatch in range(program.num_microbatches):
-                if Step(Op.FORWARD, microbatch, chunk) not in self.done:
-                    self.missing(Step(Op.FORWARD, microbatch, chunk))
-                if not program.forward_only and not (
-                    Step(Op.BACKWARD, microbatch, chunk) in self.done
-                    or Step(Op.WEIGHT_GRAD, microbatch, chunk) in self.done
-                ):
-                    self.missing(Step(Op.BACKWARD, microbatch, chunk))
-            if not program.forward_only and chunk not in released:
-                self.missing(Step(Op.GRAD_SYNC, NO_MICROBATCH, chunk))
-        for target, count in self.num_unfinished.items():
-            if count:
-                unfreed = [s for s in self.sent[target] if _freed_by(s) not in self.done]
-                self.missing(_freed_by(unfreed[0]))
+        done, trains = self.done, not self.program.forward_only
+        for place in range(len(done[FORWARD])):
+            microbatch, chunk = divmod(place, self.num_chunks)
+            if not done[FORWARD][place]:
+                self.missing(Step(FORWARD, microbatch, chunk))
+            if trains and not (done[BACKWARD][place] or done[WEIGHT_GRAD][place]):
+                self.missing(Step(BACKWARD, microbatch, chunk))
+            for sent, free in ((SEND_ACTIVATION, FREE_OUTPUT), (SEND_GRADIENT, FREE_GRADIENT)):
+                if done[sent][place] and not done[free][place]:
+                    self.missing(Step(free, microbatch, chunk))
+        for chunk, is_released in enumerate(self.is_released):
+            if trains and not is_released:
+                self.missing(Step(GRAD_SYNC, NO_MICROBATCH, chunk))
         for source, count in self.num_unused.items():
             if count:
-                rank_text = f"rank {self.rank} receives {count} messages from rank {source}"
-                raise ScheduleError(f"{rank_text} that no step uses.", rule="receives are used")
-
-    def missing(self, step: Step) -> None:
-        self.fail(step, "is missing", "every chunk does every micro batch forward and backward")
-
-    def fail(self, step: Step, found: str, rule: str) -> None:
-        raise _error(self.program, self.rank, step, found, rule)
-
-
-def _freed_by(sent: Step) -> Step:
-    free = Op.FREE_OUTPUT if sent.op is Op.SEND_ACTIVATION else Op.FREE_GRADIENT
-    return Step(free, sent.microbatch, sent.chunk)
-
-
-def _check_channels(
-    program: Program,
-    sent: dict[tuple[int, int], list[Step]],
-    received: dict[tuple[int, int], list[Step]],
-) -> None:
-    """Check that both ends of every channel agree on what its k-th message is."""
-    placement = program.placement
-    for source, target in sorted(sent.keys() | received.keys()):
-        sends = sent.get((source, target), [])
-        receives = received.get((source, target), [])
-        for index in range(max(len(sends), len(receives))):
-            arriving = None
-            if index < len(sends):
-                op, microbatch, chunk = sends[index]
-                if op is Op.SEND_ACTIVATION:
-                    receive, place = Op.RECV_ACTIVATION, placement.next(source, chunk)
-                else:
-                    receive, place = Op.RECV_GRADIENT, placement.previous(source, chunk)
-                assert place is not None
-                arriving = Step(receive, microbatch, place[1])
-            expected = receives[index] if index < len(receives) else None
-            if arriving != expected:
-                rank, step = (target, expected) if expected else (source, sends[index])
-                text = arriving.label() if arriving else "nothing"
-                wanted = expected.label() if expected else "nothing"
-                raise _error(
-                    program,
-                    rank,
-                    step,
-                    f"is message {index} from rank {source} to rank {target}: the sender gives "
-                    f"{text}, the receiver takes {wanted}",
-                    "the k-th send of a channel is its k-th receive",
+                _, microbatch, chunk = self.received[source][-1]
+                self.fail(
+                    Step(FORWARD, microbatch, chunk),
+                    f"is followed by {count} receives from rank {source} that no step uses",
+                    "every receive is used",
                 )
+
+    def missing(self, step: Step) -> NoReturn:
+        self.fail(step, "is missing", "every chunk does every micro batch, and frees what it sent")
+
+    def fail(self, step: Step, found: str, rule: str) -> NoReturn:
+        raise _error(self.program, {self.rank: step}, found, rule)
+
+
+def _mismatch(program: Program, source: _RankCheck, target: _RankCheck) -> ScheduleError:
+    """Return the error for the first message on which the ends of a channel disagree."""
+    sent, received = source.sent[target.rank], target.received[source.rank]
+    index = next(
+        i
+        for i in range(max(len(sent), len(received)))
+        if i >= len(sent) or i >= len(received) or sent[i] != received[i]
+    )
+    given = _receive_step(sent[index]) if index < len(sent) else None
+    taken = _receive_step(received[index]) if index < len(received) else None
+    chunks = program.placement.num_chunks
+    marked = taken or given
+    assert marked is not None
+    return _error(
+        program,
+        {target.rank: marked},
+        f"is message {index} from rank {source.rank} to rank {target.rank}: the sender gives "
+        f"{given.label(chunks) if given else 'nothing'}, the receiver takes "
+        f"{taken.label(chunks) if taken else 'nothing'}",
+        "the k-th send of a channel is its k-th receive",
+    )
+
+
+def _receive_step(crossing: Crossing) -> Step:
+    is_gradient, microbatch, chunk = crossing
+    return Step(RECV_GRADIENT if is_gradient else RECV_ACTIVATION, microbatch, chunk)
 
 
 def _check_progress(program: Program, channels: ChannelModel) -> None:
@@ -268,38 +286,29 @@ def _check_progress(program: Program, channels: ChannelModel) -> None:
     blocked = walk(program, Costs(), channels).blocked
     if not blocked:
         return
+    if channels is ChannelModel.RENDEZVOUS:
+        _check_progress(program, ChannelModel.BUFFERED)  # the worse finding, if it is one
+    chunks = program.placement.num_chunks
     waits = [
-        f"rank {rank} waits for {wait.label(program.placement.num_chunks)} before "
-        f"{program.ranks[rank][position].label(program.placement.num_chunks)}"
+        f"rank {rank} waits for {wait.label(chunks)} before "
+        f"{program.ranks[rank][position].label(chunks)}"
         for rank, (position, wait) in sorted(blocked.items())
     ]
-    rank = min(blocked)
-    position, _ = blocked[rank]
+    more = f"; and {len(waits) - 8} more" if len(waits) > 8 else ""
     raise _error(
         program,
-        rank,
-        program.ranks[rank][position],
-        f"never runs with {channels.value} channels: " + "; ".join(waits[:8]),
+        {rank: program.ranks[rank][blocked[rank][0]] for rank in sorted(blocked)},
+        f"never runs with {channels.value} channels: {'; '.join(waits[:8])}{more}",
         "a program finishes on every transport",
-        also={r: program.ranks[r][at] for r, (at, _) in blocked.items()},
     )
 
 
-def _error(
-    program: Program,
-    rank: int,
-    step: Step,
-    found: str,
-    rule: str,
-    also: dict[int, Step] | None = None,
-) -> ScheduleError:
-    label = step.label(program.placement.num_chunks)
-    marked = {rank: step, **(also or {})}
+def _error(program: Program, marked: dict[int, Step], found: str, rule: str) -> ScheduleError:
+    """Return an error about the first marked step, with all of them shown in the grid."""
+    rank, step = next(iter(marked.items()))
     return ScheduleError(
-        f"{program.schedule} program, rank {rank}: {label} {found}.\n"
-        + order_text(program, marked),
+        f"{program.schedule} program, rank {rank}: {step.label(program.placement.num_chunks)} "
+        f"{found}.\n{order_text(program, marked)}",
         rule=rule,
-        flags=["--pipeline-model-parallel-size", "--num-virtual-stages-per-pipeline-rank"],
-        fix="choose one of the schedules of megatron.core.pipeline_parallel.orders, or correct the "
-        "step in brackets",
+        fix="correct the order, or use one of megatron.core.pipeline_parallel.orders",
     )

@@ -1,0 +1,1 @@
+"""Compute-only orders of pipeline steps, one module per schedule."""

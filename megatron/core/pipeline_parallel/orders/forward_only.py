@@ -6,7 +6,7 @@ batch that is still p-1 stages away. Bubble (p-1)/(v*m+p-1).
 
 from __future__ import annotations
 
-from megatron.core.pipeline_parallel.instructions import Op, Orders, Placement, Step
+from megatron.core.pipeline_parallel.instructions import FORWARD, Orders, Placement, Step
 from megatron.core.pipeline_parallel.orders.interleaved import microbatch_groups
 
 
@@ -15,7 +15,7 @@ def forward_only_order(
 ) -> list[Step]:
     """Return the compute steps of one rank. The order is the same on all p ranks."""
     groups = microbatch_groups(p, m, group_size)
-    return [Step(Op.FORWARD, i, c) for group in groups for c in range(v) for i in group]
+    return [Step(FORWARD, i, c) for group in groups for c in range(v) for i in group]
 
 
 def forward_only_orders(p: int, m: int, v: int = 1, group_size: int | None = None) -> Orders:

@@ -6,13 +6,13 @@ Bubble (p-1)/(m+p-1); every rank keeps the activations of all m micro batches.
 
 from __future__ import annotations
 
-from megatron.core.pipeline_parallel.instructions import Op, Orders, Placement, Step
+from megatron.core.pipeline_parallel.instructions import BACKWARD, FORWARD, Orders, Placement, Step
 
 
 def gpipe_order(p: int, rank: int, m: int) -> list[Step]:
     """Return the compute steps of one rank. The order is the same on all p ranks."""
-    forwards = [Step(Op.FORWARD, microbatch, 0) for microbatch in range(m)]
-    backwards = [Step(Op.BACKWARD, microbatch, 0) for microbatch in range(m)]
+    forwards = [Step(FORWARD, microbatch, 0) for microbatch in range(m)]
+    backwards = [Step(BACKWARD, microbatch, 0) for microbatch in range(m)]
     return forwards + backwards
 
 

@@ -11,7 +11,7 @@ chunk's work in longer runs (which hides other traffic better) and keeps more ac
 from __future__ import annotations
 
 from megatron.core.errors import ScheduleError
-from megatron.core.pipeline_parallel.instructions import Op, Orders, Placement, Step
+from megatron.core.pipeline_parallel.instructions import BACKWARD, FORWARD, Orders, Placement, Step
 
 
 def microbatch_groups(p: int, m: int, group_size: int | None = None) -> list[range]:
@@ -56,13 +56,13 @@ def interleaved_order(
     rank just when it is needed.
     """
     groups = microbatch_groups(p, m, group_size)
-    forwards = [Step(Op.FORWARD, i, c) for group in groups for c in range(v) for i in group]
+    forwards = [Step(FORWARD, i, c) for group in groups for c in range(v) for i in group]
     backwards = [
-        Step(Op.BACKWARD, i, c) for group in groups for c in reversed(range(v)) for i in group
+        Step(BACKWARD, i, c) for group in groups for c in reversed(range(v)) for i in group
     ]
     warm_up = min((p - rank - 1) * 2 + (v - 1) * len(groups[0]), m * v)
     steps = forwards[:warm_up]
-    for forward, backward in zip(forwards[warm_up:], backwards):
+    for forward, backward in zip(forwards[warm_up:], backwards, strict=False):
         steps.append(forward)
         steps.append(backward)
     steps.extend(backwards[m * v - warm_up :])

@@ -8,7 +8,7 @@ most p-r micro batches instead of m.
 
 from __future__ import annotations
 
-from megatron.core.pipeline_parallel.instructions import Op, Orders, Placement, Step
+from megatron.core.pipeline_parallel.instructions import BACKWARD, FORWARD, Orders, Placement, Step
 
 
 def one_f_one_b_order(p: int, rank: int, m: int) -> list[Step]:
@@ -18,11 +18,11 @@ def one_f_one_b_order(p: int, rank: int, m: int) -> list[Step]:
     the first gradient arrives just when it is over. With p = 1 it is empty: F0 B0 F1 B1 ...
     """
     warm_up = min(p - rank - 1, m)
-    steps = [Step(Op.FORWARD, microbatch, 0) for microbatch in range(warm_up)]
+    steps = [Step(FORWARD, microbatch, 0) for microbatch in range(warm_up)]
     for microbatch in range(warm_up, m):
-        steps.append(Step(Op.FORWARD, microbatch, 0))
-        steps.append(Step(Op.BACKWARD, microbatch - warm_up, 0))
-    steps.extend(Step(Op.BACKWARD, microbatch, 0) for microbatch in range(m - warm_up, m))
+        steps.append(Step(FORWARD, microbatch, 0))
+        steps.append(Step(BACKWARD, microbatch - warm_up, 0))
+    steps.extend(Step(BACKWARD, microbatch, 0) for microbatch in range(m - warm_up, m))
     return steps
 
 

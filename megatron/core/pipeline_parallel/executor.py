@@ -1,0 +1,207 @@
+"""Run one rank's program on real stages and channels.
+
+`PipelineExecutor.run` is the only loop there is, for every schedule: the program is compiled to
+(bound method, micro batch, chunk) and the loop calls them. Everything that can be decided before
+the loop is decided in the constructor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.core.errors import ConfigError
+from megatron.core.pipeline_parallel.grad_sync import GradSync
+from megatron.core.pipeline_parallel.instructions import Op, Placement, Step
+from megatron.core.pipeline_parallel.p2p_communication import (
+    Message,
+    Outgoing,
+    P2PCommunicator,
+    Shape,
+)
+from megatron.core.pipeline_parallel.stage import PipelineStage
+from megatron.core.rng import rng_state
+
+
+class _HandedOver:
+    """Data for a stage of the same rank: already here."""
+
+    __slots__ = ("tensors",)
+
+    def __init__(self, tensors: list[Tensor]) -> None:
+        self.tensors = tensors
+
+    def wait(self) -> list[Tensor]:
+        return self.tensors
+
+
+class PipelineExecutor:
+    """All stages of one rank, and the program that drives them.
+
+    Args:
+        steps: this rank's program, as made by `lower_rank`.
+        placement: where stages live.
+        stages: this rank's model chunks, by chunk.
+        communicator: channels to the other ranks.
+        receive_shapes, send_shapes: of the tensors that enter and leave a stage.
+        grad_sync: opens gradient reductions, or None when there is no backward.
+        param_sync: (chunk) -> None, called for PARAM_GATHER steps, or None.
+        trains: whether received activations are leaves of an autograd graph.
+    """
+
+    def __init__(
+        self,
+        steps: Sequence[Step],
+        placement: Placement,
+        stages: Sequence[PipelineStage],
+        communicator: P2PCommunicator,
+        *,
+        receive_shapes: Sequence[Shape],
+        send_shapes: Sequence[Shape],
+        grad_sync: GradSync | None = None,
+        param_sync: Callable[[int], None] | None = None,
+        trains: bool = True,
+    ) -> None:
+        rank, chunks = communicator.rank, range(placement.num_chunks)
+        self.rank = rank
+        self.stages = stages
+        self.communicator = communicator
+        self.receive_shapes = [torch.Size(shape) for shape in receive_shapes]
+        self.send_shapes = [torch.Size(shape) for shape in send_shapes]
+        self.grad_sync_state = grad_sync
+        self.param_sync = param_sync
+        self.trains = trains
+        self.rng = rng_state()
+        self.stage_numbers = [placement.stage(rank, chunk) for chunk in chunks]
+        self.previous = [placement.previous(rank, chunk) for chunk in chunks]
+        self.next = [placement.next(rank, chunk) for chunk in chunks]
+        self.next_here = [n[1] if n is not None and n[0] == rank else None for n in self.next]
+        self.previous_here = [
+            n[1] if n is not None and n[0] == rank else None for n in self.previous
+        ]
+        # By chunk, then by micro batch: data on their way in, data to go out, sends under way.
+        self.activations_in: list[dict[int, Any]] = [{} for _ in chunks]
+        self.gradients_in: list[dict[int, Any]] = [{} for _ in chunks]
+        self.outputs: list[dict[int, list[Tensor]]] = [{} for _ in chunks]
+        self.input_grads: list[dict[int, list[Tensor]]] = [{} for _ in chunks]
+        self.outputs_sent: list[dict[int, Outgoing]] = [{} for _ in chunks]
+        self.grads_sent: list[dict[int, Outgoing]] = [{} for _ in chunks]
+        do: dict[Op, Callable[[int, int], None]] = {
+            Op.FORWARD: self.forward,
+            Op.BACKWARD: self.backward,
+            Op.RECV_ACTIVATION: self.receive_activation,
+            Op.RECV_GRADIENT: self.receive_gradient,
+            Op.SEND_ACTIVATION: self.send_activation,
+            Op.SEND_GRADIENT: self.send_gradient,
+            Op.FREE_OUTPUT: self.free_output,
+            Op.FREE_GRADIENT: self.free_gradient,
+            Op.PARAM_GATHER: self.gather_parameters,
+            Op.GRAD_SYNC: self.open_grad_sync,
+        }
+        self.compiled = [(do[op], microbatch, chunk) for op, microbatch, chunk in steps]
+
+    def run(self) -> None:
+        """Execute the program once."""
+        for function, microbatch, chunk in self.compiled:
+            function(microbatch, chunk)
+
+    def forward(self, microbatch: int, chunk: int) -> None:
+        """Run a chunk forward; waits for its input."""
+        incoming = self.activations_in[chunk].pop(microbatch, None)
+        inputs = None if incoming is None else incoming.wait()
+        self.rng.set_microbatch(microbatch)
+        outputs = self.stages[chunk].forward(microbatch, inputs)
+        if self.next[chunk] is None:
+            return
+        target = self.next_here[chunk]
+        if target is None:
+            self.outputs[chunk][microbatch] = outputs
+        else:
+            leaves = [output.detach().requires_grad_(self.trains) for output in outputs]
+            self.activations_in[target][microbatch] = _HandedOver(leaves)
+
+    def backward(self, microbatch: int, chunk: int) -> None:
+        """Run a chunk backward; waits for the gradient of its output."""
+        incoming = self.gradients_in[chunk].pop(microbatch, None)
+        output_grads = None if incoming is None else incoming.wait()
+        input_grads = self.stages[chunk].backward(microbatch, output_grads)
+        if self.grad_sync_state is not None:
+            self.grad_sync_state.after_backward()
+        if self.previous[chunk] is None:
+            return
+        target = self.previous_here[chunk]
+        if target is None:
+            self.input_grads[chunk][microbatch] = input_grads
+        else:
+            self.gradients_in[target][microbatch] = _HandedOver(input_grads)
+
+    def receive_activation(self, microbatch: int, chunk: int) -> None:
+        """Post the receive of a chunk's input."""
+        source = self.previous[chunk]
+        assert source is not None
+        message = Message(False, microbatch, self.stage_numbers[chunk])
+        self.activations_in[chunk][microbatch] = self.communicator.receive(
+            self.receive_shapes, source[0], message, requires_grad=self.trains
+        )
+
+    def receive_gradient(self, microbatch: int, chunk: int) -> None:
+        """Post the receive of the gradient of a chunk's output."""
+        source = self.next[chunk]
+        assert source is not None
+        message = Message(True, microbatch, self.stage_numbers[chunk] + 1)
+        self.gradients_in[chunk][microbatch] = self.communicator.receive(
+            self.send_shapes, source[0], message, requires_grad=False
+        )
+
+    def send_activation(self, microbatch: int, chunk: int) -> None:
+        """Post the send of a chunk's output."""
+        target = self.next[chunk]
+        assert target is not None
+        message = Message(False, microbatch, self.stage_numbers[chunk] + 1)
+        outputs = self.outputs[chunk].pop(microbatch)
+        if [output.shape for output in outputs] != self.send_shapes:
+            self._check_shapes(outputs, message)
+        self.outputs_sent[chunk][microbatch] = self.communicator.send(outputs, target[0], message)
+
+    def send_gradient(self, microbatch: int, chunk: int) -> None:
+        """Post the send of the gradient of a chunk's input."""
+        target = self.previous[chunk]
+        assert target is not None
+        message = Message(True, microbatch, self.stage_numbers[chunk])
+        grads = self.input_grads[chunk].pop(microbatch)
+        self.grads_sent[chunk][microbatch] = self.communicator.send(grads, target[0], message)
+
+    def free_output(self, microbatch: int, chunk: int) -> None:
+        """Wait for the send of an output and let its memory go."""
+        self.outputs_sent[chunk].pop(microbatch).wait()
+
+    def free_gradient(self, microbatch: int, chunk: int) -> None:
+        """Wait for the send of an input gradient and let its memory go."""
+        self.grads_sent[chunk].pop(microbatch).wait()
+
+    def gather_parameters(self, microbatch: int, chunk: int) -> None:
+        """Ask for a chunk's parameters ahead of their use."""
+        if self.param_sync is not None:
+            self.param_sync(chunk)
+
+    def open_grad_sync(self, microbatch: int, chunk: int) -> None:
+        """Allow the reduction of a chunk's gradients."""
+        if self.grad_sync_state is not None:
+            self.grad_sync_state.open(microbatch, chunk)
+
+    def _check_shapes(self, outputs: list[Tensor], message: Message) -> None:
+        """Raise unless outputs may differ in shape; the receiver has posted fixed buffers."""
+        if self.communicator.announces_shapes and len(outputs) == len(self.send_shapes):
+            return
+        have = ", ".join(str(tuple(output.shape)) for output in outputs)
+        want = ", ".join(str(tuple(shape)) for shape in self.send_shapes)
+        raise ConfigError(
+            f"pipeline rank {self.rank} made {have} as {message}, but the pipeline carries {want}.",
+            rule="stages exchange [s/cp, b, h], and [s/cp/tp, b, h] with sequence parallelism",
+            flags=["--seq-length", "--micro-batch-size", "--sequence-parallel"],
+            fix="pass the seq_length and micro_batch_size of the data, or set "
+            "config.variable_seq_lengths=True to announce every shape",
+        )

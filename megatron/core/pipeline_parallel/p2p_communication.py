@@ -1,0 +1,369 @@
+"""Move activations and gradients between neighbouring pipeline stages.
+
+Every ordered pair of ranks has a channel of its own. Backends with message tags (gloo) get all
+channels out of the one pipeline group, with a tag per message, so that no message waits behind
+another. Backends that match by order only (NCCL) get a two-rank process group, hence a
+communicator and a stream, per channel: sends and receives of both directions on one in-order
+stream would wait for each other.
+
+All transfers are posted, never blocking; `Incoming.wait` and `Outgoing.wait` finish them. On an
+accelerator that means the current stream waits, not the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron.core import device
+from megatron.core.errors import TopologyError
+from megatron.core.model_parallel_config import ModelParallelConfig
+from megatron.core.rng import derive_seed
+from megatron.core.utils import get_pg_rank, get_pg_size
+
+Shape = tuple[int, ...]
+
+MAX_DIMS = 7
+"""Most dimensions of a tensor whose shape is announced (variable sequence lengths)."""
+
+
+@dataclass
+class _Shared:
+    """What all communicators of one pipeline group have in common.
+
+    Attributes:
+        channels: (source, target) -> process group of that channel; None with tags.
+        agreed: what the ranks agreed on last.
+    """
+
+    channels: dict[tuple[int, int], Any] | None = None
+    agreed: tuple[int, ...] = ()
+
+
+_SHARED: WeakKeyDictionary[Any, _Shared] = WeakKeyDictionary()
+"""Pipeline group -> its state: NCCL communicators are made once per group, not once per step."""
+
+
+class Message(NamedTuple):
+    """What a transfer carries. `boundary` is the stage that follows the crossed boundary."""
+
+    is_gradient: bool
+    microbatch: int
+    boundary: int
+
+    @property
+    def tag(self) -> int:
+        """A number that no other message of one training step has on the same channel."""
+        return (self.microbatch * _MAX_STAGES + self.boundary) * 2 + self.is_gradient
+
+    def __str__(self) -> str:
+        kind = "gradient" if self.is_gradient else "activation"
+        return (
+            f"the {kind} of micro batch {self.microbatch} between stages {self.boundary - 1} and "
+            f"{self.boundary}"
+        )
+
+
+class Incoming:
+    """Tensors on their way to this rank."""
+
+    __slots__ = ("_message", "_peer", "_works", "tensors")
+
+    def __init__(self, tensors: list[Tensor], works: list[Any], peer: str, what: Message) -> None:
+        self.tensors = tensors
+        self._works = works
+        self._peer = peer
+        self._message = what
+
+    def wait(self) -> list[Tensor]:
+        """Return the tensors once they are here."""
+        for work in self._works:
+            _finish(work, self._peer, self._message, "received")
+        return self.tensors
+
+
+class Outgoing:
+    """Tensors on their way from this rank; they must not change or be freed before `wait`."""
+
+    __slots__ = ("_message", "_peer", "_works", "tensors")
+
+    def __init__(self, tensors: list[Tensor], works: list[Any], peer: str, what: Message) -> None:
+        self.tensors = tensors
+        self._works = works
+        self._peer = peer
+        self._message = what
+
+    def wait(self) -> None:
+        """Return once the buffers may be reused."""
+        for work in self._works:
+            _finish(work, self._peer, self._message, "sent")
+
+    def is_finished(self) -> bool:
+        """Return whether `wait` would return at once; gloo only says so after `wait`."""
+        return all(work.is_completed() for work in self._works)
+
+
+class P2PCommunicator:
+    """Channels between this rank and the other ranks of its pipeline.
+
+    Args:
+        pp_group: the pipeline group, or None for a pipeline of one rank.
+        config: supplies `pipeline_dtype` (params_dtype if None) and `variable_seq_lengths`.
+    Communication:
+        none on construction with gloo. With NCCL the first communicator of a pipeline group
+        creates one process group per channel among neighbours, and passes one element over each.
+    """
+
+    def __init__(self, pp_group: dist.ProcessGroup | None, config: ModelParallelConfig) -> None:
+        self.pp_group = pp_group
+        self.config = config
+        self.rank = get_pg_rank(pp_group)
+        self.size = get_pg_size(pp_group)
+        self.dtype = config.pipeline_dtype or config.params_dtype
+        self.announces_shapes = config.variable_seq_lengths
+        self.device = device.current_device()
+        self._shared = _Shared()
+        if self.size > 1:
+            if pp_group not in _SHARED:
+                channels = None if self.has_tags else self._create_channel_groups()
+                _SHARED[pp_group] = _Shared(channels)
+            self._shared = _SHARED[pp_group]
+
+    @property
+    def has_tags(self) -> bool:
+        """Whether the backend matches messages by tag, not only by order."""
+        assert self.pp_group is not None
+        return self.device.type == "cpu" or "nccl" not in dist.get_backend(self.pp_group)
+
+    def agree(self, settings: dict[str, Any]) -> None:
+        """Raise on all ranks of the pipeline unless they give equal settings.
+
+        With NCCL the ranks only meet when this rank's settings differ from its last ones: waiting
+        for the result would empty the queue of the device in every step.
+
+        Args:
+            settings: names and values, which are compared by their text.
+        Communication:
+            one all-gather of an integer per setting on the pipeline group.
+        """
+        digests = tuple(derive_seed(f"{name}={value}") for name, value in settings.items())
+        if self.size == 1 or (not self.has_tags and digests == self._shared.agreed):
+            return
+        mine = torch.tensor(digests, dtype=torch.int64, device=self.device)
+        everyone = [torch.empty_like(mine) for _ in range(self.size)]
+        dist.all_gather(everyone, mine, group=self.pp_group)
+        rows = torch.stack(everyone).tolist()
+        if any(row != rows[0] for row in rows):
+            raise self._disagreement(settings, rows)
+        self._shared.agreed = digests
+
+    def _disagreement(self, settings: dict[str, Any], rows: list[list[int]]) -> TopologyError:
+        """Gather the values of the settings that differ and return the error to raise."""
+        differing = [n for i, n in enumerate(settings) if len({row[i] for row in rows}) > 1]
+        values: list[Any] = [None] * self.size
+        mine = {name: settings[name] for name in differing}
+        dist.all_gather_object(values, mine, group=self.pp_group)
+        lines = [
+            f"  {self._name(rank)}: " + ", ".join(f"{n}={v}" for n, v in theirs.items())
+            for rank, theirs in enumerate(values)
+        ]
+        return TopologyError(
+            "the ranks of a pipeline are about to run different steps:\n" + "\n".join(lines),
+            rule="all ranks of a pipeline run the same number of equal micro batches with the same "
+            "schedule",
+            flags=["--global-batch-size", "--micro-batch-size", "--pipeline-model-parallel-size"],
+            fix="start all ranks with the same flags, and end an epoch on all ranks together",
+        )
+
+    def send(self, tensors: Sequence[Tensor], target: int, message: Message) -> Outgoing:
+        """Post a send to pipeline rank `target`."""
+        group, peer = self._channel(self.rank, target, target)
+        sent, works = [], []
+        tag = message.tag * _TAGS_PER_MESSAGE
+        for index, tensor in enumerate(tensors):
+            if tensor.dtype != self.dtype:
+                raise self._wrong_dtype(tensor, message)
+            tensor = tensor.detach().contiguous()
+            if self.announces_shapes:
+                shape = self._encode_shape(tensor.shape)
+                works.append(group.send([shape], peer, tag + 2 * index))
+                sent.append(shape)
+            works.append(group.send([tensor], peer, tag + 2 * index + 1))
+            sent.append(tensor)
+        return Outgoing(sent, works, self._name(target), message)
+
+    def receive(
+        self, shapes: Sequence[Shape], source: int, message: Message, *, requires_grad: bool
+    ) -> Incoming:
+        """Post a receive from pipeline rank `source`.
+
+        Args:
+            shapes: of the tensors to come. With `variable_seq_lengths` only their number counts:
+                the call then waits until the sender has announced the real shapes.
+            requires_grad: whether the received tensors are leaves of an autograd graph.
+        """
+        group, peer = self._channel(source, self.rank, source)
+        tensors, works = [], []
+        tag = message.tag * _TAGS_PER_MESSAGE
+        for index, shape in enumerate(shapes):
+            if self.announces_shapes:
+                announced = torch.empty(MAX_DIMS + 1, dtype=torch.int64, device=self.device)
+                work = group.recv([announced], peer, tag + 2 * index)
+                _finish(work, self._name(source), message, "announced")
+                shape = _decode_shape(announced)
+            buffer = torch.empty(shape, dtype=self.dtype, device=self.device)
+            works.append(group.recv([buffer], peer, tag + 2 * index + 1))
+            tensors.append(buffer)
+        if requires_grad:
+            for tensor in tensors:
+                tensor.requires_grad_()
+        return Incoming(tensors, works, self._name(source), message)
+
+    # Megatron's blocking calls between neighbours, for code that drives stages by itself.
+
+    def recv_forward(self, tensor_shapes: Any, is_first_stage: bool) -> Any:
+        """Receive the activations of the previous stage, ready for autograd; None on the first."""
+        if is_first_stage:
+            return None
+        return self._receive_now(tensor_shapes, self.rank - 1, requires_grad=True)
+
+    def recv_backward(self, tensor_shapes: Any, is_last_stage: bool) -> Any:
+        """Receive the output gradients of the next stage; None on the last."""
+        if is_last_stage:
+            return None
+        return self._receive_now(tensor_shapes, self.rank + 1, requires_grad=False)
+
+    def send_forward(self, output_tensors: Any, is_last_stage: bool) -> None:
+        """Send activations to the next stage; nothing on the last."""
+        if not is_last_stage:
+            self._send_now(output_tensors, self.rank + 1)
+
+    def send_backward(self, input_tensor_grads: Any, is_first_stage: bool) -> None:
+        """Send input gradients to the previous stage; nothing on the first."""
+        if not is_first_stage:
+            self._send_now(input_tensor_grads, self.rank - 1)
+
+    def send_forward_recv_backward(
+        self, output_tensors: Any, tensor_shapes: Any, is_last_stage: bool
+    ) -> Any:
+        """Exchange with the next stage: activations there, gradients back."""
+        if is_last_stage:
+            return None
+        sent = self._post_send(output_tensors, self.rank + 1)
+        received = self._receive_now(tensor_shapes, self.rank + 1, requires_grad=False)
+        sent.wait()
+        return received
+
+    def send_backward_recv_forward(
+        self, input_tensor_grads: Any, tensor_shapes: Any, is_first_stage: bool
+    ) -> Any:
+        """Exchange with the previous stage: gradients there, activations back."""
+        if is_first_stage:
+            return None
+        sent = self._post_send(input_tensor_grads, self.rank - 1)
+        received = self._receive_now(tensor_shapes, self.rank - 1, requires_grad=True)
+        sent.wait()
+        return received
+
+    def _post_send(self, tensors: Any, target: int) -> Outgoing:
+        many = list(tensors) if isinstance(tensors, (list, tuple)) else [tensors]
+        return self.send(many, target, self._blocking_message(target))
+
+    def _send_now(self, tensors: Any, target: int) -> None:
+        self._post_send(tensors, target).wait()
+
+    def _receive_now(self, shapes: Any, source: int, *, requires_grad: bool) -> Any:
+        is_list = bool(shapes) and not isinstance(shapes[0], int)
+        many = list(shapes) if is_list else [tuple(shapes)]
+        message = self._blocking_message(source)
+        tensors = self.receive(many, source, message, requires_grad=requires_grad).wait()
+        return tensors if is_list else tensors[0]
+
+    def _blocking_message(self, peer: int) -> Message:
+        # Blocking calls match by order alone, which one tag per channel and direction keeps.
+        return Message(False, 0, max(self.rank, peer))
+
+    def _channel(self, source: int, target: int, peer: int) -> tuple[Any, int]:
+        """Return the process group of a channel and the peer's rank in it."""
+        channels = self._shared.channels
+        if channels is None:
+            return self.pp_group, peer
+        # These groups are made with the smaller pipeline rank first.
+        return channels[source, target], int(peer > min(source, target))
+
+    def _create_channel_groups(self) -> dict[tuple[int, int], Any]:
+        """Create a two-rank group for each channel of the ring that this rank is part of.
+
+        Channels are taken in one order by all ranks, so that the first use of a communicator,
+        which blocks until both ends have come, finds the other end there in its turn.
+        """
+        assert self.pp_group is not None
+        ring = {(rank, (rank + 1) % self.size) for rank in range(self.size)}
+        ring |= {(target, source) for source, target in ring}
+        groups = {}
+        for source, target in sorted(ring):
+            if self.rank not in (source, target):
+                continue
+            low, high = sorted((source, target))
+            group = dist.new_group(
+                [
+                    dist.get_global_rank(self.pp_group, low),
+                    dist.get_global_rank(self.pp_group, high),
+                ],
+                backend=dist.get_backend(self.pp_group),
+                use_local_synchronization=True,
+                group_desc=f"pp_{source}_to_{target}",
+            )
+            token = torch.zeros(1, device=self.device)
+            peer = int((target if self.rank == source else source) == high)
+            first_use = group.send if self.rank == source else group.recv
+            first_use([token], peer, 0).wait()
+            groups[source, target] = group
+        return groups
+
+    def _encode_shape(self, shape: Sequence[int]) -> Tensor:
+        assert len(shape) <= MAX_DIMS, f"a stage output has {len(shape)} dimensions: {shape}"
+        padded = [len(shape), *shape] + [0] * (MAX_DIMS - len(shape))
+        return torch.tensor(padded, dtype=torch.int64, device=self.device)
+
+    def _name(self, rank: int) -> str:
+        assert self.pp_group is not None
+        return f"pipeline rank {rank} (global rank {dist.get_global_rank(self.pp_group, rank)})"
+
+    def _wrong_dtype(self, tensor: Tensor, message: Message) -> TopologyError:
+        return TopologyError(
+            f"pipeline rank {self.rank} sends {message} as {tensor.dtype}, but the pipeline "
+            f"carries {self.dtype}.",
+            rule="all tensors between stages have the pipeline dtype; a receiver would read the "
+            "bytes as something else",
+            flags=["pipeline_dtype"],
+            fix=f"set config.pipeline_dtype={tensor.dtype}, or cast the stage's output",
+        )
+
+
+_TAGS_PER_MESSAGE = 64  # shape and data of up to 32 tensors
+_MAX_STAGES = 1024
+
+
+def _decode_shape(announced: Tensor) -> Shape:
+    numbers = announced.tolist()
+    return tuple(numbers[1 : 1 + numbers[0]])
+
+
+def _finish(work: Any, peer: str, message: Message, verb: str) -> None:
+    try:
+        work.wait()
+    except RuntimeError as problem:
+        raise TopologyError(
+            f"{message} was not {verb}: the connection with {peer} failed or timed out.\n"
+            f"  {problem}",
+            rule="all ranks of a pipeline run the same program at the same time",
+            flags=["--distributed-timeout-minutes"],
+            fix=f"look at the log of {peer}: it stopped, hangs, or runs other micro batches",
+        ) from problem

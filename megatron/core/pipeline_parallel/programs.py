@@ -1,0 +1,124 @@
+"""Make, prove and time the program of a training step before it is run.
+
+Programs depend on a handful of numbers only, so they are made once for each and kept.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+from megatron.core.errors import ScheduleError
+from megatron.core.pipeline_parallel.instructions import Orders, Program, Step
+from megatron.core.pipeline_parallel.lower import lower, lower_rank
+from megatron.core.pipeline_parallel.orders.forward_only import forward_only_orders
+from megatron.core.pipeline_parallel.orders.gpipe import gpipe_orders
+from megatron.core.pipeline_parallel.orders.interleaved import interleaved_orders
+from megatron.core.pipeline_parallel.orders.one_f_one_b import one_f_one_b_orders
+from megatron.core.pipeline_parallel.simulate import Costs, Report, simulate
+from megatron.core.pipeline_parallel.validate import validate, validate_rank
+
+SCHEDULES = ("1f1b", "gpipe")
+"""Values of `config.pipeline_schedule`. 1F1B with several chunks per rank is interleaved."""
+
+MOST_STEPS_PROVED = 16384
+"""Compute steps of all ranks together up to which a program is proved as a whole before it runs:
+0.15 s at 9 microseconds a step (64 micro batches on 16 ranks with 4 chunks are 8192). Of larger
+ones every rank checks its own part; `python -m tests.parity.schedules` proves their smaller
+relatives exhaustively, and the steady state only repeats."""
+
+
+class Plan(NamedTuple):
+    """The numbers that decide a program."""
+
+    schedule: str
+    pipeline_size: int
+    num_chunks: int
+    num_microbatches: int
+    group_size: int | None = None
+    forward_only: bool = False
+    prefetch: int = 1
+
+    def orders(self) -> Orders:
+        """Return what every rank computes.
+
+        Raises:
+            ScheduleError: there is no such schedule.
+        """
+        p, v, m = self.pipeline_size, self.num_chunks, self.num_microbatches
+        if m < 1:
+            raise ScheduleError(
+                f"a training step of {m} micro batches.",
+                rule="a step has at least one micro batch",
+                flags=["--global-batch-size", "--micro-batch-size"],
+                fix="use a global batch of at least micro batch size x data-parallel size",
+            )
+        if self.schedule not in SCHEDULES:
+            raise ScheduleError(
+                f"pipeline_schedule={self.schedule!r} is not known.",
+                rule=f"schedules are {', '.join(SCHEDULES)}",
+                flags=["--pipeline-schedule"],
+                fix="use 1f1b",
+            )
+        if self.forward_only:
+            return forward_only_orders(p, m, v, self.group_size)
+        if self.schedule == "gpipe" and v > 1:
+            raise ScheduleError(
+                f"the GPipe schedule with {v} model chunks per rank.",
+                rule="GPipe runs one chunk per rank",
+                flags=["--pipeline-schedule", "--num-virtual-stages-per-pipeline-rank"],
+                fix="use --pipeline-schedule 1f1b (interleaved), or drop the virtual stages",
+            )
+        if v > 1:
+            return interleaved_orders(p, m, v, self.group_size)
+        if self.schedule == "gpipe" and p > 1:
+            return gpipe_orders(p, m)
+        return one_f_one_b_orders(p, m)
+
+    @property
+    def num_stages(self) -> int:
+        """Return the number of stages of the whole model."""
+        return self.pipeline_size * self.num_chunks
+
+    @property
+    def num_steps(self) -> int:
+        """Return the number of compute steps of all ranks together."""
+        steps = self.pipeline_size * self.num_chunks * self.num_microbatches
+        return steps if self.forward_only else 2 * steps
+
+
+@functools.lru_cache(maxsize=64)
+def proved_orders(plan: Plan) -> Orders:
+    """Return the orders of a plan after proving its program, if it is not too large for that.
+
+    Raises:
+        ScheduleError: the program is wrong or deadlocks.
+    """
+    orders = plan.orders()
+    if plan.pipeline_size > 1 and plan.num_steps <= MOST_STEPS_PROVED:
+        validate(lower(orders, prefetch=plan.prefetch))
+    return orders
+
+
+@functools.lru_cache(maxsize=64)
+def rank_program(plan: Plan, rank: int, delayed_grad_sync: bool) -> tuple[Step, ...]:
+    """Return the checked program of one rank."""
+    orders = proved_orders(plan)
+    steps = lower_rank(orders, rank, prefetch=plan.prefetch, delayed_grad_sync=delayed_grad_sync)
+    program = Program(
+        schedule=orders.schedule,
+        placement=orders.placement,
+        num_microbatches=orders.num_microbatches,
+        forward_only=orders.forward_only,
+        ranks=tuple(steps if other == rank else () for other in range(plan.pipeline_size)),
+        prefetch=plan.prefetch,
+        send_window=orders.send_window,
+    )
+    validate_rank(program, rank)
+    return steps
+
+
+@functools.lru_cache(maxsize=64)
+def plan_report(plan: Plan, costs: Costs = Costs()) -> Report:  # noqa: B008  a frozen constant
+    """Return makespan, bubble and peak live activations of a plan under the given costs."""
+    return simulate(lower(plan.orders(), prefetch=plan.prefetch), costs)

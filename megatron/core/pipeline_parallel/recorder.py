@@ -1,0 +1,108 @@
+"""Measure what each pipeline rank did when, and what the timers of a run want to know."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron.core import device
+from megatron.core.pipeline_parallel.instructions import Op, Placement, Step
+from megatron.core.pipeline_parallel.simulate import Span
+from megatron.core.pipeline_parallel.stage import PipelineStage
+from megatron.core.pipeline_parallel.trace import Trace
+from megatron.core.utils import get_pg_size
+
+
+class PipelineRecorder:
+    """Keeps the compute steps of this rank in the last training step that it was passed to.
+
+    On an accelerator it waits for the device around every step, which costs overlap.
+    """
+
+    def __init__(self) -> None:
+        self.placement = Placement(1)
+        self.num_microbatches = 0
+        self.rank = 0
+        self.origin_s = 0.0
+        self.spans: list[Span] = []
+
+    def begin(self, placement: Placement, rank: int, num_microbatches: int) -> None:
+        """Forget the last step and start a new one."""
+        self.placement, self.rank = placement, rank
+        self.num_microbatches = num_microbatches
+        self.spans = []
+        self.origin_s = time.perf_counter()
+
+    def trace(self, pp_group: Any, title: str = "measured") -> Trace:
+        """Join the steps of all ranks of the pipeline; the same on all of them.
+
+        Ranks on one host share a clock. Ranks on several hosts are aligned at the beginning of the
+        step, when they agreed on its plan: to within the latency of a small message.
+
+        Communication:
+            one all-gather of Python objects on `pp_group`.
+        """
+        mine = (socket.gethostname(), self.origin_s, self.spans)
+        everyone = [mine]
+        if get_pg_size(pp_group) > 1:
+            everyone = [mine] * get_pg_size(pp_group)
+            dist.all_gather_object(everyone, mine, group=pp_group)
+        share_clock = len({host for host, _, _ in everyone}) == 1
+        first = min(origin for _, origin, _ in everyone)
+        spans = [
+            span._replace(start=span.start - shift, end=span.end - shift)
+            for _, origin, recorded in everyone
+            for shift in (first if share_clock else origin,)
+            for span in recorded
+        ]
+        return Trace(title, self.placement, self.num_microbatches, "s", spans)
+
+
+class MeasuredStage:
+    """A stage whose calls are recorded and counted by the run's timers.
+
+    Waiting for data of other ranks is not included: it happens before these calls.
+    """
+
+    def __init__(
+        self, stage: PipelineStage, chunk: int, recorder: PipelineRecorder | None, timers: Any
+    ) -> None:
+        self._stage = stage
+        self._chunk = chunk
+        self._recorder = recorder
+        self._timers = timers
+
+    def forward(self, microbatch: int, inputs: list[Tensor] | None) -> list[Tensor]:
+        """Run and measure one forward."""
+        start = self._start("forward-compute")
+        outputs = self._stage.forward(microbatch, inputs)
+        self._stop("forward-compute", Op.FORWARD, microbatch, start)
+        return outputs
+
+    def backward(self, microbatch: int, output_grads: Sequence[Tensor] | None) -> list[Tensor]:
+        """Run and measure one backward."""
+        start = self._start("backward-compute")
+        grads = self._stage.backward(microbatch, output_grads)
+        self._stop("backward-compute", Op.BACKWARD, microbatch, start)
+        return grads
+
+    def _start(self, timer: str) -> float:
+        if self._timers is not None:
+            self._timers(timer, log_level=2).start()
+        if self._recorder is not None:
+            device.synchronize()
+        return time.perf_counter()
+
+    def _stop(self, timer: str, op: Op, microbatch: int, start: float) -> None:
+        if self._recorder is not None:
+            device.synchronize()
+            step = Step(op, microbatch, self._chunk)
+            rank = self._recorder.rank
+            self._recorder.spans.append(Span(rank, step, start, time.perf_counter()))
+        if self._timers is not None:
+            self._timers(timer, log_level=2).stop()

@@ -1,0 +1,276 @@
+"""The door through which training loops run a pipeline: `get_forward_backward_func`.
+
+The returned function keeps Megatron's keywords. Behind it there is one path for all schedules, no
+pipeline included: a plan (`programs.py`), stages (`stage.py`), channels (`p2p_communication.py`)
+and one executor.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.core import device
+from megatron.core.errors import ConfigError
+from megatron.core.pipeline_parallel.executor import PipelineExecutor
+from megatron.core.pipeline_parallel.grad_sync import GradSync, of_chunk
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator, Shape
+from megatron.core.pipeline_parallel.programs import Plan, proved_orders, rank_program
+from megatron.core.pipeline_parallel.recorder import MeasuredStage, PipelineRecorder
+from megatron.core.pipeline_parallel.stage import LossSettings, PipelineStage, Reported, Stage
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.utils import as_list, get_model_config, get_pg_size
+
+
+def get_forward_backward_func(
+    pp_size: int | None = None,
+    vp_size: int | None = None,
+    schedule_pg_collection: ProcessGroupCollection | None = None,
+) -> Callable[..., list[Any]]:
+    """Return the function that runs one training (or evaluation) step.
+
+    Args:
+        pp_size: pipeline size, checked when the step runs; None takes it from the groups.
+        vp_size: model chunks per rank, checked likewise; None takes it from the model list.
+        schedule_pg_collection: groups to use when the step is given none; None means the current
+            collection at that time.
+    """
+    return partial(
+        forward_backward,
+        expected_pp_size=pp_size,
+        expected_vp_size=vp_size,
+        fallback_pg_collection=schedule_pg_collection,
+    )
+
+
+def forward_backward(
+    *,
+    forward_step_func: Callable[..., Any],
+    data_iterator: Any,
+    model: Any,
+    num_microbatches: int,
+    seq_length: int,
+    micro_batch_size: int,
+    decoder_seq_length: int | None = None,
+    forward_only: bool = False,
+    collect_non_loss_data: bool = False,
+    first_val_step: bool | None = None,
+    adjust_tensor_shapes_fn: Callable[..., Any] | None = None,
+    p2p_communicator: P2PCommunicator | None = None,
+    pg_collection: ProcessGroupCollection | None = None,
+    force_all_reduce: bool | None = False,
+    recorder: PipelineRecorder | None = None,
+    expected_pp_size: int | None = None,
+    expected_vp_size: int | None = None,
+    fallback_pg_collection: ProcessGroupCollection | None = None,
+) -> list[Any]:
+    """Run all micro batches forward, and backward unless `forward_only`.
+
+    Args:
+        forward_step_func: (data_iterator, model) -> (output, loss function).
+        data_iterator, model: one each, or lists with one entry per model chunk of this rank.
+        num_microbatches: m, the same on all ranks of the pipeline.
+        seq_length, micro_batch_size: s and b of the tensors between stages. `decoder_seq_length`
+            takes the place of `seq_length` for models whose stages exchange decoder states.
+        collect_non_loss_data: collect `loss_func(output, non_loss_data=True)` instead of losses.
+        first_val_step: in evaluation, whether cached (for example fp8) weights must be renewed.
+        adjust_tensor_shapes_fn: (receive shapes, send shapes) -> the real ones; not with several
+            chunks per rank.
+        p2p_communicator: channels to use instead of new ones on `pg_collection.pp`.
+        pg_collection: groups of this rank.
+        force_all_reduce: passed on to `config.finalize_model_grads_func` if set.
+        recorder: measures the compute steps of this rank.
+    Returns:
+        on the last stage what the loss function reported, one entry per micro batch; [] elsewhere.
+    Communication:
+        one small all-gather on the pipeline group to agree on the plan (with NCCL only when the
+        plan changes), then activations and gradients between neighbouring stages, then whatever
+        `finalize_model_grads_func` does.
+    Raises:
+        ConfigError, ScheduleError: on all ranks of the pipeline, if their plans differ.
+    """
+    groups = pg_collection or fallback_pg_collection or ProcessGroupCollection.current()
+    chunks = as_list(model)
+    iterators = list(data_iterator) if isinstance(data_iterator, list) else [data_iterator]
+    if data_iterator is None:
+        iterators = [None] * len(chunks)
+    config = get_model_config(chunks[0])
+    if p2p_communicator is None:
+        p2p_communicator = P2PCommunicator(groups.pp, config)
+    plan = Plan(
+        schedule=config.pipeline_schedule,
+        pipeline_size=p2p_communicator.size,
+        num_chunks=len(chunks),
+        num_microbatches=num_microbatches,
+        group_size=config.microbatch_group_size_per_vp_stage if len(chunks) > 1 else None,
+        forward_only=forward_only,
+        prefetch=int(config.overlap_p2p_comm and not config.variable_seq_lengths),
+    )
+    p2p_communicator.agree(
+        {**plan._asdict(), "seq_length": seq_length, "micro_batch_size": micro_batch_size}
+    )
+    _check_call(chunks, iterators, p2p_communicator, expected_pp_size, expected_vp_size)
+    receive_shapes: list[Shape] = []
+    if plan.num_stages > 1:
+        receive_shapes = get_tensor_shapes(
+            seq_length=seq_length,
+            micro_batch_size=micro_batch_size,
+            decoder_seq_length=decoder_seq_length,
+            config=config,
+            tp_group=groups.tp,
+            cp_group=groups.cp,
+        )
+    send_shapes = receive_shapes
+    if adjust_tensor_shapes_fn is not None:
+        receive_shapes, send_shapes = adjust_tensor_shapes_fn(receive_shapes, send_shapes)
+
+    orders = proved_orders(plan)
+    # With `grad_sync_func` all ranks of a pipeline start reducing at the same moment; the first
+    # rank of a plain pipeline is last to finish, so it alone overlaps them with its backward.
+    rank = p2p_communicator.rank
+    delayed = config.grad_sync_func is not None and (len(chunks) > 1 or rank > 0)
+    steps = rank_program(plan, rank, delayed)
+
+    reported = Reported()
+    trains = not forward_only and torch.is_grad_enabled()
+    stages: list[PipelineStage] = []
+    for chunk, (part, iterator) in enumerate(zip(chunks, iterators, strict=True)):
+        stages.append(
+            Stage(
+                part,
+                forward_step_func,
+                iterator,
+                is_last=orders.placement.next(rank, chunk) is None,
+                loss=LossSettings(
+                    num_microbatches=num_microbatches,
+                    cp_size=get_pg_size(groups.cp),
+                    per_token=config.calculate_per_token_loss,
+                    collect_non_loss_data=collect_non_loss_data,
+                    scale=config.grad_scale_func,
+                ),
+                reported=reported,
+                trains=trains,
+                renews_weight_cache=not forward_only or first_val_step is not False,
+                keep_outputs=not config.deallocate_pipeline_outputs,
+                autocast_dtype=config.autocast_dtype if config.enable_autocast else None,
+            )
+        )
+    if recorder is not None:
+        recorder.begin(orders.placement, rank, num_microbatches)
+    if recorder is not None or config.timers is not None:
+        stages = [MeasuredStage(s, c, recorder, config.timers) for c, s in enumerate(stages)]
+
+    with _timed(config.timers), contextlib.ExitStack() as stack:
+        grad_sync = None
+        if not forward_only:
+            grad_sync = GradSync(chunks, config.no_sync_func, config.grad_sync_func)
+            stack.enter_context(grad_sync)
+        PipelineExecutor(
+            steps,
+            orders.placement,
+            stages,
+            p2p_communicator,
+            receive_shapes=receive_shapes,
+            send_shapes=send_shapes,
+            grad_sync=grad_sync,
+            param_sync=_param_sync(config, chunks),
+            trains=trains,
+        ).run()
+        if not forward_only and config.finalize_model_grads_func is not None:
+            stack.close()  # reductions still to come must not be held back
+            _finalize(config, chunks, reported, groups, force_all_reduce)
+    return reported.entries
+
+
+def get_tensor_shapes(
+    *,
+    seq_length: int,
+    micro_batch_size: int,
+    decoder_seq_length: int | None = None,
+    config: Any,
+    tp_group: Any = None,
+    cp_group: Any = None,
+) -> list[Shape]:
+    """Return the shapes of what crosses a stage boundary: one tensor [s/cp, b, h], or [s/cp/tp,
+    b, h] with sequence parallelism."""
+    length = seq_length if decoder_seq_length is None else decoder_seq_length
+    length //= get_pg_size(cp_group)
+    if config.sequence_parallel:
+        length //= get_pg_size(tp_group)
+    return [(length, micro_batch_size, config.hidden_size)]
+
+
+def _check_call(
+    chunks: Sequence[Any],
+    iterators: Sequence[Any],
+    communicator: P2PCommunicator,
+    pp_size: int | None,
+    vp_size: int | None,
+) -> None:
+    """Raise if the arguments of a step contradict each other."""
+    if pp_size is not None and pp_size != communicator.size:
+        raise ConfigError(
+            f"the schedule was made for pipeline size {pp_size}, the pipeline group has "
+            f"{communicator.size} ranks.",
+            rule="both are the same number",
+            flags=["--pipeline-model-parallel-size"],
+            fix="call get_forward_backward_func() without pp_size",
+        )
+    if vp_size is not None and vp_size != len(chunks):
+        raise ConfigError(
+            f"the schedule was made for {vp_size} model chunks per rank, and got {len(chunks)}.",
+            rule="with virtual stages, `model` is the list of this rank's chunks",
+            flags=["--num-virtual-stages-per-pipeline-rank"],
+            fix=f"pass {vp_size} chunks",
+        )
+    if len(iterators) != len(chunks):
+        raise ConfigError(
+            f"{len(iterators)} data iterators for {len(chunks)} model chunks.",
+            rule="with virtual stages there is one data iterator per chunk",
+            flags=["--num-virtual-stages-per-pipeline-rank"],
+            fix="pass a list of as many iterators as chunks",
+        )
+
+
+@contextlib.contextmanager
+def _timed(timers: Any) -> Iterator[None]:
+    if timers is None:
+        yield
+        return
+    timers("forward-backward", log_level=1).start()
+    yield
+    timers("forward-backward", log_level=1).stop()
+
+
+def _param_sync(config: Any, chunks: Sequence[Any]) -> Callable[[int], None] | None:
+    if config.param_sync_func is None:
+        return None
+
+    def gather(chunk: int) -> None:
+        callback = of_chunk(config.param_sync_func, chunk)
+        assert callback is not None
+        callback(chunks[chunk].parameters())
+
+    return gather
+
+
+def _finalize(
+    config: Any,
+    chunks: Sequence[Any],
+    reported: Reported,
+    groups: ProcessGroupCollection,
+    force_all_reduce: bool | None,
+) -> None:
+    """Complete the gradients of all chunks; token counts are known on the last stage only."""
+    num_tokens: Tensor | None = None
+    if config.calculate_per_token_loss:
+        num_tokens = reported.num_tokens
+        if num_tokens is None:
+            num_tokens = torch.zeros((), dtype=torch.int, device=device.current_device())
+    options = {"force_all_reduce": True} if force_all_reduce else {}
+    config.finalize_model_grads_func(list(chunks), num_tokens, pg_collection=groups, **options)
