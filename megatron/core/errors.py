@@ -7,6 +7,7 @@ control it, and a fix that works. Programmer mistakes use `assert` with values i
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 
 class MegatronError(Exception):
@@ -33,12 +34,14 @@ class MegatronError(Exception):
             lines.append(f"  fix:   {self.fix}")
         return "\n".join(lines)
 
-    def __reduce__(self):
+    def __reduce__(self) -> tuple[Any, ...]:
         # Keyword-only fields need help to cross a process boundary.
         return _rebuild, (type(self), self.found, self.rule, self.flags, self.fix)
 
 
-def _rebuild(kind: type[MegatronError], found: str, rule: str, flags: tuple, fix: str):
+def _rebuild(
+    kind: type[MegatronError], found: str, rule: str, flags: tuple[str, ...], fix: str
+) -> MegatronError:
     return kind(found, rule=rule, flags=flags, fix=fix)
 
 

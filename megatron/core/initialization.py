@@ -8,9 +8,10 @@ pipeline stage, padding of the vocabulary and construction order play no part.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -113,7 +114,16 @@ def draw_parameter(
         parameter.copy_(shard_of(full, meta, axis_rank, axis_size))
 
 
-def _draw_row_blocks(parameter, shape, meta, init_method, seed, name, axis_rank, axis_size):
+def _draw_row_blocks(
+    parameter: Tensor,
+    shape: Sequence[int],
+    meta: ParamMeta,
+    init_method: Callable[[Tensor], Any],
+    seed: int,
+    name: str,
+    axis_rank: int,
+    axis_size: int,
+) -> None:
     """Draw only those blocks of 128 rows that this shard touches."""
     is_row_split = meta.split_dim == 0 and axis_size > 1
     ranges = (

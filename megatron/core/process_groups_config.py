@@ -106,7 +106,8 @@ class ProcessGroupCollection:
     @classmethod
     def fake(cls, **places: tuple[int, int]) -> ProcessGroupCollection:
         """Build a collection without processes: fake(tp=(rank, size), pp=(0, 2))."""
-        return cls(**{axis: FakeGroup(*place) for axis, place in places.items()})
+        groups: dict[str, Any] = {axis: FakeGroup(*place) for axis, place in places.items()}
+        return cls(**groups)
 
     @classmethod
     def use_mpu_process_groups(

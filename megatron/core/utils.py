@@ -45,10 +45,11 @@ def get_attr_wrapped_model(
         return_model_obj: return the object that has the attribute instead of its value.
     """
     assert not isinstance(model, list), "pass one model chunk, not the list of chunks"
-    while not hasattr(model, attr) or (not allow_none and getattr(model, attr) is None):
-        assert hasattr(model, "module"), f"no attribute {attr!r} in {type(model).__name__}"
-        model = model.module
-    return model if return_model_obj else getattr(model, attr)
+    owner: Any = model
+    while not hasattr(owner, attr) or (not allow_none and getattr(owner, attr) is None):
+        assert hasattr(owner, "module"), f"no attribute {attr!r} in {type(owner).__name__}"
+        owner = owner.module
+    return owner if return_model_obj else getattr(owner, attr)
 
 
 def get_model_config(model: nn.Module) -> Any:
