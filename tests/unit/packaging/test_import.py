@@ -1,0 +1,95 @@
+"""What importing the library brings in, and what it costs."""
+
+import importlib
+import json
+import os
+import pkgutil
+import subprocess
+import sys
+import time
+
+import pytest
+
+import megatron
+from megatron.core.capabilities import BUILT_FROM_SOURCE, EXTRA_OF
+from tests.harness.pool import REPOSITORY
+
+CORE_IMPORT_BUDGET_S = 1.0
+
+MEASURE = """
+import json, os, sys
+import torch, numpy
+before = set(sys.modules)
+used = lambda: sum(os.times()[:2])
+start = used()
+import megatron.core
+seconds = used() - start
+print(json.dumps({"seconds": seconds, "modules": sorted(set(sys.modules) - before)}))
+"""
+
+
+def run_python(code: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code],
+        cwd=REPOSITORY,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def public_modules() -> list[str]:
+    names = [info.name for info in pkgutil.walk_packages(megatron.__path__, prefix="megatron.")]
+    return [name for name in names if not any(p.startswith("_") for p in name.split("."))]
+
+
+def test_core_adds_less_than_a_second_and_no_optional_library_to_torch():
+    report = json.loads(run_python(MEASURE))
+    # Processor seconds: the machine may be busy with something else.
+    assert report["seconds"] < CORE_IMPORT_BUDGET_S
+    brought = {name.split(".")[0] for name in report["modules"]}
+    assert not brought & (set(EXTRA_OF) | set(BUILT_FROM_SOURCE))
+
+
+def test_every_public_module_imports_without_any_optional_library():
+    # One process imports all, in which every optional library seems not to be installed.
+    code = f"""
+import importlib, sys
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {sorted(set(EXTRA_OF) | set(BUILT_FROM_SOURCE))!r}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name.split(".")[0])
+sys.meta_path.insert(0, Refuse())
+for name in {public_modules()!r}:
+    importlib.import_module(name)
+print(len(sys.modules))
+"""
+    run_python(code)
+
+
+def test_public_names_exist():
+    missing = []
+    for name in public_modules():
+        module = importlib.import_module(name)
+        missing += [f"{name}.{n}" for n in getattr(module, "__all__", ()) if not hasattr(module, n)]
+    assert not missing
+
+
+@pytest.mark.parametrize("script", ["pretrain_gpt.py", "tools/preprocess_data.py"])
+def test_entry_points_answer_help_quickly(script):
+    started = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, script, "--help"],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "usage" in done.stdout
+    assert time.monotonic() - started < 30

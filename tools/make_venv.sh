@@ -1,0 +1,70 @@
+#!/usr/bin/env bash
+# Make or refresh a virtual environment with this project in it.
+#
+#   tools/make_venv.sh DIRECTORY EXTRAS        for example: tools/make_venv.sh .venv dev
+#
+# Does nothing when DIRECTORY was made from the same pyproject.toml, constraints, extras and
+# Python. PYTHON chooses the interpreter (3.10 to 3.13). TORCH chooses what is installed as torch,
+# for example TORCH='torch==2.13.0 --index-url URL' for an index with a particular CUDA build.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+directory=$1
+extras=$2
+log=$directory/install.log
+
+suitable() { "$1" -c 'import sys; raise SystemExit(not (3, 10) <= sys.version_info < (3, 14))'; }
+
+find_python() {
+    local candidate
+    for candidate in ${PYTHON:-python3.11 python3 python3.12 python3.13 python3.10 python}; do
+        if command -v "$candidate" >/dev/null && suitable "$candidate" 2>/dev/null; then
+            command -v "$candidate"
+            return
+        fi
+    done
+    echo "No Python 3.10 to 3.13 found${PYTHON:+ (PYTHON=$PYTHON)}; set PYTHON to one." >&2
+    return 1
+}
+
+python=$(find_python)
+key=$(
+    { "$python" -VV; echo "$extras ${TORCH:-}"; cat pyproject.toml constraints.txt setup.py; } |
+        "$python" -c 'import hashlib, sys
+print(hashlib.sha256(sys.stdin.buffer.read()).hexdigest())'
+)
+if [ "$(cat "$directory/.made-from" 2>/dev/null)" = "$key" ]; then
+    exit 0
+fi
+
+say() { printf '%s\n' "$*"; }
+failed() {
+    say "Installing failed; the end of $log:" >&2
+    tail -n 20 "$log" >&2
+    exit 1
+}
+
+started=$SECONDS
+if [ "$("$directory/bin/python" -VV 2>/dev/null)" != "$("$python" -VV)" ]; then
+    rm -rf "$directory"
+    if ! "$python" -m venv "$directory"; then
+        say "$python cannot make virtual environments; on Debian install python3-venv." >&2
+        exit 1
+    fi
+fi
+rm -f "$directory/.made-from"
+: >"$log"
+
+# Packages are compiled below on all cores, not one by one while they are unpacked.
+pip=("$directory/bin/python" -m pip --disable-pip-version-check --no-input install --no-compile)
+
+say "Installing torch into $directory ($("$python" -V)) ..."
+# shellcheck disable=SC2086  # TORCH may carry pip options
+"${pip[@]}" ${TORCH:-torch -c constraints.txt} >>"$log" 2>&1 || failed
+say "Installing megatron-lattice[$extras] ..."
+"${pip[@]}" -e ".[$extras]" -c constraints.txt >>"$log" 2>&1 || failed
+# Some packages ship templates that are no valid Python; their import does not need them.
+"$directory/bin/python" -m compileall -q -j 0 "$directory/lib" >>"$log" 2>&1 || true
+
+echo "$key" >"$directory/.made-from"
+say "Installed in $((SECONDS - started)) s."
