@@ -1,0 +1,125 @@
+"""From token ids to the first hidden states: word embedding, learned positions, dropout.
+
+Legend: s sequence, b micro-batch, h hidden, v padded vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron.core.device import current_device
+from megatron.core.errors import ConfigError
+from megatron.core.initialization import initialization_is_deferred
+from megatron.core.param_meta import ParamMeta, set_param_meta
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.rng import SequenceRows, keyed_dropout, rng_state
+from megatron.core.tensor_parallel.layers import VocabParallelEmbedding
+from megatron.core.tensor_parallel.mappings import scatter_to_sequence_parallel_region
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.utils import get_pg_rank, get_pg_size
+
+
+class LanguageModelEmbedding(MegatronModule):
+    """Sum of word and learned position embedding, with dropout.
+
+    Args:
+        vocab_size: padded vocabulary, split over the tensor-parallel ranks.
+        max_sequence_length: number of learned positions.
+        position_embedding_type: "learned_absolute"; anything else adds no position here.
+        scatter_to_sequence_parallel: under sequence parallelism give each rank its rows.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        vocab_size: int,
+        max_sequence_length: int,
+        position_embedding_type: str = "learned_absolute",
+        num_tokentypes: int = 0,
+        scatter_to_sequence_parallel: bool = True,
+        tp_group: Any = None,
+        pg_collection: ProcessGroupCollection | None = None,
+    ) -> None:
+        super().__init__(config)
+        if num_tokentypes:
+            raise ConfigError(
+                f"num_tokentypes={num_tokentypes}.",
+                rule="decoder models have no token types",
+                fix="use num_tokentypes=0",
+            )
+        self.pg_collection = pg_collection or ProcessGroupCollection.current()
+        self.tp_group = tp_group if tp_group is not None else self.pg_collection.tp
+        self.max_sequence_length = max_sequence_length
+        self.add_position_embedding = position_embedding_type == "learned_absolute"
+        self.scatters = config.sequence_parallel and scatter_to_sequence_parallel
+        # Without positions to add, the sum over ranks and the cut into rows are one reduce-scatter.
+        self.reduce_scatter_embeddings = self.scatters and not self.add_position_embedding
+        self.word_embeddings = VocabParallelEmbedding(
+            num_embeddings=vocab_size,
+            embedding_dim=config.hidden_size,
+            init_method=config.embedding_init_method,
+            reduce_scatter_embeddings=self.reduce_scatter_embeddings,
+            config=config,
+            tp_group=self.tp_group,
+            pg_collection=self.pg_collection,
+        )
+        if self.add_position_embedding:
+            self.position_embeddings = self._positions(max_sequence_length)
+
+    def _positions(self, length: int) -> nn.Embedding:
+        config = self.config
+        device = torch.device("cpu") if config.use_cpu_initialization else current_device()
+        weight = torch.empty(length, config.hidden_size, dtype=config.params_dtype, device=device)
+        embedding = nn.Embedding(length, config.hidden_size, _weight=weight)
+        init_method = config.embedding_init_method
+        set_param_meta(embedding.weight, ParamMeta(init_method=init_method))
+        if config.perform_initialization and not initialization_is_deferred():
+            assert init_method is not None
+            with torch.no_grad():
+                init_method(embedding.weight)
+        return embedding
+
+    def forward(
+        self, input_ids: Tensor, position_ids: Tensor | None, tokentype_ids: Tensor | None = None
+    ) -> Tensor:
+        """Embed.
+
+        Args:
+            input_ids: [b, s].
+            position_ids: [b, s], or [1, s] for all samples alike, or None for 0 ... s-1.
+        Returns:
+            [s, b, h]; under sequence parallelism this rank's rows, [s/tp, b, h].
+        """
+        length = input_ids.shape[1]
+        if self.reduce_scatter_embeddings:
+            hidden = self.word_embeddings(input_ids)
+        else:
+            # Ids are transposed instead of embeddings: [s, b, h] comes out without a copy.
+            hidden = self.word_embeddings(input_ids.t())
+        if self.add_position_embedding:
+            if length > self.max_sequence_length:
+                raise ConfigError(
+                    f"a sequence of {length} tokens for {self.max_sequence_length} learned"
+                    " positions.",
+                    rule="every position of the sequence has a learned embedding",
+                    flags=["--max-position-embeddings", "--seq-length"],
+                    fix=f"use --max-position-embeddings {length}",
+                )
+            if position_ids is None:
+                positions = self.position_embeddings.weight[:length].unsqueeze(1)
+            else:
+                positions = self.position_embeddings(position_ids.t())
+            hidden = hidden + positions
+        if self.config.fp32_residual_connection:
+            hidden = hidden.float()
+        rows = SequenceRows.whole(length)
+        if self.scatters:
+            rows = rows.shard(get_pg_rank(self.tp_group), get_pg_size(self.tp_group))
+            if not self.reduce_scatter_embeddings:
+                hidden = scatter_to_sequence_parallel_region(hidden, group=self.tp_group)
+        with rng_state().at("embedding", rows=rows):
+            return keyed_dropout(hidden, self.config.hidden_dropout, self.training)

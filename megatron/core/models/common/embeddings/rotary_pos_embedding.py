@@ -1,0 +1,162 @@
+"""Angles of the rotary position embedding, with the usual ways to stretch it.
+
+Rotary embedding: arXiv 2104.09864. Position interpolation: S. Chen et al., "Extending Context
+Window of Large Language Models via Positional Interpolation", arXiv 2306.15595. Scaling by
+frequency bands: "The Llama 3 Herd of Models", section 3.4.2, arXiv 2407.21783, with the band
+limits of its published weights.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron.core.device import current_device
+from megatron.core.errors import ConfigError
+from megatron.core.transformer.rotary import cos_sin, rotate
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.utils import get_pg_size
+
+ORIGINAL_CONTEXT = 8192
+"""Context that Llama 3 was pretrained with: band limits are relative to it."""
+LOW_FREQUENCY_FACTOR, HIGH_FREQUENCY_FACTOR = 1.0, 4.0
+
+
+def inverse_frequencies(num_channels: int, base: float) -> Tensor:
+    """Return [num_channels/2] fp32: base^(-2i/num_channels)."""
+    exponent = torch.arange(0, num_channels, 2, dtype=torch.float32) / num_channels
+    return 1.0 / (base**exponent)
+
+
+def scale_by_frequency_band(inverse: Tensor, factor: float) -> Tensor:
+    """Slow the long waves down by `factor`, keep the short ones, blend in between."""
+    wavelength = 2 * math.pi / inverse
+    longest_kept = ORIGINAL_CONTEXT / HIGH_FREQUENCY_FACTOR
+    shortest_slowed = ORIGINAL_CONTEXT / LOW_FREQUENCY_FACTOR
+    share_kept = (ORIGINAL_CONTEXT / wavelength - LOW_FREQUENCY_FACTOR) / (
+        HIGH_FREQUENCY_FACTOR - LOW_FREQUENCY_FACTOR
+    )
+    blended = (1 - share_kept) * inverse / factor + share_kept * inverse
+    slowed = torch.where(wavelength > shortest_slowed, inverse / factor, blended)
+    return torch.where(wavelength < longest_kept, inverse, slowed)
+
+
+class RotaryEmbedding(nn.Module):
+    """Angles for positions 0, 1, ...; no parameters, nothing in the state dict.
+
+    Args:
+        kv_channels: head dim.
+        rotary_percent: share of the channels that rotate.
+        rotary_interleaved: pairs are neighbouring channels.
+        seq_len_interpolation_factor: positions are divided by it.
+        rope_scaling: apply Llama 3's scaling by frequency band with `rope_scaling_factor`.
+    """
+
+    def __init__(
+        self,
+        kv_channels: int,
+        rotary_percent: float = 1.0,
+        rotary_interleaved: bool = False,
+        seq_len_interpolation_factor: float | None = None,
+        rotary_base: float = 10000,
+        rope_scaling: bool = False,
+        rope_scaling_factor: float = 8.0,
+        use_cpu_initialization: bool = False,
+        cp_group: Any = None,
+    ) -> None:
+        super().__init__()
+        num_channels = int(kv_channels * rotary_percent)
+        if num_channels < 2 or num_channels % 2:
+            raise ConfigError(
+                f"rotary_percent={rotary_percent} of {kv_channels} channels rotates"
+                f" {num_channels} channels.",
+                rule="channels rotate in pairs",
+                flags=["--rotary-percent", "--kv-channels"],
+                fix="choose a percentage that gives a positive even number of channels",
+            )
+        if get_pg_size(cp_group) > 1:
+            raise ConfigError(
+                "rotary positions of a sequence split over context-parallel ranks.",
+                rule="context parallelism is not supported yet",
+                flags=["--context-parallel-size"],
+                fix="use --context-parallel-size 1",
+            )
+        self.rotary_interleaved = rotary_interleaved
+        self.seq_len_interpolation_factor = seq_len_interpolation_factor
+        inverse = inverse_frequencies(num_channels, rotary_base)
+        if rope_scaling:
+            inverse = scale_by_frequency_band(inverse, rope_scaling_factor)
+        # Not a buffer: converting the model to half precision must not round the angles.
+        self.inv_freq = inverse if use_cpu_initialization else inverse.to(current_device())
+        self._cached: tuple[tuple[int, int], Tensor] | None = None
+
+    def forward(
+        self, max_seq_len: int, offset: int = 0, packed_seq: bool = False, cp_group: Any = None
+    ) -> Tensor:
+        """Return the angles of positions offset ... offset + max_seq_len - 1.
+
+        Returns:
+            [max_seq_len, 1, 1, r] fp32; entry i is the angle of channel i of a head.
+        """
+        wanted = (max_seq_len, offset)
+        if self._cached is None or self._cached[0] != wanted:
+            positions = torch.arange(max_seq_len, device=self.inv_freq.device) + offset
+            self._cached = (wanted, self.angles(positions))
+        return self._cached[1]
+
+    def angles(self, positions: Tensor) -> Tensor:
+        """Return the angles of any positions [s]: [s, 1, 1, r] fp32."""
+        positions = positions.float()
+        if self.seq_len_interpolation_factor is not None:
+            positions = positions / self.seq_len_interpolation_factor
+        angles = torch.outer(positions, self.inv_freq)
+        if self.rotary_interleaved:
+            angles = angles.repeat_interleave(2, dim=1)
+        else:
+            angles = torch.cat((angles, angles), dim=1)
+        return angles[:, None, None, :]
+
+    def get_rotary_seq_len(
+        self,
+        inference_context: Any,
+        transformer: Any,
+        transformer_input: Tensor | None,
+        transformer_config: TransformerConfig,
+        packed_seq_params: Any = None,
+    ) -> int:
+        """Return the length of the whole sequence, of which a rank may see a part."""
+        held = getattr(transformer, "input_tensor", None)
+        rows = held if held is not None else transformer_input
+        assert rows is not None
+        length = rows.shape[0]
+        if transformer_config.sequence_parallel:
+            length *= transformer_config.tensor_model_parallel_size
+        return length * transformer_config.context_parallel_size
+
+
+def apply_rotary_pos_emb(
+    t: Tensor,
+    freqs: Tensor,
+    config: TransformerConfig,
+    cu_seqlens: Tensor | None = None,
+    mscale: float = 1.0,
+    cp_group: Any = None,
+) -> Tensor:
+    """Rotate t [s, b, n, d] by the angles `freqs` [s, 1, 1, r].
+
+    Args:
+        mscale: factor on cosine and sine.
+    """
+    if cu_seqlens is not None:
+        raise ConfigError(
+            "packed sequences (cu_seqlens) reached the rotary embedding.",
+            rule="rotary positions are those of one sequence",
+            fix="pass angles per row, from RotaryEmbedding.angles(positions)",
+        )
+    cos, sin = cos_sin(freqs, t.dtype)
+    if mscale != 1.0:
+        cos, sin = cos * mscale, sin * mscale
+    return rotate(t, cos, sin, config.rotary_interleaved)

@@ -1,0 +1,5 @@
+"""What all language models share."""
+
+from megatron.core.models.common.language_module.language_module import LanguageModule
+
+__all__ = ["LanguageModule"]

@@ -1,0 +1,149 @@
+"""What language models share: the tied weight, the head and the loss.
+
+Tied input and output embedding: O. Press, L. Wolf, "Using the Output Embedding to Improve Language
+Models", arXiv 1608.05859.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from megatron.core.dist_checkpointing.mapping import RankOffset, ShardedStateDict
+from megatron.core.param_meta import get_param_meta, set_param_meta
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+from megatron.core.tensor_parallel.linear_cross_entropy import linear_cross_entropy
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.sharded_state import declare_tensor
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+WORD_EMBEDDING = "embedding.word_embeddings.weight"
+"""Canonical name of the input embedding, of which a tied head on another stage is a copy."""
+
+
+class LanguageModule(MegatronModule):
+    """Base of models that read tokens and predict tokens.
+
+    Subclasses set `pre_process`, `post_process`, `share_embeddings_and_output_weights`,
+    `embedding` (first stage) and `output_layer` (last stage).
+    """
+
+    pre_process: bool
+    post_process: bool
+    share_embeddings_and_output_weights: bool
+    embedding: Any
+    output_layer: Any
+
+    def __init__(
+        self, config: TransformerConfig, pg_collection: ProcessGroupCollection | None = None
+    ) -> None:
+        super().__init__(config)
+        self.pg_collection = pg_collection or ProcessGroupCollection.current()
+        self.vp_stage: int | None = None
+
+    def setup_embeddings_and_output_layer(self) -> None:
+        """Write down the facts of embedding and head: what they are, and which one is a copy.
+
+        A tied head on another stage is drawn under the embedding's name, so the two start equal
+        without communication; the sum of their gradients keeps them equal.
+        """
+        is_tied = self.share_embeddings_and_output_weights
+        if self.pre_process:
+            weight = self.embedding.word_embeddings.weight
+            set_param_meta(weight, replace(get_param_meta(weight), is_embedding_or_output=True))
+            if is_tied:
+                weight.shared_embedding = True
+        if self.post_process and self.output_layer.weight is not None:
+            weight = self.output_layer.weight
+            facts = replace(get_param_meta(weight), is_embedding_or_output=True)
+            set_param_meta(
+                weight, replace(facts, tied_to=WORD_EMBEDDING if is_tied else facts.tied_to)
+            )
+
+    def shared_embedding_or_output_weight(self) -> Tensor | None:
+        """Return the weight that is tied: the embedding on the first stage, the copy on the last.
+
+        None on the stages between, and in models that are not tied.
+        """
+        if not self.share_embeddings_and_output_weights:
+            return None
+        if self.pre_process:
+            return self.embedding.word_embeddings.weight
+        return self.output_layer.weight if self.post_process else None
+
+    def compute_language_model_loss(
+        self, labels: Tensor, logits: Tensor, *, overwrite_logits: bool = False
+    ) -> Tensor:
+        """Return the loss of every token.
+
+        Args:
+            labels: [b, s].
+            logits: [s, b, v/tp].
+            overwrite_logits: the logits are not needed any more; the loss may use their memory.
+        Returns:
+            [b, s] fp32.
+        """
+        assert self.pg_collection is not None
+        loss = vocab_parallel_cross_entropy(
+            logits,
+            labels.t().contiguous(),
+            tp_group=self.pg_collection.tp,
+            num_valid=self.config.unpadded_vocab_size,
+            overwrite_logits=overwrite_logits,
+        )
+        return loss.t().contiguous()
+
+    def compute_fused_loss(
+        self, labels: Tensor, hidden_states: Tensor, weight: Tensor, loss_mask: Tensor | None = None
+    ) -> Tensor:
+        """Return the loss of every token from the last hidden states; no logits are kept.
+
+        Args:
+            labels: [b, s].
+            hidden_states: [s, b, h] ([s/tp, b, h] under sequence parallelism).
+            weight: [v/tp, h], of the head.
+            loss_mask: [b, s], weights with which the caller will sum the losses; knowing them
+                saves work, they change no number.
+        Returns:
+            [b, s] fp32.
+        """
+        config = self.config
+        assert self.pg_collection is not None
+        loss = linear_cross_entropy(
+            hidden_states,
+            weight,
+            labels.t().contiguous(),
+            tp_group=self.pg_collection.tp,
+            num_valid=config.unpadded_vocab_size,
+            sequence_parallel=config.sequence_parallel,
+            token_weights=None if loss_mask is None else loss_mask.t().contiguous(),
+            # All micro batches of GPipe wait for their backward at the same time.
+            recomputes_logits=config.pipeline_schedule == "gpipe",
+            fuses_main_grad=config.gradient_accumulation_fusion,
+        )
+        return loss.t().contiguous()
+
+    def sharded_state_dict(
+        self,
+        prefix: str = "",
+        sharded_offsets: Sequence[RankOffset] = (),
+        metadata: dict[str, Any] | None = None,
+    ) -> ShardedStateDict:
+        """Declare the model's state; a tied head is a copy of the embedding, not stored twice."""
+        declared = super().sharded_state_dict(prefix, sharded_offsets, metadata)
+        name = f"{prefix}output_layer.weight"
+        if name in declared and self.share_embeddings_and_output_weights:
+            assert self.pg_collection is not None
+            declared[name] = declare_tensor(
+                prefix + WORD_EMBEDDING,
+                self.output_layer.weight,
+                self.pg_collection,
+                sharded_offsets,
+                metadata,
+                copy=1,
+            )
+        return declared

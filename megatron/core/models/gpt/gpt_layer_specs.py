@@ -1,0 +1,176 @@
+"""Specs of GPT layers, for a backend."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron.core.errors import ConfigError
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.backend import Backend
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.local_backend import LocalBackend
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import (
+    TransformerBlockSubmodules,
+    get_num_layers_to_build,
+)
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import (
+    TransformerLayer,
+    TransformerLayerSubmodules,
+)
+
+FUSED_NORM_KEYS = {
+    "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
+    "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
+}
+"""Checkpoints name the norms after the linear layer behind them, as backends that fuse the two do;
+so one checkpoint serves every backend."""
+
+
+def gpt_layer_submodules(backend: Backend, *, qk_layernorm: bool = False) -> Any:
+    """Return the parts of a dense GPT layer made of a backend's classes."""
+    fused = backend.norm_column_linear()
+    norm = backend.norm() if fused is None else IdentityOp
+    head_norm = backend.norm(for_qk=True) if qk_layernorm else None
+    return TransformerLayerSubmodules(
+        input_layernorm=norm,
+        self_attention=ModuleSpec(
+            module=SelfAttention,
+            params={"attn_mask_type": AttnMaskType.causal},
+            submodules=SelfAttentionSubmodules(
+                linear_qkv=fused or backend.column_linear(),
+                core_attention=backend.core_attention(),
+                linear_proj=backend.row_linear(),
+                q_layernorm=head_norm,
+                k_layernorm=head_norm,
+            ),
+        ),
+        self_attn_bda=get_bias_dropout_add,
+        pre_mlp_layernorm=norm,
+        mlp=ModuleSpec(
+            module=MLP,
+            submodules=MLPSubmodules(
+                linear_fc1=fused or backend.column_linear(), linear_fc2=backend.row_linear()
+            ),
+        ),
+        mlp_bda=get_bias_dropout_add,
+        sharded_state_dict_keys_map=dict(FUSED_NORM_KEYS) if fused is None else {},
+    )
+
+
+def get_gpt_layer_local_submodules(
+    num_experts: int | None = None,
+    moe_grouped_gemm: bool = False,
+    qk_layernorm: bool = False,
+    multi_latent_attention: bool = False,
+    fp8: str | None = None,
+    normalization: str | None = None,
+    qk_l2_norm: bool = False,
+    **options: Any,
+) -> TransformerLayerSubmodules:
+    """Return the parts of a layer in plain torch.
+
+    Args:
+        normalization: accepted for compatibility; the config's `normalization` decides.
+    """
+    _refuse_unsupported(num_experts, multi_latent_attention, fp8, qk_l2_norm, options)
+    return gpt_layer_submodules(LocalBackend(), qk_layernorm=qk_layernorm)
+
+
+def get_gpt_layer_local_spec(*args: Any, **kwargs: Any) -> ModuleSpec:
+    """Return the spec of a layer in plain torch; arguments of `get_gpt_layer_local_submodules`."""
+    parts = get_gpt_layer_local_submodules(*args, **kwargs)
+    return ModuleSpec(module=TransformerLayer, submodules=parts)
+
+
+def get_gpt_layer_with_transformer_engine_submodules(
+    num_experts: int | None = None,
+    moe_grouped_gemm: bool = False,
+    qk_layernorm: bool = False,
+    multi_latent_attention: bool = False,
+    fp8: str | None = None,
+    qk_l2_norm: bool = False,
+    **options: Any,
+) -> TransformerLayerSubmodules:
+    """Return the parts of a layer made of NVIDIA Transformer Engine's classes.
+
+    Raises:
+        MissingExtraError: Transformer Engine is not installed.
+    """
+    from megatron.core.extensions.transformer_engine import TransformerEngineBackend
+
+    _refuse_unsupported(num_experts, multi_latent_attention, None, qk_l2_norm, options)
+    return gpt_layer_submodules(TransformerEngineBackend(), qk_layernorm=qk_layernorm)
+
+
+def get_gpt_layer_with_transformer_engine_spec(*args: Any, **kwargs: Any) -> ModuleSpec:
+    """Return the spec of a layer of Transformer Engine's classes."""
+    parts = get_gpt_layer_with_transformer_engine_submodules(*args, **kwargs)
+    return ModuleSpec(module=TransformerLayer, submodules=parts)
+
+
+def get_gpt_decoder_layer_specs(
+    config: TransformerConfig,
+    use_transformer_engine: bool,
+    normalization: str | None = None,
+    qk_l2_norm: bool = False,
+) -> list[ModuleSpec]:
+    """Return the spec of every layer of the model, in order."""
+    make = (
+        get_gpt_layer_with_transformer_engine_spec
+        if use_transformer_engine
+        else get_gpt_layer_local_spec
+    )
+    spec = make(qk_layernorm=config.qk_layernorm, qk_l2_norm=qk_l2_norm)
+    return [spec] * config.num_layers
+
+
+def get_gpt_decoder_block_spec(
+    config: TransformerConfig,
+    use_transformer_engine: bool,
+    normalization: str | None = None,
+    qk_l2_norm: bool = False,
+    vp_stage: int | None = None,
+    pp_rank: int | None = None,
+) -> TransformerBlockSubmodules:
+    """Return the specs of the layers of one pipeline stage, and of the final norm."""
+    specs = get_gpt_decoder_layer_specs(config, use_transformer_engine, normalization, qk_l2_norm)
+    count = get_num_layers_to_build(config, vp_stage, pp_rank)
+    if use_transformer_engine:
+        from megatron.core.extensions.transformer_engine import TransformerEngineBackend
+
+        backend: Backend = TransformerEngineBackend()
+    else:
+        backend = LocalBackend()
+    # Layers are alike, so which ones the stage holds makes no difference to the specs.
+    return TransformerBlockSubmodules(layer_specs=specs[:count], layer_norm=backend.norm())
+
+
+def _refuse_unsupported(
+    num_experts: int | None,
+    multi_latent_attention: bool,
+    fp8: str | None,
+    qk_l2_norm: bool,
+    options: dict[str, Any],
+) -> None:
+    """Raise `ConfigError` for kinds of layers that do not exist yet."""
+    asked = {
+        "num_experts": num_experts,
+        "multi_latent_attention": multi_latent_attention,
+        "fp8": fp8,
+        "qk_l2_norm": qk_l2_norm,
+        **options,
+    }
+    ignorable = {"kitchen_attention_backend", "normalization"}
+    wanted = sorted(name for name, value in asked.items() if value and name not in ignorable)
+    if wanted:
+        raise ConfigError(
+            f"a layer spec was asked for {', '.join(wanted)}.",
+            rule="layers are dense, with multi-head or grouped-query attention",
+            flags=["--num-experts", "--multi-latent-attention", "--fp8-format"],
+            fix="leave these out",
+        )

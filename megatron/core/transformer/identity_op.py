@@ -1,0 +1,26 @@
+"""Parts that do nothing, for places of a layer that a model leaves empty."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+class IdentityOp(torch.nn.Module):
+    """Return the first argument. Constructed with, and called with, any arguments."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__()
+
+    def forward(self, x: Any, *args: Any, **kwargs: Any) -> Any:
+        """Return `x` itself."""
+        return x
+
+
+class IdentityFuncOp(IdentityOp):
+    """Return `IdentityOp.forward`: for parts that are called twice, such as bias-dropout-add."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return a function that returns its first argument."""
+        return super().forward

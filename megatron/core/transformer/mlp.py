@@ -1,0 +1,122 @@
+"""The MLP of a layer: fc2(act(fc1(x))), or gated: fc2(act(gate) * up).
+
+The gated form is N. Shazeer, "GLU Variants Improve Transformer", arXiv 2002.05202. In it fc1 gives
+[gate; up]; under tensor parallelism every rank holds [gate_shard; up_shard] (stride 2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron.core.fusions.fused_bias_swiglu import bias_swiglu_impl
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+@dataclass
+class MLPSubmodules:
+    """Parts of an MLP; `activation_func`, if given, is a module built without arguments."""
+
+    linear_fc1: ModuleSpec | type | Any = None
+    linear_fc2: ModuleSpec | type | Any = None
+    activation_func: ModuleSpec | type | Any = None
+
+
+class MLP(MegatronModule):
+    """Two linear layers around an activation, split over the tensor-parallel ranks.
+
+    Args:
+        input_size: width of input and output; None means hidden_size.
+        ffn_hidden_size: width between; None means the config's.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        submodules: MLPSubmodules,
+        is_expert: bool = False,
+        input_size: int | None = None,
+        ffn_hidden_size: int | None = None,
+        tp_group: Any = None,
+        name: str | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+    ) -> None:
+        super().__init__(config)
+        self.pg_collection = pg_collection or ProcessGroupCollection.current()
+        if tp_group is None:
+            tp_group = self.pg_collection.expt_tp if is_expert else self.pg_collection.tp
+        self.input_size = input_size or config.hidden_size
+        ffn = ffn_hidden_size or config.ffn_hidden_size
+        assert ffn
+        blocks = 2 if config.gated_linear_unit else 1
+        self.linear_fc1 = build_module(
+            submodules.linear_fc1,
+            self.input_size,
+            ffn * blocks,
+            config=config,
+            init_method=config.init_method,
+            gather_output=False,
+            bias=config.add_bias_linear,
+            skip_bias_add=True,
+            is_expert=is_expert,
+            tp_comm_buffer_name="fc1",
+            tp_group=tp_group,
+            pg_collection=self.pg_collection,
+            stride=blocks,
+        )
+        self.activation_func: Callable[[Tensor], Tensor] = (
+            build_module(submodules.activation_func)
+            if submodules.activation_func is not None
+            else config.activation_func
+        )
+        self.linear_fc2 = build_module(
+            submodules.linear_fc2,
+            ffn,
+            config.hidden_size,
+            config=config,
+            init_method=config.output_layer_init_method,
+            bias=config.add_bias_linear,
+            input_is_parallel=True,
+            skip_bias_add=True,
+            is_expert=is_expert,
+            tp_comm_buffer_name="fc2",
+            tp_group=tp_group,
+            pg_collection=self.pg_collection,
+        )
+
+    def forward(
+        self, hidden_states: Tensor, per_token_scale: Tensor | None = None, **kwargs: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        """Compute the MLP of [s, b, h] (under sequence parallelism [s/tp, b, h]).
+
+        Args:
+            per_token_scale: [s, b], factor on each token's activation (a router's probability).
+        Returns:
+            (output of the input's shape, bias of fc2 [h] that is still to be added, or None).
+        """
+        intermediate, bias = self.linear_fc1(hidden_states)
+        intermediate = self.activate(intermediate, bias)
+        if per_token_scale is not None:
+            intermediate = (intermediate * per_token_scale.unsqueeze(-1)).to(intermediate.dtype)
+        return self.linear_fc2(intermediate)
+
+    def activate(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """Apply bias, activation and gate: [s, b, f or 2f] -> [s, b, f]."""
+        if self.config.gated_linear_unit:
+            if self.config.bias_activation_fusion and self.activation_func is F.silu:
+                return bias_swiglu_impl(x, bias)
+            if bias is not None:
+                x = x + bias
+            gate, up = torch.chunk(x, 2, dim=-1)
+            return self.activation_func(gate) * up
+        if bias is not None:
+            x = x + bias
+        return self.activation_func(x)

@@ -1,0 +1,118 @@
+"""The base class of the framework's modules, and the wrapper for half-precision models."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron.core.dist_checkpointing.mapping import RankOffset, ShardedStateDict
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.sharded_state import sharded_state_dict_default
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+class MegatronModule(nn.Module):
+    """A torch module with a config, that can declare its state for a sharded checkpoint.
+
+    Subclasses that know their process groups set `pg_collection`.
+    """
+
+    pg_collection: ProcessGroupCollection | None = None
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self.config = config
+
+    def sharded_state_dict(
+        self,
+        prefix: str = "",
+        sharded_offsets: Sequence[RankOffset] = (),
+        metadata: dict[str, Any] | None = None,
+    ) -> ShardedStateDict:
+        """Declare the state of this module and its children.
+
+        Args:
+            prefix: of the keys, in the returned dict and in the checkpoint alike.
+            sharded_offsets: (axis, rank, fragments) of leading axes that the tensors lack.
+            metadata: choices of the checkpoint format, handed down.
+        """
+        return sharded_state_dict_default(self, prefix, sharded_offsets, metadata)
+
+    def state_dict_for_save_checkpoint(self, prefix: str = "", keep_vars: bool = False) -> Any:
+        """Return the plain local state dict."""
+        return self.state_dict(prefix=prefix, keep_vars=keep_vars)
+
+
+class GraphableMegatronModule(MegatronModule):
+    """Base of modules that a backend may capture as a graph; here the same as its parent."""
+
+
+def _map_floats(value: Any, change: Any) -> Any:
+    """Apply `change` to every floating-point tensor in nested tuples, lists and dicts."""
+    if isinstance(value, Tensor):
+        return change(value) if value.is_floating_point() else value
+    if isinstance(value, (tuple, list)):
+        mapped = [_map_floats(item, change) for item in value]
+        if hasattr(value, "_fields"):
+            return type(value)(*mapped)
+        return type(value)(mapped)
+    if isinstance(value, dict):
+        return {key: _map_floats(item, change) for key, item in value.items()}
+    return value
+
+
+class Float16Module(MegatronModule):
+    """Run a model in fp16 or bf16: weights converted once, inputs at the first stage.
+
+    Outputs of the last stage are given in fp32, so that losses are summed in fp32.
+    """
+
+    def __init__(self, config: TransformerConfig, module: nn.Module) -> None:
+        super().__init__(config)
+        assert config.fp16 or config.bf16, "Float16Module needs config.fp16 or config.bf16"
+        self.float16_dtype = torch.bfloat16 if config.bf16 else torch.float16
+        self.add_module("module", module.to(self.float16_dtype))
+        self.pre_process = getattr(module, "pre_process", True)
+        self.post_process = getattr(module, "post_process", True)
+        self.vp_stage = getattr(module, "vp_stage", None)
+
+    def set_input_tensor(self, input_tensor: Any) -> None:
+        """Hand the previous stage's output to the wrapped model."""
+        self.module.set_input_tensor(input_tensor)
+
+    def forward(self, *inputs: Any, fp32_output: bool = True, **kwargs: Any) -> Any:
+        """Call the model.
+
+        Args:
+            fp32_output: convert the last stage's floating-point outputs to fp32.
+        """
+        if self.pre_process:
+            inputs = _map_floats(inputs, lambda t: t.to(self.float16_dtype))
+        outputs = self.module(*inputs, **kwargs)
+        if self.post_process and fp32_output:
+            outputs = _map_floats(outputs, torch.Tensor.float)
+        return outputs
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the wrapped model's state dict: the wrapper leaves no trace in names."""
+        return self.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, state_dict: Any, strict: bool = True, **kwargs: Any) -> Any:
+        """Load into the wrapped model."""
+        return self.module.load_state_dict(state_dict, strict=strict, **kwargs)
+
+    def state_dict_for_save_checkpoint(self, prefix: str = "", keep_vars: bool = False) -> Any:
+        """Return the wrapped model's plain local state dict."""
+        return self.module.state_dict(prefix=prefix, keep_vars=keep_vars)
+
+    def sharded_state_dict(
+        self,
+        prefix: str = "",
+        sharded_offsets: Sequence[RankOffset] = (),
+        metadata: dict[str, Any] | None = None,
+    ) -> ShardedStateDict:
+        """Declare the wrapped model's state."""
+        return self.module.sharded_state_dict(prefix, sharded_offsets, metadata)

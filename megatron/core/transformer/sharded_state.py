@@ -1,0 +1,122 @@
+"""From a module's parameters to declarations of checkpoint shards.
+
+Every parameter knows how it is split (`ParamMeta`); so one walk over a module declares its whole
+state. A module with another storage form overrides `sharded_state_dict`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from megatron.core.dist_checkpointing.mapping import (
+    RankOffset,
+    ShardedStateDict,
+    ShardedTensor,
+    ShardedTensorFactory,
+    sharded_tensor_for_parameter,
+)
+from megatron.core.param_meta import get_param_meta
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.utils import get_pg_rank, get_pg_size
+
+
+def sharded_state_dict_of(
+    module: nn.Module,
+    prefix: str = "",
+    sharded_offsets: Sequence[RankOffset] = (),
+    metadata: dict[str, Any] | None = None,
+    *,
+    pg_collection: ProcessGroupCollection | None = None,
+) -> ShardedStateDict:
+    """Declare the state of `module`: by its own method if it has one, else by the default walk."""
+    if hasattr(module, "sharded_state_dict"):
+        return module.sharded_state_dict(prefix, tuple(sharded_offsets), metadata)
+    return sharded_state_dict_default(
+        module, prefix, sharded_offsets, metadata, pg_collection=pg_collection
+    )
+
+
+def sharded_state_dict_default(
+    module: nn.Module,
+    prefix: str = "",
+    sharded_offsets: Sequence[RankOffset] = (),
+    metadata: dict[str, Any] | None = None,
+    tp_group: Any = None,
+    *,
+    pg_collection: ProcessGroupCollection | None = None,
+) -> ShardedStateDict:
+    """Declare own parameters and persistent buffers of `module`, then those of its children.
+
+    Args:
+        prefix: of the keys, in the returned dict and in the checkpoint alike.
+        sharded_offsets: (axis, rank, fragments) of leading axes that the tensors do not have,
+            such as the stack of layers.
+        metadata: `dp_cp_group` overrides the group of the data-parallel copies.
+        tp_group: overrides the tensor-parallel group of `pg_collection`.
+        pg_collection: the groups; None means those of the module, else the current ones.
+    """
+    groups = pg_collection or getattr(module, "pg_collection", None)
+    groups = groups or ProcessGroupCollection.current()
+    if tp_group is not None:
+        groups = groups.with_groups(tp=tp_group)
+    declared: ShardedStateDict = {}
+    for name, tensor in module.named_parameters(recurse=False):
+        declared[prefix + name] = declare_tensor(
+            prefix + name, tensor, groups, sharded_offsets, metadata
+        )
+    for name, tensor in module.named_buffers(recurse=False):
+        if name not in module._non_persistent_buffers_set:
+            declared[prefix + name] = declare_tensor(
+                prefix + name, tensor, groups, sharded_offsets, metadata
+            )
+    for name, child in module.named_children():
+        declared.update(
+            sharded_state_dict_of(
+                child, f"{prefix}{name}.", sharded_offsets, metadata, pg_collection=groups
+            )
+        )
+    return declared
+
+
+def declare_tensor(
+    key: str,
+    tensor: Tensor,
+    groups: ProcessGroupCollection,
+    sharded_offsets: Sequence[RankOffset] = (),
+    metadata: dict[str, Any] | None = None,
+    *,
+    copy: int = 0,
+) -> ShardedTensor | ShardedTensorFactory:
+    """Declare one parameter or buffer from its facts. `copy` is 1 for a tied copy elsewhere."""
+    meta = get_param_meta(tensor)
+    is_expert = meta.split_axis == "expt_tp" or meta.is_expert
+    tp = groups.expt_tp if is_expert else groups.tp
+    dp = groups.expt_dp if is_expert else groups.dp_cp
+    dp = (metadata or {}).get("dp_cp_group", dp) if not is_expert else dp
+    return sharded_tensor_for_parameter(
+        key,
+        tensor.detach(),
+        meta,
+        tp_rank=get_pg_rank(tp),
+        tp_size=get_pg_size(tp),
+        dp_replica=get_pg_rank(dp),
+        prepend_offsets=tuple(sharded_offsets),
+        copy=copy,
+        # The vocabulary is padded for the tensor-parallel size, so its length may differ.
+        allow_shape_mismatch=meta.is_embedding_or_output,
+    )
+
+
+def replace_key_prefixes(declared: ShardedStateDict, prefixes: dict[str, str]) -> None:
+    """Rename checkpoint keys in place: a key that begins with `old` begins with `new` instead.
+
+    The keys of the dict itself, which are the module's own names, stay.
+    """
+    for declaration in declared.values():
+        for old, new in prefixes.items():
+            if declaration.key.startswith(old):
+                declaration.key = new + declaration.key[len(old) :]
+                break

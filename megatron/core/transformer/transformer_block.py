@@ -1,0 +1,246 @@
+"""The stack of layers of one pipeline stage, with activation recomputation.
+
+Recomputation: V. Korthikanti et al., "Reducing Activation Recomputation in Large Transformer
+Models", section 5, arXiv 2205.05198.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from megatron.core.dist_checkpointing.mapping import RankOffset, ShardedStateDict
+from megatron.core.pipeline_parallel.layout import pipeline_layout
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.random import checkpoint
+from megatron.core.transformer.module import GraphableMegatronModule
+from megatron.core.transformer.rotary import cos_sin
+from megatron.core.transformer.sharded_state import replace_key_prefixes, sharded_state_dict_of
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module, get_module
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from megatron.core.utils import get_pg_rank, make_viewless_tensor
+
+
+def get_num_layers_to_build(
+    config: TransformerConfig, vp_stage: int | None = None, pp_rank: int | None = None
+) -> int:
+    """Return the number of layers of a pipeline stage."""
+    if pp_rank is None:
+        pp_rank = get_pg_rank(ProcessGroupCollection.current().pp)
+    return len(pipeline_layout(config).layers(pp_rank, vp_stage))
+
+
+@dataclass
+class TransformerBlockSubmodules:
+    """One spec for each layer of this stage, and the norm behind the last layer of the model."""
+
+    layer_specs: list[ModuleSpec] | None = None
+    layer_norm: ModuleSpec | type | Any = None
+
+
+def block_submodules(
+    config: TransformerConfig,
+    spec: TransformerBlockSubmodules | ModuleSpec,
+    vp_stage: int | None,
+    pp_rank: int,
+) -> TransformerBlockSubmodules:
+    """Return the parts of this stage: a layer's spec is repeated for every layer of the stage."""
+    if isinstance(spec, TransformerBlockSubmodules):
+        return spec
+    module = get_module(spec)
+    if isinstance(module, type) and issubclass(module, TransformerBlock):
+        assert isinstance(spec.submodules, TransformerBlockSubmodules), spec
+        return spec.submodules
+    count = get_num_layers_to_build(config, vp_stage, pp_rank)
+    return TransformerBlockSubmodules(layer_specs=[spec] * count, layer_norm=WrappedTorchNorm)
+
+
+class TransformerBlock(GraphableMegatronModule):
+    """The layers of one pipeline stage; the last stage ends with the final norm.
+
+    Args:
+        spec: spec of one layer (all are alike), or `TransformerBlockSubmodules` with one for each
+            layer of this stage.
+        post_layer_norm: whether the model has a final norm.
+        pre_process: first stage; elsewhere the input is what `set_input_tensor` was given.
+        post_process: last stage.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        spec: TransformerBlockSubmodules | ModuleSpec,
+        post_layer_norm: bool = True,
+        pre_process: bool = True,
+        post_process: bool = True,
+        pg_collection: ProcessGroupCollection | None = None,
+        vp_stage: int | None = None,
+    ) -> None:
+        super().__init__(config)
+        self.pg_collection = pg_collection or ProcessGroupCollection.current()
+        self.pre_process, self.post_process = pre_process, post_process
+        self.vp_stage = vp_stage
+        self.input_tensor: Tensor | None = None
+        pp_rank = get_pg_rank(self.pg_collection.pp)
+        self.submodules = block_submodules(config, spec, vp_stage, pp_rank)
+        offset = pipeline_layout(config).layers(pp_rank, vp_stage).start
+        self.layers = nn.ModuleList(
+            build_module(
+                layer_spec,
+                config=config,
+                layer_number=number,
+                pg_collection=self.pg_collection,
+                vp_stage=vp_stage,
+                pp_layer_offset=offset,
+            )
+            for number, layer_spec in enumerate(self.submodules.layer_specs or [], 1)
+        )
+        self.num_layers_per_pipeline_rank = len(self.layers)
+        self.final_layernorm: nn.Module | None = None
+        if post_process and post_layer_norm and self.submodules.layer_norm is not None:
+            self.final_layernorm = build_module(
+                self.submodules.layer_norm,
+                config=config,
+                hidden_size=config.hidden_size,
+                eps=config.layernorm_epsilon,
+            )
+
+    def set_input_tensor(self, input_tensor: Tensor | None) -> None:
+        """Take the previous stage's output, [s, b, h] ([s/tp, b, h] with sequence parallelism)."""
+        self.input_tensor = input_tensor
+
+    def forward(
+        self,
+        hidden_states: Tensor | None,
+        attention_mask: Tensor | None,
+        context: Tensor | None = None,
+        context_mask: Tensor | None = None,
+        rotary_pos_emb: Tensor | None = None,
+        rotary_pos_cos: Tensor | None = None,
+        rotary_pos_sin: Tensor | None = None,
+        rotary_pos_cos_sin: Tensor | None = None,
+        attention_bias: Tensor | None = None,
+        inference_context: Any = None,
+        packed_seq_params: Any = None,
+        sequence_len_offset: Any = None,
+        padding_mask: Tensor | None = None,
+        extract_layer_indices: Any = None,
+        *,
+        inference_params: Any = None,
+        dynamic_inference_decode_only: Any = None,
+    ) -> Tensor:
+        """Run the layers of this stage.
+
+        Args:
+            hidden_states: [s, b, h] ([s/tp, b, h] with sequence parallelism); not used behind
+                the first stage.
+            rotary_pos_emb: angles [s, 1, 1, r] of the whole sequence, or None.
+        Returns:
+            hidden states of the same shape; on the last stage behind the final norm.
+        """
+        if not self.pre_process:
+            hidden_states = self.input_tensor
+        assert hidden_states is not None, "no input: call set_input_tensor first"
+        # A stage frees the data of its output after sending it; only an owner of storage can.
+        hidden_states = make_viewless_tensor(hidden_states, requires_grad=True, keep_graph=True)
+        if rotary_pos_emb is not None and rotary_pos_cos is None:
+            # Once for all layers, in the dtype of queries and keys.
+            angles = rotary_pos_emb[0] if isinstance(rotary_pos_emb, tuple) else rotary_pos_emb
+            rotary_pos_cos, rotary_pos_sin = cos_sin(angles, self.config.params_dtype)
+        common: dict[str, Any] = {
+            "context_mask": context_mask,
+            "rotary_pos_emb": rotary_pos_emb,
+            "rotary_pos_cos": rotary_pos_cos,
+            "rotary_pos_sin": rotary_pos_sin,
+            "attention_bias": attention_bias,
+            "packed_seq_params": packed_seq_params,
+            "inference_context": inference_context or inference_params,
+        }
+
+        def run(first: int, last: int) -> Callable[..., Any]:
+            def layers(hidden: Tensor, mask: Tensor | None, context: Tensor | None) -> Any:
+                for layer in self.layers[first:last]:
+                    hidden, context = layer(hidden, mask, context, **common)
+                return hidden, context
+
+            return layers
+
+        for first, last, recomputes in self._segments():
+            segment = run(first, last)
+            if recomputes:
+                hidden_states, context = checkpoint(
+                    segment,
+                    self.config.distribute_saved_activations,
+                    hidden_states,
+                    attention_mask,
+                    context,
+                )
+            else:
+                hidden_states, context = segment(hidden_states, attention_mask, context)
+        if self.final_layernorm is not None:
+            hidden_states = self.final_layernorm(hidden_states)
+            hidden_states = make_viewless_tensor(hidden_states, requires_grad=True, keep_graph=True)
+        return hidden_states
+
+    def _segments(self) -> list[tuple[int, int, bool]]:
+        """Return runs of layers (first, last, whether to recompute them in backward)."""
+        count = len(self.layers)
+        if self.config.recompute_granularity != "full" or not self.training:
+            return [(0, count, False)] if count else []
+        length = self.config.recompute_num_layers or 1
+        if self.config.recompute_method == "uniform":
+            return [(i, min(i + length, count), True) for i in range(0, count, length)]
+        few = min(length, count)
+        segments = [(i, i + 1, True) for i in range(few)]
+        return segments + ([(few, count, False)] if few < count else [])
+
+    def sharded_state_dict(
+        self,
+        prefix: str = "",
+        sharded_offsets: Sequence[RankOffset] = (),
+        metadata: dict[str, Any] | None = None,
+    ) -> ShardedStateDict:
+        """Declare the layers as slices of stacks: key `layers.<name>`, layer axis first.
+
+        With `metadata["non_homogeneous_layers"]` (for models whose layers have different
+        parameters) each layer keeps keys of its own, `layers.<global index>.<name>`.
+        """
+        metadata = metadata or {}
+        separate = metadata.get("non_homogeneous_layers", False)
+        declared: ShardedStateDict = {}
+        num_layers = self.config.num_layers
+        for index, layer in enumerate(self.layers):
+            position = layer.layer_number - 1
+            local = f"{prefix}layers.{index}."
+            offsets = tuple(sharded_offsets)
+            if not separate:
+                assert not offsets, "layers inside another stack"
+                offsets = ((0, position, num_layers),)
+            part = layer.sharded_state_dict(local, offsets, metadata)
+            stored = f"{prefix}layers.{position}." if separate else f"{prefix}layers."
+            replace_key_prefixes(part, {local: stored})
+            declared.update(part)
+        if self.final_layernorm is not None:
+            declared.update(
+                sharded_state_dict_of(
+                    self.final_layernorm,
+                    f"{prefix}final_layernorm.",
+                    sharded_offsets,
+                    metadata,
+                    pg_collection=self.pg_collection,
+                )
+            )
+        return declared
+
+
+__all__ = [
+    "TransformerBlock",
+    "TransformerBlockSubmodules",
+    "TransformerLayer",
+    "get_num_layers_to_build",
+]

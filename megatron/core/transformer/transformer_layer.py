@@ -1,0 +1,242 @@
+"""One transformer layer: norm, attention, norm, MLP, each branch added to the residual stream.
+
+Pre-norm residual layers: A. Radford et al., "Language Models are Unsupervised Multitask Learners"
+(GPT-2), section 2.3. A layer opens the scope in which its random draws are keyed, so that dropout
+does not depend on the layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from megatron.core.dist_checkpointing.mapping import RankOffset, ShardedStateDict
+from megatron.core.pipeline_parallel.layout import pipeline_layout
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.rng import SequenceRows, rng_state
+from megatron.core.tensor_parallel.random import CheckpointWithoutOutput, checkpoint
+from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
+from megatron.core.transformer.module import GraphableMegatronModule
+from megatron.core.transformer.sharded_state import replace_key_prefixes
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module, get_module
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.utils import get_pg_rank, get_pg_size
+
+
+def get_transformer_layer_offset(
+    config: TransformerConfig, vp_stage: int | None = None, pp_rank: int | None = None
+) -> int:
+    """Return the 0-based number of the first layer of a pipeline stage in the whole model."""
+    if pp_rank is None:
+        pp_rank = get_pg_rank(ProcessGroupCollection.current().pp)
+    return pipeline_layout(config).layers(pp_rank, vp_stage).start
+
+
+@dataclass
+class TransformerLayerSubmodules:
+    """Parts of a layer. A part left as identity is absent."""
+
+    input_layernorm: ModuleSpec | type | Any = IdentityOp
+    self_attention: ModuleSpec | type | Any = IdentityOp
+    self_attn_bda: ModuleSpec | type | Any = IdentityFuncOp
+    pre_cross_attn_layernorm: ModuleSpec | type | Any = IdentityOp
+    cross_attention: ModuleSpec | type | Any = IdentityOp
+    cross_attn_bda: ModuleSpec | type | Any = IdentityFuncOp
+    pre_mlp_layernorm: ModuleSpec | type | Any = IdentityOp
+    mlp: ModuleSpec | type | Any = IdentityOp
+    mlp_bda: ModuleSpec | type | Any = IdentityFuncOp
+    sharded_state_dict_keys_map: dict[str, str] = field(default_factory=dict)
+    """Prefixes of checkpoint keys to rename, so that specs with fused norms share checkpoints."""
+
+
+class TransformerLayer(GraphableMegatronModule):
+    """A layer built from a spec.
+
+    Args:
+        layer_number: 1-based number on this pipeline stage; with `add_layer_offset` the number of
+            layers on earlier stages is added, so `self.layer_number` is global.
+        hidden_dropout: overrides the config's.
+        pp_layer_offset: number of layers on earlier stages, if the caller knows it.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        submodules: TransformerLayerSubmodules,
+        layer_number: int = 1,
+        hidden_dropout: float | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+        vp_stage: int | None = None,
+        is_mtp_layer: bool = False,
+        add_layer_offset: bool = True,
+        pp_layer_offset: int | None = None,
+        name: str | None = None,
+    ) -> None:
+        super().__init__(config)
+        self.submodules_config = submodules
+        self.pg_collection = pg_collection or ProcessGroupCollection.current()
+        if not add_layer_offset:
+            pp_layer_offset = 0
+        elif pp_layer_offset is None:
+            pp_layer_offset = get_transformer_layer_offset(
+                config, vp_stage, get_pg_rank(self.pg_collection.pp)
+            )
+        self.layer_number = layer_number + pp_layer_offset
+        self.is_mtp_layer = is_mtp_layer
+        self.hidden_dropout = config.hidden_dropout if hidden_dropout is None else hidden_dropout
+
+        def norm(spec: Any) -> Any:
+            return build_module(
+                spec,
+                config=config,
+                hidden_size=config.hidden_size,
+                eps=config.layernorm_epsilon,
+            )
+
+        self.input_layernorm = norm(submodules.input_layernorm)
+        self.self_attention = build_module(
+            submodules.self_attention,
+            config=config,
+            layer_number=self.layer_number,
+            pg_collection=self.pg_collection,
+        )
+        self.self_attn_bda = build_module(submodules.self_attn_bda)
+        self.has_cross_attention = get_module(submodules.cross_attention) is not IdentityOp
+        if self.has_cross_attention:
+            self.pre_cross_attn_layernorm = norm(submodules.pre_cross_attn_layernorm)
+            self.cross_attention = build_module(
+                submodules.cross_attention,
+                config=config,
+                layer_number=self.layer_number,
+                pg_collection=self.pg_collection,
+            )
+            self.cross_attn_bda = build_module(submodules.cross_attn_bda)
+        self.pre_mlp_layernorm = norm(submodules.pre_mlp_layernorm)
+        self.mlp = build_module(submodules.mlp, config=config, pg_collection=self.pg_collection)
+        self.mlp_bda = build_module(submodules.mlp_bda)
+
+        selected = (
+            set(config.recompute_modules or [])
+            if config.recompute_granularity == "selective"
+            else set()
+        )
+        self.recomputes_mlp = "mlp" in selected
+        recomputes_norms = "layernorm" in selected
+        self.recomputes_input_norm = recomputes_norms and not isinstance(
+            self.input_layernorm, IdentityOp
+        )
+        # With the whole MLP recomputed, its input must stay: there is nothing to drop.
+        self.recomputes_mlp_norm = (
+            recomputes_norms
+            and not self.recomputes_mlp
+            and not isinstance(self.pre_mlp_layernorm, IdentityOp)
+        )
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        context: Tensor | None = None,
+        context_mask: Tensor | None = None,
+        rotary_pos_emb: Tensor | None = None,
+        rotary_pos_cos: Tensor | None = None,
+        rotary_pos_sin: Tensor | None = None,
+        rotary_pos_cos_sin: Tensor | None = None,
+        attention_bias: Tensor | None = None,
+        inference_context: Any = None,
+        packed_seq_params: Any = None,
+        sequence_len_offset: Any = None,
+        padding_mask: Tensor | None = None,
+        *,
+        inference_params: Any = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Run the layer on [s, b, h] ([s/tp, b, h] under sequence parallelism).
+
+        Args:
+            context: what cross attention attends to; returned unchanged.
+        Returns:
+            (hidden states of the input's shape, context).
+        """
+        with rng_state().at("decoder", self.layer_number, rows=self._rows(hidden_states)):
+            hidden_states = self._forward_attention(
+                hidden_states,
+                attention_mask=attention_mask,
+                inference_context=inference_context or inference_params,
+                rotary_pos_emb=rotary_pos_emb,
+                rotary_pos_cos=rotary_pos_cos,
+                rotary_pos_sin=rotary_pos_sin,
+                attention_bias=attention_bias,
+                packed_seq_params=packed_seq_params,
+            )
+            if self.has_cross_attention:
+                hidden_states = self._forward_cross_attention(hidden_states, context, context_mask)
+            return self._forward_mlp(hidden_states), context
+
+    def _rows(self, hidden_states: Tensor) -> SequenceRows:
+        """Return which positions of the sequence the local rows are."""
+        tp = self.pg_collection.tp
+        if not self.config.sequence_parallel:
+            return SequenceRows.whole(hidden_states.shape[0])
+        size = get_pg_size(tp)
+        return SequenceRows.whole(hidden_states.shape[0] * size).shard(get_pg_rank(tp), size)
+
+    def _residual(self, hidden_states: Tensor, normed: Tensor) -> Tensor:
+        post_norm = self.config.apply_residual_connection_post_layernorm
+        residual = normed if post_norm else hidden_states
+        return residual.float() if self.config.fp32_residual_connection else residual
+
+    def _add(self, bda: Any, output_with_bias: Any, residual: Tensor) -> Tensor:
+        """Return residual + dropout(output + bias)."""
+        add = bda(self.training, self.config.bias_dropout_fusion)
+        return add(output_with_bias, residual, self.hidden_dropout)
+
+    def _normed(self, norm: Any, x: Tensor, recomputes: bool) -> tuple[Tensor, Any]:
+        """Return norm(x) in the compute dtype, and the checkpoint that may drop it, or None."""
+        dropped = CheckpointWithoutOutput() if recomputes and self.training else None
+        out = norm(x) if dropped is None else dropped.checkpoint(norm, x)
+        if self.config.fp32_residual_connection:
+            out = out.to(self.config.params_dtype)
+        return out, dropped
+
+    def _forward_attention(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
+        normed, dropped = self._normed(
+            self.input_layernorm, hidden_states, self.recomputes_input_norm
+        )
+        output = self.self_attention(normed, **kwargs)
+        if dropped is not None:
+            dropped.discard_output_and_register_recompute(output[0])
+        return self._add(self.self_attn_bda, output, self._residual(hidden_states, normed))
+
+    def _forward_cross_attention(
+        self, hidden_states: Tensor, context: Tensor | None, context_mask: Tensor | None
+    ) -> Tensor:
+        normed = self.pre_cross_attn_layernorm(hidden_states)
+        output = self.cross_attention(normed, attention_mask=context_mask, key_value_states=context)
+        return self._add(self.cross_attn_bda, output, self._residual(hidden_states, normed))
+
+    def _forward_mlp(self, hidden_states: Tensor) -> Tensor:
+        normed, dropped = self._normed(
+            self.pre_mlp_layernorm, hidden_states, self.recomputes_mlp_norm
+        )
+        if self.recomputes_mlp and self.training:
+            output = checkpoint(self.mlp, False, normed)
+        else:
+            output = self.mlp(normed)
+        if dropped is not None:
+            dropped.discard_output_and_register_recompute(output[0])
+        return self._add(self.mlp_bda, output, self._residual(hidden_states, normed))
+
+    def sharded_state_dict(
+        self,
+        prefix: str = "",
+        sharded_offsets: Sequence[RankOffset] = (),
+        metadata: dict[str, Any] | None = None,
+    ) -> ShardedStateDict:
+        """Declare the layer's state, with keys renamed as the spec says."""
+        declared = super().sharded_state_dict(prefix, sharded_offsets, metadata)
+        renames = self.submodules_config.sharded_state_dict_keys_map
+        replace_key_prefixes(declared, {prefix + a: prefix + b for a, b in renames.items()})
+        return declared
