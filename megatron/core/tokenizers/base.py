@@ -1,0 +1,170 @@
+"""What every tokenizer offers, whichever library does the work.
+
+No torch import: preprocessing starts from here. The libraries are imported by the classes that
+need them, when one is made.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from abc import ABC, abstractmethod
+from collections import OrderedDict
+from collections.abc import Sequence
+from functools import cached_property
+
+from megatron.core.errors import ConfigError, DataError
+
+SMALLEST_VOCABULARY = 32
+"""A text tokenizer with fewer entries was loaded from the wrong files: some loaders return an
+almost empty tokenizer instead of an error."""
+
+_PROBE = "The quick brown fox jumps over the lazy dog; 0123456789."
+
+
+class TextTokenizer(ABC):
+    """Text to token ids and back.
+
+    Special ids are None where the tokenizer has none; they are never negative. Text that spells a
+    special token stays text unless the class says otherwise.
+    """
+
+    eod: int | None = None
+    """End of document: what `--append-eod` appends."""
+    bos: int | None = None
+    """Begin of sequence."""
+    eos: int | None = None
+    """End of sequence."""
+    pad: int | None = None
+    """Padding."""
+    unk: int | None = None
+    """Unknown text."""
+    cls: int | None = None
+    sep: int | None = None
+    mask: int | None = None
+
+    def __init__(self, **identity: object) -> None:
+        """Remember `identity`, the settings that decide which ids come out."""
+        self._identity = identity
+
+    @property
+    @abstractmethod
+    def vocab_size(self) -> int:
+        """One more than the largest id, special ones included, without padding of the model."""
+
+    @abstractmethod
+    def tokenize(self, text: str) -> list[int]:
+        """Return the ids of a text; end-of-document is not appended."""
+
+    @abstractmethod
+    def detokenize(self, ids: Sequence[int]) -> str:
+        """Return the text of ids."""
+
+    @property
+    @abstractmethod
+    def vocab(self) -> dict[str, int]:
+        """Token text to id."""
+
+    def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return the ids of several texts, on one thread."""
+        return [self.tokenize(text) for text in texts]
+
+    @cached_property
+    def inv_vocab(self) -> dict[int, str]:
+        """Id to token text."""
+        return {number: token for token, number in self.vocab.items()}
+
+    @property
+    def unique_identifiers(self) -> OrderedDict[str, object]:
+        """What tells this tokenizer from others: its class, settings and digests of its files."""
+        return OrderedDict([("class", type(self).__name__), *self._identity.items()])
+
+    @property
+    def unique_description(self) -> str:
+        """The same as JSON."""
+        return json.dumps(self.unique_identifiers, indent=4)
+
+    def special_id(self, name: str, *, purpose: str) -> int:
+        """Return the special id `name` ("eod", "bos", ...).
+
+        Raises:
+            DataError: the tokenizer has none.
+        """
+        number: int | None = getattr(self, name)
+        if number is None:
+            raise DataError(
+                f"{type(self).__name__} has no {name} token, which {purpose} needs.",
+                rule="the tokenizer's files must name the token",
+                flags=["--tokenizer-type", "--tokenizer-model"],
+                fix=f"name it in tokenizer_config.json, or go without {purpose}",
+            )
+        return number
+
+
+def digest_of_file(path: str) -> str:
+    """Return a short digest of a file's contents: a tokenizer moved elsewhere stays the same."""
+    with open(path, "rb") as file:
+        return hashlib.blake2b(file.read(), digest_size=16).hexdigest()
+
+
+def existing_file(path: str | None, *, flag: str, what: str) -> str:
+    """Return `path` if it is a file.
+
+    Raises:
+        ConfigError: it was not given.
+        DataError: it is not there.
+    """
+    if not path:
+        raise ConfigError(f"{what} is needed.", rule=f"{flag} names it", flags=[flag])
+    if not os.path.isfile(path):
+        raise DataError(
+            f"{path}: no such file, where {what} was expected.",
+            flags=[flag],
+            fix="check the path",
+        )
+    return path
+
+
+def check_loaded(tokenizer: TextTokenizer, source: str) -> None:
+    """Refuse a tokenizer that was loaded without an error and yet cannot be right.
+
+    Args:
+        source: what it was loaded from, for the message.
+    Raises:
+        DataError: almost no vocabulary, a special id outside it, or text that gives no ids.
+    """
+    problem = ""
+    size = tokenizer.vocab_size
+    specials = {name: getattr(tokenizer, name) for name in ("eod", "bos", "eos", "pad", "unk")}
+    outside = {name: i for name, i in specials.items() if i is not None and not 0 <= i < size}
+    if size < SMALLEST_VOCABULARY:
+        problem = f"a vocabulary of {size} entries"
+    elif outside:
+        problem = f"special ids outside a vocabulary of {size}: {outside}"
+    else:
+        ids = tokenizer.tokenize(_PROBE)
+        if not ids:
+            problem = "no ids for a plain English sentence"
+        elif max(ids) >= size or min(ids) < 0:
+            problem = f"id {max(ids)} for a plain English sentence, over a vocabulary of {size}"
+    if problem:
+        raise DataError(
+            f"{type(tokenizer).__name__} from {source} has {problem}.",
+            rule=f"a text tokenizer has at least {SMALLEST_VOCABULARY} entries, and its ids lie "
+            "within them",
+            flags=["--tokenizer-type", "--tokenizer-model", "--vocab-file", "--merge-file"],
+            fix="check that these files are the tokenizer's own and complete",
+        )
+
+
+def pad_vocab_size(vocab_size: int, *, divisible_by: int, tensor_parallel_size: int) -> int:
+    """Round a vocabulary up so that every tensor-parallel rank owns as many rows as the others.
+
+    Args:
+        vocab_size: entries of the tokenizer.
+        divisible_by: multiple on each rank, for the matmul's sake (--make-vocab-size-divisible-by).
+        tensor_parallel_size: ranks that share the rows.
+    """
+    multiple = divisible_by * tensor_parallel_size
+    return -(-vocab_size // multiple) * multiple

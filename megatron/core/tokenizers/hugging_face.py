@@ -1,0 +1,210 @@
+"""Tokenizers of Hugging Face's `tokenizers` library: GPT-2's two files, and `tokenizer.json`.
+
+The data files are read directly, so nothing that a model's author wrote is executed. Only a
+folder without `tokenizer.json` goes through `transformers`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from megatron.core.capabilities import require
+from megatron.core.errors import ConfigError, DataError
+from megatron.core.tokenizers.base import TextTokenizer, digest_of_file, existing_file
+
+END_OF_TEXT = "<|endoftext|>"
+
+_USUAL_END_TOKENS = (
+    END_OF_TEXT,
+    "<|end_of_text|>",
+    "</s>",
+    "<eos>",
+    "<|eos|>",
+    "<|im_end|>",
+    "<｜end▁of▁sentence｜>",
+)
+"""Looked for, in this order, when no file names the end of a sequence."""
+
+
+class _FastTokenizer(TextTokenizer):
+    """Common part: a `tokenizers.Tokenizer` does the work."""
+
+    def _use(self, backend: Any) -> None:
+        # A saved tokenizer may remember a maximum length and would cut documents silently.
+        backend.no_truncation()
+        backend.no_padding()
+        self._backend = backend
+        highest = max(backend.get_vocab(with_added_tokens=True).values(), default=-1)
+        # Ids may have holes: the count of tokens is then too small for the embedding.
+        self._vocab_size = max(highest + 1, backend.get_vocab_size(with_added_tokens=True))
+
+    @property
+    def vocab_size(self) -> int:
+        """One more than the largest id."""
+        return self._vocab_size
+
+    def tokenize(self, text: str) -> list[int]:
+        """Return the ids; no begin or end token is added."""
+        ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return the ids of several texts."""
+        encoded = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [one.ids for one in encoded]
+
+    def detokenize(self, ids: Sequence[int]) -> str:
+        """Return the text, special tokens included."""
+        text: str = self._backend.decode(list(ids), skip_special_tokens=False)
+        return text
+
+    @property
+    def vocab(self) -> dict[str, int]:
+        """Token text to id."""
+        vocab: dict[str, int] = self._backend.get_vocab(with_added_tokens=True)
+        return vocab
+
+
+class GPT2BPETokenizer(_FastTokenizer):
+    """Byte-level BPE from GPT-2's `vocab.json` and `merges.txt`.
+
+    Text that spells `<|endoftext|>` stays text.
+    """
+
+    def __init__(self, vocab_file: str, merge_file: str) -> None:
+        tokenizers = require("tokenizers", purpose="GPT2BPETokenizer")
+        existing_file(vocab_file, flag="--vocab-file", what="GPT-2's vocab.json")
+        existing_file(merge_file, flag="--merge-file", what="GPT-2's merges.txt")
+        super().__init__(
+            vocab_file=digest_of_file(vocab_file), merge_file=digest_of_file(merge_file)
+        )
+        vocab = _read_json(vocab_file, "--vocab-file")
+        if not isinstance(vocab, dict) or sorted(vocab.values()) != list(range(len(vocab))):
+            raise DataError(
+                f"{vocab_file} does not give every id from 0 once.",
+                rule="vocab.json maps each token to its id",
+                flags=["--vocab-file"],
+                fix="check that this is GPT-2's vocab.json",
+            )
+        try:
+            model = tokenizers.models.BPE.from_file(vocab_file, merge_file)
+        except Exception as error:  # the library raises plain Exceptions
+            raise DataError(
+                f"{merge_file} does not fit {vocab_file}: {error}.",
+                rule="every merge joins two tokens of the vocabulary into a third",
+                flags=["--vocab-file", "--merge-file"],
+                fix="use the two files of one tokenizer",
+            ) from error
+        backend = tokenizers.Tokenizer(model)
+        backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+        backend.decoder = tokenizers.decoders.ByteLevel()
+        self._use(backend)
+        self.eod = self.eos = self.bos = vocab.get(END_OF_TEXT)
+
+
+class HuggingFaceTokenizer(_FastTokenizer):
+    """A `tokenizer.json`, or a folder that has one.
+
+    As in that library, text that spells a special token becomes that token. No begin or end token
+    is added to a text.
+    """
+
+    def __init__(self, path: str, *, trust_remote_code: bool = False) -> None:
+        tokenizers = require("tokenizers", purpose="HuggingFaceTokenizer")
+        folder = path if os.path.isdir(path) else os.path.dirname(os.path.abspath(path))
+        file = os.path.join(path, "tokenizer.json") if os.path.isdir(path) else path
+        if os.path.isfile(file):
+            super().__init__(tokenizer=digest_of_file(file))
+            try:
+                backend = tokenizers.Tokenizer.from_file(file)
+            except Exception as error:  # the library raises plain Exceptions
+                raise DataError(
+                    f"{file} cannot be read as a tokenizer: {error}.",
+                    rule="a tokenizer.json as the tokenizers library writes it",
+                    flags=["--tokenizer-model"],
+                    fix="give the folder or the tokenizer.json of the model",
+                ) from error
+            named = _named_tokens(folder)
+        else:
+            backend, named = _through_transformers(path, trust_remote_code)
+            super().__init__(tokenizer=path, vocabulary=backend.get_vocab_size())
+        self._use(backend)
+        self.eos = self._id_of(named.get("eos_token"), *_USUAL_END_TOKENS)
+        self.eod = self.eos
+        self.bos = self._id_of(named.get("bos_token"))
+        self.pad = self._id_of(named.get("pad_token"))
+        self.unk = self._id_of(named.get("unk_token"))
+        self.cls = self._id_of(named.get("cls_token"))
+        self.sep = self._id_of(named.get("sep_token"))
+        self.mask = self._id_of(named.get("mask_token"))
+
+    def _id_of(self, token: str | None, *otherwise: str) -> int | None:
+        candidates = otherwise if token is None else (token,)
+        ids = (self._backend.token_to_id(candidate) for candidate in candidates)
+        return next((number for number in ids if number is not None), None)
+
+
+def _named_tokens(folder: str) -> dict[str, str]:
+    """Read which tokens a folder calls eos_token, pad_token and so on."""
+    named: dict[str, str] = {}
+    for name in ("special_tokens_map.json", "tokenizer_config.json"):
+        path = os.path.join(folder, name)
+        if not os.path.isfile(path):
+            continue
+        for key, value in _read_json(path, "--tokenizer-model").items():
+            if isinstance(value, dict):
+                value = value.get("content")
+            if key.endswith("_token") and isinstance(value, str):
+                named[key] = value
+    return named
+
+
+def _through_transformers(path: str, trust_remote_code: bool) -> tuple[Any, dict[str, str]]:
+    """Load a folder or a name without tokenizer.json; return its fast backend and its names."""
+    config = os.path.join(path, "tokenizer_config.json")
+    if (
+        os.path.isfile(config)
+        and "auto_map" in _read_json(config, "--tokenizer-model")
+        and not trust_remote_code
+    ):
+        raise ConfigError(
+            f"the tokenizer in {path} wants to run its own Python code (auto_map).",
+            rule="code that comes with a tokenizer is not run unless it is trusted",
+            flags=["--trust-remote-code"],
+            fix="read the code, then pass --trust-remote-code, or use a folder with tokenizer.json",
+        )
+    transformers = require("transformers", purpose=f"the tokenizer {path!r} (no tokenizer.json)")
+    try:
+        loaded = transformers.AutoTokenizer.from_pretrained(
+            path, use_fast=True, trust_remote_code=trust_remote_code
+        )
+    except (OSError, ValueError, KeyError) as error:
+        raise DataError(
+            f"no tokenizer could be loaded from {path!r}: {str(error).splitlines()[0]}",
+            rule="a folder with tokenizer.json, a tokenizer.json, or a name that transformers "
+            "can resolve",
+            flags=["--tokenizer-model"],
+            fix="check the path; with a hub name, check the network or fill the cache first",
+        ) from error
+    backend = getattr(loaded, "backend_tokenizer", None)
+    if backend is None:
+        raise DataError(
+            f"the tokenizer of {path!r} exists only as Python code.",
+            rule="a tokenizer must have a fast (Rust) form",
+            flags=["--tokenizer-model"],
+            fix="convert it to tokenizer.json",
+        )
+    return backend, {k: v for k, v in loaded.special_tokens_map.items() if isinstance(v, str)}
+
+
+def _read_json(path: str, flag: str) -> Any:
+    try:
+        with open(path, encoding="utf-8") as file:
+            return json.load(file)
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise DataError(
+            f"{path} is not valid JSON: {error}.", flags=[flag], fix="copy the file again"
+        ) from error

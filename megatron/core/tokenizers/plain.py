@@ -1,0 +1,81 @@
+"""Tokenizers that need no files: numbers, and bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megatron.core.errors import ConfigError
+from megatron.core.tokenizers.base import TextTokenizer
+
+
+class NullTokenizer(TextTokenizer):
+    """Text that already is ids, as decimal numbers between spaces.
+
+    The id after the given vocabulary ends a document, so `vocab_size` is one larger.
+    """
+
+    def __init__(self, vocab_size: int) -> None:
+        if vocab_size < 1:
+            raise ConfigError(
+                f"NullTokenizer with a vocabulary of {vocab_size}.",
+                rule="at least one id",
+                flags=["--vocab-size"],
+                fix="--vocab-size 32000",
+            )
+        super().__init__(vocab_size=vocab_size)
+        self.eod = vocab_size
+
+    @property
+    def vocab_size(self) -> int:
+        """The given size and the end of a document."""
+        assert self.eod is not None
+        return self.eod + 1
+
+    def tokenize(self, text: str) -> list[int]:
+        """Read the numbers.
+
+        Raises:
+            ValueError: something else than a number, or an id outside the vocabulary.
+        """
+        ids = [int(number) for number in text.split()]
+        if ids and not (min(ids) >= 0 and max(ids) < self.vocab_size):
+            wrong = min(ids) if min(ids) < 0 else max(ids)
+            raise ValueError(f"id {wrong} is outside the vocabulary of {self.vocab_size}")
+        return ids
+
+    def detokenize(self, ids: Sequence[int]) -> str:
+        """Write the numbers."""
+        return " ".join(map(str, ids))
+
+    @property
+    def vocab(self) -> dict[str, int]:
+        """Every number by its own name."""
+        return {str(number): number for number in range(self.vocab_size)}
+
+
+class ByteTokenizer(TextTokenizer):
+    """The bytes of UTF-8, then end-of-document (256) and padding (257)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.eod = self.eos = 256
+        self.pad = 257
+
+    @property
+    def vocab_size(self) -> int:
+        """256 bytes and two special ids."""
+        return 258
+
+    def tokenize(self, text: str) -> list[int]:
+        """Return the bytes."""
+        return list(text.encode("utf-8"))
+
+    def detokenize(self, ids: Sequence[int]) -> str:
+        """Return the text; special ids are left out and broken sequences replaced."""
+        return bytes(number for number in ids if number < 256).decode("utf-8", "replace")
+
+    @property
+    def vocab(self) -> dict[str, int]:
+        """Bytes as "<0x41>", and the special tokens."""
+        named = {f"<0x{number:02X}>": number for number in range(256)}
+        return {**named, "<eod>": 256, "<pad>": 257}

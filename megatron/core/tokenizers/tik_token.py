@@ -1,0 +1,262 @@
+"""Byte-pair ranks for OpenAI's `tiktoken` library.
+
+Three kinds of files: a list of ranks as Megatron and NVIDIA's models use it (JSON), Mistral's
+Tekken (the same list inside an object with its settings), and `.tiktoken` (one base64 token and
+its rank on each line). Also the names that tiktoken itself knows, from its cache.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from megatron.core.capabilities import require
+from megatron.core.errors import ConfigError, DataError
+from megatron.core.tokenizers.base import TextTokenizer, digest_of_file
+
+DEFAULT_VOCAB_SIZE = 131072
+DEFAULT_NUM_SPECIAL_TOKENS = 1000
+DEFAULT_SPECIAL_TOKENS = ("<unk>", "<s>", "</s>", "<mask>", "<pad>", "<cls>", "<sep>")
+
+PATTERNS = {
+    "v1": r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    "v2": r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    "gpt2": r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s",
+    "cl100k": r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+"
+    r"| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]|\s+(?!\S)|\s",
+    "o200k": r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+}
+"""How text is cut before the merges: Megatron's names v1 and v2, and those of OpenAI's sets."""
+
+_KNOWN_RANK_FILES = {
+    "gpt2": ("gpt2", 50256),
+    "r50k_base": ("gpt2", 50256),
+    "p50k_base": ("gpt2", 50256),
+    "cl100k_base": ("cl100k", 100257),
+    "o200k_base": ("o200k", 199999),
+}
+"""File stem -> pattern, id of <|endoftext|> (some sets leave a hole before it)."""
+
+
+class TikTokenizer(TextTokenizer):
+    """Byte-pair encoding by ranks.
+
+    Text never becomes a special token. In rank lists (JSON) the special tokens come first and
+    every rank is shifted by their number; in `.tiktoken` files they come last.
+
+    Args:
+        path: a rank file, or a name such as "cl100k_base".
+        pattern: a key of `PATTERNS` or a regular expression; None takes the file's own.
+        vocab_size: limit of a rank list, special tokens included.
+        num_special_tokens: ids reserved in a rank list.
+        special_tokens: names of the first of them.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        pattern: str | None = None,
+        vocab_size: int | None = None,
+        num_special_tokens: int | None = None,
+        special_tokens: Sequence[str] | None = None,
+    ) -> None:
+        library = require("tiktoken", purpose="TikTokenizer")
+        is_file = os.path.isfile(path)
+        super().__init__(
+            ranks=digest_of_file(path) if is_file else path,
+            pattern=pattern,
+            vocab_size=vocab_size,
+            num_special_tokens=num_special_tokens,
+            special_tokens=list(special_tokens) if special_tokens is not None else None,
+        )
+        self._first_rank = 0
+        self._specials: dict[str, int] = {}
+        if not is_file:
+            self._model: Any = _named_encoding(library, path)
+            self._specials = dict(self._model._special_tokens)
+        elif path.endswith(".json"):
+            self._model = self._from_list(
+                library, path, pattern, vocab_size, num_special_tokens, special_tokens
+            )
+        else:
+            self._model = self._from_rank_file(library, path, pattern)
+        end = next(self._specials[t] for t in ("<|endoftext|>", "</s>") if t in self._specials)
+        self.eod = self.eos = end
+        self.bos = self._specials.get("<s>")
+        self.pad = self._specials.get("<pad>")
+        self.unk = self._specials.get("<unk>")
+        self.cls = self._specials.get("<cls>")
+        self.sep = self._specials.get("<sep>")
+        self.mask = self._specials.get("<mask>")
+
+    def _from_list(
+        self,
+        library: Any,
+        path: str,
+        pattern: str | None,
+        vocab_size: int | None,
+        num_special_tokens: int | None,
+        special_tokens: Sequence[str] | None,
+    ) -> Any:
+        entries, settings = _read_list(path)
+        names = list(DEFAULT_SPECIAL_TOKENS if special_tokens is None else special_tokens)
+        reserved = num_special_tokens or settings.get(
+            "default_num_special_tokens", DEFAULT_NUM_SPECIAL_TOKENS
+        )
+        size = vocab_size or settings.get("default_vocab_size", DEFAULT_VOCAB_SIZE)
+        if not {"<unk>", "<s>", "</s>"} <= set(names) or len(names) > reserved:
+            raise ConfigError(
+                f"special tokens {names} with {reserved} reserved ids.",
+                rule="<unk>, <s> and </s> are among them, and there are not more than reserved ids",
+                flags=["--tiktoken-special-tokens", "--tiktoken-num-special-tokens"],
+            )
+        cut = PATTERNS.get(pattern or "", pattern) or settings.get("pattern")
+        if cut is None:
+            raise _no_pattern(path)
+        ranks = {
+            base64.b64decode(entry["token_bytes"]): rank
+            for rank, entry in enumerate(entries[: size - reserved])
+        }
+        self._first_rank = reserved
+        filler = (f"<SPECIAL_{i}>" for i in range(len(names), reserved))
+        self._specials = {token: i for i, token in enumerate([*names, *filler])}
+        return _encoding(library, path, cut, ranks, {})
+
+    def _from_rank_file(self, library: Any, path: str, pattern: str | None) -> Any:
+        stem = os.path.basename(path).split(".")[0]
+        known, end = _KNOWN_RANK_FILES.get(stem, (None, None))
+        cut = PATTERNS.get(pattern or known or "", pattern)
+        if cut is None:
+            raise _no_pattern(path)
+        ranks = _read_ranks(path)
+        self._specials = {"<|endoftext|>": max(ranks.values()) + 1 if end is None else end}
+        return _encoding(library, path, cut, ranks, self._specials)
+
+    @property
+    def vocab_size(self) -> int:
+        """One more than the largest id."""
+        return self._first_rank + int(self._model.n_vocab)
+
+    def tokenize(self, text: str) -> list[int]:
+        """Return the ids."""
+        return self._shifted(self._model.encode_ordinary(text))
+
+    def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return the ids of several texts."""
+        batch = self._model.encode_ordinary_batch(list(texts), num_threads=1)
+        return [self._shifted(ids) for ids in batch]
+
+    def _shifted(self, ids: list[int]) -> list[int]:
+        return [number + self._first_rank for number in ids] if self._first_rank else ids
+
+    def detokenize(self, ids: Sequence[int]) -> str:
+        """Return the text; the special tokens of a rank list are left out."""
+        ranks = [number - self._first_rank for number in ids if number >= self._first_rank]
+        text: str = self._model.decode(ranks)
+        return text
+
+    @property
+    def vocab(self) -> dict[str, int]:
+        """Token text (broken UTF-8 replaced, so some may coincide) to id."""
+        ranks = {
+            token.decode("utf-8", "backslashreplace"): rank + self._first_rank
+            for token, rank in self._model._mergeable_ranks.items()
+        }
+        return {**ranks, **self._specials}
+
+
+def _encoding(
+    library: Any, path: str, pattern: str, ranks: dict[bytes, int], specials: dict[str, int]
+) -> Any:
+    missing = [byte for byte in range(256) if bytes([byte]) not in ranks]
+    if missing:
+        raise DataError(
+            f"{path} lacks {len(missing)} of the 256 single bytes, byte {missing[0]} first.",
+            rule="byte-level ranks begin with all single bytes",
+            flags=["--tokenizer-model"],
+            fix="check that this is a complete rank file",
+        )
+    return library.Encoding(
+        name=os.path.basename(path), pat_str=pattern, mergeable_ranks=ranks, special_tokens=specials
+    )
+
+
+def _named_encoding(library: Any, name: str) -> Any:
+    if name not in library.list_encoding_names():
+        raise DataError(
+            f"{name!r} is neither a file nor a name that tiktoken knows.",
+            rule="a rank file (.json or .tiktoken) or one of "
+            + ", ".join(library.list_encoding_names()),
+            flags=["--tokenizer-model"],
+        )
+    try:
+        return library.get_encoding(name)
+    except Exception as error:  # whatever the download raises
+        raise DataError(
+            f"tiktoken could not fetch the ranks of {name!r}: {type(error).__name__}.",
+            rule="a named set is read from tiktoken's cache or downloaded",
+            flags=["--tokenizer-model"],
+            fix="set TIKTOKEN_CACHE_DIR to a filled cache, or give a .tiktoken file",
+        ) from error
+
+
+def _read_list(path: str) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Read a rank list and the settings beside it."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            content = json.load(file)
+        entries = content["vocab"] if isinstance(content, dict) else content
+        settings = content.get("config", {}) if isinstance(content, dict) else {}
+        wrong = next((i for i, entry in enumerate(entries) if entry["rank"] != i), None)
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError(
+            f"{path} is not a list of ranks: {type(error).__name__} {error}.",
+            rule='a JSON list of {"rank", "token_bytes", "token_str"}, alone or under "vocab"',
+            flags=["--tokenizer-model", "--tokenizer-type"],
+            fix="for a tokenizer.json use --tokenizer-type HuggingFaceTokenizer",
+        ) from error
+    if wrong is not None:
+        raise DataError(
+            f"{path}: entry {wrong} has rank {entries[wrong]['rank']}.",
+            rule="ranks count up from 0",
+            flags=["--tokenizer-model"],
+        )
+    return entries, settings
+
+
+def _read_ranks(path: str) -> dict[bytes, int]:
+    ranks = {}
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            try:
+                token, rank = line.split()
+                ranks[base64.b64decode(token, validate=True)] = int(rank)
+            except ValueError as error:
+                raise DataError(
+                    f"{path}, line {number}: not a base64 token and its rank.",
+                    rule="each line of a .tiktoken file holds these two",
+                    flags=["--tokenizer-model"],
+                ) from error
+    if not ranks:
+        raise DataError(f"{path} holds no ranks.", flags=["--tokenizer-model"])
+    return ranks
+
+
+def _no_pattern(path: str) -> ConfigError:
+    return ConfigError(
+        f"{path} does not say how text is cut before the merges.",
+        rule=f"one of {', '.join(PATTERNS)}, or a regular expression",
+        flags=["--tiktoken-pattern"],
+        fix="--tiktoken-pattern v2",
+    )

@@ -1,0 +1,1 @@
+"""Names that callers of Megatron's `tokenizers.utils` expect."""

@@ -1,0 +1,63 @@
+"""A tokenizer from the arguments of a training script."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron.core.errors import ConfigError
+from megatron.core.tokenizers.base import TextTokenizer, pad_vocab_size
+from megatron.core.tokenizers.megatron_tokenizer import TOKENIZER_TYPES, make_tokenizer
+
+_SETTINGS = (
+    "tokenizer_model",
+    "vocab_file",
+    "merge_file",
+    "vocab_size",
+    "vocab_extra_ids",
+    "tiktoken_pattern",
+    "tiktoken_num_special_tokens",
+    "tiktoken_special_tokens",
+    "trust_remote_code",
+)
+
+
+def build_tokenizer(args: Any, **kwargs: Any) -> TextTokenizer:
+    """Make the tokenizer that `args` describe.
+
+    Args:
+        args: anything with the attributes of Megatron's tokenizer flags; missing ones count as
+            not given. It is not changed.
+        kwargs: settings that override those of `args`.
+    """
+    tokenizer_type = getattr(args, "tokenizer_type", None)
+    if tokenizer_type is None:
+        raise ConfigError(
+            "no tokenizer is named.",
+            rule=f"one of {', '.join(TOKENIZER_TYPES)}",
+            flags=["--tokenizer-type"],
+        )
+    given = {name: getattr(args, name, None) for name in _SETTINGS} | kwargs
+    settings = {name: value for name, value in given.items() if value is not None}
+    return make_tokenizer(tokenizer_type, **settings)
+
+
+def vocab_size_with_padding(orig_vocab_size: int, args: Any, logging_enabled: bool = True) -> int:
+    """Return the rows of the embedding for a vocabulary, see `pad_vocab_size`.
+
+    Args:
+        args: has `make_vocab_size_divisible_by` and `tensor_model_parallel_size`.
+        logging_enabled: print what was added.
+    """
+    padded = pad_vocab_size(
+        orig_vocab_size,
+        divisible_by=args.make_vocab_size_divisible_by,
+        tensor_parallel_size=args.tensor_model_parallel_size,
+    )
+    if logging_enabled and getattr(args, "rank", 0) == 0:
+        dummies = padded - orig_vocab_size
+        print(
+            f" > padded vocab (size: {orig_vocab_size}) with {dummies} dummy tokens "
+            f"(new size: {padded})",
+            flush=True,
+        )
+    return padded
