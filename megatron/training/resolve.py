@@ -257,6 +257,9 @@ def _data(v: _Derived) -> None:
                "valid_data_path", "test_data_path")  # fmt: skip
     if not v["mock_data"] and not any(v[name] for name in sources):
         v.note("mock_data", True, "no flag names a corpus")
+    per_split = ("per_split_data_args_path", *sources[3:])
+    if v["split"] is None and not any(v[name] for name in per_split):
+        v.note("split", "969,30,1", "Megatron's default shares of train, validation and test")
     if v["tokenizer_type"] is None and (v["mock_data"] or v["vocab_size"] is not None):
         v.note("tokenizer_type", "NullTokenizer", "synthetic samples, or ids of --vocab-size")
         if v["vocab_size"] is None:

@@ -13,7 +13,7 @@ TOKENIZER_TYPES = (
 )  # fmt: skip
 """Types of Megatron."""
 
-OWN_TOKENIZER_TYPES = ("ByteLevelTokenizer",)
+OWN_TOKENIZER_TYPES = ("ByteTokenizer",)
 """Types that only exist here."""
 
 _TEXT_ONLY = "use HuggingFaceTokenizer"

@@ -1,0 +1,105 @@
+"""Megatron's names for reading the command line; `pretrain` uses the same functions."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.training import launch
+from megatron.training.cli.parser import ExtraArguments, parse_command_line
+from megatron.training.config.run import RunConfig, all_flags
+from megatron.training.resolve import ResolvedRun, resolve
+from megatron.training.rules import check_run
+from megatron.training.transformer_settings import ConfigT, transformer_config
+
+
+def parse_args(
+    extra_args_provider: ExtraArguments | None = None,
+    ignore_unknown_args: bool = False,
+    args: Sequence[str] | None = None,
+) -> argparse.Namespace:
+    """Read the command line (or `args`) without deriving or checking combinations.
+
+    Raises:
+        ConfigError: with all problems of the command line.
+    """
+    command = parse_command_line(
+        args, extra_args_provider=extra_args_provider, ignore_unknown_args=ignore_unknown_args
+    )
+    place = launch.place_of_this_process()
+    return argparse.Namespace(
+        **command.config.flat(),
+        **command.extra,
+        rank=place.rank,
+        world_size=place.world_size,
+    )
+
+
+def validate_args(
+    args: argparse.Namespace, defaults: Mapping[str, Any] | None = None
+) -> argparse.Namespace:
+    """Derive what is open and raise every problem; `args` is updated in place and returned.
+
+    Args:
+        defaults: values for flags that still have their own default.
+    """
+    run = run_from_args(args, defaults)
+    check_run(run)
+    vars(args).update(vars(run.namespace()))
+    return args
+
+
+def parse_and_validate_args(
+    extra_args_provider: ExtraArguments | None = None,
+    args_defaults: Mapping[str, Any] | None = None,
+    ignore_unknown_args: bool = False,
+) -> argparse.Namespace:
+    """Read and check the command line."""
+    args = parse_args(extra_args_provider, ignore_unknown_args)
+    return validate_args(args, args_defaults)
+
+
+def run_config_from_args(args: argparse.Namespace) -> RunConfig:
+    """Return the typed settings in a namespace; names that are no flags are left out."""
+    return RunConfig.from_values({n: v for n, v in vars(args).items() if n in all_flags()})
+
+
+pretrain_cfg_container_from_args = run_config_from_args
+"""Megatron's name for it."""
+
+
+def run_from_args(
+    args: argparse.Namespace, defaults: Mapping[str, Any] | None = None
+) -> ResolvedRun:
+    """Resolve a namespace."""
+    table = all_flags()
+    values = {n: v for n, v in vars(args).items() if n in table}
+    for name, value in (defaults or {}).items():
+        if name in table and values.get(name, table[name].default) == table[name].default:
+            values[name] = value
+    extra = {n: v for n, v in vars(args).items() if n not in table and n not in _derived_names()}
+    world_size = getattr(args, "world_size", None) or launch.place_of_this_process().world_size
+    return resolve(RunConfig.from_values(values), world_size=world_size, extra=extra)
+
+
+@functools.cache
+def _derived_names() -> frozenset[str]:
+    """Return the names that `resolve` adds to those of the flags."""
+    names = frozenset(resolve(RunConfig(), world_size=1).values)
+    return names - frozenset(all_flags()) | {"unpadded_vocab_size"}
+
+
+def core_transformer_config_from_args(
+    args: argparse.Namespace, config_class: type[ConfigT] | None = None
+) -> ConfigT:
+    """Build the model's config from settings by their Megatron names.
+
+    Args:
+        args: `get_args()`, or any namespace with these names; missing ones have the config's own
+            defaults.
+        config_class: a subclass of TransformerConfig.
+    """
+    return transformer_config(vars(args), config_class or TransformerConfig)  # type: ignore[type-var]

@@ -1,0 +1,81 @@
+"""Evaluation: the mean loss over held-out batches, with dropout off and no gradients."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megatron.training.losses import LossTable, Report
+from megatron.training.parts import StepPlan, TrainingParts
+from megatron.training.step import forward_backward
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What one evaluation found."""
+
+    losses: Mapping[str, float]
+    """Token means over all evaluated samples; empty except on the last pipeline stage."""
+    num_samples: int
+    non_loss_data: Any = None
+
+
+def evaluate(
+    parts: TrainingParts, data: Any, num_batches: int, plan: StepPlan, *, with_non_loss: bool = False
+) -> Evaluation:
+    """Evaluate on `num_batches` global batches from `data`.
+
+    The loss is the mean over all tokens of all batches, not the mean of the batches' means.
+    """
+    reports: list[Report] = []
+    non_loss_data = None
+    with _evaluating(parts):
+        for index in range(num_batches):
+            first_sample = index * plan.global_batch_size
+            reports += forward_backward(
+                parts,
+                data,
+                first_sample,
+                plan,
+                forward_only=True,
+                first_val_step=index == 0,
+            )
+        if with_non_loss and parts.process_non_loss_data is not None:
+            non_loss_data = _non_loss_data(parts, data, plan)
+    return Evaluation(
+        losses=LossTable.of(reports).means(parts.groups.dp_cp),
+        num_samples=num_batches * plan.global_batch_size,
+        non_loss_data=non_loss_data,
+    )
+
+
+def _non_loss_data(parts: TrainingParts, data: Any, plan: StepPlan) -> Any:
+    """Run once more and collect what `loss_func(output, non_loss_data=True)` returns."""
+    if parts.non_loss_data is not None:
+        return parts.non_loss_data(parts.model)
+    return forward_backward(
+        parts,
+        data,
+        0,
+        dataclasses.replace(plan, num_microbatches=1),
+        forward_only=True,
+        collect_non_loss_data=True,
+    )
+
+
+@contextmanager
+def _evaluating(parts: TrainingParts) -> Iterator[None]:
+    """Switch the model to evaluation for a while."""
+    for chunk in parts.model:
+        chunk.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for chunk in parts.model:
+            chunk.train()

@@ -1,0 +1,127 @@
+"""The log line of the run, in Megatron's form."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from megatron.core import device
+from megatron.training.hooks.base import Hook
+from megatron.training.metrics.flops import FlopConvention, training_flops_per_token
+from megatron.training.metrics.log_line import TrainingLine, training_line
+from megatron.training.metrics.memory import gibibytes
+from megatron.training.metrics.params_norm import params_norm
+from megatron.training.metrics.peak import peak_flops
+from megatron.training.parts import TrainingParts
+from megatron.training.printing import is_last_rank, print_rank_0
+from megatron.training.state import StepResult, StopReason, TrainState
+
+
+class IntervalMeans:
+    """Sums over the steps since the last log line."""
+
+    def __init__(self) -> None:
+        self.losses: dict[str, float] = {}
+        self.seconds = 0.0
+        self.num_steps = self.num_trained = self.num_skipped = self.num_nan = 0
+        self.num_samples = 0
+        self.flops = 0.0
+
+    def add(self, result: StepResult, seconds: float) -> None:
+        """Count one step; skipped and not-finite steps take no part in the mean loss."""
+        self.num_steps += 1
+        self.seconds += seconds
+        self.num_samples += result.num_samples
+        self.flops += result.flops
+        self.num_skipped += result.was_skipped
+        self.num_nan += result.was_nan
+        if not (result.was_skipped or result.was_nan):
+            self.num_trained += 1
+            for name, value in result.losses.items():
+                self.losses[name] = self.losses.get(name, 0.0) + value
+
+    def mean_losses(self) -> dict[str, float]:
+        """Return name -> mean over the steps that trained."""
+        return {name: total / max(self.num_trained, 1) for name, total in self.losses.items()}
+
+
+class LogLine(Hook):
+    """Prints a line every `--log-interval` steps on the last rank, where the loss is known.
+
+    Times are those of steps alone: evaluations and checkpoints between them do not count.
+    """
+
+    def __init__(
+        self, parts: TrainingParts, write: Callable[[str], None], train_iters: int
+    ) -> None:
+        self.parts = parts
+        self.write = write
+        self.train_iters = train_iters
+        self.interval = parts.run.log_interval
+        self._means = IntervalMeans()
+        self._started_at = time.perf_counter()
+        self._has_reported_memory = False
+        self._peak: float | None = None
+
+    def before_training(self, state: TrainState) -> TrainState:
+        """Find the peak rate of the device, if throughput is to be shown."""
+        if self.parts.run.log_throughput and is_last_rank():
+            self._peak = peak_flops(self.parts.run.params_dtype)
+        return state
+
+    def before_step(self, state: TrainState) -> None:
+        """Start the clock."""
+        self._started_at = time.perf_counter()
+
+    def after_step(self, state: TrainState, result: StepResult) -> TrainState:
+        """Stop the clock, and write a line when it is time."""
+        self._means.add(result, time.perf_counter() - self._started_at)
+        if state.iteration % self.interval == 0:
+            self._report(state, result)
+        return state
+
+    def after_training(self, state: TrainState, stop: StopReason) -> TrainState:
+        """Say why the loop ended."""
+        print_rank_0(
+            f" [after training is done] iteration {state.iteration:8d} |"
+            f" stopped by: {stop.value} |"
+        )
+        return state
+
+    def _report(self, state: TrainState, result: StepResult) -> None:
+        parts, means = self.parts, self._means
+        norm = params_norm(parts.model, parts.groups) if parts.run.log_params_norm else None
+        if is_last_rank():
+            self.write(training_line(self._line(state, result, norm)))
+        if not self._has_reported_memory:
+            self._has_reported_memory = True
+            print_rank_0(f" peak memory after {state.iteration} iterations on rank 0:"
+                         f" {gibibytes(device.peak_memory_bytes())}")  # fmt: skip
+        if parts.run.timing_log_level > 0:
+            parts.timers.log(normalizer=means.num_steps)
+        self._means = IntervalMeans()
+
+    def _line(self, state: TrainState, result: StepResult, norm: float | None) -> TrainingLine:
+        run, means = self.parts.run, self._means
+        per_device_s = means.seconds * run.world_size
+        tokens_per_s = means.num_samples * run.seq_length / per_device_s
+        causal = training_flops_per_token(self.parts.size, FlopConvention.CAUSAL)
+        return TrainingLine(
+            iteration=state.iteration,
+            train_iters=self.train_iters,
+            consumed_samples=state.consumed_train_samples,
+            seconds_per_step=means.seconds / means.num_steps,
+            learning_rate=result.learning_rate,
+            decoupled_learning_rate=result.decoupled_learning_rate,
+            global_batch_size=result.num_samples,
+            losses=means.mean_losses(),
+            loss_scale=result.loss_scale,
+            grad_norm=result.grad_norm,
+            num_zeros=result.num_zeros,
+            params_norm=norm,
+            num_skipped=means.num_skipped,
+            num_nan=means.num_nan,
+            tflops_per_device=means.flops / per_device_s / 1e12 if run.log_throughput else None,
+            tokens_per_second_per_device=tokens_per_s,
+            mfu=tokens_per_s * causal / self._peak if self._peak else None,
+        )

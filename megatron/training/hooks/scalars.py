@@ -1,0 +1,204 @@
+"""Numbers of every step for machines: TensorBoard, Weights & Biases, a JSON-lines file."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any, Protocol
+
+from megatron.core import device
+from megatron.training.hooks.base import Hook
+from megatron.training.metrics.log_line import perplexity
+from megatron.training.parts import TrainingParts
+from megatron.training.printing import is_last_rank
+from megatron.training.state import StepResult, StopReason, TrainState
+
+
+class ScalarSink(Protocol):
+    """Takes named numbers of one step."""
+
+    def write(self, scalars: dict[str, float], step: int) -> None:
+        """Take the numbers of a step."""
+
+    def close(self) -> None:
+        """Write out what is held back."""
+
+
+class TensorBoardSink:
+    """Scalars of a `SummaryWriter`."""
+
+    def __init__(self, writer: Any) -> None:
+        self.writer = writer
+
+    def write(self, scalars: dict[str, float], step: int) -> None:
+        """Add each scalar at this step."""
+        for name, value in scalars.items():
+            self.writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        """Flush and close the event file."""
+        self.writer.close()
+
+
+class WandbSink:
+    """Scalars of an open Weights & Biases run."""
+
+    def __init__(self, wandb: Any) -> None:
+        self.wandb = wandb
+
+    def write(self, scalars: dict[str, float], step: int) -> None:
+        """Log all scalars at this step."""
+        self.wandb.log(scalars, step)
+
+    def close(self) -> None:
+        """Finish the run."""
+        self.wandb.finish()
+
+
+class JsonLinesSink:
+    """One JSON object a step, appended; numbers have all their digits, so runs can be compared
+    to the bit."""
+
+    def __init__(self, path: str) -> None:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115  open for the whole run
+
+    def write(self, scalars: dict[str, float], step: int) -> None:
+        """Append one line."""
+        self._file.write(json.dumps({"iteration": step, **scalars}) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+class Scalars(Hook):
+    """Sends the numbers of a step to all sinks; they exist on the last rank only.
+
+    Names are those that Megatron uses in TensorBoard, so dashboards carry over.
+    """
+
+    def __init__(self, parts: TrainingParts, sinks: list[ScalarSink], interval: int) -> None:
+        self.parts = parts
+        self.sinks = sinks
+        self.interval = interval
+        self._started_at = time.perf_counter()
+
+    def before_step(self, state: TrainState) -> None:
+        """Start the clock."""
+        self._started_at = time.perf_counter()
+
+    def after_step(self, state: TrainState, result: StepResult) -> TrainState:
+        """Send the numbers of this step, if it is one of every `interval`."""
+        seconds = time.perf_counter() - self._started_at
+        if state.iteration % self.interval:
+            return state
+        run = self.parts.run
+        if run.log_timers_to_tensorboard:
+            # A collective: all ranks come here.
+            timers = self.parts.timers.seconds_of_all_ranks(reset=False)
+        if not self.sinks:
+            return state
+        scalars = self._of_step(state, result, seconds)
+        if run.log_timers_to_tensorboard:
+            scalars |= {f"{name}-time": max(values) for name, values in timers.items()}
+        self.write(scalars, state.iteration)
+        return state
+
+    def _of_step(self, state: TrainState, result: StepResult, seconds: float) -> dict[str, float]:
+        run = self.parts.run
+        scalars: dict[str, float] = dict(result.losses)
+        if run.log_learning_rate_to_tensorboard:
+            scalars["learning-rate"] = result.learning_rate
+            if result.decoupled_learning_rate is not None:
+                scalars["decoupled-learning-rate"] = result.decoupled_learning_rate
+        if run.log_loss_scale_to_tensorboard:
+            scalars["loss-scale"] = result.loss_scale
+        scalars["batch-size"] = result.num_samples
+        scalars["consumed-samples"] = state.consumed_train_samples
+        if result.grad_norm is not None:
+            scalars["grad-norm"] = result.grad_norm
+        if result.num_zeros is not None:
+            scalars["num-zeros"] = result.num_zeros
+        scalars["iteration-time"] = seconds
+        tokens = result.num_samples * run.seq_length
+        scalars["tokens-per-second-per-device"] = tokens / (seconds * run.world_size)
+        if run.log_throughput:
+            scalars["throughput"] = result.flops / (seconds * run.world_size) / 1e12
+        if run.log_memory_to_tensorboard:
+            scalars["mem-max-allocated-bytes"] = device.peak_memory_bytes()
+        return scalars
+
+    def write(self, scalars: dict[str, float], step: int) -> None:
+        """Send numbers that do not come from a step, such as those of an evaluation."""
+        for sink in self.sinks:
+            sink.write(scalars, step)
+
+    def write_evaluation(self, kind: str, losses: dict[str, float], step: int) -> None:
+        """Send the losses of an evaluation, under Megatron's names."""
+        scalars = {f"{name} {kind}": value for name, value in losses.items()}
+        if self.parts.run.log_validation_ppl_to_tensorboard:
+            scalars |= {f"{name} {kind} ppl": perplexity(v) for name, v in losses.items()}
+        self.write(scalars, step)
+
+    def close(self) -> None:
+        """Close all sinks."""
+        for sink in self.sinks:
+            sink.close()
+
+
+class ProgressBar(Hook):
+    """A bar on the terminal of the last rank, above which log lines scroll."""
+
+    def __init__(self, tqdm: Any, train_iters: int) -> None:
+        self._tqdm = tqdm
+        self._total = train_iters
+        self._bar: Any = None
+
+    def before_training(self, state: TrainState) -> TrainState:
+        """Draw the bar where the run stands."""
+        self._bar = self._tqdm(
+            total=self._total, initial=state.iteration, unit="step", dynamic_ncols=True
+        )
+        return state
+
+    def after_step(self, state: TrainState, result: StepResult) -> TrainState:
+        """Move the bar, and show the losses."""
+        self._bar.update(1)
+        if result.losses:
+            self._bar.set_postfix(
+                {name: f"{value:.4f}" for name, value in result.losses.items()}, refresh=False
+            )
+        return state
+
+    def print(self, text: str) -> None:
+        """Print above the bar."""
+        if self._bar is None:
+            print(text, flush=True)
+        else:
+            self._tqdm.write(text)
+
+    def after_training(self, state: TrainState, stop: StopReason) -> TrainState:
+        """Leave the bar as it is."""
+        self.close()
+        return state
+
+    def close(self) -> None:
+        """Leave the bar as it is, also after a failure."""
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+
+
+def sinks_here(tensorboard: Any, wandb: Any, jsonl_path: str | None) -> list[ScalarSink]:
+    """Return the sinks of this rank: all on the last, none elsewhere."""
+    sinks: list[ScalarSink] = []
+    if tensorboard is not None:
+        sinks.append(TensorBoardSink(tensorboard))
+    if wandb is not None:
+        sinks.append(WandbSink(wandb))
+    if jsonl_path is not None and is_last_rank():
+        sinks.append(JsonLinesSink(jsonl_path))
+    return sinks

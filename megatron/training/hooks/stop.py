@@ -1,0 +1,66 @@
+"""What ends a run: its budget, an interval, a duration, a signal."""
+
+from __future__ import annotations
+
+import time
+
+from megatron.training.hooks.base import Hook
+from megatron.training.meeting import any_rank
+from megatron.training.resilience.signals import SignalFlag
+from megatron.training.state import StepResult, StopReason, TrainState
+
+
+class StepBudget(Hook):
+    """Stop when all steps are done."""
+
+    def __init__(self, train_iters: int) -> None:
+        self.train_iters = train_iters
+
+    def should_stop(self, state: TrainState) -> StopReason | None:
+        """Return FINISHED at the last step; a run that resumes there has nothing to do."""
+        return StopReason.FINISHED if state.iteration >= self.train_iters else None
+
+
+class ExitInterval(Hook):
+    """Leave after a step that the interval divides (not before the first step of a resume)."""
+
+    def __init__(self, interval: int) -> None:
+        self.interval = interval
+        self._has_stepped = False
+
+    def after_step(self, state: TrainState, result: StepResult) -> TrainState:
+        """Remember that this run did something."""
+        self._has_stepped = True
+        return state
+
+    def should_stop(self, state: TrainState) -> StopReason | None:
+        """Return EXIT_INTERVAL at a multiple of the interval."""
+        is_multiple = state.iteration % self.interval == 0
+        return StopReason.EXIT_INTERVAL if self._has_stepped and is_multiple else None
+
+
+class ExitDuration(Hook):
+    """Leave when the run has lasted long enough. All ranks ask the slowest clock."""
+
+    def __init__(self, minutes: float) -> None:
+        # The monotonic clock: setting the wall clock must not end a run.
+        self._deadline = time.monotonic() + 60.0 * minutes
+
+    def should_stop(self, state: TrainState) -> StopReason | None:
+        """Return EXIT_DURATION on all ranks once it has passed on any."""
+        return StopReason.EXIT_DURATION if any_rank(time.monotonic() > self._deadline) else None
+
+
+class ExitOnSignal(Hook):
+    """Finish the step, save and leave when any rank was told to."""
+
+    def __init__(self, flag: SignalFlag) -> None:
+        self._flag = flag
+
+    def should_stop(self, state: TrainState) -> StopReason | None:
+        """Return EXIT_SIGNAL on all ranks once any of them was signalled."""
+        return StopReason.EXIT_SIGNAL if any_rank(self._flag.is_set) else None
+
+    def close(self) -> None:
+        """Give the signal back its former meaning."""
+        self._flag.restore()

@@ -1,0 +1,44 @@
+"""Where this process stands in the job: from the launcher's environment, before any connection."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+
+@dataclass(frozen=True)
+class Place:
+    """Rank of this process, and the size of the job."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+    is_launched: bool
+    """Whether a launcher such as torchrun started this process."""
+
+
+def place_of_this_process() -> Place:
+    """Read RANK, LOCAL_RANK and WORLD_SIZE; without them the process is the whole job."""
+    env = os.environ
+    is_launched = "RANK" in env and "WORLD_SIZE" in env
+    return Place(
+        rank=int(env.get("RANK", "0")) if is_launched else 0,
+        local_rank=int(env.get("LOCAL_RANK", "0")) if is_launched else 0,
+        world_size=int(env.get("WORLD_SIZE", "1")) if is_launched else 1,
+        is_launched=is_launched,
+    )
+
+
+def connect_store(place: Place, timeout: timedelta) -> Any:
+    """Return the key-value store that all ranks of the job share, before any process group.
+
+    Ranks meet in it to compare their settings, and after a failure to decide who reports it.
+    """
+    if not place.is_launched or place.world_size == 1:
+        return dist.HashStore()
+    store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
+    return store

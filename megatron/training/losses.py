@@ -1,0 +1,79 @@
+"""Join what the loss function reported on each micro batch and replica into one mean.
+
+A loss function reports either a pair (sum, count) or a mean by itself. Pairs are summed over
+micro batches and replicas before the division, so the figure is a true mean over tokens; plain
+means are averaged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.training.meeting import sum_over
+
+Report = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class LossTable:
+    """The reports of one rank, on the host.
+
+    names: in the order of the reports; pairs: fp64 [micro batches, names, 2] of (sum, count).
+    """
+
+    names: tuple[str, ...]
+    pairs: Tensor
+
+    @staticmethod
+    def of(reports: Sequence[Report]) -> LossTable:
+        """Copy reports to the host in one piece: every copy by itself would wait for the device.
+
+        Args:
+            reports: one per micro batch on the last pipeline stage, [] elsewhere.
+        """
+        if not reports:
+            return LossTable((), torch.empty(0, 0, 2, dtype=torch.float64))
+        names = tuple(reports[0])
+        rows = [_pair(report[name]) for report in reports for name in names]
+        flat = torch.stack(rows).cpu().double()
+        return LossTable(names, flat.reshape(len(reports), len(names), 2))
+
+    def first_not_finite(self) -> tuple[int, str, float] | None:
+        """Return (micro batch, name, value) of the first loss that is not a finite number."""
+        bad = (~self.pairs.isfinite()).any(-1).nonzero()
+        if not len(bad):
+            return None
+        microbatch, index = bad[0].tolist()
+        total, count = self.pairs[microbatch, index].tolist()
+        return microbatch, self.names[index], total / count if count else total
+
+    def means(self, group: Any) -> dict[str, float]:
+        """Return name -> mean over all micro batches of all replicas; {} off the last stage.
+
+        Args:
+            group: replicas, with their context-parallel ranks.
+        Communication:
+            one all-reduce on `group`, on the last stage only.
+        """
+        if not self.names:
+            return {}
+        totals = sum_over(self.pairs.sum(0).flatten().tolist(), group)
+        pairs = zip(self.names, totals[::2], totals[1::2], strict=True)
+        return {name: total / count if count else 0.0 for name, total, count in pairs}
+
+
+def _pair(value: Any) -> Tensor:
+    """Return (sum, count) as a tensor [2]; a plain mean counts once."""
+    if isinstance(value, Tensor):
+        value = value.detach()
+        if value.numel() == 2:
+            return value.reshape(2).float()
+        return torch.stack([value.reshape(()).float(), value.new_ones((), dtype=torch.float32)])
+    if isinstance(value, (tuple, list)):
+        return torch.tensor([float(part) for part in value])
+    return torch.tensor([float(value), 1.0])

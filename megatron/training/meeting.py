@@ -1,0 +1,55 @@
+"""Small collectives of the loop: ranks tell each other one fact, or sum a few numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron.core import device
+
+
+def _has_peers(group: Any) -> bool:
+    if not (dist.is_available() and dist.is_initialized()):
+        return False
+    return (dist.get_world_size() if group is None else group.size()) > 1
+
+
+def _place(group: Any) -> torch.device:
+    """Return where tensors of a collective live: NCCL takes device memory only."""
+    is_cpu = dist.get_backend(group) == "gloo"
+    return torch.device("cpu") if is_cpu else device.current_device()
+
+
+def any_rank(claim: bool, group: Any = None) -> bool:
+    """Return whether any rank of `group` (None: all processes) makes the claim.
+
+    Communication:
+        one all-reduce of one number; none with one process.
+    """
+    if not _has_peers(group):
+        return claim
+    flag = torch.tensor([float(claim)], device=_place(group))
+    dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=group)
+    return bool(flag.item())
+
+
+def sum_over(values: Sequence[float], group: Any) -> list[float]:
+    """Return the sums over `group` of each number, in fp64; equal on all its ranks.
+
+    Communication:
+        one all-reduce; none in a group of one.
+    """
+    if not _has_peers(group):
+        return list(values)
+    numbers = torch.tensor(values, dtype=torch.float64, device=_place(group))
+    dist.all_reduce(numbers, group=group)
+    return numbers.tolist()
+
+
+def barrier() -> None:
+    """Wait for all processes."""
+    if _has_peers(None):
+        dist.barrier()

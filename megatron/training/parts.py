@@ -1,0 +1,70 @@
+"""What a step works with, gathered in one value by `setup`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from megatron.core import num_microbatches_calculator as calculator
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.timers import Timers
+from megatron.training.metrics.model_size import ModelSize
+from megatron.training.resolve import ResolvedRun
+
+DataIterator = Any
+"""An iterator of micro batches, one per model chunk in a list, or None on ranks without data."""
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """How one step cuts its samples."""
+
+    num_microbatches: int
+    micro_batch_size: int
+    global_batch_size: int
+
+
+class MicrobatchPlanner:
+    """Asks the (global, third parties read it too) microbatch calculator before each step."""
+
+    def __init__(self, micro_batch_size: int) -> None:
+        self.micro_batch_size = micro_batch_size
+
+    def plan(self, consumed_samples: int) -> StepPlan:
+        """Return the plan of the step that begins after `consumed_samples`."""
+        calculator.update_num_microbatches(consumed_samples, consistency_check=True, verbose=True)
+        return StepPlan(
+            num_microbatches=calculator.get_num_microbatches(),
+            micro_batch_size=self.micro_batch_size,
+            global_batch_size=calculator.get_current_running_global_batch_size(),
+        )
+
+
+@dataclass
+class TrainingParts:
+    """Everything that steps and evaluations use."""
+
+    run: ResolvedRun
+    groups: ProcessGroupCollection
+    model: list[nn.Module]
+    """This rank's chunks, wrapped for data parallelism."""
+    config: Any
+    """The TransformerConfig that all chunks share."""
+    optimizer: Any
+    scheduler: Any
+    """Learning rate and weight decay by consumed samples."""
+    forward_step: Callable[..., Any]
+    forward_backward: Callable[..., Any]
+    microbatches: MicrobatchPlanner
+    timers: Timers
+    size: ModelSize
+    train_data: DataIterator = None
+    valid_data: DataIterator = None
+    test_data: DataIterator = None
+    process_non_loss_data: Callable[..., Any] | None = None
+    non_loss_data: Callable[..., Any] | None = None
+    samples_to_skip: frozenset[int] = field(default_factory=frozenset)
+    """Iterations (1-based) whose samples are passed over."""

@@ -1,0 +1,42 @@
+"""Printing from one of many processes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron.training import launch
+
+
+def _rank_and_size() -> tuple[int, int]:
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    place = launch.place_of_this_process()
+    return place.rank, place.world_size
+
+
+def is_rank_0() -> bool:
+    """Return whether this is global rank 0; also before torch.distributed is up."""
+    return _rank_and_size()[0] == 0
+
+
+def is_last_rank() -> bool:
+    """Return whether this is the highest global rank.
+
+    It is on the last stage of the last replica in every rank order, so it knows the loss.
+    """
+    rank, size = _rank_and_size()
+    return rank == size - 1
+
+
+def print_rank_0(message: Any) -> None:
+    """Print on global rank 0."""
+    if is_rank_0():
+        print(message, flush=True)
+
+
+def print_rank_last(message: Any) -> None:
+    """Print on the highest global rank, which knows the loss."""
+    if is_last_rank():
+        print(message, flush=True)

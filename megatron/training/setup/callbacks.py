@@ -1,0 +1,41 @@
+"""Tell the schedules of `megatron.core` what to do around backward, through the model's config."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.timers import Timers
+from megatron.core.utils import get_model_config
+from megatron.training.resolve import ResolvedRun
+
+
+def install_callbacks(
+    run: ResolvedRun,
+    model: Sequence[nn.Module],
+    optimizer: Any,
+    groups: ProcessGroupCollection,
+    timers: Timers,
+) -> Any:
+    """Fill the callback fields of the config of every chunk; return that of the first."""
+    wrapped = [chunk for chunk in model if isinstance(chunk, DistributedDataParallel)]
+    for config in {id(c): c for c in map(get_model_config, model)}.values():
+        config.timers = timers if run.timing_log_level > 0 else None
+        config.finalize_model_grads_func = partial(finalize_model_grads, pg_collection=groups)
+        if optimizer is not None:
+            config.grad_scale_func = optimizer.scale_loss
+        if run.overlap_grad_reduce and wrapped:
+            config.no_sync_func = _one_or_list([chunk.no_sync for chunk in wrapped])
+            if run.align_grad_reduce:
+                config.grad_sync_func = _one_or_list([chunk.start_grad_sync for chunk in wrapped])
+    return get_model_config(model[0])
+
+
+def _one_or_list(functions: list[Any]) -> Any:
+    """Schedules take one function for one chunk, and a list for several."""
+    return functions[0] if len(functions) == 1 else functions

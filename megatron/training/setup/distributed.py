@@ -1,0 +1,84 @@
+"""Bring up the processes: device, process group, the grid of parallel groups, seeds."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import numpy
+import torch
+import torch.distributed as dist
+
+from megatron.core import device, parallel_state
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.rng import rng_state
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.training.launch import Place
+from megatron.training.resolve import ResolvedRun
+
+
+def start_processes(run: ResolvedRun, place: Place, store: Any) -> None:
+    """Bind the device and create the world process group; nothing to do if it exists."""
+    device.set_local_device(place.local_rank)
+    if not dist.is_initialized():
+        dist.init_process_group(
+            backend=run.distributed_backend,
+            store=dist.PrefixStore("world", store),
+            rank=place.rank,
+            world_size=place.world_size,
+            timeout=timedelta(minutes=run.distributed_timeout_minutes),
+        )
+
+
+def create_groups(
+    run: ResolvedRun,
+    *,
+    get_embedding_ranks: Callable[..., list[int]] | None = None,
+    get_position_embedding_ranks: Callable[..., list[int]] | None = None,
+) -> ProcessGroupCollection:
+    """Create the parallel groups of this rank and make them the current ones."""
+    if parallel_state.model_parallel_is_initialized():
+        return ProcessGroupCollection.current()
+    return parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=run.tensor_model_parallel_size,
+        pipeline_model_parallel_size=run.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=run.virtual_pipeline_model_parallel_size,
+        context_parallel_size=run.context_parallel_size,
+        hierarchical_context_parallel_sizes=run.hierarchical_context_parallel_sizes,
+        expert_model_parallel_size=run.expert_model_parallel_size,
+        expert_tensor_parallel_size=run.expert_tensor_parallel_size,
+        num_distributed_optimizer_instances=run.num_distributed_optimizer_instances,
+        distributed_timeout_minutes=run.distributed_timeout_minutes,
+        order=run.rank_order,
+        get_embedding_ranks=get_embedding_ranks,
+        get_position_embedding_ranks=get_position_embedding_ranks,
+    )
+
+
+def seed_everything(seed: int) -> None:
+    """Seed Python, numpy and torch alike on all ranks.
+
+    Weights, dropout and the order of samples are keyed by name, sample and layer under this seed
+    and not by rank, so every layout draws the same.
+    """
+    random.seed(seed)
+    numpy.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+    rng_state().set_seed(seed)
+    model_parallel_cuda_manual_seed(seed)
+
+
+def set_numerics(run: ResolvedRun) -> None:
+    """Switch process-wide options of torch that the settings ask for."""
+    if run.deterministic_mode:
+        torch.use_deterministic_algorithms(True)
+
+
+def shut_down() -> None:
+    """Destroy groups and the process group; nothing to do if there are none."""
+    if parallel_state.model_parallel_is_initialized():
+        parallel_state.destroy_model_parallel()
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,123 @@
+"""Build this rank's model chunks and wrap them for data parallelism."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import nn
+
+from megatron.core import device
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.enums import ModelType
+from megatron.core.pipeline_parallel.layout import pipeline_layout
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.module import Float16Module
+from megatron.core.utils import get_model_config, get_pg_rank
+from megatron.training import global_vars
+from megatron.training.transformer_settings import transformer_config
+
+ModelProvider = Callable[..., nn.Module]
+
+
+def data_parallel_config(settings: Mapping[str, Any]) -> DistributedDataParallelConfig:
+    """Return the settings of the data-parallel wrapper.
+
+    Gradients are not searched for NaN before their reduction, which would read them once more:
+    the step checks the losses and the optimizer checks the norm, both before the update.
+    """
+    return DistributedDataParallelConfig(
+        grad_reduce_in_fp32=settings["grad_reduce_in_fp32"],
+        overlap_grad_reduce=settings["overlap_grad_reduce"],
+        overlap_param_gather=settings["overlap_param_gather"],
+        use_distributed_optimizer=settings["use_distributed_optimizer"],
+        num_distributed_optimizer_instances=settings["num_distributed_optimizer_instances"],
+        bucket_size=settings["ddp_bucket_size"],
+        num_buckets=settings["ddp_num_buckets"],
+        average_in_collective=settings["ddp_average_in_collective"],
+    )
+
+
+def build_model(
+    settings: Mapping[str, Any],
+    provider: ModelProvider,
+    groups: ProcessGroupCollection,
+    *,
+    wrap_with_ddp: bool = True,
+) -> list[nn.Module]:
+    """Return this rank's chunks in order, on its device and in its dtype.
+
+    Args:
+        settings: resolved settings by their Megatron names.
+        provider: called once per chunk with those of `pre_process`, `post_process`, `vp_stage`,
+            `config` and `pg_collection` that it takes.
+    """
+    config = transformer_config(settings)
+    layout = pipeline_layout(config)
+    num_chunks = settings["virtual_pipeline_model_parallel_size"] or 1
+    pp_rank = get_pg_rank(groups.pp)
+    chunks = []
+    for chunk in range(num_chunks):
+        vp_stage = chunk if num_chunks > 1 else None
+        chunks.append(
+            _call_with_known(
+                provider,
+                pre_process=layout.has_embedding(pp_rank, vp_stage),
+                post_process=layout.has_loss(pp_rank, vp_stage),
+                vp_stage=vp_stage,
+                config=config,
+                pg_collection=groups,
+            )
+        )
+    _announce_size(chunks, groups)
+    where = device.current_device()
+    chunks = [chunk.to(where) for chunk in chunks]
+    if settings["fp16"] or settings["bf16"]:
+        chunks = [Float16Module(get_model_config(chunk), chunk) for chunk in chunks]
+    if not wrap_with_ddp:
+        return chunks
+    ddp_config = data_parallel_config(settings)
+    return [
+        DistributedDataParallel(get_model_config(chunk), ddp_config, chunk, pg_collection=groups)
+        for chunk in chunks
+    ]
+
+
+def _call_with_known(provider: ModelProvider, **options: Any) -> nn.Module:
+    """Call with the options that `provider` takes: older ones know only the first two."""
+    parameters = inspect.signature(provider).parameters.values()
+    if not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
+        known = {p.name for p in parameters}
+        options = {name: value for name, value in options.items() if name in known}
+    return provider(**options)
+
+
+def _announce_size(chunks: list[nn.Module], groups: ProcessGroupCollection) -> None:
+    """Print the number of parameters of this model-parallel rank, once per replica."""
+    if get_pg_rank(groups.dp_cp) != 0:
+        return
+    count = sum(parameter.numel() for chunk in chunks for parameter in chunk.parameters())
+    place = f"({get_pg_rank(groups.tp)}, {get_pg_rank(groups.pp)})"
+    print(
+        f" > number of parameters on (tensor, pipeline) model parallel rank {place}: {count}",
+        flush=True,
+    )
+
+
+def get_model(
+    model_provider_func: ModelProvider,
+    model_type: ModelType = ModelType.encoder_or_decoder,
+    wrap_with_ddp: bool = True,
+    config: Any = None,
+    pg_collection: ProcessGroupCollection | None = None,
+) -> list[nn.Module]:
+    """Build this rank's chunks from the settings of `get_args()`.
+
+    Args:
+        model_provider_func: see `build_model`.
+        model_type, config: accepted; there is one type, and the settings give the config.
+    """
+    settings = vars(global_vars.get_args())
+    groups = pg_collection or ProcessGroupCollection.current()
+    return build_model(settings, model_provider_func, groups, wrap_with_ddp=wrap_with_ddp)

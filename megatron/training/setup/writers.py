@@ -1,0 +1,39 @@
+"""TensorBoard and Weights & Biases, on the last rank only: it knows the loss."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron.core import capabilities
+from megatron.training.config.run import plain
+from megatron.training.printing import is_last_rank
+from megatron.training.resolve import ResolvedRun
+
+
+def open_tensorboard(run: ResolvedRun) -> Any:
+    """Return a `SummaryWriter` with the settings of the run as text, or None."""
+    if run.tensorboard_dir is None or not is_last_rank():
+        return None
+    capabilities.require("tensorboard", purpose="--tensorboard-dir")
+    module = capabilities.require("torch.utils.tensorboard", purpose="--tensorboard-dir")
+    writer = module.SummaryWriter(
+        log_dir=run.tensorboard_dir, max_queue=run.tensorboard_queue_size
+    )
+    for name, value in {**run.values, **run.extra}.items():
+        writer.add_text(name, str(plain(value)))
+    return writer
+
+
+def open_wandb(run: ResolvedRun) -> Any:
+    """Return the wandb module with an open run, or None."""
+    if not run.wandb_project or not is_last_rank():
+        return None
+    wandb = capabilities.require("wandb", purpose="--wandb-project")
+    wandb.init(
+        project=run.wandb_project,
+        entity=run.wandb_entity,
+        name=run.wandb_exp_name,
+        dir=run.wandb_save_dir,
+        config={name: plain(value) for name, value in run.config.flat().items()},
+    )
+    return wandb

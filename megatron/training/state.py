@@ -1,0 +1,66 @@
+"""Where a run stands: what a checkpoint must bring back besides weights and optimizer."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+
+
+class StopReason(Enum):
+    """Why the loop ended."""
+
+    FINISHED = "all steps are done"
+    EXIT_INTERVAL = "--exit-interval"
+    EXIT_DURATION = "--exit-duration-in-mins"
+    EXIT_SIGNAL = "a signal"
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepResult:
+    """What one optimizer step did."""
+
+    losses: Mapping[str, float]
+    """Token means over the global batch, by name; empty except on the last pipeline stage."""
+    grad_norm: float | None
+    num_zeros: float | None
+    learning_rate: float
+    """Rate that this step used."""
+    decoupled_learning_rate: float | None
+    loss_scale: float
+    num_samples: int
+    """Global batch size of the step."""
+    num_microbatches: int
+    was_skipped: bool
+    """The weights did not change: overflow under fp16, or --iterations-to-skip."""
+    was_nan: bool = False
+    """A loss was not finite and the check was switched off."""
+    flops: float = 0.0
+    """Of all ranks together, in the full-square convention."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainState:
+    """Counters of a run, all of them global."""
+
+    iteration: int = 0
+    consumed_train_samples: int = 0
+    consumed_valid_samples: int = 0
+    skipped_train_samples: int = 0
+    flops_so_far: float = 0.0
+
+    def advanced(self, result: StepResult) -> TrainState:
+        """Return the state after one more step."""
+        return dataclasses.replace(
+            self,
+            iteration=self.iteration + 1,
+            consumed_train_samples=self.consumed_train_samples + result.num_samples,
+            flops_so_far=self.flops_so_far + result.flops,
+        )
+
+    def evaluated(self, num_samples: int) -> TrainState:
+        """Return the state after an evaluation of `num_samples` samples."""
+        return dataclasses.replace(
+            self, consumed_valid_samples=self.consumed_valid_samples + num_samples
+        )

@@ -1,0 +1,198 @@
+"""One optimizer step: forward and backward of all micro batches, check, clip, update."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from megatron.core import device
+from megatron.core.agreement import agree
+from megatron.core.errors import NumericsError
+from megatron.core.rng import rng_state
+from megatron.core.utils import get_pg_rank, get_pg_size
+from megatron.training.losses import LossTable, Report
+from megatron.training.meeting import any_rank
+from megatron.training.metrics.flops import FlopConvention, training_flops
+from megatron.training.parts import StepPlan, TrainingParts
+from megatron.training.state import StepResult, TrainState
+
+
+def train_step(parts: TrainingParts, state: TrainState, plan: StepPlan) -> StepResult:
+    """Train on one global batch.
+
+    The update happens only if loss and gradients are finite on all ranks; otherwise weights and
+    optimizer stay as they were.
+
+    Raises:
+        NumericsError: on all ranks, naming iteration, rank and micro batch.
+    """
+    if state.iteration + 1 in parts.samples_to_skip:
+        return _pass_over(parts, plan)
+    for chunk in parts.model:
+        chunk.zero_grad_buffer()
+    parts.optimizer.zero_grad()
+    reports = forward_backward(parts, parts.train_data, state.consumed_train_samples, plan)
+    losses = LossTable.of(reports)
+    was_nan = _check_losses(parts, state, plan, losses)
+    if parts.run.empty_unused_memory_level >= 1:
+        _return_cached_memory()
+
+    rates = _learning_rates(parts)
+    with _timed(parts, "optimizer"):
+        was_updated, grad_norm, num_zeros = _update(parts, state)
+    if was_updated:
+        parts.scheduler.step(increment=plan.global_batch_size)
+    if parts.run.empty_unused_memory_level >= 2:
+        _return_cached_memory()
+    return StepResult(
+        losses=losses.means(parts.groups.dp_cp),
+        grad_norm=grad_norm,
+        num_zeros=num_zeros,
+        learning_rate=rates[0],
+        decoupled_learning_rate=rates[1],
+        loss_scale=_loss_scale(parts),
+        num_samples=plan.global_batch_size,
+        num_microbatches=plan.num_microbatches,
+        was_skipped=not was_updated,
+        was_nan=was_nan,
+        flops=training_flops(parts.size, plan.global_batch_size, FlopConvention.FULL_SQUARE),
+    )
+
+
+def forward_backward(
+    parts: TrainingParts,
+    data: Any,
+    first_sample: int,
+    plan: StepPlan,
+    *,
+    forward_only: bool = False,
+    **options: Any,
+) -> list[Report]:
+    """Run all micro batches of one global batch through the pipeline.
+
+    Args:
+        first_sample: absolute index of the batch's first sample: random draws are keyed by it.
+    Returns:
+        what the loss function reported, one per micro batch on the last stage, [] elsewhere.
+    """
+    rng_state().begin_step(
+        first_sample,
+        micro_batch_size=plan.micro_batch_size,
+        dp_rank=get_pg_rank(parts.groups.dp),
+        dp_size=get_pg_size(parts.groups.dp),
+    )
+    model = parts.model if len(parts.model) > 1 else parts.model[0]
+    return parts.forward_backward(
+        forward_step_func=parts.forward_step,
+        data_iterator=data,
+        model=model,
+        num_microbatches=plan.num_microbatches,
+        seq_length=parts.run.seq_length,
+        micro_batch_size=plan.micro_batch_size,
+        decoder_seq_length=parts.run.values.get("decoder_seq_length"),
+        forward_only=forward_only,
+        pg_collection=parts.groups,
+        **options,
+    )
+
+
+def _check_losses(
+    parts: TrainingParts, state: TrainState, plan: StepPlan, losses: LossTable
+) -> bool:
+    """Raise on all ranks if any loss of the step is not finite; return it if that is allowed.
+
+    Under fp16 the loss scaler decides: an overflow is expected now and then, and is skipped.
+    """
+    found = losses.first_not_finite()
+    stops = parts.run.check_for_nan_in_loss_and_grad and not parts.run.fp16
+    if not stops:
+        return found is not None
+    if not any_rank(found is not None):
+        return False
+    problem = None
+    if found is not None:
+        microbatch, name, value = found
+        row = microbatch * get_pg_size(parts.groups.dp) + get_pg_rank(parts.groups.dp)
+        first = state.consumed_train_samples + row * plan.micro_batch_size
+        rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+        problem = NumericsError(
+            f"iteration {state.iteration + 1}: {name} is {value} on rank {rank}, micro batch"
+            f" {microbatch} (samples {first} to {first + plan.micro_batch_size - 1}).",
+            rule="weights are updated only from finite losses; this step was not applied",
+            flags=["--no-check-for-nan-in-loss-and-grad", "--iterations-to-skip", "--lr"],
+            fix=f"lower --lr, or resume with --iterations-to-skip {state.iteration + 1} if the"
+            " samples are at fault",
+        )
+    agree(problem)
+    return True
+
+
+def _update(
+    parts: TrainingParts, state: TrainState
+) -> tuple[bool, float | None, float | None]:
+    """Step the optimizer; a problem that it finds is told with the iteration."""
+    try:
+        was_updated, grad_norm, num_zeros = parts.optimizer.step()
+    except NumericsError as error:
+        raise NumericsError(
+            f"iteration {state.iteration + 1}: {error.found}",
+            rule=error.rule,
+            flags=error.flags,
+            fix=error.fix,
+        ) from None
+    return (
+        was_updated,
+        None if grad_norm is None else float(grad_norm),
+        None if num_zeros is None else float(num_zeros),
+    )
+
+
+def _pass_over(parts: TrainingParts, plan: StepPlan) -> StepResult:
+    """Take the samples of a step from the data and leave the model as it is."""
+    iterators = parts.train_data if isinstance(parts.train_data, list) else [parts.train_data]
+    for iterator in iterators:
+        for _ in range(plan.num_microbatches if iterator is not None else 0):
+            next(iterator)
+    rates = _learning_rates(parts)
+    return StepResult(
+        losses={},
+        grad_norm=None,
+        num_zeros=None,
+        learning_rate=rates[0],
+        decoupled_learning_rate=rates[1],
+        loss_scale=_loss_scale(parts),
+        num_samples=plan.global_batch_size,
+        num_microbatches=plan.num_microbatches,
+        was_skipped=True,
+    )
+
+
+def _learning_rates(parts: TrainingParts) -> tuple[float, float | None]:
+    """Return the rate of the main parameters, and that of embedding and head if it differs."""
+    main, decoupled = 0.0, None
+    for group in parts.optimizer.param_groups:
+        if group.get("is_decoupled_lr", False):
+            decoupled = float(group["lr"])
+        else:
+            main = float(group["lr"])
+    return main, decoupled
+
+
+def _loss_scale(parts: TrainingParts) -> float:
+    scale = parts.optimizer.get_loss_scale()
+    return float(scale.item() if hasattr(scale, "item") else scale)
+
+
+def _return_cached_memory() -> None:
+    if device.device_type() == "cuda":
+        torch.cuda.empty_cache()
+
+
+@contextmanager
+def _timed(parts: TrainingParts, name: str) -> Iterator[None]:
+    parts.timers(name, log_level=1).start()
+    yield
+    parts.timers(name, log_level=1).stop()
