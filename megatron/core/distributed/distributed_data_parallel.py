@@ -22,6 +22,7 @@ from megatron.core.distributed.gradient_buffer import (
     ShardSpan,
 )
 from megatron.core.errors import NumericsError
+from megatron.core.initialization import canonical_names
 from megatron.core.param_meta import accumulate_main_grad, get_param_meta
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_pg_rank, get_pg_size
@@ -89,13 +90,15 @@ class DistributedDataParallel(nn.Module):
 
     def _build_buffers(self, disable_bucketing: bool) -> list[GradientBuffer]:
         kinds: dict[tuple[torch.dtype, bool], list[tuple[str, nn.Parameter]]] = {}
-        for name, parameter in self.module.named_parameters():
+        names = canonical_names(self.module)
+        for local_name, parameter in self.module.named_parameters():
+            name = names[local_name]
             if parameter.requires_grad:
                 is_expert = get_param_meta(parameter).is_expert
                 kinds.setdefault((parameter.dtype, is_expert), []).append((name, parameter))
         buffers = []
         for (dtype, is_expert), parameters in kinds.items():
-            mesh = self._mesh(is_expert)
+            mesh = self.mesh(is_expert)
             numel = sum(p.numel() for _, p in parameters)
             buffer = GradientBuffer(
                 parameters,
@@ -115,7 +118,8 @@ class DistributedDataParallel(nn.Module):
             buffers.append(buffer)
         return buffers
 
-    def _mesh(self, is_expert: bool) -> Mesh:
+    def mesh(self, is_expert: bool = False) -> Mesh:
+        """Return the ranks that hold copies of the dense or of the expert parameters."""
         groups = self.pg_collection
         everyone = groups.expt_dp if is_expert else groups.dp_cp
         if not self.ddp_config.use_distributed_optimizer:

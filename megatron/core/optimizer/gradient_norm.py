@@ -1,0 +1,218 @@
+"""The norm of the whole model's gradient, in which every parameter counts once in any layout.
+
+Squares are summed in fp32 inside blocks of 128 elements that begin at the same elements of a
+parameter in every layout, and in fp64 from there on; the sums of all parameters are added with
+one rounding (`math.fsum`), so their order does not matter. The result does not depend on pipeline
+stages, virtual stages, or on how gradients are sharded over data-parallel ranks; a tensor-parallel
+split moves only fp32 rounding inside the blocks.
+
+The same pass is the check for NaN and infinity: all ranks see all sums, so they agree.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megatron.core.distributed.gradient_buffer import ParameterShard, ShardSpan
+from megatron.core.distributed.sharding_arithmetic import BLOCK
+from megatron.core.param_meta import get_param_meta
+from megatron.core.process_groups_config import Group, ProcessGroupCollection
+from megatron.core.utils import get_pg_rank, get_pg_size
+
+SMALLEST_FAST_NORM = 1e-15
+"""Below it, squares of fp32 elements underflow: the exact path is taken."""
+
+
+def counts_here(shard: ParameterShard, groups: ProcessGroupCollection) -> bool:
+    """Return whether this rank is the one that counts its piece of the parameter.
+
+    Copies do not count: of a tied weight on another stage, and of a parameter that is not split
+    over the tensor-parallel ranks.
+    """
+    meta = get_param_meta(shard.parameter)
+    if meta.tied_to is not None or getattr(shard.parameter, "shared", False):
+        return False
+    if meta.split_dim is not None:
+        return True
+    return get_pg_rank(groups.expt_tp if meta.is_expert else groups.tp) == 0
+
+
+@dataclass(frozen=True)
+class GradientReport:
+    """What is known about the gradient before the update."""
+
+    sums_of_squares: list[float]
+    """One per parameter piece that counts, of all model-parallel ranks; zeros for the others."""
+    bad_shards: list[int] = field(default_factory=list)
+    """Local shards whose reduced gradient is not finite."""
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether every gradient of the model is finite. Equal on all ranks."""
+        return all(math.isfinite(value) for value in self.sums_of_squares)
+
+
+def joint_norm(reports: Sequence[GradientReport], inv_scale: float = 1.0) -> float:
+    """Return the norm over several reports, times `inv_scale`, as an fp32 value.
+
+    Rounded to fp32 so that the last bits of the fp64 sums, in which sharded and whole gradients
+    may differ, cannot reach the weights.
+    """
+    total = math.fsum(value for report in reports for value in report.sums_of_squares)
+    return float(torch.tensor(math.sqrt(total) * inv_scale, dtype=torch.float32))
+
+
+class GradientReader:
+    """Measures the gradients of an optimizer's shards."""
+
+    def __init__(
+        self,
+        spans: Sequence[ShardSpan],
+        loose: Sequence[ParameterShard],
+        parameters: Sequence[nn.Parameter],
+        groups: ProcessGroupCollection,
+        shard_groups: tuple[Group, Group] = (None, None),
+    ) -> None:
+        """
+        Args:
+            spans: shards in gradient buffers.
+            loose: whole parameters outside of buffers, whose gradient is in `.grad`.
+            parameters: all parameters of this model-parallel rank, in one order on all its
+                replicas, also those of which this rank owns no piece.
+            shard_groups: the ranks over which dense and expert gradients are sharded.
+        """
+        self.spans, self.loose = list(spans), list(loose)
+        self.shards = [shard for span in self.spans for shard in span.shards] + self.loose
+        device = parameters[0].device if parameters else torch.device("cpu")
+        counted = [counts_here(shard, groups) for shard in self.shards]
+        self._counts = torch.tensor(counted, dtype=torch.bool, device=device)
+        self._groups, self._device = groups, device
+        self._dense = _Part(self.shards, parameters, False, shard_groups[0], groups.mp)
+        self._expert = _Part(self.shards, parameters, True, shard_groups[1], groups.tp_ep_pp)
+        self._agreed_parts: list[_Part] | None = None
+
+    def _parts(self) -> list[_Part]:
+        """Return dense parameters, and experts if any pipeline stage has some."""
+        if self._agreed_parts is None:
+            # Each model-parallel rank sends as many numbers as the one with the most parameters.
+            lengths = torch.tensor([self._dense.length, self._expert.length], device=self._device)
+            if get_pg_size(self._groups.mp) > 1:
+                dist.all_reduce(lengths, dist.ReduceOp.MAX, self._groups.mp)
+            self._dense.length, self._expert.length = lengths.tolist()
+            self._agreed_parts = [self._dense] + [self._expert] * (self._expert.length > 0)
+        return self._agreed_parts
+
+    def read(self) -> GradientReport:
+        """Read all gradients once.
+
+        Communication: an all-reduce over the ranks that shard gradients and an all-gather over
+        the model-parallel ranks, of one fp64 number per parameter.
+        """
+        report = self._read(exactly=False)
+        total = math.fsum(report.sums_of_squares)
+        if not SMALLEST_FAST_NORM**2 < total < math.inf:
+            # All ranks see the same total and come here together.
+            report = self._read(exactly=True)
+        return report
+
+    def _read(self, exactly: bool) -> GradientReport:
+        parts = [segment_sums(span, exactly) for span in self.spans]
+        parts += [_sum_of_squares(shard.parameter.grad, exactly).view(1) for shard in self.loose]
+        if not parts:
+            sums = torch.zeros(0, dtype=torch.float64, device=self._counts.device)
+        else:
+            sums = torch.cat(parts)
+        is_bad = ~sums.isfinite()
+        # A copy does not count, but a NaN in it must be seen.
+        sums = torch.where(self._counts | is_bad, sums, 0.0)
+        values = [value for part in self._parts() for value in part.collect(sums)]
+        bad = is_bad.nonzero().flatten().tolist() if exactly else []
+        return GradientReport(values, bad)
+
+    def count_zeros(self) -> int:
+        """Count the elements of the whole model's gradient that are zero; each counts once."""
+        local = torch.zeros(2, dtype=torch.int64, device=self._counts.device)
+        for shard, counts in zip(self.shards, self._counts.tolist(), strict=True):
+            gradient = shard.parameter.grad if shard.gradient is None else shard.gradient
+            if counts and gradient is not None:
+                zeros = gradient.numel() - torch.count_nonzero(gradient)
+                local[int(get_param_meta(shard.parameter).is_expert)] += zeros
+        total = 0
+        for part in self._parts():
+            number = local[int(part.is_expert)].clone()
+            for group in (part.shard_group, part.across):
+                if get_pg_size(group) > 1:
+                    dist.all_reduce(number, group=group)
+            total += int(number)
+        return total
+
+
+class _Part:
+    """Dense or expert parameters: their sums travel over different groups."""
+
+    def __init__(
+        self,
+        shards: Sequence[ParameterShard],
+        parameters: Sequence[nn.Parameter],
+        is_expert: bool,
+        shard_group: Group,
+        across: Group,
+    ) -> None:
+        self.is_expert, self.shard_group, self.across = is_expert, shard_group, across
+        mine = [p for p in parameters if get_param_meta(p).is_expert == is_expert]
+        self.length = len(mine)
+        place = {id(p): index for index, p in enumerate(mine)}
+        chosen = [i for i, shard in enumerate(shards) if id(shard.parameter) in place]
+        device = mine[0].device if mine else None
+        places = [place[id(shards[i].parameter)] for i in chosen]
+        self._chosen = torch.tensor(chosen, dtype=torch.int64, device=device)
+        self._places = torch.tensor(places, dtype=torch.int64, device=device)
+
+    def collect(self, sums: Tensor) -> list[float]:
+        """Return the sums of squares of all parameters of all model-parallel ranks."""
+        vector = torch.zeros(self.length, dtype=torch.float64, device=sums.device)
+        vector.index_add_(0, self._places, sums[self._chosen])
+        if get_pg_size(self.shard_group) > 1:
+            dist.all_reduce(vector, group=self.shard_group)
+        if get_pg_size(self.across) > 1:
+            gathered = [torch.empty_like(vector) for _ in range(get_pg_size(self.across))]
+            dist.all_gather(gathered, vector, group=self.across)
+            vector = torch.cat(gathered)
+        return vector.tolist()
+
+
+def segment_sums(span: ShardSpan, exactly: bool = False) -> Tensor:
+    """Return the sum of squares of each shard of a span, fp64 [number of shards]."""
+    if not span.shards:
+        return torch.zeros(0, dtype=torch.float64, device=span.gradients.device)
+    squares = _block_squares(span.gradients, exactly)
+    lengths = torch.tensor(span.num_blocks, device=squares.device)
+    return torch.segment_reduce(squares, "sum", lengths=lengths)
+
+
+def _sum_of_squares(gradient: Tensor | None, exactly: bool) -> Tensor:
+    """Return the sum of squares of any tensor, by the same blocks as in a buffer."""
+    if gradient is None:
+        return torch.zeros((), dtype=torch.float64)
+    flat = gradient.detach().reshape(-1)
+    padded = torch.nn.functional.pad(flat, (0, -flat.numel() % BLOCK))
+    return torch.segment_reduce(
+        _block_squares(padded, exactly),
+        "sum",
+        lengths=torch.tensor([padded.numel() // BLOCK], device=flat.device),
+    ).sum()
+
+
+def _block_squares(flat: Tensor, exactly: bool) -> Tensor:
+    """Return the sum of squares of each block of `BLOCK` elements, fp64."""
+    blocks = flat.view(-1, BLOCK)
+    if not exactly:
+        return torch.linalg.vector_norm(blocks, dim=1, dtype=torch.float32).double().square_()
+    # Neither overflow nor underflow: 2^-149 and 2^128 squared are fp64 numbers.
+    return blocks.double().square_().sum(dim=1)

@@ -1,0 +1,35 @@
+"""A shard of a parameter, and the fp32 tensor that an update rule changes for it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from megatron.core.distributed.gradient_buffer import ParameterShard
+
+
+@dataclass(frozen=True, eq=False)
+class OptimizedShard:
+    """A shard of a parameter and the fp32 tensor that the update rule changes for it."""
+
+    shard: ParameterShard
+    main: nn.Parameter
+    """The model's own values if they are fp32 (a view if only a part is owned), else a copy."""
+    place: tuple[int, int]
+    """(model chunk, number of the parameter in it)."""
+
+    @property
+    def is_copy(self) -> bool:
+        """Whether the model's values must be written from `main` after an update."""
+        return self.main.data_ptr() != self.shard.values.data_ptr()
+
+
+def main_weight_of(shard: ParameterShard) -> nn.Parameter:
+    """Return the tensor to be optimized for a shard."""
+    if shard.values.dtype != torch.float32:
+        return nn.Parameter(shard.values.detach().float())
+    if shard.is_whole:
+        return shard.parameter
+    return nn.Parameter(shard.values.detach())

@@ -1,0 +1,346 @@
+"""Optimizers of a training step: main weights, loss scale, finite check, clipping, update.
+
+The update rule itself is torch's (one fused pass over weights, gradients and moments, which also
+applies the loss scale and the clipping factor). What it works on are shards of parameters: whole
+parameters without sharding, the owned ranges with ZeRO. Nothing here asks which.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
+from megatron.core.errors import NumericsError
+from megatron.core.optimizer.grad_scaler import ConstantGradScaler
+from megatron.core.optimizer.gradient_norm import GradientReader, GradientReport, joint_norm
+from megatron.core.optimizer.optimized_shard import OptimizedShard
+from megatron.core.optimizer.optimizer_config import OptimizerConfig
+from megatron.core.optimizer.state_declarations import (
+    declare_state,
+    load_declared_state,
+    settings_of_groups,
+)
+
+CLIP_EPSILON = 1e-6
+"""Added to the norm before it divides: keeps the factor finite."""
+
+StepResult = tuple[bool, float | None, int | None]
+"""(the weights were updated, gradient norm before clipping, zeros in the gradient if counted)."""
+
+
+class MegatronOptimizer:
+    """One update rule over the shards that this rank owns.
+
+    step(): the loss scale is taken out, the gradient checked on all ranks, clipped by its global
+    norm, and applied; half-precision weights are written from the main weights, sharded ones
+    gathered.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        config: OptimizerConfig,
+        shards: Sequence[OptimizedShard],
+        reader: GradientReader,
+        model_chunks: Sequence[nn.Module],
+        grad_scaler: ConstantGradScaler | None = None,
+    ) -> None:
+        """
+        Args:
+            optimizer: a torch optimizer over the `main` tensors of `shards`.
+            reader: measures the gradients of the same shards.
+            model_chunks: those that are `DistributedDataParallel` gather their parameters.
+            grad_scaler: None without loss scaling.
+        """
+        self.optimizer, self.config, self.grad_scaler = optimizer, config, grad_scaler
+        self.shards, self.reader = list(shards), reader
+        self.model_chunks = list(model_chunks)
+        self.nonfinite: str | None = None
+        """What the last step found in the gradient, if it was not finite."""
+        self._scales_in_update = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+        copies = [item for item in self.shards if item.is_copy]
+        self._copies = [(item.shard.values.detach(), item.main) for item in copies]
+
+    # Contents -------------------------------------------------------------------------------
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The groups of the update rule: tensors, learning rate, weight decay."""
+        return self.optimizer.param_groups
+
+    @property
+    def state(self) -> Mapping[Tensor, dict[str, Any]]:
+        """Moments and step count of each tensor."""
+        return self.optimizer.state
+
+    def get_parameters(self) -> list[nn.Parameter]:
+        """Return the tensors that the update rule changes."""
+        return [p for group in self.param_groups for p in group["params"]]
+
+    # Loss scale -----------------------------------------------------------------------------
+
+    def get_loss_scale(self) -> Tensor:
+        """Return the factor on the loss, [1]."""
+        return torch.tensor([1.0 if self.grad_scaler is None else self.grad_scaler.scale])
+
+    def scale_loss(self, loss: Tensor) -> Tensor:
+        """Multiply the loss before backward."""
+        return loss if self.grad_scaler is None else loss * self.grad_scaler.scale
+
+    # A step ---------------------------------------------------------------------------------
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients of parameters outside of buffers; buffers begin by themselves
+        (`DistributedDataParallel.zero_grad_buffer`)."""
+        for item in self.shards:
+            item.main.grad = None
+            item.shard.parameter.grad = None
+
+    def step(self) -> StepResult:
+        """Update the weights from finite gradients; otherwise leave every weight untouched.
+
+        Raises:
+            NumericsError: on all ranks, if gradients are not finite without loss scaling, under
+                `on_nonfinite_grad="raise"`.
+        Communication: see `GradientReader.read` and `DistributedDataParallel.start_param_sync`.
+        """
+        return step_together([self], self.config, self.grad_scaler)
+
+    @torch.no_grad()
+    def apply(self, factor: float) -> None:
+        """Update the weights from `factor` times the gradients, and publish them."""
+        self._attach_gradients()
+        if factor != 1.0 and not self._scales_in_update:
+            torch._foreach_mul_(
+                [p.grad for p in self.get_parameters() if p.grad is not None], factor
+            )
+            factor = 1.0
+        self._update(factor)
+        self._detach_gradients()
+        if self._copies:
+            torch._foreach_copy_(*map(list, zip(*self._copies, strict=True)))
+        for chunk in self.model_chunks:
+            if isinstance(chunk, DistributedDataParallel):
+                chunk.start_param_sync()
+
+    def _update(self, factor: float) -> None:
+        if factor == 1.0:
+            self.optimizer.step()
+            return
+        # The protocol of torch.amp.GradScaler: the fused kernel divides as it reads.
+        device = next((p.device for p in self.get_parameters()), None)
+        self.optimizer.grad_scale = torch.tensor(1.0 / factor, device=device)  # type: ignore
+        self.optimizer.found_inf = torch.tensor(0.0, device=device)  # type: ignore
+        try:
+            self.optimizer.step()
+        finally:
+            del self.optimizer.grad_scale, self.optimizer.found_inf  # type: ignore[attr-defined]
+
+    def _attach_gradients(self) -> None:
+        for item in self.shards:
+            gradient = item.shard.gradient
+            if gradient is None:
+                gradient = item.shard.parameter.grad
+            if gradient is not None and item.main.grad is not gradient:
+                item.main.grad = gradient.to(item.main.dtype)
+
+    def _detach_gradients(self) -> None:
+        """Let no gradient survive that the next backward pass would add to."""
+        for item in self.shards:
+            if item.shard.gradient is not None or item.is_copy:
+                item.main.grad = None
+
+    def nonfinite_parameters(self, report: GradientReport) -> list[tuple[int, int, str]]:
+        """Return (chunk, number, name) of the local parameters whose gradient is not finite."""
+        place = {id(item.shard): item.place for item in self.shards}
+        bad = [self.reader.shards[i] for i in report.bad_shards]
+        return sorted({(*place[id(shard)], shard.name) for shard in bad})
+
+    def reload_model_params(self) -> None:
+        """Take the main weights from the model: after it was loaded without optimizer state."""
+        for values, main in self._copies:
+            main.data.copy_(values)
+
+    # State ----------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return this rank's state: update rule, loss scale, main weights.
+
+        For the same layout only; checkpoints use `sharded_state_dict`.
+        """
+        return {
+            "optimizer": self.optimizer.state_dict(),
+            "grad_scaler": self.grad_scaler.state_dict() if self.grad_scaler else {},
+            "main_params": [main.detach() for _, main in self._copies],
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Continue from `state_dict()`, or from a loaded `sharded_state_dict()`."""
+        if self.grad_scaler is not None and state_dict.get("grad_scaler"):
+            self.grad_scaler.load_state_dict(state_dict["grad_scaler"])
+        if "state" in state_dict:
+            load_declared_state(self.optimizer, self.shards, state_dict)
+            return
+        self.optimizer.load_state_dict(state_dict["optimizer"])
+        for (_, main), stored in zip(self._copies, state_dict["main_params"], strict=True):
+            main.data.copy_(stored)
+
+    def sharded_state_dict(
+        self,
+        model_sharded_state_dict: Mapping[str, Any],
+        is_loading: bool = False,
+        sharding_type: str | None = None,
+        metadata: Mapping[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """Declare moments and main weights by parameter, so that any layout can load them.
+
+        Args:
+            model_sharded_state_dict: the declarations of all model chunks, with the parameters
+                themselves as data.
+            sharding_type: accepted; there is one form, by parameter.
+        Returns:
+            "state": declarations with keys `optimizer.state.{exp_avg,...}.{parameter's key}`,
+            "param_groups": settings, "step", "grad_scaler": plain values.
+        """
+        return {
+            "state": declare_state(self.optimizer, self.shards, model_sharded_state_dict),
+            "param_groups": settings_of_groups(self.param_groups),
+            "grad_scaler": self.grad_scaler.state_dict() if self.grad_scaler else {},
+        }
+
+
+class FP32Optimizer(MegatronOptimizer):
+    """The model's weights are fp32 and updated in place."""
+
+
+class Float16OptimizerWithFloat16Params(MegatronOptimizer):
+    """The model computes in half precision; main weights are fp32 copies."""
+
+
+class ChainedOptimizer(MegatronOptimizer):
+    """Several optimizers as one: one loss scale, one global norm, one decision to update."""
+
+    def __init__(self, chained_optimizers: Sequence[MegatronOptimizer]) -> None:
+        assert chained_optimizers, "a chain has at least one optimizer"
+        self.chained_optimizers = list(chained_optimizers)
+        first = self.chained_optimizers[0]
+        self.config, self.grad_scaler = first.config, first.grad_scaler
+        self.model_chunks = first.model_chunks
+        self.nonfinite = None
+
+    @property
+    def shards(self) -> list[OptimizedShard]:  # type: ignore[override]
+        """The shards of all optimizers."""
+        return [shard for optimizer in self.chained_optimizers for shard in optimizer.shards]
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The groups of all optimizers."""
+        return [group for optimizer in self.chained_optimizers for group in optimizer.param_groups]
+
+    @property
+    def state(self) -> Mapping[Tensor, dict[str, Any]]:
+        """The state of all tensors of all optimizers."""
+        return {p: s for optimizer in self.chained_optimizers for p, s in optimizer.state.items()}
+
+    def step(self) -> StepResult:
+        """Update with all optimizers, or with none."""
+        result = step_together(self.chained_optimizers, self.config, self.grad_scaler)
+        self.nonfinite = self.chained_optimizers[0].nonfinite
+        return result
+
+    def reload_model_params(self) -> None:
+        """Take the main weights from the model, in all optimizers."""
+        for optimizer in self.chained_optimizers:
+            optimizer.reload_model_params()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of each optimizer under its number."""
+        return {str(i): o.state_dict() for i, o in enumerate(self.chained_optimizers)}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Continue from `state_dict()`, or from a loaded `sharded_state_dict()`."""
+        for i, optimizer in enumerate(self.chained_optimizers):
+            optimizer.load_state_dict(state_dict[str(i)])
+
+    def sharded_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Return the declarations of each optimizer under its number; keys do not name it."""
+        return {
+            str(i): optimizer.sharded_state_dict(*args, **kwargs)
+            for i, optimizer in enumerate(self.chained_optimizers)
+        }
+
+
+def step_together(
+    optimizers: Sequence[MegatronOptimizer],
+    config: OptimizerConfig,
+    grad_scaler: ConstantGradScaler | None,
+) -> StepResult:
+    """Read all gradients, decide once, update all or none."""
+    reports = [optimizer.reader.read() for optimizer in optimizers]
+    inv_scale = 1.0 if grad_scaler is None else grad_scaler.inv_scale
+    norm = joint_norm(reports, inv_scale)
+    is_finite = all(report.is_finite for report in reports)
+    optimizers[0].nonfinite = None if is_finite else describe_nonfinite(optimizers, reports)
+    if grad_scaler is not None:
+        grad_scaler.update(not is_finite)
+    if not is_finite:
+        if grad_scaler is None and config.on_nonfinite_grad == "raise":
+            raise NumericsError(
+                str(optimizers[0].nonfinite),
+                rule="the update of a step whose gradient is not finite is refused",
+                flags=["--lr", "--clip-grad", "--no-check-for-nan-in-loss-and-grad"],
+                fix="no weight was touched: look at the batch of this step, or lower --lr",
+            )
+        return False, norm, None
+    num_zeros = None
+    if config.log_num_zeros_in_grad:
+        num_zeros = sum(optimizer.reader.count_zeros() for optimizer in optimizers)
+    factor = inv_scale * clip_factor(norm, config.clip_grad)
+    for optimizer in optimizers:
+        optimizer.apply(factor)
+    return True, norm, num_zeros
+
+
+def clip_factor(norm: float, max_norm: float) -> float:
+    """Return what the gradient is multiplied by so that its norm is at most `max_norm`."""
+    if max_norm <= 0.0:
+        return 1.0
+    return min(1.0, max_norm / (norm + CLIP_EPSILON))
+
+
+def describe_nonfinite(
+    optimizers: Sequence[MegatronOptimizer], reports: Sequence[GradientReport]
+) -> str:
+    """Name the parameter at which backward met the first gradient that is not finite.
+
+    Backward goes from the last chunk of the last stage to the first one, so that is the bad
+    parameter nearest to the loss. Equal text on all ranks.
+
+    Communication: one all-gather of a small object over all processes.
+    """
+    bad: list[tuple[int, int, str]] = []
+    for optimizer, report in zip(optimizers, reports, strict=True):
+        bad += optimizer.nonfinite_parameters(report)
+    rank = 0
+    everyone: list[Any] = [bad]
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        rank = dist.get_rank()
+        everyone = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, bad)
+    found = [
+        (chunk, r, index, name) for r, its in enumerate(everyone) for chunk, index, name in its
+    ]
+    if not found:
+        return f"the global gradient norm is not finite (seen by rank {rank})"
+    _, rank, _, name = max(found)
+    num_bad = len({name for *_, name in found})
+    return (
+        f"gradient of {name} is not finite on global rank {rank}; it is the first in"
+        f" backward order of {num_bad} such parameters."
+    )

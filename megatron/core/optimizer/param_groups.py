@@ -1,0 +1,124 @@
+"""Which parameters share a learning rate and a weight decay."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypedDict
+
+import torch.distributed as dist
+from torch import nn
+
+from megatron.core.optimizer.optimizer_config import OptimizerConfig
+from megatron.core.param_meta import get_param_meta
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.utils import get_pg_size
+
+
+class ParamGroupOverride(TypedDict, total=False):
+    """What a rule may change for the parameters it matches."""
+
+    max_lr: float
+    min_lr: float
+    lr_mult: float
+    start_wd: float
+    end_wd: float
+    wd_mult: float
+
+
+@dataclass(frozen=True)
+class ParamKey:
+    """Matches parameters by name, attribute or any test; all that are given must hold."""
+
+    name: str | tuple[str, ...] = ()
+    """Shell patterns on the parameter's name, such as "*.mlp.*.weight"; one must match."""
+    attr: str | tuple[str, ...] = ()
+    """Attributes of the parameter; one must be true."""
+    predicate: Callable[[str, nn.Parameter], bool] | None = None
+    """Called with name and parameter."""
+
+    def matches(self, name: str, parameter: nn.Parameter) -> bool:
+        """Return whether the rule applies to a parameter."""
+        patterns, attributes = _as_tuple(self.name), _as_tuple(self.attr)
+        if patterns and not any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns):
+            return False
+        if attributes and not any(getattr(parameter, a, False) for a in attributes):
+            return False
+        return self.predicate is None or self.predicate(name, parameter)
+
+
+Overrides = Mapping[ParamKey, ParamGroupOverride]
+GroupKey = tuple[tuple[str, Any], ...]
+"""The settings that parameters of one group share, sorted by name."""
+
+
+def has_no_weight_decay(name: str, parameter: nn.Parameter, config: OptimizerConfig) -> bool:
+    """Return whether decay would be pointless: biases, norm weights and other 1-d parameters."""
+    if config.apply_wd_to_qk_layernorm and ("q_layernorm." in name or "k_layernorm." in name):
+        return False
+    return name.endswith(".bias") or parameter.dim() <= 1
+
+
+def group_key(
+    name: str, parameter: nn.Parameter, config: OptimizerConfig, overrides: Overrides | None
+) -> GroupKey:
+    """Return the settings of one parameter."""
+    meta = get_param_meta(parameter)
+    is_decoupled = config.decoupled_lr is not None and meta.is_embedding_or_output
+    settings: dict[str, Any] = {
+        "wd_mult": 0.0 if has_no_weight_decay(name, parameter, config) else 1.0,
+        "lr_mult": 1.0,
+        "max_lr": config.decoupled_lr if is_decoupled else config.lr,
+        "min_lr": config.min_lr,
+        "is_decoupled_lr": is_decoupled,
+        "is_expert_parallel": meta.is_expert,
+    }
+    if is_decoupled and config.decoupled_min_lr is not None:
+        settings["min_lr"] = config.decoupled_min_lr
+    for key, override in (overrides or {}).items():
+        if key.matches(name, parameter):
+            settings.update(override)
+    return tuple(sorted(settings.items()))
+
+
+def build_param_groups(
+    members: Sequence[tuple[nn.Parameter, GroupKey]],
+    all_keys: Sequence[GroupKey],
+    config: OptimizerConfig,
+) -> list[dict[str, Any]]:
+    """Return torch parameter groups, one for each of `all_keys`, empty ones included.
+
+    Args:
+        members: tensors that this rank updates, with the settings of their parameter.
+    """
+    groups: list[dict[str, Any]] = []
+    for key in all_keys:
+        settings = dict(key)
+        # A setting that is None is absent: the scheduler's own value holds.
+        group = {name: value for name, value in settings.items() if value is not None}
+        group["params"] = [tensor for tensor, its_key in members if its_key == key]
+        group["lr"] = (settings["max_lr"] or 0.0) * settings["lr_mult"]
+        group["weight_decay"] = config.weight_decay * settings["wd_mult"]
+        groups.append(group)
+    return groups
+
+
+def agree_on_keys(keys: set[GroupKey], groups: ProcessGroupCollection) -> list[GroupKey]:
+    """Return the union of the keys of all model-parallel ranks, in one order.
+
+    So every rank has the same groups, and the same schedule and checkpoint of them, although a
+    pipeline stage may hold no parameter of some.
+
+    Communication: one all-gather of small Python objects over `mp`.
+    """
+    union = set(keys)
+    if get_pg_size(groups.mp) > 1 and isinstance(groups.mp, dist.ProcessGroup):
+        gathered: list[Any] = [None] * get_pg_size(groups.mp)
+        dist.all_gather_object(gathered, keys, group=groups.mp)
+        union = set().union(*gathered)
+    return sorted(union, key=repr, reverse=True)
+
+
+def _as_tuple(value: str | tuple[str, ...]) -> tuple[str, ...]:
+    return (value,) if isinstance(value, str) else value

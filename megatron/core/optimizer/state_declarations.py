@@ -1,0 +1,156 @@
+"""Optimizer state in checkpoints: by parameter, in the parameter's own sharding.
+
+A moment has the shape of its parameter, so its declaration is the parameter's declaration with
+another key. A rank that owns only a range of a parameter (ZeRO) declares that range; the boxes of
+the full tensor that it covers are found by `dist_checkpointing`. Nothing is gathered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron.core.dist_checkpointing.mapping import (
+    ReplicaId,
+    ShardedTensor,
+    ShardedTensorFactory,
+    make_sharded_optimizer_tensor,
+)
+from megatron.core.errors import CheckpointError
+from megatron.core.optimizer.optimized_shard import OptimizedShard
+from megatron.core.utils import get_pg_rank
+
+Declaration = ShardedTensor | ShardedTensorFactory
+
+NOT_STORED_IN_GROUPS = ("params", "foreach", "fused", "capturable", "differentiable", "maximize")
+"""How a group is computed, not what."""
+
+
+def declare_state(
+    rule: torch.optim.Optimizer,
+    shards: Sequence[OptimizedShard],
+    model_sharded_state_dict: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Return {number of the shard: {name of the state: declaration}} and the step count."""
+    initialize_state(rule)
+    of_parameter = {id(d.data): d for d in _declarations(model_sharded_state_dict)}
+    by_address = {d.data.data_ptr(): d for d in of_parameter.values()}
+    declared: dict[str, Any] = {"step": step_count(rule)}
+    for number, item in enumerate(shards):
+        parameter = item.shard.parameter
+        declaration = of_parameter.get(id(parameter)) or by_address.get(parameter.data_ptr())
+        if declaration is None:
+            raise CheckpointError(
+                f"no declaration of parameter {item.shard.name} in the model's sharded state.",
+                rule="optimizer state is stored under the key of its parameter",
+                fix="let sharded_state_dict() of its module declare it, with the parameter as data",
+            )
+        tensors = _tensors(rule, item)
+        declared[str(number)] = {
+            name: _declare(declaration, item, tensor, name) for name, tensor in tensors.items()
+        }
+    return declared
+
+
+def load_declared_state(
+    rule: torch.optim.Optimizer, shards: Sequence[OptimizedShard], state_dict: Mapping[str, Any]
+) -> None:
+    """Take loaded declarations (plain tensors in their places) over into the state."""
+    initialize_state(rule)
+    state = state_dict["state"]
+    for number, item in enumerate(shards):
+        loaded = state.get(str(number), {})
+        for name, tensor in _tensors(rule, item).items():
+            stored = loaded.get(name)
+            if isinstance(stored, Tensor) and stored.data_ptr() != tensor.data_ptr():
+                tensor.copy_(stored.view_as(tensor))
+        if item.is_copy:
+            item.shard.values.detach().copy_(item.main.detach())
+    step = state["step"]
+    for entry in rule.state.values():
+        if "step" in entry:
+            entry["step"] = torch.full_like(torch.as_tensor(entry["step"]), float(step))
+    for group, stored in zip(rule.param_groups, state_dict["param_groups"], strict=True):
+        group.update({name: value for name, value in stored.items() if name in group})
+
+
+def settings_of_groups(param_groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the settings of parameter groups, without tensors."""
+    return [
+        {name: value for name, value in group.items() if name not in NOT_STORED_IN_GROUPS}
+        for group in param_groups
+    ]
+
+
+def step_count(rule: torch.optim.Optimizer) -> int:
+    """Return how many updates the state has seen."""
+    counts = [int(entry["step"]) for entry in rule.state.values() if "step" in entry]
+    return max(counts, default=0)
+
+
+def initialize_state(rule: torch.optim.Optimizer) -> None:
+    """Allocate the state that the first update would allocate."""
+    for group in rule.param_groups:
+        for tensor in group["params"]:
+            if rule.state[tensor]:
+                continue
+            if isinstance(rule, torch.optim.SGD):
+                if group["momentum"]:
+                    rule.state[tensor]["momentum_buffer"] = torch.zeros_like(tensor)
+            else:
+                # The fused kernel counts on the device, the others on the host.
+                device = tensor.device if group.get("fused") else torch.device("cpu")
+                rule.state[tensor] = {
+                    "step": torch.zeros((), dtype=torch.float32, device=device),
+                    "exp_avg": torch.zeros_like(tensor),
+                    "exp_avg_sq": torch.zeros_like(tensor),
+                }
+
+
+def _tensors(rule: torch.optim.Optimizer, item: OptimizedShard) -> dict[str, Tensor]:
+    """Return the state tensors of one shard by name, the main weight among them."""
+    entry = rule.state.get(item.main, {})
+    found = {
+        name: value
+        for name, value in entry.items()
+        if isinstance(value, Tensor) and value.shape == item.main.shape and name != "step"
+    }
+    if item.is_copy:
+        found["fp32_param"] = item.main.detach()
+    return found
+
+
+def _declare(
+    declaration: Declaration, item: OptimizedShard, tensor: Tensor, name: str
+) -> Declaration:
+    shard = item.shard
+    # Ranks that own different ranges are no copies of each other.
+    replica_id = _with_replica(declaration.replica_id, get_pg_rank(shard.mesh.replicate))
+    is_range = not shard.is_whole
+    return make_sharded_optimizer_tensor(
+        declaration,
+        tensor.detach() if is_range else tensor.detach().view(shard.parameter.shape),
+        prefix=f"optimizer.state.{name}",
+        flattened_range=slice(shard.begin, shard.end) if is_range else None,
+        replica_id=replica_id if shard.mesh.shard_size > 1 else None,
+    )
+
+
+def _with_replica(replica_id: ReplicaId, data_replica: int) -> ReplicaId:
+    """Replace the data-parallel index, which is the last one."""
+    return (*replica_id[:-1], data_replica) if isinstance(replica_id, tuple) else data_replica
+
+
+def _declarations(tree: Any) -> Iterator[Declaration]:
+    if isinstance(tree, (ShardedTensor, ShardedTensorFactory)):
+        if isinstance(tree.data, (Tensor, nn.Parameter)):
+            yield tree
+    elif isinstance(tree, Mapping):
+        for value in tree.values():
+            yield from _declarations(value)
+    elif isinstance(tree, (list, tuple)):
+        for value in tree:
+            yield from _declarations(value)
