@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatron.core.dist_checkpointing.durable import (
+    DamagedCheckpointError,
     read_inside,
     remove_tree,
     rename_durably,
@@ -194,7 +195,7 @@ def check_name(directory: Path, manifest: Manifest) -> None:
     """Refuse the checkpoint of one iteration under the name of another."""
     here, made_for = _NAME.fullmatch(directory.name), _NAME.fullmatch(manifest.name)
     if here and made_for and (here[1] and int(here[1])) != (made_for[1] and int(made_for[1])):
-        raise CheckpointError(
+        raise DamagedCheckpointError(
             f"{directory} holds the checkpoint that was saved as {manifest.name}.",
             rule="a checkpoint keeps the iteration it was saved at",
             fix=f"rename the directory to {manifest.name}",

@@ -25,8 +25,8 @@ from megatron.core.dist_checkpointing.typed_json import dump_bytes
 _ROWS_BYTES = 64 << 20
 """Tensors are assembled in groups of rows of about this size."""
 
-LAYOUT_DEPENDENT = ("args", "layout")
-"""Top-level plain entries that describe the run rather than the state."""
+LAYOUT_DEPENDENT = ("args", "generators")
+"""Plain entries and objects that describe the run or belong to a rank rather than to the state."""
 
 
 def checkpoint_digest(
@@ -94,7 +94,12 @@ def _plain_state(contents: Contents) -> Any:
     common = contents.common
     if isinstance(common, dict):
         common = {key: form for key, form in common.items() if key not in LAYOUT_DEPENDENT}
-    return _sorted([common, contents.objects])
+    objects = {
+        unique: form
+        for unique, form in contents.objects.items()
+        if unique.rsplit("/shard_", 1)[0] not in LAYOUT_DEPENDENT
+    }
+    return _sorted([common, objects])
 
 
 def _sorted(form: Any) -> Any:

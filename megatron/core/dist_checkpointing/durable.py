@@ -16,6 +16,15 @@ from pathlib import Path
 
 from megatron.core.errors import CheckpointError
 
+
+class DamagedCheckpointError(CheckpointError):
+    """The files are not what was saved: missing, changed, cut, foreign or unsafe.
+
+    Another checkpoint may be intact, so a loader may go on to it and say so. Any other
+    `CheckpointError` (a mismatch with the model, a failing disk) would not be cured by that.
+    """
+
+
 _DISK_FULL = {errno.ENOSPC, errno.EDQUOT}
 
 
@@ -114,7 +123,7 @@ def open_inside(directory: Path, name: str) -> Iterator[tuple[int, int]]:
     the directory is opened and nothing blocks.
     """
     if name != os.path.basename(name) or name in ("", ".", "..") or "\0" in name:
-        raise CheckpointError(
+        raise DamagedCheckpointError(
             f"CKPT_UNSAFE file={name!r}: a file name in {directory} has a path in it.",
             rule="a checkpoint refers only to files of its own directory",
         )
@@ -124,7 +133,7 @@ def open_inside(directory: Path, name: str) -> Iterator[tuple[int, int]]:
     try:
         descriptor = os.open(path, flags)
     except FileNotFoundError:
-        raise CheckpointError(
+        raise DamagedCheckpointError(
             f"{path} is missing.",
             rule="a checkpoint is complete only with every file of its manifest",
         ) from None
@@ -141,8 +150,8 @@ def open_inside(directory: Path, name: str) -> Iterator[tuple[int, int]]:
         os.close(descriptor)
 
 
-def _not_a_file(path: Path, what: str) -> CheckpointError:
-    return CheckpointError(
+def _not_a_file(path: Path, what: str) -> DamagedCheckpointError:
+    return DamagedCheckpointError(
         f"CKPT_UNSAFE file={path}: it is {what}.",
         rule="a checkpoint consists of regular files in its own directory",
         fix="copy the file itself into the checkpoint directory if you trust it",
@@ -153,7 +162,7 @@ def read_inside(directory: Path, name: str, *, limit_bytes: int) -> bytes:
     """Read a small file of a checkpoint whole; one above `limit_bytes` is refused unread."""
     with open_inside(directory, name) as (descriptor, size):
         if size > limit_bytes:
-            raise CheckpointError(
+            raise DamagedCheckpointError(
                 f"{directory / name} has {size} bytes; at most {limit_bytes} are expected here.",
                 rule="metadata files are small",
             )
@@ -171,7 +180,7 @@ def read_exactly(descriptor: int, into: memoryview, position: int, path: Path) -
         except OSError as error:
             raise describe_os_error(error, path=path, doing="reading") from error
         if count == 0:
-            raise CheckpointError(
+            raise DamagedCheckpointError(
                 f"{path} ends at byte {position + done}; byte {position + len(into)} is needed.",
                 rule="a checkpoint file has exactly the size its manifest says",
                 fix="the file was truncated: use another checkpoint",

@@ -98,17 +98,17 @@ def peers_of(group: dist.ProcessGroup | Peers | None) -> Peers:
 def agree(problem: MegatronError | None, peers: Peers) -> None:
     """Raise on every rank if any rank brings a problem: a lone raise is a hang.
 
-    A rank with a problem raises its own; the others raise that of the lowest rank that has one.
+    All raise the problem of the lowest rank that has one, so that all decide alike what to do next.
     """
     problems = peers.gather(problem)
     first = None
     if problems is not None:
         first = next(((r, p) for r, p in enumerate(problems) if p is not None), None)
     first = peers.broadcast(first)
-    if problem is not None:
-        raise problem
     if first is not None:
         rank, other = first
+        if rank == peers.rank and problem is not None:
+            raise problem
         raise type(other)(
             f"rank {rank}: {other.found}", rule=other.rule, flags=other.flags, fix=other.fix
         )

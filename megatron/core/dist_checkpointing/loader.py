@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megatron.core import device
 from megatron.core.dist_checkpointing import commit, typed_json
+from megatron.core.dist_checkpointing.durable import DamagedCheckpointError
 from megatron.core.dist_checkpointing.exchange import Peers, agree, as_checkpoint_error
 from megatron.core.dist_checkpointing.flat_ranges import Box
 from megatron.core.dist_checkpointing.manifest import (
@@ -99,7 +100,9 @@ def open_contents(directory: str | os.PathLike[str], *, peers: Peers) -> Content
     manifest = parse_manifest(data[0], path / MANIFEST_NAME)
     form = typed_json.parse_bytes(data[1], what=str(path / COMMON_NAME))
     if type(form) is not dict or form.keys() != {"common", "objects"}:
-        raise CheckpointError(f"{path / COMMON_NAME} is not the plain state of a checkpoint.")
+        raise DamagedCheckpointError(
+            f"{path / COMMON_NAME} is not the plain state of a checkpoint."
+        )
     return Contents(path, manifest, form["common"], form["objects"])
 
 

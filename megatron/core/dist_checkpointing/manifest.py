@@ -20,7 +20,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
-from megatron.core.dist_checkpointing.durable import open_inside, read_inside
+from megatron.core.dist_checkpointing.durable import (
+    DamagedCheckpointError,
+    open_inside,
+    read_inside,
+)
 from megatron.core.dist_checkpointing.flat_ranges import Box, coverage_problem
 from megatron.core.dist_checkpointing.shard_file import (
     BLOCK_BYTES,
@@ -258,7 +262,7 @@ class _Reader:
         what = f"file {name!r:.80}"
         is_shard_file = _SHARD_FILE.fullmatch(name) is not None
         if not is_shard_file and name != COMMON_NAME:
-            raise CheckpointError(
+            raise DamagedCheckpointError(
                 f"CKPT_UNSAFE file={self.path}: it lists {what}.",
                 rule=f"a manifest lists {COMMON_NAME} and __RANK_WRITER.safetensors only",
             )
@@ -350,7 +354,7 @@ def build_manifest(
 
 
 def _damaged(path: Path, what: str) -> NoReturn:
-    raise CheckpointError(
+    raise DamagedCheckpointError(
         f"{path} is damaged: {what}.",
         rule="a checkpoint without a manifest that matches does not exist",
         fix="use another checkpoint; check the storage",

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.dist_checkpointing.durable import (
+    DamagedCheckpointError,
     describe_os_error,
     free_bytes,
     read_exactly,
@@ -184,7 +185,7 @@ def read_hashed(
             read_exactly(descriptor, step, begin + first, path)
             state.update(step)
         if state.hexdigest() != expected:
-            raise CheckpointError(
+            raise DamagedCheckpointError(
                 f"{path} is corrupt: bytes {begin} to {begin + len(block) - 1} are not those that "
                 "were written.",
                 rule=f"every block read must have the {HASH_NAME} recorded in manifest.json",

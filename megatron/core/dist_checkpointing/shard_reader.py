@@ -9,7 +9,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megatron.core.dist_checkpointing.durable import open_inside, read_exactly
+from megatron.core.dist_checkpointing.durable import (
+    DamagedCheckpointError,
+    open_inside,
+    read_exactly,
+)
 from megatron.core.dist_checkpointing.flat_ranges import Box
 from megatron.core.dist_checkpointing.manifest import Manifest, Shard, StoredTensor
 from megatron.core.dist_checkpointing.planner import Read
@@ -20,7 +24,6 @@ from megatron.core.dist_checkpointing.shard_file import (
     hash_of,
     read_hashed,
 )
-from megatron.core.errors import CheckpointError
 
 SLAB_BYTES = 16 * BLOCK_BYTES
 """Most bytes read at once where a box is not stored as one run."""
@@ -74,14 +77,14 @@ class ShardReader:
         with open_inside(self.directory, name) as (descriptor, size):
             header = bytearray(listed.header_size or 0)
             if size != listed.size:
-                raise CheckpointError(
+                raise DamagedCheckpointError(
                     f"{path} has {size} bytes instead of {listed.size}.",
                     rule="a checkpoint file has exactly the size its manifest says",
                     fix="use another checkpoint",
                 )
             read_exactly(descriptor, memoryview(header), 0, path)
             if hash_of(bytes(header)) != listed.hash:
-                raise CheckpointError(
+                raise DamagedCheckpointError(
                     f"{path} is corrupt: its header is not the one that was written.",
                     rule="every file must have the hash recorded in manifest.json",
                     fix="use another checkpoint; check the storage",

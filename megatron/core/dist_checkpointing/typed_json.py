@@ -27,6 +27,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from megatron.core.dist_checkpointing.durable import DamagedCheckpointError
 from megatron.core.dist_checkpointing.tree import Path, show_path
 from megatron.core.errors import CheckpointError
 
@@ -117,7 +118,7 @@ def decode(value: Any) -> Any:
     """Return the value of a JSON form made by `encode`.
 
     Raises:
-        CheckpointError: the form is not one that `encode` makes.
+        DamagedCheckpointError: the form is not one that `encode` makes.
     """
     try:
         return _decode(value)
@@ -214,7 +215,7 @@ def parse_bytes(data: bytes, *, what: str) -> Any:
     """Parse strict JSON: no repeated keys, no NaN literal, no bottomless nesting.
 
     Raises:
-        CheckpointError: naming `what` (a path).
+        DamagedCheckpointError: naming `what` (a path).
     """
     try:
         return json.loads(
@@ -223,7 +224,7 @@ def parse_bytes(data: bytes, *, what: str) -> Any:
             parse_constant=_no_constant,
         )
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(
+        raise DamagedCheckpointError(
             f"{what} is not valid JSON: {str(error)[:200] or type(error).__name__}.",
             rule="metadata is strict JSON in UTF-8",
             fix="the file is damaged or not ours: use another checkpoint",
@@ -258,8 +259,8 @@ def _refused(value: Any, path: Path, why: str) -> CheckpointError:
     )
 
 
-def _malformed(form: object) -> CheckpointError:
-    return CheckpointError(
+def _malformed(form: object) -> DamagedCheckpointError:
+    return DamagedCheckpointError(
         f"a stored value has a form that is not ours: {str(form)[:120]}",
         rule="typed JSON knows a fixed set of types",
     )

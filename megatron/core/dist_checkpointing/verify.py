@@ -12,7 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core.dist_checkpointing import commit
-from megatron.core.dist_checkpointing.durable import open_inside, read_exactly
+from megatron.core.dist_checkpointing.durable import (
+    DamagedCheckpointError,
+    open_inside,
+    read_exactly,
+)
 from megatron.core.dist_checkpointing.flat_ranges import describe_box
 from megatron.core.dist_checkpointing.manifest import (
     COMMON_NAME,
@@ -81,7 +85,9 @@ def verify_shard_file(directory: Path, manifest: Manifest, name: str) -> int:
         header = bytearray(listed.header_size or 0)
         read_exactly(descriptor, memoryview(header), 0, path)
         if size != listed.size or hash_of(bytes(header)) != listed.hash:
-            raise CheckpointError(f"{path} is corrupt: its header is not the one that was written.")
+            raise DamagedCheckpointError(
+                f"{path} is corrupt: its header is not the one that was written."
+            )
         _check_header(path, bytes(header), manifest, name)
         for tensor in manifest.tensors.values():
             for shard in tensor.shards:
@@ -115,4 +121,4 @@ def _check_header(path: Path, header: bytes, manifest: Manifest, name: str) -> N
     except (ValueError, struct.error, AttributeError, RecursionError):
         own, length = None, -1
     if own != expected or length != len(header) - 8:
-        raise CheckpointError(f"{path} is corrupt: its header contradicts {MANIFEST_NAME}.")
+        raise DamagedCheckpointError(f"{path} is corrupt: its header contradicts {MANIFEST_NAME}.")

@@ -1,0 +1,24 @@
+"""Checkpoints of a run: weights, optimizer, schedule, random state and counters."""
+
+from megatron.training.checkpointing.checkpointer import Checkpointer, Restored
+from megatron.training.checkpointing.megatron_functions import (
+    load_args_from_checkpoint,
+    load_checkpoint,
+    maybe_finalize_async_save,
+    save_checkpoint,
+    stored_args,
+)
+from megatron.training.checkpointing.run_state import RunParts
+from megatron.training.checkpointing.settings import CheckpointSettings
+
+__all__ = [
+    "CheckpointSettings",
+    "Checkpointer",
+    "Restored",
+    "RunParts",
+    "load_args_from_checkpoint",
+    "load_checkpoint",
+    "maybe_finalize_async_save",
+    "save_checkpoint",
+    "stored_args",
+]

@@ -1,0 +1,178 @@
+"""`save_checkpoint` and `load_checkpoint` with Megatron's names, arguments and results.
+
+They read their settings from `get_args()`, for scripts written against Megatron-LM. The loop of
+this framework uses `Checkpointer` directly.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from megatron.core.dist_checkpointing.exchange import SingleProcess
+from megatron.core.dist_checkpointing.loader import open_contents
+from megatron.core.errors import CheckpointError
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.training.checkpointing.checkpointer import Checkpointer
+from megatron.training.checkpointing.run_state import RunParts
+from megatron.training.checkpointing.selection import select_checkpoints
+from megatron.training.checkpointing.settings import CheckpointSettings
+from megatron.training.global_vars import get_args
+from megatron.training.state import TrainState
+
+_IN_FLIGHT: list[Checkpointer] = []
+"""The checkpointer of an asynchronous save, until it is committed."""
+
+MODEL_SHAPE_ARGS = (
+    "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels",
+    "num_query_groups", "group_query_attention", "seq_length", "max_position_embeddings",
+    "position_embedding_type", "rotary_base", "rotary_percent", "rotary_interleaved",
+    "use_rotary_position_embeddings", "use_rope_scaling", "rope_scaling_factor",
+    "add_position_embedding", "add_bias_linear", "add_qkv_bias", "qk_layernorm", "swiglu",
+    "squared_relu", "normalization", "norm_epsilon", "apply_layernorm_1p",
+    "untie_embeddings_and_output_weights", "make_vocab_size_divisible_by", "padded_vocab_size",
+    "unpadded_vocab_size", "tokenizer_type", "tokenizer_model", "vocab_size", "vocab_file",
+    "merge_file", "window_size",
+)  # fmt: skip
+"""What `--use-checkpoint-args` takes over: the model, not the layout and not the schedule."""
+
+
+def save_checkpoint(
+    iteration: int,
+    model: Sequence[nn.Module],
+    optimizer: Any,
+    opt_param_scheduler: Any,
+    num_floating_point_operations_so_far: float,
+    checkpointing_context: Any = None,
+    pipeline_rank: int | None = None,
+    expert_rank: int | None = None,
+    tensor_rank: int | None = None,
+    pipeline_parallel: bool | None = None,
+    expert_parallel: bool | None = None,
+    non_persistent_ckpt: bool = False,
+    train_data_iterator: Any = None,
+    preprocess_common_state_dict_fn: Any = None,
+    *,
+    args: argparse.Namespace | None = None,
+    pg_collection: ProcessGroupCollection | None = None,
+) -> None:
+    """Save the run into `args.save`: collective.
+
+    Counters come from `args.consumed_train_samples` and its kin. The rank arguments of Megatron's
+    function are accepted and not needed: every rank declares its own place.
+    """
+    args = get_args() if args is None else args
+    maybe_finalize_async_save(blocking=True)
+    checkpointer = _checkpointer(args, model, optimizer, opt_param_scheduler, pg_collection)
+    progress = TrainState(
+        iteration=iteration,
+        consumed_train_samples=getattr(args, "consumed_train_samples", 0),
+        consumed_valid_samples=getattr(args, "consumed_valid_samples", 0),
+        skipped_train_samples=getattr(args, "skipped_train_samples", 0),
+        flops_so_far=num_floating_point_operations_so_far,
+    )
+    checkpointer.save(progress)
+    if checkpointer.has_save_in_flight:
+        _IN_FLIGHT.append(checkpointer)
+
+
+def load_checkpoint(
+    model: Sequence[nn.Module],
+    optimizer: Any,
+    opt_param_scheduler: Any,
+    load_arg: str = "load",
+    strict: bool = True,
+    checkpointing_context: Any = None,
+    skip_load_to_model_and_opt: bool = False,
+    *,
+    args: argparse.Namespace | None = None,
+    pg_collection: ProcessGroupCollection | None = None,
+) -> tuple[int, float]:
+    """Load the newest intact checkpoint of `args.load` into the parts: collective.
+
+    Sets `args.consumed_train_samples`, `consumed_valid_samples` and `skipped_train_samples`.
+
+    Returns:
+        (iteration, floating-point operations so far); (0, 0.0) if there is nothing to load.
+    """
+    args = get_args() if args is None else args
+    checkpointer = _checkpointer(
+        args, model, optimizer, opt_param_scheduler, pg_collection, load=getattr(args, load_arg)
+    )
+    restored = checkpointer.load()
+    progress = TrainState() if restored is None else restored.progress
+    args.consumed_train_samples = progress.consumed_train_samples
+    args.consumed_valid_samples = progress.consumed_valid_samples
+    args.skipped_train_samples = progress.skipped_train_samples
+    return progress.iteration, progress.flops_so_far
+
+
+def maybe_finalize_async_save(blocking: bool = False, terminate: bool = False) -> None:
+    """Commit an asynchronous save if its bytes are written; with `blocking` wait for it."""
+    while _IN_FLIGHT:
+        checkpointer = _IN_FLIGHT[0]
+        try:
+            if blocking or terminate:
+                checkpointer.finish()
+            else:
+                checkpointer.after_step()
+        finally:
+            if not checkpointer.has_save_in_flight:
+                _IN_FLIGHT.clear()
+        if _IN_FLIGHT:
+            return
+
+
+def load_args_from_checkpoint(
+    args: argparse.Namespace, load_arg: str = "load"
+) -> tuple[argparse.Namespace, argparse.Namespace | None]:
+    """Return `args` with the model's shape as it was saved, and the saved settings.
+
+    This process alone; every rank reads the same file. The second result is None where
+    `args.load` holds no checkpoint. A tokenizer's code is never taken from a checkpoint.
+    """
+    stored = stored_args(getattr(args, load_arg), getattr(args, "ckpt_step", None))
+    if stored is None:
+        return args, None
+    merged = argparse.Namespace(**vars(args))
+    for name in MODEL_SHAPE_ARGS:
+        if hasattr(stored, name):
+            setattr(merged, name, getattr(stored, name))
+    return merged, stored
+
+
+def stored_args(directory: str | None, ckpt_step: int | None = None) -> argparse.Namespace | None:
+    """Return the settings saved in the newest readable checkpoint of a directory."""
+    if directory is None:
+        return None
+    for found in select_checkpoints(Path(directory), ckpt_step).candidates:
+        try:
+            state = open_contents(found.path, peers=SingleProcess()).common_state()
+        except CheckpointError:
+            continue
+        args = state.get("args")
+        if isinstance(args, argparse.Namespace):
+            return args
+    return None
+
+
+def _checkpointer(
+    args: argparse.Namespace,
+    model: nn.Module | Sequence[nn.Module],
+    optimizer: Any,
+    scheduler: Any,
+    groups: ProcessGroupCollection | None,
+    **overrides: Any,
+) -> Checkpointer:
+    parts = RunParts(
+        model=[model] if isinstance(model, nn.Module) else list(model),
+        optimizer=optimizer,
+        scheduler=scheduler,
+        groups=groups or ProcessGroupCollection.current(),
+        args=vars(args),
+    )
+    return Checkpointer(CheckpointSettings.from_values(vars(args) | overrides), parts)

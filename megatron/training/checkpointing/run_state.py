@@ -1,0 +1,174 @@
+"""One state dict for a whole run: weights, optimizer, schedule, random state, counters.
+
+Everything but `args` and `layout` is independent of the layout: weights and optimizer state are
+declared under global names, the rest is equal on all ranks. Pipeline chunks need no names of
+their own in the checkpoint; `model0`, `model1` exist in memory only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from megatron.core.dist_checkpointing import typed_json
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
+from megatron.core.errors import CheckpointError
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.rng import rng_state
+from megatron.core.transformer.sharded_state import sharded_state_dict_of
+from megatron.core.utils import get_pg_size, unwrap_model
+from megatron.training.checkpointing.generators import declare_generators, restore_generators
+from megatron.training.state import TrainState
+
+CHECKPOINT_VERSION = 4.0
+"""Version of this state dict; Megatron-LM's own stop at 3.0."""
+
+_PER_RANK_ARGS = {"rank", "local_rank", "world_size"}
+
+
+@dataclasses.dataclass
+class RunParts:
+    """What of a run is saved. `None` stands for a part that does not exist."""
+
+    model: Sequence[nn.Module]
+    """This rank's chunks, wrapped or not."""
+    optimizer: Any = None
+    scheduler: Any = None
+    """An `OptimizerParamScheduler`."""
+    groups: ProcessGroupCollection = dataclasses.field(
+        default_factory=ProcessGroupCollection.current
+    )
+    args: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """All settings by name; kept for people, for `--use-checkpoint-args` and for comparing."""
+
+
+def model_key(index: int, num_chunks: int) -> str:
+    """Return the name of a chunk in the state dict: model, or model0, model1, ..."""
+    return "model" if num_chunks == 1 else f"model{index}"
+
+
+def declare_model(parts: RunParts) -> ShardedStateDict:
+    """Declare the weights of all chunks."""
+    return {
+        model_key(i, len(parts.model)): sharded_state_dict_of(chunk, pg_collection=parts.groups)
+        for i, chunk in enumerate(parts.model)
+    }
+
+
+def declare_run(
+    parts: RunParts,
+    *,
+    with_optimizer: bool,
+    with_rng: bool,
+    is_loading: bool = False,
+) -> ShardedStateDict:
+    """Declare weights and, as asked, optimizer with schedule, and random state."""
+    state = declare_model(parts)
+    if with_optimizer and parts.optimizer is not None:
+        state["optimizer"] = parts.optimizer.sharded_state_dict(state, is_loading=is_loading)
+    if with_rng:
+        state["generators"] = declare_generators(parts.groups)
+    return state
+
+
+def plain_run_state(
+    parts: RunParts, progress: TrainState, *, with_optimizer: bool, with_rng: bool
+) -> dict[str, Any]:
+    """Return what is saved beside the declarations: counters, schedule, seed, settings."""
+    state: dict[str, Any] = {
+        "checkpoint_version": CHECKPOINT_VERSION,
+        "iteration": progress.iteration,
+        "num_floating_point_operations_so_far": float(progress.flops_so_far),
+        "consumed_train_samples": progress.consumed_train_samples,
+        "consumed_valid_samples": progress.consumed_valid_samples,
+        "skipped_train_samples": progress.skipped_train_samples,
+        "args": plain_args(parts.args),
+    }
+    if with_optimizer and parts.scheduler is not None:
+        state["opt_param_scheduler"] = parts.scheduler.state_dict()
+    if with_rng:
+        state["rng_state"] = rng_state().state_dict()
+    return state
+
+
+def plain_args(args: Mapping[str, Any]) -> argparse.Namespace:
+    """Return the settings as a namespace of storable values; others are kept as text."""
+    kept: dict[str, Any] = {}
+    for name, value in args.items():
+        if name in _PER_RANK_ARGS:
+            continue
+        try:
+            typed_json.encode(value)
+            kept[name] = value
+        except CheckpointError:
+            kept[name] = repr(value)
+    return argparse.Namespace(**kept)
+
+
+def progress_of(state: Mapping[str, Any]) -> TrainState:
+    """Return the counters of a loaded state."""
+    return TrainState(
+        iteration=int(state.get("iteration", 0)),
+        consumed_train_samples=int(state.get("consumed_train_samples", 0)),
+        consumed_valid_samples=int(state.get("consumed_valid_samples", 0)),
+        skipped_train_samples=int(state.get("skipped_train_samples", 0)),
+        flops_so_far=float(state.get("num_floating_point_operations_so_far", 0.0)),
+    )
+
+
+def apply_model(parts: RunParts, state: Mapping[str, Any], *, strict: bool) -> None:
+    """Give the loaded weights to the chunks.
+
+    Declared tensors are the parameters themselves and are filled already; modules that store
+    another form get it through their own `load_state_dict`.
+    """
+    for index, chunk in enumerate(parts.model):
+        unwrap_model(chunk).load_state_dict(
+            state[model_key(index, len(parts.model))], strict=strict
+        )
+
+
+def apply_optimizer(parts: RunParts, state: Mapping[str, Any], *, was_loaded: bool) -> None:
+    """Give optimizer and schedule their state, or start them from the loaded weights."""
+    if parts.optimizer is None:
+        return
+    if was_loaded:
+        parts.optimizer.load_state_dict(state["optimizer"])
+        if parts.scheduler is not None and "opt_param_scheduler" in state:
+            parts.scheduler.load_state_dict(state["opt_param_scheduler"])
+    elif hasattr(parts.optimizer, "reload_model_params"):
+        # Main weights were made from the random model; they must follow the loaded one.
+        parts.optimizer.reload_model_params()
+
+
+def apply_rng(state: Mapping[str, Any]) -> None:
+    """Restore the seed and, in an unchanged layout, the generators of this rank."""
+    if "rng_state" in state:
+        rng_state().load_state_dict(state["rng_state"])
+    if "generators" in state:
+        restore_generators(state["generators"])
+
+
+def describe_layout(parts: RunParts) -> dict[str, Any]:
+    """Return the sizes of all axes and what else depends on them."""
+    groups = parts.groups
+    layout = {
+        axis: get_pg_size(getattr(groups, axis))
+        for axis in ("tp", "pp", "cp", "dp", "ep", "expt_tp")
+    }
+    layout["vp"] = len(parts.model)
+    vocabulary = parts.args.get("unpadded_vocab_size")
+    if isinstance(vocabulary, int):
+        layout["unpadded_vocab_size"] = vocabulary
+    return layout
+
+
+def show_layout(layout: Mapping[str, Any]) -> str:
+    """Return a layout as text: tp=2 pp=2 dp=1 (axes of size 1 other than these are left out)."""
+    always = ("tp", "pp", "dp")
+    others = [axis for axis in ("vp", "cp", "ep", "expt_tp") if layout.get(axis, 1) != 1]
+    return " ".join(f"{axis}={layout.get(axis, 1)}" for axis in (*always, *others))

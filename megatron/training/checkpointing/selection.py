@@ -1,0 +1,113 @@
+"""Which checkpoint to load: the newest intact one, and the reason is said.
+
+The tracker is a hint. A directory that holds, or held, a checkpoint never leads to a start from
+random weights: if nothing in it can be used, that is an error.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from megatron.core.dist_checkpointing import commit
+from megatron.core.dist_checkpointing.manifest import METADATA_NAME
+from megatron.core.errors import CheckpointError
+
+
+@dataclass
+class Selection:
+    """What may be loaded, best first, and what to say about it."""
+
+    candidates: list[commit.Found] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+def select_checkpoints(directory: Path, ckpt_step: int | None) -> Selection:
+    """Look at a `--load` directory and return the checkpoints to try in order.
+
+    Args:
+        ckpt_step: only this iteration, if given.
+    Raises:
+        CheckpointError: the step is not there, or the directory held checkpoints or another
+            program's and none can be read.
+    """
+    selection = Selection()
+    if (directory / METADATA_NAME).exists():  # --load names one checkpoint itself
+        selection.candidates.append(commit.Found(directory, commit.RELEASE))
+        return selection
+    listing, tracker = commit.list_checkpoints(directory), commit.read_tracker(directory)
+    selection.notes += [f"ignoring {p}: an interrupted save or deletion" for p in listing.leftovers]
+    selection.notes += [f"ignoring {p}: {why}" for p, why in listing.refused]
+    selection.candidates = listing.checkpoints
+    if ckpt_step is not None:
+        _only_step(selection, directory, ckpt_step)
+    if not selection.candidates:
+        _refuse_if_something_was_here(directory, listing, tracker)
+        return selection
+    newest = selection.candidates[0]
+    if ckpt_step is None and tracker is not None and tracker != newest.iteration:
+        if _age(newest.iteration) > _age(tracker):
+            selection.notes.append(
+                f"{commit.TRACKER_NAME} names {tracker}, but {newest.path.name} is newer: trying "
+                f"that one first (--ckpt-step loads another)"
+            )
+        else:
+            selection.notes.append(f"{commit.TRACKER_NAME} names {tracker}, which is not there")
+    return selection
+
+
+def _age(iteration: int | str) -> int:
+    """Return the place of an iteration in time; a release comes before all."""
+    return iteration if isinstance(iteration, int) else -1
+
+
+def _only_step(selection: Selection, directory: Path, step: int) -> None:
+    there = [found.iteration for found in selection.candidates]
+    selection.candidates = [f for f in selection.candidates if f.iteration == step]
+    if not selection.candidates:
+        shown = ", ".join(map(str, there[:10])) or "none"
+        raise CheckpointError(
+            f"{directory} has no checkpoint of iteration {step}; it has: {shown}.",
+            flags=["--ckpt-step", "--load"],
+            fix="name one of these iterations, or leave --ckpt-step out to load the newest",
+        )
+
+
+def _refuse_if_something_was_here(
+    directory: Path, listing: commit.Listing, tracker: int | str | None
+) -> None:
+    """Raise if the directory is not simply one that no run has saved to yet."""
+    if listing.refused:
+        reasons = "; ".join(f"{path.name}: {why}" for path, why in listing.refused)
+        raise _unusable(directory, reasons)
+    if tracker is not None:
+        raise _unusable(
+            directory, f"{commit.TRACKER_NAME} names {tracker}, and no checkpoint is there"
+        )
+    if not directory.is_dir():
+        return
+    names = {entry.name for entry in directory.iterdir()}
+    if "latest" in names and any(name.startswith("global_step") for name in names):
+        raise _unusable(directory, "it is a DeepSpeed checkpoint, which is not read yet")
+    if {"config.json", "model.safetensors"} <= names or "model.safetensors.index.json" in names:
+        raise _unusable(directory, "it is a Hugging Face checkpoint: convert it first")
+
+
+def _unusable(directory: Path, why: str) -> CheckpointError:
+    return CheckpointError(
+        f"nothing in {directory} can be loaded: {why}.",
+        rule="a run never starts from random weights where a checkpoint was expected",
+        flags=["--load"],
+        fix="repair or move the directory, or leave --load out to start afresh",
+    )
+
+
+def no_intact_checkpoint(directory: Path, problems: list[CheckpointError]) -> CheckpointError:
+    """Return the error for a directory whose checkpoints are all damaged."""
+    reasons = "\n".join(f"  - {problem.found}" for problem in problems)
+    return CheckpointError(
+        f"no checkpoint in {directory} is intact:\n{reasons}",
+        rule="a run never starts from random weights where a checkpoint was expected",
+        flags=["--load"],
+        fix="restore the files from a copy, or leave --load out to start afresh",
+    )
