@@ -1,0 +1,60 @@
+"""The picture of the losses and the closing table."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")  # no screen needed
+
+from matplotlib import pyplot
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+TRAINING_SCALAR, VALIDATION_SCALAR = "lm loss", "lm loss validation"
+
+
+def read_scalars(directory: Path) -> dict[str, list[tuple[int, float]]]:
+    """Return the (step, value) pairs of every TensorBoard scalar, a resumed run's last words."""
+    events = EventAccumulator(str(directory), size_guidance={"scalars": 0})
+    events.Reload()
+    scalars = {}
+    for tag in events.Tags()["scalars"]:
+        scalars[tag] = sorted({event.step: event.value for event in events.Scalars(tag)}.items())
+    return scalars
+
+
+def draw_losses(directory: Path, picture: Path, unigram: float, title: str) -> None:
+    """Draw training and held-out loss over steps, and the line that context-free guessing gives."""
+    scalars = read_scalars(directory)
+    figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
+    steps, losses = zip(*scalars[TRAINING_SCALAR], strict=True)
+    axes.plot(steps, losses, linewidth=1, color="tab:blue", label="training")
+    if VALIDATION_SCALAR in scalars:
+        steps, losses = zip(*scalars[VALIDATION_SCALAR], strict=True)
+        axes.plot(steps, losses, "o-", color="tab:orange", label="held-out plays")
+        axes.annotate(
+            f"{losses[-1]:.2f}", (steps[-1], losses[-1]), textcoords="offset points", xytext=(0, 8),
+            ha="right", color="tab:orange",
+        )  # fmt: skip
+    axes.axhline(unigram, linestyle="--", color="gray", label="guessing by word frequency")
+    axes.set(xlabel="step", ylabel="loss (nats per token)", title=title)
+    axes.set_xlim(left=0)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(picture, dpi=150)
+    pyplot.close(figure)
+
+
+def closing_table(rows: list[tuple[str, str]]) -> str:
+    """Lay out (what, value) rows in a box."""
+    width = max(len(name) for name, _ in rows) + 2
+    inner = width + max(len(value) for _, value in rows) + 1
+    lines = [f"│ {name:<{width}}{value:<{inner - width - 1}} │" for name, value in rows]
+    return "\n".join([f"┌{'─' * (inner + 1)}┐", *lines, f"└{'─' * (inner + 1)}┘"])
+
+
+def perplexity(loss: float) -> float:
+    """Return the number of tokens among which the model is as unsure as a fair die."""
+    return math.exp(loss)

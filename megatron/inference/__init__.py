@@ -1,0 +1,1 @@
+"""Text from a trained model, in the layout it was trained in."""
