@@ -266,7 +266,7 @@ class GradientBuffer:
         # Padding between a piece and the next one is zero and counts to the former.
         num_blocks = [
             (following - offset) // BLOCK
-            for offset, following in zip(offsets, [*offsets[1:], end], strict=True)
+            for offset, following in zip(offsets, [*offsets[1:], end], strict=False)
         ]
         shards = []
         for piece in pieces:

@@ -49,7 +49,7 @@ def test_buckets_tile_the_buffer_and_slots_follow_in_reverse_order(seed):
 
 @pytest.mark.parametrize("seed", range(0, 100, 20))
 def test_pieces_begin_at_block_borders_of_their_parameter(seed):
-    for numels, size, plan in random_plans(seed):
+    for _, size, plan in random_plans(seed):
         slots = {slot.index: slot for slot in plan.slots}
         for bucket in range(len(plan.buckets)):
             for rank in range(size):
