@@ -133,13 +133,33 @@ def unshard(shards: Sequence[Tensor], meta: ParamMeta) -> Tensor:
 # None as the weight's gradient.
 
 
-def accumulate_main_grad(parameter: Tensor, grad: Tensor) -> None:
-    """Add `grad` (same shape as the parameter, any float dtype) into the main gradient."""
+MIXED_SUM_ELEMENTS = 2**20
+"""On the CPU a sum of two dtypes converts one of them through a temporary. In pieces of this
+size the temporary stays in the cache; a whole embedding would cost five times as much."""
+
+
+def has_main_grad(parameter: Tensor) -> bool:
+    """Return whether a data-parallel wrapper has given `parameter` a main gradient."""
+    return getattr(parameter, "main_grad", None) is not None
+
+
+def accumulate_main_grad(parameter: Tensor, grad: Tensor, scale: float = 1.0) -> None:
+    """Add scale * grad (same shape as the parameter, any float dtype) into the main gradient."""
+    main_grad = parameter.main_grad
     if parameter.main_grad_is_fresh:
-        parameter.main_grad.copy_(grad)
+        if scale == 1.0:
+            main_grad.copy_(grad)
+        elif main_grad.dtype == grad.dtype:
+            torch.mul(grad, scale, out=main_grad)
+        else:
+            main_grad.copy_(grad).mul_(scale)
         parameter.main_grad_is_fresh = False
+    elif main_grad.dtype == grad.dtype or not main_grad.is_cpu:
+        main_grad.add_(grad, alpha=scale)
     else:
-        parameter.main_grad.add_(grad)
+        pieces = main_grad.view(-1).split(MIXED_SUM_ELEMENTS)
+        for piece, part in zip(pieces, grad.reshape(-1).split(MIXED_SUM_ELEMENTS), strict=True):
+            piece.add_(part, alpha=scale)
 
 
 def main_grad_addmm(parameter: Tensor, left: Tensor, right: Tensor) -> None:

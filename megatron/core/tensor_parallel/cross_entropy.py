@@ -1,0 +1,144 @@
+"""Cross entropy of logits whose vocabulary is split over the tensor-parallel ranks.
+
+The logits are never gathered (Megatron-LM, section 3, arXiv 1909.08053): each rank forms the
+softmax of its columns, and two numbers per token are exchanged.
+
+Shapes: `s` sequence, `b` micro batch, `v` padded vocabulary, `t` = s*b; a slash divides by the
+tensor-parallel size.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.core.process_groups_config import Group
+from megatron.core.tensor_parallel.mappings import tensor_parallel_group
+from megatron.core.tensor_parallel.softmax_rows import (
+    Labels,
+    RowStatistics,
+    VocabularyShard,
+    add_label_terms,
+    fp32_scratch,
+    local_softmax,
+    row_blocks,
+    softmax_statistics,
+    softmax_to_gradient,
+)
+
+
+def vocab_parallel_cross_entropy(
+    vocab_parallel_logits: Tensor,
+    target: Tensor,
+    label_smoothing: float = 0.0,
+    tp_group: Group = None,
+    num_valid: int | None = None,
+    overwrite_logits: bool = False,
+) -> Tensor:
+    """Return the loss of every token, formed in fp32.
+
+    Args:
+        vocab_parallel_logits: [s, b, v/tp] of any float dtype (any leading dimensions).
+        target: labels [s, b], equal on all ranks; `IGNORED_LABEL` (-100) gives a loss of zero.
+        label_smoothing: probability taken from the label and spread over the other ids.
+        tp_group: None is the tensor-parallel group of the current collection.
+        num_valid: number of real ids; columns beyond it pad the vocabulary and take no part.
+            None means that all are real.
+        overwrite_logits: the caller gives the logits away: their memory becomes the softmax, and
+            in backward the gradient, so nothing of size [s, b, v/tp] is allocated.
+    Returns:
+        fp32 [s, b], the same bits on all ranks.
+    Communication:
+        one all-gather of two (with smoothing three) numbers per token.
+    Raises:
+        DataError: a label outside the vocabulary, on all ranks alike.
+    """
+    shard = VocabularyShard.of(
+        vocab_parallel_logits.shape[-1], num_valid, tensor_parallel_group(tp_group)
+    )
+    return _CrossEntropy.apply(
+        vocab_parallel_logits, target, shard, float(label_smoothing), overwrite_logits
+    )
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """Forward keeps the logits and three numbers a row; backward allocates the gradient only.
+
+    With `overwrites`, forward keeps the softmax in place of the logits, backward the gradient in
+    place of the softmax.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: Tensor,
+        target: Tensor,
+        shard: VocabularyShard,
+        label_smoothing: float,
+        overwrites: bool,
+    ) -> Tensor:
+        rows = logits.view(-1, logits.shape[-1]) if overwrites else _rows(logits)
+        labels = Labels.locate(target, shard)
+        needs_grad = ctx.needs_input_grad[0]
+        statistics = softmax_statistics(
+            rows, labels, shard, label_smoothing, in_place=overwrites and needs_grad
+        )
+        ctx.save_for_backward(
+            None if overwrites else logits,
+            labels.columns,
+            labels.is_here,
+            labels.is_ignored,
+            statistics.label_probability,
+            statistics.local_share,
+        )
+        # The softmax bypasses the saved tensors: their version check would count the overwriting
+        # as damage.
+        ctx.softmax = rows if overwrites and needs_grad else None
+        ctx.shape, ctx.shard, ctx.label_smoothing = logits.shape, shard, label_smoothing
+        ctx.overwrites = overwrites
+        return statistics.loss.view(target.shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        logits, columns, is_here, is_ignored, label_probability, local_share = ctx.saved_tensors
+        labels = Labels(columns, is_here, is_ignored)
+        statistics = RowStatistics(label_probability, label_probability, local_share)
+        scale = grad.reshape(-1).float().masked_fill(is_ignored, 0.0)
+        shard, smoothing = ctx.shard, ctx.label_smoothing
+        if ctx.overwrites:
+            softmax, ctx.softmax = ctx.softmax, None
+            assert softmax is not None, "overwritten logits allow one backward pass only"
+            out = softmax_to_gradient(softmax, statistics, labels, shard, smoothing, scale)
+        else:
+            out = _scaled_softmax(_rows(logits), local_share * scale, shard.num_local_valid)
+            add_label_terms(out, statistics, labels, shard, smoothing, scale)
+        return out.view(ctx.shape), None, None, None, None
+
+
+def _rows(logits: Tensor) -> Tensor:
+    """View logits [..., v/tp] as [t, v/tp]; copied only if they are not contiguous."""
+    return logits.reshape(-1, logits.shape[-1]).contiguous()
+
+
+def _scaled_softmax(logits: Tensor, coefficient: Tensor, num_valid: int) -> Tensor:
+    """Return the softmax of the first `num_valid` columns times a number per row, zeros beyond.
+
+    One new tensor of the logits' dtype; fp32 arithmetic happens in a block of cache size.
+    """
+    out = torch.empty_like(logits)
+    if num_valid < logits.shape[1]:
+        out[:, num_valid:].zero_()
+    if num_valid == 0:
+        return out
+    scratch = fp32_scratch(logits.shape[0], num_valid, logits.device)
+    for block in row_blocks(logits.shape[0], num_valid, logits.device):
+        part = scratch[: block.stop - block.start]
+        local_softmax(logits[block, :num_valid], part)
+        factor = coefficient[block].unsqueeze(-1)
+        if out.dtype == part.dtype:
+            torch.mul(part, factor, out=out[block, :num_valid])
+        else:
+            out[block, :num_valid].copy_(part.mul_(factor))
+    return out

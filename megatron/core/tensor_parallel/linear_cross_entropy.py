@@ -1,0 +1,281 @@
+"""The output head and its cross entropy in one function: the logits of a batch never exist.
+
+Logits are formed for a chunk of tokens, turned into their own gradient where they lie, and used
+up by the two gradient GEMMs before the next chunk takes their memory. All that is known before
+the loss is reduced: only its scale is missing. So forward forms the input gradient of each token
+for a loss weight of one, and the weight gradient for given token weights; backward multiplies.
+(The idea of gradients in forward is that of Liger Kernel, arXiv 2410.10989, section 3.2, which
+needs one common weight; here any weights are exact.)
+
+Shapes: `s` sequence, `b` micro batch, `h` hidden, `v` padded vocabulary, `t` = s*b; a slash
+divides by the tensor-parallel size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.core.param_meta import accumulate_main_grad, has_main_grad
+from megatron.core.process_groups_config import Group
+from megatron.core.tensor_parallel import collectives
+from megatron.core.tensor_parallel.mappings import tensor_parallel_group
+from megatron.core.tensor_parallel.softmax_rows import (
+    Labels,
+    VocabularyShard,
+    softmax_statistics,
+    softmax_to_gradient,
+)
+from megatron.core.utils import get_pg_size
+
+MAX_CHUNK_BYTES = 64 * 2**20
+"""Logits of one chunk of tokens: enough rows for a GEMM at full speed."""
+
+
+@dataclass(frozen=True)
+class _Head:
+    """What does not change between the chunks of one call."""
+
+    weight: Tensor
+    shard: VocabularyShard
+    label_smoothing: float
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    *,
+    label_smoothing: float = 0.0,
+    tp_group: Group = None,
+    num_valid: int | None = None,
+    sequence_parallel: bool = False,
+    token_weights: Tensor | None = None,
+    recomputes_logits: bool = False,
+    fuses_main_grad: bool = True,
+) -> Tensor:
+    """Return the loss of every token: cross entropy of hidden @ weight.T.
+
+    The same numbers as `vocab_parallel_cross_entropy(F.linear(hidden, weight), target)` up to
+    rounding.
+
+    Args:
+        hidden: [s, b, h], equal on all ranks; with `sequence_parallel` [s/tp, b, h].
+        weight: [v/tp, h].
+        target: labels [s, b]; `IGNORED_LABEL` (-100) gives a loss of zero.
+        label_smoothing, num_valid: as in `vocab_parallel_cross_entropy`.
+        tp_group: None is the tensor-parallel group of the current collection.
+        token_weights: [s, b], up to a common factor the weights with which the caller will sum
+            the losses (the loss mask); None means equal weights. A promise that saves work, not a
+            factor: if the weights turn out different, backward forms the weight gradient again.
+        recomputes_logits: form no gradient in forward but the logits twice. For schedules that
+            keep several micro batches between forward and backward, each of which would hold a
+            weight gradient [v/tp, h].
+        fuses_main_grad: write the weight gradient into `weight.main_grad` where it exists.
+    Returns:
+        fp32 [s, b], the same bits on all ranks.
+    Communication:
+        an all-gather of two numbers per token and chunk; an all-reduce of the input gradient,
+        in forward (in backward if the logits are recomputed). With `sequence_parallel` an
+        all-gather of the input and a reduce-scatter of its gradient.
+    """
+    group = tensor_parallel_group(tp_group)
+    shard = VocabularyShard.of(weight.shape[0], num_valid, group)
+    is_scattered = sequence_parallel and get_pg_size(group) > 1
+    # Autograd is always off inside forward(): ask here.
+    needs_grad = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
+    return _LinearCrossEntropy.apply(
+        hidden,
+        weight,
+        target,
+        token_weights,
+        shard,
+        float(label_smoothing),
+        is_scattered,
+        needs_grad and not recomputes_logits,
+        fuses_main_grad,
+    )
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        target: Tensor,
+        token_weights: Tensor | None,
+        shard: VocabularyShard,
+        label_smoothing: float,
+        is_scattered: bool,
+        forms_gradients: bool,
+        fuses_main_grad: bool,
+    ) -> Tensor:
+        labels = Labels.locate(target, shard)
+        ctx.head = _Head(weight, shard, label_smoothing)
+        ctx.is_scattered, ctx.fuses_main_grad = is_scattered, fuses_main_grad
+        ctx.token_weights = _fp32_row(token_weights, labels)
+        full = collectives.all_gather(hidden, shard.group) if is_scattered else hidden
+        x = full.reshape(-1, full.shape[-1])
+        needs_hidden, needs_weight = (n and forms_gradients for n in ctx.needs_input_grad[:2])
+        loss, grad_x, grad_weight = _pass_over_chunks(
+            ctx.head, x, labels, ctx.token_weights, None, needs_hidden, needs_weight
+        )
+        if grad_x is not None:
+            grad_x = _sum_over_ranks(grad_x.view(full.shape), shard.group, is_scattered)
+        ctx.grad_x, ctx.grad_weight, ctx.forms_gradients = grad_x, grad_weight, forms_gradients
+        ctx.save_for_backward(hidden, target)
+        return loss.view(target.shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, target = ctx.saved_tensors
+        shard: VocabularyShard = ctx.head.shard
+        needs_hidden, needs_weight = ctx.needs_input_grad[:2]
+        labels = Labels.locate(target, shard)
+        scale = grad.reshape(-1).float().masked_fill(labels.is_ignored, 0.0)  # [t]
+        grad_x, grad_weight, factor = ctx.grad_x, ctx.grad_weight, 1.0
+        ctx.grad_x = ctx.grad_weight = None
+        if grad_weight is not None:
+            common = _common_factor(scale, ctx.token_weights)
+            grad_weight, factor = (None, 1.0) if common is None else (grad_weight, common)
+
+        if grad_x is not None:
+            grad_x = _scale_rows(grad_x, scale, shard.group if ctx.is_scattered else None)
+        forms_x = needs_hidden and grad_x is None
+        forms_weight = needs_weight and grad_weight is None
+        if forms_x or forms_weight:
+            full = collectives.all_gather(hidden, shard.group) if ctx.is_scattered else hidden
+            x = full.reshape(-1, full.shape[-1])
+            _, new_x, new_weight = _pass_over_chunks(
+                ctx.head, x, labels, None, scale, forms_x, forms_weight
+            )
+            if new_x is not None:
+                grad_x = _sum_over_ranks(new_x.view(full.shape), shard.group, ctx.is_scattered)
+            grad_weight = grad_weight if new_weight is None else new_weight
+        if needs_weight:
+            assert grad_weight is not None
+            grad_weight = _deliver(ctx.head.weight, grad_weight, factor, ctx.fuses_main_grad)
+        return grad_x, grad_weight, None, None, None, None, None, None, None
+
+
+def _fp32_row(token_weights: Tensor | None, labels: Labels) -> Tensor | None:
+    """Return the weights as fp32 [t], zero for ignored labels; None if all are one."""
+    if token_weights is not None:
+        return token_weights.reshape(-1).float().masked_fill(labels.is_ignored, 0.0)
+    if labels.is_ignored.is_cpu and not bool(labels.is_ignored.any()):
+        return None
+    return (~labels.is_ignored).float()
+
+
+def _pass_over_chunks(
+    head: _Head,
+    x: Tensor,
+    labels: Labels,
+    token_weights: Tensor | None,
+    scale: Tensor | None,
+    needs_x: bool,
+    needs_weight: bool,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Form losses and gradients, chunk by chunk.
+
+    Args:
+        x: [t, h].
+        token_weights: weights [t] in the weight gradient only; None for ones.
+        scale: gradient [t] of each loss, in both gradients; None for ones.
+    Returns:
+        losses [t]; input gradient [t, h] (partial over the ranks); weight gradient [v/tp, h], in
+        the weight's dtype, or fp32 where chunks of half precision were added.
+    """
+    weight, shard, smoothing = head.weight, head.shard, head.label_smoothing
+    tokens, step = x.shape[0], _chunk_rows(x.shape[0], weight.shape[0], x.element_size())
+    memory = torch.empty((step, weight.shape[0]), dtype=x.dtype, device=x.device)
+    loss = torch.empty(tokens, dtype=torch.float32, device=x.device)
+    grad_x = torch.empty_like(x) if needs_x else None
+    grad_weight: Tensor | None = None
+    for begin in range(0, tokens, step):
+        rows = slice(begin, min(begin + step, tokens))
+        chunk, logits = x[rows], memory[: rows.stop - begin]
+        torch.mm(chunk, weight.t(), out=logits)
+        statistics = softmax_statistics(
+            logits, labels[rows], shard, smoothing, in_place=needs_x or needs_weight
+        )
+        loss[rows] = statistics.loss
+        if not (needs_x or needs_weight):
+            continue
+        part_scale = None if scale is None else scale[rows]
+        gradient = softmax_to_gradient(
+            logits, statistics, labels[rows], shard, smoothing, part_scale
+        )
+        if grad_x is not None:
+            torch.mm(gradient, weight, out=grad_x[rows])
+        if needs_weight:
+            if token_weights is not None:
+                chunk = (chunk * token_weights[rows].unsqueeze(-1)).to(chunk.dtype)
+            grad_weight = _add_product(grad_weight, gradient.t(), chunk, is_last=step >= tokens)
+    return loss, grad_x, grad_weight
+
+
+def _chunk_rows(tokens: int, columns: int, element_size: int) -> int:
+    """Return the rows per chunk: as equal as possible, at most `MAX_CHUNK_BYTES` of logits."""
+    most = max(1, MAX_CHUNK_BYTES // (columns * element_size))
+    num_chunks = max(1, -(-tokens // most))
+    return max(1, -(-tokens // num_chunks))
+
+
+def _add_product(total: Tensor | None, left: Tensor, right: Tensor, *, is_last: bool) -> Tensor:
+    """Add left @ right to `total`: in fp32, unless there is only one product."""
+    if total is None:
+        product = left @ right
+        return product if is_last else product.float()
+    if total.dtype == left.dtype:
+        return total.addmm_(left, right)
+    return total.add_(left @ right)
+
+
+def _sum_over_ranks(grad: Tensor, group: Group, is_scattered: bool) -> Tensor:
+    """Add the partial input gradients [s, b, h] of the ranks; keep own rows if scattered."""
+    if get_pg_size(group) == 1:
+        return grad
+    if is_scattered:
+        return collectives.reduce_scatter(grad, group)
+    return collectives.all_reduce(grad, group)
+
+
+def _scale_rows(grad: Tensor, scale: Tensor, scattered_group: Group) -> Tensor:
+    """Multiply each token's gradient [s, b, h] (or own rows of it) by its scale [t], in place."""
+    if scattered_group is not None:
+        scale = scale.chunk(scattered_group.size())[scattered_group.rank()]
+    rows = grad.view(-1, grad.shape[-1])
+    if rows.dtype == torch.float32:
+        return rows.mul_(scale.unsqueeze(-1)).view(grad.shape)
+    return (rows * scale.unsqueeze(-1)).to(rows.dtype).view(grad.shape)
+
+
+def _common_factor(scale: Tensor, token_weights: Tensor | None) -> float | None:
+    """Return c with scale = c * token_weights up to rounding, or None if there is no such c.
+
+    Reads one number back from the device.
+    """
+    if scale.numel() == 0:
+        return 1.0
+    if token_weights is None:
+        token_weights = torch.ones_like(scale)
+    largest = token_weights.abs().argmax()
+    factor = scale[largest] / token_weights[largest]
+    deviation = (scale - factor * token_weights).abs().max()
+    limit = 4 * torch.finfo(torch.float32).eps * scale.abs().max()
+    factor = torch.where(deviation <= limit, factor, torch.nan)
+    found = float(factor)
+    return None if found != found else found
+
+
+def _deliver(weight: Tensor, grad: Tensor, factor: float, fuses: bool) -> Tensor | None:
+    """Hand factor * grad to the main gradient (and return None), or return it."""
+    if fuses and has_main_grad(weight):
+        accumulate_main_grad(weight, grad, scale=factor)
+        return None
+    return grad.mul_(factor).to(weight.dtype)

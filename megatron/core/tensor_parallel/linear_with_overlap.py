@@ -1,0 +1,246 @@
+"""A linear map with its tensor-parallel communication, overlapped with the weight gradient.
+
+Forward may gather its input (sequence parallelism) or reduce its output (row-parallel layers).
+Backward starts the collective of the input gradient, forms the weight gradient meanwhile, and
+writes weight and bias gradients straight into the main gradients where a data-parallel wrapper
+provides them (see the protocol in `param_meta`).
+
+Shapes: `s` sequence, `b` micro batch, `i`/`o` input/output features of this rank, `t` = s*b.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron.core.errors import ConfigError
+from megatron.core.param_meta import accumulate_main_grad, has_main_grad, main_grad_addmm
+from megatron.core.process_groups_config import Group
+from megatron.core.tensor_parallel import collectives, mappings
+from megatron.core.utils import get_pg_size
+
+
+class InputMode(Enum):
+    """What happens to the input of the linear map."""
+
+    LOCAL = "local"
+    """Nothing, forward or backward: the input is this rank's own (row-parallel layers)."""
+    REPLICATED = "replicated"
+    """All ranks hold the same input; backward all-reduces its gradient."""
+    SEQUENCE_SHARD = "sequence_shard"
+    """Ranks hold rows [s/tp, b, i]; forward gathers them, backward reduce-scatters. The gathered
+    input is not kept: backward gathers it again, behind the input-gradient GEMM."""
+
+
+class OutputMode(Enum):
+    """What happens to the output of the linear map."""
+
+    LOCAL = "local"
+    """Nothing: the output is this rank's own (column-parallel layers)."""
+    ALL_REDUCE = "all_reduce"
+    """Partial sums are added over the ranks."""
+    REDUCE_SCATTER = "reduce_scatter"
+    """Partial sums are added, each rank keeping rows [s/tp, b, o]; backward gathers."""
+
+
+@dataclass(frozen=True)
+class LinearPlan:
+    """Everything about one linear layer that does not change from call to call."""
+
+    group: Group = None
+    """Tensor-parallel group; None is one rank, whose modes do nothing."""
+    input_mode: InputMode = InputMode.LOCAL
+    output_mode: OutputMode = OutputMode.LOCAL
+    fuses_main_grad: bool = True
+    """Write weight and bias gradients into `main_grad` where the parameter has one."""
+    overlaps: bool = True
+    """Hide the input-gradient collective behind the weight-gradient GEMM."""
+
+    @property
+    def communicates(self) -> bool:
+        """Whether any collective happens."""
+        return get_pg_size(self.group) > 1 and (
+            self.input_mode is not InputMode.LOCAL or self.output_mode is not OutputMode.LOCAL
+        )
+
+
+def parallel_linear(x: Tensor, weight: Tensor, bias: Tensor | None, plan: LinearPlan) -> Tensor:
+    """Compute x @ weight.T + bias with the communication of `plan`.
+
+    Args:
+        x: [s, b, i] (or any leading dimensions); [s/tp, b, i] for SEQUENCE_SHARD.
+        weight: [o, i], this rank's shard.
+        bias: [o] or None; added once, after the reduction of the output.
+    Returns:
+        [s, b, o]; [s/tp, b, o] for REDUCE_SCATTER.
+    Communication:
+        as the two modes say, on `plan.group`.
+    """
+    communicates = plan.communicates
+    writes_main_grad = plan.fuses_main_grad and (
+        has_main_grad(weight) or (bias is not None and has_main_grad(bias))
+    )
+    if not communicates and not (writes_main_grad and torch.is_grad_enabled()):
+        # Nothing to do beyond torch's own: its C++ autograd is as fast as it gets.
+        return F.linear(x, weight, bias)
+    if torch.is_autocast_enabled(x.device.type):
+        return _composed_linear(x, weight, bias, plan)
+    return _ParallelLinear.apply(x, weight, bias, plan, communicates)
+
+
+def _composed_linear(x: Tensor, weight: Tensor, bias: Tensor | None, plan: LinearPlan) -> Tensor:
+    """The same from separate operations: autocast then finds a linear map that it knows."""
+    if plan.input_mode is InputMode.REPLICATED:
+        x = mappings.copy_to_tensor_model_parallel_region(x, plan.group)
+    elif plan.input_mode is InputMode.SEQUENCE_SHARD:
+        x = mappings.gather_from_sequence_parallel_region(x, group=plan.group)
+    if plan.output_mode is OutputMode.LOCAL:
+        return F.linear(x, weight, bias)
+    out = F.linear(x, weight)
+    if plan.output_mode is OutputMode.ALL_REDUCE:
+        out = mappings.reduce_from_tensor_model_parallel_region(out, plan.group)
+    else:
+        out = mappings.reduce_scatter_to_sequence_parallel_region(out, plan.group)
+    return out if bias is None else out + bias
+
+
+class _ParallelLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        plan: LinearPlan,
+        communicates: bool,
+    ) -> Tensor:
+        ctx.plan, ctx.communicates = plan, communicates
+        # The main gradients hang on the parameter objects, which saved-tensor hooks (activation
+        # recompute, offload) would replace; the tensors for arithmetic are saved as usual.
+        ctx.weight, ctx.bias = weight, bias
+        ctx.save_for_backward(x, weight)
+
+        input_mode = plan.input_mode if communicates else InputMode.LOCAL
+        output_mode = plan.output_mode if communicates else OutputMode.LOCAL
+        if input_mode is InputMode.SEQUENCE_SHARD:
+            x = collectives.all_gather(x, plan.group)
+        if output_mode is OutputMode.LOCAL:
+            return F.linear(x, weight, bias)
+        out = F.linear(x, weight).contiguous()
+        if output_mode is OutputMode.ALL_REDUCE:
+            out = collectives.all_reduce(out, plan.group)
+        else:
+            out = collectives.reduce_scatter(out, plan.group)
+        return out if bias is None else out.add_(bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        plan: LinearPlan = ctx.plan
+        x, weight = ctx.saved_tensors
+        needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        input_mode = plan.input_mode if ctx.communicates else InputMode.LOCAL
+        bias_rows = grad.reshape(-1, grad.shape[-1])
+        if ctx.communicates and plan.output_mode is OutputMode.REDUCE_SCATTER:
+            grad = collectives.all_gather(grad, plan.group)
+        grad_rows = grad.reshape(-1, grad.shape[-1])  # [t, o]
+
+        gathering = None
+        if needs_weight and input_mode is InputMode.SEQUENCE_SHARD:
+            gathering = collectives.start_all_gather(x, plan.group)
+
+        grad_x, reducing = None, None
+        if needs_input:
+            grad_x = (grad_rows @ weight).view(*grad.shape[:-1], weight.shape[1])
+            if input_mode is InputMode.REPLICATED:
+                reducing = collectives.start_all_reduce(grad_x, plan.group)
+            elif input_mode is InputMode.SEQUENCE_SHARD:
+                reducing = collectives.start_reduce_scatter(grad_x, plan.group)
+            if reducing is not None and not plan.overlaps:
+                grad_x, reducing = reducing.wait(), None
+
+        grad_weight = grad_bias = None
+        if needs_weight:
+            if gathering is not None:
+                x = gathering.wait()
+            grad_weight = _weight_gradient(ctx.weight, grad_rows, x, plan)
+        if needs_bias:
+            # Under a scattered output each rank sees its own rows: the sum is partial over the
+            # group, and the parameter's `grad_sum_axes` says so.
+            grad_bias = _bias_gradient(ctx.bias, bias_rows, plan)
+        if reducing is not None:
+            grad_x = reducing.wait()
+        return grad_x, grad_weight, grad_bias, None, None
+
+
+def _weight_gradient(weight: Tensor, grad: Tensor, x: Tensor, plan: LinearPlan) -> Tensor | None:
+    """Form grad.T @ x [o, i] in the main gradient (and return None), or as a new tensor."""
+    rows = x.reshape(-1, x.shape[-1])
+    if plan.fuses_main_grad and has_main_grad(weight):
+        main_grad_addmm(weight, grad.t(), rows)
+        return None
+    return grad.t() @ rows
+
+
+def _bias_gradient(bias: Tensor, grad: Tensor, plan: LinearPlan) -> Tensor | None:
+    """Sum the rows of grad [t, o] into the main gradient (and return None), or a new tensor."""
+    total = grad.sum(0)
+    if plan.fuses_main_grad and has_main_grad(bias):
+        accumulate_main_grad(bias, total)
+        return None
+    return total
+
+
+def linear_with_grad_accumulation_and_async_allreduce(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    gradient_accumulation_fusion: bool,
+    allreduce_dgrad: bool,
+    sequence_parallel: bool,
+    grad_output_buffer: list[Tensor] | None = None,
+    wgrad_deferral_limit: int | None = 0,
+    async_grad_allreduce: bool | None = None,
+    tp_group: Group = None,
+) -> Tensor:
+    """Compute a column-parallel linear map; Megatron's name and arguments for `parallel_linear`.
+
+    Args:
+        input: [s, b, i], or [s/tp, b, i] with `sequence_parallel`.
+        weight: [o/tp, i]; it may be frozen.
+        gradient_accumulation_fusion: write into `weight.main_grad` where it exists.
+        allreduce_dgrad: sum the input gradient over the group (excludes `sequence_parallel`).
+        sequence_parallel: gather the input, reduce-scatter its gradient.
+        grad_output_buffer: deferred weight gradients are not supported; must be None.
+        async_grad_allreduce: old name of `allreduce_dgrad`, which it overrides if given.
+        tp_group: None is the tensor-parallel group of the current collection.
+    Returns:
+        [s, b, o/tp].
+    """
+    if grad_output_buffer is not None:
+        raise deferral_is_not_supported()
+    if async_grad_allreduce is not None:
+        allreduce_dgrad = async_grad_allreduce
+    assert not (allreduce_dgrad and sequence_parallel), "a reduce-scatter already sums"
+    mode = InputMode.LOCAL
+    if sequence_parallel:
+        mode = InputMode.SEQUENCE_SHARD
+    elif allreduce_dgrad:
+        mode = InputMode.REPLICATED
+    group = mappings.tensor_parallel_group(tp_group)
+    plan = LinearPlan(group, input_mode=mode, fuses_main_grad=gradient_accumulation_fusion)
+    return parallel_linear(input, weight, bias, plan)
+
+
+def deferral_is_not_supported() -> ConfigError:
+    """Return the error for callers that pass a buffer of deferred gradients."""
+    return ConfigError(
+        "a buffer for deferred weight gradients was passed to a linear layer.",
+        rule="weight gradients are formed in the backward pass of their layer",
+        flags=["--defer-embedding-wgrad-compute"],
+        fix="drop --defer-embedding-wgrad-compute",
+    )

@@ -1,0 +1,323 @@
+"""Conjugate pairs: what a collective does forward, its transpose does backward.
+
+Tensor parallelism (Megatron-LM, section 3, arXiv 1909.08053) needs the pair copy/reduce around
+each block; sequence parallelism (Reducing Activation Recomputation, section 4.2.2, arXiv
+2205.05198) replaces it with gather/reduce-scatter along the sequence.
+
+Everywhere: `group=None` is the tensor-parallel group of the current collection, and a group of
+size 1 returns the input itself.
+
+Shapes: `s` sequence, `b` micro batch, `h` hidden; a slash divides by the size of the group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.core.process_groups_config import Group, ProcessGroupCollection
+from megatron.core.tensor_parallel import collectives
+from megatron.core.utils import divide, get_pg_size
+
+Sizes = Sequence[int] | None
+
+
+def tensor_parallel_group(group: Group = None) -> Group:
+    """Return `group`, or the tensor-parallel group of the current collection."""
+    return ProcessGroupCollection.current().tp if group is None else group
+
+
+# Without autograd ---------------------------------------------------------------------------
+
+
+def _own_piece(x: Tensor, dim: int, group: Group) -> Tensor:
+    """Cut this rank's equal piece out of `dim`, contiguous."""
+    length = divide(x.shape[dim], group.size())
+    return x.narrow(dim, group.rank() * length, length).contiguous()
+
+
+def _gather_last_dim(x: Tensor, group: Group) -> Tensor:
+    """Collect [..., h/tp] to [..., h]."""
+    size = group.size()
+    gathered = collectives.all_gather(x.contiguous().view(1, *x.shape), group)  # [tp, ..., h/tp]
+    return gathered.movedim(0, -2).reshape(*x.shape[:-1], size * x.shape[-1])
+
+
+def _reduce_scatter_last_dim(x: Tensor, group: Group) -> Tensor:
+    """Sum [..., h] over the group, each rank keeping its [..., h/tp]."""
+    size = group.size()
+    pieces = x.view(*x.shape[:-1], size, divide(x.shape[-1], size)).movedim(-2, 0)
+    return collectives.reduce_scatter(pieces, group).squeeze(0)
+
+
+# Autograd pairs -----------------------------------------------------------------------------
+
+
+class _Copy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        # A gradient may be shared with another branch of the graph: sum a copy.
+        return collectives.all_reduce(grad.clone(memory_format=_CONTIGUOUS), ctx.group), None
+
+
+class _Reduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        return collectives.all_reduce(x.clone(memory_format=_CONTIGUOUS), group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+class _ScatterLastDim(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return _own_piece(x, x.dim() - 1, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _gather_last_dim(grad, ctx.group), None
+
+
+class _GatherLastDim(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return _gather_last_dim(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _own_piece(grad, grad.dim() - 1, ctx.group), None
+
+
+class _SumGatherLastDim(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return _gather_last_dim(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _reduce_scatter_last_dim(grad.contiguous(), ctx.group), None
+
+
+class _ReduceScatterLastDim(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return _reduce_scatter_last_dim(x.contiguous(), group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _gather_last_dim(grad, ctx.group), None
+
+
+class _ScatterSequence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return _own_piece(x, 0, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return collectives.all_gather(grad, ctx.group), None
+
+
+class _GatherSequence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group, is_grad_partial: bool, sizes: Sizes) -> Tensor:
+        ctx.group, ctx.is_grad_partial, ctx.sizes = group, is_grad_partial, sizes
+        return collectives.all_gather(x, group, sizes)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.is_grad_partial:
+            return collectives.reduce_scatter(grad, ctx.group, ctx.sizes), None, None, None
+        if ctx.sizes is None:
+            return _own_piece(grad, 0, ctx.group), None, None, None
+        piece = grad.split(list(ctx.sizes))[ctx.group.rank()]
+        return piece.contiguous(), None, None, None
+
+
+class _ReduceScatterSequence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group, sizes: Sizes) -> Tensor:
+        ctx.group, ctx.sizes = group, sizes
+        return collectives.reduce_scatter(x, group, sizes)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return collectives.all_gather(grad, ctx.group, ctx.sizes), None, None
+
+
+class _AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, group: Group, output_sizes: Sizes, input_sizes: Sizes
+    ) -> Tensor:
+        ctx.group, ctx.output_sizes, ctx.input_sizes = group, output_sizes, input_sizes
+        return collectives.all_to_all(x, group, output_sizes, input_sizes)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        back = collectives.all_to_all(grad, ctx.group, ctx.input_sizes, ctx.output_sizes)
+        return back, None, None, None
+
+
+_CONTIGUOUS = torch.contiguous_format
+
+
+# Public names -------------------------------------------------------------------------------
+
+
+def copy_to_tensor_model_parallel_region(input_: Tensor, group: Group = None) -> Tensor:
+    """Enter a tensor-parallel block: forward the input itself, backward all-reduce.
+
+    Args:
+        input_: [...], equal on all ranks.
+    """
+    group = tensor_parallel_group(group)
+    return input_ if get_pg_size(group) == 1 else _Copy.apply(input_, group)
+
+
+def reduce_from_tensor_model_parallel_region(input_: Tensor, group: Group = None) -> Tensor:
+    """Leave a tensor-parallel block: forward all-reduce of partial sums, backward identity."""
+    group = tensor_parallel_group(group)
+    return input_ if get_pg_size(group) == 1 else _Reduce.apply(input_, group)
+
+
+def scatter_to_tensor_model_parallel_region(input_: Tensor, group: Group = None) -> Tensor:
+    """Keep this rank's part of the last dimension: [..., h] -> [..., h/tp]; backward gathers."""
+    group = tensor_parallel_group(group)
+    return input_ if get_pg_size(group) == 1 else _ScatterLastDim.apply(input_, group)
+
+
+def gather_from_tensor_model_parallel_region(input_: Tensor, group: Group = None) -> Tensor:
+    """Collect the last dimension: [..., h/tp] -> [..., h]; backward keeps this rank's part.
+
+    For results that all ranks then use in the same way; where each rank goes its own way, use
+    `all_gather_last_dim_from_tensor_parallel_region`.
+    """
+    group = tensor_parallel_group(group)
+    return input_ if get_pg_size(group) == 1 else _GatherLastDim.apply(input_, group)
+
+
+def scatter_to_sequence_parallel_region(input_: Tensor, group: Group = None) -> Tensor:
+    """Keep this rank's rows: [s, ...] -> [s/tp, ...]; backward gathers them."""
+    group = tensor_parallel_group(group)
+    return input_ if get_pg_size(group) == 1 else _ScatterSequence.apply(input_, group)
+
+
+def gather_from_sequence_parallel_region(
+    input_: Tensor,
+    tensor_parallel_output_grad: bool = True,
+    group: Group = None,
+    output_split_sizes: Sizes = None,
+    use_global_buffer: bool = False,
+) -> Tensor:
+    """Collect the rows of all ranks: [s/tp, ...] -> [s, ...].
+
+    Args:
+        tensor_parallel_output_grad: True where a tensor-parallel computation follows, whose
+            gradients are partial sums: backward reduce-scatters. False where all ranks follow
+            the same path: backward keeps this rank's rows.
+        output_split_sizes: rows of each rank, if unequal.
+        use_global_buffer: accepted for compatibility; torch's allocator recycles the memory.
+    """
+    group = tensor_parallel_group(group)
+    if get_pg_size(group) == 1:
+        return input_
+    return _GatherSequence.apply(input_, group, tensor_parallel_output_grad, output_split_sizes)
+
+
+def reduce_scatter_to_sequence_parallel_region(
+    input_: Tensor,
+    group: Group = None,
+    input_split_sizes: Sizes = None,
+    use_global_buffer: bool = False,
+) -> Tensor:
+    """Sum partial results and keep this rank's rows: [s, ...] -> [s/tp, ...]; backward gathers."""
+    group = tensor_parallel_group(group)
+    if get_pg_size(group) == 1:
+        return input_
+    return _ReduceScatterSequence.apply(input_, group, input_split_sizes)
+
+
+def all_gather_last_dim_from_tensor_parallel_region(input_: Tensor, group: Group = None) -> Tensor:
+    """Collect the last dimension: [..., h/tp] -> [..., h]; backward reduce-scatters it."""
+    group = tensor_parallel_group(group)
+    return input_ if get_pg_size(group) == 1 else _SumGatherLastDim.apply(input_, group)
+
+
+def reduce_scatter_last_dim_to_tensor_parallel_region(
+    input_: Tensor, group: Group = None
+) -> Tensor:
+    """Sum over ranks and keep this rank's part: [..., h] -> [..., h/tp]; backward gathers."""
+    group = tensor_parallel_group(group)
+    return input_ if get_pg_size(group) == 1 else _ReduceScatterLastDim.apply(input_, group)
+
+
+def all_to_all(
+    group: Group,
+    input_: Tensor,
+    output_split_sizes_: Sizes = None,
+    input_split_sizes: Sizes = None,
+) -> Tensor:
+    """Send rows to every rank and receive rows from every rank; backward sends them back.
+
+    Args:
+        output_split_sizes_, input_split_sizes: rows received from and sent to each rank; None
+            for equal pieces.
+    """
+    if get_pg_size(group) == 1:
+        return input_
+    return _AllToAll.apply(input_, group, output_split_sizes_, input_split_sizes)
+
+
+def all_to_all_sp2hp(input_: Tensor, group: Group = None) -> Tensor:
+    """Trade split tokens for a split hidden dimension: [t/tp, ..., h] -> [t, h/tp]."""
+    group = tensor_parallel_group(group)
+    size = get_pg_size(group)
+    if size == 1:
+        return input_
+    tokens = input_.reshape(-1, input_.shape[-1])
+    pieces = tokens.view(tokens.shape[0], size, -1).transpose(0, 1)  # [tp, t/tp, h/tp]
+    return all_to_all(group, pieces.reshape(-1, pieces.shape[-1]))
+
+
+def all_to_all_hp2sp(input_: Tensor, group: Group = None) -> Tensor:
+    """Trade a split hidden dimension for split tokens: [t, ..., h/tp] -> [t/tp, h]."""
+    group = tensor_parallel_group(group)
+    size = get_pg_size(group)
+    if size == 1:
+        return input_
+    tokens = input_.reshape(-1, input_.shape[-1])
+    pieces = all_to_all(group, tokens).view(size, -1, tokens.shape[-1])  # [tp, t/tp, h/tp]
+    return pieces.transpose(0, 1).reshape(pieces.shape[1], -1)
+
+
+__all__ = [
+    "all_gather_last_dim_from_tensor_parallel_region",
+    "all_to_all",
+    "all_to_all_hp2sp",
+    "all_to_all_sp2hp",
+    "copy_to_tensor_model_parallel_region",
+    "gather_from_sequence_parallel_region",
+    "gather_from_tensor_model_parallel_region",
+    "reduce_from_tensor_model_parallel_region",
+    "reduce_scatter_last_dim_to_tensor_parallel_region",
+    "reduce_scatter_to_sequence_parallel_region",
+    "scatter_to_sequence_parallel_region",
+    "scatter_to_tensor_model_parallel_region",
+    "tensor_parallel_group",
+]

@@ -1,0 +1,149 @@
+"""What parallel layers have in common: their group, their shards, the facts on them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron.core.device import current_device
+from megatron.core.initialization import initialization_is_deferred
+from megatron.core.model_parallel_config import ModelParallelConfig
+from megatron.core.param_meta import (
+    ParamMeta,
+    full_shape,
+    get_param_meta,
+    set_param_meta,
+    shard_of,
+)
+from megatron.core.process_groups_config import Group, ProcessGroupCollection
+from megatron.core.utils import get_pg_rank, get_pg_size
+
+
+class ParallelLayer(nn.Module):
+    """Base of layers whose parameters are split over a tensor-parallel group.
+
+    Attributes:
+        tp_group: the group; None is one rank.
+        is_expert: the layer belongs to a routed expert and is split over the expert grid.
+    """
+
+    def __init__(
+        self,
+        config: ModelParallelConfig,
+        *,
+        tp_group: Group = None,
+        pg_collection: ProcessGroupCollection | None = None,
+        is_expert: bool = False,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.is_expert = is_expert
+        collection = ProcessGroupCollection.current() if pg_collection is None else pg_collection
+        if tp_group is None:
+            tp_group = collection.expt_tp if is_expert else collection.tp
+        self.tp_group = tp_group
+        # Code written for Megatron expects every linear layer to own this (empty) entry.
+        self.register_load_state_dict_pre_hook(_tolerate_missing_extra_state)
+
+    @property
+    def tp_rank(self) -> int:
+        """Position in the tensor-parallel group."""
+        return get_pg_rank(self.tp_group)
+
+    @property
+    def tp_size(self) -> int:
+        """Number of ranks that the layer is split over."""
+        return get_pg_size(self.tp_group)
+
+    @property
+    def split_axis(self) -> str:
+        """Name of the axis that `ParamMeta` uses for the split."""
+        return "expt_tp" if self.is_expert else "tp"
+
+    def new_parameter(
+        self,
+        *shape: int,
+        init_method: Callable[[Tensor], object] | None,
+        split_dim: int | None,
+        stride: int = 1,
+        grad_sum_axes: tuple[str, ...] = (),
+        is_embedding_or_output: bool = False,
+    ) -> nn.Parameter:
+        """Allocate this rank's shard, attach its facts and fill it (unless that is deferred).
+
+        Args:
+            shape: local shape.
+            init_method: fills the *full* tensor; None leaves zeros. All ranks of the group must
+                hold the same state of the default generator: each draws the full tensor and
+                keeps its shard.
+        """
+        device = torch.device("cpu") if self.config.use_cpu_initialization else current_device()
+        parameter = nn.Parameter(torch.empty(shape, dtype=self.config.params_dtype, device=device))
+        meta = ParamMeta(
+            split_dim=split_dim,
+            split_axis=None if split_dim is None else self.split_axis,
+            stride=stride,
+            init_method=init_method,
+            grad_sum_axes=grad_sum_axes,
+            is_expert=self.is_expert,
+            is_embedding_or_output=is_embedding_or_output,
+        )
+        set_param_meta(parameter, meta)
+        if init_method is None:
+            nn.init.zeros_(parameter)
+        elif self.config.perform_initialization and not initialization_is_deferred():
+            self._fill(parameter, meta)
+        return parameter
+
+    @torch.no_grad()
+    def _fill(self, parameter: nn.Parameter, meta: ParamMeta) -> None:
+        assert meta.init_method is not None
+        shape = full_shape(parameter.shape, meta, self.tp_size)
+        full = torch.empty(shape, dtype=torch.float32, device=parameter.device)
+        meta.init_method(full)
+        parameter.copy_(shard_of(full, meta, self.tp_rank, self.tp_size))
+
+    def get_extra_state(self) -> None:
+        """Nothing: the entry exists because checkpoints of other backends have one."""
+
+    def set_extra_state(self, state: Any) -> None:
+        """Accept and ignore what another backend kept (scaling factors of low precisions)."""
+
+
+def _tolerate_missing_extra_state(
+    module: nn.Module, state_dict: dict[str, Any], prefix: str, *args: Any
+) -> None:
+    state_dict.setdefault(f"{prefix}_extra_state", None)
+
+
+# Megatron's names for reading and writing these facts ----------------------------------------
+
+
+def set_tensor_model_parallel_attributes(
+    tensor: Tensor, is_parallel: bool, dim: int, stride: int
+) -> None:
+    """Say that `tensor` is a shard along `dim` (in `stride` blocks), or that it is whole."""
+    meta = ParamMeta(split_dim=dim, split_axis="tp", stride=stride) if is_parallel else ParamMeta()
+    set_param_meta(tensor, meta)
+
+
+def set_defaults_if_not_set_tensor_model_parallel_attributes(tensor: Tensor) -> None:
+    """Write out the facts of a tensor that may have none."""
+    set_param_meta(tensor, get_param_meta(tensor))
+
+
+def copy_tensor_model_parallel_attributes(
+    destination_tensor: Tensor, source_tensor: Tensor
+) -> None:
+    """Give `destination_tensor` the facts of `source_tensor`."""
+    set_param_meta(destination_tensor, get_param_meta(source_tensor))
+
+
+def param_is_not_tensor_parallel_duplicate(param: Tensor, tp_group: Group = None) -> bool:
+    """Return whether this rank is the one that counts `param` (in a norm, for example)."""
+    if get_param_meta(param).split_dim is not None:
+        return True
+    return get_pg_rank(ProcessGroupCollection.current().tp if tp_group is None else tp_group) == 0

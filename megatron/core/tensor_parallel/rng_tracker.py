@@ -1,0 +1,186 @@
+"""Named streams of torch's default generator, on whatever device this process computes.
+
+Shapes: none; states are the opaque byte tensors of torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from megatron.core.device import current_device
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.rng import rng_state
+from megatron.core.utils import get_pg_rank
+
+_MODEL_PARALLEL = "model-parallel-rng"
+_EXPERT_PARALLEL = "expert-parallel-rng"
+_DATA_PARALLEL = "data-parallel-rng"
+
+MODEL_PARALLEL_SEED_OFFSET = 2718
+EXPERT_PARALLEL_SEED_OFFSET = 1024
+
+
+def default_generator_state() -> Tensor:
+    """Return the state of the default generator of the current device."""
+    device = current_device()
+    if device.type == "cpu":
+        return torch.get_rng_state()
+    return torch.get_device_module(device.type).get_rng_state(device)
+
+
+def set_default_generator_state(state: Tensor) -> None:
+    """Set the state of the default generator of the current device."""
+    device = current_device()
+    if device.type == "cpu":
+        torch.set_rng_state(state)
+    else:
+        torch.get_device_module(device.type).set_rng_state(state, device)
+
+
+def _seed_default_generator(seed: int) -> None:
+    device = current_device()
+    if device.type == "cpu":
+        torch.default_generator.manual_seed(seed)
+    else:
+        torch.get_device_module(device.type).manual_seed(seed)
+
+
+class CudaRNGStatesTracker:
+    """Generator states by name; `fork(name)` makes one of them the default for a while.
+
+    The name is Megatron's; the states are those of the current device, a GPU or the CPU.
+    """
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def is_initialized(self) -> bool:
+        """Return whether any stream was added or set."""
+        return self._is_initialized
+
+    def reset(self) -> None:
+        """Forget all streams."""
+        self.states_: dict[str, Tensor] = {}
+        self.seeds_: set[int] = set()
+        self._is_initialized = False
+
+    def get_states(self) -> dict[str, Tensor]:
+        """Return the states by name; they are never changed in place, so no copies are made."""
+        return dict(self.states_)
+
+    def set_states(self, states: dict[str, Tensor]) -> None:
+        """Replace all states."""
+        self._is_initialized = True
+        self.states_ = dict(states)
+
+    def add(self, name: str, seed: int) -> None:
+        """Start a stream. Two streams with one seed would repeat each other: refused."""
+        self._is_initialized = True
+        assert seed not in self.seeds_, f"seed {seed} is used by another stream already"
+        assert name not in self.states_, f"stream {name!r} exists already"
+        self.seeds_.add(seed)
+        outer = default_generator_state()
+        _seed_default_generator(seed)
+        self.states_[name] = default_generator_state()
+        set_default_generator_state(outer)
+
+    @contextmanager
+    def fork(self, name: str = _MODEL_PARALLEL) -> Iterator[None]:
+        """Draw from stream `name` inside; the default generator goes on unchanged afterwards."""
+        assert name in self.states_, f"no stream {name!r}; there are {sorted(self.states_)}"
+        outer = default_generator_state()
+        set_default_generator_state(self.states_[name])
+        try:
+            yield
+        finally:
+            self.states_[name] = default_generator_state()
+            set_default_generator_state(outer)
+
+
+_TRACKER = CudaRNGStatesTracker()
+
+
+def initialize_rng_tracker(
+    use_te_rng_tracker: bool = False,
+    inference_rng_tracker: bool = False,
+    use_cudagraphable_rng: bool = False,
+    force_reset: bool = False,
+) -> None:
+    """Prepare the process' tracker. There is one kind, which serves all the switches.
+
+    Args:
+        force_reset: forget the streams that exist.
+    """
+    if force_reset:
+        _TRACKER.reset()
+
+
+def get_cuda_rng_tracker(
+    use_te_rng_tracker: bool = False,
+    inference_rng_tracker: bool = False,
+    use_cudagraphable_rng: bool = False,
+) -> CudaRNGStatesTracker:
+    """Return the tracker of this process."""
+    return _TRACKER
+
+
+def get_data_parallel_rng_tracker_name() -> str:
+    """Name of the stream that is the same on all model-parallel ranks."""
+    return _DATA_PARALLEL
+
+
+def get_expert_parallel_rng_tracker_name() -> str:
+    """Name of the stream that differs between expert-parallel ranks."""
+    return _EXPERT_PARALLEL
+
+
+def get_all_rng_states() -> dict[str, Tensor]:
+    """Return the states of all streams of the tracker."""
+    return _TRACKER.get_states()
+
+
+def model_parallel_cuda_manual_seed(
+    seed: int,
+    te_rng_tracker: bool = False,
+    inference_rng_tracker: bool = False,
+    use_cudagraphable_rng: bool = False,
+    tp_rank: int | None = None,
+    ep_rank: int | None = None,
+    etp_rank: int | None = None,
+    gtp_remat_rank: int | None = None,
+    egtp_remat_rank: int | None = None,
+    force_reset_rng: bool = False,
+    gtp_remat_world_size: int | None = None,
+    egtp_remat_world_size: int | None = None,
+) -> None:
+    """Seed every source of randomness of this rank.
+
+    The keyed draws of the framework get `seed`, the same everywhere; so does the default
+    generator, and with it the eager initialisation of weights. The tracker gets three streams:
+    "data-parallel-rng" equal on all ranks, "model-parallel-rng" by tensor-parallel rank, and
+    "expert-parallel-rng" by expert-parallel and expert-tensor-parallel rank.
+
+    Args:
+        tp_rank, ep_rank, etp_rank: None takes them from the current collection.
+        gtp_remat_rank, egtp_remat_rank, gtp_remat_world_size, egtp_remat_world_size: accepted for
+            compatibility; that axis does not exist here.
+    """
+    collection = ProcessGroupCollection.current()
+    tp_rank = get_pg_rank(collection.tp) if tp_rank is None else tp_rank
+    ep_rank = get_pg_rank(collection.ep) if ep_rank is None else ep_rank
+    etp_rank = get_pg_rank(collection.expt_tp) if etp_rank is None else etp_rank
+
+    rng_state().set_seed(seed)
+    initialize_rng_tracker(force_reset=True)
+    _seed_default_generator(seed)
+    model_parallel_seed = seed + MODEL_PARALLEL_SEED_OFFSET
+    _TRACKER.add(_DATA_PARALLEL, seed)
+    _TRACKER.add(_MODEL_PARALLEL, model_parallel_seed + tp_rank)
+    _TRACKER.add(
+        _EXPERT_PARALLEL,
+        model_parallel_seed + EXPERT_PARALLEL_SEED_OFFSET + 100 * ep_rank + etp_rank,
+    )

@@ -1,0 +1,268 @@
+"""Softmax over a split vocabulary, row block by row block.
+
+The passes over logits are bound by memory, so each block of rows is small enough to stay in the
+cache (on an accelerator: large enough to fill it) and arithmetic is fp32 whatever the dtype of
+the logits. Each rank forms the softmax of its own columns; what the ranks must share is two or
+three numbers a row, exchanged in one all-gather and merged in rank order, so that all of them
+hold the same bits. (The merge is the online softmax of Milakov and Gimelshein, arXiv 1805.02867,
+section 3.)
+
+Shapes: `t` tokens, `v` vocabulary; a slash divides by the size of the group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron.core.process_groups_config import Group
+from megatron.core.tensor_parallel import collectives
+from megatron.core.tensor_parallel.token_ids import check_token_ids
+from megatron.core.utils import get_pg_rank, get_pg_size
+
+IGNORED_LABEL = -100
+"""A label that takes no part in the loss: its loss and its gradient are zero."""
+
+CPU_BLOCK_BYTES = 2 * 2**20
+"""Fp32 bytes of a block of rows: what a core's cache holds."""
+DEVICE_BLOCK_BYTES = 256 * 2**20
+
+
+@dataclass(frozen=True)
+class VocabularyShard:
+    """The columns of the logits that this rank holds."""
+
+    first_id: int
+    num_local: int
+    """Columns here, padding included."""
+    num_local_valid: int
+    """Columns here that are real ids; they come first."""
+    num_valid: int
+    """Real ids of the whole vocabulary."""
+    group: Group
+
+    @staticmethod
+    def of(num_local: int, num_valid: int | None, group: Group) -> VocabularyShard:
+        """Return the shard of this rank: equal, consecutive pieces in rank order."""
+        total = num_local * get_pg_size(group)
+        num_valid = total if num_valid is None else num_valid
+        first = get_pg_rank(group) * num_local
+        return VocabularyShard(
+            first, num_local, max(0, min(num_local, num_valid - first)), num_valid, group
+        )
+
+
+@dataclass(frozen=True)
+class Labels:
+    """Labels of t tokens, seen from one shard of the vocabulary."""
+
+    columns: Tensor
+    """[t, 1] local column of the label; 0 where it belongs to another rank."""
+    is_here: Tensor
+    """[t, 1] whether the label's column is on this rank."""
+    is_ignored: Tensor
+    """[t] whether the token takes no part in the loss."""
+
+    @staticmethod
+    def locate(target: Tensor, shard: VocabularyShard) -> Labels:
+        """Check labels of any shape and find their columns.
+
+        Raises:
+            DataError: a label that is neither a real id nor `IGNORED_LABEL`.
+        """
+        check_token_ids(target, shard.num_valid, what="label", ignored=IGNORED_LABEL)
+        columns = target.reshape(-1, 1) - shard.first_id
+        is_here = (columns >= 0) & (columns < shard.num_local_valid)
+        return Labels(
+            columns.masked_fill(~is_here, 0), is_here, (target == IGNORED_LABEL).reshape(-1)
+        )
+
+    def __getitem__(self, rows: slice) -> Labels:
+        """Return the labels of some of the tokens."""
+        return Labels(self.columns[rows], self.is_here[rows], self.is_ignored[rows])
+
+
+@dataclass(frozen=True)
+class RowStatistics:
+    """What forward leaves for backward, fp32 [t] each."""
+
+    loss: Tensor
+    label_probability: Tensor
+    """Probability of the label: the gradient there is p - 1, which would cancel in bf16."""
+    local_share: Tensor
+    """Probability mass of this rank's columns: global softmax = local softmax * share."""
+
+
+def row_blocks(rows: int, columns: int, device: torch.device) -> Iterator[slice]:
+    """Cut `rows` into blocks of about the size of the cache."""
+    budget = CPU_BLOCK_BYTES if device.type == "cpu" else DEVICE_BLOCK_BYTES
+    step = max(1, budget // (4 * max(columns, 1)))
+    for begin in range(0, rows, step):
+        yield slice(begin, min(begin + step, rows))
+
+
+def fp32_scratch(rows: int, columns: int, device: torch.device) -> Tensor:
+    """Return memory for one block of `row_blocks`."""
+    first = next(row_blocks(rows, columns, device), slice(0, 0))
+    return torch.empty((first.stop, columns), dtype=torch.float32, device=device)
+
+
+def local_softmax(logits: Tensor, out: Tensor) -> Tensor:
+    """Write the softmax over the local columns to `out` and return the logarithm of its sum.
+
+    Args:
+        logits: [r, c] of any float dtype; may be `out` itself.
+        out: [r, c] fp32, contiguous.
+    Returns:
+        [r] log of the sum of exponentials.
+    """
+    if logits.dtype != out.dtype:
+        logits = out.copy_(logits)
+    highest = logits.amax(-1)
+    if out.is_cpu:
+        # One vectorised kernel of three passes; it reads an element before it writes there, so
+        # input and output may be the same memory.
+        torch.softmax(logits, -1, out=out)
+        # The largest probability is 1/sum exactly, and never underflows.
+        return highest - out.amax(-1).log_()
+    torch.sub(logits, highest.unsqueeze(-1), out=out)
+    total = out.exp_().sum(-1, keepdim=True)
+    out.div_(total)
+    return highest + total.squeeze(-1).log_()
+
+
+def softmax_statistics(
+    logits: Tensor,
+    labels: Labels,
+    shard: VocabularyShard,
+    label_smoothing: float,
+    *,
+    in_place: bool,
+) -> RowStatistics:
+    """Compute the loss of each row, and what its gradient needs.
+
+    Args:
+        logits: [t, v/tp], contiguous. With `in_place` they are replaced by the softmax over the
+            local columns (padding: zeros), rounded to their dtype.
+    Communication:
+        one all-gather of two or three numbers per row on the shard's group.
+    """
+    rows, valid = logits.shape[0], shard.num_local_valid
+    device = logits.device
+    label_logit = logits.gather(1, labels.columns).float().masked_fill_(~labels.is_here, 0.0)
+    local = [torch.empty(rows, dtype=torch.float32, device=device), label_logit.squeeze(1)]
+    if label_smoothing > 0.0:
+        local.append(torch.empty_like(local[0]))
+    if valid == 0:
+        local[0].fill_(-torch.inf)
+        for sums in local[2:]:
+            sums.zero_()
+        if in_place:
+            logits.zero_()
+    else:
+        writes_here = in_place and logits.dtype == torch.float32 and valid == shard.num_local
+        scratch = None if writes_here else fp32_scratch(rows, valid, device)
+        for block in row_blocks(rows, valid, device):
+            source = logits[block, :valid]
+            out = source if scratch is None else scratch[: block.stop - block.start]
+            if label_smoothing > 0.0:
+                local[2][block] = source.sum(-1, dtype=torch.float32)
+            local[0][block] = local_softmax(source, out)
+            if in_place and scratch is not None:
+                source.copy_(out)
+        if in_place and valid < shard.num_local:
+            logits[:, valid:].zero_()
+    return _merge(local, labels, shard, label_smoothing)
+
+
+def _merge(
+    local: list[Tensor], labels: Labels, shard: VocabularyShard, label_smoothing: float
+) -> RowStatistics:
+    """Combine the statistics of the ranks: log-sum-exp, label logit and sum of logits."""
+    log_sum, label_logit = local[0], local[1]
+    sum_logits = local[2] if label_smoothing > 0.0 else None
+    if get_pg_size(shard.group) > 1:
+        shared = collectives.all_gather(torch.stack(local).unsqueeze(0), shard.group)
+        log_sum = shared[:, 0].logsumexp(0)
+        label_logit = shared[:, 1].sum(0)
+        sum_logits = shared[:, 2].sum(0) if sum_logits is not None else None
+    log_probability = label_logit - log_sum
+    loss = -log_probability
+    if sum_logits is not None:
+        epsilon = smoothing_weight(label_smoothing, shard.num_valid)
+        loss = (1.0 - epsilon) * loss + epsilon * (log_sum - sum_logits / shard.num_valid)
+    return RowStatistics(
+        loss=loss.masked_fill(labels.is_ignored, 0.0),
+        label_probability=log_probability.exp_(),
+        local_share=(local[0] - log_sum).exp_(),
+    )
+
+
+def smoothing_weight(label_smoothing: float, num_valid: int) -> float:
+    """Return the weight of the uniform distribution that leaves 1 - label_smoothing on the label.
+
+    The label has a share of the uniform part too, hence K / (K - 1); Megatron's convention.
+    """
+    return label_smoothing * num_valid / max(num_valid - 1, 1)
+
+
+def softmax_to_gradient(
+    softmax: Tensor,
+    statistics: RowStatistics,
+    labels: Labels,
+    shard: VocabularyShard,
+    label_smoothing: float,
+    scale: Tensor | None,
+) -> Tensor:
+    """Turn the local softmax [t, v/tp] into the gradient of the logits, in place.
+
+    Args:
+        scale: fp32 [t], gradient of each row's loss; None for ones.
+    """
+    coefficient = statistics.local_share if scale is None else statistics.local_share * scale
+    if scale is not None or get_pg_size(shard.group) > 1:
+        multiply_rows(softmax, coefficient)
+    return add_label_terms(softmax, statistics, labels, shard, label_smoothing, scale)
+
+
+def multiply_rows(x: Tensor, coefficient: Tensor) -> None:
+    """Multiply the rows of x [t, c] by fp32 coefficients [t], in place, rounding once."""
+    if x.dtype == torch.float32:
+        x.mul_(coefficient.unsqueeze(-1))
+        return
+    rows, columns = x.shape
+    scratch = fp32_scratch(rows, columns, x.device)
+    for block in row_blocks(rows, columns, x.device):
+        part = scratch[: block.stop - block.start].copy_(x[block])
+        x[block].copy_(part.mul_(coefficient[block].unsqueeze(-1)))
+
+
+def add_label_terms(
+    gradient: Tensor,
+    statistics: RowStatistics,
+    labels: Labels,
+    shard: VocabularyShard,
+    label_smoothing: float,
+    scale: Tensor | None,
+) -> Tensor:
+    """Complete scale * p to the gradient: minus the label's and the uniform distribution."""
+    at_label = statistics.label_probability - 1.0
+    if label_smoothing > 0.0:
+        epsilon = smoothing_weight(label_smoothing, shard.num_valid)
+        uniform = epsilon / shard.num_valid
+        at_label = statistics.label_probability - (1.0 - epsilon) - uniform
+        valid = gradient[:, : shard.num_local_valid]
+        if scale is None:
+            valid.sub_(uniform)
+        else:
+            valid.sub_((scale * uniform).to(gradient.dtype).unsqueeze(-1))
+    if scale is not None:
+        at_label = at_label * scale
+    present = gradient.gather(1, labels.columns)
+    at_label = torch.where(labels.is_here, at_label.to(gradient.dtype).unsqueeze(-1), present)
+    # scatter_ would copy the whole tensor on the CPU.
+    every_row = torch.arange(gradient.shape[0], device=gradient.device)
+    return gradient.index_put_((every_row, labels.columns.squeeze(1)), at_label.squeeze(1))

@@ -1,0 +1,60 @@
+"""Splitting tensors over tensor-parallel ranks: Megatron's names."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from megatron.core.process_groups_config import Group
+from megatron.core.tensor_parallel import collectives
+from megatron.core.tensor_parallel.mappings import tensor_parallel_group
+from megatron.core.utils import divide, get_pg_rank, get_pg_size
+
+
+def split_tensor_along_last_dim(
+    tensor: Tensor, num_partitions: int, contiguous_split_chunks: bool = False
+) -> tuple[Tensor, ...]:
+    """Cut the last dimension into equal parts, as views or as contiguous copies."""
+    parts = tensor.split(divide(tensor.shape[-1], num_partitions), dim=-1)
+    return tuple(part.contiguous() for part in parts) if contiguous_split_chunks else parts
+
+
+def split_tensor_into_1d_equal_chunks(
+    tensor: Tensor, new_buffer: bool = False, tp_group: Group = None
+) -> Tensor:
+    """Return this rank's equal piece of the flattened tensor.
+
+    Args:
+        new_buffer: copy the piece, so that the whole tensor can be freed.
+    """
+    group = tensor_parallel_group(tp_group)
+    length = divide(tensor.numel(), get_pg_size(group))
+    piece = tensor.reshape(-1).narrow(0, get_pg_rank(group) * length, length)
+    return piece.clone() if new_buffer else piece
+
+
+def gather_split_1d_tensor(tensor: Tensor, tp_group: Group = None) -> Tensor:
+    """Join the pieces of `split_tensor_into_1d_equal_chunks`: one all-gather."""
+    group = tensor_parallel_group(tp_group)
+    return tensor if get_pg_size(group) == 1 else collectives.all_gather(tensor, group)
+
+
+class VocabUtility:
+    """Which ids a rank owns: equal, consecutive ranges in rank order."""
+
+    @staticmethod
+    def vocab_range_from_per_partition_vocab_size(
+        per_partition_vocab_size: int, rank: int, world_size: int
+    ) -> Sequence[int]:
+        """Return (first, end) of the ids of `rank`."""
+        first = rank * per_partition_vocab_size
+        return first, first + per_partition_vocab_size
+
+    @staticmethod
+    def vocab_range_from_global_vocab_size(
+        global_vocab_size: int, rank: int, world_size: int
+    ) -> Sequence[int]:
+        """Return (first, end) of the ids of `rank`."""
+        size = divide(global_vocab_size, world_size)
+        return VocabUtility.vocab_range_from_per_partition_vocab_size(size, rank, world_size)
