@@ -51,8 +51,11 @@ class _RowNorm(nn.Module):
             set_param_meta(parameter, ParamMeta(grad_sum_axes=axes))
 
     def scale(self) -> Tensor:
-        """Return the factor on the normalised activations, [hidden_size]."""
-        return self.weight + 1.0 if self.zero_centered_gamma else self.weight
+        """Return the factor on the normalised activations, [hidden_size].
+
+        A zero-centred one is formed in fp32: 1 + weight in bf16 would lose most of a small weight.
+        """
+        return self.weight.float() + 1.0 if self.zero_centered_gamma else self.weight
 
     def parameters_like(self, x: Tensor) -> list[Tensor]:
         """Return factor and bias in the dtype of x (a residual stream may be kept in fp32)."""
@@ -80,9 +83,9 @@ class LayerNorm(_RowNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise x [..., h]; the result has the dtype and shape of x."""
-        weight, bias = self.parameters_like(x)
         if x.device.type == "cpu" and x.dtype in (torch.bfloat16, torch.float16):
-            return _HalfLayerNorm.apply(x, weight, bias, self.eps)
+            return _HalfLayerNorm.apply(x, self.scale(), self.bias, self.eps)
+        weight, bias = self.parameters_like(x)
         return F.layer_norm(x, (self.hidden_size,), weight, bias, self.eps)
 
 
@@ -96,9 +99,9 @@ class RMSNorm(_RowNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise x [..., h]; the result has the dtype and shape of x."""
-        (weight,) = self.parameters_like(x)
         if x.device.type == "cpu":
-            return _RMSNormFunction.apply(x, weight, self.eps)
+            return _RMSNormFunction.apply(x, self.scale(), self.eps)
+        (weight,) = self.parameters_like(x)
         return F.rms_norm(x, (self.hidden_size,), weight, self.eps)
 
 

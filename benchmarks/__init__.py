@@ -1,0 +1,1 @@
+"""Benchmarks; each is run with `python -m benchmarks.<name>`."""

@@ -1,0 +1,165 @@
+"""Cost of one training step on one device, against a plain PyTorch model and Hugging Face's.
+
+    python -m benchmarks.single_device                        # both families, fp32 and bf16
+    python -m benchmarks.single_device --family llama --dtype bf16 --breakdown
+
+On the CPU the cost is processor time of one thread, so other programs on the machine disturb it
+little; the candidates take turns in one process, and the median counts. On a GPU it is wall time
+between synchronisations. The rate of a plain matrix product is measured in the same run, between
+the steps, and the share of it that the model's own matrix products reach is printed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from benchmarks.candidates import CANDIDATES, FAMILIES, Step, model_flops, sizes_of
+from megatron.core.device import current_device, synchronize
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def clock_of(device: torch.device) -> Callable[[], float]:
+    """Return a clock in seconds: processor time on the CPU, wall time behind a GPU's queue."""
+    if device.type == "cpu":
+        return time.process_time
+
+    def wall() -> float:
+        synchronize()
+        return time.perf_counter()
+
+    return wall
+
+
+def matmul_step(dtype: torch.dtype, device: torch.device) -> tuple[Step, float]:
+    """Return a square matrix product and its FLOPs."""
+    size = 1024 if device.type == "cpu" else 8192
+    a, b = (torch.randn(size, size, dtype=dtype, device=device) for _ in range(2))
+
+    def step() -> float:
+        torch.mm(a, b)
+        return 0.0
+
+    return step, 2.0 * size**3
+
+
+def take_turns(steps: dict[str, Step], rounds: int, clock: Callable[[], float]) -> dict[str, list]:
+    """Run every step once per round, after one round that does not count."""
+    times: dict[str, list[float]] = defaultdict(list)
+    for turn in range(rounds + 1):
+        for name, step in steps.items():
+            begin = clock()
+            step()
+            elapsed = clock() - begin
+            if turn:
+                times[name].append(elapsed)
+    return times
+
+
+def measure(family: str, dtype_name: str, options: argparse.Namespace) -> dict[str, Any]:
+    """Time all candidates for one family and dtype, and return the figures."""
+    device, dtype = current_device(), DTYPES[dtype_name]
+    sizes = sizes_of(family, sequence=options.sequence, vocab_size=options.vocabulary)
+    torch.manual_seed(0)
+    steps = {
+        name: make(family, sizes, options.batch, dtype, device, options.optimizer)
+        for name, make in CANDIDATES.items()
+        if options.only is None or name in options.only
+    }
+    matmul, matmul_flops = matmul_step(dtype, device)
+    times = take_turns({**steps, "matmul": matmul}, options.rounds, clock_of(device))
+    rate = matmul_flops / statistics.median(times.pop("matmul"))
+    flops = model_flops(family, sizes, options.batch)
+    medians = {name: statistics.median(values) for name, values in times.items()}
+    return {
+        "family": family,
+        "dtype": dtype_name,
+        "matmul_flops_per_s": rate,
+        "model_flops": flops,
+        "seconds": medians,
+        "spread": {name: (max(v) - min(v)) / statistics.median(v) for name, v in times.items()},
+        "share_of_matmul": {name: flops / t / rate for name, t in medians.items()},
+        "tokens_per_s": {name: options.batch * sizes.sequence / t for name, t in medians.items()},
+    }
+
+
+def print_table(results: list[dict[str, Any]]) -> None:
+    """Print one line per candidate, cost relative to the cheapest other."""
+    head = f"{'model':<14}{'dtype':<6}{'candidate':<15}{'s/step':>8}{'spread':>8}"
+    print(head + f"{'tokens/s':>10}{'of matmul':>11}{'vs cheapest other':>19}")
+    for result in results:
+        seconds = result["seconds"]
+        for name, t in seconds.items():
+            others = [other for n, other in seconds.items() if n != name]
+            ratio = f"{t / min(others):.3f}x" if others else "-"
+            print(
+                f"{result['family']:<14}{result['dtype']:<6}{name:<15}{t:>8.3f}"
+                f"{result['spread'][name]:>8.0%}{result['tokens_per_s'][name]:>10.0f}"
+                f"{result['share_of_matmul'][name]:>11.2f}{ratio:>19}"
+            )
+        print(f"{'':<20}matmul {result['matmul_flops_per_s'] / 1e9:.0f} GFLOP/s")
+
+
+def print_breakdown(family: str, dtype_name: str, options: argparse.Namespace) -> None:
+    """Print where the step of each candidate goes, by operator."""
+    device, dtype = current_device(), DTYPES[dtype_name]
+    sizes = sizes_of(family, sequence=options.sequence, vocab_size=options.vocabulary)
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if device.type == "cuda":
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    for name, make in CANDIDATES.items():
+        if options.only is not None and name not in options.only:
+            continue
+        step = make(family, sizes, options.batch, dtype, device, options.optimizer)
+        step()
+        with torch.profiler.profile(activities=activities) as profile:
+            step()
+        key = "self_cpu_time_total" if device.type == "cpu" else "self_device_time_total"
+        rows = sorted(profile.key_averages(), key=lambda e: -getattr(e, key))
+        total = sum(getattr(e, key) for e in rows)
+        print(f"\n{name}, {family}, {dtype_name}: {total / 1e3:.0f} ms in operators")
+        for event in rows[: options.rows]:
+            part = getattr(event, key)
+            print(f"  {part / 1e3:9.1f} ms {part / total:6.1%} {event.count:6d}x  {event.key}")
+
+
+def main() -> None:
+    """Parse the command line, measure, print."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--family", choices=FAMILIES, nargs="+", default=list(FAMILIES))
+    parser.add_argument("--dtype", choices=list(DTYPES), nargs="+", default=list(DTYPES))
+    parser.add_argument("--sequence", type=int, default=512)
+    parser.add_argument("--batch", type=int, default=2, help="sequences per step")
+    parser.add_argument("--vocabulary", type=int, default=32000)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--optimizer", action="store_true", help="include an AdamW step")
+    parser.add_argument("--only", nargs="+", choices=list(CANDIDATES), default=None)
+    parser.add_argument("--breakdown", action="store_true", help="profile by operator instead")
+    parser.add_argument("--rows", type=int, default=18, help="lines per breakdown")
+    parser.add_argument("--json", default=None, help="write the figures to this file")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    cases = [(family, dtype) for family in options.family for dtype in options.dtype]
+    if options.breakdown:
+        for family, dtype in cases:
+            print_breakdown(family, dtype, options)
+        return
+    results = [measure(family, dtype, options) for family, dtype in cases]
+    print_table(results)
+    if options.json:
+        with open(options.json, "w") as file:
+            json.dump(results, file, indent=1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,126 @@
+"""Norms: values and gradients against fp64, facts on their parameters."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from megatron.core.errors import ConfigError
+from megatron.core.param_meta import get_param_meta
+from megatron.core.transformer.norm import LayerNorm, RMSNorm
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron.core.transformer.transformer_config import TransformerConfig
+from tests.harness.tolerances import BF16_ROUNDED_ONCE, FP32_REORDERED_SUM, assert_close
+
+EPSILON = 1e-5
+
+
+def make_config(**fields):
+    return TransformerConfig(num_layers=1, hidden_size=16, num_attention_heads=2, **fields)
+
+
+def exact(norm, x, grad):
+    """Return output and gradients of the norm's formula in fp64."""
+    parameters = {n: p.detach().double().requires_grad_() for n, p in norm.named_parameters()}
+    x = x.detach().double().requires_grad_()
+    weight = parameters["weight"] + (1.0 if norm.zero_centered_gamma else 0.0)
+    if isinstance(norm, LayerNorm):
+        y = F.layer_norm(x, (x.shape[-1],), weight, parameters["bias"], norm.eps)
+    else:
+        y = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + norm.eps) * weight
+    y.backward(grad.double())
+    return y, x.grad, {n: p.grad for n, p in parameters.items()}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", [LayerNorm, RMSNorm])
+@pytest.mark.parametrize("zero_centred", [False, True])
+@pytest.mark.parametrize("shape", [(7, 3, 32), (5, 2, 4, 8)])
+def test_norm_equals_its_formula(kind, dtype, zero_centred, shape):
+    norm = kind(shape[-1], EPSILON, zero_centered_gamma=zero_centred, dtype=dtype)
+    with torch.no_grad():
+        for parameter in norm.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.3)
+    x = (torch.randn(shape) * 2 + 0.5).to(dtype).requires_grad_()
+    grad = torch.randn(shape).to(dtype)
+    y = norm(x)
+    y.backward(grad)
+    expected, grad_x, grads = exact(norm, x, grad)
+    tolerance = FP32_REORDERED_SUM if dtype == torch.float32 else BF16_ROUNDED_ONCE
+    assert y.dtype == dtype
+    assert_close(y, expected, tolerance, "output")
+    if dtype == torch.float32:
+        assert_close(x.grad, grad_x, tolerance, "input gradient")
+        for name, parameter in norm.named_parameters():
+            assert_close(parameter.grad, grads[name], tolerance, f"gradient of {name}")
+    else:
+        for name, parameter in norm.named_parameters():
+            error = (parameter.grad.double() - grads[name]).norm() / grads[name].norm()
+            assert error < 6e-3, f"gradient of {name}: a few roundings to bf16, {error}"
+        error = (x.grad.double() - grad_x).norm() / grad_x.norm()
+        assert error < 6e-3, f"input gradient: {error}"
+
+
+@pytest.mark.parametrize("kind", [LayerNorm, RMSNorm])
+def test_parameter_gradients_of_many_bf16_rows_do_not_lose_precision(kind):
+    norm = kind(64, dtype=torch.bfloat16)
+    x, grad = (torch.randn(8192, 64).bfloat16() for _ in range(2))
+    norm(x).backward(grad)
+    _, _, grads = exact(norm, x, grad)
+    for name, parameter in norm.named_parameters():
+        error = (parameter.grad.double() - grads[name]).norm() / grads[name].norm()
+        assert error < 6e-3, f"{name}: {error}; a bf16 accumulator would give 0.1"
+
+
+@pytest.mark.parametrize("kind", [LayerNorm, RMSNorm])
+def test_norm_takes_an_fp32_residual_stream_with_bf16_weights(kind):
+    norm = kind(16, dtype=torch.bfloat16)
+    x = torch.randn(4, 16, requires_grad=True)
+    y = norm(x)
+    y.sum().backward()
+    assert y.dtype == torch.float32
+    assert norm.weight.grad.dtype == torch.bfloat16
+
+
+def test_rms_norm_gradient_is_right_when_the_incoming_gradient_is_not_contiguous():
+    norm = RMSNorm(8)
+    x = torch.randn(4, 3, 8, requires_grad=True)
+    norm(x).transpose(0, 1).sum(0).mul(torch.randn(4, 8)).sum().backward()
+    assert torch.isfinite(x.grad).all()
+    first = x.grad.clone()
+    x.grad = None
+    torch.manual_seed(0)
+    norm(x).sum().backward()
+    assert first.shape == x.grad.shape
+
+
+@pytest.mark.parametrize("name", ["LayerNorm", "RMSNorm"])
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_norm_gradients_are_partial_sums_only_under_sequence_parallelism(name, sequence_parallel):
+    config = make_config(
+        normalization=name,
+        tensor_model_parallel_size=2,
+        sequence_parallel=sequence_parallel,
+    )
+    norm = WrappedTorchNorm(config=config, hidden_size=16, eps=1e-6)
+    assert type(norm).__name__ == name
+    assert norm.eps == 1e-6
+    for parameter in norm.parameters():
+        meta = get_param_meta(parameter)
+        assert meta.grad_sum_axes == (("tp",) if sequence_parallel else ())
+        assert parameter.sequence_parallel is sequence_parallel
+
+
+def test_zero_centred_norm_starts_at_zero_and_acts_as_identity_scale():
+    norm = WrappedTorchNorm(make_config(layernorm_zero_centered_gamma=True), 16)
+    assert not norm.weight.any()
+    x = torch.randn(3, 16)
+    assert torch.equal(norm(x), F.layer_norm(x, (16,), eps=1e-5))
+
+
+def test_an_unknown_norm_is_refused_with_the_known_ones():
+    config = make_config()
+    config.normalization = "BatchNorm"
+    with pytest.raises(ConfigError, match="LayerNorm, RMSNorm"):
+        WrappedTorchNorm(config, 16)
