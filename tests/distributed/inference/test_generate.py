@@ -1,0 +1,112 @@
+"""Generated text is the same in every layout, and stops where it should."""
+
+import pytest
+import torch
+
+from megatron.core.errors import ConfigError
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.rng import rng_state
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.utils import get_pg_rank, get_pg_size
+from megatron.inference.generate import generate
+from megatron.inference.sampling import Sampling
+from tests.harness.distributed import run_distributed
+
+VOCABULARY = 93
+CONTEXT = 32
+PROMPTS = [[5, 17, 3], [11], [80, 2, 2, 9, 41]]
+
+
+def tiny_gpt(groups, num_chunks=1, sequence_parallel=False):
+    pp, tp = get_pg_size(groups.pp), get_pg_size(groups.tp)
+    rng_state().set_seed(42)
+    config = TransformerConfig(
+        num_layers=4,
+        hidden_size=32,
+        num_attention_heads=4,
+        tensor_model_parallel_size=tp,
+        pipeline_model_parallel_size=pp,
+        virtual_pipeline_model_parallel_size=num_chunks if num_chunks > 1 else None,
+        sequence_parallel=sequence_parallel,
+        pipeline_dtype=torch.float32,
+        # Wide enough that the most likely token is not a matter of rounding.
+        init_method_std=0.5,
+    )
+    rank = get_pg_rank(groups.pp)
+    return [
+        GPTModel(
+            config,
+            get_gpt_layer_local_spec(),
+            vocab_size=96,
+            max_sequence_length=CONTEXT,
+            pre_process=rank == 0 and chunk == 0,
+            post_process=rank == pp - 1 and chunk == num_chunks - 1,
+            pg_collection=groups,
+            vp_stage=chunk if num_chunks > 1 else None,
+        )
+        for chunk in range(num_chunks)
+    ]
+
+
+def continue_prompts(groups, sampling, num_chunks=1, sequence_parallel=False, eod=None):
+    return generate(
+        tiny_gpt(groups, num_chunks, sequence_parallel),
+        PROMPTS,
+        max_new_tokens=8,
+        vocab_size=VOCABULARY,
+        max_sequence_length=CONTEXT,
+        sampling=sampling,
+        eod=eod,
+        pg_collection=groups,
+    )
+
+
+def raised_by(groups, prompts, max_new_tokens):
+    with pytest.raises(ConfigError) as caught:
+        generate(
+            tiny_gpt(groups),
+            prompts,
+            max_new_tokens=max_new_tokens,
+            vocab_size=VOCABULARY,
+            max_sequence_length=CONTEXT,
+            pg_collection=groups,
+        )
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.7, top_k=20, seed=3)])
+def test_every_layout_writes_the_same_text(sampling):
+    (serial,) = run_distributed(continue_prompts, 1, sampling)
+    assert [row[: len(p)] for row, p in zip(serial, PROMPTS, strict=True)] == PROMPTS
+    assert [len(row) for row in serial] == [len(p) + 8 for p in PROMPTS]
+    assert max(map(max, serial)) < VOCABULARY
+    for size, arguments, layout in (
+        (2, (), {"tp": 2}),
+        (2, (1, True), {"tp": 2}),
+        (4, (), {"tp": 2, "pp": 2}),
+        (2, (2,), {"pp": 2, "vp": 2}),
+    ):
+        results = run_distributed(continue_prompts, size, sampling, *arguments, **layout)
+        assert results == [serial] * size, layout
+
+
+def test_a_row_ends_before_the_end_of_document_token():
+    (free,) = run_distributed(continue_prompts, 1, Sampling())
+    eod = free[0][len(PROMPTS[0]) + 4]
+    (ended,) = run_distributed(continue_prompts, 1, Sampling(), 1, False, eod)
+    for prompt, row, whole in zip(PROMPTS, ended, free, strict=True):
+        new = whole[len(prompt) :]
+        assert row == prompt + (new[: new.index(eod)] if eod in new else new)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "max_new_tokens", "message"),
+    [
+        ([[1], []], 4, "empty"),
+        ([[1] * 30], 4, "use at most --max-new-tokens 2"),
+        ([[1, 93]], 4, "93 is outside the vocabulary of 93"),
+    ],
+)
+def test_prompts_that_cannot_be_continued_are_refused(prompts, max_new_tokens, message):
+    assert message in run_distributed(raised_by, 1, prompts, max_new_tokens)[0]

@@ -1,0 +1,67 @@
+"""The quickstart from text to sampled text, on the fixtures and for a few steps."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.harness.pool import REPOSITORY
+
+
+def run_quickstart(output: Path) -> str:
+    done = subprocess.run(
+        [
+            sys.executable,
+            "examples/quickstart/quickstart.py",
+            *("--texts", "tests/fixtures/text"),
+            *("--output", str(output)),
+            *("--train-iters", "8"),
+        ],
+        cwd=REPOSITORY,
+        env={
+            **os.environ,
+            "LATTICE_DEVICE": "cpu",
+            "PYTHONPATH": str(REPOSITORY),
+            "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
+        },
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def first_run(tmp_path_factory):
+    output = tmp_path_factory.mktemp("quickstart")
+    return output, run_quickstart(output)
+
+
+def test_it_trains_evaluates_draws_and_samples(first_run):
+    output, shown = first_run
+    assert "tensor 2 x pipeline 2" in shown
+    assert "held-out loss" in shown and "guessing by frequency" in shown
+    assert (output / "loss.png").stat().st_size > 10_000
+    assert "To be, or not to be" in (output / "samples.txt").read_text()
+    assert (output / "checkpoints" / "latest_checkpointed_iteration.txt").read_text() == "8"
+
+
+def test_a_second_run_finds_everything_done(first_run):
+    output, _ = first_run
+    log = (output / "train.log").read_text()
+    assert "Done already" in run_quickstart(output)
+    assert (output / "train.log").read_text() == log
+
+
+def test_held_out_text_is_not_trained_on(first_run):
+    output, _ = first_run
+    titles = [
+        [json.loads(line)["title"] for line in (output / "data" / name).open()]
+        for name in ("train.jsonl", "valid.jsonl")
+    ]
+    assert titles == [["sonnets"], ["macbeth"]]
