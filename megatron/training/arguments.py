@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training import launch
-from megatron.training.cli.parser import ExtraArguments, parse_command_line
+from megatron.training.cli.parser import ExtraArguments, ParsedCommand, parse_command_line
 from megatron.training.config.run import RunConfig, all_flags
 from megatron.training.resolve import ResolvedRun, resolve
 from megatron.training.rules import check_run
@@ -75,14 +75,24 @@ def run_from_args(
     args: argparse.Namespace, defaults: Mapping[str, Any] | None = None
 ) -> ResolvedRun:
     """Resolve a namespace."""
+    command = command_of_namespace(args, defaults or {})
+    world_size = getattr(args, "world_size", None) or launch.place_of_this_process().world_size
+    return resolve(command.config, world_size=world_size, extra=command.extra)
+
+
+def command_of_namespace(args: argparse.Namespace, defaults: Mapping[str, Any]) -> ParsedCommand:
+    """Return the command that a namespace stands for.
+
+    Args:
+        defaults: values for flags that still have their own default.
+    """
     table = all_flags()
     values = {n: v for n, v in vars(args).items() if n in table}
-    for name, value in (defaults or {}).items():
+    for name, value in defaults.items():
         if name in table and values.get(name, table[name].default) == table[name].default:
             values[name] = value
     extra = {n: v for n, v in vars(args).items() if n not in table and n not in _derived_names()}
-    world_size = getattr(args, "world_size", None) or launch.place_of_this_process().world_size
-    return resolve(RunConfig.from_values(values), world_size=world_size, extra=extra)
+    return ParsedCommand(config=RunConfig.from_values(values), given=frozenset(values), extra=extra)
 
 
 @functools.cache

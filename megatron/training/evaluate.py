@@ -26,30 +26,36 @@ class Evaluation:
 
 
 def evaluate(
-    parts: TrainingParts, data: Any, num_batches: int, plan: StepPlan, *, with_non_loss: bool = False
+    parts: TrainingParts, data: Any, num_rows: int, plan: StepPlan, *, with_non_loss: bool = False
 ) -> Evaluation:
-    """Evaluate on `num_batches` global batches from `data`.
+    """Evaluate on `num_rows` micro batches of all replicas from `data`.
 
     The loss is the mean over all tokens of all batches, not the mean of the batches' means.
+
+    Args:
+        plan: how many micro batches run through the pipeline at a time; the last pass may have
+            fewer.
+        with_non_loss: also collect what `parts.process_non_loss_data` asks for.
     """
     reports: list[Report] = []
     non_loss_data = None
+    row_size = plan.global_batch_size // plan.num_microbatches
     with _evaluating(parts):
-        for index in range(num_batches):
-            first_sample = index * plan.global_batch_size
+        for begin in range(0, num_rows, plan.num_microbatches):
+            rows = min(plan.num_microbatches, num_rows - begin)
             reports += forward_backward(
                 parts,
                 data,
-                first_sample,
-                plan,
+                begin * row_size,
+                dataclasses.replace(plan, num_microbatches=rows),
                 forward_only=True,
-                first_val_step=index == 0,
+                first_val_step=begin == 0,
             )
         if with_non_loss and parts.process_non_loss_data is not None:
             non_loss_data = _non_loss_data(parts, data, plan)
     return Evaluation(
         losses=LossTable.of(reports).means(parts.groups.dp_cp),
-        num_samples=num_batches * plan.global_batch_size,
+        num_samples=num_rows * row_size,
         non_loss_data=non_loss_data,
     )
 

@@ -36,6 +36,19 @@ def any_rank(claim: bool, group: Any = None) -> bool:
     return bool(flag.item())
 
 
+def max_over_ranks(value: int) -> int:
+    """Return the largest `value` of all processes.
+
+    Communication:
+        one all-reduce of one number; none with one process.
+    """
+    if not _has_peers(None):
+        return value
+    number = torch.tensor([value], dtype=torch.int64, device=_place(None))
+    dist.all_reduce(number, op=dist.ReduceOp.MAX)
+    return int(number.item())
+
+
 def sum_over(values: Sequence[float], group: Any) -> list[float]:
     """Return the sums over `group` of each number, in fp64; equal on all its ranks.
 

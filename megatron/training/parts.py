@@ -14,8 +14,22 @@ from megatron.core.timers import Timers
 from megatron.training.metrics.model_size import ModelSize
 from megatron.training.resolve import ResolvedRun
 
-DataIterator = Any
-"""An iterator of micro batches, one per model chunk in a list, or None on ranks without data."""
+
+@dataclass
+class DataIterators:
+    """Iterators of micro batches; None where a split is not read on this rank.
+
+    With several model chunks per rank each is a list with one iterator per chunk.
+    """
+
+    train: Any = None
+    valid: Any = None
+    test: Any = None
+    num_valid_rows: int = 0
+    """Micro batches of all replicas in the validation set, equal on all ranks; 0 if there is
+    none."""
+    num_test_rows: int = 0
+    """The same of the test set."""
 
 
 @dataclass(frozen=True)
@@ -61,10 +75,8 @@ class TrainingParts:
     microbatches: MicrobatchPlanner
     timers: Timers
     size: ModelSize
-    train_data: DataIterator = None
-    valid_data: DataIterator = None
-    test_data: DataIterator = None
+    data: DataIterators = field(default_factory=DataIterators)
     process_non_loss_data: Callable[..., Any] | None = None
     non_loss_data: Callable[..., Any] | None = None
-    samples_to_skip: frozenset[int] = field(default_factory=frozenset)
+    iterations_to_skip: frozenset[int] = frozenset()
     """Iterations (1-based) whose samples are passed over."""

@@ -245,7 +245,8 @@ def _schedule(v: _Derived) -> None:
     else:
         v["lr_warmup_steps"] = warmup
     v["wsd_decay_steps"] = wsd
-    v["wd_incr_steps"] = v["train_samples"] or 0
+    changes = v["weight_decay_incr_style"] != "constant"
+    v["wd_incr_steps"] = (v["train_samples"] or 0) if changes else 0
     for name in ("start_weight_decay", "end_weight_decay"):
         if v["weight_decay_incr_style"] == "constant":
             v[name] = v["weight_decay"]

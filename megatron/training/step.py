@@ -29,12 +29,12 @@ def train_step(parts: TrainingParts, state: TrainState, plan: StepPlan) -> StepR
     Raises:
         NumericsError: on all ranks, naming iteration, rank and micro batch.
     """
-    if state.iteration + 1 in parts.samples_to_skip:
+    if state.iteration + 1 in parts.iterations_to_skip:
         return _pass_over(parts, plan)
     for chunk in parts.model:
         chunk.zero_grad_buffer()
     parts.optimizer.zero_grad()
-    reports = forward_backward(parts, parts.train_data, state.consumed_train_samples, plan)
+    reports = forward_backward(parts, parts.data.train, state.consumed_train_samples, plan)
     losses = LossTable.of(reports)
     was_nan = _check_losses(parts, state, plan, losses)
     if parts.run.empty_unused_memory_level >= 1:
@@ -152,7 +152,7 @@ def _update(
 
 def _pass_over(parts: TrainingParts, plan: StepPlan) -> StepResult:
     """Take the samples of a step from the data and leave the model as it is."""
-    iterators = parts.train_data if isinstance(parts.train_data, list) else [parts.train_data]
+    iterators = parts.data.train if isinstance(parts.data.train, list) else [parts.data.train]
     for iterator in iterators:
         for _ in range(plan.num_microbatches if iterator is not None else 0):
             next(iterator)

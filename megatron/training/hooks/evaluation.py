@@ -1,4 +1,4 @@
-"""Evaluate now and then, and report."""
+"""Evaluate now and then and at the end, and report."""
 
 from __future__ import annotations
 
@@ -11,45 +11,73 @@ from megatron.training.hooks.scalars import Scalars
 from megatron.training.metrics.log_line import validation_lines
 from megatron.training.parts import StepPlan, TrainingParts
 from megatron.training.printing import is_last_rank
-from megatron.training.state import StepResult, TrainState
+from megatron.training.resilience.progress import RunProgress
+from megatron.training.state import StepResult, StopReason, TrainState
 
 
 class Evaluate(Hook):
-    """Evaluates on the validation set every `interval` steps."""
+    """Evaluates on the validation set every `interval` steps, and on both sets at the end."""
 
     def __init__(
         self,
         parts: TrainingParts,
         *,
-        interval: int,
-        num_batches: int,
         plan: StepPlan,
+        progress: RunProgress,
         scalars: Scalars,
         write: Callable[[str], None],
     ) -> None:
         self.parts = parts
-        self.interval = interval
-        self.num_batches = num_batches
         self.plan = plan
+        self.progress = progress
         self.scalars = scalars
         self.write = write
 
     def after_step(self, state: TrainState, result: StepResult) -> TrainState:
         """Evaluate when it is time."""
-        if state.iteration % self.interval:
+        if state.iteration % self.parts.run.eval_interval:
             return state
-        found = self.report(self.parts.valid_data, state, f"iteration {state.iteration}")
-        return state.evaluated(found.num_samples)
+        return self._validate(state, f"iteration {state.iteration}")
 
-    def report(
-        self, data: Any, state: TrainState, where: str, kind: str = "validation"
-    ) -> Evaluation:
+    def after_training(self, state: TrainState, stop: StopReason) -> TrainState:
+        """Evaluate the finished model; a run that leaves early will come back."""
+        if stop is not StopReason.FINISHED:
+            return state
+        state = self._validate(state, f"iteration {state.iteration} on validation set")
+        self._report(
+            self.parts.data.test,
+            self._num_rows(self.parts.data.num_test_rows),
+            state,
+            f"iteration {state.iteration} on test set",
+            kind="test",
+        )
+        return state
+
+    def _validate(self, state: TrainState, where: str) -> TrainState:
+        data = self.parts.data
+        found = self._report(
+            data.valid, self._num_rows(data.num_valid_rows), state, where, kind="validation"
+        )
+        return state.evaluated(found.num_samples) if found is not None else state
+
+    def _num_rows(self, available: int) -> int:
+        """Return the micro batches of one evaluation; 0 if there are no data."""
+        if self.parts.run.full_validation:
+            return available
+        return self.parts.run.eval_iters * self.plan.num_microbatches if available else 0
+
+    def _report(
+        self, data: Any, num_rows: int, state: TrainState, where: str, kind: str
+    ) -> Evaluation | None:
         """Evaluate on `data`, print the result and send it to the scalars."""
-        found = evaluate(self.parts, data, self.num_batches, self.plan, with_non_loss=True)
+        if num_rows == 0:
+            return None
+        with self.progress.at("evaluating"):
+            found = evaluate(self.parts, data, num_rows, self.plan, with_non_loss=True)
         if is_last_rank():
             self.write(validation_lines(where, found.losses))
             self.scalars.write_evaluation(kind, dict(found.losses), state.iteration)
-        if self.parts.process_non_loss_data is not None and is_last_rank():
-            writer = next((s.writer for s in self.scalars.sinks if hasattr(s, "writer")), None)
-            self.parts.process_non_loss_data(found.non_loss_data, state.iteration, writer)
+            if self.parts.process_non_loss_data is not None:
+                writer = next((s.writer for s in self.scalars.sinks if hasattr(s, "writer")), None)
+                self.parts.process_non_loss_data(found.non_loss_data, state.iteration, writer)
         return found

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_pg_rank, get_pg_size
+from megatron.training.datasets.loader import build_pretraining_data_loader
+from megatron.training.meeting import max_over_ranks
+from megatron.training.parts import DataIterators
 from megatron.training.resolve import ResolvedRun
 from megatron.training.state import TrainState
 
@@ -23,7 +26,7 @@ class SampleCounts:
     valid: int | None
     test: int
 
-    def __iter__(self):
+    def __iter__(self) -> Iterator[int | None]:
         return iter((self.train, self.valid, self.test))
 
 
@@ -40,18 +43,6 @@ def sample_counts(run: ResolvedRun) -> SampleCounts:
     )
 
 
-@dataclass
-class DataIterators:
-    """Iterators of micro batches; None where the split is not read on this rank.
-
-    With several model chunks per rank each is a list with one iterator per chunk.
-    """
-
-    train: Any = None
-    valid: Any = None
-    test: Any = None
-
-
 def build_data(
     run: ResolvedRun,
     provider: DatasetProvider,
@@ -61,22 +52,33 @@ def build_data(
     """Build the datasets and open iterators at the place where the run stands.
 
     Args:
-        provider: `provider([train, valid, test])` or `provider(..., vp_stage=...)` returns three
-            datasets. With the attribute `is_distributed = True` it is called on every rank and
-            decides itself what to build there; otherwise only tensor-parallel rank 0 builds.
+        provider: `provider([train, valid, test])`, or with a further argument `vp_stage`, returns
+            three datasets. With the attribute `is_distributed = True` it is called on every rank
+            and decides itself what to build there; otherwise only tensor-parallel rank 0 builds,
+            and the forward step is expected to broadcast.
+    Communication:
+        two all-reduces of one number, over all processes.
     """
     num_chunks = run.virtual_pipeline_model_parallel_size or 1
     per_chunk = [
         _chunk_data(run, provider, groups, state, chunk if num_chunks > 1 else None)
         for chunk in range(num_chunks)
     ]
-    if num_chunks == 1:
-        return per_chunk[0]
+    # Only ranks that read data know how long the sets are.
+    num_valid_rows = max_over_ranks(max(chunk.num_valid_rows for chunk in per_chunk))
+    num_test_rows = max_over_ranks(max(chunk.num_test_rows for chunk in per_chunk))
     return DataIterators(
-        train=[chunk.train for chunk in per_chunk],
-        valid=[chunk.valid for chunk in per_chunk],
-        test=[chunk.test for chunk in per_chunk],
+        train=_one_or_list([chunk.train for chunk in per_chunk]),
+        valid=_one_or_list([chunk.valid for chunk in per_chunk]),
+        test=_one_or_list([chunk.test for chunk in per_chunk]),
+        num_valid_rows=num_valid_rows,
+        num_test_rows=num_test_rows,
     )
+
+
+def _one_or_list(iterators: list[Any]) -> Any:
+    """Schedules take one iterator for one chunk, and a list for several."""
+    return iterators[0] if len(iterators) == 1 else iterators
 
 
 def _chunk_data(
@@ -90,22 +92,58 @@ def _chunk_data(
     if not builds_everywhere and get_pg_rank(groups.tp) != 0:
         return DataIterators()
     options: dict[str, Any] = {}
-    if vp_stage is not None and "vp_stage" in inspect.signature(provider).parameters:
+    if "vp_stage" in inspect.signature(provider).parameters:
         options["vp_stage"] = vp_stage
     train, valid, test = provider(list(sample_counts(run)), **options)
+    row = run.micro_batch_size * run.data_parallel_size
+    consumed_valid = 0 if run.full_validation else state.consumed_valid_samples
     return DataIterators(
-        train=_iterator(run, groups, train, state.consumed_train_samples),
-        valid=_iterator(run, groups, valid, state.consumed_valid_samples, repeats=True),
-        test=_iterator(run, groups, test, 0, repeats=True),
+        train=_open(run, groups, train, state.consumed_train_samples),
+        valid=_open(run, groups, valid, consumed_valid, repeats=True),
+        test=_open(run, groups, test, 0, repeats=True),
+        num_valid_rows=_num_rows(valid, row),
+        num_test_rows=_num_rows(test, row),
     )
 
 
-def _iterator(
+def _num_rows(dataset: Any, row: int) -> int:
+    return 0 if dataset is None else -(-len(dataset) // row)
+
+
+def _open(
     run: ResolvedRun,
     groups: ProcessGroupCollection,
     dataset: Any,
     consumed_samples: int,
     *,
     repeats: bool = False,
-) -> Any:
-    raise NotImplementedError
+) -> Iterator[Any] | None:
+    """Return an iterator of micro batches that continues after `consumed_samples`.
+
+    Args:
+        repeats: begin again at the end: the number of evaluations may grow after a resume.
+    """
+    if dataset is None:
+        return None
+    if repeats and len(dataset) > 0:
+        consumed_samples %= len(dataset)
+    loader = build_pretraining_data_loader(
+        dataset,
+        consumed_samples,
+        micro_batch_size=run.micro_batch_size,
+        dp_rank=get_pg_rank(groups.dp),
+        dp_size=get_pg_size(groups.dp),
+        dataloader_type=run.dataloader_type,
+        num_workers=run.num_workers,
+        seed=run.seed,
+        data_sharding=run.data_sharding,
+        drop_last=not repeats,
+    )
+    return _again_and_again(loader) if repeats else iter(loader)
+
+
+def _again_and_again(loader: Any) -> Iterator[Any]:
+    while True:
+        yield from loader
+        # The second pass and all later ones are whole.
+        loader.batch_sampler.consumed_samples = 0

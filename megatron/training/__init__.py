@@ -1,0 +1,40 @@
+"""Pretraining: settings, setup, loop, logs, checkpoints.
+
+Names are loaded when first asked for, so that reading a config does not import the model.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+_HOME = {
+    "pretrain": "training",
+    "get_args": "global_vars",
+    "get_signal_handler": "global_vars",
+    "get_tensorboard_writer": "global_vars",
+    "get_timers": "global_vars",
+    "get_tokenizer": "global_vars",
+    "get_wandb_writer": "global_vars",
+    "initialize_megatron": "initialize",
+    "get_model": "setup.model",
+    "setup_model_and_optimizer": "setup.third_party",
+    "train_step": "setup.third_party",
+    "get_train_valid_test_num_samples": "setup.third_party",
+    "build_train_valid_test_data_iterators": "setup.third_party",
+    "is_last_rank": "printing",
+    "print_rank_0": "printing",
+    "print_rank_last": "printing",
+    "load_checkpoint": "checkpointing",
+    "save_checkpoint": "checkpointing",
+    "RunConfig": "config",
+}
+"""Public name -> module of this package that defines it."""
+
+__all__ = list(_HOME)
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,151 @@
+"""What a run would be: settings, ranks, stages, schedule, size, memory, FLOPs. Starts nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from megatron.core.pipeline_parallel.layout import pipeline_layout
+from megatron.core.pipeline_parallel.programs import Plan, plan_report
+from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
+from megatron.training import launch
+from megatron.training.cli.parser import ParsedCommand
+from megatron.training.config.run import RunConfig, all_flags, plain
+from megatron.training.metrics.flops import (
+    FlopConvention,
+    training_flops,
+    training_flops_per_token,
+)
+from megatron.training.metrics.memory import estimate_memory
+from megatron.training.metrics.model_size import ModelSize
+from megatron.training.resolve import ResolvedRun, resolve, resolve_vocabulary
+from megatron.training.rules import check_run, notes
+from megatron.training.setup.checkpoint_shape import with_checkpoint_shape
+from megatron.training.transformer_settings import transformer_config
+
+
+def describe_run(read: Callable[[], ParsedCommand]) -> str:
+    """Return the report of `--dry-run`.
+
+    Raises:
+        ConfigError: with all problems of the settings.
+    """
+    command = read()
+    config = with_checkpoint_shape(command.config)
+    run = resolve(config, world_size=planned_world_size(config), extra=command.extra)
+    check_run(run)
+    run = resolve_vocabulary(run, build_tokenizer(run.namespace()).vocab_size)
+    size = ModelSize.from_settings(run.values)
+    sections = [
+        ("settings that differ from their defaults", _settings(run)),
+        ("derived", [str(derivation) for derivation in run.derivations]),
+        ("flags without effect here", notes(run.config)),
+        ("ranks", _ranks(run)),
+        ("pipeline stages", pipeline_layout(transformer_config(run.values)).describe().split("\n")),
+        ("schedule", _schedule(run)),
+        ("model", _model(run, size)),
+        ("memory of one rank, estimated", _memory(run, size)),
+    ]
+    return "\n".join(
+        line
+        for title, lines in sections
+        if lines
+        for line in ("", f"{title}:", *(f"  {text}" for text in lines))
+    )
+
+
+def planned_world_size(config: RunConfig) -> int:
+    """Return the ranks to plan for: as asked, as launched, or the fewest that fit."""
+    if config.launch.dry_run_world_size is not None:
+        return config.launch.dry_run_world_size
+    place = launch.place_of_this_process()
+    if place.is_launched:
+        return place.world_size
+    sizes = config.parallelism
+    return (
+        sizes.tensor_model_parallel_size
+        * sizes.pipeline_model_parallel_size
+        * sizes.context_parallel_size
+    )
+
+
+def _settings(run: ResolvedRun) -> list[str]:
+    table = all_flags()
+    return [
+        table[name].flag + ("" if table[name].is_switch else f" {_words(value)}")
+        for name, value in run.config.changed().items()
+        if name not in ("dry_run", "dry_run_world_size")
+    ]
+
+
+def _words(value: object) -> str:
+    shown = plain(value)
+    return " ".join(map(str, shown)) if isinstance(shown, list) else str(shown)
+
+
+def _ranks(run: ResolvedRun) -> list[str]:
+    sizes = (
+        f"tensor {run.tensor_model_parallel_size} x pipeline {run.pipeline_model_parallel_size}"
+        f" x data {run.data_parallel_size}"
+    )
+    steps = run.global_batch_size // (run.micro_batch_size * run.data_parallel_size)
+    return [
+        f"{run.world_size} = {sizes}, in the order {run.rank_order} (first varies fastest)",
+        f"global batch {run.global_batch_size} = {steps} micro batches x {run.micro_batch_size}"
+        f" samples x {run.data_parallel_size} replicas",
+    ]
+
+
+def _plan(run: ResolvedRun) -> Plan:
+    chunks = run.virtual_pipeline_model_parallel_size or 1
+    return Plan(
+        schedule=run.pipeline_schedule,
+        pipeline_size=run.pipeline_model_parallel_size,
+        num_chunks=chunks,
+        num_microbatches=run.global_batch_size // (run.micro_batch_size * run.data_parallel_size),
+        group_size=run.microbatch_group_size_per_vp_stage if chunks > 1 else None,
+    )
+
+
+def _schedule(run: ResolvedRun) -> list[str]:
+    plan = _plan(run)
+    if plan.pipeline_size == 1:
+        return ["one stage: no pipeline, no bubble"]
+    found = plan_report(plan)
+    name = "interleaved 1F1B" if plan.num_chunks > 1 else plan.schedule
+    return [
+        f"{name}, {plan.num_microbatches} micro batches on {plan.pipeline_size} ranks with"
+        f" {plan.num_chunks} chunk(s) each",
+        f"simulated bubble {100 * found.bubble:.1f}% (backward = 2 x forward, equal stages)",
+        f"most activations in flight, by rank: {found.peak_live_activations}",
+    ]
+
+
+def _model(run: ResolvedRun, size: ModelSize) -> list[str]:
+    lines = [f"{size.total_parameters:,} parameters (vocabulary padded to {size.vocab_size})"]
+    for convention in FlopConvention:
+        per_token = training_flops_per_token(size, convention)
+        per_step = training_flops(size, run.global_batch_size, convention)
+        lines.append(
+            f"{per_token:.4g} FLOP per token, {per_step:.4g} per step ({convention.value})"
+        )
+    return lines
+
+
+def _memory(run: ResolvedRun, size: ModelSize) -> list[str]:
+    layout = pipeline_layout(transformer_config(run.values))
+    in_flight = plan_report(_plan(run)).peak_live_activations
+    lines = []
+    for rank in range(layout.num_ranks):
+        chunks = [
+            (
+                len(layout.layers(rank, chunk)),
+                layout.has_embedding(rank, chunk),
+                layout.has_loss(rank, chunk),
+            )
+            for chunk in range(layout.num_chunks)
+        ]
+        estimate = estimate_memory(
+            run.values, size, chunks=chunks, chunks_in_flight=in_flight[rank]
+        )
+        lines.append(f"stage {rank}: {estimate.describe()}")
+    return lines

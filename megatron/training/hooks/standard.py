@@ -1,0 +1,118 @@
+"""The hooks of a run, chosen by its settings, in the order in which they are called."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from megatron.core import capabilities, device
+from megatron.training.checkpointing import Checkpointer
+from megatron.training.hooks.base import Hook, Hooks
+from megatron.training.hooks.evaluation import Evaluate
+from megatron.training.hooks.housekeeping import (
+    CollectGarbage,
+    MemoryHistory,
+    Profile,
+    ProgressFile,
+    WatchForSpikes,
+)
+from megatron.training.hooks.log import LogLine
+from megatron.training.hooks.progress import TrackProgress
+from megatron.training.hooks.save import SaveCheckpoints
+from megatron.training.hooks.scalars import ProgressBar, Scalars, sinks_here
+from megatron.training.hooks.stop import ExitDuration, ExitInterval, ExitOnSignal, StepBudget
+from megatron.training.parts import StepPlan, TrainingParts
+from megatron.training.printing import is_last_rank, is_rank_0, print_rank_0
+from megatron.training.resilience.progress import RunProgress
+from megatron.training.resilience.signals import SignalFlag
+
+
+class StandardHooks(Hooks):
+    """All hooks; the evaluation is known by name, as a run with --skip-train needs it alone."""
+
+    def __init__(self, hooks: list[Hook], evaluate: Evaluate) -> None:
+        super().__init__(hooks)
+        self.evaluate = evaluate
+
+
+def standard_hooks(
+    parts: TrainingParts,
+    progress: RunProgress,
+    checkpointer: Checkpointer | None,
+    *,
+    signal: SignalFlag | None = None,
+    tensorboard: Any = None,
+    wandb: Any = None,
+) -> StandardHooks:
+    """Return the hooks that the settings of the run ask for.
+
+    A step is first counted, then logged, then judged (evaluation), then saved; reasons to stop are
+    asked before the next step.
+    """
+    run = parts.run
+    bar = _progress_bar(run.progress_bar, run.train_iters)
+    write = bar.print if bar is not None else lambda text: print(text, flush=True)
+    scalars = Scalars(
+        parts, sinks_here(tensorboard, wandb, run.metrics_jsonl), run.tensorboard_log_interval
+    )
+    evaluate = Evaluate(
+        parts, plan=evaluation_plan(parts), progress=progress, scalars=scalars, write=write
+    )
+    hooks: list[Hook] = [TrackProgress(progress)]
+    hooks += [bar] if bar is not None else []
+    hooks += [LogLine(parts, write, run.train_iters), scalars]
+    if run.check_for_spiky_loss:
+        hooks.append(WatchForSpikes(write))
+    hooks += _profilers(parts)
+    if run.manual_gc:
+        hooks.append(CollectGarbage(run.manual_gc_interval))
+    if run.eval_interval is not None and run.eval_iters > 0:
+        hooks.append(evaluate)
+    if checkpointer is not None and run.save is not None:
+        hooks.append(SaveCheckpoints(checkpointer, run.save_interval, progress, print_rank_0))
+    if run.log_progress and run.save is not None and is_rank_0():
+        hooks.append(ProgressFile(run.save, run.world_size))
+    hooks.append(StepBudget(run.train_iters))
+    if signal is not None:
+        hooks.append(ExitOnSignal(signal))
+    if run.exit_duration_in_mins is not None:
+        hooks.append(ExitDuration(run.exit_duration_in_mins))
+    if run.exit_interval is not None:
+        hooks.append(ExitInterval(run.exit_interval))
+    return StandardHooks(hooks, evaluate)
+
+
+def evaluation_plan(parts: TrainingParts) -> StepPlan:
+    """Evaluate on full batches, also while the training batch still grows."""
+    run = parts.run
+    return StepPlan(
+        num_microbatches=run.global_batch_size // (run.micro_batch_size * run.data_parallel_size),
+        micro_batch_size=run.micro_batch_size,
+        global_batch_size=run.global_batch_size,
+    )
+
+
+def _progress_bar(is_wanted: bool, train_iters: int) -> ProgressBar | None:
+    """Return a bar where a person watches: standard error of the last rank is a terminal."""
+    if not (is_wanted and is_last_rank() and sys.stderr.isatty() and capabilities.has("tqdm")):
+        return None
+    return ProgressBar(capabilities.require("tqdm", purpose="the progress bar").tqdm, train_iters)
+
+
+def _profilers(parts: TrainingParts) -> list[Hook]:
+    run = parts.run
+    hooks: list[Hook] = []
+    if run.profile and run.rank in (run.profile_ranks or [0]):
+        directory = run.tensorboard_dir or run.save or "."
+        hooks.append(
+            Profile(
+                run.profile_step_start,
+                run.profile_step_end,
+                directory,
+                run.rank,
+                use_torch=run.use_pytorch_profiler,
+            )
+        )
+    if run.record_memory_history and device.device_type() == "cuda":
+        hooks.append(MemoryHistory(run.memory_snapshot_path))
+    return hooks

@@ -1,0 +1,57 @@
+"""Megatron's way of bringing up a session without `pretrain`: for scripts with their own loop."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from megatron.training import launch
+from megatron.training.arguments import command_of_namespace
+from megatron.training.cli.parser import ExtraArguments, ParsedCommand, parse_command_line
+from megatron.training.resilience.progress import RunProgress
+from megatron.training.setup.initialize import Session, start_session
+
+
+def initialize_megatron(
+    extra_args_provider: ExtraArguments | None = None,
+    args_defaults: Mapping[str, Any] | None = None,
+    ignore_unknown_args: bool = False,
+    allow_no_cuda: bool = False,
+    skip_mpu_initialization: bool = False,
+    get_embedding_ranks: Callable[..., list[int]] | None = None,
+    get_position_embedding_ranks: Callable[..., list[int]] | None = None,
+    store: Any = None,
+    parsed_args: argparse.Namespace | None = None,
+) -> Session:
+    """Read and check the settings, start the processes, fill the slots of `global_vars`.
+
+    Args:
+        ignore_unknown_args: leave flags that nobody knows to the caller.
+        allow_no_cuda: accepted; a machine without GPUs computes on its CPU.
+        skip_mpu_initialization: accepted only as False.
+        parsed_args: settings that `parse_args` returned, instead of the command line.
+    Raises:
+        ConfigError: with all problems of the settings, on all ranks.
+    """
+    if skip_mpu_initialization:
+        raise TypeError("initialize_megatron() always creates the parallel groups")
+
+    def read() -> ParsedCommand:
+        if parsed_args is not None:
+            return command_of_namespace(parsed_args, args_defaults or {})
+        return parse_command_line(
+            extra_args_provider=extra_args_provider,
+            args_defaults=args_defaults,
+            ignore_unknown_args=ignore_unknown_args,
+        )
+
+    progress = RunProgress(rank=launch.place_of_this_process().rank)
+    return start_session(
+        read,
+        progress,
+        [],
+        get_embedding_ranks=get_embedding_ranks,
+        get_position_embedding_ranks=get_position_embedding_ranks,
+        store=store,
+    )

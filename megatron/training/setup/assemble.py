@@ -1,0 +1,67 @@
+"""Build what is trained and join it with the session."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+from megatron.training.checkpointing import Checkpointer, CheckpointSettings, RunParts
+from megatron.training.metrics.model_size import ModelSize
+from megatron.training.parts import MicrobatchPlanner, TrainingParts
+from megatron.training.resilience.progress import RunProgress
+from megatron.training.resolve import ResolvedRun
+from megatron.training.setup.callbacks import install_callbacks
+from megatron.training.setup.initialize import Session
+from megatron.training.setup.model import build_model
+from megatron.training.setup.optimizer import build_optimizer, build_scheduler
+from megatron.training.state import TrainState
+
+
+def assemble(
+    session: Session, model_provider: Callable[..., nn.Module], forward_step: Callable[..., Any]
+) -> tuple[TrainingParts, Checkpointer]:
+    """Build model, optimizer and schedule; the data come later, as they depend on a checkpoint."""
+    run, groups = session.run, session.groups
+    model = build_model(run.values, model_provider, groups)
+    optimizer = scheduler = None
+    if not run.skip_train:
+        optimizer = build_optimizer(run.values, model, groups)
+        scheduler = build_scheduler(run.values, optimizer)
+    config = install_callbacks(run, model, optimizer, groups, session.timers)
+    parts = TrainingParts(
+        run=run,
+        groups=groups,
+        model=model,
+        config=config,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        forward_step=forward_step,
+        forward_backward=get_forward_backward_func(),
+        microbatches=MicrobatchPlanner(run.micro_batch_size),
+        timers=session.timers,
+        size=ModelSize.from_settings(run.values),
+        iterations_to_skip=frozenset(run.iterations_to_skip),
+    )
+    saved = RunParts(
+        model=model,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        groups=groups,
+        args={**run.values, **run.extra},
+    )
+    return parts, Checkpointer(CheckpointSettings.from_values(run.values), saved)
+
+
+def load_state(run: ResolvedRun, checkpointer: Checkpointer, progress: RunProgress) -> TrainState:
+    """Load what --load or --pretrained-checkpoint name, and return where the run stands."""
+    if run.load is None and run.pretrained_checkpoint is None:
+        return TrainState()
+    restored = checkpointer.load()
+    if restored is None:
+        return TrainState()
+    progress.iteration = restored.progress.iteration
+    progress.last_good_checkpoint = restored.progress.iteration or None
+    return restored.progress

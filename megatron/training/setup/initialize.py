@@ -1,0 +1,150 @@
+"""From a command line to a running session: settings agreed, processes up, groups made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+from megatron.core import num_microbatches_calculator as calculator
+from megatron.core.errors import MegatronError
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.timers import Timers
+from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
+from megatron.training import global_vars, launch
+from megatron.training.cli.parser import ParsedCommand
+from megatron.training.printing import print_rank_0
+from megatron.training.resilience.progress import RunProgress
+from megatron.training.resilience.signals import SignalFlag
+from megatron.training.resolve import ResolvedRun, resolve, resolve_vocabulary
+from megatron.training.rules import check_run, notes
+from megatron.training.rules.same_flags import agree_on_settings, comparable
+from megatron.training.setup.checkpoint_shape import with_checkpoint_shape
+from megatron.training.setup.distributed import (
+    create_groups,
+    seed_everything,
+    set_numerics,
+    start_processes,
+)
+from megatron.training.setup.writers import open_tensorboard, open_wandb
+
+START_TIMEOUT = timedelta(minutes=10)
+"""How long ranks wait for each other before anything is known, also of the timeout's flag."""
+
+
+@dataclass
+class Session:
+    """What is up before there is a model."""
+
+    run: ResolvedRun
+    groups: ProcessGroupCollection
+    timers: Timers
+    tokenizer: Any
+    progress: RunProgress
+    signal: SignalFlag | None = None
+    tensorboard: Any = None
+    wandb: Any = None
+
+
+ReadCommand = Callable[[], ParsedCommand]
+
+
+def read_settings(read: ReadCommand, world_size: int) -> ResolvedRun:
+    """Read, derive and check the settings; nothing is started.
+
+    Raises:
+        ConfigError: with all problems.
+    """
+    command = read()
+    config = with_checkpoint_shape(command.config)
+    run = resolve(config, world_size=world_size, extra=command.extra)
+    check_run(run)
+    return run
+
+
+def start_session(
+    read: ReadCommand,
+    progress: RunProgress,
+    store_slot: list[Any],
+    *,
+    get_embedding_ranks: Callable[..., list[int]] | None = None,
+    get_position_embedding_ranks: Callable[..., list[int]] | None = None,
+    store: Any = None,
+) -> Session:
+    """Bring up this rank's part of the run.
+
+    Args:
+        progress: told what is being done, for the failure report.
+        store_slot: receives the rendezvous store as soon as it exists.
+        store: one that exists already.
+    Communication:
+        comparison of settings through the store; creation of the process groups.
+    """
+    place = launch.place_of_this_process()
+    progress.rank, progress.where = place.rank, "starting the processes"
+    store = store if store is not None else launch.connect_store(place, START_TIMEOUT)
+    store_slot.append(store)
+
+    progress.where = "reading the settings"
+    run: ResolvedRun | None = None
+    mine: dict[str, Any] | MegatronError
+    try:
+        run = read_settings(read, place.world_size)
+        mine = comparable(run.config, run.extra)
+        progress.save_directory = run.save
+    except MegatronError as error:
+        mine = error
+    agree_on_settings(store, place.rank, place.world_size, mine, timeout=START_TIMEOUT)
+    assert run is not None
+    announce(run)
+
+    progress.where = "creating process groups"
+    start_processes(run, place, store)
+    groups = create_groups(
+        run,
+        get_embedding_ranks=get_embedding_ranks,
+        get_position_embedding_ranks=get_position_embedding_ranks,
+    )
+    set_numerics(run)
+    seed_everything(run.seed)
+
+    progress.where = "building the tokenizer"
+    tokenizer = build_tokenizer(run.namespace())
+    run = resolve_vocabulary(run, tokenizer.vocab_size)
+    for derived in run.derivations[-2:]:
+        if derived.name.endswith("vocab_size"):
+            print_rank_0(f" > {derived}")
+    timers = Timers(run.timing_log_level, run.timing_log_option)
+    session = Session(run, groups, timers, tokenizer, progress)
+    session.signal = SignalFlag() if run.exit_signal_handler else None
+    session.tensorboard, session.wandb = open_tensorboard(run), open_wandb(run)
+    publish(session)
+    return session
+
+
+def announce(run: ResolvedRun) -> None:
+    """Print what was derived, and which flags have no effect here."""
+    for line in notes(run.config):
+        print_rank_0(f" note: {line}")
+    for derived in run.derivations:
+        print_rank_0(f" > {derived}")
+
+
+def publish(session: Session) -> None:
+    """Fill the named slots that third parties read."""
+    run = session.run
+    global_vars.set_args(run.namespace())
+    global_vars.set_timers(session.timers)
+    global_vars.set_tokenizer(session.tokenizer)
+    global_vars.set_tensorboard_writer(session.tensorboard)
+    global_vars.set_wandb_writer(session.wandb)
+    global_vars.set_signal_handler(session.signal)
+    calculator.reconfigure_num_microbatches_calculator(
+        run.rank,
+        run.rampup_batch_size,
+        run.global_batch_size,
+        run.micro_batch_size,
+        run.data_parallel_size,
+        run.decrease_batch_size_if_needed,
+    )

@@ -1,0 +1,23 @@
+"""Which ranks read data."""
+
+from __future__ import annotations
+
+import argparse
+
+from megatron.core.pipeline_parallel.layout import pipeline_layout
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.utils import get_pg_rank
+from megatron.training.transformer_settings import transformer_config
+
+
+def reads_data(args: argparse.Namespace, vp_stage: int | None = None) -> bool:
+    """Return whether this rank's chunk needs micro batches.
+
+    The first stage needs tokens and the last one labels. Masks that follow the documents
+    (--reset-attention-mask) are needed by every stage.
+    """
+    if args.reset_attention_mask:
+        return True
+    layout = pipeline_layout(transformer_config(vars(args)))
+    pp_rank = get_pg_rank(ProcessGroupCollection.current().pp)
+    return layout.has_embedding(pp_rank, vp_stage) or layout.has_loss(pp_rank, vp_stage)

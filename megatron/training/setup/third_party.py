@@ -1,0 +1,131 @@
+"""Megatron's function forms of what `pretrain` does, for scripts with their own loop.
+
+They take their settings from the slots of `global_vars`, which `initialize_megatron` fills.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import nn
+
+from megatron.core import num_microbatches_calculator as calculator
+from megatron.core.enums import ModelType
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.training import global_vars
+from megatron.training.arguments import run_from_args
+from megatron.training.checkpointing import load_checkpoint
+from megatron.training.metrics.model_size import ModelSize
+from megatron.training.parts import MicrobatchPlanner, StepPlan, TrainingParts
+from megatron.training.resolve import ResolvedRun
+from megatron.training.setup.callbacks import install_callbacks
+from megatron.training.setup.data import build_data, sample_counts
+from megatron.training.setup.model import build_model
+from megatron.training.setup.optimizer import build_optimizer, build_scheduler
+from megatron.training.state import TrainState
+from megatron.training.step import train_step as step
+
+
+def _run(args: argparse.Namespace) -> ResolvedRun:
+    """Return the settings in `args`; what was derived there is not derived again."""
+    run = run_from_args(args)
+    return ResolvedRun(run.config, {**run.values, **vars(args)}, run.derivations, run.extra)
+
+
+def setup_model_and_optimizer(
+    model_provider_func: Callable[..., nn.Module],
+    model_type: ModelType = ModelType.encoder_or_decoder,
+    checkpointing_context: Mapping[str, Any] | None = None,
+) -> tuple[list[nn.Module], Any, Any]:
+    """Return (model chunks, optimizer, parameter scheduler), loaded if --load names something."""
+    args, groups = global_vars.get_args(), ProcessGroupCollection.current()
+    run = _run(args)
+    model = build_model(run.values, model_provider_func, groups)
+    optimizer = build_optimizer(run.values, model, groups)
+    scheduler = build_scheduler(run.values, optimizer)
+    install_callbacks(run, model, optimizer, groups, global_vars.get_timers())
+    args.iteration, args.num_floating_point_operations_so_far = 0, 0.0
+    if args.load is not None or args.pretrained_checkpoint is not None:
+        args.iteration, args.num_floating_point_operations_so_far = load_checkpoint(
+            model, optimizer, scheduler
+        )
+    return model, optimizer, scheduler
+
+
+def train_step(
+    forward_step_func: Callable[..., Any],
+    data_iterator: Any,
+    model: list[nn.Module],
+    optimizer: Any,
+    opt_param_scheduler: Any,
+    config: Any,
+    forward_backward_func: Callable[..., Any],
+    iteration: int | None = None,
+) -> tuple[dict[str, float], int, bool, bool, int, float | None, float | None]:
+    """Train on one global batch.
+
+    Returns:
+        (losses on the last stage, 1 if skipped else 0, should checkpoint, should exit, exit code,
+        grad norm, zeros in the gradient); the three in the middle are False, False, 0: a step
+        that is not finite raises NumericsError instead.
+    """
+    args = global_vars.get_args()
+    run = _run(args)
+    parts = TrainingParts(
+        run=run,
+        groups=ProcessGroupCollection.current(),
+        model=model,
+        config=config,
+        optimizer=optimizer,
+        scheduler=opt_param_scheduler,
+        forward_step=forward_step_func,
+        forward_backward=forward_backward_func,
+        microbatches=MicrobatchPlanner(run.micro_batch_size),
+        timers=global_vars.get_timers(),
+        size=ModelSize.from_settings(run.values),
+    )
+    parts.data.train = data_iterator
+    state = TrainState(
+        iteration=args.iteration if iteration is None else iteration,
+        consumed_train_samples=args.consumed_train_samples,
+    )
+    plan = StepPlan(
+        num_microbatches=calculator.get_num_microbatches(),
+        micro_batch_size=run.micro_batch_size,
+        global_batch_size=calculator.get_current_running_global_batch_size(),
+    )
+    result = step(parts, state, plan)
+    return (
+        dict(result.losses),
+        int(result.was_skipped),
+        False,
+        False,
+        0,
+        result.grad_norm,
+        result.num_zeros,
+    )
+
+
+def get_train_valid_test_num_samples() -> list[int | None]:
+    """Return the samples that the run asks of each split."""
+    return list(sample_counts(_run(global_vars.get_args())))
+
+
+def build_train_valid_test_data_iterators(
+    build_train_valid_test_datasets_provider: Callable[..., Any],
+) -> tuple[Any, Any, Any]:
+    """Return the iterators of micro batches of this rank."""
+    args = global_vars.get_args()
+    state = TrainState(
+        consumed_train_samples=args.consumed_train_samples,
+        consumed_valid_samples=args.consumed_valid_samples,
+    )
+    data = build_data(
+        _run(args),
+        build_train_valid_test_datasets_provider,
+        ProcessGroupCollection.current(),
+        state,
+    )
+    return data.train, data.valid, data.test

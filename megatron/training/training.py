@@ -1,0 +1,151 @@
+"""`pretrain`, and what third parties import from `megatron.training.training`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from megatron.core.errors import ConfigError
+from megatron.training import launch
+from megatron.training.cli.dry_run import describe_run
+from megatron.training.cli.parser import ExtraArguments, ParsedCommand, parse_command_line
+from megatron.training.config.run import RunConfig
+from megatron.training.hooks.standard import standard_hooks
+from megatron.training.loop import train
+from megatron.training.printing import print_rank_0
+from megatron.training.resilience.failure import failures_reported
+from megatron.training.resilience.progress import RunProgress
+from megatron.training.setup.assemble import assemble, load_state
+from megatron.training.setup.data import build_data
+from megatron.training.setup.distributed import shut_down
+from megatron.training.setup.initialize import Session, start_session
+from megatron.training.state import StopReason
+
+
+def pretrain(*given: Any, **named: Any) -> None:
+    """Pretrain a model: settings, processes, model, data, loop, checkpoints.
+
+    Both forms of Megatron's call work, with positional or keyword arguments:
+
+        pretrain(dataset_provider, model_provider, model_type, forward_step_func,
+                 process_non_loss_data_func=None, extra_args_provider=None, args_defaults={}, ...)
+        pretrain(config_container, dataset_provider, model_type, forward_step_func,
+                 model_provider, process_non_loss_data_func=None, ...)
+
+    In the first the command line is read; in the second it is not.
+
+    Args:
+        dataset_provider: `(num_samples[, vp_stage])` -> train, valid and test datasets; see
+            `setup.data.build_data`.
+        model_provider: `(pre_process, post_process, vp_stage, config, pg_collection)` -> one model
+            chunk; see `setup.model.build_model`.
+        forward_step_func: `(data_iterator, model)` -> output and loss function.
+        process_non_loss_data_func: takes what `loss_func(output, non_loss_data=True)` collected
+            after an evaluation.
+        non_loss_data_func: `(model)` -> such data, instead of a forward step.
+        extra_args_provider: adds a script's own flags to the parser.
+        args_defaults: a script's defaults for flags that are not given.
+    Raises:
+        SystemExit: the run failed: what and why was printed, and the exit code tells the class.
+    """
+    call = PretrainCall.of(given, named)
+    progress, store_slot = RunProgress(rank=launch.place_of_this_process().rank), []
+    with failures_reported(progress, store_slot):
+        if call.is_dry_run():
+            print_rank_0(describe_run(call.read))
+            return
+        session = start_session(
+            call.read,
+            progress,
+            store_slot,
+            get_embedding_ranks=call.options.get("get_embedding_ranks"),
+            get_position_embedding_ranks=call.options.get("get_position_embedding_ranks"),
+            store=call.options.get("store"),
+        )
+        run_session(session, call)
+        shut_down()
+
+
+class PretrainCall:
+    """The arguments of `pretrain`, in whichever form they came."""
+
+    SCRIPT_FIRST = (
+        "train_valid_test_dataset_provider", "model_provider", "model_type", "forward_step_func",
+        "process_non_loss_data_func", "extra_args_provider", "args_defaults",
+        "get_embedding_ranks", "get_position_embedding_ranks", "non_loss_data_func", "store",
+    )  # fmt: skip
+    CONFIG_FIRST = (
+        "cfg_container", "train_valid_test_dataset_provider", "model_type", "forward_step_func",
+        "model_provider", "process_non_loss_data_func", "get_embedding_ranks",
+        "get_position_embedding_ranks", "non_loss_data_func", "store",
+    )  # fmt: skip
+    NEEDED = ("train_valid_test_dataset_provider", "model_provider", "forward_step_func")
+
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        missing = [name for name in self.NEEDED if options.get(name) is None]
+        if missing:
+            raise TypeError(f"pretrain() misses {', '.join(missing)}")
+        self.options = options
+        self.config: RunConfig | None = options.get("cfg_container")
+        self.dataset_provider = options["train_valid_test_dataset_provider"]
+        self.model_provider = options["model_provider"]
+        self.forward_step = options["forward_step_func"]
+        self.extra_args_provider: ExtraArguments | None = options.get("extra_args_provider")
+        self.args_defaults: Mapping[str, Any] = options.get("args_defaults") or {}
+        self._command: ParsedCommand | None = None
+
+    @staticmethod
+    def of(given: Sequence[Any], named: Mapping[str, Any]) -> PretrainCall:
+        """Sort positional and keyword arguments by their names."""
+        has_config = "cfg_container" in named or (given and isinstance(given[0], RunConfig))
+        names = PretrainCall.CONFIG_FIRST if has_config else PretrainCall.SCRIPT_FIRST
+        if len(given) > len(names):
+            raise TypeError(f"pretrain() takes at most {len(names)} arguments, got {len(given)}")
+        return PretrainCall({**dict(zip(names, given, strict=False)), **named})
+
+    def read(self) -> ParsedCommand:
+        """Return the settings: those passed, or those of the command line."""
+        if self._command is None:
+            if self.config is not None:
+                self._command = ParsedCommand(config=self.config, given=frozenset())
+            else:
+                self._command = parse_command_line(
+                    extra_args_provider=self.extra_args_provider, args_defaults=self.args_defaults
+                )
+        return self._command
+
+    def is_dry_run(self) -> bool:
+        """Return whether nothing shall be run; an unreadable command line is told later."""
+        try:
+            return self.read().config.launch.dry_run
+        except ConfigError:
+            return False
+
+
+def run_session(session: Session, call: PretrainCall) -> None:
+    """Build what is trained, train it, and evaluate at the end."""
+    run, progress = session.run, session.progress
+    progress.where = "building the model"
+    parts, checkpointer = assemble(session, call.model_provider, call.forward_step)
+    parts.process_non_loss_data = call.options.get("process_non_loss_data_func")
+    parts.non_loss_data = call.options.get("non_loss_data_func")
+    progress.where = "loading a checkpoint"
+    state = load_state(run, checkpointer, progress)
+    progress.where = "building data"
+    parts.data = build_data(run, call.dataset_provider, session.groups, state)
+    hooks = standard_hooks(
+        parts,
+        progress,
+        checkpointer,
+        signal=session.signal,
+        tensorboard=session.tensorboard,
+        wandb=session.wandb,
+    )
+    print_rank_0(f" > the setup is done; training begins at iteration {state.iteration}")
+    try:
+        if run.skip_train:
+            hooks.evaluate.after_training(state, StopReason.FINISHED)
+        else:
+            train(parts, state, hooks)
+    finally:
+        hooks.close()

@@ -1,0 +1,121 @@
+"""Pretrain a GPT: `torchrun --nproc-per-node 4 pretrain_gpt.py --preset gpt2-124m ...`.
+
+Without torchrun it trains in one process. `--dry-run` prints what a command would do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.core import device
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
+from megatron.core.enums import ModelType
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.training import get_args, get_timers, get_tokenizer, pretrain
+from megatron.training.blends import blends_of
+from megatron.training.setup.layer_spec import layer_spec
+from megatron.training.setup.stages import reads_data
+
+
+def model_provider(
+    pre_process: bool = True,
+    post_process: bool = True,
+    vp_stage: int | None = None,
+    config: TransformerConfig | None = None,
+    pg_collection: Any = None,
+) -> GPTModel:
+    """Build one chunk of the model: all of it without pipeline parallelism."""
+    args = get_args()
+    return GPTModel(
+        config=config,
+        transformer_layer_spec=layer_spec(args, config, vp_stage),
+        vocab_size=args.padded_vocab_size,
+        max_sequence_length=args.max_position_embeddings,
+        pre_process=pre_process,
+        post_process=post_process,
+        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
+        position_embedding_type=args.position_embedding_type,
+        rotary_percent=args.rotary_percent,
+        rotary_base=args.rotary_base,
+        rope_scaling=args.use_rope_scaling,
+        rope_scaling_factor=args.rope_scaling_factor,
+        seq_len_interpolation_factor=args.rotary_seq_len_interpolation_factor,
+        pg_collection=pg_collection,
+        vp_stage=vp_stage,
+    )
+
+
+def get_batch(data_iterator: Iterator[dict[str, Tensor]] | None) -> dict[str, Tensor | None]:
+    """Take the next micro batch; a stage between the first and the last needs none.
+
+    Every rank that needs tokens reads them itself: the corpus is memory-mapped and the order of
+    samples is arithmetic, so tensor-parallel ranks read the same bytes without a broadcast.
+    """
+    names = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
+    if data_iterator is None:
+        return dict.fromkeys(names)
+    batch = next(data_iterator)
+    where = device.current_device()
+    return {n: batch[n].to(where, non_blocking=True) if n in batch else None for n in names}
+
+
+def loss_func(loss_mask: Tensor, output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Sum the losses of real tokens; the mean is formed over the whole global batch.
+
+    Args:
+        loss_mask: [b, s], 1 where a token counts.
+        output: [b, s], the loss of every token.
+    """
+    # fp32: a sum over thousands of tokens, of which bf16 would keep three digits.
+    loss = torch.sum(output.float() * loss_mask)
+    num_tokens = loss_mask.sum()
+    return loss, num_tokens.int(), {"lm loss": torch.stack([loss.detach(), num_tokens])}
+
+
+def forward_step(data_iterator: Iterator[dict[str, Tensor]] | None, model: Any) -> tuple:
+    """Run one micro batch through this rank's part of the model."""
+    timers = get_timers()
+    timers("batch-generator", log_level=2).start()
+    batch = get_batch(data_iterator)
+    timers("batch-generator").stop()
+    output = model(
+        batch["tokens"], batch["position_ids"], batch["attention_mask"], labels=batch["labels"]
+    )
+    return output, partial(loss_func, batch["loss_mask"])
+
+
+def datasets_provider(num_samples: Sequence[int | None], vp_stage: int | None = None) -> list:
+    """Build the train, valid and test datasets on the ranks that read data."""
+    args = get_args()
+    config = GPTDatasetConfig(
+        random_seed=args.seed,
+        sequence_length=args.seq_length,
+        **blends_of(args),
+        num_dataset_builder_threads=args.num_dataset_builder_threads,
+        path_to_cache=args.data_cache_path,
+        mmap_bin_files=args.mmap_bin_files,
+        tokenizer=get_tokenizer(),
+        reset_position_ids=args.reset_position_ids,
+        reset_attention_mask=args.reset_attention_mask,
+        eod_mask_loss=args.eod_mask_loss,
+        create_attention_mask=args.reset_attention_mask,
+        mid_level_dataset_surplus=args.mid_level_dataset_surplus,
+        vocab_size=args.unpadded_vocab_size,
+    )
+    kind = MockGPTDataset if args.mock_data else GPTDataset
+    return BlendedMegatronDatasetBuilder(
+        kind, num_samples, partial(reads_data, args, vp_stage), config
+    ).build()
+
+
+datasets_provider.is_distributed = True
+
+if __name__ == "__main__":
+    pretrain(datasets_provider, model_provider, ModelType.encoder_or_decoder, forward_step)
