@@ -172,13 +172,13 @@ def _shade(op: Op, chunk: int, num_chunks: int) -> tuple[int, int, int]:
 
 def save_png(traces: Sequence[Trace], path: str | Path) -> None:
     """Write the panels of `svg` as a PNG with matplotlib."""
-    capabilities.require("matplotlib", purpose="drawing a pipeline as PNG")
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+    purpose = "drawing a pipeline as PNG"
+    figures = capabilities.require("matplotlib.figure", purpose=purpose)
+    canvases = capabilities.require("matplotlib.backends.backend_agg", purpose=purpose)
 
     rows = sum(trace.placement.num_ranks + 2 for trace in traces)
-    figure = Figure(figsize=(14, 0.45 * rows + 0.4), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = figures.Figure(figsize=(14, 0.45 * rows + 0.4), layout="constrained")
+    canvases.FigureCanvasAgg(figure)
     panels = figure.subplots(len(traces), 1, squeeze=False)
     for axis, trace in zip(panels[:, 0], traces, strict=True):
         origin = min((span.start for span in trace.spans), default=0.0)
