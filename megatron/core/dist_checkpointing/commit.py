@@ -90,7 +90,7 @@ def publish(staging: Path, final: Path, manifest: Manifest, run: str) -> None:
     write_durably(staging / MANIFEST_NAME, data)
     write_durably(staging / METADATA_NAME, metadata_bytes(data))
     sync_directory(staging)
-    if not (final.exists() and any(os.scandir(final))):
+    if not final.exists() or _is_empty(final):
         rename_durably(staging, final)  # also onto an empty directory that the caller made
         return
     replaced = final.with_name(f"{final.name}.replaced-{run}")
@@ -150,7 +150,9 @@ def list_checkpoints(directory: Path) -> Listing:
     listing = Listing()
     if not directory.is_dir():
         return listing
-    for entry in os.scandir(directory):
+    with os.scandir(directory) as scan:
+        entries = list(scan)
+    for entry in entries:
         match = _NAME.fullmatch(entry.name)
         if match is None:
             continue
@@ -162,7 +164,7 @@ def list_checkpoints(directory: Path) -> Listing:
             listing.refused.append((path, "it is not a directory"))
         elif state in ("tmp", "deleting"):
             listing.leftovers.append(path)
-        elif any(os.scandir(path)):  # an empty one was made by a caller and never filled
+        elif not _is_empty(path):  # an empty one was made by a caller and never filled
             iteration: int | str = RELEASE if number is None else int(number)
             listing.checkpoints.append(Found(path, iteration, state == "replaced"))
         else:
@@ -173,6 +175,11 @@ def list_checkpoints(directory: Path) -> Listing:
     )
     listing.leftovers.sort()
     return listing
+
+
+def _is_empty(directory: Path) -> bool:
+    with os.scandir(directory) as entries:
+        return next(entries, None) is None
 
 
 def open_checkpoint(directory: Path) -> Manifest:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +81,14 @@ class _Job:
     into: Tensor
 
 
+SourceOf = Callable[[ShardedTensor, Manifest], str]
+
+
+def own_key(wanted: ShardedTensor, manifest: Manifest) -> str:
+    """Return the key under which a declaration is stored: its own."""
+    return wanted.key
+
+
 def open_contents(directory: str | os.PathLike[str], *, peers: Peers) -> Contents:
     """Read and check manifest and plain values on the coordinator, for all ranks: collective.
 
@@ -122,8 +130,13 @@ def load_state(
     *,
     peers: Peers,
     strict: StrictHandling = StrictHandling.ASSUME_OK_UNEXPECTED,
+    source_of: SourceOf = own_key,
 ) -> Loaded:
     """Fill a sharded state dict: collective.
+
+    Args:
+        source_of: names the stored tensor that a declaration is filled from; its own key unless
+            the caller knows a better one (main weights for weights of another precision).
 
     Tensors of the template are filled in place; a declaration without data gets a new tensor on
     the current device. Plain values of the template are replaced by the stored ones. A stored
@@ -137,7 +150,7 @@ def load_state(
     unexpected: set[str] = set()
     built: Any = None
     try:
-        built = _build(template)
+        built = _build(template, contents.manifest, source_of)
         unexpected = {leaf.key for leaf in _declared(built) if not _is_stored(leaf, contents)}
     except Exception as error:
         problem = as_checkpoint_error(error, "declaring the state to load")
@@ -197,7 +210,9 @@ class _Built:
         return data if is_filled else self.factory.merge_fn(loaded)
 
 
-def _build(template: Any) -> Any:
+def _build(template: Any, manifest: Manifest, source_of: SourceOf) -> Any:
+    """Build factories, allocate what has no data, and find where each shard is stored."""
+
     def build(leaf: Any) -> Any:
         if isinstance(leaf, ShardedTensorFactory):
             parts = map_leaves(build, leaf.build())
@@ -206,6 +221,9 @@ def _build(template: Any) -> Any:
             leaf.init_data(device.current_device())
             if leaf.allow_shape_mismatch and leaf.data is not None:
                 leaf.data.zero_()
+        if isinstance(leaf, ShardedTensor):
+            key = source_of(leaf, manifest)
+            return leaf if key == leaf.key else replace(leaf, key=key)
         return leaf
 
     return map_leaves(build, template)

@@ -56,7 +56,7 @@ def verify_checkpoint(
         result.problems.append(error)
         return result
     listed = set(manifest.files) | {MANIFEST_NAME, METADATA_NAME}
-    result.unlisted = sorted(entry.name for entry in os.scandir(path) if entry.name not in listed)
+    result.unlisted = sorted(name for name in os.listdir(path) if name not in listed)
     for name in sorted(manifest.files) if names is None else names:
         try:
             if name == COMMON_NAME:

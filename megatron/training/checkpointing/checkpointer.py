@@ -23,6 +23,7 @@ from megatron.core.dist_checkpointing.loader import Contents, load_state, open_c
 from megatron.core.dist_checkpointing.retention import apply_retention
 from megatron.core.dist_checkpointing.validation import parse_strict_handling
 from megatron.core.errors import CheckpointError, MegatronError
+from megatron.training.checkpointing.precision import most_precise_source
 from megatron.training.checkpointing.run_state import (
     RunParts,
     apply_model,
@@ -272,6 +273,7 @@ class Checkpointer:
             contents,
             peers=self.peers,
             strict=parse_strict_handling(settings.dist_ckpt_strictness),
+            source_of=most_precise_source,
         )
         apply_model(self.parts, loaded.state, strict=not loaded.unexpected)
         apply_optimizer(self.parts, loaded.state, was_loaded=with_optimizer)

@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
 from megatron.core import device
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.utils import get_pg_rank, get_pg_size
 
 
