@@ -1,0 +1,167 @@
+"""Optimizer state is stored by parameter: it goes on in any layout, to the bit."""
+
+import pytest
+import torch
+from torch import nn
+
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing import sharded_tensor_for_parameter
+from megatron.core.errors import CheckpointError
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.param_meta import ParamMeta, get_param_meta, set_param_meta, shard_of
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.utils import get_pg_rank, get_pg_size
+from tests.distributed.distributed.replicas import wrap
+from tests.harness.distributed import run_distributed
+from tests.harness.tolerances import EXACT, FP32_AFTER_OPTIMIZER, FP32_ROUNDED_ONCE, assert_close
+
+METAS = {
+    "column": ParamMeta(split_dim=0, split_axis="tp"),
+    "row": ParamMeta(split_dim=1, split_axis="tp"),
+    "gated": ParamMeta(split_dim=0, split_axis="tp", stride=2),
+    "norm": ParamMeta(),
+    "cube": ParamMeta(split_dim=1, split_axis="tp"),
+}
+SHAPES = {
+    "column": (24, 50),
+    "row": (30, 48),
+    "gated": (32, 20),
+    "norm": (333,),
+    "cube": (3, 8, 40),
+}
+
+
+class Layers(nn.Module):
+    """Parameters split in every way there is; their gradient is a function of the element."""
+
+    def __init__(self, groups, dtype):
+        super().__init__()
+        self.groups = groups
+        generator = torch.Generator().manual_seed(4)
+        for name, shape in SHAPES.items():
+            setattr(self, name, self._place(name, torch.randn(shape, generator=generator), dtype))
+            target = torch.randn(shape, generator=generator)
+            self.register_buffer(
+                f"{name}_target", self._place(name, target, dtype).detach(), persistent=False
+            )
+
+    def _place(self, name, full, dtype):
+        rank, size = get_pg_rank(self.groups.tp), get_pg_size(self.groups.tp)
+        parameter = nn.Parameter(shard_of(full, METAS[name], rank, size).to(dtype).clone())
+        set_param_meta(parameter, METAS[name])
+        return parameter
+
+    def forward(self, step):
+        return sum(
+            ((p - getattr(self, f"{name}_target")) * (1 + step)).float().square().sum()
+            for name, p in self.named_parameters()
+        )
+
+    def sharded_state_dict(self):
+        groups = self.groups
+        return {
+            name: sharded_tensor_for_parameter(
+                name,
+                parameter,
+                get_param_meta(parameter),
+                tp_rank=get_pg_rank(groups.tp),
+                tp_size=get_pg_size(groups.tp),
+                dp_replica=get_pg_rank(groups.dp_cp),
+            )
+            for name, parameter in self.named_parameters()
+        }
+
+
+def build(groups, is_sharded, dtype):
+    ddp = wrap(
+        groups,
+        model=Layers(groups, dtype),
+        grad_reduce_in_fp32=True,
+        use_distributed_optimizer=is_sharded,
+        bucket_size=1000,
+    )
+    config = OptimizerConfig(
+        lr=0.05, clip_grad=0.0, bf16=dtype == torch.bfloat16, use_distributed_optimizer=is_sharded
+    )
+    return ddp, get_megatron_optimizer(config, [ddp], pg_collection=groups)
+
+
+def step(ddp, optimizer, number):
+    ddp.zero_grad_buffer()
+    ddp(number).backward()
+    ddp.finish_grad_sync()
+    optimizer.step()
+
+
+def declared(ddp, optimizer):
+    model = ddp.sharded_state_dict()
+    return {"model": model, "optimizer": optimizer.sharded_state_dict(model)}
+
+
+def train_and_save(groups, is_sharded, dtype, directory):
+    ddp, optimizer = build(groups, is_sharded, dtype)
+    for number in range(3):
+        step(ddp, optimizer, number)
+    dist_checkpointing.save(declared(ddp, optimizer), directory)
+
+
+def load_and_train(groups, is_sharded, dtype, source, directory):
+    ddp, optimizer = build(groups, is_sharded, dtype)
+    loaded = dist_checkpointing.load(declared(ddp, optimizer), source, strict="raise_all")
+    optimizer.load_state_dict(loaded["optimizer"])
+    for number in range(3, 5):
+        step(ddp, optimizer, number)
+    dist_checkpointing.save(declared(ddp, optimizer), directory)
+
+
+LAYOUTS = {
+    torch.float32: [(1, {}, False), (4, {"tp": 2}, True), (3, {}, True), (2, {"tp": 2}, False)],
+    torch.bfloat16: [(1, {}, False), (4, {}, True), (2, {"tp": 2}, False)],
+}
+"""(ranks, axes, whether the optimizer is sharded): each is loaded by the next."""
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_any_layout_goes_on_from_any_other(tmp_path, dtype):
+    layouts = LAYOUTS[dtype]
+    for number, (size, layout, is_sharded) in enumerate(layouts):
+        source = tmp_path / f"from{number}"
+        run_distributed(train_and_save, size, is_sharded, dtype, source, **layout)
+        goal, goal_layout, goal_sharded = layouts[(number + 1) % len(layouts)]
+        result = tmp_path / f"to{number}"
+        run_distributed(load_and_train, goal, goal_sharded, dtype, source, result, **goal_layout)
+        # A mean over three equal gradients is rounded; over one, two or four it is not.
+        tolerance = FP32_AFTER_OPTIMIZER if 3 in (size, goal) else EXACT
+        for before, directory in (("from0", source), ("to0", result)):
+            expected = dist_checkpointing.load_plain_tensors(tmp_path / before)
+            found = dist_checkpointing.load_plain_tensors(directory)
+            assert set(found) == set(expected)
+            for key, tensor in expected.items():
+                assert_close(found[key], tensor, tolerance, f"{key} in {directory.name}")
+    keys = {key for key in expected if key.endswith("gated")}
+    states = {"exp_avg", "exp_avg_sq"} | ({"fp32_param"} if dtype == torch.bfloat16 else set())
+    assert keys == {"gated"} | {f"optimizer.state.{state}.gated" for state in states}
+
+
+def test_a_parameter_that_the_model_did_not_declare_is_named():
+    groups = ProcessGroupCollection.single()
+    ddp, optimizer = build(groups, False, torch.float32)
+    model = ddp.sharded_state_dict()
+    del model["row"]
+    with pytest.raises(CheckpointError, match="no declaration of parameter row"):
+        optimizer.sharded_state_dict(model)
+
+
+def test_a_run_that_has_not_begun_can_be_saved_and_loaded(tmp_path):
+    groups = ProcessGroupCollection.single()
+    ddp, optimizer = build(groups, False, torch.float32)
+    dist_checkpointing.save(declared(ddp, optimizer), tmp_path / "start")
+    other, other_optimizer = build(groups, False, torch.float32)
+    step(other, other_optimizer, 0)
+    loaded = dist_checkpointing.load(declared(other, other_optimizer), tmp_path / "start")
+    other_optimizer.load_state_dict(loaded["optimizer"])
+    for run in ((ddp, optimizer), (other, other_optimizer)):
+        step(*run, 0)
+    for name, weight in ddp.state_dict().items():
+        assert_close(other.state_dict()[name], weight, FP32_ROUNDED_ONCE, name)
