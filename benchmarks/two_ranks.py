@@ -31,19 +31,19 @@ import torch.multiprocessing as mp
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron.core import parallel_state  # noqa: E402
-from megatron.core.distributed import (  # noqa: E402
+from megatron.core import parallel_state
+from megatron.core.distributed import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
     finalize_model_grads,
 )
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # noqa: E402
-from megatron.core.models.gpt.gpt_model import GPTModel  # noqa: E402
-from megatron.core.pipeline_parallel.schedules import get_forward_backward_func  # noqa: E402
-from megatron.core.process_groups_config import ProcessGroupCollection  # noqa: E402
-from megatron.core.rng import rng_state  # noqa: E402
-from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
-from megatron.core.utils import get_pg_rank, get_pg_size  # noqa: E402
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.rng import rng_state
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.utils import get_pg_rank, get_pg_size
 
 SEQUENCE, WIDTH, HEADS, LAYERS, VOCABULARY, MICROBATCHES = 256, 512, 8, 8, 1024, 8
 
@@ -76,7 +76,14 @@ def endless(tokens):
 
 
 def build_step(
-    groups: ProcessGroupCollection, *, tp=1, sp=False, pp=1, vp=1, share=1, microbatches=MICROBATCHES
+    groups: ProcessGroupCollection,
+    *,
+    tp=1,
+    sp=False,
+    pp=1,
+    vp=1,
+    share=1,
+    microbatches=MICROBATCHES,
 ) -> Callable[[], None]:
     """Return a function that runs one step. `share` divides heads, MLP and vocabulary."""
     config = TransformerConfig(
@@ -111,7 +118,9 @@ def build_step(
     one = len(chunks) == 1
     config.finalize_model_grads_func = partial(finalize_model_grads, pg_collection=groups)
     config.no_sync_func = chunks[0].no_sync if one else [c.no_sync for c in chunks]
-    config.grad_sync_func = chunks[0].start_grad_sync if one else [c.start_grad_sync for c in chunks]
+    config.grad_sync_func = (
+        chunks[0].start_grad_sync if one else [c.start_grad_sync for c in chunks]
+    )
     schedule = get_forward_backward_func(pp_size=pp, vp_size=vp)
     tokens = torch.randint(VOCABULARY // share, (1, SEQUENCE))
     iterators = [endless(tokens) for _ in chunks]
@@ -138,7 +147,9 @@ def floor_of(name: str) -> Callable[[], None]:
     alone = ProcessGroupCollection.single()
     if name.startswith("tp"):
         return build_step(alone, share=2)
-    return build_step(alone, microbatches=MICROBATCHES // 2 if name.startswith("pp") else MICROBATCHES)
+    return build_step(
+        alone, microbatches=MICROBATCHES // 2 if name.startswith("pp") else MICROBATCHES
+    )
 
 
 def seconds(step: Callable[[], None]) -> tuple[float, float]:

@@ -23,8 +23,6 @@ class Errors:
     worst_weight: str
 
 
-
-
 def compare(run: Run, serial: Run) -> Errors:
     """Return the errors of `run`; every parameter of `serial` must be there.
 

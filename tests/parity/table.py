@@ -19,7 +19,9 @@ from tests.parity.compare import Errors, compare
 from tests.parity.layouts import LayoutCase, ModelCase, all_layouts, all_models
 from tests.parity.training_case import Run, assemble, train
 
-HEADER = f"{'layout':<28}{'loss':>10}{'gradient':>10}{'grad norm':>11}{'weight':>10}  worst gradient"
+HEADER = (
+    f"{'layout':<28}{'loss':>10}{'gradient':>10}{'grad norm':>11}{'weight':>10}  worst gradient"
+)
 
 
 def run_case(layout: LayoutCase, model: ModelCase) -> Run:

@@ -161,8 +161,7 @@ def train(groups: ProcessGroupCollection, layout: LayoutCase, model: ModelCase) 
         overlap_grad_reduce=True, bucket_size=5000, use_distributed_optimizer=layout.zero
     )
     wrapped = [
-        DistributedDataParallel(config, ddp_config, chunk, pg_collection=groups)
-        for chunk in chunks
+        DistributedDataParallel(config, ddp_config, chunk, pg_collection=groups) for chunk in chunks
     ]
     optimizer = get_megatron_optimizer(
         OptimizerConfig(

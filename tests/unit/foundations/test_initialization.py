@@ -37,9 +37,7 @@ def test_a_stage_names_its_layers_by_their_global_number():
 def test_pipeline_stage_and_tensor_shards_hold_slices_of_the_same_model():
     for init in (init_method_normal(0.02), nn.init.xavier_normal_):
         for split_dim, stride in ((0, 1), (0, 2), (1, 1), (None, 1)):
-            meta = ParamMeta(
-                split_dim=split_dim, split_axis="tp", stride=stride, init_method=init
-            )
+            meta = ParamMeta(split_dim=split_dim, split_axis="tp", stride=stride, init_method=init)
             whole = build([1, 2, 3], 300, meta)
             if split_dim == 0:
                 shards = [build([2], 150, meta, r, 2).layers[0].weight for r in range(2)]

@@ -32,7 +32,7 @@ def test_seeds_tell_ints_from_strings_and_do_not_depend_on_the_process():
     assert derive_seed(1234, "decoder", 3) == 8000189298532497770
 
 
-@pytest.mark.parametrize("total, size", [(32, 4), (64, 8), (24, 3), (30, 5)])
+@pytest.mark.parametrize(("total", "size"), [(32, 4), (64, 8), (24, 3), (30, 5)])
 def test_a_sequence_shard_drops_what_the_whole_drops(total, size):
     x = torch.ones(total, 2, 3)
     rows = SequenceRows.whole(total)

@@ -24,7 +24,7 @@ def test_alternative_order_puts_pipeline_before_data():
     assert layout.dense.group_of(0, "dp") == [0, 4]
 
 
-@pytest.mark.parametrize("tp, cp, pp", [(1, 1, 1), (2, 1, 4), (4, 2, 2), (2, 3, 1)])
+@pytest.mark.parametrize(("tp", "cp", "pp"), [(1, 1, 1), (2, 1, 4), (4, 2, 2), (2, 3, 1)])
 @pytest.mark.parametrize("axes", [("tp",), ("pp",), ("dp", "cp"), ("tp", "pp"), AXES])
 def test_groups_of_an_axis_hold_every_rank_once(tp, cp, pp, axes):
     grid = plan_layout(48, tp=tp, cp=cp, pp=pp).dense
@@ -62,7 +62,7 @@ def test_expert_grid_covers_the_same_ranks_and_stages():
 
 
 @pytest.mark.parametrize(
-    "kwargs, words",
+    ("kwargs", "words"),
     [
         (dict(world_size=6, tp=4), ["6 ranks", "tp=4", "--tensor-model-parallel-size"]),
         (dict(world_size=8, tp=2, ep=3), ["ep=3", "--expert-model-parallel-size"]),
