@@ -33,8 +33,9 @@ checks: lint ## lint and the tests that need one process: under two minutes
 parity: venv ## every layout against one process: the table of maximum errors
 	@$(PYTHON_OF_VENV) -m tests.parity.table
 
-bench: venv ## step time against plain PyTorch and Hugging Face
-	@$(PYTHON_OF_VENV) -m benchmarks
+bench: venv ## step time against plain PyTorch and Hugging Face; cost of two ranks
+	@$(PYTHON_OF_VENV) -m benchmarks.single_device
+	@$(PYTHON_OF_VENV) -m benchmarks.two_ranks
 
 venv: ## make or refresh the virtual environment .venv
 	@tools/make_venv.sh $(VENV) dev
