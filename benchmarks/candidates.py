@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from megatron.core.activations import fast_gelu
 from torch import Tensor, nn
 
 from benchmarks.plain_gpt import PlainGPT2, PlainLlama, Sizes
+from megatron.core.activations import fast_gelu
 from megatron.core.capabilities import has, require
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel

@@ -14,11 +14,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.core.fusions.fused_bias_swiglu import bias_swiglu_impl
+from megatron.core.activations import fast_gelu, quick_gelu
+from megatron.core.fusions.fused_bias_geglu import geglu, quick_geglu
+from megatron.core.fusions.fused_bias_swiglu import swiglu
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
+
+FUSED_GATES: dict[Any, Callable[[Tensor], Tensor]] = {
+    F.silu: swiglu,
+    fast_gelu: geglu,
+    quick_gelu: quick_geglu,
+}
+"""Activation -> function of [..., 2f] that applies it to the gate and multiplies."""
 
 
 @dataclass
@@ -65,7 +74,8 @@ class MLP(MegatronModule):
             init_method=config.init_method,
             gather_output=False,
             bias=config.add_bias_linear,
-            skip_bias_add=True,
+            # The product adds its bias while it writes its output; a later pass would cost more.
+            skip_bias_add=False,
             is_expert=is_expert,
             tp_comm_buffer_name="fc1",
             tp_group=tp_group,
@@ -102,7 +112,7 @@ class MLP(MegatronModule):
         Returns:
             (output of the input's shape, bias of fc2 [h] that is still to be added, or None).
         """
-        intermediate, bias = self.linear_fc1(hidden_states)
+        intermediate, bias = self.linear_fc1(hidden_states)  # a spec's layer may return its bias
         intermediate = self.activate(intermediate, bias)
         if per_token_scale is not None:
             intermediate = (intermediate * per_token_scale.unsqueeze(-1)).to(intermediate.dtype)
@@ -110,13 +120,12 @@ class MLP(MegatronModule):
 
     def activate(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """Apply bias, activation and gate: [s, b, f or 2f] -> [s, b, f]."""
-        if self.config.gated_linear_unit:
-            if self.config.bias_activation_fusion and self.activation_func is F.silu:
-                return bias_swiglu_impl(x, bias)
-            if bias is not None:
-                x = x + bias
-            gate, up = torch.chunk(x, 2, dim=-1)
-            return self.activation_func(gate) * up
         if bias is not None:
             x = x + bias
-        return self.activation_func(x)
+        if not self.config.gated_linear_unit:
+            return self.activation_func(x)
+        fused = FUSED_GATES.get(self.activation_func)
+        if fused is not None and self.config.bias_activation_fusion:
+            return fused(x)
+        gate, up = torch.chunk(x, 2, dim=-1)
+        return self.activation_func(gate) * up

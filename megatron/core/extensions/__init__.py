@@ -1,0 +1,1 @@
+"""Backends made of GPU libraries: they implement the `Backend` protocol of the blocks."""

@@ -1,0 +1,316 @@
+"""A backend of NVIDIA Transformer Engine's classes.
+
+Written against the library's documented interface; **it has not been run**, because the library
+needs a GPU. The local backend is the reference: the two read and write the same checkpoints.
+
+What differs from the local backend: attention dropout draws from the library's own generator, so
+it depends on the layout; weight gradients are not accumulated inside the GEMM (its protocol for
+`main_grad` is not ours).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+from megatron.core.capabilities import has, require
+from megatron.core.initialization import initialization_is_deferred
+from megatron.core.param_meta import ParamMeta, set_param_meta
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.utils import get_pg_size
+
+HAVE_TE = has("transformer_engine")
+"""Whether the library is installed. Without it every class below refuses to be built."""
+
+_PURPOSE = "--transformer-impl transformer_engine"
+
+
+class _Absent(nn.Module):
+    """Stands for a class of the library where it is not installed."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        require("transformer_engine", purpose=_PURPOSE)
+
+
+if HAVE_TE:
+    _te = require("transformer_engine.pytorch", purpose=_PURPOSE)
+    _Linear, _LayerNormLinear = _te.Linear, _te.LayerNormLinear
+    _DotProductAttention, _NORMS = (
+        _te.DotProductAttention,
+        {"LayerNorm": _te.LayerNorm, "RMSNorm": _te.RMSNorm},
+    )
+else:
+    _Linear = _LayerNormLinear = _DotProductAttention = _Absent
+    _NORMS = {"LayerNorm": _Absent, "RMSNorm": _Absent}
+
+
+def _keep(weight: Tensor) -> Tensor:
+    """Leave a weight unfilled: the model fills it by name."""
+    return weight
+
+
+def _linear_options(
+    config: TransformerConfig, init_method: Callable[[Tensor], object], tp: Any, mode: str
+) -> dict[str, Any]:
+    """Return the arguments that all linear layers of the library share."""
+    fills = config.perform_initialization and not initialization_is_deferred()
+    return {
+        "sequence_parallel": config.sequence_parallel,
+        "fuse_wgrad_accumulation": False,
+        "tp_group": tp,
+        "tp_size": get_pg_size(tp),
+        "get_rng_state_tracker": get_cuda_rng_tracker,
+        "init_method": init_method if fills else _keep,
+        "params_dtype": config.params_dtype,
+        "parallel_mode": mode,
+    }
+
+
+def _describe(
+    layer: nn.Module,
+    init_method: Callable[[Tensor], object],
+    *,
+    split_dim: int,
+    stride: int = 1,
+    sequence_parallel: bool,
+) -> None:
+    """Attach the facts that checkpoints, initialisation and reductions read."""
+    partial = ("tp",) if sequence_parallel else ()
+    for name, parameter in layer.named_parameters(recurse=False):
+        if name == "weight":
+            meta = ParamMeta(
+                split_dim=split_dim, split_axis="tp", stride=stride, init_method=init_method
+            )
+        elif name == "bias" and split_dim == 0:
+            meta = ParamMeta(split_dim=0, split_axis="tp", stride=stride)
+        else:  # a replicated bias, or the parameters of a fused norm
+            meta = ParamMeta(grad_sum_axes=partial)
+        set_param_meta(parameter, meta)
+
+
+def _group(tp_group: Any, pg_collection: ProcessGroupCollection | None) -> Any:
+    if tp_group is not None:
+        return tp_group
+    return (pg_collection or ProcessGroupCollection.current()).tp
+
+
+class TEColumnParallelLinear(_Linear):  # type: ignore[misc,valid-type]
+    """Linear layer split along its output; call and result of `ColumnParallelLinear`."""
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        *,
+        config: TransformerConfig,
+        init_method: Callable[[Tensor], object],
+        gather_output: bool = False,
+        bias: bool = True,
+        skip_bias_add: bool = False,
+        is_expert: bool = False,
+        stride: int = 1,
+        tp_group: Any = None,
+        pg_collection: ProcessGroupCollection | None = None,
+        **unused: Any,
+    ) -> None:
+        assert not gather_output and not is_expert, "not offered by this backend"
+        tp = _group(tp_group, pg_collection)
+        options = _linear_options(config, init_method, tp, "column")
+        super().__init__(input_size, output_size, bias=bias, return_bias=skip_bias_add, **options)
+        self._returns_bias = skip_bias_add and bias
+        _describe(self, init_method, split_dim=0, stride=stride, sequence_parallel=False)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return (output, bias to be added or None)."""
+        out = super().forward(x)
+        return out if self._returns_bias else (out[0] if isinstance(out, tuple) else out, None)
+
+
+class TELayerNormColumnParallelLinear(_LayerNormLinear):  # type: ignore[misc,valid-type]
+    """The norm and the column-parallel linear layer behind it, in one kernel."""
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        *,
+        config: TransformerConfig,
+        init_method: Callable[[Tensor], object],
+        gather_output: bool = False,
+        bias: bool = True,
+        skip_bias_add: bool = False,
+        is_expert: bool = False,
+        stride: int = 1,
+        tp_group: Any = None,
+        pg_collection: ProcessGroupCollection | None = None,
+        **unused: Any,
+    ) -> None:
+        assert not gather_output and not is_expert, "not offered by this backend"
+        tp = _group(tp_group, pg_collection)
+        super().__init__(
+            input_size,
+            output_size,
+            eps=config.layernorm_epsilon,
+            normalization=config.normalization,
+            zero_centered_gamma=config.layernorm_zero_centered_gamma,
+            bias=bias,
+            return_bias=skip_bias_add,
+            **_linear_options(config, init_method, tp, "column"),
+        )
+        self._returns_bias = skip_bias_add and bias
+        _describe(
+            self,
+            init_method,
+            split_dim=0,
+            stride=stride,
+            sequence_parallel=config.sequence_parallel,
+        )
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return (output, bias to be added or None)."""
+        out = super().forward(x)
+        return out if self._returns_bias else (out[0] if isinstance(out, tuple) else out, None)
+
+
+class TERowParallelLinear(_Linear):  # type: ignore[misc,valid-type]
+    """Linear layer split along its input; call and result of `RowParallelLinear`."""
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        *,
+        config: TransformerConfig,
+        init_method: Callable[[Tensor], object],
+        bias: bool,
+        input_is_parallel: bool,
+        skip_bias_add: bool,
+        is_expert: bool = False,
+        tp_group: Any = None,
+        pg_collection: ProcessGroupCollection | None = None,
+        **unused: Any,
+    ) -> None:
+        assert input_is_parallel and not is_expert, "not offered by this backend"
+        tp = _group(tp_group, pg_collection)
+        options = _linear_options(config, init_method, tp, "row")
+        super().__init__(input_size, output_size, bias=bias, return_bias=skip_bias_add, **options)
+        self._returns_bias = skip_bias_add and bias
+        _describe(self, init_method, split_dim=1, sequence_parallel=config.sequence_parallel)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return (output, bias to be added or None)."""
+        out = super().forward(x)
+        return out if self._returns_bias else (out[0] if isinstance(out, tuple) else out, None)
+
+
+class TENorm:
+    """Factory: the library's LayerNorm or RMSNorm, as the config says."""
+
+    def __new__(  # type: ignore[misc]
+        cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5
+    ) -> nn.Module:
+        """Build the norm."""
+        norm = _NORMS[config.normalization](
+            hidden_size,
+            eps=eps,
+            sequence_parallel=config.sequence_parallel,
+            zero_centered_gamma=config.layernorm_zero_centered_gamma,
+            dtype=config.params_dtype,
+        )
+        for parameter in norm.parameters():
+            axes = ("tp",) if config.sequence_parallel else ()
+            set_param_meta(parameter, ParamMeta(grad_sum_axes=axes))
+        return norm
+
+
+class TEDotProductAttention(_DotProductAttention):  # type: ignore[misc,valid-type]
+    """Attention kernels of the library; call and result of `DotProductAttention`."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+        **unused: Any,
+    ) -> None:
+        tp = _group(None, pg_collection)
+        dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+        super().__init__(
+            config.num_attention_heads,
+            config.kv_channels,
+            num_gqa_groups=config.num_query_groups,
+            attention_dropout=dropout,
+            qkv_format="sbhd",
+            attn_mask_type=attn_mask_type.name,
+            window_size=config.window_size,
+            sequence_parallel=config.sequence_parallel,
+            tp_group=tp,
+            tp_size=get_pg_size(tp),
+            get_rng_state_tracker=get_cuda_rng_tracker,
+            layer_number=layer_number,
+            attention_type=attention_type,
+            softmax_scale=softmax_scale,
+        )
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: Any = None,
+    ) -> Tensor:
+        """Attend: [s, b, n/tp, d] -> [s, b, n/tp * d]."""
+        assert packed_seq_params is None, "packed sequences are not offered by this backend"
+        options: dict[str, Any] = {}
+        if attention_mask is not None:
+            options = {"attention_mask": attention_mask, "attn_mask_type": "arbitrary"}
+        elif attn_mask_type is not None:
+            options = {"attn_mask_type": attn_mask_type.name}
+        if attention_bias is not None:
+            options |= {
+                "core_attention_bias_type": "post_scale_bias",
+                "core_attention_bias": attention_bias,
+            }
+        return super().forward(query, key, value, **options)
+
+
+class TransformerEngineBackend:
+    """The library's classes, as a `Backend`."""
+
+    name = "transformer_engine"
+
+    def __init__(self) -> None:
+        require("transformer_engine", purpose=_PURPOSE)
+
+    def column_linear(self) -> Any:
+        """Return the column-parallel linear layer."""
+        return TEColumnParallelLinear
+
+    def row_linear(self) -> Any:
+        """Return the row-parallel linear layer."""
+        return TERowParallelLinear
+
+    def norm_column_linear(self) -> Any:
+        """Return the norm fused with the linear layer behind it."""
+        return TELayerNormColumnParallelLinear
+
+    def norm(self, for_qk: bool = False) -> Any:
+        """Return the norm factory."""
+        return TENorm
+
+    def core_attention(self) -> Any:
+        """Return the attention core."""
+        return TEDotProductAttention
