@@ -289,7 +289,7 @@ class GPTDataset(MegatronDataset):
 class MockTokens:
     """A corpus that is computed: documents of random length that count 1, 2, 3, ... and end."""
 
-    num_documents = 100_000
+    num_documents = 10_000
     longest_document = 4096
 
     def __init__(self, tokenizer: Any) -> None:

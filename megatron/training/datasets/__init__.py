@@ -1,0 +1,1 @@
+"""From a dataset to the batches of one data-parallel rank."""

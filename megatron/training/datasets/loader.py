@@ -1,0 +1,168 @@
+"""The loader of one data-parallel rank.
+
+Batches come in the sampler's order with any number of workers; making and using a loader leaves
+the global random state alone; an error in a worker reads as it would without workers.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset, default_collate
+
+from megatron.core.device import device_type
+from megatron.core.errors import ConfigError, DataError, MegatronError
+from megatron.core.rng import derive_seed
+from megatron.training.datasets.data_samplers import (
+    MegatronPretrainingRandomSampler,
+    MegatronPretrainingSampler,
+)
+
+DATALOADER_TYPES = ("single", "cyclic", "external")
+
+
+def build_pretraining_data_loader(
+    dataset: Any,
+    consumed_samples: int,
+    *,
+    micro_batch_size: int,
+    dp_rank: int,
+    dp_size: int,
+    dataloader_type: str = "single",
+    num_workers: int = 0,
+    seed: int = 1234,
+    data_sharding: bool = True,
+    drop_last: bool = True,
+    collate: Callable[[list[Any]], Any] = default_collate,
+) -> Any:
+    """Make the loader of this rank's micro batches.
+
+    Args:
+        dataset: a map from sample number to sample; None gives None (a rank without data).
+        consumed_samples: samples consumed by all ranks: the first batch is the one after them.
+        micro_batch_size: samples in each batch.
+        dp_rank: rank in the data-parallel group.
+        dp_size: its size.
+        dataloader_type: `single` in order, `cyclic` in epochs without end, `external` if `dataset`
+            is a loader already.
+        num_workers: processes that make samples; 0 makes them here. Not seen in the order.
+        seed: of the workers' own random state.
+        data_sharding: see `MegatronPretrainingRandomSampler`.
+        drop_last: see `MegatronPretrainingSampler`.
+        collate: joins the samples of a batch.
+    Returns:
+        a torch `DataLoader`, or `dataset` itself if `external`.
+    Raises:
+        ConfigError: an unknown type.
+        DataError: nothing left to consume.
+    """
+    if dataset is None or dataloader_type == "external":
+        return dataset
+    sizes = (consumed_samples, micro_batch_size, dp_rank, dp_size)
+    sampler: MegatronPretrainingSampler | MegatronPretrainingRandomSampler
+    if dataloader_type == "single":
+        sampler = MegatronPretrainingSampler(len(dataset), *sizes, drop_last=drop_last)
+    elif dataloader_type == "cyclic":
+        sampler = MegatronPretrainingRandomSampler(
+            dataset, len(dataset), *sizes, data_sharding=data_sharding
+        )
+    else:
+        raise ConfigError(
+            f"--dataloader-type {dataloader_type} is unknown.",
+            rule=f"one of {', '.join(DATALOADER_TYPES)}",
+            flags=["--dataloader-type"],
+        )
+    return PretrainingDataLoader(
+        _ErrorsAsItems(dataset),
+        batch_sampler=sampler,
+        num_workers=num_workers,
+        pin_memory=device_type() != "cpu",
+        collate_fn=_CollateUnlessError(collate),
+        # Without its own generator a loader draws from the global one, which then differs
+        # between a run and its resumed copy.
+        generator=torch.Generator().manual_seed(derive_seed("data loader", seed, dp_rank)),
+    )
+
+
+class PretrainingDataLoader(DataLoader):
+    """A `DataLoader` that raises a worker's error as it was, and names a dead worker."""
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        """Yield batches."""
+        batches = super().__iter__()
+        while True:
+            problem: MegatronError | None = None
+            batch = None
+            try:
+                batch = next(batches)
+            except StopIteration:
+                return
+            except RuntimeError as error:
+                problem = _worker_death(error, getattr(batches, "_workers", ()))
+                if problem is None:
+                    raise
+            if isinstance(batch, _Failed):
+                problem = batch.error
+            if problem is not None:
+                # Ends the workers now: the error carries this frame, and as long as somebody
+                # looks at it they would stay. And no circle between the error and the frame.
+                del batch, batches
+                try:
+                    raise problem
+                finally:
+                    del problem
+            yield batch
+
+
+class _Failed:
+    """An error on its way from a worker to the training loop."""
+
+    def __init__(self, error: MegatronError) -> None:
+        self.error = error
+
+
+class _ErrorsAsItems(Dataset[Any]):
+    """Return a sample's error in its place: torch would bury its text in a worker's traceback."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, idx: int | None) -> Any:
+        try:
+            return self.dataset[idx]
+        except MegatronError as error:
+            return _Failed(error)
+
+
+class _CollateUnlessError:
+    def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
+        self.collate = collate
+
+    def __call__(self, samples: Sequence[Any]) -> Any:
+        failed = next((sample for sample in samples if isinstance(sample, _Failed)), None)
+        return self.collate(list(samples)) if failed is None else failed
+
+
+def _worker_death(error: RuntimeError, workers: Sequence[Any]) -> DataError | None:
+    """Return an error that says which worker died of what, if that is what happened."""
+    if not re.match(r"DataLoader worker \(pid", str(error)):
+        return None
+    codes = [(number, worker.exitcode) for number, worker in enumerate(workers)]
+    ends = [
+        f"worker {number} {f'was killed by signal {-code}' if code < 0 else f'exited with {code}'}"
+        for number, code in codes
+        if code
+    ]
+    return DataError(
+        f"a loader worker process died: {', '.join(ends) or str(error).splitlines()[0]}.",
+        rule="samples are made in --num-workers processes beside the training process",
+        flags=["--num-workers"],
+        fix="look for a lack of memory (also of /dev/shm); --num-workers 0 makes samples in the "
+        "training process. Resuming continues with the same samples",
+    )

@@ -1,0 +1,243 @@
+"""What a GPT sample holds, and the documents and pads it is made of."""
+
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from megatron.core.datasets.gpt_dataset import MockGPTDataset, MockTokens
+from megatron.core.datasets.indexed_dataset import IndexedDataset
+from megatron.core.datasets.utils import Split
+from megatron.core.errors import ConfigError, DataError
+from tests.unit.datasets import oracle
+from tests.unit.datasets.corpora import (
+    EOD,
+    Tokenizer,
+    config,
+    gpt_dataset,
+    random_documents,
+    write_corpus,
+)
+
+
+@pytest.mark.parametrize("extra", [True, False])
+@pytest.mark.parametrize("mmap", [True, False])
+def test_samples_are_the_slices_of_the_document_stream_that_the_recipe_names(tmp_path, extra, mmap):
+    documents = random_documents(3, 40)
+    prefix = write_corpus(tmp_path / "c", documents)
+    dataset = gpt_dataset(
+        prefix, 150, add_extra_token_to_sequence=extra, mmap_bin_files=mmap, sequence_length=11
+    )
+    lengths = np.array([len(d) for d in documents], np.int32)
+    document_index, sample_index, shuffle_index, epochs, _ = oracle.gpt_indices(
+        range(40), lengths, 11, int(extra), 150, 7
+    )
+    assert epochs > 1
+    assert np.array_equal(dataset.document_index, document_index)
+    assert np.array_equal(dataset.sample_index, sample_index)
+    assert np.array_equal(dataset.shuffle_index, shuffle_index)
+    for i in range(len(dataset)):
+        text = oracle.sample_tokens(
+            documents, document_index, sample_index, shuffle_index[i], int(extra)
+        )
+        sample = dataset[i]
+        if extra:
+            assert sample["tokens"].tolist() == text[:-1]
+            assert sample["labels"].tolist() == text[1:]
+        else:
+            assert sample["tokens"].tolist() == text
+            assert sample["labels"].tolist() == [*text[1:], 0]
+            assert sample["loss_mask"].tolist() == [1.0] * 10 + [0.0]
+
+
+def test_an_item_has_the_types_and_shapes_that_the_loop_expects():
+    item = gpt_dataset(random_documents(0, 20), create_attention_mask=True)[0]
+    assert {name: (value.dtype, tuple(value.shape)) for name, value in item.items()} == {
+        "tokens": (torch.int64, (16,)),
+        "labels": (torch.int64, (16,)),
+        "attention_mask": (torch.bool, (1, 16, 16)),
+        "loss_mask": (torch.float32, (16,)),
+        "position_ids": (torch.int64, (16,)),
+    }
+    assert torch.equal(~item["attention_mask"][0], torch.ones(16, 16).tril().bool())
+    assert "attention_mask" not in gpt_dataset(random_documents(0, 20))[0]
+
+
+def slow_masks(tokens, reset_positions, reset_mask, mask_eod):
+    """Masks and positions of one sample, token by token."""
+    s = len(tokens)
+    document, documents, positions, position = 0, [], [], 0
+    for token in tokens:
+        documents.append(document)
+        positions.append(position)
+        position += 1
+        if token == EOD:
+            document += 1
+            position = 0 if reset_positions else position
+    allowed = [
+        [j <= i and (not reset_mask or documents[i] == documents[j]) for j in range(s)]
+        for i in range(s)
+    ]
+    loss = [0.0 if mask_eod and token == EOD else 1.0 for token in tokens]
+    return allowed, positions, loss
+
+
+@pytest.mark.parametrize("reset_positions", [False, True])
+@pytest.mark.parametrize("reset_mask", [False, True])
+@pytest.mark.parametrize("mask_eod", [False, True])
+def test_resets_at_document_ends_equal_a_slow_walk(reset_positions, reset_mask, mask_eod):
+    dataset = gpt_dataset(
+        random_documents(1, 60, longest=9),
+        create_attention_mask=True,
+        reset_position_ids=reset_positions,
+        reset_attention_mask=reset_mask,
+        eod_mask_loss=mask_eod,
+    )
+    seen = 0
+    for i in range(len(dataset)):
+        item = dataset[i]
+        tokens = item["tokens"].tolist()
+        seen += tokens.count(EOD)
+        allowed, positions, loss = slow_masks(tokens, reset_positions, reset_mask, mask_eod)
+        assert (~item["attention_mask"][0]).tolist() == allowed
+        assert item["position_ids"].tolist() == positions
+        assert item["loss_mask"].tolist() == loss
+    assert seen > 20
+
+
+def test_positions_restart_without_a_mask_being_made():
+    dataset = gpt_dataset(random_documents(1, 60, longest=9), reset_position_ids=True)
+    item = dataset[0]
+    assert "attention_mask" not in item
+    expected = slow_masks(item["tokens"].tolist(), True, False, False)[1]
+    assert item["position_ids"].tolist() == expected
+
+
+def test_a_partial_validation_sample_is_padded_without_loss():
+    documents = [np.arange(1, 11)]
+    kept = gpt_dataset(
+        documents,
+        split=Split.valid,
+        sequence_length=4,
+        drop_last_partial_validation_sequence=False,
+    )
+    assert len(kept) == 3
+    assert len(gpt_dataset(documents, split=Split.valid, sequence_length=4)) == 2
+    last = kept[int(np.flatnonzero(kept.shuffle_index == 2)[0])]
+    assert last["tokens"].tolist() == [9, 10, 0, 0]
+    assert last["labels"].tolist() == [10, 0, 0, 0]
+    assert last["loss_mask"].tolist() == [1.0, 0.0, 0.0, 0.0]
+
+
+def test_pad_tokens_in_the_data_lose_their_loss_and_become_zero():
+    documents = [np.array([5, 98, 6, 98, 7])]
+    item = gpt_dataset(documents, sequence_length=4, tokenizer=Tokenizer(pad=98))[0]
+    assert item["tokens"].tolist() == [5, 0, 6, 0]
+    assert item["labels"].tolist() == [0, 6, 0, 7]
+    assert item["loss_mask"].tolist() == [0.0, 1.0, 0.0, 1.0]
+
+
+def test_a_pad_id_that_is_also_the_end_of_document_masks_only_padding():
+    documents = [np.array([5, EOD, 6, EOD, 7])]
+    item = gpt_dataset(documents, sequence_length=4, tokenizer=Tokenizer(pad=EOD))[0]
+    assert item["tokens"].tolist() == [5, EOD, 6, EOD]
+    assert item["loss_mask"].tolist() == [1.0] * 4
+    item = gpt_dataset(
+        documents,
+        sequence_length=4,
+        tokenizer=Tokenizer(pad=EOD),
+        allow_ambiguous_pad_tokens=False,
+    )[0]
+    assert item["tokens"].tolist() == [5, 0, 6, 0], "Megatron's default, on request"
+    assert item["loss_mask"].tolist() == [0.0, 1.0, 0.0, 1.0]
+
+
+def test_a_sample_that_fills_a_batch_has_no_loss():
+    dataset = gpt_dataset(random_documents(0, 20))
+    item = dataset[None]
+    assert item["loss_mask"].sum() == 0
+    assert item["tokens"].shape == (16,)
+
+
+@pytest.mark.parametrize(("bad", "dtype"), [(70000, np.int32), (100, np.uint16), (-3, np.int32)])
+def test_an_id_outside_the_vocabulary_is_refused_and_located(tmp_path, bad, dtype):
+    documents = [np.arange(50), np.arange(20), np.arange(30)]
+    documents[1][13] = bad
+    prefix = write_corpus(tmp_path / "c", documents, dtype)
+    dataset = gpt_dataset(prefix, sequence_length=9)
+    with pytest.raises(DataError) as caught:
+        _ = [dataset[i] for i in range(len(dataset))]
+    assert str(caught.value) == (
+        f"token {bad} at position 13 of document 1 in {prefix}.bin is outside the vocabulary of "
+        "100.\n"
+        "  rule:  token ids must lie between 0 and the vocabulary size - 1\n"
+        "  flags: --data-path, --tokenizer-type, --tokenizer-model, --vocab-size\n"
+        "  fix:   train with the tokenizer that the corpus was preprocessed with, or preprocess it "
+        "again; if the file is damaged, copy it again"
+    )
+
+
+def test_a_larger_vocabulary_can_be_declared(tmp_path):
+    prefix = write_corpus(tmp_path / "c", [np.full(40, 70000)], np.int32)
+    assert gpt_dataset(prefix, vocab_size=70001)[0]["tokens"].unique().tolist() == [70000]
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_loader_workers_return_the_same_samples(tmp_path, workers):
+    prefix = write_corpus(tmp_path / "c", random_documents(5, 50))
+    dataset = gpt_dataset(prefix)
+    here = torch.cat([batch["tokens"] for batch in DataLoader(dataset, batch_size=4)])
+    there = DataLoader(dataset, batch_size=4, num_workers=workers)
+    assert torch.equal(torch.cat([batch["tokens"] for batch in there]), here)
+
+
+def test_a_pickled_dataset_names_its_files_instead_of_copying_them(tmp_path):
+    prefix = write_corpus(tmp_path / "c", random_documents(5, 3000))
+    dataset = gpt_dataset(prefix)
+    assert sum(a.nbytes for a in (dataset.sample_index, dataset.shuffle_index)) > 20_000
+    packed = pickle.dumps(dataset)
+    assert len(packed) < 18_000, "the int32 document range is all that travels"
+    again = pickle.loads(packed)
+    assert all(torch.equal(again[i]["tokens"], dataset[i]["tokens"]) for i in range(20))
+
+
+def test_mock_documents_stay_inside_any_vocabulary():
+    for vocab_size in (33, 258, 50257):
+        corpus = MockTokens(Tokenizer(vocab_size, eod=vocab_size - 1))
+        longest = int(corpus.sequence_lengths.argmax())
+        tokens = corpus.get(longest)
+        assert tokens.min() > 0
+        assert tokens.max() == vocab_size - 1 == tokens[-1]
+        assert corpus.get(longest, 3, 5).tolist() == tokens[3:8].tolist()
+
+
+def test_mock_data_needs_no_files():
+    settings = config(tokenizer=Tokenizer(1000, eod=999))
+    corpus = MockGPTDataset.build_low_level_dataset(None, settings)
+    indices = np.arange(len(corpus), dtype=np.int32)
+    dataset = MockGPTDataset(corpus, None, indices, 10, Split.train, settings)
+    assert dataset[3]["tokens"].max() < 1000
+    assert len(dataset) >= 10
+
+
+def test_a_config_that_does_not_say_what_a_sample_is_is_refused():
+    with pytest.raises(ConfigError, match="without tokenizer, reset_position_ids"):
+        config(tokenizer=None, reset_position_ids=None)
+    with pytest.raises(ConfigError, match="no attention mask is made"):
+        config(reset_attention_mask=True)
+    with pytest.raises(ConfigError, match="not how to divide it"):
+        config(split=None)
+    with pytest.raises(ConfigError, match="for all parts together and for each part"):
+        config(blend=(["a"], None), blend_per_split=[(["b"], None), None, None])
+    with pytest.raises(ConfigError, match="sequence_length=0"):
+        config(sequence_length=0)
+
+
+def test_the_corpus_itself_can_be_rewritten_while_the_old_one_is_open(tmp_path):
+    prefix = write_corpus(tmp_path / "c", [np.full(40, 1)])
+    opened = IndexedDataset(prefix)
+    write_corpus(prefix, [np.full(40, 2)])
+    assert set(opened[0].tolist()) == {1}
+    assert set(IndexedDataset(prefix)[0].tolist()) == {2}

@@ -1,0 +1,166 @@
+"""The batches of a rank: which samples, in which order, after any resume, with any workers."""
+
+import os
+import signal
+
+import pytest
+import torch
+from torch.utils.data import Dataset
+
+from megatron.core.errors import ConfigError, DataError
+from megatron.training.datasets.data_samplers import (
+    MegatronPretrainingRandomSampler,
+    MegatronPretrainingSampler,
+)
+from megatron.training.datasets.loader import build_pretraining_data_loader
+
+
+class Numbers(Dataset):
+    """Samples that are their own numbers."""
+
+    def __init__(self, size=64, fail_at=None, die_at=None):
+        self.size, self.fail_at, self.die_at = size, fail_at, die_at
+
+    def __len__(self):
+        return self.size
+
+    def __getitem__(self, idx):
+        if idx is not None and idx == self.fail_at:
+            raise DataError("token 70000 is outside.", rule="a rule", fix="a fix")
+        if idx is not None and idx == self.die_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return {"number": torch.tensor(-1 if idx is None else idx)}
+
+
+def first_batches(count, dataset=None, consumed=0, micro=2, rank=0, size=2, **settings):
+    loader = build_pretraining_data_loader(
+        dataset or Numbers(),
+        consumed,
+        micro_batch_size=micro,
+        dp_rank=rank,
+        dp_size=size,
+        **settings,
+    )
+    batches = iter(loader)
+    taken = [next(batches)["number"].tolist() for _ in range(count)]
+    del batches, loader
+    return taken
+
+
+def test_single_hands_out_rows_in_order_and_ranks_take_slices():
+    assert first_batches(3, rank=0) == [[0, 1], [4, 5], [8, 9]]
+    assert first_batches(3, rank=1) == [[2, 3], [6, 7], [10, 11]]
+    assert first_batches(2, rank=1, consumed=5) == [[7, 8], [11, 12]], "any start"
+
+
+@pytest.mark.parametrize("kind", ["single", "cyclic"])
+@pytest.mark.parametrize("sharding", [True, False])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_resumed_loader_continues_where_the_first_stopped(kind, sharding, rank):
+    settings = {"dataloader_type": kind, "data_sharding": sharding, "rank": rank}
+    dataset = Numbers(31)
+    count = 7 if kind == "single" else 20
+    straight = first_batches(count, dataset, **settings)
+    for stop in range(count):
+        rest = first_batches(count - stop, dataset, consumed=stop * 4, **settings)
+        assert straight[stop:] == rest
+
+
+@pytest.mark.parametrize("kind", ["single", "cyclic"])
+def test_workers_do_not_change_the_order(kind):
+    here = first_batches(12, dataloader_type=kind, consumed=8)
+    assert first_batches(12, dataloader_type=kind, consumed=8, num_workers=2) == here
+
+
+@pytest.mark.parametrize("sharding", [True, False])
+def test_an_epoch_of_cyclic_takes_no_sample_twice_and_the_next_differs(sharding):
+    epochs = []
+    for epoch in range(2):
+        ranks = [
+            first_batches(
+                7,
+                Numbers(31),
+                rank=rank,
+                consumed=28 * epoch,
+                dataloader_type="cyclic",
+                data_sharding=sharding,
+            )
+            for rank in range(2)
+        ]
+        taken = [number for rank in ranks for batch in rank for number in batch]
+        assert len(set(taken)) == 28
+        epochs.append(taken)
+    assert epochs[0] != epochs[1]
+
+
+def test_cyclic_order_is_that_of_torch_under_the_epoch_number():
+    consumed = 28 + 8
+    shuffled = torch.randperm(30, generator=torch.Generator().manual_seed(1)).tolist()
+    settings = {"consumed": consumed, "dataloader_type": "cyclic", "rank": 1}
+    dealt = shuffled[8:28][1::2]
+    got = first_batches(5, Numbers(31), data_sharding=False, **settings)
+    assert got == [dealt[i : i + 2] for i in range(0, 10, 2)]
+    bucket = torch.randperm(14, generator=torch.Generator().manual_seed(1)) + 14
+    own = bucket[4:].tolist()
+    got = first_batches(5, Numbers(31), data_sharding=True, **settings)
+    assert got == [own[i : i + 2] for i in range(0, 10, 2)]
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("kind", ["single", "cyclic"])
+def test_the_global_random_state_is_left_alone(kind, num_workers):
+    before = torch.random.get_rng_state()
+    first_batches(6, dataloader_type=kind, num_workers=num_workers)
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_an_error_reads_the_same_with_and_without_workers(num_workers):
+    with pytest.raises(DataError) as caught:
+        first_batches(3, Numbers(fail_at=5), num_workers=num_workers)
+    assert str(caught.value) == "token 70000 is outside.\n  rule:  a rule\n  fix:   a fix"
+
+
+def test_a_killed_worker_is_named():
+    with pytest.raises(DataError, match="process died: worker 0 was killed by signal 9."):
+        first_batches(3, Numbers(die_at=5), num_workers=1)
+
+
+def test_the_last_row_is_dropped_or_filled_with_samples_without_loss():
+    def all_batches(rank, drop_last):
+        loader = build_pretraining_data_loader(
+            Numbers(9),
+            4,
+            micro_batch_size=2,
+            dp_rank=rank,
+            dp_size=2,
+            drop_last=drop_last,
+        )
+        return [batch["number"].tolist() for batch in loader]
+
+    assert all_batches(0, True) == [[4, 5]]
+    assert all_batches(0, False) == [[4, 5], [8, -1]]
+    assert all_batches(1, False) == [[6, 7], [-1, -1]]
+
+
+def test_external_loaders_and_missing_datasets_pass_through():
+    loader = object()
+    settings = {"micro_batch_size": 1, "dp_rank": 0, "dp_size": 1}
+    external = build_pretraining_data_loader(loader, 0, dataloader_type="external", **settings)
+    assert external is loader
+    assert build_pretraining_data_loader(None, 0, **settings) is None
+
+
+def test_impossible_requests_are_refused():
+    with pytest.raises(DataError, match="64 samples were consumed of a dataset of 64"):
+        MegatronPretrainingSampler(64, 64, 2, 0, 2)
+    with pytest.raises(DataError, match="a dataset of 0 samples"):
+        MegatronPretrainingSampler(0, 0, 2, 0, 2)
+    with pytest.raises(DataError, match="cannot fill one micro batch on 4 data-parallel ranks"):
+        MegatronPretrainingRandomSampler(None, 7, 0, 2, 0, 4, True)
+    with pytest.raises(DataError, match="30 consumed samples end within a row of 4"):
+        MegatronPretrainingRandomSampler(None, 64, 30, 2, 0, 2, True)
+    with pytest.raises(ConfigError, match="--dataloader-type batch is unknown"):
+        first_batches(1, dataloader_type="batch")
+    with pytest.raises(ConfigError, match="rank 2 of 2"):
+        first_batches(1, rank=2)
