@@ -43,6 +43,8 @@ def describe_os_error(
         fix = "the file system is mounted read-only: save elsewhere or remount it"
     elif error.errno in (errno.EACCES, errno.EPERM):
         fix = "give this user permission on that path, or use another directory"
+    elif error.errno == errno.ENOENT:
+        fix = "all ranks need one shared directory, which rank 0 prepares: is it mounted here?"
     elif error.errno == errno.EIO:
         fix = "the storage reports a hardware or network error: check it before the next save"
     else:
@@ -98,10 +100,13 @@ def rename_durably(source: Path, target: Path) -> None:
 
 
 def replace_durably(path: Path, data: bytes) -> None:
-    """Give `path` new content in one step: readers see the old bytes or the new ones."""
-    scratch = path.with_name(f"{path.name}.tmp-{os.getpid()}")
+    """Give `path` new content in one step: readers see the old bytes or the new ones.
+
+    One process at a time may do this to a path.
+    """
+    scratch = path.with_name(f"{path.name}.tmp")
     with contextlib.suppress(FileNotFoundError):
-        os.unlink(scratch)  # of a dead process that had our id
+        os.unlink(scratch)  # left by a process that died here
     write_durably(scratch, data)
     rename_durably(scratch, path)
 

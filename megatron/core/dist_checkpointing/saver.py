@@ -117,8 +117,8 @@ class SaveInProgress:
                     {"format": "pt", "checkpoint": self.final.name, "run": self.run},
                 )
                 sync_directory(self.staging)
-        except FileNotFoundError as error:
-            self._problem = self._not_shared(error)
+        except OSError as error:
+            self._problem = describe_os_error(error, path=self.staging, doing="writing")
         except Exception as error:
             self._problem = as_checkpoint_error(error, f"writing {self.staging}")
 
@@ -182,14 +182,6 @@ class SaveInProgress:
                 flags=["--save"],
                 fix="use a file system that all nodes share",
             )
-
-    def _not_shared(self, error: OSError) -> CheckpointError:
-        return CheckpointError(
-            f"{error.filename}: rank 0 made its directory, this rank does not see it.",
-            rule="all ranks save into one shared directory",
-            flags=["--save"],
-            fix="use a file system that all nodes share",
-        )
 
 
 def prepare_save(
