@@ -1,0 +1,108 @@
+"""A GPT split over tensor-parallel ranks gives the loss and gradients of the whole model."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.param_meta import get_param_meta, unshard
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.rng import rng_state
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.utils import get_pg_size
+from tests.harness.distributed import run_distributed
+from tests.harness.tolerances import FP32_REORDERED_SUM, assert_close
+
+VOCAB, LENGTH = 45, 16
+
+FAMILIES = {
+    "gpt2": {},
+    "llama": {
+        "normalization": "RMSNorm", "gated_linear_unit": True, "activation_func": F.silu,
+        "add_bias_linear": False, "num_query_groups": 2,
+    },
+    "qwen": {
+        "normalization": "RMSNorm", "gated_linear_unit": True, "activation_func": F.silu,
+        "add_bias_linear": False, "add_qkv_bias": True, "qk_layernorm": True,
+        "num_query_groups": 2,
+    },
+    "one key head": {"num_query_groups": 1, "qk_layernorm": True},
+}  # fmt: skip
+
+
+def gradients_of_a_step(groups, family, tied, options):
+    """Return the loss [b, s] and the whole model's gradients by name."""
+    tp = get_pg_size(groups.tp)
+    rng_state().set_seed(17)
+    config = TransformerConfig(
+        num_layers=2, hidden_size=16, num_attention_heads=4, ffn_hidden_size=24,
+        init_method_std=0.2, unpadded_vocab_size=VOCAB, tensor_model_parallel_size=tp,
+        **{"hidden_dropout": 0.1, "attention_dropout": 0.1, **FAMILIES[family], **options},
+    )  # fmt: skip
+    model = GPTModel(
+        config,
+        get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm),
+        vocab_size=-(-VOCAB // (4 * tp)) * 4 * tp,
+        max_sequence_length=LENGTH,
+        share_embeddings_and_output_weights=tied,
+        position_embedding_type="learned_absolute" if family == "gpt2" else "rope",
+        pg_collection=groups,
+    )
+    text = torch.randint(VOCAB, (2, LENGTH + 1), generator=torch.Generator().manual_seed(1))
+    rng_state().begin_step(24, micro_batch_size=2, dp_rank=0, dp_size=1)
+    loss = model(text[:, :-1], None, None, labels=text[:, 1:])
+    loss.sum().backward()
+    gradients = {}
+    for name, parameter in model.named_parameters():
+        meta, grad = get_param_meta(parameter), parameter.grad
+        if tp > 1 and "tp" in meta.grad_sum_axes:
+            dist.all_reduce(grad, group=groups.tp)
+        if tp > 1:
+            shards = [torch.empty_like(grad) for _ in range(tp)]
+            dist.all_gather(shards, grad.contiguous(), group=groups.tp)
+            if meta.split_dim is None:
+                for shard in shards:
+                    assert torch.equal(shard, grad), f"ranks differ in the gradient of {name}"
+            grad = unshard(shards, meta)
+        is_vocabulary = "word_embeddings" in name or "output_layer" in name
+        gradients[name] = grad[:VOCAB] if is_vocabulary else grad
+    return loss.detach(), gradients
+
+
+CASES = [
+    ("gpt2", True, 2, {}),
+    ("gpt2", False, 2, {"sequence_parallel": True}),
+    ("llama", False, 2, {}),
+    ("llama", True, 4, {"sequence_parallel": True}),
+    ("qwen", False, 2, {"sequence_parallel": True}),
+    ("qwen", True, 4, {}),
+    ("one key head", True, 2, {"sequence_parallel": True}),
+    ("llama", True, 2, {"sequence_parallel": True, "cross_entropy_loss_fusion": True}),
+    ("llama", False, 4, {
+        "sequence_parallel": True, "recompute_granularity": "full", "recompute_method": "uniform",
+        "recompute_num_layers": 1,
+    }),
+    ("gpt2", False, 2, {
+        "recompute_granularity": "selective",
+        "recompute_modules": ["core_attn", "mlp", "layernorm"], "sequence_parallel": True,
+    }),
+]  # fmt: skip
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(("family", "tied", "tp", "options"), CASES)
+def test_loss_and_every_gradient_equal_the_serial_models_with_dropout(family, tied, tp, options):
+    serial_options = {k: v for k, v in options.items() if k != "sequence_parallel"}
+    serial = gradients_of_a_step(ProcessGroupCollection.single(), family, tied, serial_options)
+    expected_loss, expected = serial
+    results = run_distributed(gradients_of_a_step, tp, family, tied, options, tp=tp)
+    for rank, (loss, gradients) in enumerate(results):
+        assert torch.equal(loss, results[0][0]), f"rank {rank} has another loss"
+        assert_close(loss, expected_loss, FP32_REORDERED_SUM, "loss")
+        assert gradients.keys() == expected.keys()
+        for name, grad in gradients.items():
+            assert_close(grad, expected[name], FP32_REORDERED_SUM, f"gradient of {name}")
