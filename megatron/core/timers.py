@@ -11,6 +11,10 @@ import torch.distributed as dist
 from megatron.core import device
 
 
+FINEST_LEVEL = 2
+"""Timers inside a micro batch; 0 are those of whole steps."""
+
+
 class Timer:
     """A stopwatch that accumulates seconds over start/stop pairs."""
 
@@ -88,12 +92,17 @@ class Timers:
         self._log_option = log_option
         self._timers: dict[str, Timer] = {}
         self._silent = _SilentTimer("silent")
+        self._silent_names: set[str] = set()
 
     def __call__(self, name: str, log_level: int | None = None) -> Timer:
-        """Return the timer `name`, created at `log_level` (0 if none is given)."""
+        """Return the timer `name`, created at `log_level`.
+
+        Without a level a timer that does not exist yet counts as one of the finest: so
+        `timers("x").stop()` is silent where `timers("x", log_level=2).start()` was.
+        """
         timer = self._timers.get(name)
         if timer is None:
-            if (log_level or 0) > self._log_level:
+            if (FINEST_LEVEL if log_level is None else log_level) > self._log_level:
                 return self._silent
             timer = self._timers[name] = Timer(name)
         return timer
