@@ -108,7 +108,9 @@ class TikTokenizer(TextTokenizer):
         special_tokens: Sequence[str] | None,
     ) -> Any:
         entries, settings = _read_list(path)
-        names = list(DEFAULT_SPECIAL_TOKENS if special_tokens is None else special_tokens)
+        # Tekken's own tokens after the first three are not those of the bare list.
+        default = DEFAULT_SPECIAL_TOKENS[:3] if settings else DEFAULT_SPECIAL_TOKENS
+        names = list(default if special_tokens is None else special_tokens)
         reserved = num_special_tokens or settings.get(
             "default_num_special_tokens", DEFAULT_NUM_SPECIAL_TOKENS
         )
