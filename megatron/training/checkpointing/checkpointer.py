@@ -69,6 +69,8 @@ class Checkpointer:
         self.parts = parts
         self.peers: Peers = peers_of(process_group)
         self._lease: Lease | None = None
+        # Known on every rank, unlike the lease, which the coordinator holds alone.
+        self._has_claimed = False
         self._in_flight: AsyncSave | None = None
 
     # Saving ---------------------------------------------------------------------------------
@@ -81,7 +83,7 @@ class Checkpointer:
         Raises:
             CheckpointError: another run holds the directory, or it cannot be written.
         """
-        if self.settings.save is None or self._lease is not None:
+        if self.settings.save is None or self._has_claimed:
             return
         problem: MegatronError | None = None
         directory = Path(self.settings.save)
@@ -95,6 +97,7 @@ class Checkpointer:
             except MegatronError as error:
                 problem = error
         agree(problem, self.peers)
+        self._has_claimed = True
 
     def save(self, progress: TrainState, *, extra: Mapping[str, Any] | None = None) -> None:
         """Save the run at `progress.iteration`; returns after the commit, or with `--async-save`
@@ -159,6 +162,7 @@ class Checkpointer:
         if self._lease is not None:
             self._lease.release()
             self._lease = None
+        self._has_claimed = False
 
     def _after_commit(self, directory: Path, iteration: int) -> None:
         """The checkpoint exists: point the tracker at it, then let old ones go."""
