@@ -190,8 +190,9 @@ def _precision(v: _Derived) -> None:
 
     half = {(True, False): torch.bfloat16, (False, True): torch.float16}
     dtype = half.get((v["bf16"], v["fp16"]), torch.float32)
-    v["params_dtype"] = dtype
-    if dtype != torch.float32:
+    if dtype == torch.float32:
+        v["params_dtype"] = dtype
+    else:
         v.note("params_dtype", dtype, "--bf16" if v["bf16"] else "--fp16")
     if v["bf16"] and not v["grad_reduce_in_bf16"]:
         v.note(
@@ -211,7 +212,9 @@ def _batch(v: _Derived) -> None:
     if v["decrease_batch_size_if_needed"] and size and micro and size >= micro * dp:
         shared = size // (micro * dp) * micro * dp
         if shared != size:
-            v.note("global_batch_size", shared, f"{size} rounded down to a multiple of {micro * dp}")
+            v.note(
+                "global_batch_size", shared, f"{size} rounded down to a multiple of {micro * dp}"
+            )
             size = shared
     ramp_works = ramp is None or (min(ramp) > 0 and size and ramp[0] <= size)
     if size and size > 0 and ramp_works:
@@ -296,7 +299,9 @@ def resolve_vocabulary(run: ResolvedRun, tokenizer_size: int) -> ResolvedRun:
         padded = pad_vocabulary(size, multiple=multiple, tp=tp)
         derived.append(
             Derivation(
-                "padded_vocab_size", padded, f"{size} rounded up to a multiple of {multiple} * tp {tp}"
+                "padded_vocab_size",
+                padded,
+                f"{size} rounded up to a multiple of {multiple} * tp {tp}",
             )
         )
     return run.with_values(*derived)

@@ -130,9 +130,7 @@ def _check_losses(
     return True
 
 
-def _update(
-    parts: TrainingParts, state: TrainState
-) -> tuple[bool, float | None, float | None]:
+def _update(parts: TrainingParts, state: TrainState) -> tuple[bool, float | None, float | None]:
     """Step the optimizer; a problem that it finds is told with the iteration."""
     try:
         was_updated, grad_norm, num_zeros = parts.optimizer.step()

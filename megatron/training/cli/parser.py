@@ -143,7 +143,9 @@ def parse_command_line(
     if not ignore_unknown_args:
         problems += _unknown_flags(unknown)
     values = vars(namespace)
-    command_line = {n: _unwrapped(all_flags()[n], values.pop(n)) for n in all_flags() if n in values}
+    command_line = {
+        n: _unwrapped(all_flags()[n], values.pop(n)) for n in all_flags() if n in values
+    }
     from_yaml: dict[str, Any] = {}
     if command_line.get("yaml_cfg"):
         from_yaml = read_yaml(command_line["yaml_cfg"], problems)

@@ -30,7 +30,10 @@ def preset_values(name: str) -> dict[str, Any]:
     groups = config.pop("num_query_groups", None)
     if groups is not None and groups != values["num_attention_heads"]:
         values |= {"group_query_attention": True, "num_query_groups": groups}
-    activation, is_gated = config.pop("activation_func", F.gelu), config.pop("gated_linear_unit", False)
+    activation, is_gated = (
+        config.pop("activation_func", F.gelu),
+        config.pop("gated_linear_unit", False),
+    )
     values |= {"swiglu": is_gated, "openai_gelu": activation is fast_gelu}
 
     values["position_embedding_type"] = model.pop("position_embedding_type")

@@ -112,8 +112,10 @@ def _typed(spec: FlagSpec, value: Any, *, negate: bool) -> Any:
 
 
 def _one(spec: FlagSpec, value: Any) -> Any:
-    if isinstance(value, bool) or isinstance(value, (dict, enum.Enum)):
+    if isinstance(value, (bool, dict, enum.Enum)):
         raise ValueError(f"is not {spec.type_text()}")
     if isinstance(value, list):
-        return spec.convert(str(value).strip("[]") if spec.facts.type_text == "int,int" else str(value))
+        return spec.convert(
+            str(value).strip("[]") if spec.facts.type_text == "int,int" else str(value)
+        )
     return spec.convert(str(value))

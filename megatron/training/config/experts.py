@@ -20,7 +20,9 @@ class ExpertConfig:
         None, refuse="train a dense model: drop it, or widen --ffn-hidden-size"
     )
     """Routed experts of each expert layer."""
-    moe_layer_freq: int | list[int] = flag(1, parse=layer_pattern, type_text="int or list expr", part_of="num_experts")
+    moe_layer_freq: int | list[int] = flag(
+        1, parse=layer_pattern, type_text="int or list expr", part_of="num_experts"
+    )
     """Which layers have experts: every N-th, or a 0/1 list."""
     moe_ffn_hidden_size: int | None = flag(None, part_of="num_experts")
     """Width of one expert."""

@@ -60,7 +60,9 @@ class ModelConfig:
     """Factor of --use-rope-scaling."""
     add_position_embedding: bool = flag(True, "--no-position-embedding")
     """Leave out learned positions; rotary ones are not touched."""
-    no_rope_freq: int | list[int] | None = flag(None, parse=layer_pattern, type_text="int or list expr")
+    no_rope_freq: int | list[int] | None = flag(
+        None, parse=layer_pattern, type_text="int or list expr"
+    )
     """Layers without rotary embedding: N for every N-th, or a 0/1 list such as ([0]*3+[1])*8."""
     normalization: str = flag("LayerNorm", choices=("LayerNorm", "RMSNorm"))
     """Kind of norm."""

@@ -47,9 +47,11 @@ class CollectGarbage(Hook):
 
 
 class Profile(Hook):
-    """Records steps [first, last) with torch.profiler into a chrome trace, or marks them for nsys."""
+    """Records steps [first, last): a chrome trace by torch.profiler, or a range for nsys."""
 
-    def __init__(self, first: int, last: int, directory: str, rank: int, *, use_torch: bool) -> None:
+    def __init__(
+        self, first: int, last: int, directory: str, rank: int, *, use_torch: bool
+    ) -> None:
         self.first, self.last = first, last
         self.path = Path(directory) / f"trace-rank{rank}.json"
         self.use_torch = use_torch or device.device_type() != "cuda"
@@ -112,7 +114,9 @@ class WatchForSpikes(Hook):
     earlier spike does not move.
     """
 
-    def __init__(self, warn: Callable[[str], None], *, window: int = 50, limit: float = 10.0) -> None:
+    def __init__(
+        self, warn: Callable[[str], None], *, window: int = 50, limit: float = 10.0
+    ) -> None:
         self.warn = warn
         self.limit = limit
         self.window = window

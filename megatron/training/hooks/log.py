@@ -83,8 +83,7 @@ class LogLine(Hook):
     def after_training(self, state: TrainState, stop: StopReason) -> TrainState:
         """Say why the loop ended."""
         print_rank_0(
-            f" [after training is done] iteration {state.iteration:8d} |"
-            f" stopped by: {stop.value} |"
+            f" [after training is done] iteration {state.iteration:8d} | stopped by: {stop.value} |"
         )
         return state
 

@@ -28,9 +28,7 @@ class MemoryEstimate:
     @property
     def total(self) -> float:
         """All of it, without the allocator's and the libraries' own use."""
-        return (
-            self.weights + self.gradients + self.optimizer + self.activations + self.logits
-        )
+        return self.weights + self.gradients + self.optimizer + self.activations + self.logits
 
     def describe(self) -> str:
         """Return one line."""
@@ -85,9 +83,7 @@ def estimate_memory(
         chunks_in_flight: most (micro batch, chunk) pairs that wait for their backward at a time.
     """
     tp, dp = settings["tensor_model_parallel_size"], settings["data_parallel_size"]
-    held = sum(
-        size.stage_parameters(n, has_embedding=e, has_loss=last) for n, e, last in chunks
-    )
+    held = sum(size.stage_parameters(n, has_embedding=e, has_loss=last) for n, e, last in chunks)
     held /= tp
     is_half = settings["bf16"] or settings["fp16"]
     weight_bytes = 2 if is_half else 4

@@ -29,5 +29,7 @@ def params_norm(model: Sequence[nn.Module], groups: ProcessGroupCollection) -> f
             is_copy = meta.split_axis is None and get_pg_rank(groups.tp) > 0
             if not is_copy:
                 # fp64 sums: billions of squares of small weights.
-                total += float(torch.linalg.vector_norm(parameter.detach(), dtype=torch.float64)) ** 2
+                total += (
+                    float(torch.linalg.vector_norm(parameter.detach(), dtype=torch.float64)) ** 2
+                )
     return math.sqrt(sum_over([total], groups.mp)[0])

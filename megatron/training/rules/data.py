@@ -116,8 +116,21 @@ def split_is_readable(run: ResolvedRun) -> Iterator[MegatronError]:
 
 
 @rule
-def cyclic_order_has_whole_epochs(run: ResolvedRun) -> Iterator[MegatronError]:
-    """Numbers of the loader are not negative."""
+def masks_of_documents_are_made(run: ResolvedRun) -> Iterator[MegatronError]:
+    """Only the loader knows where documents end."""
+    if run.reset_attention_mask and not run.create_attention_mask_in_dataloader:
+        yield problem(
+            "--reset-attention-mask while the loader makes no mask.",
+            "the mask of a sample says where its documents end",
+            "--reset-attention-mask",
+            "--no-create-attention-mask-in-dataloader",
+            fix="drop one of the two",
+        )
+
+
+@rule
+def numbers_of_the_loader(run: ResolvedRun) -> Iterator[MegatronError]:
+    """They are not negative."""
     for name in ("num_workers", "num_dataset_builder_threads"):
         if run.values[name] < (0 if name == "num_workers" else 1):
             yield problem(

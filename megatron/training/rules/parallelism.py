@@ -46,9 +46,7 @@ def one_way_to_cut_virtual_stages(run: ResolvedRun) -> Iterator[MegatronError]:
     for name in given[:2]:
         value = flags[name]
         if isinstance(value, int) and value < 1:
-            yield problem(
-                f"{name} {value}.", "it is a positive number", name, fix=f"drop {name}"
-            )
+            yield problem(f"{name} {value}.", "it is a positive number", name, fix=f"drop {name}")
     has_virtual_flag = any(v is not None for v in list(flags.values())[:2])
     if has_virtual_flag and run.pipeline_model_parallel_size == 1:
         yield problem(
@@ -60,7 +58,12 @@ def one_way_to_cut_virtual_stages(run: ResolvedRun) -> Iterator[MegatronError]:
         )
     per_chunk = run.num_layers_per_virtual_pipeline_stage
     per_rank = (run.num_layers or 0) // run.pipeline_model_parallel_size
-    if per_chunk and per_chunk > 0 and per_rank % per_chunk and run.pipeline_model_parallel_size > 1:
+    if (
+        per_chunk
+        and per_chunk > 0
+        and per_rank % per_chunk
+        and run.pipeline_model_parallel_size > 1
+    ):
         yield problem(
             f"{per_rank} layers of a pipeline rank cannot be cut into chunks of {per_chunk}.",
             "each rank holds a whole number of chunks",

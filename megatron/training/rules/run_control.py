@@ -54,16 +54,15 @@ def checkpoints_have_a_place(run: ResolvedRun) -> Iterator[MegatronError]:
             "--save",
             fix="add --save DIRECTORY",
         )
-    if run.save_retain_interval and run.save_interval:
-        if run.save_retain_interval % run.save_interval:
-            yield problem(
-                f"--save-retain-interval {run.save_retain_interval} is no multiple of"
-                f" --save-interval {run.save_interval}.",
-                "only what was saved can be kept",
-                "--save-retain-interval",
-                "--save-interval",
-                fix=f"use --save-retain-interval {run.save_interval * 10}",
-            )
+    keep, every = run.save_retain_interval, run.save_interval
+    if keep and every and keep > 0 and every > 0 and keep % every:
+        yield problem(
+            f"--save-retain-interval {keep} is no multiple of --save-interval {every}.",
+            "only what was saved can be kept",
+            "--save-retain-interval",
+            "--save-interval",
+            fix=f"use --save-retain-interval {every * 10}",
+        )
     wants_load = [
         kebab(name)
         for name in ("ckpt_step", "use_checkpoint_args", "exit_on_missing_checkpoint")

@@ -35,7 +35,9 @@ def _text(value: Any) -> Any:
 
 def digest(settings: Settings) -> str:
     """Return a hash of the settings."""
-    return hashlib.blake2b(json.dumps(settings, sort_keys=True).encode(), digest_size=16).hexdigest()
+    return hashlib.blake2b(
+        json.dumps(settings, sort_keys=True).encode(), digest_size=16
+    ).hexdigest()
 
 
 def agree_on_settings(

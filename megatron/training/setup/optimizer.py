@@ -15,7 +15,13 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 def optimizer_config(settings: Mapping[str, Any]) -> OptimizerConfig:
     """Return the optimizer's settings: its fields have the flags' names."""
-    skipped = ("timers", "main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
+    skipped = (
+        "timers",
+        "main_grads_dtype",
+        "main_params_dtype",
+        "exp_avg_dtype",
+        "exp_avg_sq_dtype",
+    )
     fields = {
         field.name: settings[field.name]
         for field in dataclasses.fields(OptimizerConfig)

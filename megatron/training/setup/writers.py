@@ -16,9 +16,7 @@ def open_tensorboard(run: ResolvedRun) -> Any:
         return None
     capabilities.require("tensorboard", purpose="--tensorboard-dir")
     module = capabilities.require("torch.utils.tensorboard", purpose="--tensorboard-dir")
-    writer = module.SummaryWriter(
-        log_dir=run.tensorboard_dir, max_queue=run.tensorboard_queue_size
-    )
+    writer = module.SummaryWriter(log_dir=run.tensorboard_dir, max_queue=run.tensorboard_queue_size)
     for name, value in {**run.values, **run.extra}.items():
         writer.add_text(name, str(plain(value)))
     return writer

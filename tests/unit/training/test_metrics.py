@@ -1,0 +1,196 @@
+"""FLOPs and parameters against hand-computed numbers; the log line against a parser's regex."""
+
+from __future__ import annotations
+
+import re
+from datetime import datetime
+
+import pytest
+
+from megatron.core.models.gpt.presets import preset, preset_names
+from megatron.training.cli.parser import parse_command_line
+from megatron.training.metrics.flops import (
+    FlopConvention,
+    forward_flops_per_token,
+    mean_keys,
+    training_flops_per_token,
+)
+from megatron.training.metrics.log_line import (
+    TrainingLine,
+    duration,
+    training_line,
+    validation_lines,
+)
+from megatron.training.metrics.memory import estimate_memory
+from megatron.training.metrics.model_size import ModelSize
+from megatron.training.metrics.peak import peak_of_gpu
+from megatron.training.resolve import resolve
+
+
+def words_of(text: str) -> list[str]:
+    """Split a command line."""
+    return text.split()
+
+
+TINY = ModelSize(
+    num_layers=2,
+    hidden_size=8,
+    num_attention_heads=2,
+    num_query_groups=1,
+    kv_channels=4,
+    ffn_hidden_size=16,
+    vocab_size=10,
+    seq_length=6,
+)
+
+
+def test_forward_flops_of_a_tiny_model_by_hand():
+    # One token, one layer: qkv 8 x 16, proj 8 x 8, fc1 8 x 16, fc2 16 x 8: 448 multiply-adds.
+    # Scores and values with all 6 keys: 2 heads * 4 wide * 6 keys * 2 products = 96.
+    # Head: 8 x 10 = 80. Each multiply-add is 2 operations.
+    assert forward_flops_per_token(TINY, FlopConvention.FULL_SQUARE) == 2 * (2 * (448 + 96) + 80)
+    assert forward_flops_per_token(TINY, FlopConvention.CAUSAL) == 2 * (2 * (448 + 48) + 80)
+
+
+@pytest.mark.parametrize(
+    ("convention", "published"),
+    [(FlopConvention.FULL_SQUARE, 4.81e11), (FlopConvention.CAUSAL, 4.49e11)],
+)
+def test_flops_of_llama3_70b_at_8k_are_the_published_ones(convention, published):
+    found = preset("llama3-70b")
+    size = size_of(found, seq_length=8192)
+    assert training_flops_per_token(size, convention) == pytest.approx(published, rel=2e-3)
+
+
+def test_flops_of_gpt3_175b_follow_the_formula_of_the_paper():
+    # Narayanan et al., section 5.1 (arXiv 2104.04473), without recomputation:
+    # 72 B s L h^2 (1 + s / 6h + V / 12 L h), for a token.
+    layers, hidden, seq, vocab = 96, 12288, 2048, 51200
+    size = ModelSize(
+        num_layers=layers, hidden_size=hidden, num_attention_heads=96, num_query_groups=96,
+        kv_channels=128, ffn_hidden_size=4 * hidden, vocab_size=vocab, seq_length=seq,
+    )  # fmt: skip
+    paper = 72 * layers * hidden**2 * (1 + seq / (6 * hidden) + vocab / (12 * layers * hidden))
+    assert training_flops_per_token(size, FlopConvention.FULL_SQUARE) == pytest.approx(paper)
+
+
+@pytest.mark.parametrize("window", [0, 1, 3, 7, 8, None])
+def test_keys_of_a_causal_window_are_counted(window):
+    length = 8
+    seen = sum(min(i, length if window is None else window) for i in range(length))
+    # Half of the diagonal counts: the unrestricted mean is s/2, as every convention has it.
+    expected = (seen + length / 2) / length
+    assert mean_keys(length, window, FlopConvention.CAUSAL) == pytest.approx(expected)
+
+
+def size_of(found, *, seq_length: int) -> ModelSize:
+    values = resolve(
+        parse_command_line(["--preset", found.name, "--seq-length", str(seq_length)]).config,
+        world_size=1,
+    ).values
+    return ModelSize.from_settings(values, vocab_size=found.vocab_size)
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_parameters_of_published_models_are_counted(name):
+    found = preset(name)
+    count = size_of(found, seq_length=1024).total_parameters
+    tolerance = 0 if found.is_exact else 0.08
+    assert count == pytest.approx(found.published_parameters, rel=tolerance, abs=0)
+
+
+def test_stages_hold_all_parameters_between_them():
+    size = size_of(preset("llama3-8b"), seq_length=1024)
+    stages = [
+        size.stage_parameters(8, has_embedding=stage == 0, has_loss=stage == 3)
+        for stage in range(4)
+    ]
+    assert sum(stages) == size.total_parameters
+
+
+def test_a_gpu_is_known_by_a_part_of_its_name():
+    import torch
+
+    assert peak_of_gpu("NVIDIA H100 80GB HBM3", torch.bfloat16) == 989e12
+    assert peak_of_gpu("NVIDIA GB200", torch.bfloat16) == 2450e12
+    assert peak_of_gpu("Some new card", torch.bfloat16) is None
+
+
+def test_memory_of_the_175b_model_is_that_of_the_paper():
+    # Korthikanti et al., figure 1 (arXiv 2205.05198): 175B on tp 8 x pp 8, 16-bit with fp32 main
+    # gradients: 18 bytes a parameter is 45.56 GiB on a stage without embedding.
+    words = words_of(
+        "--num-layers 96 --hidden-size 12288 --num-attention-heads 96 --seq-length 2048 "
+        "--micro-batch-size 1 --bf16 --tensor-model-parallel-size 8 "
+        "--pipeline-model-parallel-size 8 --sequence-parallel --vocab-size 51200"
+    )
+    run = resolve(parse_command_line(words).config, world_size=64)
+    size = ModelSize.from_settings(run.values, vocab_size=51200)
+    found = estimate_memory(run.values, size, chunks=[(12, False, False)], chunks_in_flight=8)
+    states = found.weights + found.gradients + found.optimizer
+    assert states / 2**30 == pytest.approx(45.56, rel=0.01)
+
+
+LINE = TrainingLine(
+    iteration=12,
+    train_iters=500,
+    consumed_samples=96,
+    seconds_per_step=0.1234,
+    learning_rate=3e-4,
+    global_batch_size=8,
+    losses={"lm loss": 6.54321},
+    loss_scale=1.0,
+    grad_norm=1.2345,
+    num_skipped=1,
+    tflops_per_device=12.34,
+    tokens_per_second_per_device=1000.0,
+    mfu=0.4,
+)
+
+MEGATRON_PARSER = re.compile(
+    r" \[(?P<time>[\d\- :]+)\] iteration +(?P<iteration>\d+)/ *(?P<total>\d+) \|"
+    r" consumed samples: +(?P<samples>\d+) \|"
+    r" elapsed time per iteration \(ms\): (?P<ms>[\d.]+) \|"
+    r" throughput per GPU \(TFLOP/s/GPU\): (?P<tflops>[\d.]+) \|"
+    r" learning rate: (?P<lr>[\d.E+-]+) \| global batch size: +(?P<batch>\d+) \|"
+    r" lm loss: (?P<loss>[\d.E+-]+) \| loss scale: (?P<scale>[\d.]+) \|"
+    r" grad norm: (?P<norm>[\d.]+) \| number of skipped iterations: +(?P<skipped>\d+) \|"
+    r" number of nan iterations: +(?P<nan>\d+) \|"
+)
+
+
+def test_the_log_line_is_read_by_parsers_of_megatron():
+    found = MEGATRON_PARSER.match(training_line(LINE, datetime(2026, 1, 2, 3, 4, 5)))
+    assert found is not None
+    assert found["time"] == "2026-01-02 03:04:05"
+    assert (int(found["iteration"]), int(found["total"])) == (12, 500)
+    assert float(found["ms"]) == 123.4
+    assert float(found["loss"]) == 6.54321
+    assert (float(found["norm"]), int(found["skipped"])) == (1.234, 1)
+
+
+def test_the_log_line_is_megatrons_to_the_letter_and_goes_on_after_it():
+    assert training_line(LINE, datetime(2026, 1, 2, 3, 4, 5)) == (
+        " [2026-01-02 03:04:05] iteration       12/     500 | consumed samples:           96 |"
+        " elapsed time per iteration (ms): 123.4 | throughput per GPU (TFLOP/s/GPU): 12.3 |"
+        " learning rate: 3.000000E-04 | global batch size:     8 | lm loss: 6.543210E+00 |"
+        " loss scale: 1.0 | grad norm: 1.234 | number of skipped iterations:   1 |"
+        " number of nan iterations:   0 | tokens/s/device: 1000.0 | MFU (causal): 40.0% |"
+        " ETA: 00:01:00 |"
+    )
+
+
+def test_the_validation_lines_are_megatrons():
+    rule, text, last = validation_lines("iteration 100", {"lm loss": 2.0}).split("\n")
+    assert text == (
+        " validation loss at iteration 100 | lm loss value: 2.000000E+00 |"
+        " lm loss PPL: 7.389056E+00 | "
+    )
+    assert rule == last == "-" * (len(text) + 1)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0.4, "00:00:00"), (3661, "01:01:01"), (90061, "1d 01:01:01")]
+)
+def test_durations_are_written_as_clocks(seconds, text):
+    assert duration(seconds) == text

@@ -1,0 +1,155 @@
+"""Derived values, each with its formula."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from megatron.training.cli.parser import parse_command_line
+from megatron.training.resolve import pad_vocabulary, resolve, resolve_vocabulary
+
+
+def words_of(text: str) -> list[str]:
+    """Split a command line."""
+    return text.split()
+
+
+SMALL = words_of(
+    "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size "
+    "2 --lr 1e-3 --train-iters 10"
+)
+
+
+def run(*words: str, world_size: int = 1):
+    return resolve(parse_command_line([*SMALL, *words]).config, world_size=world_size)
+
+
+@pytest.mark.parametrize(
+    ("words", "world_size", "name", "value"),
+    [
+        ([], 1, "ffn_hidden_size", 256),
+        (["--swiglu"], 1, "ffn_hidden_size", 128),  # 4*64*2/3 = 170 -> 128
+        (["--hidden-size", "4096", "--swiglu"], 1, "ffn_hidden_size", 10880),
+        ([], 1, "kv_channels", 16),
+        ([], 1, "num_query_groups", 4),
+        (["--group-query-attention"], 1, "num_query_groups", 1),
+        (["--group-query-attention", "--num-query-groups", "2"], 1, "num_query_groups", 2),
+        ([], 1, "max_position_embeddings", 32),
+        (["--tensor-model-parallel-size", "2"], 8, "data_parallel_size", 4),
+        ([], 8, "global_batch_size", 16),
+        (["--global-batch-size", "64"], 8, "global_batch_size", 64),
+        (["--sequence-parallel"], 1, "sequence_parallel", False),
+        (
+            ["--sequence-parallel", "--tensor-model-parallel-size", "2"],
+            2,
+            "sequence_parallel",
+            True,
+        ),
+        (["--bf16"], 1, "params_dtype", torch.bfloat16),
+        (["--bf16"], 1, "grad_reduce_in_fp32", True),
+        (["--bf16", "--grad-reduce-in-bf16"], 1, "grad_reduce_in_fp32", False),
+        (["--fp16"], 1, "params_dtype", torch.float16),
+        (["--use-rotary-position-embeddings"], 1, "position_embedding_type", "rope"),
+        (["--no-position-embedding"], 1, "position_embedding_type", "none"),
+        (
+            ["--no-position-embedding", "--position-embedding-type", "rope"],
+            1,
+            "position_embedding_type",
+            "rope",
+        ),
+        (["--no-rope-freq", "2"], 1, "no_rope_freq", [0, 1, 0, 1]),
+        (["--recompute-activations"], 1, "recompute_granularity", "selective"),
+        ([], 1, "train_samples", 20),
+        ([], 1, "lr_decay_steps", 20),
+        (["--lr-warmup-iters", "3"], 1, "lr_warmup_steps", 6),
+        (["--lr-warmup-fraction", "0.25"], 1, "lr_warmup_steps", 5),
+        (["--lr-decay-iters", "7", "--global-batch-size", "4"], 1, "lr_decay_steps", 28),
+        (["--weight-decay", "0.1"], 1, "end_weight_decay", 0.1),
+        (["--mock-data"], 1, "tokenizer_type", "NullTokenizer"),
+        ([], 1, "mock_data", True),
+        (["--data-path", "corpus"], 1, "mock_data", False),
+        (["--data-path", "corpus"], 1, "split", "969,30,1"),
+        (["--train-data-path", "corpus"], 1, "split", None),
+        (["--use-tp-pp-dp-mapping"], 1, "rank_order", "tp-cp-ep-pp-dp"),
+        ([], 1, "transformer_impl", "local"),
+        ([], 1, "distributed_backend", "gloo"),
+        (
+            ["--global-batch-size", "7", "--decrease-batch-size-if-needed"],
+            1,
+            "global_batch_size",
+            6,
+        ),
+    ],
+)
+def test_a_value_is_derived(words, world_size, name, value):
+    assert run(*words, world_size=world_size).values[name] == value
+
+
+@pytest.mark.parametrize(
+    ("words", "chunks"),
+    [
+        (["--num-virtual-stages-per-pipeline-rank", "2"], 2),
+        (["--num-layers-per-virtual-pipeline-stage", "1"], 2),
+        (["--num-layers-per-virtual-pipeline-stage", "2"], None),
+        (["--pipeline-model-parallel-layout", "Et|t|t|tL"], 2),
+        ([], None),
+    ],
+)
+def test_the_number_of_virtual_stages_follows_from_each_way_of_saying_it(words, chunks):
+    found = run("--pipeline-model-parallel-size", "2", *words, world_size=2)
+    assert found.virtual_pipeline_model_parallel_size == chunks
+
+
+def test_a_run_in_samples_counts_its_steps():
+    config = parse_command_line(
+        [*SMALL[:-2], "--train-samples", "1000", "--global-batch-size", "8"]
+    ).config
+    assert resolve(config, world_size=1).train_iters == 125
+
+
+def test_a_run_in_samples_with_a_growing_batch_counts_its_steps():
+    words = [*SMALL[:-2], "--train-samples", "100", "--global-batch-size", "8"]
+    words += ["--rampup-batch-size", "4", "4", "20"]
+    config = parse_command_line(words).config
+    # 4 samples a step up to sample 20, then 8: 5 * 4 + 10 * 8 = 100.
+    assert resolve(config, world_size=1).train_iters == 15
+
+
+def test_every_derived_value_says_its_formula():
+    found = run("--swiglu", "--bf16", world_size=4)
+    named = {derivation.name: derivation for derivation in found.derivations}
+    assert {"ffn_hidden_size", "data_parallel_size", "params_dtype"} <= set(named)
+    assert all(derivation.formula for derivation in found.derivations)
+    assert "4 ranks / (tp 1 * pp 1 * cp 1)" in str(named["data_parallel_size"])
+
+
+def test_what_was_asked_for_is_not_changed():
+    config = parse_command_line(SMALL).config
+    before = config.flat()
+    resolve(config, world_size=4)
+    assert config.flat() == before
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.model.num_layers = 5
+
+
+def test_changing_the_namespace_does_not_change_the_run():
+    found = run()
+    found.namespace().num_layers = 99
+    assert found.num_layers == 4
+
+
+@pytest.mark.parametrize(
+    ("size", "multiple", "tp", "padded"),
+    [(50257, 128, 1, 50304), (50257, 128, 8, 51200), (128, 128, 1, 128), (1, 128, 2, 256)],
+)
+def test_the_vocabulary_is_padded_for_equal_shards(size, multiple, tp, padded):
+    assert pad_vocabulary(size, multiple=multiple, tp=tp) == padded
+
+
+def test_the_vocabulary_comes_from_the_tokenizer():
+    found = resolve_vocabulary(run(), 300)
+    assert (found.unpadded_vocab_size, found.padded_vocab_size) == (50257, 50304)
+    found = resolve_vocabulary(run("--vocab-size", "100"), 300)
+    assert (found.unpadded_vocab_size, found.padded_vocab_size) == (300, 384)

@@ -1,0 +1,147 @@
+"""Settings that cannot work are refused before anything starts, all together, with a fix."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron.core.errors import ConfigError
+from megatron.training.cli.parser import parse_command_line
+from megatron.training.resolve import resolve
+from megatron.training.rules import check_run, notes
+
+
+def words_of(text: str) -> list[str]:
+    """Split a command line."""
+    return text.split()
+
+
+SMALL = words_of(
+    "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size "
+    "2 --lr 1e-3 --train-iters 10 --mock-data"
+)
+
+
+def problems(*words: str, world_size: int = 1, base=SMALL) -> list[str]:
+    config = parse_command_line([*base, *words]).config
+    try:
+        check_run(resolve(config, world_size=world_size))
+    except ConfigError as error:
+        return [problem.describe() for problem in error.problems]
+    return []
+
+
+@pytest.mark.parametrize(
+    ("words", "world_size", "expected"),
+    [
+        (["--global-batch-size", "7"], 1, "--global-batch-size 7 cannot be split"),
+        (["--tensor-model-parallel-size", "3"], 3, "num_attention_heads=4 cannot be split"),
+        (["--pipeline-model-parallel-size", "3"], 3, "4 layers cannot be split over 3"),
+        (["--tensor-model-parallel-size", "2"], 3, "3 ranks cannot be arranged as tp=2"),
+        (["--max-position-embeddings", "16"], 1, "less than --seq-length 32"),
+        (["--num-query-groups", "2"], 1, "without --group-query-attention"),
+        (["--train-samples", "10"], 1, "--train-iters and --train-samples are given together"),
+        (["--lr-warmup-samples", "10"], 1, "--lr-warmup-samples in a run that is measured"),
+        (["--lr-warmup-iters", "10"], 1, "warm-up (20 samples) is not shorter"),
+        (["--lr-warmup-fraction", "1.5"], 1, "--lr-warmup-fraction 1.5"),
+        (["--min-lr", "1"], 1, "--lr 0.001 with --min-lr 1"),
+        (["--lr-decay-style", "WSD"], 1, "without the length of its last phase"),
+        (["--overlap-param-gather"], 1, "without --use-distributed-optimizer"),
+        (["--bf16", "--fp16"], 1, "fp16 and bf16 are both on"),
+        (["--loss-scale", "8"], 1, "--loss-scale 8 without --fp16"),
+        (["--data-path", "x"], 1, "--mock-data is given together with --data-path"),
+        (["--save-interval", "5"], 1, "--save-interval without --save"),
+        (["--ckpt-step", "5"], 1, "--ckpt-step without --load"),
+        (["--swiglu", "--squared-relu"], 1, "both on"),
+        (["--split", "a,b"], 1, "--split 'a,b'"),
+        (["--num-virtual-stages-per-pipeline-rank", "2"], 1, "--pipeline-model-parallel-size 1"),
+        (["--ddp-bucket-size", "9", "--ddp-num-buckets", "3"], 1, "are given together"),
+        (["--rampup-batch-size", "3", "2", "9"], 1, "--rampup-batch-size 3 2 9"),
+        (["--hidden-dropout", "1.0"], 1, "hidden_dropout=1.0"),
+        (["--log-interval", "0"], 1, "--log-interval 0"),
+        (["--profile", "--profile-step-start", "5", "--profile-step-end", "5"], 1, "0 < start"),
+        (["--no-rope-freq", "2"], 1, "only rotary embedding can be left out"),
+        (["--tokenizer-type", "TikTokenizer"], 1, "without --tokenizer-model"),
+        (["--start-weight-decay", "0.5"], 1, "with a constant weight decay"),
+        (["--wandb-project", "p"], 1, "without --wandb-exp-name"),
+        (["--recompute-granularity", "full"], 1, "it needs a method"),
+        (["--adam-beta1", "1"], 1, "--adam-beta1 1"),
+        (["--reset-attention-mask", "--no-create-attention-mask-in-dataloader"], 1, "no mask"),
+    ],
+)
+def test_a_broken_rule_is_told(words, world_size, expected):
+    assert any(expected in text for text in problems(*words, world_size=world_size))
+
+
+def test_the_small_run_breaks_no_rule():
+    assert problems() == []
+    assert problems("--tensor-model-parallel-size", "2", "--sequence-parallel", world_size=4) == []
+
+
+def test_heads_layers_and_batch_are_told_in_one_message():
+    base = words_of("--seq-length 32 --micro-batch-size 2 --lr 1e-3 --train-iters 10 --mock-data")
+    found = problems(
+        *words_of("--num-layers 5 --hidden-size 66 --num-attention-heads 3 --global-batch-size 7"),
+        *["--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2"],
+        world_size=4,
+        base=base,
+    )
+    for expected in ("num_attention_heads=3", "5 layers", "--global-batch-size 7"):
+        assert any(expected in text for text in found), (expected, found)
+
+
+def test_every_problem_names_a_flag_and_a_fix():
+    config = parse_command_line(["--num-experts", "8", "--mock-data", "--clip-grad", "-1"]).config
+    with pytest.raises(ConfigError) as caught:
+        check_run(resolve(config, world_size=1))
+    assert len(caught.value.problems) >= 9
+    for problem in caught.value.problems:
+        assert problem.flags
+        assert problem.fix
+
+
+def test_missing_data_names_the_files_and_what_is_near(tmp_path):
+    (tmp_path / "corpus.idx").touch()
+    (tmp_path / "corpus.bin").touch()
+    base = SMALL[:-1]
+    found = problems("--data-path", str(tmp_path / "corpsu"), "--vocab-size", "9", base=base)
+    assert "corpsu.idx and" in found[0]
+    assert f"there is {tmp_path}/corpus" in found[0]
+    found = problems("--data-path", str(tmp_path / "corpus.bin"), "--vocab-size", "9", base=base)
+    assert "leave out the ending" in found[0]
+    weighted = ["--data-path", "0.5", str(tmp_path / "corpus"), "0.5", "/nowhere/x"]
+    assert "/nowhere/x.idx" in problems(*weighted, "--vocab-size", "9", base=base)[0]
+
+
+@pytest.mark.parametrize(
+    ("words", "instead"),
+    [
+        (["--num-experts", "8"], "dense model"),
+        (["--context-parallel-size", "2"], "--sequence-parallel"),
+        (["--multi-latent-attention"], "--group-query-attention"),
+        (["--optimizer", "muon"], "use adam"),
+        (["--fp8-format", "hybrid"], "use --bf16"),
+        (["--use-megatron-fsdp"], "--use-distributed-optimizer"),
+        (["--position-embedding-type", "yarn"], "use rope"),
+        (["--cuda-graph-impl", "local"], "use none"),
+        (["--tokenizer-type", "BertWordPieceCase"], "HuggingFaceTokenizer"),
+    ],
+)
+def test_a_mechanism_that_does_not_exist_is_refused_with_the_nearest(words, instead):
+    found = problems(*words, world_size=2)
+    assert any("is not supported yet" in text and instead in text for text in found)
+
+
+def test_known_flags_at_their_defaults_are_accepted():
+    words = words_of("--optimizer adam --context-parallel-size 1 --cuda-graph-impl none")
+    assert problems(*words) == []
+
+
+def test_flags_that_change_no_result_are_accepted_with_a_note():
+    words = [
+        "--use-mcore-models", "--use-flash-attn", "--tp-comm-overlap", "--local-rank", "0",
+        "--moe-router-topk", "4", "--ckpt-format", "torch", "--no-persist-layer-norm",
+    ]  # fmt: skip
+    assert problems(*words) == []
+    lines = notes(parse_command_line(words).config)
+    assert len(lines) == 7
+    assert "--moe-router-topk 4: has no effect without --num-experts." in lines
