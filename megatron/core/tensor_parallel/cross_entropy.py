@@ -1,7 +1,7 @@
 """Cross entropy of logits whose vocabulary is split over the tensor-parallel ranks.
 
 The logits are never gathered (Megatron-LM, section 3, arXiv 1909.08053): each rank forms the
-softmax of its columns, and two numbers per token are exchanged.
+softmax of its columns, and three numbers per token are exchanged.
 
 Shapes: `s` sequence, `b` micro batch, `v` padded vocabulary, `t` = s*b; a slash divides by the
 tensor-parallel size.
@@ -21,9 +21,9 @@ from megatron.core.tensor_parallel.softmax_rows import (
     RowStatistics,
     VocabularyShard,
     add_label_terms,
-    fp32_scratch,
     local_softmax,
     row_blocks,
+    scratch_block,
     softmax_statistics,
     softmax_to_gradient,
 )
@@ -51,7 +51,7 @@ def vocab_parallel_cross_entropy(
     Returns:
         fp32 [s, b], the same bits on all ranks.
     Communication:
-        one all-gather of two (with smoothing three) numbers per token.
+        one all-gather of three (with smoothing four) numbers per token.
     Raises:
         DataError: a label outside the vocabulary, on all ranks alike.
     """
@@ -105,7 +105,7 @@ class _CrossEntropy(torch.autograd.Function):
         logits, columns, is_here, is_ignored, label_probability, local_share = ctx.saved_tensors
         labels = Labels(columns, is_here, is_ignored)
         statistics = RowStatistics(label_probability, label_probability, local_share)
-        scale = grad.reshape(-1).float().masked_fill(is_ignored, 0.0)
+        scale = grad.reshape(-1).to(local_share.dtype).masked_fill(is_ignored, 0.0)
         shard, smoothing = ctx.shard, ctx.label_smoothing
         if ctx.overwrites:
             softmax, ctx.softmax = ctx.softmax, None
@@ -132,7 +132,7 @@ def _scaled_softmax(logits: Tensor, coefficient: Tensor, num_valid: int) -> Tens
         out[:, num_valid:].zero_()
     if num_valid == 0:
         return out
-    scratch = fp32_scratch(logits.shape[0], num_valid, logits.device)
+    scratch = scratch_block(logits, num_valid)
     for block in row_blocks(logits.shape[0], num_valid, logits.device):
         part = scratch[: block.stop - block.start]
         local_softmax(logits[block, :num_valid], part)

@@ -26,6 +26,7 @@ from megatron.core.tensor_parallel.mappings import tensor_parallel_group
 from megatron.core.tensor_parallel.softmax_rows import (
     Labels,
     VocabularyShard,
+    arithmetic_dtype,
     softmax_statistics,
     softmax_to_gradient,
 )
@@ -78,7 +79,7 @@ def linear_cross_entropy(
     Returns:
         fp32 [s, b], the same bits on all ranks.
     Communication:
-        an all-gather of two numbers per token and chunk; an all-reduce of the input gradient,
+        an all-gather of three numbers per token and chunk; an all-reduce of the input gradient,
         in forward (in backward if the logits are recomputed). With `sequence_parallel` an
         all-gather of the input and a reduce-scatter of its gradient.
     """
@@ -117,7 +118,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         labels = Labels.locate(target, shard)
         ctx.head = _Head(weight, shard, label_smoothing)
         ctx.is_scattered, ctx.fuses_main_grad = is_scattered, fuses_main_grad
-        ctx.token_weights = _fp32_row(token_weights, labels)
+        ctx.token_weights = _row_weights(token_weights, labels, arithmetic_dtype(hidden))
         full = collectives.all_gather(hidden, shard.group) if is_scattered else hidden
         x = full.reshape(-1, full.shape[-1])
         needs_hidden, needs_weight = (n and forms_gradients for n in ctx.needs_input_grad[:2])
@@ -136,7 +137,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         shard: VocabularyShard = ctx.head.shard
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         labels = Labels.locate(target, shard)
-        scale = grad.reshape(-1).float().masked_fill(labels.is_ignored, 0.0)  # [t]
+        scale = grad.reshape(-1).masked_fill(labels.is_ignored, 0.0)  # [t]
         grad_x, grad_weight, factor = ctx.grad_x, ctx.grad_weight, 1.0
         ctx.grad_x = ctx.grad_weight = None
         if grad_weight is not None:
@@ -162,13 +163,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return grad_x, grad_weight, None, None, None, None, None, None, None
 
 
-def _fp32_row(token_weights: Tensor | None, labels: Labels) -> Tensor | None:
-    """Return the weights as fp32 [t], zero for ignored labels; None if all are one."""
+def _row_weights(token_weights: Tensor | None, labels: Labels, dtype: torch.dtype) -> Tensor | None:
+    """Return the weights as [t], zero for ignored labels; None if all are one."""
     if token_weights is not None:
-        return token_weights.reshape(-1).float().masked_fill(labels.is_ignored, 0.0)
+        return token_weights.reshape(-1).to(dtype).masked_fill(labels.is_ignored, 0.0)
     if labels.is_ignored.is_cpu and not bool(labels.is_ignored.any()):
         return None
-    return (~labels.is_ignored).float()
+    return (~labels.is_ignored).to(dtype)
 
 
 def _pass_over_chunks(
@@ -193,7 +194,7 @@ def _pass_over_chunks(
     weight, shard, smoothing = head.weight, head.shard, head.label_smoothing
     tokens, step = x.shape[0], _chunk_rows(x.shape[0], weight.shape[0], x.element_size())
     memory = torch.empty((step, weight.shape[0]), dtype=x.dtype, device=x.device)
-    loss = torch.empty(tokens, dtype=torch.float32, device=x.device)
+    loss = torch.empty(tokens, dtype=arithmetic_dtype(x), device=x.device)
     grad_x = torch.empty_like(x) if needs_x else None
     grad_weight: Tensor | None = None
     for begin in range(0, tokens, step):
@@ -215,7 +216,7 @@ def _pass_over_chunks(
         if needs_weight:
             if token_weights is not None:
                 chunk = (chunk * token_weights[rows].unsqueeze(-1)).to(chunk.dtype)
-            grad_weight = _add_product(grad_weight, gradient.t(), chunk, is_last=step >= tokens)
+            grad_weight = _add_product(grad_weight, gradient.t(), chunk, is_only=step >= tokens)
     return loss, grad_x, grad_weight
 
 
@@ -226,11 +227,11 @@ def _chunk_rows(tokens: int, columns: int, element_size: int) -> int:
     return max(1, -(-tokens // num_chunks))
 
 
-def _add_product(total: Tensor | None, left: Tensor, right: Tensor, *, is_last: bool) -> Tensor:
+def _add_product(total: Tensor | None, left: Tensor, right: Tensor, *, is_only: bool) -> Tensor:
     """Add left @ right to `total`: in fp32, unless there is only one product."""
     if total is None:
         product = left @ right
-        return product if is_last else product.float()
+        return product if is_only else product.to(arithmetic_dtype(product))
     if total.dtype == left.dtype:
         return total.addmm_(left, right)
     return total.add_(left @ right)
@@ -250,7 +251,7 @@ def _scale_rows(grad: Tensor, scale: Tensor, scattered_group: Group) -> Tensor:
     if scattered_group is not None:
         scale = scale.chunk(scattered_group.size())[scattered_group.rank()]
     rows = grad.view(-1, grad.shape[-1])
-    if rows.dtype == torch.float32:
+    if rows.dtype == scale.dtype:
         return rows.mul_(scale.unsqueeze(-1)).view(grad.shape)
     return (rows * scale.unsqueeze(-1)).to(rows.dtype).view(grad.shape)
 
@@ -267,7 +268,7 @@ def _common_factor(scale: Tensor, token_weights: Tensor | None) -> float | None:
     largest = token_weights.abs().argmax()
     factor = scale[largest] / token_weights[largest]
     deviation = (scale - factor * token_weights).abs().max()
-    limit = 4 * torch.finfo(torch.float32).eps * scale.abs().max()
+    limit = 4 * torch.finfo(scale.dtype).eps * scale.abs().max()
     factor = torch.where(deviation <= limit, factor, torch.nan)
     found = float(factor)
     return None if found != found else found

@@ -2,8 +2,8 @@
 
 The passes over logits are bound by memory, so each block of rows is small enough to stay in the
 cache (on an accelerator: large enough to fill it) and arithmetic is fp32 whatever the dtype of
-the logits. Each rank forms the softmax of its own columns; what the ranks must share is two or
-three numbers a row, exchanged in one all-gather and merged in rank order, so that all of them
+the logits. Each rank forms the softmax of its own columns; what the ranks must share is a few
+numbers a row, exchanged in one all-gather and merged in rank order, so that all of them
 hold the same bits. (The merge is the online softmax of Milakov and Gimelshein, arXiv 1805.02867,
 section 3.)
 
@@ -87,7 +87,7 @@ class Labels:
 
 @dataclass(frozen=True)
 class RowStatistics:
-    """What forward leaves for backward, fp32 [t] each."""
+    """What forward leaves for backward, [t] each, in the arithmetic dtype."""
 
     loss: Tensor
     label_probability: Tensor
@@ -104,20 +104,26 @@ def row_blocks(rows: int, columns: int, device: torch.device) -> Iterator[slice]
         yield slice(begin, min(begin + step, rows))
 
 
-def fp32_scratch(rows: int, columns: int, device: torch.device) -> Tensor:
-    """Return memory for one block of `row_blocks`."""
-    first = next(row_blocks(rows, columns, device), slice(0, 0))
-    return torch.empty((first.stop, columns), dtype=torch.float32, device=device)
+def arithmetic_dtype(x: Tensor) -> torch.dtype:
+    """Return the dtype to compute in: fp32, or fp64 for fp64 (which gradient checks need)."""
+    return torch.promote_types(x.dtype, torch.float32)
 
 
-def local_softmax(logits: Tensor, out: Tensor) -> Tensor:
-    """Write the softmax over the local columns to `out` and return the logarithm of its sum.
+def scratch_block(x: Tensor, columns: int) -> Tensor:
+    """Return memory, in the arithmetic dtype, for one block of `row_blocks` of x [t, ...]."""
+    first = next(row_blocks(x.shape[0], columns, x.device), slice(0, 0))
+    return torch.empty((first.stop, columns), dtype=arithmetic_dtype(x), device=x.device)
+
+
+def local_softmax(logits: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
+    """Write the softmax over the local columns to `out`.
 
     Args:
         logits: [r, c] of any float dtype; may be `out` itself.
-        out: [r, c] fp32, contiguous.
+        out: [r, c] in the arithmetic dtype, contiguous.
     Returns:
-        [r] log of the sum of exponentials.
+        the highest logit of each row, and the log of the sum of exponentials relative to it: two
+        [r], since adding them up would lose the small one beside a large logit.
     """
     if logits.dtype != out.dtype:
         logits = out.copy_(logits)
@@ -127,11 +133,11 @@ def local_softmax(logits: Tensor, out: Tensor) -> Tensor:
         # input and output may be the same memory.
         torch.softmax(logits, -1, out=out)
         # The largest probability is 1/sum exactly, and never underflows.
-        return highest - out.amax(-1).log_()
+        return highest, -out.amax(-1).log_()
     torch.sub(logits, highest.unsqueeze(-1), out=out)
     total = out.exp_().sum(-1, keepdim=True)
     out.div_(total)
-    return highest + total.squeeze(-1).log_()
+    return highest, total.squeeze(-1).log_()
 
 
 def softmax_statistics(
@@ -148,29 +154,28 @@ def softmax_statistics(
         logits: [t, v/tp], contiguous. With `in_place` they are replaced by the softmax over the
             local columns (padding: zeros), rounded to their dtype.
     Communication:
-        one all-gather of two or three numbers per row on the shard's group.
+        one all-gather of three or four numbers per row on the shard's group.
     """
     rows, valid = logits.shape[0], shard.num_local_valid
-    device = logits.device
-    label_logit = logits.gather(1, labels.columns).float().masked_fill_(~labels.is_here, 0.0)
-    local = [torch.empty(rows, dtype=torch.float32, device=device), label_logit.squeeze(1)]
-    if label_smoothing > 0.0:
-        local.append(torch.empty_like(local[0]))
+    dtype, device = arithmetic_dtype(logits), logits.device
+    label_logit = logits.gather(1, labels.columns).to(dtype).masked_fill_(~labels.is_here, 0.0)
+    local = torch.empty((4 if label_smoothing > 0.0 else 3, rows), dtype=dtype, device=device)
+    highest, log_sum, local[2] = local[0], local[1], label_logit.squeeze(1)
     if valid == 0:
-        local[0].fill_(-torch.inf)
-        for sums in local[2:]:
-            sums.zero_()
+        highest.fill_(-torch.inf)
+        log_sum.zero_()
+        local[3:].zero_()
         if in_place:
             logits.zero_()
     else:
-        writes_here = in_place and logits.dtype == torch.float32 and valid == shard.num_local
-        scratch = None if writes_here else fp32_scratch(rows, valid, device)
+        writes_here = in_place and logits.dtype == dtype and valid == shard.num_local
+        scratch = None if writes_here else scratch_block(logits, valid)
         for block in row_blocks(rows, valid, device):
             source = logits[block, :valid]
             out = source if scratch is None else scratch[: block.stop - block.start]
             if label_smoothing > 0.0:
-                local[2][block] = source.sum(-1, dtype=torch.float32)
-            local[0][block] = local_softmax(source, out)
+                local[3, block] = source.sum(-1, dtype=dtype)
+            highest[block], log_sum[block] = local_softmax(source, out)
             if in_place and scratch is not None:
                 source.copy_(out)
         if in_place and valid < shard.num_local:
@@ -179,25 +184,34 @@ def softmax_statistics(
 
 
 def _merge(
-    local: list[Tensor], labels: Labels, shard: VocabularyShard, label_smoothing: float
+    local: Tensor, labels: Labels, shard: VocabularyShard, label_smoothing: float
 ) -> RowStatistics:
-    """Combine the statistics of the ranks: log-sum-exp, label logit and sum of logits."""
-    log_sum, label_logit = local[0], local[1]
-    sum_logits = local[2] if label_smoothing > 0.0 else None
+    """Combine what the ranks know of each row.
+
+    Args:
+        local: [3 or 4, t]: highest logit, log of the sum relative to it, logit of the label (zero
+            where it is elsewhere), sum of the logits.
+    """
     if get_pg_size(shard.group) > 1:
-        shared = collectives.all_gather(torch.stack(local).unsqueeze(0), shard.group)
-        log_sum = shared[:, 0].logsumexp(0)
-        label_logit = shared[:, 1].sum(0)
-        sum_logits = shared[:, 2].sum(0) if sum_logits is not None else None
-    log_probability = label_logit - log_sum
+        shared = collectives.all_gather(local.unsqueeze(0), shard.group)  # [tp, 3 or 4, t]
+        highest = shared[:, 0].amax(0)
+        log_sums = shared[:, 0] - highest + shared[:, 1]
+        log_sum = log_sums.logsumexp(0)
+        local_share = (local[0] - highest + local[1] - log_sum).exp_()
+        sums = shared[:, 2:].sum(0)
+    else:
+        highest, log_sum, sums = local[0], local[1], local[2:]
+        local_share = torch.ones_like(log_sum)
+    log_probability = sums[0] - highest - log_sum
     loss = -log_probability
-    if sum_logits is not None:
+    if label_smoothing > 0.0:
         epsilon = smoothing_weight(label_smoothing, shard.num_valid)
-        loss = (1.0 - epsilon) * loss + epsilon * (log_sum - sum_logits / shard.num_valid)
+        mean = sums[1] / shard.num_valid - highest - log_sum
+        loss = (1.0 - epsilon) * loss - epsilon * mean
     return RowStatistics(
         loss=loss.masked_fill(labels.is_ignored, 0.0),
         label_probability=log_probability.exp_(),
-        local_share=(local[0] - log_sum).exp_(),
+        local_share=local_share,
     )
 
 
@@ -220,7 +234,7 @@ def softmax_to_gradient(
     """Turn the local softmax [t, v/tp] into the gradient of the logits, in place.
 
     Args:
-        scale: fp32 [t], gradient of each row's loss; None for ones.
+        scale: [t], gradient of each row's loss, in the arithmetic dtype; None for ones.
     """
     coefficient = statistics.local_share if scale is None else statistics.local_share * scale
     if scale is not None or get_pg_size(shard.group) > 1:
@@ -229,12 +243,12 @@ def softmax_to_gradient(
 
 
 def multiply_rows(x: Tensor, coefficient: Tensor) -> None:
-    """Multiply the rows of x [t, c] by fp32 coefficients [t], in place, rounding once."""
-    if x.dtype == torch.float32:
+    """Multiply the rows of x [t, c] by coefficients [t] in place, rounding once."""
+    if x.dtype == coefficient.dtype:
         x.mul_(coefficient.unsqueeze(-1))
         return
     rows, columns = x.shape
-    scratch = fp32_scratch(rows, columns, x.device)
+    scratch = scratch_block(x, columns)
     for block in row_blocks(rows, columns, x.device):
         part = scratch[: block.stop - block.start].copy_(x[block])
         x[block].copy_(part.mul_(coefficient[block].unsqueeze(-1)))
