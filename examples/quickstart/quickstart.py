@@ -174,8 +174,8 @@ What to try next
   your own text      examples/quickstart/run.sh --texts FOLDER --output quickstart/mine
   a longer run       examples/quickstart/run.sh --train-iters 2000 --output quickstart/long
   another layout     edit {root / "train_command.sh"}: the same seed gives the same curve, for
-                     example with --tensor-model-parallel-size {layout.num_processes}
-                     --pipeline-model-parallel-size 1 --sequence-parallel
+                     example with --tensor-model-parallel-size 1
+                     --pipeline-model-parallel-size {layout.num_processes}
   your own model     examples/custom_model"""
 
 

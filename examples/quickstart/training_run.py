@@ -210,8 +210,12 @@ def run_quietly(command: Sequence[str], layout: Layout, log: Path) -> str:
 def stop_if_failed(return_code: int, log: Path) -> None:
     """End the quickstart with the last words of a command that failed."""
     if return_code:
-        last = "".join(log.open().readlines()[-30:])
-        raise SystemExit(f"{last}\nThe command above failed ({return_code}); all of it: {log}")
+        lines = log.read_text().splitlines()
+        # What torchrun says after the ranks' own last line is about the other ranks.
+        fatal = [number for number, line in enumerate(lines) if "FATAL[" in line]
+        end = fatal[-1] + 1 if fatal else len(lines)
+        shown = "\n".join(lines[max(end - 30, 0) : end])
+        raise SystemExit(f"{shown}\n\nThis command failed ({return_code}); its log: {log}")
 
 
 class Stopwatch:
