@@ -119,14 +119,16 @@ def pipeline_layout(config: StageSettings) -> PipelineLayout:
         layout = chosen.pipeline_layout
     else:
         layout = PipelineParallelLayerLayout(chosen, p).pipeline_layout
-    if (layout.num_ranks, layout.num_chunks) != (p, v):
+    # Without a number of virtual stages in the config, the layout string decides it.
+    asked = config.virtual_pipeline_model_parallel_size or layout.num_chunks
+    if (layout.num_ranks, layout.num_chunks) != (p, asked):
         raise ConfigError(
             f"the pipeline layout has {layout.num_ranks * layout.num_chunks} stages for {p} ranks"
-            f" with {v} chunks each.",
+            f" with {asked} chunks each.",
             rule="a layout has one stage per model chunk",
             flags=[_FLAG_LAYOUT, _FLAG_PP, _FLAG_VP],
-            fix=f"write {p * v} stages separated by '|', or let the layout decide the number of "
-            "virtual stages by leaving that flag out",
+            fix=f"write {p * asked} stages separated by '|', or leave the number of virtual stages "
+            "out: the layout decides it",
         )
     check_contents(layout, config.num_layers, getattr(config, "mtp_num_layers", None) or 0)
     return layout

@@ -107,15 +107,15 @@ class Trace:
         return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
 
 
-def planned_trace(program: Program, costs: Costs | None = None) -> Trace:
-    """Return the simulated timeline of a program."""
+def planned_trace(program: Program, costs: Costs | None = None, unit: str = "") -> Trace:
+    """Return the simulated timeline of a program; `unit` is that of the costs."""
     placement = program.placement
     result = simulate(program, costs)
     title = (
         f"plan: {program.schedule}, p={placement.num_ranks}, v={placement.num_chunks}, "
         f"m={program.num_microbatches}"
     )
-    return Trace(title, placement, program.num_microbatches, "", result.spans)
+    return Trace(title, placement, program.num_microbatches, unit, result.spans)
 
 
 def load_trace(path: str | Path) -> Trace:

@@ -41,18 +41,20 @@ from megatron.core.pipeline_parallel.instructions import (
     Step,
 )
 from megatron.core.pipeline_parallel.plot import order_text
-from megatron.core.pipeline_parallel.simulate import ChannelModel, Costs, walk
+from megatron.core.pipeline_parallel.simulate import ChannelModel, Costs, Walk, walk
 
 Location = tuple[int, int]
 Crossing = tuple[bool, int, int]  # is a gradient, micro batch, chunk on the receiving rank
 
 
-def validate(program: Program, *, rendezvous: bool = True) -> None:
+def validate(program: Program, *, rendezvous: bool = True) -> Walk:
     """Raise `ScheduleError` unless the program is correct and cannot deadlock.
 
     Args:
         program: as made by `lower`, or by hand.
         rendezvous: prove that it finishes for channels without buffers, not only with them.
+    Returns:
+        the walk that proves it, with forwards of cost 1 and backwards of cost 2.
     """
     checks = [_RankCheck(program, rank) for rank in range(program.placement.num_ranks)]
     for check in checks:
@@ -66,7 +68,9 @@ def validate(program: Program, *, rendezvous: bool = True) -> None:
         for origin in target_check.received:
             if target_check.rank not in checks[origin].sent:
                 raise _mismatch(program, checks[origin], target_check)
-    _check_progress(program, ChannelModel.RENDEZVOUS if rendezvous else ChannelModel.BUFFERED)
+    return _check_progress(
+        program, ChannelModel.RENDEZVOUS if rendezvous else ChannelModel.BUFFERED
+    )
 
 
 def validate_rank(program: Program, rank: int) -> None:
@@ -281,11 +285,12 @@ def _receive_step(crossing: Crossing) -> Step:
     return Step(RECV_GRADIENT if is_gradient else RECV_ACTIVATION, microbatch, chunk)
 
 
-def _check_progress(program: Program, channels: ChannelModel) -> None:
+def _check_progress(program: Program, channels: ChannelModel) -> Walk:
     """Check that no rank waits for ever."""
-    blocked = walk(program, Costs(), channels).blocked
+    walked = walk(program, Costs(), channels)
+    blocked = walked.blocked
     if not blocked:
-        return
+        return walked
     if channels is ChannelModel.RENDEZVOUS:
         _check_progress(program, ChannelModel.BUFFERED)  # the worse finding, if it is one
     chunks = program.placement.num_chunks

@@ -26,4 +26,5 @@ def forward_only_orders(p: int, m: int, v: int = 1, group_size: int | None = Non
         m,
         True,
         lambda rank: forward_only_order(p, rank, m, v, group_size),
+        send_window=max(2, len(microbatch_groups(p, m, group_size)[0])),
     )

@@ -1,0 +1,170 @@
+"""Prove every pipeline program up to p=16, v=4, m=64: `python -m tests.parity.schedules`.
+
+For each schedule and each (p, v, m) the program is lowered and validated (each step once, data in
+order, bounded buffers, no deadlock with buffered and with rendezvous channels), simulated, and
+compared with the textbook: the bubble must equal the formula exactly, and the strictest channels
+must cost no time. Prints one line per schedule; exits with status 1 if anything fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from megatron.core.errors import ScheduleError
+from megatron.core.pipeline_parallel.instructions import Orders
+from megatron.core.pipeline_parallel.lower import lower
+from megatron.core.pipeline_parallel.orders.forward_only import forward_only_orders
+from megatron.core.pipeline_parallel.orders.gpipe import gpipe_orders
+from megatron.core.pipeline_parallel.orders.interleaved import interleaved_orders
+from megatron.core.pipeline_parallel.orders.one_f_one_b import one_f_one_b_orders
+from megatron.core.pipeline_parallel.simulate import simulate
+from megatron.core.pipeline_parallel.validate import validate
+
+Make = Callable[[int, int, int], Orders]
+SCHEDULES: dict[str, tuple[bool, Make]] = {
+    "gpipe": (False, lambda p, v, m: gpipe_orders(p, m)),
+    "1f1b": (False, lambda p, v, m: one_f_one_b_orders(p, m)),
+    "interleaved, group p": (True, lambda p, v, m: interleaved_orders(p, m, v)),
+    "interleaved, group p+1": (True, lambda p, v, m: interleaved_orders(p, m, v, p + 1)),
+    "interleaved, group 2p": (True, lambda p, v, m: interleaved_orders(p, m, v, 2 * p)),
+    "forward only": (True, lambda p, v, m: forward_only_orders(p, m, v)),
+}
+"""Name -> (takes several chunks, maker)."""
+
+
+@dataclass
+class Tally:
+    """What was found for one schedule.
+
+    `num_with_formula` counts the cases for which the formula is stated (m a multiple of p, or one
+    chunk); for the others, `worst_padded` is the largest makespan as a share of what the formula
+    says for m rounded up to a multiple of p.
+    """
+
+    num_programs: int = 0
+    num_steps: int = 0
+    num_with_formula: int = 0
+    worst_padded: float = 0.0
+    seconds: float = 0.0
+    problems: list[str] = field(default_factory=list)
+
+    def add(self, other: Tally) -> None:
+        """Take over another tally."""
+        self.num_programs += other.num_programs
+        self.num_steps += other.num_steps
+        self.num_with_formula += other.num_with_formula
+        self.worst_padded = max(self.worst_padded, other.worst_padded)
+        self.seconds += other.seconds
+        self.problems += other.problems
+
+
+def textbook_makespan(p: int, v: int, m: int, forward_only: bool) -> float:
+    """Return the makespan with forward 1 and backward 2: bubble (p-1)/(v*m+p-1)."""
+    return (v * m + p - 1) * (1.0 if forward_only else 3.0)
+
+
+def textbook_peak(name: str, p: int, v: int, m: int, rank: int, group: int) -> int:
+    """Return the most activations that a rank holds, in (micro batch, chunk) pairs."""
+    if name == "gpipe":
+        return m
+    if name == "1f1b":
+        return min(p - rank, m)
+    if name == "forward only":
+        return 1
+    warm_up = 2 * (p - rank - 1) + (v - 1) * group
+    return min(warm_up + 1, v * m)
+
+
+def check(name: str, p: int, v: int, m: int, prefetch: int, tally: Tally) -> None:
+    """Prove one program."""
+    orders = SCHEDULES[name][1](p, v, m)
+    program = lower(orders, prefetch=prefetch)
+    tally.num_programs += 1
+    tally.num_steps += sum(len(steps) for steps in program.ranks)
+    case = f"{name} p={p} v={v} m={m} prefetch={prefetch}"
+    try:
+        strict = validate(program)
+        found = simulate(program, forward=1.0, backward=2.0)
+    except ScheduleError as problem:
+        tally.problems.append(f"{case}: {problem}")
+        return
+    strict_makespan = max(span.end for span in strict.spans)
+    if strict_makespan != found.makespan:
+        tally.problems.append(f"{case}: rendezvous {strict_makespan}, buffered {found.makespan}")
+    expected = textbook_makespan(p, v, m, orders.forward_only)
+    if v == 1 or m % p == 0:
+        tally.num_with_formula += 1
+        if found.makespan != expected or found.bubble != (p - 1) / (v * m + p - 1):
+            tally.problems.append(f"{case}: makespan {found.makespan}, formula {expected}")
+    else:
+        padded = textbook_makespan(p, v, -(-m // p) * p, orders.forward_only)
+        tally.worst_padded = max(tally.worst_padded, found.makespan / padded)
+    for rank, peak in enumerate(found.peak_live_activations):
+        group = orders.send_window if v > 1 and m > 1 else 1
+        if peak > textbook_peak(name, p, v, m, rank, max(group, 1)):
+            tally.problems.append(f"{case}: rank {rank} holds {peak} activations")
+
+
+def cases(name: str, p: int, max_v: int, max_m: int) -> Iterator[tuple[int, int]]:
+    """Yield (v, m) of one schedule and p."""
+    takes_chunks = SCHEDULES[name][0]
+    first = 2 if name.startswith("interleaved") else 1
+    for v in range(first, max_v + 1) if takes_chunks else (1,):
+        for m in range(1, max_m + 1):
+            yield v, m
+
+
+def prove(job: tuple[str, int, int, int, int]) -> tuple[str, int, Tally]:
+    """Prove all programs of one schedule, p and prefetch."""
+    name, p, max_v, max_m, prefetch = job
+    tally = Tally()
+    started = time.process_time()
+    for v, m in cases(name, p, max_v, max_m):
+        check(name, p, v, m, prefetch, tally)
+    tally.seconds = time.process_time() - started
+    return name, prefetch, tally
+
+
+def main() -> int:
+    """Print the table; return the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser.add_argument("--max-p", type=int, default=16)
+    parser.add_argument("--max-v", type=int, default=4)
+    parser.add_argument("--max-m", type=int, default=64)
+    parser.add_argument("--prefetch", type=int, nargs="+", default=[1], choices=(0, 1, 2))
+    parser.add_argument("--workers", type=int, default=os.cpu_count())
+    options = parser.parse_args()
+    jobs = [
+        (name, p, options.max_v, options.max_m, prefetch)
+        for p in range(options.max_p, 0, -1)
+        for prefetch in options.prefetch
+        for name in SCHEDULES
+    ]
+    tallies = {(name, pre): Tally() for pre in options.prefetch for name in SCHEDULES}
+    started = time.monotonic()
+    with multiprocessing.Pool(options.workers) as pool:
+        for name, prefetch, tally in pool.imap_unordered(prove, jobs):
+            tallies[name, prefetch].add(tally)
+
+    print(f"all p <= {options.max_p}, v <= {options.max_v}, m <= {options.max_m}\n")
+    head = f"{'schedule':<24}{'prefetch':>9}{'programs':>10}{'steps':>12}{'= formula':>11}"
+    print(head + f"{'others/padded':>16}{'failed':>8}{'cpu s':>8}")
+    for (name, prefetch), tally in tallies.items():
+        row = f"{name:<24}{prefetch:>9}{tally.num_programs:>10}{tally.num_steps:>12}"
+        row += f"{tally.num_with_formula:>11}{f'{tally.worst_padded:.3f}':>16}"
+        print(row + f"{len(tally.problems):>8}{tally.seconds:>8.1f}")
+    problems = [problem for tally in tallies.values() for problem in tally.problems]
+    print(f"\n{time.monotonic() - started:.0f} s; {len(problems)} failures")
+    for problem in problems[:20]:
+        print(problem)
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,108 @@
+"""Draw a pipeline schedule: the plan, a measured trace, or both in one picture.
+
+    python tools/plot_schedule.py --schedule 1f1b -p 4 -v 2 -m 8                 # text
+    python tools/plot_schedule.py --schedule 1f1b -p 4 -v 2 -m 8 --out plan.svg  # or .png
+    python tools/plot_schedule.py --measured trace.json --out both.png
+
+With --measured, the plan of the same p, v and m is drawn above the run. The plan's forward and
+backward last as long as the run's means, so that the two pictures can be compared box by box.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+if str(REPOSITORY) not in sys.path:
+    sys.path.insert(0, str(REPOSITORY))
+
+from megatron.core.errors import MegatronError
+from megatron.core.pipeline_parallel.instructions import BACKWARD, FORWARD
+from megatron.core.pipeline_parallel.lower import lower
+from megatron.core.pipeline_parallel.plot import save, timeline_text
+from megatron.core.pipeline_parallel.programs import SCHEDULES, Plan
+from megatron.core.pipeline_parallel.simulate import Costs
+from megatron.core.pipeline_parallel.trace import Trace, load_trace, planned_trace
+from megatron.core.pipeline_parallel.validate import validate
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the command line."""
+    made = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    made.add_argument(
+        "--schedule", choices=SCHEDULES, default="1f1b", help="1f1b with -v > 1 is interleaved"
+    )
+    made.add_argument("-p", "--pipeline-size", type=int, default=4, help="pipeline ranks")
+    made.add_argument("-v", "--num-chunks", type=int, default=1, help="model chunks per rank")
+    made.add_argument("-m", "--num-microbatches", type=int, default=8)
+    made.add_argument(
+        "--group-size", type=int, help="micro batches per turn of a chunk (interleaved; default p)"
+    )
+    made.add_argument("--forward-only", action="store_true", help="evaluation: no backward")
+    made.add_argument("--forward-cost", type=float, help="of one chunk, in any unit (default 1)")
+    made.add_argument("--backward-cost", type=float, help="of one chunk (default 2)")
+    made.add_argument("--transfer-cost", type=float, default=0.0, help="of one message")
+    made.add_argument("--measured", type=Path, metavar="JSON", help="trace of a run to draw too")
+    made.add_argument(
+        "--out", type=Path, help=".svg, .png, .txt, .json or .chrome.json; text to stdout if absent"
+    )
+    return made
+
+
+def plan_of(options: argparse.Namespace, measured: Trace | None) -> Trace:
+    """Return the proved and simulated plan that the options, or the measured run, ask for."""
+    forward, backward, unit = options.forward_cost or 1.0, options.backward_cost or 2.0, ""
+    plan = Plan(
+        schedule=options.schedule,
+        pipeline_size=options.pipeline_size,
+        num_chunks=options.num_chunks,
+        num_microbatches=options.num_microbatches,
+        group_size=options.group_size,
+        forward_only=options.forward_only,
+    )
+    if measured is not None:
+        plan = plan._replace(
+            pipeline_size=measured.placement.num_ranks,
+            num_chunks=measured.placement.num_chunks,
+            num_microbatches=measured.num_microbatches,
+            forward_only=all(span.step.op is FORWARD for span in measured.spans),
+        )
+        forward = options.forward_cost or _mean_duration(measured, backward=False)
+        backward = options.backward_cost or _mean_duration(measured, backward=True)
+        unit = measured.unit
+    program = lower(plan.orders())
+    validate(program)
+    costs = Costs(forward=forward, backward=backward, transfer=options.transfer_cost)
+    return planned_trace(program, costs, unit=unit)
+
+
+def _mean_duration(trace: Trace, *, backward: bool) -> float:
+    op = BACKWARD if backward else FORWARD
+    durations = [span.end - span.start for span in trace.spans if span.step.op is op]
+    return sum(durations) / len(durations) if durations else 1.0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Draw; return the exit status."""
+    options = parser().parse_args(arguments)
+    try:
+        measured = None if options.measured is None else load_trace(options.measured)
+        traces = [plan_of(options, measured)] + ([] if measured is None else [measured])
+        if options.out is None:
+            print("\n\n".join(timeline_text(trace) for trace in traces))
+        else:
+            save(traces, options.out)
+            print(f"wrote {options.out}")
+    except MegatronError as problem:
+        print(problem, file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
