@@ -2,6 +2,8 @@
 
 import logging
 import os
+import subprocess
+import sys
 import threading
 import time
 
@@ -98,6 +100,17 @@ def test_a_builder_that_fails_lets_the_next_one_build(tmp_path):
     with pytest.raises(RuntimeError):
         cache_in(tmp_path).load_or_build(fail, EXPECTED)
     assert cache_in(tmp_path).load_or_build(build, EXPECTED)["order"].tolist() == [0, 1, 2, 3, 4]
+
+
+def test_nobody_waits_for_a_builder_that_was_killed(tmp_path):
+    command = [sys.executable, "-m", "tests.unit.datasets.build_and_die", str(tmp_path)]
+    with subprocess.Popen([*command, "die"], stdout=subprocess.PIPE, text=True) as first:
+        assert first.stdout.readline() == "building\n"
+        with subprocess.Popen([*command, "live"], stdout=subprocess.PIPE, text=True) as second:
+            with pytest.raises(subprocess.TimeoutExpired):
+                second.wait(timeout=1.0)
+            first.kill()
+            assert second.communicate(timeout=60)[0] == "[0, 1, 2, 3, 4]\n"
 
 
 def test_a_directory_that_cannot_be_made_means_memory(tmp_path, caplog):
