@@ -113,7 +113,7 @@ class GPTDataset(MegatronDataset):
         )
         self._extra_token = int(config.add_extra_token_to_sequence)
         self._vocab_size = config.vocab_size or int(config.tokenizer.vocab_size)
-        self._eod = _optional_id(config.tokenizer, "eod")
+        self._eod = self._find_eod()
         self._pad = self._find_pad()
         self._plain: tuple[Tensor | None, Tensor] | None = None
         arrays = self._build_or_load_indices()
@@ -179,7 +179,7 @@ class GPTDataset(MegatronDataset):
     def _mask_and_positions(self, tokens: Tensor) -> tuple[Tensor | None, Tensor]:
         """Return the mask [1, s, s] or None, and the positions [s]."""
         resets = self.config.reset_position_ids or self.config.reset_attention_mask
-        if not resets or self._eod is None:
+        if not resets:
             if self._plain is None:
                 positions = torch.arange(len(tokens))
                 masked = self.config.create_attention_mask
@@ -188,7 +188,7 @@ class GPTDataset(MegatronDataset):
         positions = torch.arange(len(tokens))
         # An end-of-document token belongs to the document it ends.
         starts = torch.zeros_like(positions)
-        ends = torch.nonzero(tokens[:-1] == self._eod).flatten()
+        ends = torch.nonzero(tokens[:-1] == self._eod, as_tuple=False).flatten()
         starts[ends + 1] = ends + 1
         starts = torch.cummax(starts, 0).values
         mask = None
@@ -230,6 +230,20 @@ class GPTDataset(MegatronDataset):
                 fix="train with the tokenizer that the corpus was preprocessed with, or "
                 "preprocess it again; if the file is damaged, copy it again",
             )
+
+    def _find_eod(self) -> int | None:
+        eod = _optional_id(self.config.tokenizer, "eod")
+        names = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
+        wanted = [name for name in names if getattr(self.config, name)]
+        if eod is None and wanted:
+            raise ConfigError(
+                f"{type(self.config.tokenizer).__name__} has no end-of-document token, which "
+                f"{', '.join(wanted)} looks for.",
+                rule="documents in a sample are told apart by the token that ends them",
+                flags=[f"--{name.replace('_', '-')}" for name in wanted],
+                fix="use a tokenizer that names its end token, or leave these flags out",
+            )
+        return eod
 
     def _find_pad(self) -> int:
         pad = _optional_id(self.config.tokenizer, "pad")

@@ -107,6 +107,14 @@ def test_resets_at_document_ends_equal_a_slow_walk(reset_positions, reset_mask, 
     assert seen > 20
 
 
+def test_resets_without_an_end_token_are_refused():
+    with pytest.raises(ConfigError) as caught:
+        gpt_dataset(random_documents(1, 9), reset_position_ids=True, tokenizer=Tokenizer(eod=None))
+    assert "Tokenizer has no end-of-document token, which reset_position_ids" in str(caught.value)
+    assert "--reset-position-ids" in str(caught.value)
+    assert len(gpt_dataset(random_documents(1, 9), tokenizer=Tokenizer(eod=None))[0]) == 4
+
+
 def test_positions_restart_without_a_mask_being_made():
     dataset = gpt_dataset(random_documents(1, 60, longest=9), reset_position_ids=True)
     item = dataset[0]
