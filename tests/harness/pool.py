@@ -80,7 +80,8 @@ def _preload_environment() -> Iterator[None]:
     before = {name: os.environ.get(name) for name in changed}
     os.environ.update(changed)
     try:
-        _context.set_forkserver_preload(["tests.harness.worker"])
+        # Every torch optimizer imports the compiler: 1.5 s that each worker would spend itself.
+        _context.set_forkserver_preload(["tests.harness.worker", "torch._dynamo"])
         forkserver.ensure_running()
         yield
     finally:
