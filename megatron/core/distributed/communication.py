@@ -118,7 +118,7 @@ def reduce_gradients(
         a reduce-scatter on `mesh.shard`, then an all-reduce of the own shard on
         `mesh.replicate`; axes of size 1 cost nothing.
     """
-    return Transfer(_reduce(bucket, mesh, scale, average, tag))
+    return Transfer(reduction_steps(bucket, mesh, scale, average, tag))
 
 
 def gather_parameters(bucket: Tensor, mesh: Mesh, *, tag: int) -> Transfer:
@@ -147,7 +147,8 @@ def piece_of(bucket: Tensor, rank: int, size: int) -> Tensor:
     return bucket[rank * length : (rank + 1) * length]
 
 
-def _reduce(bucket: Tensor, mesh: Mesh, scale: float, average: bool, tag: int) -> Steps:
+def reduction_steps(bucket: Tensor, mesh: Mesh, scale: float, average: bool, tag: int) -> Steps:
+    """Yield the handles of `reduce_gradients`, for a caller that goes on with the result."""
     sizes = [(mesh.shard, mesh.shard_size), (mesh.replicate, mesh.replicate_size)]
     groups = [group for group, size in sizes if size > 1]
     if all(_is_pairwise(group) for group in groups):

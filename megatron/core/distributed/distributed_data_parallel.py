@@ -10,20 +10,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
+from megatron.core.distributed.bucketed_buffer import BucketedBuffer, ReductionPolicy
 from megatron.core.distributed.communication import Mesh
 from megatron.core.distributed.distributed_data_parallel_config import (
     DistributedDataParallelConfig,
 )
-from megatron.core.distributed.gradient_buffer import (
-    GradientBuffer,
-    ParameterShard,
-    ReductionPolicy,
-    ShardSpan,
-)
+from megatron.core.distributed.gradient_buffer import GradientBuffer
+from megatron.core.distributed.parameter_shard import ParameterShard, ShardSpan
+from megatron.core.distributed.sharded_gradient_buffer import ShardedGradientBuffer
 from megatron.core.errors import NumericsError
 from megatron.core.initialization import canonical_names
-from megatron.core.param_meta import accumulate_main_grad, get_param_meta
+from megatron.core.param_meta import get_param_meta
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_pg_rank, get_pg_size
 
@@ -74,7 +73,8 @@ class DistributedDataParallel(nn.Module):
         self.module = module
         self.pg_collection = pg_collection or ProcessGroupCollection.current()
         self._syncs_in_backward = ddp_config.overlap_grad_reduce
-        self._param_index: dict[nn.Parameter, tuple[GradientBuffer, int]] = {}
+        self._awaits_end = False
+        self._param_index: dict[nn.Parameter, tuple[BucketedBuffer, int]] = {}
         self.gradient_buffers = self._build_buffers(disable_bucketing)
         self._spans = [span for buffer in self.gradient_buffers for span in buffer.spans()]
         self._shards_of: dict[nn.Parameter, list[ParameterShard]] = {}
@@ -88,7 +88,7 @@ class DistributedDataParallel(nn.Module):
 
     # Construction ---------------------------------------------------------------------------
 
-    def _build_buffers(self, disable_bucketing: bool) -> list[GradientBuffer]:
+    def _build_buffers(self, disable_bucketing: bool) -> list[BucketedBuffer]:
         kinds: dict[tuple[torch.dtype, bool], list[tuple[str, nn.Parameter]]] = {}
         names = canonical_names(self.module)
         for local_name, parameter in self.module.named_parameters():
@@ -100,7 +100,9 @@ class DistributedDataParallel(nn.Module):
         for (dtype, is_expert), parameters in kinds.items():
             mesh = self.mesh(is_expert)
             numel = sum(p.numel() for _, p in parameters)
-            buffer = GradientBuffer(
+            shards_gradients = self.ddp_config.shards_gradients and mesh.shard_size > 1
+            kind = ShardedGradientBuffer if shards_gradients else GradientBuffer
+            buffer = kind(
                 parameters,
                 mesh=mesh,
                 grad_dtype=torch.float32 if self.ddp_config.grad_reduce_in_fp32 else dtype,
@@ -157,12 +159,7 @@ class DistributedDataParallel(nn.Module):
         buffer, index = self._param_index[parameter]
 
         def gradient_arrived(*_: Any) -> None:
-            if parameter.grad is not None:
-                if not getattr(parameter, "grad_added_to_main_grad", False):
-                    accumulate_main_grad(parameter, parameter.grad)
-                parameter.grad = None
-            if self._syncs_in_backward and buffer.mesh.size > 1:
-                buffer.mark_complete(index)
+            buffer.gradient_arrived(index, self._syncs_in_backward)
 
         node.register_hook(gradient_arrived)
         return node
@@ -183,7 +180,32 @@ class DistributedDataParallel(nn.Module):
         """Call the wrapped module."""
         if self.ddp_config.overlap_param_gather:
             self._finish_gathers_of(self._read_elsewhere)
-        return self.module(*inputs, **kwargs)
+        outputs = self.module(*inputs, **kwargs)
+        if self.ddp_config.shards_gradients and torch.is_grad_enabled():
+            self._watch_backward_from(outputs)
+        return outputs
+
+    def _watch_backward_from(self, outputs: Any) -> None:
+        """Reduce what is left when the backward pass that begins at `outputs` has ended.
+
+        The callback belongs to the pass that is running when the hook fires. Parameters' hooks
+        would not do: under recomputation they fire in an inner pass of one layer.
+        """
+
+        def backward_begins(_: Tensor) -> None:
+            if not self._awaits_end:
+                self._awaits_end = True
+                engine = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
+                engine.queue_callback(backward_ended)
+
+        def backward_ended() -> None:
+            self._awaits_end = False
+            for buffer in self.gradient_buffers:
+                buffer.end_backward()
+
+        for output in tree_leaves(outputs):
+            if isinstance(output, Tensor) and output.requires_grad:
+                output.register_hook(backward_begins)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Return the wrapped module's state, without a prefix."""
@@ -212,7 +234,11 @@ class DistributedDataParallel(nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Inside, backward only accumulates; legal with every sharding strategy."""
+        """Inside, backward only accumulates.
+
+        Legal with every sharding strategy; where gradients are sharded they are reduced all the
+        same, because accumulating them would take the memory that sharding saves.
+        """
         before, self._syncs_in_backward = self._syncs_in_backward, False
         try:
             yield
@@ -221,6 +247,7 @@ class DistributedDataParallel(nn.Module):
 
     def zero_grad_buffer(self) -> None:
         """Begin a step: gradients of the last one are void. No memory is written."""
+        self._awaits_end = False
         for buffer in self.gradient_buffers:
             buffer.begin_step()
         for parameter in self._param_index:
@@ -231,6 +258,8 @@ class DistributedDataParallel(nn.Module):
 
         For schedules, which know when the last backward of a chunk is done; returns at once.
         """
+        if self.ddp_config.shards_gradients:
+            return
         for buffer in self.gradient_buffers:
             buffer.launch_remaining()
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from megatron.core.distributed.communication import Mesh
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
-from megatron.core.distributed.gradient_buffer import ParameterShard
+from megatron.core.distributed.parameter_shard import ParameterShard
 from megatron.core.errors import ConfigError
 from megatron.core.initialization import canonical_names
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer

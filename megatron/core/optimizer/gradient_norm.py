@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron.core.distributed.gradient_buffer import ParameterShard, ShardSpan
+from megatron.core.distributed.parameter_shard import ParameterShard, ShardSpan
 from megatron.core.distributed.sharding_arithmetic import BLOCK
 from megatron.core.param_meta import get_param_meta
 from megatron.core.process_groups_config import Group, ProcessGroupCollection

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from megatron.core.distributed.gradient_buffer import ParameterShard
+from megatron.core.distributed.parameter_shard import ParameterShard
 
 
 @dataclass(frozen=True, eq=False)

@@ -80,6 +80,66 @@ WAYS = [
 ]
 
 
+ZERO_2_WAYS = [
+    {"data_parallel_sharding_strategy": "optim_grads"},
+    {"data_parallel_sharding_strategy": "optim_grads", "bucket_size": 700},
+    {
+        "data_parallel_sharding_strategy": "optim_grads",
+        "overlap_grad_reduce": True,
+        "overlap_param_gather": True,
+        "bucket_size": 3000,
+    },
+]
+
+
+def check_zero_2(groups):
+    for num_microbatches in (1, 2):
+        plain = train(groups, num_microbatches=num_microbatches)
+        # One micro batch: the same sums. More: summed over ranks first, then over micro batches.
+        tolerance = EXACT if num_microbatches == 1 else FP32_AFTER_OPTIMIZER
+        for way in ZERO_2_WAYS:
+            sharded = train(groups, num_microbatches=num_microbatches, **way)
+            for what, ours, theirs in zip(("loss", "norm"), sharded, plain, strict=False):
+                assert_close(torch.tensor(ours), torch.tensor(theirs), tolerance, f"{what} {way}")
+            for name, expected in plain[2].items():
+                assert_close(sharded[2][name], expected, tolerance, f"{name} {way}")
+
+
+@distributed(world_size=2)
+def test_zero_2_on_two_ranks_equals_replicas(groups):
+    check_zero_2(groups)
+
+
+@distributed(world_size=4)
+def test_zero_2_on_four_ranks_equals_replicas(groups):
+    check_zero_2(groups)
+
+
+@distributed(world_size=4, num_distributed_optimizer_instances=2)
+def test_zero_2_replicated_across_instances_equals_replicas(groups):
+    plain = train(groups)
+    sharded = train(
+        groups,
+        bucket_size=700,
+        num_distributed_optimizer_instances=2,
+        data_parallel_sharding_strategy="optim_grads",
+    )
+    for name, expected in plain[2].items():
+        assert_close(sharded[2][name], expected, FP32_AFTER_OPTIMIZER, name)
+
+
+@distributed(world_size=2)
+def test_zero_2_keeps_no_whole_gradient(groups):
+    ddp = wrap(groups, data_parallel_sharding_strategy="optim_grads", bucket_size=2000)
+    accumulate(ddp, groups, 0, 2)
+    (buffer,) = ddp.gradient_buffers
+    kept = sum(owned.numel() for owned in buffer.owned_gradients())
+    assert kept == buffer.plan.numel // 2
+    assert not buffer._whole and not buffer._idle
+    for parameter in ddp.module.parameters():
+        assert parameter.grad is None and not hasattr(parameter, "main_grad")
+
+
 def check_sharded_equals_replicated(groups, ways):
     plain = train(groups, overlap_grad_reduce=True, bucket_size=2000)
     losses, norms, weights = train_serially()

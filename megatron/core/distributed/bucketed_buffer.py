@@ -1,0 +1,256 @@
+"""Parameters of one dtype laid out in a flat buffer whose buckets travel one by one."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from megatron.core.distributed.communication import (
+    Mesh,
+    Transfer,
+    finish_all,
+    gather_parameters,
+)
+from megatron.core.distributed.parameter_shard import ParameterShard, ShardSpan
+from megatron.core.distributed.sharding_arithmetic import BLOCK, BufferPlan, plan_buffer
+
+
+@dataclass(frozen=True)
+class ReductionPolicy:
+    """How the gradients of a buffer are summed over the ranks."""
+
+    scale: float = 1.0
+    """Factor on the sum."""
+    average: bool = False
+    """The collective averages."""
+    check_finite: bool = False
+    """Look for non-finite local gradients before they are mixed with others."""
+
+
+class Bucket:
+    """One unit of communication: a range of the buffer and the parameters in it."""
+
+    def __init__(self, number: int, begin: int, end: int, members: list[int]) -> None:
+        self.number = number
+        self.begin, self.end = begin, end
+        self.members = members
+        """Parameter numbers, in the order in which backward finishes them."""
+        self.is_launched = False
+        self.num_missing = len(members)
+        """Members whose gradient has not arrived."""
+
+    def reset(self) -> None:
+        """Wait for all members again."""
+        self.is_launched = False
+        self.num_missing = len(self.members)
+
+
+class BucketedBuffer(ABC):
+    """The layout of a set of parameters, the order of their reductions, and their gathers.
+
+    Subclasses decide where gradients lie.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[tuple[str, nn.Parameter]],
+        *,
+        mesh: Mesh,
+        grad_dtype: torch.dtype,
+        bucket_numel: int | None,
+        policy: ReductionPolicy,
+        apart: Collection[nn.Parameter] = (),
+        tag: int = 0,
+    ) -> None:
+        """
+        Args:
+            parameters: (name, parameter) in forward order, of one dtype, on one device.
+            bucket_numel: most elements of a bucket; None is one bucket.
+            apart: parameters with buckets of their own (see `plan_buffer`).
+            tag: first message tag of this buffer.
+        """
+        self.names = [name for name, _ in parameters]
+        self.parameters = [parameter for _, parameter in parameters]
+        self.mesh, self.policy, self.grad_dtype, self._tag = mesh, policy, grad_dtype, tag
+        self.device = self.parameters[0].device
+        apart_ids = {id(p) for p in apart}
+        self.plan: BufferPlan = plan_buffer(
+            [p.numel() for p in self.parameters],
+            bucket_numel=bucket_numel,
+            num_shards=mesh.size,
+            apart={i for i, p in enumerate(self.parameters) if id(p) in apart_ids},
+        )
+        self.values: Tensor | None = None
+        """All parameters in one tensor, where shards of them are gathered."""
+        if mesh.shard_size > 1:
+            self._collect_values()
+        self.buckets: list[Bucket] = []
+        self._buckets_of: list[list[Bucket]] = [[] for _ in self.parameters]
+        for number, (begin, end) in enumerate(self.plan.buckets):
+            members = [slot.index for slot in self.plan.slots_in(begin, end)]
+            bucket = Bucket(number, begin, end, members)
+            self.buckets.append(bucket)
+            for index in members:
+                self._buckets_of[index].append(bucket)
+        self._num_launched = 0
+        self._reductions: list[Transfer] = []
+        self._gathers: dict[int, Transfer] = {}
+        self.nonfinite: str | None = None
+        """Name of the first parameter (in backward order) whose local gradient was not finite."""
+
+    def _collect_values(self) -> None:
+        self.values = torch.zeros(
+            self.plan.numel, dtype=self.parameters[0].dtype, device=self.device
+        )
+        for slot in self.plan.slots:
+            parameter = self.parameters[slot.index]
+            place = self.values[slot.begin : slot.end].view(parameter.shape)
+            place.copy_(parameter.detach())
+            parameter.data = place
+
+    # Gradients ------------------------------------------------------------------------------
+
+    @abstractmethod
+    def begin_step(self) -> None:
+        """Declare the gradients of the last step void."""
+
+    @abstractmethod
+    def gradient_arrived(self, index: int, is_final: bool) -> None:
+        """Take over what backward left in `.grad` of a parameter, if anything.
+
+        Args:
+            is_final: no later micro batch adds to it: buckets that are complete may be reduced.
+        """
+
+    @abstractmethod
+    def end_backward(self) -> None:
+        """Learn that a backward pass of the whole model chunk is over."""
+
+    @abstractmethod
+    def finish_reductions(self) -> None:
+        """Reduce what is not reduced yet, and wait: the owned gradients are final afterwards."""
+
+    @abstractmethod
+    def owned_gradients(self) -> list[Tensor]:
+        """Return the flat tensors of reduced gradients of which this rank is an owner."""
+
+    @abstractmethod
+    def spans(self) -> list[ShardSpan]:
+        """Return what this rank updates; the views stay valid."""
+
+    @abstractmethod
+    def _reduction_of(self, bucket: Bucket) -> Transfer:
+        """Start the reduction of a bucket."""
+
+    def scale_gradients(self, factor: float | Tensor) -> None:
+        """Multiply the reduced gradients that this rank owns."""
+        for owned in self.owned_gradients():
+            owned.mul_(factor)
+
+    def launch_remaining(self) -> None:
+        """Start the reduction of all buckets that have not been started."""
+        while self._num_launched < len(self.buckets):
+            self._launch_next()
+
+    def _mark_arrived(self, index: int) -> None:
+        """Note that a gradient is complete; reduce the buckets that are.
+
+        Buckets are launched in their order, whatever the order of completion: ranks may use
+        different parameters, but must send the same messages.
+        """
+        for bucket in self._buckets_of[index]:
+            bucket.num_missing -= 1
+        while self._num_launched < len(self.buckets):
+            if self.buckets[self._num_launched].num_missing:
+                break
+            self._launch_next()
+
+    def _launch_next(self) -> None:
+        bucket = self.buckets[self._num_launched]
+        # One step for everything in flight: its messages had a bucket's time to arrive.
+        for transfer in self._reductions:
+            transfer.advance()
+        self._reductions = [t for t in self._reductions if not t.is_finished]
+        bucket.is_launched = True
+        self._num_launched += 1
+        transfer = self._reduction_of(bucket)
+        if not transfer.is_finished:
+            self._reductions.append(transfer)
+
+    def _finish_transfers(self) -> None:
+        finish_all(self._reductions)
+        self._reductions = []
+
+    def _reset_buckets(self) -> None:
+        for bucket in self.buckets:
+            bucket.reset()
+        self._num_launched = 0
+
+    def _note_nonfinite(self, bucket: Bucket, gradients: Tensor) -> None:
+        """Look for a parameter of the bucket whose local gradient is not finite."""
+        if not self.policy.check_finite or self.nonfinite is not None:
+            return
+        norms = torch.linalg.vector_norm(gradients.view(-1, BLOCK), dim=1)
+        if bool(norms.sum().isfinite()):
+            return
+        # Rare: a NaN, an infinity, or a finite value whose square overflows. Look closely.
+        for piece in self.plan.pieces(bucket.begin, bucket.end):
+            begin = piece.offset - bucket.begin
+            values = gradients[begin : begin + piece.end - piece.begin]
+            if not bool(values.isfinite().all()):
+                self.nonfinite = self.names[piece.index]
+                return
+
+    def _span(self, begin: int, end: int, gradients: Tensor) -> ShardSpan:
+        """Describe [begin, end) of the buffer, whose gradients lie in `gradients`."""
+        pieces = self.plan.pieces(begin, end)
+        offsets = [piece.offset for piece in pieces]
+        assert offsets[:1] in ([], [begin]), (offsets, begin, end)
+        # Padding between a piece and the next one is zero and counts to the former.
+        num_blocks = [
+            (following - offset) // BLOCK
+            for offset, following in zip(offsets, [*offsets[1:], end], strict=False)
+        ]
+        shards = []
+        for piece in pieces:
+            parameter = self.parameters[piece.index]
+            length = piece.end - piece.begin
+            gradient = gradients[piece.offset - begin : piece.offset - begin + length]
+            if length == parameter.numel():
+                values, gradient = parameter, gradient.view(parameter.shape)
+            else:
+                values = parameter.data.view(-1)[piece.begin : piece.end]
+            name = self.names[piece.index]
+            shards.append(
+                ParameterShard(name, parameter, piece.begin, piece.end, values, gradient, self.mesh)
+            )
+        return ShardSpan(gradients, shards, num_blocks)
+
+    # Parameters -----------------------------------------------------------------------------
+
+    def start_gathers(self) -> None:
+        """Start collecting the parameters' shards from their owners, first layers first."""
+        if self.values is None:
+            return
+        self.finish_gathers()
+        for bucket in reversed(self.buckets):
+            self._gathers[bucket.number] = gather_parameters(
+                self.values[bucket.begin : bucket.end], self.mesh, tag=self._tag + bucket.number
+            )
+
+    def finish_gathers(self, indices: Collection[int] | None = None) -> None:
+        """Wait until parameters are whole again: those numbered `indices`, or all."""
+        if not self._gathers:
+            return
+        if indices is None:
+            numbers = list(self._gathers)
+        else:
+            numbers = [b.number for index in indices for b in self._buckets_of[index]]
+        for number in numbers:
+            transfer = self._gathers.pop(number, None)
+            if transfer is not None:
+                transfer.finish()

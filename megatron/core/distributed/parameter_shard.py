@@ -1,0 +1,43 @@
+"""What an optimizer sees of a model: the pieces of parameters that this rank updates."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from megatron.core.distributed.communication import Mesh
+
+
+@dataclass(frozen=True, eq=False)
+class ParameterShard:
+    """The part of a parameter that this rank updates."""
+
+    name: str
+    """Name of the parameter in its model chunk."""
+    parameter: nn.Parameter
+    begin: int
+    end: int
+    """[begin, end) of the flattened parameter."""
+    values: Tensor
+    """The model's values: the parameter itself if whole, else a 1-d view into it."""
+    gradient: Tensor | None
+    """The reduced gradient, of the shape of `values`; None: the optimizer reads `.grad`."""
+    mesh: Mesh
+    """The ranks that hold the other shards, and copies of this one."""
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether this is all of the parameter."""
+        return self.end - self.begin == self.parameter.numel()
+
+
+@dataclass(frozen=True, eq=False)
+class ShardSpan:
+    """Shards that lie one after another in a flat gradient tensor."""
+
+    gradients: Tensor
+    """[k * BLOCK]; what lies between the shards is zero."""
+    shards: list[ParameterShard]
+    num_blocks: list[int]
+    """Blocks of each shard, with the padding behind it; empty if the span is all padding."""
