@@ -106,7 +106,7 @@ def _composed_linear(x: Tensor, weight: Tensor, bias: Tensor | None, plan: Linea
         out = mappings.reduce_from_tensor_model_parallel_region(out, plan.group)
     else:
         out = mappings.reduce_scatter_to_sequence_parallel_region(out, plan.group)
-    return out if bias is None else out + bias
+    return out if bias is None else out + bias.to(out.dtype)
 
 
 class _ParallelLinear(torch.autograd.Function):

@@ -18,7 +18,7 @@ from megatron.core.param_meta import (
     set_param_meta,
     shard_of,
 )
-from megatron.core.process_groups_config import Group, ProcessGroupCollection
+from megatron.core.process_groups_config import FakeGroup, Group, ProcessGroupCollection
 from megatron.core.utils import get_pg_rank, get_pg_size
 
 
@@ -26,7 +26,7 @@ class ParallelLayer(nn.Module):
     """Base of layers whose parameters are split over a tensor-parallel group.
 
     Attributes:
-        tp_group: the group; None is one rank.
+        tp_group: the group; never None.
         is_expert: the layer belongs to a routed expert and is split over the expert grid.
     """
 
@@ -44,7 +44,9 @@ class ParallelLayer(nn.Module):
         collection = ProcessGroupCollection.current() if pg_collection is None else pg_collection
         if tp_group is None:
             tp_group = collection.expt_tp if is_expert else collection.tp
-        self.tp_group = tp_group
+        # An absent axis becomes a group of one: None would mean "the current collection's" to the
+        # mappings, which may be another one than this layer was built for.
+        self.tp_group = FakeGroup(0, 1) if tp_group is None else tp_group
         # Code written for Megatron expects every linear layer to own this (empty) entry.
         self.register_load_state_dict_pre_hook(_tolerate_missing_extra_state)
 

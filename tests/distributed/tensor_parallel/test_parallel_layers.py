@@ -1,0 +1,348 @@
+"""Layers over several ranks against the same layers on one: outputs and every gradient."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megatron.core.errors import DataError
+from megatron.core.initialization import init_method_normal
+from megatron.core.model_parallel_config import ModelParallelConfig
+from megatron.core.param_meta import get_param_meta, shard_of
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.rng import keyed_dropout, rng_state
+from megatron.core.tensor_parallel import collectives
+from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+from megatron.core.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+)
+from megatron.core.tensor_parallel.linear_cross_entropy import linear_cross_entropy
+from megatron.core.tensor_parallel.mappings import (
+    gather_from_sequence_parallel_region,
+    scatter_to_sequence_parallel_region,
+)
+from megatron.core.tensor_parallel.random import checkpoint
+from megatron.core.transformer.transformer_config import TransformerConfig
+from tests.harness.distributed import distributed
+from tests.harness.tolerances import EXACT, FP32_REORDERED_SUM, assert_close
+
+SERIAL = ProcessGroupCollection.single()
+S, B, H, F = 8, 2, 16, 24
+NORMAL = init_method_normal(0.4)
+
+
+class ParallelMLP(nn.Module):
+    """A column-parallel and a row-parallel layer around tanh; with stride 2, a gated one."""
+
+    def __init__(self, config, groups, *, stride=1, **column) -> None:
+        super().__init__()
+        common = {"config": config, "init_method": NORMAL, "pg_collection": groups}
+        self.up = ColumnParallelLinear(H, F * stride, stride=stride, **column, **common)
+        self.down = RowParallelLinear(
+            F, H, bias=True, input_is_parallel=not column.get("gather_output", False),
+            skip_bias_add=False, **common,
+        )  # fmt: skip
+
+    def forward(self, x: Tensor) -> Tensor:
+        blocks = self.up(x)[0].chunk(self.up.stride, -1)
+        return self.down(torch.tanh(blocks[0]) * (blocks[1] if len(blocks) > 1 else 1.0))[0]
+
+
+def copy_shards(parallel: nn.Module, serial: nn.Module, group) -> None:
+    """Give the parallel module its pieces of the serial module's parameters."""
+    with torch.no_grad():
+        for ours, whole in zip(parallel.parameters(), serial.parameters(), strict=True):
+            ours.copy_(shard_of(whole, get_param_meta(ours), group.rank(), group.size()))
+
+
+def randomize(module: nn.Module) -> nn.Module:
+    torch.manual_seed(1)
+    for parameter in module.parameters():
+        nn.init.normal_(parameter, std=0.4)
+    return module
+
+
+def give_main_grads(module: nn.Module) -> None:
+    for parameter in module.parameters():
+        parameter.main_grad = torch.full_like(parameter, torch.nan)
+        parameter.main_grad_is_fresh = True
+
+
+def assert_same_gradients(parallel: nn.Module, serial: nn.Module, group, tolerance) -> None:
+    for (name, ours), whole in zip(parallel.named_parameters(), serial.parameters(), strict=True):
+        meta = get_param_meta(ours)
+        grad = ours.main_grad if ours.grad is None else ours.grad
+        if meta.grad_sum_axes:
+            assert meta.grad_sum_axes == ("tp",)
+            grad = collectives.all_reduce(grad.clone(), group)
+        expected = shard_of(whole.grad, meta, group.rank(), group.size())
+        assert_close(grad, expected, tolerance, f"gradient of {name}")
+
+
+def check_mlp(groups, *, sequence_parallel, main_grad, overlap=True, **column) -> None:
+    size, group = groups.tp.size(), groups.tp
+    config = ModelParallelConfig(
+        tensor_model_parallel_size=size,
+        sequence_parallel=sequence_parallel,
+        async_tensor_model_parallel_allreduce=overlap,
+    )
+    serial = randomize(ParallelMLP(ModelParallelConfig(), SERIAL, **column))
+    parallel = ParallelMLP(config, groups, **column)
+    copy_shards(parallel, serial, group)
+    x = torch.randn(S, B, H, generator=torch.Generator().manual_seed(2))
+    upstream = torch.randn(S, B, H, generator=torch.Generator().manual_seed(3))
+    x_serial = x.clone().requires_grad_()
+    expected = serial(x_serial)
+    expected.backward(upstream)
+    if main_grad:
+        give_main_grads(parallel)
+
+    def piece(t: Tensor) -> Tensor:
+        return t.chunk(size)[group.rank()] if sequence_parallel else t
+
+    x_parallel = piece(x).clone().requires_grad_()
+    out = parallel(x_parallel)
+    out.backward(piece(upstream))
+    assert_close(out, piece(expected), FP32_REORDERED_SUM, "output")
+    assert_close(x_parallel.grad, piece(x_serial.grad), FP32_REORDERED_SUM, "input gradient")
+    assert_same_gradients(parallel, serial, group, FP32_REORDERED_SUM)
+    if main_grad:
+        assert all(p.grad is None and not p.main_grad_is_fresh for p in parallel.parameters())
+    if not sequence_parallel:
+        everyone = collectives.all_gather(out.detach().unsqueeze(0), group)
+        assert all(torch.equal(other, out) for other in everyone), "replicas differ"
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("main_grad", [False, True])
+@distributed(world_size=2, tp=2)
+def test_mlp_on_two_ranks_equals_serial(groups, sequence_parallel, main_grad):
+    check_mlp(groups, sequence_parallel=sequence_parallel, main_grad=main_grad)
+    check_mlp(groups, sequence_parallel=sequence_parallel, main_grad=main_grad, overlap=False)
+    check_mlp(groups, sequence_parallel=sequence_parallel, main_grad=main_grad, bias=False)
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("main_grad", [False, True])
+@distributed(world_size=4, tp=4)
+def test_mlp_on_four_ranks_equals_serial(groups, sequence_parallel, main_grad):
+    check_mlp(groups, sequence_parallel=sequence_parallel, main_grad=main_grad, stride=2)
+
+
+@distributed(world_size=4, tp=4)
+def test_gathered_outputs_and_cut_inputs_equal_serial(groups):
+    check_mlp(groups, sequence_parallel=False, main_grad=True, gather_output=True)
+
+
+@distributed(world_size=2, tp=2)
+def test_frozen_weights_still_pass_the_gradient_on(groups):
+    config = ModelParallelConfig(tensor_model_parallel_size=2)
+    serial = randomize(ParallelMLP(ModelParallelConfig(), SERIAL))
+    parallel = ParallelMLP(config, groups).requires_grad_(False)
+    copy_shards(parallel, serial, groups.tp)
+    x = torch.randn(S, B, H, generator=torch.Generator().manual_seed(2))
+    grads = []
+    for module in (serial, parallel):
+        leaf = x.clone().requires_grad_()
+        module(leaf).square().sum().backward()
+        grads.append(leaf.grad)
+    assert_close(grads[1], grads[0], FP32_REORDERED_SUM, "input gradient")
+    assert all(p.grad is None for p in parallel.parameters())
+
+
+@distributed(world_size=2, tp=2)
+def test_autocast_equals_serial_autocast(groups):
+    for sequence_parallel in (False, True):
+        config = ModelParallelConfig(
+            tensor_model_parallel_size=2, sequence_parallel=sequence_parallel
+        )
+        parallel = ParallelMLP(config, groups)
+        serial = randomize(ParallelMLP(ModelParallelConfig(), SERIAL))
+        copy_shards(parallel, serial, groups.tp)
+        x = torch.randn(S, B, H, generator=torch.Generator().manual_seed(2))
+        local = x.chunk(2)[groups.tp.rank()] if sequence_parallel else x
+        with torch.autocast("cpu", torch.bfloat16):
+            out, expected = parallel(local), serial(x)
+        assert out.dtype == torch.bfloat16
+        out.float().sum().backward()
+        if sequence_parallel:
+            expected = expected.chunk(2)[groups.tp.rank()]
+        torch.testing.assert_close(out.float(), expected.float(), rtol=2e-2, atol=2e-2)
+        assert parallel.up.weight.grad is not None
+
+
+# Embedding, head and loss -------------------------------------------------------------------
+
+VALID, PADDED = 29, 40
+
+
+class TinyLanguageModel(nn.Module):
+    """Embedding, dropout, a tied or separate head, and the loss."""
+
+    def __init__(self, config, groups, *, loss: str) -> None:
+        super().__init__()
+        self.config, self.group, self.loss = config, groups.tp or SoloGroup(), loss
+        common = {"config": config, "init_method": NORMAL, "pg_collection": groups}
+        self.embedding = VocabParallelEmbedding(
+            PADDED, H, reduce_scatter_embeddings=config.sequence_parallel, **common
+        )
+        self.head = ColumnParallelLinear(H, PADDED, bias=False, **common)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.embedding(ids)
+        if not self.config.sequence_parallel:
+            x = x.transpose(0, 1).contiguous()  # [s, b, h]
+        x = torch.tanh(x)
+        arguments = {"tp_group": self.group, "num_valid": self.config.unpadded_vocab_size}
+        if self.loss == "fused":
+            return linear_cross_entropy(
+                x, self.head.weight, labels.t(),
+                sequence_parallel=self.config.sequence_parallel, **arguments,
+            )  # fmt: skip
+        logits, _ = self.head(x)
+        return vocab_parallel_cross_entropy(
+            logits, labels.t(), overwrite_logits=self.loss == "overwrite", **arguments
+        )
+
+
+def language_config(tp: int, sequence_parallel: bool) -> TransformerConfig:
+    return TransformerConfig(
+        num_layers=1, hidden_size=H, num_attention_heads=4, tensor_model_parallel_size=tp,
+        sequence_parallel=sequence_parallel, unpadded_vocab_size=VALID,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("loss", ["plain", "overwrite", "fused"])
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@distributed(world_size=4, tp=4)
+def test_embedding_and_loss_equal_serial(groups, sequence_parallel, loss):
+    # 40 rows over 4 ranks: the third holds 9 real ids and one of padding, the last only padding.
+    draw = torch.Generator().manual_seed(4)
+    ids, labels = torch.randint(0, VALID, (2, B, S), generator=draw)
+    upstream = torch.rand(S, B, generator=draw)
+    serial = randomize(TinyLanguageModel(language_config(1, False), SERIAL, loss="plain"))
+    expected = serial(ids, labels)
+    expected.backward(upstream)
+    for main_grad in (False, True):
+        parallel = TinyLanguageModel(language_config(4, sequence_parallel), groups, loss=loss)
+        copy_shards(parallel, serial, groups.tp)
+        if main_grad:
+            give_main_grads(parallel)
+        out = parallel(ids, labels)
+        out.backward(upstream)
+        assert_close(out, expected, FP32_REORDERED_SUM, "loss")
+        assert_same_gradients(parallel, serial, groups.tp, FP32_REORDERED_SUM)
+        everyone = collectives.all_gather(out.detach().unsqueeze(0), groups.tp)
+        assert all(torch.equal(other, out) for other in everyone), "losses differ between ranks"
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("fused", [False, True])
+@distributed(world_size=2, tp=2)
+def test_smoothed_loss_equals_serial(groups, smoothing, fused):
+    draw = torch.Generator().manual_seed(4)
+    hidden = torch.randn(S, B, H, generator=draw)
+    weight = torch.randn(PADDED, H, generator=draw) * 0.3
+    labels = torch.randint(0, VALID, (S, B), generator=draw)
+    labels[2, 1] = -100
+    results = []
+    for group in (None, groups.tp):
+        pieces = [hidden.clone(), weight if group is None else weight.chunk(2)[group.rank()]]
+        x, w = (p.clone().requires_grad_() for p in pieces)
+        arguments = {"label_smoothing": smoothing, "num_valid": VALID}
+        if group is None:
+            loss = vocab_parallel_cross_entropy(
+                x @ w.t(), labels, tp_group=SoloGroup(), **arguments
+            )
+        elif fused:
+            loss = linear_cross_entropy(x, w, labels, tp_group=group, **arguments)
+        else:
+            logits = collectives_free_linear(x, w, group)
+            loss = vocab_parallel_cross_entropy(logits, labels, tp_group=group, **arguments)
+        loss.mean().backward()
+        results.append((loss.detach(), x.grad, w.grad))
+    (expected, x_grad, w_grad), (loss, x_grad_tp, w_grad_tp) = results
+    assert_close(loss, expected, FP32_REORDERED_SUM, "loss")
+    assert_close(x_grad_tp, x_grad, FP32_REORDERED_SUM, "gradient of hidden")
+    own = w_grad.chunk(2)[groups.tp.rank()]
+    assert_close(w_grad_tp, own, FP32_REORDERED_SUM, "gradient of weight")
+
+
+class SoloGroup:
+    """One rank, although the process is part of a larger group."""
+
+    def size(self) -> int:
+        return 1
+
+    def rank(self) -> int:
+        return 0
+
+
+def collectives_free_linear(x: Tensor, w: Tensor, group) -> Tensor:
+    from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region
+
+    return copy_to_tensor_model_parallel_region(x, group) @ w.t()
+
+
+@pytest.mark.parametrize("bad", [VALID, PADDED, -1, 10**9])
+@distributed(world_size=4, tp=2)
+def test_a_bad_id_is_refused_with_the_same_words_in_every_layout(groups, bad):
+    ids = torch.tensor([[0, bad, 3]])
+    texts = []
+    for tp, collection in ((1, SERIAL), (2, groups)):
+        layer = VocabParallelEmbedding(
+            PADDED, H, init_method=NORMAL, config=language_config(tp, False),
+            pg_collection=collection,
+        )  # fmt: skip
+        with pytest.raises(DataError, match=f"token id {bad} is outside the vocabulary of 29"):
+            layer(ids)
+        try:
+            layer(ids)
+        except DataError as error:
+            texts.append(str(error))
+    assert texts[0] == texts[1]
+    with pytest.raises(DataError, match=f"label {bad} "):
+        vocab_parallel_cross_entropy(
+            torch.zeros(3, 1, PADDED // 2), ids.t(), tp_group=groups.tp, num_valid=VALID
+        )
+
+
+# Recomputation ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("distribute", [False, True])
+@distributed(world_size=2, tp=2)
+def test_recomputation_under_tensor_parallelism_changes_no_bit(groups, distribute):
+    config = ModelParallelConfig(tensor_model_parallel_size=2)
+    mlp = ParallelMLP(config, groups)
+
+    def block(x):
+        with rng_state().at("block", 3):
+            return x + keyed_dropout(mlp(x), 0.3)
+
+    results = []
+    for call in (block, lambda x: checkpoint(block, distribute, x)):
+        rng_state().set_microbatch(0)
+        torch.manual_seed(6)
+        x = torch.randn(S, B, H, requires_grad=True)
+        out = call(torch.tanh(x))
+        mlp.zero_grad()
+        out.square().sum().backward()
+        results.append([out.detach(), x.grad, *(p.grad for p in mlp.parameters())])
+    for plain, recomputed in zip(*results, strict=True):
+        assert_close(recomputed, plain, EXACT, "recomputed")
+
+
+@distributed(world_size=2, tp=2)
+def test_sequence_shards_make_a_round_trip_with_exact_gradients(groups):
+    x = torch.randn(S, B, H, generator=torch.Generator().manual_seed(8)).requires_grad_()
+    shard = scatter_to_sequence_parallel_region(x, groups.tp)
+    whole = gather_from_sequence_parallel_region(
+        shard * 2, tensor_parallel_output_grad=False, group=groups.tp
+    )
+    whole.backward(torch.ones_like(whole))
+    assert_close(whole, x * 2, EXACT, "forward")
+    assert_close(x.grad, torch.full_like(x, 2.0), EXACT, "gradient")
