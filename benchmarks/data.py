@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -29,6 +30,7 @@ import numpy as np  # noqa: E402
 
 from megatron.core.datasets.blending import greedy_blend  # noqa: E402
 from megatron.core.datasets.index_building import (  # noqa: E402
+    EpochPlan,
     build_document_index,
     build_sample_index,
     build_shuffle_index,
@@ -129,7 +131,7 @@ def indices(folder: Path, num_documents: int) -> None:
     for epochs in (1, 3):
         plan = plan_epochs(tokens, 2048, 1, epochs * tokens // 2048 - 1)
 
-        def build(plan=plan):
+        def build(plan: EpochPlan = plan) -> None:
             random = np.random.RandomState(1)
             order = build_document_index(documents, plan, random)
             samples = build_sample_index(lengths, order, plan)
@@ -139,10 +141,8 @@ def indices(folder: Path, num_documents: int) -> None:
     for count in (2, 10, 100):
         weights = np.random.RandomState(count).rand(count)
         weights /= weights.sum()
-        timed(
-            f"blend of {count} datasets, 10,000,000 samples",
-            lambda weights=weights: greedy_blend(weights, 10_000_000),
-        )
+        blend = partial(greedy_blend, weights, 10_000_000)
+        timed(f"blend of {count} datasets, 10,000,000 samples", blend)
 
 
 def main() -> None:
@@ -157,7 +157,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         source = (args.input, args.vocab_file, args.merge_file)
-        preprocessing(*(source if args.input else prepare_default(folder)), folder, args.repeats)
+        corpus, vocab, merges = source if args.input else prepare_default(folder)
+        preprocessing(corpus, vocab, merges, folder, args.repeats)
         indices(folder, args.documents)
 
 

@@ -179,7 +179,7 @@ class GPTDataset(MegatronDataset):
     def _mask_and_positions(self, tokens: Tensor) -> tuple[Tensor | None, Tensor]:
         """Return the mask [1, s, s] or None, and the positions [s]."""
         resets = self.config.reset_position_ids or self.config.reset_attention_mask
-        if not resets:
+        if not resets or self._eod is None:  # refused together when the dataset was made
             if self._plain is None:
                 positions = torch.arange(len(tokens))
                 masked = self.config.create_attention_mask
@@ -188,7 +188,7 @@ class GPTDataset(MegatronDataset):
         positions = torch.arange(len(tokens))
         # An end-of-document token belongs to the document it ends.
         starts = torch.zeros_like(positions)
-        ends = torch.nonzero(tokens[:-1] == self._eod, as_tuple=False).flatten()
+        ends = torch.nonzero(tokens[:-1].eq(self._eod)).flatten()
         starts[ends + 1] = ends + 1
         starts = torch.cummax(starts, 0).values
         mask = None

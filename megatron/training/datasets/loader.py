@@ -87,7 +87,7 @@ def build_pretraining_data_loader(
     )
 
 
-class PretrainingDataLoader(DataLoader):
+class PretrainingDataLoader(DataLoader[Any]):
     """A `DataLoader` that raises a worker's error as it was, and names a dead worker."""
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
