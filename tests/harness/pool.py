@@ -80,8 +80,7 @@ def _preload_environment() -> Iterator[None]:
     before = {name: os.environ.get(name) for name in changed}
     os.environ.update(changed)
     try:
-        # Every torch optimizer imports the compiler: 1.5 s that each worker would spend itself.
-        _context.set_forkserver_preload(["tests.harness.worker", "torch._dynamo"])
+        _context.set_forkserver_preload(["tests.harness.preload"])
         forkserver.ensure_running()
         yield
     finally:

@@ -32,6 +32,11 @@ def fail_on_rank_one(groups):
     dist.barrier()
 
 
+def assert_something_wrong(groups):
+    size = groups.dp.size()
+    assert size == 3
+
+
 def hang_on_rank_one(groups):
     if dist.get_rank() == 1:
         time.sleep(600)
@@ -132,6 +137,11 @@ def test_failing_rank_is_reported_first_and_frees_the_others():
     assert all(message.index("rank 1 -----") < message.index(other) for other in others)
     assert caught.value.outcomes[1].error_type == "ConfigError"
     assert run_distributed(rank_sum, 2, 1) == [(0, 1.0), (1, 1.0)], "the pool must recover"
+
+
+def test_failed_assertion_shows_the_values_as_in_pytest():
+    with pytest.raises(DistributedFailure, match="assert 2 == 3"):
+        run_distributed(assert_something_wrong, 2)
 
 
 def test_hanging_rank_is_killed_and_its_place_in_the_code_shown():

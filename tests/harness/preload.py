@@ -1,0 +1,14 @@
+"""Imported once, by the fork server: what every rank would otherwise import or set up itself."""
+
+from __future__ import annotations
+
+import torch._dynamo  # every torch optimizer imports the compiler when it is made: 1.5 s
+from _pytest.config import _prepareconfig
+
+import tests.harness.worker
+
+__all__ = ["tests", "torch"]
+
+# pytest rewrites the `assert` statements of test modules so that a failure shows the values;
+# making a configuration installs its import hook, here also for the ranks.
+_prepareconfig(["--noconftest", "-c", "/dev/null"])
