@@ -168,7 +168,7 @@ def describe_layout(parts: RunParts) -> dict[str, Any]:
 
 
 def show_layout(layout: Mapping[str, Any]) -> str:
-    """Return a layout as text: tp=2 pp=2 dp=1 (axes of size 1 other than these are left out)."""
+    """Return a layout as text: tp=2 pp=2 dp=1, and other axes of more than one rank."""
     always = ("tp", "pp", "dp")
-    others = [axis for axis in ("vp", "cp", "ep", "expt_tp") if layout.get(axis, 1) != 1]
+    others = [axis for axis in ("vp", "cp", "ep") if layout.get(axis, 1) != 1]
     return " ".join(f"{axis}={layout.get(axis, 1)}" for axis in (*always, *others))

@@ -1,0 +1,97 @@
+"""A real run saved in one layout is the same run in every other: weights, moments, schedule."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron.core.dist_checkpointing import load_plain_tensors
+from megatron.core.dist_checkpointing.digest import checkpoint_digest
+from tests.distributed.checkpointing.gpt_run import (
+    Layout,
+    Model,
+    load_each_and_save_again,
+    resume_and_train,
+    train_and_save,
+    weights_after_loading,
+)
+from tests.harness.distributed import run_distributed
+from tests.harness.tolerances import FP32_AFTER_OPTIMIZER, assert_close
+
+LAYOUTS = [
+    Layout(),
+    Layout(tp=2, sp=True),
+    Layout(pp=2, vp=2),
+    Layout(dp=2, zero=1),
+    Layout(tp=2, pp=2),
+    Layout(tp=2, dp=2, zero=1),
+]
+
+
+def run(function, layout: Layout, *arguments):
+    return run_distributed(function, layout.size, layout, *arguments, **layout.axes())
+
+
+def assert_all_pairs_agree(layouts: list[Layout], model: Model, root: Path) -> int:
+    """Save in each layout, load in each, save again: the digest stays. Returns the pairs."""
+    digests = {}
+    for layout in layouts:
+        run(train_and_save, layout, model, root / str(layout), 2)
+        digests[layout] = checkpoint_digest(root / str(layout) / "iter_0000002")
+    for wanted in layouts:
+        work = [(root / str(source), root / f"{source}--{wanted}") for source in layouts]
+        run(load_each_and_save_again, wanted, model, work)
+        for source in layouts:
+            again = root / f"{source}--{wanted}" / "iter_0000002"
+            assert checkpoint_digest(again) == digests[source], f"{source} to {wanted}"
+    return len(layouts) ** 2
+
+
+def test_the_digest_is_equal_for_every_ordered_pair_of_layouts(ram_path: Path) -> None:
+    assert assert_all_pairs_agree(LAYOUTS, Model(), ram_path) >= 30
+
+
+def test_the_digest_is_equal_for_untied_half_precision_models(ram_path: Path) -> None:
+    model = Model(is_llama=False, is_tied=False, dtype="bf16")
+    assert_all_pairs_agree([Layout(), Layout(tp=2), Layout(pp=2, dp=2, zero=1)], model, ram_path)
+
+
+def test_training_goes_on_in_another_layout_as_the_unbroken_run_would(ram_path: Path) -> None:
+    model = Model()
+    unbroken = run(resume_and_train, Layout(), model, ram_path / "unbroken", [5])[0]
+    run(resume_and_train, Layout(), model, ram_path / "changed", [2])
+    results = run(resume_and_train, Layout(tp=2, pp=2), model, ram_path / "changed", [3])
+    changed = torch.tensor(next(losses for losses in results if losses))
+    assert_close(changed, torch.tensor(unbroken[2 * 4 :]), FP32_AFTER_OPTIMIZER, what="losses")
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_weights_change_precision_through_their_most_precise_form(
+    dtype: str, ram_path: Path
+) -> None:
+    half, whole = Model(dtype=dtype), Model()
+    run(train_and_save, Layout(), half, ram_path / "half", 2)
+    run(load_each_and_save_again, Layout(tp=2), whole, [(ram_path / "half", ram_path / "whole")])
+    run(load_each_and_save_again, Layout(), half, [(ram_path / "whole", ram_path / "back")])
+    before = load_plain_tensors(ram_path / "half" / "iter_0000002")
+    between = load_plain_tensors(ram_path / "whole" / "iter_0000002")
+    after = load_plain_tensors(ram_path / "back" / "iter_0000002")
+    main = {k: v for k, v in before.items() if k.startswith("optimizer.state.fp32_param.")}
+    assert main
+    for key, tensor in main.items():
+        name = key.removeprefix("optimizer.state.fp32_param.")
+        rows = 70 if "word_embeddings" in name else None  # the rest is padding
+        assert torch.equal(between[name][:rows], tensor[:rows]), name
+    for key, tensor in before.items():
+        rows = 70 if "word_embeddings" in key else None
+        assert torch.equal(after[key][:rows], tensor[:rows]), key
+
+
+def test_weights_loaded_without_optimizer_state_reach_the_main_weights(ram_path: Path) -> None:
+    run(train_and_save, Layout(), Model(), ram_path, 2)
+    (found,) = run(weights_after_loading, Layout(), Model(dtype="bf16"), ram_path)
+    for name, weight in found["model"].items():
+        main = found["main"][name].view_as(weight)
+        assert torch.equal(main.to(torch.bfloat16), weight), name
