@@ -18,9 +18,9 @@ from megatron.core.pipeline_parallel.grad_sync import GradSync
 from megatron.core.pipeline_parallel.instructions import Op, Placement, Step
 from megatron.core.pipeline_parallel.p2p_communication import (
     Message,
-    Outgoing,
     P2PCommunicator,
     Shape,
+    Transfer,
 )
 from megatron.core.pipeline_parallel.stage import PipelineStage
 from megatron.core.rng import rng_state
@@ -87,8 +87,8 @@ class PipelineExecutor:
         self.gradients_in: list[dict[int, Any]] = [{} for _ in chunks]
         self.outputs: list[dict[int, list[Tensor]]] = [{} for _ in chunks]
         self.input_grads: list[dict[int, list[Tensor]]] = [{} for _ in chunks]
-        self.outputs_sent: list[dict[int, Outgoing]] = [{} for _ in chunks]
-        self.grads_sent: list[dict[int, Outgoing]] = [{} for _ in chunks]
+        self.outputs_sent: list[dict[int, Transfer]] = [{} for _ in chunks]
+        self.grads_sent: list[dict[int, Transfer]] = [{} for _ in chunks]
         do: dict[Op, Callable[[int, int], None]] = {
             Op.FORWARD: self.forward,
             Op.BACKWARD: self.backward,

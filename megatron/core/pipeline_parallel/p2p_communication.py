@@ -6,12 +6,13 @@ another. Backends that match by order only (NCCL) get a two-rank process group, 
 communicator and a stream, per channel: sends and receives of both directions on one in-order
 stream would wait for each other.
 
-All transfers are posted, never blocking; `Incoming.wait` and `Outgoing.wait` finish them. On an
-accelerator that means the current stream waits, not the host.
+All transfers are posted, never blocking; `Transfer.wait` finishes them. On an accelerator that
+means the current stream waits, not the host.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -20,6 +21,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore, _get_process_group_store
 
 from megatron.core import device
 from megatron.core.errors import TopologyError
@@ -60,7 +62,7 @@ class Message(NamedTuple):
     @property
     def tag(self) -> int:
         """A number that no other message of one training step has on the same channel."""
-        return (self.microbatch * _MAX_STAGES + self.boundary) * 2 + self.is_gradient
+        return 1 + (self.microbatch * _MAX_STAGES + self.boundary) * 2 + self.is_gradient
 
     def __str__(self) -> str:
         kind = "gradient" if self.is_gradient else "activation"
@@ -70,43 +72,33 @@ class Message(NamedTuple):
         )
 
 
-class Incoming:
-    """Tensors on their way to this rank."""
+class Transfer:
+    """Tensors on their way, in or out. Outgoing ones must not change or be freed before `wait`."""
 
-    __slots__ = ("_message", "_peer", "_works", "tensors")
+    __slots__ = ("_communicator", "_message", "_peer", "_tensors", "_works")
 
-    def __init__(self, tensors: list[Tensor], works: list[Any], peer: str, what: Message) -> None:
-        self.tensors = tensors
+    def __init__(
+        self,
+        tensors: list[Tensor],
+        works: list[Any],
+        communicator: P2PCommunicator,
+        peer: int,
+        message: Message,
+    ) -> None:
+        self._tensors = tensors
         self._works = works
+        self._communicator = communicator
         self._peer = peer
-        self._message = what
+        self._message = message
 
     def wait(self) -> list[Tensor]:
-        """Return the tensors once they are here."""
+        """Return the tensors once they have arrived, or have left and may be reused."""
         for work in self._works:
-            _finish(work, self._peer, self._message, "received")
-        return self.tensors
-
-
-class Outgoing:
-    """Tensors on their way from this rank; they must not change or be freed before `wait`."""
-
-    __slots__ = ("_message", "_peer", "_works", "tensors")
-
-    def __init__(self, tensors: list[Tensor], works: list[Any], peer: str, what: Message) -> None:
-        self.tensors = tensors
-        self._works = works
-        self._peer = peer
-        self._message = what
-
-    def wait(self) -> None:
-        """Return once the buffers may be reused."""
-        for work in self._works:
-            _finish(work, self._peer, self._message, "sent")
-
-    def is_finished(self) -> bool:
-        """Return whether `wait` would return at once; gloo only says so after `wait`."""
-        return all(work.is_completed() for work in self._works)
+            try:
+                work.wait()
+            except RuntimeError as problem:
+                raise self._communicator.lost(self._peer, self._message, problem) from problem
+        return self._tensors
 
 
 class P2PCommunicator:
@@ -181,26 +173,25 @@ class P2PCommunicator:
             fix="start all ranks with the same flags, and end an epoch on all ranks together",
         )
 
-    def send(self, tensors: Sequence[Tensor], target: int, message: Message) -> Outgoing:
+    def send(self, tensors: Sequence[Tensor], target: int, message: Message) -> Transfer:
         """Post a send to pipeline rank `target`."""
-        group, peer = self._channel(self.rank, target, target)
+        group, peer, tag = self._channel(self.rank, target, target, message)
         sent, works = [], []
-        tag = message.tag * _TAGS_PER_MESSAGE
         for index, tensor in enumerate(tensors):
             if tensor.dtype != self.dtype:
                 raise self._wrong_dtype(tensor, message)
             tensor = tensor.detach().contiguous()
             if self.announces_shapes:
                 shape = self._encode_shape(tensor.shape)
-                works.append(group.send([shape], peer, tag + 2 * index))
+                works.append(group.send([shape], peer, tag and tag + 2 * index))
                 sent.append(shape)
-            works.append(group.send([tensor], peer, tag + 2 * index + 1))
+            works.append(group.send([tensor], peer, tag and tag + 2 * index + 1))
             sent.append(tensor)
-        return Outgoing(sent, works, self._name(target), message)
+        return Transfer(sent, works, self, target, message)
 
     def receive(
         self, shapes: Sequence[Shape], source: int, message: Message, *, requires_grad: bool
-    ) -> Incoming:
+    ) -> Transfer:
         """Post a receive from pipeline rank `source`.
 
         Args:
@@ -208,22 +199,21 @@ class P2PCommunicator:
                 the call then waits until the sender has announced the real shapes.
             requires_grad: whether the received tensors are leaves of an autograd graph.
         """
-        group, peer = self._channel(source, self.rank, source)
+        group, peer, tag = self._channel(source, self.rank, source, message)
         tensors, works = [], []
-        tag = message.tag * _TAGS_PER_MESSAGE
         for index, shape in enumerate(shapes):
             if self.announces_shapes:
                 announced = torch.empty(MAX_DIMS + 1, dtype=torch.int64, device=self.device)
-                work = group.recv([announced], peer, tag + 2 * index)
-                _finish(work, self._name(source), message, "announced")
+                work = group.recv([announced], peer, tag and tag + 2 * index)
+                Transfer([announced], [work], self, source, message).wait()
                 shape = _decode_shape(announced)
             buffer = torch.empty(shape, dtype=self.dtype, device=self.device)
-            works.append(group.recv([buffer], peer, tag + 2 * index + 1))
+            works.append(group.recv([buffer], peer, tag and tag + 2 * index + 1))
             tensors.append(buffer)
         if requires_grad:
             for tensor in tensors:
                 tensor.requires_grad_()
-        return Incoming(tensors, works, self._name(source), message)
+        return Transfer(tensors, works, self, source, message)
 
     # Megatron's blocking calls between neighbours, for code that drives stages by itself.
 
@@ -271,7 +261,7 @@ class P2PCommunicator:
         sent.wait()
         return received
 
-    def _post_send(self, tensors: Any, target: int) -> Outgoing:
+    def _post_send(self, tensors: Any, target: int) -> Transfer:
         many = list(tensors) if isinstance(tensors, (list, tuple)) else [tensors]
         return self.send(many, target, self._blocking_message(target))
 
@@ -289,43 +279,57 @@ class P2PCommunicator:
         # Blocking calls match by order alone, which one tag per channel and direction keeps.
         return Message(False, 0, max(self.rank, peer))
 
-    def _channel(self, source: int, target: int, peer: int) -> tuple[Any, int]:
-        """Return the process group of a channel and the peer's rank in it."""
+    def _channel(
+        self, source: int, target: int, peer: int, message: Message
+    ) -> tuple[Any, int, int]:
+        """Return the process group of a channel, the peer's rank in it, and the first tag.
+
+        The tag is 0 where the backend matches by order alone.
+        """
         channels = self._shared.channels
         if channels is None:
-            return self.pp_group, peer
-        # These groups are made with the smaller pipeline rank first.
-        return channels[source, target], int(peer > min(source, target))
+            return self.pp_group, peer, message.tag * _TAGS_PER_MESSAGE
+        return channels[source, target], int(peer == target), 0
 
     def _create_channel_groups(self) -> dict[tuple[int, int], Any]:
         """Create a two-rank group for each channel of the ring that this rank is part of.
 
         Channels are taken in one order by all ranks, so that the first use of a communicator,
         which blocks until both ends have come, finds the other end there in its turn.
+
+        The groups are made from the store of the pipeline group, not with `dist.new_group`: that
+        names a group after the number of groups that a process has made before, and stages make
+        different numbers of them.
         """
         assert self.pp_group is not None
+        store = _get_process_group_store(self.pp_group)
         ring = {(rank, (rank + 1) % self.size) for rank in range(self.size)}
         ring |= {(target, source) for source, target in ring}
         groups = {}
         for source, target in sorted(ring):
-            if self.rank not in (source, target):
-                continue
-            low, high = sorted((source, target))
-            group = dist.new_group(
-                [
-                    dist.get_global_rank(self.pp_group, low),
-                    dist.get_global_rank(self.pp_group, high),
-                ],
-                backend=dist.get_backend(self.pp_group),
-                use_local_synchronization=True,
-                group_desc=f"pp_{source}_to_{target}",
-            )
-            token = torch.zeros(1, device=self.device)
-            peer = int((target if self.rank == source else source) == high)
-            first_use = group.send if self.rank == source else group.recv
-            first_use([token], peer, 0).wait()
-            groups[source, target] = group
+            if self.rank in (source, target):
+                prefixed = PrefixStore(f"pipeline_channel_{source}_{target}", store)
+                group = self._create_pair(prefixed, int(self.rank == target))
+                token = torch.zeros(1, device=self.device)
+                if self.rank == source:
+                    group.send([token], 1, 0).wait()
+                else:
+                    group.recv([token], 0, 0).wait()
+                groups[source, target] = group
         return groups
+
+    def _create_pair(self, store: Any, rank: int) -> Any:
+        """Create a group of a sender (rank 0) and a receiver (rank 1) with its own connection."""
+        assert self.pp_group is not None
+        like = self.pp_group._get_backend(self.device).options
+        if "nccl" in dist.get_backend(self.pp_group):
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = like._timeout
+            group = dist.ProcessGroupNCCL(store, rank, 2, options)
+            # Nothing else knows of these groups; their communicators end with the process.
+            weakref.finalize(self.pp_group, group.shutdown)
+            return group
+        return dist.ProcessGroupGloo(store, rank, 2, like._timeout)
 
     def _encode_shape(self, shape: Sequence[int]) -> Tensor:
         assert len(shape) <= MAX_DIMS, f"a stage output has {len(shape)} dimensions: {shape}"
@@ -335,6 +339,17 @@ class P2PCommunicator:
     def _name(self, rank: int) -> str:
         assert self.pp_group is not None
         return f"pipeline rank {rank} (global rank {dist.get_global_rank(self.pp_group, rank)})"
+
+    def lost(self, peer: int, message: Message, problem: RuntimeError) -> TopologyError:
+        """Return the error for a transfer that failed or timed out."""
+        name = self._name(peer)
+        return TopologyError(
+            f"pipeline rank {self.rank}: {message} did not pass: the connection with {name} failed "
+            f"or timed out.\n  {problem}",
+            rule="all ranks of a pipeline run the same program at the same time",
+            flags=["--distributed-timeout-minutes"],
+            fix=f"look at the log of {name}: it stopped, hangs, or runs other micro batches",
+        )
 
     def _wrong_dtype(self, tensor: Tensor, message: Message) -> TopologyError:
         return TopologyError(
@@ -354,16 +369,3 @@ _MAX_STAGES = 1024
 def _decode_shape(announced: Tensor) -> Shape:
     numbers = announced.tolist()
     return tuple(numbers[1 : 1 + numbers[0]])
-
-
-def _finish(work: Any, peer: str, message: Message, verb: str) -> None:
-    try:
-        work.wait()
-    except RuntimeError as problem:
-        raise TopologyError(
-            f"{message} was not {verb}: the connection with {peer} failed or timed out.\n"
-            f"  {problem}",
-            rule="all ranks of a pipeline run the same program at the same time",
-            flags=["--distributed-timeout-minutes"],
-            fix=f"look at the log of {peer}: it stopped, hangs, or runs other micro batches",
-        ) from problem
