@@ -53,7 +53,9 @@ def row(layout: LayoutCase, errors: Errors) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--family", choices=["gpt2", "llama"], help="only this model family")
+    parser.add_argument(
+        "--models", default="", help='only models whose name begins so, e.g. "llama tied"'
+    )
     parser.add_argument("--max-ranks", type=int, default=8, help="largest world size")
     parser.add_argument("--zero", action="store_true", help="layouts with ZeRO-1 instead")
     options = parser.parse_args()
@@ -62,7 +64,7 @@ def main() -> int:
     if options.zero:
         layouts = [LayoutCase(**{**c.__dict__, "zero": True}) for c in layouts if c.dp > 1]
     for model in all_models():
-        if options.family and model.family != options.family:
+        if not str(model).startswith(options.models):
             continue
         print(f"\n{model}\n{HEADER}", flush=True)
         serial = run_case(LayoutCase(), model)

@@ -165,7 +165,7 @@ def train(groups: ProcessGroupCollection, layout: LayoutCase, model: ModelCase) 
     ]
     optimizer = get_megatron_optimizer(
         OptimizerConfig(
-            optimizer="adam", lr=1e-2, adam_eps=ADAM_EPSILON, weight_decay=0.1, clip_grad=0.5,
+            optimizer="adam", lr=1e-3, adam_eps=ADAM_EPSILON, weight_decay=0.1, clip_grad=0.5,
             use_distributed_optimizer=layout.zero,
         ),
         wrapped,
