@@ -11,6 +11,11 @@ from torch import Tensor, nn
 from benchmarks.plain_gpt import PlainGPT2, PlainLlama, Sizes
 from megatron.core.activations import fast_gelu
 from megatron.core.capabilities import has, require
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -72,7 +77,7 @@ def _optimizer(model: nn.Module, with_optimizer: bool) -> torch.optim.Optimizer 
 def lattice(
     family: str, z: Sizes, batch: int, dtype: torch.dtype, device: torch.device, optimizes: bool
 ) -> Step:
-    """Our model, with the fused head."""
+    """Our model behind our data-parallel wrapper, with the fused head."""
     fields = (
         {
             "normalization": "RMSNorm",
@@ -106,9 +111,26 @@ def lattice(
         share_embeddings_and_output_weights=family == "gpt2",
     )
     model.train()
+    # As in training: gradients are written into the buffers of the data-parallel wrapper.
+    wrapped = DistributedDataParallel(config, DistributedDataParallelConfig(), model)
     tokens, labels = make_batch(z, batch, device)
     optimizer = _optimizer(model, optimizes)
-    return _step(model, lambda: model(tokens, None, None, labels=labels).mean(), optimizer)
+    parameters = list(model.parameters())
+
+    def step() -> float:
+        wrapped.zero_grad_buffer()
+        loss = wrapped(tokens, None, None, labels=labels).mean()
+        loss.backward()
+        finalize_model_grads([wrapped])
+        if optimizer is not None:
+            for parameter in parameters:
+                parameter.grad = parameter.main_grad
+            optimizer.step()
+            for parameter in parameters:
+                parameter.grad = None
+        return loss.item()
+
+    return step
 
 
 def plain(

@@ -30,10 +30,6 @@ class ModuleSpec:
     submodules: Any = None
     metainfo: dict[str, Any] = field(default_factory=dict)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Build the module: the same as `build_module(spec, ...)`."""
-        return build_module(self, *args, **kwargs)
-
 
 def import_module(module_path: tuple[str, str]) -> Any:
     """Return the object at (module path, name), for example ("torch.nn", "Linear").

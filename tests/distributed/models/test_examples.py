@@ -1,0 +1,59 @@
+"""The examples run as their first line says, on two processes."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+
+
+def run_on_two_ranks(script: str, *arguments: str) -> str:
+    """Run an example under torchrun on the CPU and return what it printed."""
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(REPOSITORY),
+        "LATTICE_DEVICE": "cpu",
+        "OMP_NUM_THREADS": "1",
+    }
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command = [*launcher, "--nproc-per-node", "2", script, *arguments]
+    done = subprocess.run(
+        command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.distributed
+def test_the_simple_loop_trains_over_a_pipeline_and_its_checkpoint_loads_to_the_same_loss():
+    printed = run_on_two_ranks(
+        "examples/run_simple_mcore_train_loop.py", "--pipeline", "2", "--steps", "3"
+    )
+    losses = [float(x) for x in re.findall(r"step \d+: loss ([\d.]+)", printed)]
+    assert len(losses) == 3
+    assert losses[-1] < losses[0]
+    trained, loaded = (re.search(rf"{n}: loss ([\d.]+)", printed)[1] for n in ("trained", "loaded"))
+    assert trained == loaded
+
+
+@pytest.mark.distributed
+def test_the_custom_model_learns_and_so_do_its_own_parameters():
+    printed = run_on_two_ranks("examples/custom_model/train.py")
+    rows = re.findall(r"step (\d+): loss ([\d.]+), slopes ([\d.]+) \.\.\. ([\d.]+)", printed)
+    assert [int(step) for step, *_ in rows] == [20, 40, 60]
+    _, loss, lowest, highest = rows[-1]
+    assert float(loss) < 3.5
+    assert float(lowest) < 0.99
+    assert float(highest) > 1.01
+
+
+def test_the_custom_model_stays_under_sixty_lines():
+    folder = REPOSITORY / "examples" / "custom_model"
+    lines = [line for file in folder.glob("*.py") for line in file.read_text().splitlines()]
+    assert sum(1 for line in lines if line.strip()) < 60
