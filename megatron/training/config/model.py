@@ -14,7 +14,7 @@ class ModelConfig:
     """Sizes, positions, norms, activations and initial weights."""
 
     preset: str | None = None
-    """Named published model, for example gpt2-125m or llama3-8b: fills the shape flags that are
+    """Named published model, for example gpt2-124m or llama3-8b: fills the shape flags that are
     not given otherwise."""
     num_layers: int | None = None
     """Transformer layers of the whole model."""

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
 import pytest
 
 from megatron.core.errors import ConfigError
+from megatron.core.optimizer import OptimizerConfig
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.training.checkpointing import CheckpointSettings
+from megatron.training.cli.flags_document import flags_document
 from megatron.training.cli.parser import build_parser, parse_command_line
 from megatron.training.config.flag import flag_specs
 from megatron.training.config.run import GROUP_CLASSES, all_flags, flags_by_spelling, plain
@@ -86,3 +91,29 @@ def test_flags_are_not_abbreviated():
 
 def test_help_of_all_flags_can_be_formatted():
     assert "--num-layers" in build_parser(prog="pretrain_gpt.py").format_help()
+
+
+def test_the_document_of_flags_is_current():
+    written = (Path(__file__).parents[3] / "docs" / "flags.md").read_text()
+    assert written == flags_document(), "python -m megatron.training.cli.flags_document"
+
+
+def test_every_flag_that_acts_is_read_somewhere():
+    """A flag that is declared and never read would be ignored without a word."""
+    root = Path(__file__).parents[3]
+    sources = [root / "pretrain_gpt.py", *(root / "megatron/training").rglob("*.py")]
+    sources += (root / "megatron/core/tokenizers").rglob("*.py")
+    text = "\n".join(s.read_text() for s in sources if "training/config/" not in str(s))
+    by_name = {
+        field.name
+        for config in (TransformerConfig, OptimizerConfig, CheckpointSettings)
+        for field in dataclasses.fields(config)
+    }
+    ignored = []
+    for spec in all_flags().values():
+        facts = spec.facts
+        left = [choice for choice in spec.choices if choice not in facts.refuse_values]
+        elsewhere = facts.refuse or facts.note or facts.part_of or left == [spec.default]
+        if not elsewhere and spec.name not in by_name and spec.name not in text:
+            ignored.append(spec.flag)
+    assert ignored == ["--rerun-mode"]  # there is no rerun; a suspicious step stops the run

@@ -1,0 +1,67 @@
+"""Write docs/flags.md: `python -m megatron.training.cli.flags_document > docs/flags.md`."""
+
+from __future__ import annotations
+
+from megatron.training.config.flag import FlagSpec
+from megatron.training.config.run import GROUP_CLASSES, all_flags, plain
+
+HEAD = """# Flags of pretrain_gpt.py
+
+Made from the config dataclasses in `megatron/training/config/` by
+`python -m megatron.training.cli.flags_document > docs/flags.md`; a test keeps it current.
+
+A flag is spelled in full. `on` is a switch that is off by default; `off-switch` turns a default
+off, and is also spelled with the other of the prefixes `--no-` and `--disable-`. `x3` takes three
+values, `x+` one or more, `x*` any number. The same names, with `_` or `-`, are the keys of a
+`--yaml-cfg` file.
+
+Support: a flag with an empty last column acts. *refused*: the mechanism does not exist here, and
+any value but the default stops the run with what to use instead. *no effect*: accepted because it
+changes no result, and a line in the log says so. *of --x*: tunes the mechanism of that flag.
+"""
+
+
+def flags_document() -> str:
+    """Return the Markdown text."""
+    parts = [HEAD]
+    for group, group_class in GROUP_CLASSES.items():
+        title = (group_class.__doc__ or "").strip().splitlines()[0].rstrip(".")
+        parts.append(f"\n## {title}\n")
+        parts.append("| Flag | Type | Default | Meaning | Support |\n|---|---|---|---|---|")
+        parts += [_row(spec) for spec in all_flags().values() if spec.group == group]
+    return "\n".join(parts) + "\n"
+
+
+def _row(spec: FlagSpec) -> str:
+    kind, _, choices = spec.type_text().partition(": ")
+    meaning = spec.help + (f" One of {choices.replace('/', ', ')}." if choices else "")
+    cells = [f"`{spec.flag}`", kind, _default(spec), meaning, _support(spec)]
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def _default(spec: FlagSpec) -> str:
+    if spec.is_switch:
+        return "off" if spec.default is False else "enabled"
+    value = plain(spec.default)
+    if value is None or value == []:
+        return ""
+    if isinstance(value, list):
+        return " ".join(map(str, value))
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _support(spec: FlagSpec) -> str:
+    facts = spec.facts
+    if facts.refuse:
+        return f"refused: {facts.refuse}"
+    if facts.note:
+        return f"no effect: {facts.note}"
+    if facts.part_of:
+        return f"of {all_flags()[facts.part_of].flag}"
+    if facts.refuse_values:
+        return f"refused: {', '.join(map(str, facts.refuse_values))}"
+    return ""
+
+
+if __name__ == "__main__":
+    print(flags_document(), end="")

@@ -1,0 +1,46 @@
+"""Run `pretrain_gpt.py` inside the worker processes of the test harness, without a launcher."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron.core.enums import ModelType
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.training.cli.parser import parse_command_line
+from megatron.training.resilience.progress import RunProgress
+from megatron.training.setup.initialize import start_session
+from megatron.training.training import PretrainCall, run_session
+from pretrain_gpt import datasets_provider, forward_step, model_provider
+
+
+def train_with_flags(groups: ProcessGroupCollection, words: list[str]) -> None:
+    """Train as `pretrain_gpt.py WORDS` would; `groups` must have the layout of the flags.
+
+    A failure comes as the exception that it is, not as a report and an exit code.
+    """
+    os.environ.update(
+        RANK=str(dist.get_rank()),
+        LOCAL_RANK=str(dist.get_rank()),
+        WORLD_SIZE=str(dist.get_world_size()),
+    )
+    call = PretrainCall.of(
+        (datasets_provider, model_provider, ModelType.encoder_or_decoder, forward_step), {}
+    )
+    # The harness gives each job a store of its own, in which ranks compare their settings.
+    store = dist.PrefixStore("run", dist.distributed_c10d._get_default_store())
+    with contextlib.redirect_stdout(io.StringIO()):
+        session = start_session(lambda: parse_command_line(words), RunProgress(), [], store=store)
+        run_session(session, call)
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """Return the lines of `--metrics-jsonl` that hold a training loss."""
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    return [line for line in lines if "lm loss" in line]

@@ -1,0 +1,214 @@
+"""The loop and its hooks, on a fake step."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import signal
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import megatron.training.loop as loop
+from megatron.training.hooks.base import Hook, Hooks
+from megatron.training.hooks.housekeeping import CollectGarbage, ProgressFile, WatchForSpikes
+from megatron.training.hooks.log import IntervalMeans
+from megatron.training.hooks.scalars import JsonLinesSink, Scalars, TensorBoardSink
+from megatron.training.hooks.stop import ExitDuration, ExitInterval, ExitOnSignal, StepBudget
+from megatron.training.losses import LossTable
+from megatron.training.resilience.signals import SignalFlag
+from megatron.training.state import StepResult, StopReason, TrainState
+
+
+def result(loss: float = 1.0, **changes) -> StepResult:
+    fields = {
+        "losses": {"lm loss": loss}, "grad_norm": 1.0, "num_zeros": None, "learning_rate": 0.1,
+        "decoupled_learning_rate": None, "loss_scale": 1.0, "num_samples": 4,
+        "num_microbatches": 2, "was_skipped": False, "flops": 10.0,
+    }  # fmt: skip
+    return StepResult(**{**fields, **changes})
+
+
+class Recorder(Hook):
+    """Writes down what it is called with."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def before_training(self, state):
+        self.calls.append(f"begin {state.iteration}")
+        return state
+
+    def before_step(self, state):
+        self.calls.append(f"before {state.iteration}")
+
+    def after_step(self, state, result):
+        self.calls.append(f"after {state.iteration}")
+        return state
+
+    def after_training(self, state, stop):
+        self.calls.append(f"end {state.iteration} {stop.name}")
+        return state
+
+
+@pytest.fixture
+def run(monkeypatch):
+    """Return a function that runs the loop with hooks, on a step that does nothing."""
+    monkeypatch.setattr(loop, "train_step", lambda parts, state, plan: result())
+    parts = SimpleNamespace(microbatches=SimpleNamespace(plan=lambda consumed: None))
+    return lambda *hooks, state=None: loop.train(parts, state or TrainState(), Hooks(hooks))
+
+
+def test_hooks_surround_each_step(run):
+    recorder = Recorder()
+    state, stop = run(recorder, StepBudget(2))
+    assert stop is StopReason.FINISHED
+    assert recorder.calls == [
+        "begin 0", "before 0", "after 1", "before 1", "after 2", "end 2 FINISHED",
+    ]  # fmt: skip
+    assert (state.iteration, state.consumed_train_samples, state.flops_so_far) == (2, 8, 20.0)
+
+
+def test_a_finished_run_has_nothing_to_do(run):
+    recorder = Recorder()
+    run(recorder, StepBudget(5), state=TrainState(iteration=5))
+    assert recorder.calls == ["begin 5", "end 5 FINISHED"]
+
+
+def test_an_exit_interval_stops_at_its_multiples_but_not_before_the_first_step(run):
+    state, stop = run(ExitInterval(3), StepBudget(10))
+    assert (state.iteration, stop) == (3, StopReason.EXIT_INTERVAL)
+    state, stop = run(ExitInterval(3), StepBudget(10), state=state)
+    assert (state.iteration, stop) == (6, StopReason.EXIT_INTERVAL)
+
+
+def test_a_duration_stops_the_run(run):
+    state, stop = run(ExitDuration(0.0), StepBudget(10))
+    assert (state.iteration, stop) == (0, StopReason.EXIT_DURATION)
+
+
+def test_a_signal_stops_the_run_at_the_step_boundary(run):
+    before = signal.getsignal(signal.SIGTERM)
+
+    class Kill(Hook):
+        def before_step(self, state):
+            if state.iteration == 3:
+                os.kill(os.getpid(), signal.SIGTERM)
+                os.kill(os.getpid(), signal.SIGTERM)  # a second one changes nothing
+
+    hook = ExitOnSignal(SignalFlag())
+    state, stop = run(hook, Kill(), StepBudget(10))
+    assert (state.iteration, stop) == (4, StopReason.EXIT_SIGNAL)
+    hook.close()
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_all_reasons_are_asked_and_the_first_wins(run):
+    _, stop = run(StepBudget(3), ExitInterval(3))
+    assert stop is StopReason.FINISHED
+
+
+def test_means_leave_out_steps_that_did_not_train():
+    means = IntervalMeans()
+    means.add(result(1.0), 0.5)
+    means.add(result(3.0), 0.5)
+    means.add(result(float("nan"), was_nan=True), 0.5)
+    means.add(result(100.0, was_skipped=True), 0.5)
+    assert means.mean_losses() == {"lm loss": 2.0}
+    assert (means.num_steps, means.num_skipped, means.num_nan) == (4, 1, 1)
+    assert means.num_samples == 16
+
+
+def test_losses_are_token_means_over_micro_batches():
+    reports = [
+        {"lm loss": torch.tensor([10.0, 4.0]), "mtp": (1.0, 2.0)},
+        {"lm loss": torch.tensor([2.0, 2.0]), "mtp": (3.0, 2.0)},
+    ]
+    assert LossTable.of(reports).means(None) == {"lm loss": 2.0, "mtp": 1.0}
+
+
+def test_plain_means_are_averaged():
+    reports = [{"lm loss": torch.tensor(1.0)}, {"lm loss": 3.0}]
+    assert LossTable.of(reports).means(None) == {"lm loss": 2.0}
+
+
+def test_a_rank_without_losses_reports_none():
+    assert LossTable.of([]).means(None) == {}
+    assert LossTable.of([]).first_not_finite() is None
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_the_first_loss_that_is_not_finite_is_named(bad):
+    reports = [{"lm loss": torch.tensor([x, 2.0])} for x in (1.0, bad, bad)]
+    microbatch, name, _ = LossTable.of(reports).first_not_finite()
+    assert (microbatch, name) == (1, "lm loss")
+
+
+def test_a_spike_is_told_and_slow_drift_is_not():
+    said: list[str] = []
+    watch = WatchForSpikes(said.append)
+    for step in range(60):
+        watch.after_step(TrainState(iteration=step), result(10 - 0.05 * step + 0.02 * (step % 3)))
+    assert said == []
+    watch.after_step(TrainState(iteration=61, consumed_train_samples=100), result(30.0))
+    assert len(said) == 1
+    assert "samples 96 to 99" in said[0]
+
+
+def test_garbage_collection_is_taken_over_and_given_back():
+    hook = CollectGarbage(2)
+    hook.before_training(TrainState())
+    assert not gc.isenabled()
+    hook.after_step(TrainState(iteration=2), result())
+    hook.close()
+    assert gc.isenabled()
+
+
+def scalars_of(path, sinks, interval=1, **settings) -> Scalars:
+    names = (
+        "log_timers_to_tensorboard", "log_learning_rate_to_tensorboard", "log_throughput",
+        "log_loss_scale_to_tensorboard", "log_memory_to_tensorboard",
+        "log_validation_ppl_to_tensorboard",
+    )  # fmt: skip
+    run = SimpleNamespace(**{**dict.fromkeys(names, True), **settings}, seq_length=8, world_size=1)
+    run.log_timers_to_tensorboard = False
+    return Scalars(SimpleNamespace(run=run), sinks, interval)
+
+
+def test_json_lines_keep_all_digits(tmp_path):
+    hook = scalars_of(tmp_path, [JsonLinesSink(str(tmp_path / "x" / "metrics.jsonl"))])
+    loss = 1.0 / 3.0
+    for step in (1, 2):
+        hook.before_step(TrainState(iteration=step - 1))
+        hook.after_step(TrainState(iteration=step), result(loss))
+    hook.write_evaluation("validation", {"lm loss": 0.1}, 2)
+    hook.close()
+    lines = [json.loads(x) for x in (tmp_path / "x" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["iteration"] for line in lines] == [1, 2, 2]
+    assert lines[0]["lm loss"] == loss
+    assert lines[2]["lm loss validation"] == 0.1
+
+
+def test_scalars_have_megatrons_names_and_interval():
+    seen: list[tuple[str, float, int]] = []
+    writer = SimpleNamespace(add_scalar=lambda *a: seen.append(a), close=lambda: None)
+    hook = scalars_of(None, [TensorBoardSink(writer)], interval=2)
+    for step in (1, 2, 3):
+        hook.before_step(TrainState(iteration=step - 1))
+        hook.after_step(TrainState(iteration=step), result())
+    assert {step for _, _, step in seen} == {2}
+    names = {name for name, _, _ in seen}
+    assert {"lm loss", "learning-rate", "grad-norm", "batch-size", "loss-scale"} <= names
+    hook.write_evaluation("validation", {"lm loss": 0.0}, 4)
+    assert ("lm loss validation ppl", 1.0, 4) in seen
+
+
+def test_the_progress_file_tells_begin_and_end(tmp_path):
+    hook = ProgressFile(str(tmp_path), 4)
+    hook.before_training(TrainState(iteration=3))
+    hook.after_training(TrainState(iteration=9, flops_so_far=1e9), StopReason.EXIT_INTERVAL)
+    first, last = (tmp_path / "progress.txt").read_text().splitlines()
+    assert "Iteration: 3\tstarting job" in first
+    assert "Iteration: 9\tstopped by: --exit-interval" in last
