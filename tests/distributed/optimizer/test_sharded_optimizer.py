@@ -342,3 +342,64 @@ def test_all_stages_have_the_same_parameter_groups(groups):
     gathered = [None, None]
     dist.all_gather_object(gathered, mine)
     assert gathered[0] == gathered[1] and len(mine) == 3
+
+
+class Wide(nn.Module):
+    """A million parameters, so that padding does not matter."""
+
+    def __init__(self, dtype):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(512, 512, dtype=dtype) for _ in range(4))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def one_step(groups, dtype, way):
+    """Train one step and return (parameters, bytes sent by this rank, bytes of state it holds)."""
+    ddp = wrap(groups, model=Wide(dtype), grad_reduce_in_fp32=True, bucket_size=200_000, **way)
+    optimizer = build(groups, [ddp], bf16=dtype == torch.bfloat16)
+    sent, send = [0], dist.isend
+
+    def counted(tensor, *arguments):
+        sent[0] += tensor.numel() * tensor.element_size()
+        return send(tensor, *arguments)
+
+    dist.isend = counted
+    try:
+        ddp.zero_grad_buffer()
+        ddp(torch.ones(3, 512, dtype=dtype)).float().sum().backward()
+        ddp.finish_grad_sync()
+        optimizer.step()
+        ddp.finish_param_sync()
+    finally:
+        dist.isend = send
+    held = [p.data for p in ddp.module.parameters()]
+    held += [owned for buffer in ddp.gradient_buffers for owned in buffer.owned_gradients()]
+    held += [getattr(buffer, "gradients", held[0]) for buffer in ddp.gradient_buffers]
+    held += [main for item in optimizer.shards for main in [item.main.data]]
+    held += [t for state in optimizer.state.values() for t in state.values() if t.dim()]
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in held}
+    return sum(p.numel() for p in ddp.module.parameters()), sent[0], sum(storages.values())
+
+
+@distributed(world_size=4)
+def test_bytes_sent_and_held_are_those_of_the_theory(groups):
+    sharded = {"use_distributed_optimizer": True}
+    both = {"data_parallel_sharding_strategy": "optim_grads"}
+    n, rest = 4, 3 / 4
+    # bytes per parameter: sent per step; held for good.
+    expected = [
+        (torch.float32, {}, 2 * 4 * rest, 4 + 4 + 8),
+        (torch.float32, sharded, (4 + 4) * rest, 4 + 4 + 8 / n),
+        (torch.float32, both, (4 + 4) * rest, 4 + (4 + 8) / n),
+        (torch.bfloat16, {}, 2 * 4 * rest, 2 + 4 + 12),
+        (torch.bfloat16, sharded, (4 + 2) * rest, 2 + 4 + 12 / n),
+        (torch.bfloat16, both, (4 + 2) * rest, 2 + (4 + 12) / n),
+    ]
+    for dtype, way, sent_per_parameter, held_per_parameter in expected:
+        num_parameters, sent, held = one_step(groups, dtype, way)
+        assert sent == pytest.approx(sent_per_parameter * num_parameters, rel=0.02), (dtype, way)
+        assert held == pytest.approx(held_per_parameter * num_parameters, rel=0.02), (dtype, way)
