@@ -51,6 +51,8 @@ class SelfAttention(MegatronModule):
         attn_mask_type: what the mask hides by itself; specs of decoders pass `causal`.
     """
 
+    pg_collection: ProcessGroupCollection
+
     def __init__(
         self,
         config: TransformerConfig,

@@ -46,6 +46,8 @@ class DotProductAttention(MegatronModule):
         softmax_scale: overrides `config.softmax_scale`.
     """
 
+    pg_collection: ProcessGroupCollection
+
     def __init__(
         self,
         config: TransformerConfig,

@@ -47,6 +47,8 @@ class MLP(MegatronModule):
         ffn_hidden_size: width between; None means the config's.
     """
 
+    pg_collection: ProcessGroupCollection
+
     def __init__(
         self,
         config: TransformerConfig,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -70,6 +70,8 @@ class Float16Module(MegatronModule):
     Outputs of the last stage are given in fp32, so that losses are summed in fp32.
     """
 
+    module: Any
+
     def __init__(self, config: TransformerConfig, module: nn.Module) -> None:
         super().__init__(config)
         assert config.fp16 or config.bf16, "Float16Module needs config.fp16 or config.bf16"
@@ -100,9 +102,11 @@ class Float16Module(MegatronModule):
         """Return the wrapped model's state dict: the wrapper leaves no trace in names."""
         return self.module.state_dict(*args, **kwargs)
 
-    def load_state_dict(self, state_dict: Any, strict: bool = True, **kwargs: Any) -> Any:
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
         """Load into the wrapped model."""
-        return self.module.load_state_dict(state_dict, strict=strict, **kwargs)
+        return self.module.load_state_dict(state_dict, strict=strict, assign=assign)
 
     def state_dict_for_save_checkpoint(self, prefix: str = "", keep_vars: bool = False) -> Any:
         """Return the wrapped model's plain local state dict."""

@@ -107,7 +107,7 @@ class RMSNorm(_RowNorm):
 
 def _weight_gradient(grad: Tensor, x: Tensor, rstd: Tensor) -> Tensor:
     """Return sum over rows of grad * x * rstd, [h]: a product [1, t] @ [t, h] sums in fp32."""
-    product = (grad * x).view(-1, x.shape[-1])
+    product = (grad * x).reshape(-1, x.shape[-1])
     return torch.mm(rstd.reshape(1, -1).to(x.dtype), product).view(-1)
 
 

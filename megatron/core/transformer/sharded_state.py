@@ -32,8 +32,9 @@ def sharded_state_dict_of(
     pg_collection: ProcessGroupCollection | None = None,
 ) -> ShardedStateDict:
     """Declare the state of `module`: by its own method if it has one, else by the default walk."""
-    if hasattr(module, "sharded_state_dict"):
-        return module.sharded_state_dict(prefix, tuple(sharded_offsets), metadata)
+    declare: Any = getattr(module, "sharded_state_dict", None)
+    if declare is not None:
+        return declare(prefix, tuple(sharded_offsets), metadata)
     return sharded_state_dict_default(
         module, prefix, sharded_offsets, metadata, pg_collection=pg_collection
     )
@@ -63,15 +64,15 @@ def sharded_state_dict_default(
     if tp_group is not None:
         groups = groups.with_groups(tp=tp_group)
     declared: ShardedStateDict = {}
-    for name, tensor in module.named_parameters(recurse=False):
-        declared[prefix + name] = declare_tensor(
-            prefix + name, tensor, groups, sharded_offsets, metadata
-        )
-    for name, tensor in module.named_buffers(recurse=False):
-        if name not in module._non_persistent_buffers_set:
-            declared[prefix + name] = declare_tensor(
-                prefix + name, tensor, groups, sharded_offsets, metadata
-            )
+    own: list[tuple[str, Tensor]] = list(module.named_parameters(recurse=False))
+    own += [
+        (name, buffer)
+        for name, buffer in module.named_buffers(recurse=False)
+        if name not in module._non_persistent_buffers_set
+    ]
+    for name, tensor in own:
+        key = prefix + name
+        declared[key] = declare_tensor(key, tensor, groups, sharded_offsets, metadata)
     for name, child in module.named_children():
         declared.update(
             sharded_state_dict_of(

@@ -62,7 +62,9 @@ def get_submodules(spec: Any) -> Any:
     return spec
 
 
-def build_module(spec_or_module: ModuleSpec | tuple[str, str] | Any, *args: Any, **kwargs: Any):
+def build_module(
+    spec_or_module: ModuleSpec | tuple[str, str] | Any, *args: Any, **kwargs: Any
+) -> Any:
     """Build what a spec, a class or (module path, name) describes.
 
     A plain function is returned as it is: such parts (bias + dropout + add) are called, not

@@ -10,7 +10,7 @@ from megatron.core.device import current_device
 from megatron.core.errors import ConfigError
 from megatron.core.transformer.norm import LayerNorm, RMSNorm
 
-NORMS = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}
+NORMS: dict[str, type[LayerNorm] | type[RMSNorm]] = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}
 
 
 class WrappedTorchNorm:

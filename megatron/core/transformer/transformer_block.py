@@ -71,6 +71,8 @@ class TransformerBlock(GraphableMegatronModule):
         post_process: last stage.
     """
 
+    pg_collection: ProcessGroupCollection
+
     def __init__(
         self,
         config: TransformerConfig,
@@ -215,13 +217,16 @@ class TransformerBlock(GraphableMegatronModule):
         declared: ShardedStateDict = {}
         num_layers = self.config.num_layers
         for index, layer in enumerate(self.layers):
+            assert isinstance(layer.layer_number, int), layer
             position = layer.layer_number - 1
             local = f"{prefix}layers.{index}."
             offsets = tuple(sharded_offsets)
             if not separate:
                 assert not offsets, "layers inside another stack"
                 offsets = ((0, position, num_layers),)
-            part = layer.sharded_state_dict(local, offsets, metadata)
+            part = sharded_state_dict_of(
+                layer, local, offsets, metadata, pg_collection=self.pg_collection
+            )
             stored = f"{prefix}layers.{position}." if separate else f"{prefix}layers."
             replace_key_prefixes(part, {local: stored})
             declared.update(part)

@@ -62,6 +62,8 @@ class TransformerLayer(GraphableMegatronModule):
         pp_layer_offset: number of layers on earlier stages, if the caller knows it.
     """
 
+    pg_collection: ProcessGroupCollection
+
     def __init__(
         self,
         config: TransformerConfig,

@@ -83,16 +83,22 @@ def test_norm_takes_an_fp32_residual_stream_with_bf16_weights(kind):
     assert norm.weight.grad.dtype == torch.bfloat16
 
 
-def test_rms_norm_gradient_is_right_when_the_incoming_gradient_is_not_contiguous():
-    norm = RMSNorm(8)
-    x = torch.randn(4, 3, 8, requires_grad=True)
-    norm(x).transpose(0, 1).sum(0).mul(torch.randn(4, 8)).sum().backward()
-    assert torch.isfinite(x.grad).all()
-    first = x.grad.clone()
-    x.grad = None
-    torch.manual_seed(0)
-    norm(x).sum().backward()
-    assert first.shape == x.grad.shape
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", [LayerNorm, RMSNorm])
+def test_strided_inputs_and_gradients_give_the_bits_of_contiguous_ones(kind, dtype):
+    norm = kind(8, dtype=dtype)
+    # A key head inside a packed projection, and a gradient that arrives transposed.
+    view = torch.randn(5, 2, 4, 3, 8).to(dtype)[..., 1, :]
+    grad = torch.randn(2, 5, 4, 8).to(dtype).transpose(0, 1)
+    results = []
+    for x, g in ((view, grad), (view.contiguous(), grad.contiguous())):
+        x = x.detach().requires_grad_()
+        norm.zero_grad()
+        y = norm(x)
+        y.backward(g)
+        results.append((y, x.grad, norm.weight.grad))
+    for ours, expected in zip(*results, strict=True):
+        assert torch.equal(ours, expected)
 
 
 @pytest.mark.parametrize("name", ["LayerNorm", "RMSNorm"])

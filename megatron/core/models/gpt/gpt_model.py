@@ -77,7 +77,7 @@ class GPTModel(LanguageModule):
     ) -> None:
         super().__init__(config, pg_collection)
         _check_arguments(position_embedding_type, mtp_block_spec)
-        assert self.pg_collection is not None and config.kv_channels
+        assert config.kv_channels
         self.transformer_layer_spec = transformer_layer_spec
         self.vocab_size = vocab_size
         self.max_sequence_length = max_sequence_length
@@ -120,11 +120,13 @@ class GPTModel(LanguageModule):
             )
             if post_process:
                 is_tied = share_embeddings_and_output_weights
+                init_method = config.embedding_init_method if is_tied else config.init_method
+                assert init_method
                 self.output_layer = ColumnParallelLinear(
                     config.hidden_size,
                     vocab_size,
                     config=config,
-                    init_method=config.embedding_init_method if is_tied else config.init_method,
+                    init_method=init_method,
                     bias=False,
                     skip_bias_add=False,
                     gather_output=not parallel_output,
@@ -138,7 +140,6 @@ class GPTModel(LanguageModule):
 
     def initialize(self) -> None:
         """Fill every weight with its layout-independent initial value."""
-        assert self.pg_collection is not None
         axes = {"tp": self.pg_collection.tp, "expt_tp": self.pg_collection.expt_tp}
         initialize_parameters(
             self,

@@ -51,6 +51,8 @@ class ModelPreset:
 
 
 _PRESETS: dict[str, ModelPreset] = {}
+_name: str
+_sizes: tuple[int, ...]
 
 
 def _add(
@@ -184,7 +186,7 @@ for _name, _sizes, _count in (
     )  # fmt: skip
 
 _LLAMA3 = "The Llama 3 Herd of Models, table 3, arXiv 2407.21783, and the published configs"
-for _name, _sizes, _count, _options in (
+_LLAMA3_ROWS: tuple[tuple[str, tuple[int, ...], int, dict[str, Any]], ...] = (
     ("llama3-8b", (32, 4096, 32, 8, 128, 14336, 8192), 8_030_261_248, {}),
     ("llama3-70b", (80, 8192, 64, 8, 128, 28672, 8192), 70_553_706_496, {}),
     ("llama3.1-8b", (32, 4096, 32, 8, 128, 14336, 131072), 8_030_261_248,
@@ -197,7 +199,8 @@ for _name, _sizes, _count, _options in (
      {"rope_scaling_factor": 32.0, "tied": True}),
     ("llama3.2-3b", (28, 3072, 24, 8, 128, 8192, 131072), 3_212_749_824,
      {"rope_scaling_factor": 32.0, "tied": True}),
-):  # fmt: skip
+)  # fmt: skip
+for _name, _sizes, _count, _options in _LLAMA3_ROWS:
     _add(
         _name, _llama, _sizes, _count, vocab_size=128256, source=_LLAMA3, rotary_base=500_000.0,
         **_options,

@@ -58,6 +58,7 @@ class LanguageModelEmbedding(MegatronModule):
         self.scatters = config.sequence_parallel and scatter_to_sequence_parallel
         # Without positions to add, the sum over ranks and the cut into rows are one reduce-scatter.
         self.reduce_scatter_embeddings = self.scatters and not self.add_position_embedding
+        assert config.embedding_init_method
         self.word_embeddings = VocabParallelEmbedding(
             num_embeddings=vocab_size,
             embedding_dim=config.hidden_size,

@@ -37,6 +37,7 @@ class LanguageModule(MegatronModule):
     share_embeddings_and_output_weights: bool
     embedding: Any
     output_layer: Any
+    pg_collection: ProcessGroupCollection
 
     def __init__(
         self, config: TransformerConfig, pg_collection: ProcessGroupCollection | None = None
@@ -87,7 +88,6 @@ class LanguageModule(MegatronModule):
         Returns:
             [b, s] fp32.
         """
-        assert self.pg_collection is not None
         loss = vocab_parallel_cross_entropy(
             logits,
             labels.t().contiguous(),
@@ -112,7 +112,6 @@ class LanguageModule(MegatronModule):
             [b, s] fp32.
         """
         config = self.config
-        assert self.pg_collection is not None
         loss = linear_cross_entropy(
             hidden_states,
             weight,
@@ -137,7 +136,6 @@ class LanguageModule(MegatronModule):
         declared = super().sharded_state_dict(prefix, sharded_offsets, metadata)
         name = f"{prefix}output_layer.weight"
         if name in declared and self.share_embeddings_and_output_weights:
-            assert self.pg_collection is not None
             declared[name] = declare_tensor(
                 prefix + WORD_EMBEDDING,
                 self.output_layer.weight,
