@@ -129,7 +129,7 @@ class PlainLlama(nn.Module):
         """Map ids [b, s] to logits [b, s, v]."""
         x = self.words(tokens)
         angles = self.angles[: tokens.shape[1]]
-        cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+        cos, sin = angles.cos().to(x), angles.sin().to(x)
         for block in self.blocks:
             x = block(x, cos, sin)
         return self.head(self.norm(x))

@@ -1,7 +1,12 @@
-"""Cost of one training step on one device, against a plain PyTorch model and Hugging Face's.
+r"""Cost of one training step on one device, against a plain PyTorch model and Hugging Face's.
 
     python -m benchmarks.single_device                        # both families, fp32 and bf16
     python -m benchmarks.single_device --family llama --dtype bf16 --breakdown
+
+On a GPU, give it a model of a size worth its while:
+
+    python -m benchmarks.single_device --family llama --dtype bf16 --layers 16 --hidden 2048 \
+        --heads 16 --kv-heads 4 --ffn 5632 --sequence 4096 --batch 4
 
 On the CPU the cost is processor time of one thread, so other programs on the machine disturb it
 little; the candidates take turns in one process, and the median counts. On a GPU it is wall time
@@ -22,9 +27,26 @@ from typing import Any
 import torch
 
 from benchmarks.candidates import CANDIDATES, FAMILIES, Step, model_flops, sizes_of
+from benchmarks.plain_gpt import Sizes
 from megatron.core.device import current_device, synchronize
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def chosen_sizes(family: str, options: argparse.Namespace) -> Sizes:
+    """Return the benchmark's sizes, changed as the command line says."""
+    changed = {
+        "sequence": options.sequence,
+        "vocab_size": options.vocabulary,
+        "num_layers": options.layers,
+        "hidden_size": options.hidden,
+        "num_heads": options.heads,
+        "num_kv_heads": options.kv_heads,
+        "ffn_size": options.ffn,
+    }
+    if family == "gpt2":
+        changed["num_kv_heads"] = options.heads
+    return sizes_of(family, **{name: n for name, n in changed.items() if n is not None})
 
 
 def clock_of(device: torch.device) -> Callable[[], float]:
@@ -67,7 +89,7 @@ def take_turns(steps: dict[str, Step], rounds: int, clock: Callable[[], float]) 
 def measure(family: str, dtype_name: str, options: argparse.Namespace) -> dict[str, Any]:
     """Time all candidates for one family and dtype, and return the figures."""
     device, dtype = current_device(), DTYPES[dtype_name]
-    sizes = sizes_of(family, sequence=options.sequence, vocab_size=options.vocabulary)
+    sizes = chosen_sizes(family, options)
     torch.manual_seed(0)
     steps = {
         name: make(family, sizes, options.batch, dtype, device, options.optimizer)
@@ -111,7 +133,7 @@ def print_table(results: list[dict[str, Any]]) -> None:
 def print_breakdown(family: str, dtype_name: str, options: argparse.Namespace) -> None:
     """Print where the step of each candidate goes, by operator."""
     device, dtype = current_device(), DTYPES[dtype_name]
-    sizes = sizes_of(family, sequence=options.sequence, vocab_size=options.vocabulary)
+    sizes = chosen_sizes(family, options)
     activities = [torch.profiler.ProfilerActivity.CPU]
     if device.type == "cuda":
         activities.append(torch.profiler.ProfilerActivity.CUDA)
@@ -131,8 +153,8 @@ def print_breakdown(family: str, dtype_name: str, options: argparse.Namespace) -
             print(f"  {part / 1e3:9.1f} ms {part / total:6.1%} {event.count:6d}x  {event.key}")
 
 
-def main() -> None:
-    """Parse the command line, measure, print."""
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -141,13 +163,20 @@ def main() -> None:
     parser.add_argument("--sequence", type=int, default=512)
     parser.add_argument("--batch", type=int, default=2, help="sequences per step")
     parser.add_argument("--vocabulary", type=int, default=32000)
+    for name in ("layers", "hidden", "heads", "kv-heads", "ffn"):
+        parser.add_argument(f"--{name}", type=int, default=None, help="size of the model")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--optimizer", action="store_true", help="include an AdamW step")
     parser.add_argument("--only", nargs="+", choices=list(CANDIDATES), default=None)
     parser.add_argument("--breakdown", action="store_true", help="profile by operator instead")
     parser.add_argument("--rows", type=int, default=18, help="lines per breakdown")
     parser.add_argument("--json", default=None, help="write the figures to this file")
-    options = parser.parse_args()
+    return parser
+
+
+def main() -> None:
+    """Parse the command line, measure, print."""
+    options = make_parser().parse_args()
     torch.set_num_threads(1)
     cases = [(family, dtype) for family in options.family for dtype in options.dtype]
     if options.breakdown:
