@@ -17,7 +17,12 @@ from megatron.core.dist_checkpointing.durable import (
     DamagedCheckpointError,
     describe_os_error,
 )
-from megatron.core.dist_checkpointing.exchange import Peers, agree, peers_of
+from megatron.core.dist_checkpointing.exchange import (
+    Peers,
+    agree,
+    as_checkpoint_error,
+    peers_of,
+)
 from megatron.core.dist_checkpointing.lease import Lease
 from megatron.core.dist_checkpointing.loader import Contents, load_state, open_contents
 from megatron.core.dist_checkpointing.retention import apply_retention
@@ -72,6 +77,8 @@ class Checkpointer:
         # Known on every rank, unlike the lease, which the coordinator holds alone.
         self._has_claimed = False
         self._in_flight: AsyncSave | None = None
+        self.last_committed: int | None = None
+        """Iteration of the newest checkpoint of this run that is on the disk, complete."""
 
     # Saving ---------------------------------------------------------------------------------
 
@@ -166,6 +173,7 @@ class Checkpointer:
 
     def _after_commit(self, directory: Path, iteration: int) -> None:
         """The checkpoint exists: point the tracker at it, then let old ones go."""
+        self.last_committed = iteration
         problem: MegatronError | None = None
         if self.peers.rank == 0:
             try:
@@ -279,10 +287,15 @@ class Checkpointer:
             strict=parse_strict_handling(settings.dist_ckpt_strictness),
             source_of=most_precise_source,
         )
-        apply_model(self.parts, loaded.state, strict=not loaded.unexpected)
-        apply_optimizer(self.parts, loaded.state, was_loaded=with_optimizer)
-        if with_rng:
-            apply_rng(loaded.state)
+        problem: MegatronError | None = None
+        try:
+            apply_model(self.parts, loaded.state, strict=not loaded.unexpected)
+            apply_optimizer(self.parts, loaded.state, was_loaded=with_optimizer)
+            if with_rng:
+                apply_rng(loaded.state)
+        except Exception as error:
+            problem = as_checkpoint_error(error, f"taking over the state of {contents.directory}")
+        agree(problem, self.peers)
         layout = contents.manifest.info.get("layout")
         layout = layout if isinstance(layout, dict) else {}
         before, now = show_layout(layout), show_layout(describe_layout(self.parts))
