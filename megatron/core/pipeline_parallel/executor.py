@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.core.errors import ConfigError
+from megatron.core.errors import ConfigError, ScheduleError
 from megatron.core.pipeline_parallel.grad_sync import GradSync
 from megatron.core.pipeline_parallel.instructions import Op, Placement, Step
 from megatron.core.pipeline_parallel.p2p_communication import (
@@ -101,6 +101,13 @@ class PipelineExecutor:
             Op.PARAM_GATHER: self.gather_parameters,
             Op.GRAD_SYNC: self.open_grad_sync,
         }
+        unknown = sorted({op.name for op, _, _ in steps if op not in do})
+        if unknown:
+            raise ScheduleError(
+                f"the program contains {', '.join(unknown)}.",
+                rule="stages do input and weight gradients in one step",
+                fix="use an order made of FORWARD and BACKWARD",
+            )
         self.compiled = [(do[op], microbatch, chunk) for op, microbatch, chunk in steps]
 
     def run(self) -> None:

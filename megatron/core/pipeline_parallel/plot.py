@@ -110,14 +110,15 @@ def caption(trace: Trace) -> str:
 
 
 def svg(traces: Sequence[Trace]) -> str:
-    """Return an SVG document with one panel per trace, each scaled to the full width.
+    """Return an SVG document with one panel per trace.
 
-    A plan and a measured run drawn together show at a glance where the run lost time.
+    Panels of one unit have one time scale: a plan and a run drawn together show at a glance where
+    the run lost time.
     """
     parts: list[str] = []
     top = 10
     for trace in traces:
-        parts.extend(_svg_panel(trace, top))
+        parts.extend(_svg_panel(trace, top, _WIDTH / _common_makespan(trace, traces)))
         top += _TOP + _ROW_HEIGHT * trace.placement.num_ranks + _PANEL_GAP
     head = (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{_LEFT + _WIDTH + 20}" height="{top}" '
@@ -127,10 +128,13 @@ def svg(traces: Sequence[Trace]) -> str:
     return "\n".join([head, background, *parts, "</svg>", ""])
 
 
-def _svg_panel(trace: Trace, top: float) -> list[str]:
+def _common_makespan(trace: Trace, traces: Sequence[Trace]) -> float:
+    """Return the longest makespan among the traces with the unit of `trace`."""
+    return max(other.report().makespan for other in traces if other.unit == trace.unit) or 1.0
+
+
+def _svg_panel(trace: Trace, top: float, scale: float) -> list[str]:
     origin = min((span.start for span in trace.spans), default=0.0)
-    makespan = max((span.end for span in trace.spans), default=1.0) - origin
-    scale = _WIDTH / (makespan or 1.0)
     chunks = trace.placement.num_chunks
     body = top + _TOP
     parts = [
@@ -182,13 +186,15 @@ def save_png(traces: Sequence[Trace], path: str | Path) -> None:
     panels = figure.subplots(len(traces), 1, squeeze=False)
     for axis, trace in zip(panels[:, 0], traces, strict=True):
         origin = min((span.start for span in trace.spans), default=0.0)
-        makespan = max((span.end for span in trace.spans), default=1.0) - origin
+        width = _common_makespan(trace, traces)
         for span in trace.spans:
             label = span.step.label(trace.placement.num_chunks)
-            colour = [c / 255 for c in _shade(span.step.op, span.step.chunk, 4)]
+            colour = [
+                c / 255 for c in _shade(span.step.op, span.step.chunk, trace.placement.num_chunks)
+            ]
             start, length = span.start - origin, span.end - span.start
             axis.barh(span.rank, length, left=start, height=0.92, color=colour, edgecolor="white")
-            if length / makespan > 0.009 * len(label):
+            if length / width > 0.0045 * len(label):
                 axis.text(
                     start + length / 2,
                     span.rank,
@@ -199,11 +205,11 @@ def save_png(traces: Sequence[Trace], path: str | Path) -> None:
                     fontsize=7,
                 )
         axis.set_title(caption(trace), fontsize=9, loc="left")
-        axis.set_xlim(0, makespan)
+        axis.set_xlim(0, width)
         axis.set_yticks(range(trace.placement.num_ranks))
         axis.set_yticklabels([f"rank {rank}" for rank in range(trace.placement.num_ranks)])
         axis.invert_yaxis()
-        axis.set_xlabel(trace.unit or "time, in forward steps of one chunk", fontsize=8)
+        axis.set_xlabel(trace.unit or "time, in units of the costs", fontsize=8)
     figure.savefig(path, dpi=130)
 
 

@@ -294,11 +294,11 @@ def _check_progress(program: Program, channels: ChannelModel) -> Walk:
     if channels is ChannelModel.RENDEZVOUS:
         _check_progress(program, ChannelModel.BUFFERED)  # the worse finding, if it is one
     chunks = program.placement.num_chunks
-    waits = [
-        f"rank {rank} waits for {wait.label(chunks)} before "
-        f"{program.ranks[rank][position].label(chunks)}"
-        for rank, (position, wait) in sorted(blocked.items())
-    ]
+    waits = []
+    for rank, (position, wait) in sorted(blocked.items()):
+        here = program.ranks[rank][position]
+        needed = "its receiver" if here == wait else wait.label(chunks)
+        waits.append(f"rank {rank} is at {here.label(chunks)} and waits for {needed}")
     more = f"; and {len(waits) - 8} more" if len(waits) > 8 else ""
     raise _error(
         program,

@@ -13,8 +13,10 @@ from torch import Tensor, nn
 from megatron.core.errors import ConfigError, ScheduleError
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.pipeline_parallel.executor import PipelineExecutor
 from megatron.core.pipeline_parallel.grad_sync import GradSync
-from megatron.core.pipeline_parallel.instructions import NO_MICROBATCH
+from megatron.core.pipeline_parallel.instructions import NO_MICROBATCH, Op, Placement, Step
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.pipeline_parallel.schedules import get_tensor_shapes
 from megatron.core.pipeline_parallel.utils import (
     is_pp_first_stage,
@@ -386,3 +388,10 @@ def test_place_in_the_pipeline():
     assert is_vp_last_stage(None, 1)
     assert is_vp_first_stage(0, 2)
     assert not is_vp_last_stage(0, 2)
+
+
+def test_a_program_with_split_backwards_is_refused_by_stages_that_cannot_split():
+    steps = [Step(Op.FORWARD, 0, 0), Step(Op.INPUT_GRAD, 0, 0), Step(Op.WEIGHT_GRAD, 0, 0)]
+    channels = P2PCommunicator(None, Config())
+    with pytest.raises(ScheduleError, match="contains INPUT_GRAD, WEIGHT_GRAD"):
+        PipelineExecutor(steps, Placement(1), [], channels, receive_shapes=[], send_shapes=[])

@@ -1,0 +1,223 @@
+"""What a pipeline costs: dispatch, bubble, and messages.
+
+    python -m benchmarks.pipeline_bubble             # all three tables, about a minute
+    python -m benchmarks.pipeline_bubble --trace run.json   # also keep the trace of the last run
+
+1. Dispatch: Python time of the executor per compute step, on one process, with empty stages.
+2. Bubble: 4 gloo processes whose stages sleep, so the number of cores does not matter, against
+   the simulated bubble. What is above it is dispatch, messages and the machine's clock.
+3. Messages: 2 processes whose stages multiply matrices, with activations of 8 micro batches of
+   sequence 256 and width 512 between them, against the same work on the same two processes at the
+   same time without a pipeline. The bubble alone would give 1.125 (and 1.0625 with 2 chunks).
+
+The quietest of several steps counts: other programs on the machine only ever add time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor, nn
+
+from megatron.core import parallel_state
+from megatron.core.model_parallel_config import ModelParallelConfig
+from megatron.core.pipeline_parallel.programs import Plan, plan_report
+from megatron.core.pipeline_parallel.recorder import PipelineRecorder
+from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+SEQUENCE, WIDTH, MICROBATCHES = 256, 512, 8
+FORWARD_S = 0.020
+BUBBLE_CASES = [("gpipe", 1, 4), ("gpipe", 1, 8), ("1f1b", 1, 8), ("1f1b", 1, 16), ("1f1b", 2, 8)]
+
+
+@dataclass
+class Config(ModelParallelConfig):
+    """A pipeline config with a width."""
+
+    hidden_size: int = WIDTH
+
+
+class Sleep(torch.autograd.Function):
+    """The identity, sleeping in both directions."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, forward_s: float) -> Tensor:
+        ctx.forward_s = forward_s
+        time.sleep(forward_s)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        time.sleep(2 * ctx.forward_s)
+        return grad, None
+
+
+class Part(nn.Module):
+    """A chunk of the model: sleeps, multiplies, or does nothing."""
+
+    def __init__(self, config: Config, *, forward_s: float = 0.0, num_layers: int = 0) -> None:
+        super().__init__()
+        self.config = config
+        self.forward_s = forward_s
+        self.scale = nn.Parameter(torch.ones(()))
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.ReLU(), nn.Linear(4 * WIDTH, WIDTH))
+            for _ in range(num_layers)
+        )
+        self.input: Tensor | None = None
+
+    def set_input_tensor(self, tensor: Tensor) -> None:
+        """Take the previous stage's output."""
+        self.input = tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Run the chunk; x [s, b, h] is used on the first stage only."""
+        x = x if self.input is None else self.input
+        self.input = None
+        if not self.layers:
+            return Sleep.apply(x * self.scale, self.forward_s) if self.forward_s else x * self.scale
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+
+
+def run_step(
+    chunks: list[Part],
+    groups: ProcessGroupCollection,
+    num_microbatches: int,
+    sequence: int,
+    recorder: PipelineRecorder | None = None,
+) -> float:
+    """Run one step and return its wall time on this rank."""
+    x = torch.ones(sequence, 1, WIDTH)
+
+    def forward_step(iterator: Any, model: Part) -> Any:
+        return model(x), lambda output: (output.mean(), {})
+
+    started = time.perf_counter()
+    get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=None,
+        model=chunks,
+        num_microbatches=num_microbatches,
+        seq_length=sequence,
+        micro_batch_size=1,
+        pg_collection=groups,
+        recorder=recorder,
+    )
+    return time.perf_counter() - started
+
+
+def dispatch_table() -> None:
+    """Print the executor's Python time per compute step."""
+    num_microbatches, x = 256, torch.ones(1, 1, WIDTH)
+    part, groups = Part(Config()), ProcessGroupCollection.single()
+
+    def bare() -> float:
+        started = time.process_time()
+        for _ in range(num_microbatches):
+            (part(x).mean() / num_microbatches).backward()
+        return time.process_time() - started
+
+    def executor() -> float:
+        started = time.process_time()
+        run_step([part], groups, num_microbatches, 1)
+        return time.process_time() - started
+
+    best_bare, best_executor = (min(f() for _ in range(5)) for f in (bare, executor))
+    steps = 2 * num_microbatches
+    print("dispatch (one process, one multiplication as a stage)")
+    print(f"  bare loop   {best_bare / steps * 1e6:6.1f} us a step")
+    print(f"  executor    {best_executor / steps * 1e6:6.1f} us a step")
+    print(f"  difference  {(best_executor - best_bare) / steps * 1e6:6.1f} us a step\n")
+
+
+def bubble_table(groups: ProcessGroupCollection, num_steps: int) -> None:
+    """Print measured against simulated bubbles; runs on every rank of 4."""
+    if dist.get_rank() == 0:
+        head = f"  {'schedule':<14}{'m':>4}{'simulated':>11}{'measured':>10}{'excess':>9}"
+        print(f"bubble (4 processes, forward {FORWARD_S * 1e3:.0f} ms per rank, asleep)\n{head}")
+    for schedule, num_chunks, num_microbatches in BUBBLE_CASES:
+        config = Config(pipeline_model_parallel_size=4, pipeline_schedule=schedule)
+        chunks = [Part(config, forward_s=FORWARD_S / num_chunks) for _ in range(num_chunks)]
+        recorder, measured = PipelineRecorder(), 1.0
+        for _ in range(num_steps):
+            run_step(chunks, groups, num_microbatches, 16, recorder)
+            measured = min(measured, recorder.trace(groups.pp).report().bubble)
+        simulated = plan_report(Plan(schedule, 4, num_chunks, num_microbatches)).bubble
+        if dist.get_rank() == 0:
+            name = schedule if num_chunks == 1 else f"{schedule}, v={num_chunks}"
+            row = f"  {name:<14}{num_microbatches:>4}{simulated:>11.4f}{measured:>10.4f}"
+            print(row + f"{measured / simulated - 1:>+9.1%}", flush=True)
+
+
+def message_table(groups: ProcessGroupCollection, num_steps: int, trace: Path | None) -> None:
+    """Print the wall time of a pipeline of 2 against the same work without one."""
+    rank = dist.get_rank()
+    if rank == 0:
+        print("\nmessages (2 processes, 8 micro batches of sequence 256, width 512)")
+        print(f"  {'layout':<14}{'bubble':>9}{'wall / work':>13}")
+    alone = ProcessGroupCollection.single()
+    for num_chunks in (1, 2, 4):
+        config = Config(pipeline_model_parallel_size=2)
+        chunks = [Part(config, num_layers=8 // num_chunks) for _ in range(num_chunks)]
+        work_chunks = [Part(Config(), num_layers=8)]
+        recorder, pipeline_s, work_s = PipelineRecorder(), [], []
+        for _ in range(num_steps):
+            dist.barrier()
+            pipeline_s.append(run_step(chunks, groups, MICROBATCHES, SEQUENCE, recorder))
+            dist.barrier()
+            work_s.append(run_step(work_chunks, alone, MICROBATCHES, SEQUENCE))
+        if trace is not None:
+            measured = recorder.trace(groups.pp, f"measured: p=2, v={num_chunks}, m=8")
+            if rank == 0:
+                trace.write_text(measured.to_json())
+        best = torch.tensor([min(pipeline_s), min(work_s)], dtype=torch.float64)
+        dist.all_reduce(best, op=dist.ReduceOp.MAX)
+        if rank == 0:
+            bubble = 1 + 1 / (num_chunks * MICROBATCHES)
+            ratio = float(best[0] / best[1])
+            print(f"  {f'pp2, v={num_chunks}':<14}{bubble:>9.4f}{ratio:>13.3f}", flush=True)
+
+
+def worker(rank: int, world_size: int, store: str, options: argparse.Namespace) -> None:
+    """Run one rank of the tables that need several."""
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
+    groups = parallel_state.initialize_model_parallel(pipeline_model_parallel_size=world_size)
+    if world_size == 4:
+        bubble_table(groups, options.steps)
+    else:
+        message_table(groups, options.steps, options.trace)
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    """Print the tables."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--steps", type=int, default=5, help="per line; the quietest counts")
+    parser.add_argument("--trace", type=Path, help="write the trace of the last pipeline here")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    dispatch_table()
+    for world_size in (4, 2):
+        with tempfile.TemporaryDirectory() as folder:
+            arguments = (world_size, os.path.join(folder, "store"), options)
+            mp.spawn(worker, arguments, nprocs=world_size)
+
+
+if __name__ == "__main__":
+    main()
