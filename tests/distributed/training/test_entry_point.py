@@ -1,0 +1,134 @@
+"""The command itself, as a user starts it: torchrun, SIGTERM, a failing command line."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from tests.distributed.training.test_pretraining import SMALL
+
+ROOT = Path(__file__).parents[3]
+LINE = re.compile(r" iteration +(\d+)/ +\d+ \|.* lm loss: ([\d.E+-]+) \|")
+
+
+def environment() -> dict[str, str]:
+    """Run on the CPU with one thread and as few surprises as possible."""
+    kept = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    return {
+        **kept,
+        "LATTICE_DEVICE": "cpu",
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "PYTHONPATH": str(ROOT),
+        "PYTHONUNBUFFERED": "1",
+    }
+
+
+def run(*words: str, timeout_s: float = 240.0) -> subprocess.CompletedProcess[str]:
+    """Run a command to its end."""
+    return subprocess.run(
+        words,
+        cwd=ROOT,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+    )
+
+
+def test_torchrun_trains_two_ranks_and_writes_all_kinds_of_output(tmp_path):
+    done = run(
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+        "pretrain_gpt.py", *SMALL.split(), "--tensor-model-parallel-size", "2",
+        "--tensorboard-dir", str(tmp_path / "tb"), "--log-throughput", "--log-params-norm",
+        "--log-num-zeros-in-grad", "--save", str(tmp_path / "save"), "--log-progress",
+        "--eval-interval", "2", "--eval-iters", "1", "--timing-log-level", "2", "--profile",
+        "--profile-step-start", "2", "--profile-step-end", "3", "--manual-gc",
+        "--check-for-spiky-loss", "--use-flash-attn",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert [int(i) for i, _ in LINE.findall(done.stdout)] == [1, 2, 3, 4]
+    for expected in (
+        "note: --use-flash-attn:", "throughput per GPU (TFLOP/s/GPU):", "params norm:",
+        "num zeros:", "MFU (causal):", "validation loss at iteration 2 | lm loss value:",
+        "validation loss at iteration 4 on test set", "forward-backward",
+        "data_parallel_size = 1  (2 ranks / (tp 2 * pp 1 * cp 1))",
+    ):  # fmt: skip
+        assert expected in done.stdout, expected
+    assert list((tmp_path / "tb").glob("events.out.tfevents.*"))
+    assert (tmp_path / "tb" / "trace-rank0.json").stat().st_size > 0
+    assert (tmp_path / "save" / "latest_checkpointed_iteration.txt").read_text().strip() == "4"
+    assert "Iteration: 4" in (tmp_path / "save" / "progress.txt").read_text()
+
+
+def test_sigterm_saves_the_present_step_and_leaves(tmp_path):
+    words = [*SMALL.split(), "--train-iters", "100000", "--exit-signal-handler"]
+    words += ["--save", str(tmp_path / "save")]
+    with subprocess.Popen(
+        [sys.executable, "pretrain_gpt.py", *words],
+        cwd=ROOT,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        lines = []
+        for line in process.stdout:
+            lines.append(line)
+            if LINE.search(line):
+                process.send_signal(signal.SIGTERM)
+                sent_at = time.monotonic()
+                break
+        rest, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    assert time.monotonic() - sent_at < 25
+    text = "".join(lines) + rest
+    assert "stopped by: a signal" in text
+    last = int(LINE.findall(text)[-1][0])
+    tracker = tmp_path / "save" / "latest_checkpointed_iteration.txt"
+    assert int(tracker.read_text()) == last
+
+
+def test_a_bad_command_line_ends_with_one_line_and_no_traceback(tmp_path):
+    done = run(sys.executable, "pretrain_gpt.py", "--num-layer", "4", "--lr", "fast")
+    assert done.returncode == 10
+    assert "did you mean --num-layers?" in done.stderr
+    assert "'fast' is not a float" in done.stderr
+    assert done.stderr.strip().splitlines()[-1].startswith("FATAL[CONFIG] iter=0 rank=0 host=")
+    assert "Traceback" not in done.stderr
+
+
+def test_a_dry_run_plans_without_training(tmp_path):
+    done = run(
+        sys.executable, "pretrain_gpt.py", "--preset", "llama3-8b", "--seq-length", "8192",
+        "--micro-batch-size", "1", "--global-batch-size", "64", "--bf16", "--lr", "1e-4",
+        "--train-iters", "10", "--tensor-model-parallel-size", "4", "--sequence-parallel",
+        "--pipeline-model-parallel-size", "4", "--num-virtual-stages-per-pipeline-rank", "2",
+        "--dry-run", "--dry-run-world-size", "32", "--dry-run",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    for expected in (
+        "32 = tensor 4 x pipeline 4 x data 2", "8,03", "interleaved 1F1B, 32 micro batches",
+        "simulated bubble 4.5%",  # (p-1)/(v*m+p-1) = 3/67
+        "rank   3 |", "stage 3:", "FLOP per token", "--seq-length 8192",
+    ):  # fmt: skip
+        assert expected in done.stdout, (expected, done.stdout)
+
+
+def test_failure_json_tells_what_went_wrong(tmp_path):
+    (tmp_path / "lost").mkdir()
+    (tmp_path / "lost" / "latest_checkpointed_iteration.txt").write_text("5")
+    words = [*SMALL.split(), "--save", str(tmp_path), "--load", str(tmp_path / "lost")]
+    done = run(sys.executable, "pretrain_gpt.py", *words)
+    record = json.loads((tmp_path / "failure.json").read_text())
+    assert done.returncode == record["exit_code"] == 12
+    assert record["class"] == "CHECKPOINT"
+    assert record["where"] == "loading a checkpoint"

@@ -1,0 +1,113 @@
+"""`pretrain_gpt.py` on several ranks: the same curve as one process, and exact resume."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from megatron.core.errors import CheckpointError, NumericsError
+from megatron.core.process_groups_config import ProcessGroupCollection
+from tests.harness.distributed import DistributedFailure, run_distributed
+from tests.harness.tolerances import FP32_REORDERED_SUM, assert_close
+from tests.parity import training_run
+from tests.parity.resume import CASES, run_case
+from tests.parity.training_run import read_metrics, train_with_flags
+
+SMALL = (
+    "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --vocab-size 90"
+    " --micro-batch-size 2 --global-batch-size 8 --train-iters 4 --lr 1e-2 --mock-data"
+    " --log-interval 1 --num-workers 0"
+)
+"""With the default dropout of 0.1."""
+
+
+def losses(tmp_path, world_size: int, flags: str, **layout: int) -> list[float]:
+    """Train and return the exact loss of each step."""
+    path = tmp_path / f"{world_size}-{len(list(tmp_path.iterdir()))}.jsonl"
+    words = [*SMALL.split(), *flags.split(), "--metrics-jsonl", str(path)]
+    run_distributed(train_with_flags, world_size, words, timeout_s=240.0, **layout)
+    return [line["lm loss"] for line in read_metrics(path)]
+
+
+def test_every_layout_trains_along_the_curve_of_one_process(tmp_path):
+    expected = losses(tmp_path, 1, "")
+    assert expected[-1] < expected[0]
+    pipeline = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"
+    for flags, layout in (
+        (f"{pipeline} --sequence-parallel", {"tp": 2, "pp": 2}),
+        ("--use-distributed-optimizer --pipeline-model-parallel-size 2"
+         " --num-virtual-stages-per-pipeline-rank 2 --overlap-grad-reduce", {"pp": 2, "vp": 2}),
+    ):  # fmt: skip
+        found = losses(tmp_path, 4, flags, **layout)
+        assert_close(found, expected, FP32_REORDERED_SUM, flags)
+
+
+@pytest.mark.parametrize(
+    ("name", "num_workers"),
+    [
+        ("one process, growing batch, cyclic data", 2),
+        ("tp 2 x pp 2", 0),
+        ("dp 2, distributed optimizer", 0),
+    ],
+)
+def test_a_resumed_run_is_the_unbroken_one_to_the_bit(name, num_workers, tmp_path):
+    """The whole table is `python -m tests.parity.resume`."""
+    case = next(case for case in CASES if case.name == name)
+    unbroken, broken = run_case(case, num_workers, tmp_path)
+    assert len(broken.metrics) == 20
+    assert broken == unbroken
+
+
+def train_with_poison(groups: ProcessGroupCollection, words: list[str]) -> list[float]:
+    """Train with a loss that becomes NaN in the third step, on one micro batch of one replica."""
+    honest = training_run.forward_step
+    calls = []
+
+    def poisoned(data_iterator, model):
+        output, loss_func = honest(data_iterator, model)
+        calls.append(1)
+        if len(calls) == 2 * 2 + 2 and groups.dp.rank() == 1:
+            output = output * float("nan")
+        return output, loss_func
+
+    training_run.forward_step = poisoned
+    try:
+        train_with_flags(groups, words)
+    finally:
+        training_run.forward_step = honest
+
+
+def test_a_loss_that_is_not_finite_stops_all_ranks_before_the_update(tmp_path):
+    words = [*SMALL.split(), "--save", str(tmp_path / "run"), "--save-interval", "1"]
+    with pytest.raises(DistributedFailure) as caught:
+        run_distributed(train_with_poison, 2, words, timeout_s=120.0)
+    for outcome in caught.value.outcomes:
+        assert outcome.error_type == NumericsError.__name__
+        assert "iteration 3: lm loss is nan on rank 1, micro batch 1" in outcome.error_message
+        # Step 3 begins after 16 samples; micro batch 1 of replica 1 is row 3.
+        assert "(samples 22 to 23)" in outcome.error_message
+    saved = sorted(p.name for p in (tmp_path / "run").iterdir() if p.name.startswith("iter_"))
+    assert saved == ["iter_0000001", "iter_0000002"]
+
+
+def test_a_nan_can_be_passed_over_without_the_check(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    words = [*SMALL.split(), "--no-check-for-nan-in-loss-and-grad", "--metrics-jsonl", str(path)]
+    run_distributed(train_with_poison, 2, words, timeout_s=120.0)
+    found = [line["lm loss"] for line in map(json.loads, path.read_text().splitlines())]
+    assert [loss == loss for loss in found] == [True, True, False, True]
+
+
+def test_an_iteration_can_be_skipped(tmp_path):
+    whole = losses(tmp_path, 1, "")
+    skipped = losses(tmp_path, 1, "--iterations-to-skip 2")
+    assert skipped[0] == whole[0]
+    assert len(skipped) == len(whole) - 1
+
+
+def test_a_missing_checkpoint_fails_on_request(tmp_path):
+    words = [*SMALL.split(), "--load", str(tmp_path), "--exit-on-missing-checkpoint"]
+    with pytest.raises(DistributedFailure) as caught:
+        run_distributed(train_with_flags, 1, words)
+    assert caught.value.outcomes[0].error_type == CheckpointError.__name__
