@@ -152,16 +152,16 @@ def _svg_panel(trace: Trace, top: float, scale: float) -> list[str]:
         x, width = _LEFT + (span.start - origin) * scale, (span.end - span.start) * scale
         y = body + span.rank * _ROW_HEIGHT + 1
         label = span.step.label(chunks)
-        red, green, blue = _shade(span.step.op, span.step.chunk, chunks)
+        colour = _shade(span.step.op, span.step.chunk, chunks)
         parts.append(
             f'<rect x="{x:.2f}" y="{y}" width="{max(width, 0.3):.2f}" height="{_ROW_HEIGHT - 2}" '
-            f'fill="rgb({red},{green},{blue})" stroke="white" stroke-width="0.5">'
+            f'fill="rgb{colour}" stroke="white" stroke-width="0.5">'
             f"<title>{label}: {span.start - origin:.6g} to {span.end - origin:.6g}"
             f"{' ' + trace.unit if trace.unit else ''}</title></rect>"
         )
         if width > 6.5 * len(label):
             parts.append(
-                f'<text x="{x + width / 2:.2f}" y="{y + 16}" fill="white" '
+                f'<text x="{x + width / 2:.2f}" y="{y + 16}" fill="{_ink(colour)}" '
                 f'text-anchor="middle">{label}</text>'
             )
     return parts
@@ -172,6 +172,12 @@ def _shade(op: Op, chunk: int, num_chunks: int) -> tuple[int, int, int]:
     lighten = 0.45 * chunk / max(1, num_chunks - 1)
     red, green, blue = (round(c + (255 - c) * lighten) for c in _COLOUR[op])
     return red, green, blue
+
+
+def _ink(colour: tuple[int, int, int]) -> str:
+    """Return the colour of a label that is readable on a box of the given colour."""
+    red, green, blue = colour
+    return "white" if 0.3 * red + 0.6 * green + 0.1 * blue < 150 else "black"
 
 
 def save_png(traces: Sequence[Trace], path: str | Path) -> None:
@@ -189,21 +195,13 @@ def save_png(traces: Sequence[Trace], path: str | Path) -> None:
         width = _common_makespan(trace, traces)
         for span in trace.spans:
             label = span.step.label(trace.placement.num_chunks)
-            colour = [
-                c / 255 for c in _shade(span.step.op, span.step.chunk, trace.placement.num_chunks)
-            ]
+            colour = _shade(span.step.op, span.step.chunk, trace.placement.num_chunks)
             start, length = span.start - origin, span.end - span.start
-            axis.barh(span.rank, length, left=start, height=0.92, color=colour, edgecolor="white")
-            if length / width > 0.0045 * len(label):
-                axis.text(
-                    start + length / 2,
-                    span.rank,
-                    label,
-                    ha="center",
-                    va="center",
-                    color="white",
-                    fontsize=7,
-                )
+            paint = [part / 255 for part in colour]
+            axis.barh(span.rank, length, left=start, height=0.92, color=paint, edgecolor="white")
+            if length / width > 0.004 * len(label):
+                place = (start + length / 2, span.rank)
+                axis.text(*place, label, ha="center", va="center", color=_ink(colour), fontsize=7)
         axis.set_title(caption(trace), fontsize=9, loc="left")
         axis.set_xlim(0, width)
         axis.set_yticks(range(trace.placement.num_ranks))
