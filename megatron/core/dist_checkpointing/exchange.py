@@ -5,11 +5,14 @@ Mechanisms below take `Peers`, so that the protocol can be tested with threads i
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar
 
 import torch.distributed as dist
 
 from megatron.core.errors import CheckpointError, MegatronError
+
+Result = TypeVar("Result")
 
 
 class Peers(Protocol):
@@ -114,8 +117,26 @@ def agree(problem: MegatronError | None, peers: Peers) -> None:
         )
 
 
+def together(peers: Peers, doing: str, function: Callable[[], Result]) -> Result:
+    """Call `function` on this rank and return its result, or raise on every rank if any fails.
+
+    Args:
+        doing: what was tried, for the message of an error that is not meant for users.
+    """
+    problem: MegatronError | None = None
+    result: Any = None
+    try:
+        result = function()
+    except Exception as error:
+        problem = as_checkpoint_error(error, doing)
+    agree(problem, peers)
+    return result  # type: ignore[no-any-return]
+
+
 def as_checkpoint_error(error: Exception, doing: str) -> MegatronError:
-    """Return `error` in the family that ranks can agree on."""
+    """Return `error` in the family that ranks can agree on; the original stays its cause."""
     if isinstance(error, MegatronError):
         return error
-    return CheckpointError(f"{doing} failed: {type(error).__name__}: {error}")
+    made = CheckpointError(f"{doing} failed: {type(error).__name__}: {error}")
+    made.__cause__ = error
+    return made

@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron.core import device
 from megatron.core.dist_checkpointing import commit, typed_json
 from megatron.core.dist_checkpointing.durable import DamagedCheckpointError
-from megatron.core.dist_checkpointing.exchange import Peers, agree, as_checkpoint_error
+from megatron.core.dist_checkpointing.exchange import Peers, together
 from megatron.core.dist_checkpointing.flat_ranges import Box
 from megatron.core.dist_checkpointing.manifest import (
     COMMON_NAME,
@@ -145,44 +145,37 @@ def load_state(
     Raises:
         CheckpointError: on every rank, if any rank found a mismatch or a damaged file.
     """
-    jobs: list[_Job] = []
-    problem: MegatronError | None = None
-    unexpected: set[str] = set()
-    built: Any = None
-    try:
+
+    def build() -> tuple[Any, set[str]]:
         built = _build(template, contents.manifest, source_of)
-        unexpected = {leaf.key for leaf in _declared(built) if not _is_stored(leaf, contents)}
-    except Exception as error:
-        problem = as_checkpoint_error(error, "declaring the state to load")
-    agree(problem, peers)
+        return built, {leaf.key for leaf in _declared(built) if not _is_stored(leaf, contents)}
+
+    built, unexpected = together(peers, "declaring the state to load", build)
     missing = _missing_keys(built, contents, peers) if strict.compares_all_ranks else set()
-    try:
-        apply_strictness(
-            strict,
-            unexpected=unexpected,
-            missing=missing,
-            stored=set(contents.manifest.tensors) | _object_keys(contents),
-        )
-        jobs = list(_plan(built, contents))
-    except MegatronError as error:
-        problem = error
-    agree(problem, peers)
-    bytes_read = 0
-    try:
-        with ShardReader(contents.directory, contents.manifest) as reader:
-            # In file order, so that the disk sees one pass.
-            work = [
-                (r.shard.file, r.shard.begin, i, r) for i, j in enumerate(jobs) for r in j.reads
-            ]
-            for _, _, index, read in sorted(work, key=lambda w: w[:3]):
-                job = jobs[index]
-                reader.read(job.tensor, read, _narrow(job.into, read.in_wanted))
-            bytes_read = reader.bytes_read
-        state = _assemble(built, contents)
-    except Exception as error:
-        problem = as_checkpoint_error(error, f"loading {contents.directory}")
-    agree(problem, peers)
+
+    def plan() -> list[_Job]:
+        stored = set(contents.manifest.tensors) | _object_keys(contents)
+        apply_strictness(strict, unexpected=unexpected, missing=missing, stored=stored)
+        return list(_plan(built, contents))
+
+    jobs = together(peers, "comparing the state with the checkpoint", plan)
+
+    def read() -> tuple[dict[str, Any], int]:
+        num_bytes = _read(jobs, contents)
+        return _assemble(built, contents), num_bytes
+
+    state, bytes_read = together(peers, f"loading {contents.directory}", read)
     return Loaded(state, missing, unexpected, bytes_read)
+
+
+def _read(jobs: list[_Job], contents: Contents) -> int:
+    """Fill all tensors, in file order so that the disk sees one pass; return the bytes read."""
+    with ShardReader(contents.directory, contents.manifest) as reader:
+        work = [(r.shard.file, r.shard.begin, i, r) for i, j in enumerate(jobs) for r in j.reads]
+        for _, _, index, read in sorted(work, key=lambda w: w[:3]):
+            job = jobs[index]
+            reader.read(job.tensor, read, _narrow(job.into, read.in_wanted))
+        return reader.bytes_read
 
 
 @dataclass

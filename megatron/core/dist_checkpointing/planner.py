@@ -84,15 +84,12 @@ class SavePlan:
     bytes_per_rank: list[int]
 
 
-def plan_save(
-    declared: Sequence[Sequence[Declared]], *, spread_over_replicas: bool, check_coverage: bool
-) -> SavePlan:
+def plan_save(declared: Sequence[Sequence[Declared]], *, spread_over_replicas: bool) -> SavePlan:
     """Give every distinct shard to one of its holders.
 
     Args:
         declared: per rank, its declarations.
         spread_over_replicas: balance bytes over all holders; otherwise the main replica writes.
-        check_coverage: require that the shards of every tensor are a partition of it.
     Raises:
         CheckpointError: ranks contradict each other, or the shards do not make up a tensor.
     """
@@ -115,8 +112,7 @@ def plan_save(
             if d.is_main:
                 mains.setdefault(unit, []).append((rank, index))
     _check_mains(holders, mains)
-    if check_coverage:
-        _check_coverage(declared, tensors, mains)
+    _check_coverage(declared, tensors, mains)
     loads = [0] * len(declared)
     writes: list[list[int]] = [[] for _ in declared]
     sizes = {unit: declared[h[0][0]][h[0][1]].num_bytes for unit, h in holders.items()}

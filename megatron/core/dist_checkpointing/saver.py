@@ -191,7 +191,6 @@ def prepare_save(
     peers: Peers,
     info: Mapping[str, Any] | None = None,
     spread_over_replicas: bool = True,
-    check_coverage: bool = True,
 ) -> SaveInProgress:
     """Agree on who writes what and create the staging directory: collective.
 
@@ -201,7 +200,6 @@ def prepare_save(
         info: JSON facts for the manifest (layout, configuration, data fingerprint).
         spread_over_replicas: balance the bytes over all holders of a shard; otherwise the main
             replica writes it.
-        check_coverage: refuse shards that do not make up their tensors exactly.
     """
     final, problem, local = Path(directory), None, _LocalState()
     try:
@@ -220,7 +218,6 @@ def prepare_save(
             plan = plan_save(
                 [d for _, d, _ in gathered],
                 spread_over_replicas=spread_over_replicas,
-                check_coverage=check_coverage,
             )
             common = _common_bytes(local.common, [objects for _, _, objects in gathered])
             run = secrets.token_hex(6)

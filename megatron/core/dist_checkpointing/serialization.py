@@ -48,7 +48,6 @@ def save(
             and plain values.
         checkpoint_dir: the checkpoint itself; it must not exist yet, or it is replaced.
         sharded_strategy: None or "lattice": the only format that is written.
-        validate_access_integrity: check that the shards make up every tensor exactly once.
         async_sharded_save: copy what this rank writes, write in a thread, and return a handle
             whose `finish` (collective) commits.
         content_metadata: facts for the loader, read by `load_content_metadata`.
@@ -56,7 +55,8 @@ def save(
         process_group: the ranks that save together; None is all.
         spread_over_replicas: let all replicas of a shard share the writing.
 
-    Hashes are always written; `verify_integrity`, `async_strategy` and
+    Hashes are always written, and shards that do not make up every tensor exactly once are always
+    refused; `validate_access_integrity`, `verify_integrity`, `async_strategy` and
     `preprocess_common_before_consistancy_check` are accepted for callers of Megatron's function.
     """
     _check_strategy(sharded_strategy)
@@ -69,7 +69,6 @@ def save(
         peers=peers_of(process_group),
         info=facts,
         spread_over_replicas=spread_over_replicas,
-        check_coverage=validate_access_integrity,
     )
     if async_sharded_save:
         return AsyncSave.start(saving)

@@ -6,6 +6,7 @@ Every method is a collective over all processes of the run.
 from __future__ import annotations
 
 import secrets
+from argparse import Namespace
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,8 +21,8 @@ from megatron.core.dist_checkpointing.durable import (
 from megatron.core.dist_checkpointing.exchange import (
     Peers,
     agree,
-    as_checkpoint_error,
     peers_of,
+    together,
 )
 from megatron.core.dist_checkpointing.lease import Lease
 from megatron.core.dist_checkpointing.loader import Contents, load_state, open_contents
@@ -120,11 +121,13 @@ class Checkpointer:
         self.claim()
         with_optimizer = not self.settings.no_save_optim
         with_rng = not self.settings.no_save_rng
-        state = declare_run(self.parts, with_optimizer=with_optimizer, with_rng=with_rng)
-        state |= plain_run_state(
-            self.parts, progress, with_optimizer=with_optimizer, with_rng=with_rng
-        )
-        state["extra"] = dict(extra or {})
+
+        def declare() -> dict[str, Any]:
+            flags = {"with_optimizer": with_optimizer, "with_rng": with_rng}
+            plain = plain_run_state(self.parts, progress, **flags)
+            return declare_run(self.parts, **flags) | plain | {"extra": dict(extra or {})}
+
+        state = together(self.peers, "declaring the state to save", declare)
         directory = Path(self.settings.save)
         iteration = progress.iteration
         saving = dist_checkpointing.save(
@@ -270,12 +273,15 @@ class Checkpointer:
         return chosen
 
     def _load_contents(self, contents: Contents, *, is_finetuning: bool) -> Restored:
-        settings = self.settings
-        stored = contents.common_state()
+        settings, parts = self.settings, self.parts
         with_optimizer = not (is_finetuning or settings.no_load_optim)
         with_rng = not (is_finetuning or settings.no_load_rng)
-        template = declare_run(
-            self.parts, with_optimizer=with_optimizer, with_rng=with_rng, is_loading=True
+        template = together(
+            self.peers,
+            "declaring the state to load",
+            lambda: declare_run(
+                parts, with_optimizer=with_optimizer, with_rng=with_rng, is_loading=True
+            ),
         )
         generators = template.get("generators")
         if generators is not None and generators.unique_key not in contents.objects:
@@ -287,27 +293,27 @@ class Checkpointer:
             strict=parse_strict_handling(settings.dist_ckpt_strictness),
             source_of=most_precise_source,
         )
-        problem: MegatronError | None = None
-        try:
-            apply_model(self.parts, loaded.state, strict=not loaded.unexpected)
-            apply_optimizer(self.parts, loaded.state, was_loaded=with_optimizer)
+
+        def take_over() -> TrainState:
+            apply_model(parts, loaded.state, strict=not loaded.unexpected)
+            apply_optimizer(parts, loaded.state, was_loaded=with_optimizer)
             if with_rng:
                 apply_rng(loaded.state)
-        except Exception as error:
-            problem = as_checkpoint_error(error, f"taking over the state of {contents.directory}")
-        agree(problem, self.peers)
+            return TrainState() if is_finetuning else progress_of(loaded.state)
+
+        doing = f"taking over the state of {contents.directory}"
+        progress = together(self.peers, doing, take_over)
         layout = contents.manifest.info.get("layout")
         layout = layout if isinstance(layout, dict) else {}
-        before, now = show_layout(layout), show_layout(describe_layout(self.parts))
+        before, now = show_layout(layout), show_layout(describe_layout(parts))
         if before != now:
             self._say(f"  layout of the checkpoint: {before}; of this run: {now}")
-        progress = TrainState() if is_finetuning else progress_of(stored)
-        extra = stored.get("extra", {})
+        args, extra = loaded.state.get("args"), loaded.state.get("extra")
         return Restored(
             contents.directory,
             progress,
-            vars(stored["args"]),
-            {} if is_finetuning else extra,
+            vars(args) if isinstance(args, Namespace) else {},
+            extra if isinstance(extra, dict) and not is_finetuning else {},
             layout,
         )
 

@@ -34,7 +34,7 @@ MODEL_SHAPE_ARGS = (
     "use_rotary_position_embeddings", "use_rope_scaling", "rope_scaling_factor",
     "add_position_embedding", "add_bias_linear", "add_qkv_bias", "qk_layernorm", "swiglu",
     "squared_relu", "normalization", "norm_epsilon", "apply_layernorm_1p",
-    "untie_embeddings_and_output_weights", "make_vocab_size_divisible_by", "padded_vocab_size",
+    "untie_embeddings_and_output_weights", "make_vocab_size_divisible_by",
     "unpadded_vocab_size", "tokenizer_type", "tokenizer_model", "vocab_size", "vocab_file",
     "merge_file", "window_size",
 )  # fmt: skip
