@@ -92,7 +92,7 @@ def command_of_namespace(args: argparse.Namespace, defaults: Mapping[str, Any]) 
         if name in table and values.get(name, table[name].default) == table[name].default:
             values[name] = value
     extra = {n: v for n, v in vars(args).items() if n not in table and n not in _derived_names()}
-    return ParsedCommand(config=RunConfig.from_values(values), given=frozenset(values), extra=extra)
+    return ParsedCommand(config=RunConfig.from_values(values), extra=extra)
 
 
 @functools.cache

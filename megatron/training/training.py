@@ -108,7 +108,7 @@ class PretrainCall:
         """Return the settings: those passed, or those of the command line."""
         if self._command is None:
             if self.config is not None:
-                self._command = ParsedCommand(config=self.config, given=frozenset())
+                self._command = ParsedCommand(config=self.config)
             else:
                 self._command = parse_command_line(
                     extra_args_provider=self.extra_args_provider, args_defaults=self.args_defaults

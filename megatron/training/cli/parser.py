@@ -27,8 +27,6 @@ class ParsedCommand:
     """What the user asked for."""
 
     config: RunConfig
-    given: frozenset[str]
-    """Fields that the command line or the YAML file set."""
     extra: Mapping[str, Any] = field(default_factory=dict)
     """Values of arguments that a script added to the parser."""
 
@@ -156,7 +154,6 @@ def parse_command_line(
     merged = {**defaults, **from_preset, **from_yaml, **command_line}
     return ParsedCommand(
         config=RunConfig.from_values(merged),
-        given=frozenset(from_yaml) | frozenset(command_line),
         extra=values,
     )
 

@@ -134,10 +134,8 @@ class ReplicationConfig:
         True, note="whether ranks of a pipeline reduce at one moment changes no result"
     )
     """Let each stage reduce its gradients at its own pace."""
-    num_distributed_optimizer_instances: int = flag(
-        1, refuse="use one instance: state is sharded over all replicas"
-    )
-    """Replicas of the sharded optimizer."""
+    num_distributed_optimizer_instances: int = 1
+    """Copies of the sharded optimizer state: it is sharded inside and replicated across them."""
     use_megatron_fsdp: bool = flag(False, refuse="use --use-distributed-optimizer")
     """Shard parameters and gradients too."""
     data_parallel_sharding_strategy: str = flag(

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
-
 from megatron.training.checkpointing import Checkpointer
 from megatron.training.hooks.base import Hook
 from megatron.training.resilience.progress import RunProgress
@@ -23,13 +20,12 @@ class SaveCheckpoints(Hook):
         checkpointer: Checkpointer,
         interval: int | None,
         progress: RunProgress,
-        write: Callable[[str], None],
     ) -> None:
         self.checkpointer = checkpointer
         self.interval = interval
         self.progress = progress
-        self.write = write
         self._last_saved: int | None = None
+        self._has_ended = False
 
     def before_training(self, state: TrainState) -> TrainState:
         """Claim the directory, so that a second run in it ends at once."""
@@ -40,6 +36,8 @@ class SaveCheckpoints(Hook):
     def after_step(self, state: TrainState, result: StepResult) -> TrainState:
         """Commit what the background has written, and save when it is time."""
         self.checkpointer.after_step()
+        if self._last_saved is not None and not self.checkpointer.has_save_in_flight:
+            self.progress.last_good_checkpoint = self._last_saved or None
         if self.interval is not None and state.iteration % self.interval == 0:
             self._save(state)
         return state
@@ -49,17 +47,21 @@ class SaveCheckpoints(Hook):
         if state.iteration != self._last_saved:
             self._save(state)
         self.checkpointer.finish()
+        self._has_ended = True
         return state
 
     def _save(self, state: TrainState) -> None:
         with self.progress.at("saving a checkpoint"):
-            started_at = time.perf_counter()
             self.checkpointer.save(state)
-            self._last_saved = self.progress.last_good_checkpoint = state.iteration
-            self.write(
-                f" saved iteration {state.iteration} in {time.perf_counter() - started_at:.2f} s"
-            )
+            self._last_saved = state.iteration
+        if not self.checkpointer.has_save_in_flight:
+            self.progress.last_good_checkpoint = state.iteration
 
     def close(self) -> None:
-        """Give the directory free."""
-        self.checkpointer.close()
+        """Give the directory free.
+
+        After a failure nothing is done: an unfinished save would wait for ranks that have left,
+        and the lease of a process that is gone is taken over by the next run.
+        """
+        if self._has_ended:
+            self.checkpointer.close()

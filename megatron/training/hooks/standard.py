@@ -22,7 +22,7 @@ from megatron.training.hooks.save import SaveCheckpoints
 from megatron.training.hooks.scalars import ProgressBar, Scalars, sinks_here
 from megatron.training.hooks.stop import ExitDuration, ExitInterval, ExitOnSignal, StepBudget
 from megatron.training.parts import StepPlan, TrainingParts
-from megatron.training.printing import is_last_rank, is_rank_0, print_rank_0
+from megatron.training.printing import is_last_rank, is_rank_0
 from megatron.training.resilience.progress import RunProgress
 from megatron.training.resilience.signals import SignalFlag
 
@@ -69,7 +69,7 @@ def standard_hooks(
     if run.eval_interval is not None and run.eval_iters > 0:
         hooks.append(evaluate)
     if checkpointer is not None and run.save is not None:
-        hooks.append(SaveCheckpoints(checkpointer, run.save_interval, progress, print_rank_0))
+        hooks.append(SaveCheckpoints(checkpointer, run.save_interval, progress))
     if run.log_progress and run.save is not None and is_rank_0():
         hooks.append(ProgressFile(run.save, run.world_size))
     hooks.append(StepBudget(run.train_iters))

@@ -109,6 +109,30 @@ def gathers_belong_to_sharded_state(run: ResolvedRun) -> Iterator[MegatronError]
 
 
 @rule
+def copies_of_sharded_state(run: ResolvedRun) -> Iterator[MegatronError]:
+    """Instances of the distributed optimizer share the replicas evenly."""
+    instances, dp = run.num_distributed_optimizer_instances, run.data_parallel_size
+    if instances == 1:
+        return
+    if instances < 1 or dp % instances:
+        yield problem(
+            f"--num-distributed-optimizer-instances {instances} for {dp} replicas.",
+            "each instance shards its state over an equal number of replicas",
+            "--num-distributed-optimizer-instances",
+            fix=f"use a number that divides {dp}",
+        )
+    if not run.use_distributed_optimizer:
+        yield problem(
+            f"--num-distributed-optimizer-instances {instances} without"
+            " --use-distributed-optimizer.",
+            "instances are copies of sharded optimizer state",
+            "--num-distributed-optimizer-instances",
+            "--use-distributed-optimizer",
+            fix="add --use-distributed-optimizer",
+        )
+
+
+@rule
 def one_bucket_rule(run: ResolvedRun) -> Iterator[MegatronError]:
     """Buckets have a size or a number."""
     if run.ddp_bucket_size is not None and run.ddp_num_buckets is not None:
