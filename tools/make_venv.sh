@@ -64,7 +64,7 @@ say "Installing torch into $directory ($("$python" -V)) ..."
 say "Installing megatron-lattice[$extras] ..."
 "${pip[@]}" -e ".[$extras]" -c constraints.txt >>"$log" 2>&1 || failed
 # Some packages ship templates that are no valid Python; their import does not need them.
-"$directory/bin/python" -m compileall -q -j 0 "$directory/lib" >>"$log" 2>&1 || true
+"$directory/bin/python" -m compileall -q -j 0 "$directory/lib" megatron >>"$log" 2>&1 || true
 
 echo "$key" >"$directory/.made-from"
 say "Installed in $((SECONDS - started)) s."

@@ -93,7 +93,7 @@ def recipe_for(layout: Layout) -> Recipe:
     """Return the recipe for the machine at hand."""
     if layout.uses_gpu:
         return Recipe(8, 512, 8, 256, 8, 32 * layout.data, 600, 1e-3)
-    return Recipe(4, 192, 6, 256, 2, 8, 480, 3e-3)
+    return Recipe(4, 128, 4, 256, 2, 8, 800, 4e-3)
 
 
 def layout_flags(layout: Layout) -> list[str]:
