@@ -10,7 +10,6 @@ import torch.distributed as dist
 
 from megatron.core import device
 
-
 FINEST_LEVEL = 2
 """Timers inside a micro batch; 0 are those of whole steps."""
 

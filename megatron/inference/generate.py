@@ -92,7 +92,7 @@ def generate(
 
 @torch.no_grad()
 def _last_logits(
-    chunks: list[Any],
+    chunks: Sequence[Any],
     tokens: Tensor,
     position: int,
     num_parts: int,
@@ -117,7 +117,7 @@ def _last_logits(
     collected = get_forward_backward_func()(
         forward_step_func=forward_step,
         data_iterator=iterators if len(chunks) > 1 else iterators[0],
-        model=chunks if len(chunks) > 1 else chunks[0],
+        model=list(chunks) if len(chunks) > 1 else chunks[0],
         num_microbatches=num_parts,
         seq_length=tokens.shape[1],
         micro_batch_size=len(parts[0]),

@@ -130,7 +130,7 @@ def together(peers: Peers, doing: str, function: Callable[[], Result]) -> Result
     except Exception as error:
         problem = as_checkpoint_error(error, doing)
     agree(problem, peers)
-    return result  # type: ignore[no-any-return]
+    return result
 
 
 def as_checkpoint_error(error: Exception, doing: str) -> MegatronError:

@@ -57,7 +57,7 @@ class Contents:
 
     def common_state(self) -> dict[str, Any]:
         """Return the plain values that were saved."""
-        return typed_json.decode(self.common)  # type: ignore[no-any-return]
+        return typed_json.decode(self.common)
 
 
 @dataclass
