@@ -47,8 +47,9 @@ def one_way_to_cut_virtual_stages(run: ResolvedRun) -> Iterator[MegatronError]:
         value = flags[name]
         if isinstance(value, int) and value < 1:
             yield problem(f"{name} {value}.", "it is a positive number", name, fix=f"drop {name}")
-    has_virtual_flag = any(v is not None for v in list(flags.values())[:2])
-    if has_virtual_flag and run.pipeline_model_parallel_size == 1:
+    is_virtual = flags["--num-layers-per-virtual-pipeline-stage"] is not None
+    is_virtual |= (flags["--num-virtual-stages-per-pipeline-rank"] or 1) > 1
+    if is_virtual and run.pipeline_model_parallel_size == 1:
         yield problem(
             f"{given[0]} with --pipeline-model-parallel-size 1.",
             "virtual stages divide the work of pipeline ranks",
