@@ -129,7 +129,7 @@ class RotaryEmbedding(nn.Module):
     ) -> int:
         """Return the length of the whole sequence, of which a rank may see a part."""
         held = getattr(transformer, "input_tensor", None)
-        rows = held if held is not None else transformer_input
+        rows = held if transformer_input is None else transformer_input
         assert rows is not None
         length = rows.shape[0]
         if transformer_config.sequence_parallel:
