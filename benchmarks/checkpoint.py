@@ -125,6 +125,14 @@ def measure(function: Callable[[], object]) -> tuple[float, float, object]:
     return time.perf_counter() - wall, time.process_time() - processor, result
 
 
+def remove(path: Path) -> None:
+    """Delete what an earlier turn wrote, and let the disk come to rest."""
+    if path.is_dir():
+        shutil.rmtree(path)
+    path.unlink(missing_ok=True)
+    os.sync()
+
+
 def main() -> None:
     """Measure and print one table."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -146,12 +154,11 @@ def main() -> None:
     try:
         for _ in range(arguments.repeats):
             for name in ("raw", "safetensors", "torch", "ours"):
-                for old in (root / name).parent.glob(name):
-                    shutil.rmtree(old) if old.is_dir() else old.unlink()
-                os.sync()
+                remove(root / name)
                 turn(f"save {name}", getattr(candidates, f"save_{name}"))
             for name in ("raw", "raw_in_place", "safetensors", "torch", "ours"):
                 turn(f"load {name}", getattr(candidates, f"load_{name}"))
+            remove(root / "ours")
             finish = turn("pause ours", candidates.pause_ours)
             turn("rest of asynchronous save", finish)  # type: ignore[arg-type]
     finally:
