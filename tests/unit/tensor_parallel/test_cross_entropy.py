@@ -144,6 +144,23 @@ def test_a_label_outside_the_vocabulary_is_refused(bad):
         vocab_parallel_cross_entropy(torch.zeros(1, 2, 8), target, num_valid=6)
 
 
+def test_the_gradient_of_given_away_logits_lies_in_their_memory():
+    logits = torch.randn(4, 2, 9, requires_grad=True) * 1.0
+    seen = []
+    logits.register_hook(lambda grad: seen.append(grad.data_ptr()))
+    target = torch.zeros(4, 2, dtype=torch.int64)
+    vocab_parallel_cross_entropy(logits, target, overwrite_logits=True).sum().backward()
+    assert seen == [logits.data_ptr()]
+
+
+def test_giving_away_logits_that_their_producer_needs_is_noticed():
+    logits = torch.tanh(torch.randn(4, 1, 9, requires_grad=True))  # tanh's backward reads them
+    target = torch.zeros(4, 1, dtype=torch.int64)
+    loss = vocab_parallel_cross_entropy(logits, target, overwrite_logits=True).sum()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
 # The fused head -----------------------------------------------------------------------------
 
 
@@ -272,3 +289,14 @@ def test_the_fused_head_has_the_gradient_of_finite_differences():
     assert torch.autograd.gradcheck(
         lambda h, w: linear_cross_entropy(h, w, target, num_valid=5), (hidden, weight)
     )
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_chunks_are_bounded_and_nearly_equal(seed):
+    draw = torch.Generator().manual_seed(seed)
+    tokens, columns = (int(torch.randint(1, 10**6, (), generator=draw)) for _ in range(2))
+    rows = fused_head._chunk_rows(tokens, columns, 2)
+    assert 1 <= rows <= tokens
+    assert rows == 1 or rows * columns * 2 <= fused_head.MAX_CHUNK_BYTES
+    fewest = -(-tokens * columns * 2 // fused_head.MAX_CHUNK_BYTES)
+    assert rows == 1 or -(-tokens // rows) <= 2 * fewest
