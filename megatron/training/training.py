@@ -53,6 +53,7 @@ def pretrain(*given: Any, **named: Any) -> None:
     progress, store_slot = RunProgress(rank=launch.place_of_this_process().rank), []
     with failures_reported(progress, store_slot):
         if call.is_dry_run():
+            progress.where = "planning a dry run"
             print_rank_0(describe_run(call.read))
             return
         session = start_session(

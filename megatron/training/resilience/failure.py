@@ -59,7 +59,10 @@ _PEER_TEXTS = (
 
 
 def classify(error: BaseException) -> tuple[str, int]:
-    """Return (class, exit code) of an error."""
+    """Return (class, exit code) of an error; a joint error has the class that its parts share."""
+    parts = getattr(error, "problems", ())
+    if parts and len({type(part) for part in parts}) == 1:
+        error = parts[0]
     for kind, name, code in CLASSES:
         if isinstance(error, kind):
             return name, code
@@ -74,6 +77,9 @@ def classify(error: BaseException) -> tuple[str, int]:
 
 def action_for(error: BaseException, name: str, progress: RunProgress) -> str:
     """Say in a few words what to do."""
+    parts = getattr(error, "problems", ())
+    if len(parts) == 1:
+        error = parts[0]
     if isinstance(error, MegatronError) and error.fix:
         return error.fix.splitlines()[0]
     if isinstance(error, MegatronError):

@@ -16,6 +16,7 @@ from megatron.core.errors import (
     MissingExtraError,
     NumericsError,
     TopologyError,
+    raise_together,
 )
 from megatron.training.resilience.failure import classify, failures_reported
 from megatron.training.resilience.progress import RunProgress
@@ -76,6 +77,20 @@ def test_a_users_error_has_no_traceback(capsys):
 def test_an_unexpected_error_keeps_its_traceback(capsys):
     fail(ZeroDivisionError("deep inside"), RunProgress())
     assert "Traceback" in capsys.readouterr().err
+
+
+def joint(*problems) -> ConfigError:
+    """Return the error that reports several problems together."""
+    with pytest.raises(ConfigError) as caught:
+        raise_together(problems, summary="a test")
+    return caught.value
+
+
+def test_a_joint_error_has_the_class_of_its_parts_and_the_fix_of_a_single_one(capsys):
+    assert classify(joint(DataError("a"), DataError("b")))[0] == "DATA"
+    assert classify(joint(DataError("a"), ConfigError("b")))[0] == "CONFIG"
+    fail(joint(DataError("a", fix="bring a")), RunProgress())
+    assert FATAL.search(capsys.readouterr().err)["action"] == "bring a"
 
 
 def test_the_same_facts_are_in_failure_json(tmp_path, capsys):
