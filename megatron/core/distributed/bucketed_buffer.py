@@ -18,6 +18,9 @@ from megatron.core.distributed.communication import (
 from megatron.core.distributed.parameter_shard import ParameterShard, ShardSpan
 from megatron.core.distributed.sharding_arithmetic import BLOCK, BufferPlan, plan_buffer
 
+MAX_IN_FLIGHT = 4
+"""Buckets in reduction beside the newest one: bounds the memory for what is received."""
+
 
 @dataclass(frozen=True)
 class ReductionPolicy:
@@ -171,15 +174,15 @@ class BucketedBuffer(ABC):
 
     def _launch_next(self) -> None:
         bucket = self.buckets[self._num_launched]
-        # One step for everything in flight: its messages had a bucket's time to arrive.
-        for transfer in self._reductions:
-            transfer.advance()
-        self._reductions = [t for t in self._reductions if not t.is_finished]
         bucket.is_launched = True
         self._num_launched += 1
         transfer = self._reduction_of(bucket)
-        if not transfer.is_finished:
-            self._reductions.append(transfer)
+        # Waiting here would tie the ranks together bucket by bucket, and add up their delays.
+        for earlier in self._reductions:
+            earlier.poll()
+        while len(self._reductions) >= MAX_IN_FLIGHT and not self._reductions[0].is_finished:
+            self._reductions[0].advance()
+        self._reductions = [t for t in [*self._reductions, transfer] if not t.is_finished]
 
     def _finish_transfers(self) -> None:
         finish_all(self._reductions)
