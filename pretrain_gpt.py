@@ -19,6 +19,7 @@ from megatron.core.enums import ModelType
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training import get_args, get_timers, get_tokenizer, pretrain
+from megatron.training.arguments import core_transformer_config_from_args
 from megatron.training.blends import blends_of
 from megatron.training.setup.layer_spec import layer_spec
 from megatron.training.setup.stages import reads_data
@@ -33,6 +34,7 @@ def model_provider(
 ) -> GPTModel:
     """Build one chunk of the model: all of it without pipeline parallelism."""
     args = get_args()
+    config = config or core_transformer_config_from_args(args)
     return GPTModel(
         config=config,
         transformer_layer_spec=layer_spec(args, config, vp_stage),
@@ -52,7 +54,7 @@ def model_provider(
     )
 
 
-def get_batch(data_iterator: Iterator[dict[str, Tensor]] | None) -> dict[str, Tensor | None]:
+def get_batch(data_iterator: Iterator[dict[str, Tensor]] | None) -> dict[str, Any]:
     """Take the next micro batch; a stage between the first and the last needs none.
 
     Every rank that needs tokens reads them itself: the corpus is memory-mapped and the order of

@@ -7,7 +7,6 @@ import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training import launch
 from megatron.training.cli.parser import ExtraArguments, ParsedCommand, parse_command_line
 from megatron.training.config.run import RunConfig, all_flags
@@ -112,4 +111,4 @@ def core_transformer_config_from_args(
             defaults.
         config_class: a subclass of TransformerConfig.
     """
-    return transformer_config(vars(args), config_class or TransformerConfig)  # type: ignore[type-var]
+    return transformer_config(vars(args), config_class)

@@ -50,7 +50,8 @@ def pretrain(*given: Any, **named: Any) -> None:
         SystemExit: the run failed: what and why was printed, and the exit code tells the class.
     """
     call = PretrainCall.of(given, named)
-    progress, store_slot = RunProgress(rank=launch.place_of_this_process().rank), []
+    progress = RunProgress(rank=launch.place_of_this_process().rank)
+    store_slot: list[Any] = []
     with failures_reported(progress, store_slot):
         if call.is_dry_run():
             progress.where = "planning a dry run"

@@ -65,11 +65,12 @@ def transformer_fields(
 
 
 def transformer_config(
-    settings: Mapping[str, Any], config_class: type[ConfigT] = TransformerConfig
+    settings: Mapping[str, Any], config_class: type[ConfigT] | None = None
 ) -> ConfigT:
     """Build the model's config.
 
     Raises:
         ConfigError: with all problems of the model and its layout.
     """
-    return config_class(**transformer_fields(settings, config_class))
+    kind: Any = config_class or TransformerConfig
+    return kind(**transformer_fields(settings, kind))

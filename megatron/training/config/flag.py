@@ -129,8 +129,9 @@ class FlagSpec:
             if text not in self.choices:
                 raise ValueError("is not one of " + ", ".join(map(str, self.choices)))
             return self.element[text]
+        kind: Any = self.element
         try:
-            value = self.element(text)
+            value = kind(text)
         except ValueError:
             article = "an" if self.element is int else "a"
             raise ValueError(f"is not {article} {self.element.__name__}") from None

@@ -60,7 +60,7 @@ _PEER_TEXTS = (
 
 def classify(error: BaseException) -> tuple[str, int]:
     """Return (class, exit code) of an error; a joint error has the class that its parts share."""
-    parts = getattr(error, "problems", ())
+    parts = error.problems if isinstance(error, MegatronError) else ()
     if parts and len({type(part) for part in parts}) == 1:
         error = parts[0]
     for kind, name, code in CLASSES:
@@ -77,7 +77,7 @@ def classify(error: BaseException) -> tuple[str, int]:
 
 def action_for(error: BaseException, name: str, progress: RunProgress) -> str:
     """Say in a few words what to do."""
-    parts = getattr(error, "problems", ())
+    parts = error.problems if isinstance(error, MegatronError) else ()
     if len(parts) == 1:
         error = parts[0]
     if isinstance(error, MegatronError) and error.fix:

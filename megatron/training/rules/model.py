@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from megatron.core.errors import ConfigError, MegatronError
 from megatron.core.pipeline_parallel.layout import pipeline_layout
@@ -49,6 +50,7 @@ def the_model_fits_its_layout(run: ResolvedRun) -> Iterator[MegatronError]:
     if not has_sizes(run):
         return
     fields = transformer_fields(run.values)
+    config: Any
     try:
         config = TransformerConfig(**fields)
     except ConfigError as error:

@@ -14,6 +14,7 @@ from megatron.core.enums import ModelType
 from megatron.core.pipeline_parallel.layout import pipeline_layout
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_model_config, get_pg_rank
 from megatron.training import global_vars
 from megatron.training.transformer_settings import transformer_config
@@ -53,7 +54,7 @@ def build_model(
         provider: called once per chunk with those of `pre_process`, `post_process`, `vp_stage`,
             `config` and `pg_collection` that it takes.
     """
-    config = transformer_config(settings)
+    config: TransformerConfig = transformer_config(settings)
     layout = pipeline_layout(config)
     num_chunks = settings["virtual_pipeline_model_parallel_size"] or 1
     pp_rank = get_pg_rank(groups.pp)
