@@ -24,7 +24,7 @@ from megatron.core.errors import NumericsError
 from megatron.core.initialization import canonical_names
 from megatron.core.param_meta import get_param_meta
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.utils import get_pg_rank, get_pg_size
+from megatron.core.utils import get_pg_rank, get_pg_size, unwrap_model
 
 BUCKET_NUMEL_ON_CPU = 4_000_000
 _TAGS_PER_BUFFER = 1 << 16
@@ -90,7 +90,7 @@ class DistributedDataParallel(nn.Module):
 
     def _build_buffers(self, disable_bucketing: bool) -> list[BucketedBuffer]:
         kinds: dict[tuple[torch.dtype, bool], list[tuple[str, nn.Parameter]]] = {}
-        names = canonical_names(self.module)
+        names = names_in_model(self.module)
         for local_name, parameter in self.module.named_parameters():
             name = names[local_name]
             if parameter.requires_grad:
@@ -343,6 +343,15 @@ class DistributedDataParallel(nn.Module):
             transfer.wait()
 
 
+def names_in_model(module: nn.Module) -> dict[str, str]:
+    """Map each local parameter name to its name in the whole model, without wrappers."""
+    names = canonical_names(module)
+    prefix = ""
+    while hasattr(module, "module"):
+        module, prefix = module.module, prefix + "module."
+    return {local: name.removeprefix(prefix) for local, name in names.items()}
+
+
 def bucket_numel(
     config: DistributedDataParallelConfig, numel: int, num_ranks: int, device: torch.device
 ) -> int | None:
@@ -367,8 +376,9 @@ def tied_parameters(module: nn.Module) -> list[nn.Parameter]:
         for p in module.parameters()
         if get_param_meta(p).tied_to is not None or getattr(p, "shared_embedding", False)
     ]
-    if not found and getattr(module, "share_embeddings_and_output_weights", False):
-        holds_copy = getattr(module, "pre_process", False) or getattr(module, "post_process", False)
-        weight = module.shared_embedding_or_output_weight() if holds_copy else None
+    model = unwrap_model(module)
+    if not found and getattr(model, "share_embeddings_and_output_weights", False):
+        holds_copy = getattr(model, "pre_process", False) or getattr(model, "post_process", False)
+        weight = model.shared_embedding_or_output_weight() if holds_copy else None
         found = [] if weight is None else [weight]
     return [p for p in found if p.requires_grad]

@@ -53,7 +53,8 @@ class GradientBuffer(BucketedBuffer):
             raise ScheduleError(
                 f"a second gradient of {self.names[index]} after its reduction had begun.",
                 rule="only the backward pass of the last micro batch may start the reduction",
-                fix="run the earlier micro batches inside no_sync()",
+                fix="run the earlier micro batches inside no_sync(), and begin each step with"
+                " zero_grad_buffer()",
             )
         self._mark_arrived(index)
 

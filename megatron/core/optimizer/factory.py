@@ -9,10 +9,12 @@ import torch
 from torch import nn
 
 from megatron.core.distributed.communication import Mesh
-from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
+from megatron.core.distributed.distributed_data_parallel import (
+    DistributedDataParallel,
+    names_in_model,
+)
 from megatron.core.distributed.parameter_shard import ParameterShard
 from megatron.core.errors import ConfigError
-from megatron.core.initialization import canonical_names
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.grad_scaler import ConstantGradScaler, DynamicGradScaler
 from megatron.core.optimizer.gradient_norm import GradientReader
@@ -143,7 +145,7 @@ def _collect_shards(
 def _named_parameters(chunk: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """Yield the trainable parameters of a chunk with their names in the whole model."""
     module = chunk.module if isinstance(chunk, DistributedDataParallel) else chunk
-    names = canonical_names(module)
+    names = names_in_model(module)
     for name, parameter in module.named_parameters():
         if parameter.requires_grad:
             yield names[name], parameter

@@ -92,6 +92,7 @@ class GradientReader:
         device = parameters[0].device if parameters else torch.device("cpu")
         counted = [counts_here(shard, groups) for shard in self.shards]
         self._counts = torch.tensor(counted, dtype=torch.bool, device=device)
+        self._lengths = [torch.tensor(s.num_blocks, device=device) for s in self.spans if s.shards]
         self._groups, self._device = groups, device
         self._dense = _Part(self.shards, parameters, False, shard_groups[0], groups.mp)
         self._expert = _Part(self.shards, parameters, True, shard_groups[1], groups.tp_ep_pp)
@@ -122,7 +123,11 @@ class GradientReader:
         return report
 
     def _read(self, exactly: bool) -> GradientReport:
-        parts = [segment_sums(span, exactly) for span in self.spans]
+        occupied = (span for span in self.spans if span.shards)
+        parts = [
+            torch.segment_reduce(_block_squares(span.gradients, exactly), "sum", lengths=lengths)
+            for span, lengths in zip(occupied, self._lengths, strict=True)
+        ]
         parts += [_sum_of_squares(shard.parameter.grad, exactly).view(1) for shard in self.loose]
         if not parts:
             sums = torch.zeros(0, dtype=torch.float64, device=self._counts.device)
@@ -185,15 +190,6 @@ class _Part:
             dist.all_gather(gathered, vector, group=self.across)
             vector = torch.cat(gathered)
         return vector.tolist()
-
-
-def segment_sums(span: ShardSpan, exactly: bool = False) -> Tensor:
-    """Return the sum of squares of each shard of a span, fp64 [number of shards]."""
-    if not span.shards:
-        return torch.zeros(0, dtype=torch.float64, device=span.gradients.device)
-    squares = _block_squares(span.gradients, exactly)
-    lengths = torch.tensor(span.num_blocks, device=squares.device)
-    return torch.segment_reduce(squares, "sum", lengths=lengths)
 
 
 def _sum_of_squares(gradient: Tensor | None, exactly: bool) -> Tensor:

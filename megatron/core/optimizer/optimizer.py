@@ -114,6 +114,9 @@ class MegatronOptimizer:
     @torch.no_grad()
     def apply(self, factor: float) -> None:
         """Update the weights from `factor` times the gradients, and publish them."""
+        for chunk in self._replicated_chunks():
+            # A parameter that no forward pass has read may still be on its way.
+            chunk.finish_param_sync()
         self._attach_gradients()
         if factor != 1.0 and not self._scales_in_update:
             torch._foreach_mul_(
@@ -124,9 +127,11 @@ class MegatronOptimizer:
         self._detach_gradients()
         if self._copies:
             torch._foreach_copy_(*map(list, zip(*self._copies, strict=True)))
-        for chunk in self.model_chunks:
-            if isinstance(chunk, DistributedDataParallel):
-                chunk.start_param_sync()
+        for chunk in self._replicated_chunks():
+            chunk.start_param_sync()
+
+    def _replicated_chunks(self) -> list[DistributedDataParallel]:
+        return [chunk for chunk in self.model_chunks if isinstance(chunk, DistributedDataParallel)]
 
     def _update(self, factor: float) -> None:
         if factor == 1.0:

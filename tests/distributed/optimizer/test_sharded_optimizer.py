@@ -277,24 +277,36 @@ class Stage(nn.Module):
         return self.word_embeddings if self.pre_process else self.output
 
 
+class HalfPrecision(nn.Module):
+    """Stands for a wrapper between the model and its replication."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+
+
 @distributed(world_size=4, pp=2)
 def test_tied_copies_on_two_stages_get_one_gradient_count_once_and_stay_equal(groups):
     is_first = groups.pp.rank() == 0
     results = []
     for way in ({}, {"use_distributed_optimizer": True, "bucket_size": 200}):
-        ddp = wrap(groups, model=Stage(is_first), **way)
+        stage = Stage(is_first)
+        ddp = wrap(groups, model=HalfPrecision(stage), **way)
         optimizer = build(groups, [ddp])
         for _ in range(3):
             ddp.zero_grad_buffer()
-            tied = ddp.module.shared_embedding_or_output_weight()
+            tied = stage.shared_embedding_or_output_weight()
             factor = 1.0 if is_first else 3.0
-            (factor * tied.square().sum() + ddp.module.other.square().sum()).backward()
+            (factor * tied.square().sum() + stage.other.square().sum()).backward()
             finalize_model_grads([ddp], pg_collection=groups)
             ok, norm, _ = optimizer.step()
             assert ok
         both = [torch.empty_like(tied) for _ in range(2)]
         dist.all_gather(both, tied.detach().clone(), group=groups.pp)
         assert_close(both[0], both[1], EXACT, "tied weights")
+        assert {shard.name for span in ddp.spans() for shard in span.shards} <= set(
+            dict(stage.named_parameters())
+        )
         results.append((norm, tied.detach().clone()))
     assert results[0][0] == results[1][0]
     assert_close(results[1][1], results[0][1], EXACT, "tied weight with sharded state")
