@@ -120,6 +120,12 @@ class Placement(NamedTuple):
         stage = self.stage(rank, chunk)
         return self.location(stage + 1) if stage + 1 < self.num_stages else None
 
+    def neighbours(self, rank: int) -> set[int]:
+        """Return the other ranks with which a rank exchanges activations and gradients."""
+        places = [self.previous(rank, chunk) for chunk in range(self.num_chunks)]
+        places += [self.next(rank, chunk) for chunk in range(self.num_chunks)]
+        return {place[0] for place in places if place is not None} - {rank}
+
 
 @dataclass(frozen=True)
 class Orders:

@@ -13,7 +13,7 @@ means the current stream waits, not the host.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -26,7 +26,12 @@ from torch.distributed.distributed_c10d import PrefixStore, _get_process_group_s
 from megatron.core import device
 from megatron.core.errors import TopologyError
 from megatron.core.model_parallel_config import ModelParallelConfig
-from megatron.core.rng import derive_seed
+from megatron.core.pipeline_parallel.step_agreement import (
+    StepAgreement,
+    disagreement,
+    encode,
+    lost_neighbour,
+)
 from megatron.core.utils import get_pg_rank, get_pg_size
 
 Shape = tuple[int, ...]
@@ -41,7 +46,7 @@ class _Shared:
 
     Attributes:
         channels: (source, target) -> process group of that channel; None with tags.
-        agreed: what the ranks agreed on last.
+        agreed: what the ranks agreed on last, without tags.
     """
 
     channels: dict[tuple[int, int], Any] | None = None
@@ -120,6 +125,7 @@ class P2PCommunicator:
         self.dtype = config.pipeline_dtype or config.params_dtype
         self.announces_shapes = config.variable_seq_lengths
         self.device = device.current_device()
+        self._agreement: StepAgreement | None = None
         self._shared = _Shared()
         if self.size > 1:
             if pp_group not in _SHARED:
@@ -133,60 +139,58 @@ class P2PCommunicator:
         assert self.pp_group is not None
         return self.device.type == "cpu" or "nccl" not in dist.get_backend(self.pp_group)
 
-    def agree(self, settings: dict[str, Any]) -> None:
-        """Raise on all ranks of the pipeline unless they give equal settings.
+    def begin_step(self, settings: dict[str, Any], neighbours: Iterable[int]) -> None:
+        """Start to compare what the ranks of the pipeline are about to run.
 
-        With NCCL the ranks only meet when this rank's settings differ from its last ones: waiting
-        for the result would empty the queue of the device in every step.
+        With NCCL all ranks meet, and only when this rank's settings are not those of its last step:
+        waiting for a message in every step would empty the queue of the device.
 
         Args:
-            settings: names and values, which are compared by their text.
+            settings: names and values, the same names on all ranks.
+            neighbours: pipeline ranks that this rank exchanges data with.
         Communication:
-            one all-gather of an integer per setting on the pipeline group.
+            see `StepAgreement`; with NCCL one all-gather on the pipeline group.
+        Raises:
+            TopologyError: here, or before the first data of a rank with other settings.
         """
-        digests = tuple(derive_seed(f"{name}={value}") for name, value in settings.items())
-        if self.size == 1 or (not self.has_tags and digests == self._shared.agreed):
+        if self.size == 1:
             return
-        mine = torch.tensor(digests, dtype=torch.int64, device=self.device)
+        assert self.pp_group is not None
+        if self.has_tags:
+            self._agreement = StepAgreement(self.pp_group, neighbours, settings, self._name)
+            return
+        mine = encode(settings).to(self.device)
+        if self._shared.agreed == (agreed := tuple(mine.tolist())):
+            return
         everyone = [torch.empty_like(mine) for _ in range(self.size)]
         dist.all_gather(everyone, mine, group=self.pp_group)
-        rows = torch.stack(everyone).tolist()
-        if any(row != rows[0] for row in rows):
-            raise self._disagreement(settings, rows)
-        self._shared.agreed = digests
+        for rank, theirs in enumerate(everyone):
+            found = disagreement(settings, theirs.tolist(), self._name(self.rank), self._name(rank))
+            if found is not None:
+                raise found
+        self._shared.agreed = agreed
 
-    def _disagreement(self, settings: dict[str, Any], rows: list[list[int]]) -> TopologyError:
-        """Gather the values of the settings that differ and return the error to raise."""
-        differing = [n for i, n in enumerate(settings) if len({row[i] for row in rows}) > 1]
-        values: list[Any] = [None] * self.size
-        mine = {name: settings[name] for name in differing}
-        dist.all_gather_object(values, mine, group=self.pp_group)
-        lines = [
-            f"  {self._name(rank)}: " + ", ".join(f"{n}={v}" for n, v in theirs.items())
-            for rank, theirs in enumerate(values)
-        ]
-        return TopologyError(
-            "the ranks of a pipeline are about to run different steps:\n" + "\n".join(lines),
-            rule="all ranks of a pipeline run the same number of equal micro batches with the same "
-            "schedule",
-            flags=["--global-batch-size", "--micro-batch-size", "--pipeline-model-parallel-size"],
-            fix="start all ranks with the same flags, and end an epoch on all ranks together",
-        )
+    def end_step(self) -> None:
+        """Finish what `begin_step` started."""
+        if self._agreement is not None:
+            self._agreement.finish()
+            self._agreement = None
 
     def send(self, tensors: Sequence[Tensor], target: int, message: Message) -> Transfer:
         """Post a send to pipeline rank `target`."""
         group, peer, tag = self._channel(self.rank, target, target, message)
-        sent, works = [], []
-        for index, tensor in enumerate(tensors):
+        sent: list[Tensor] = []
+        for tensor in tensors:
             if tensor.dtype != self.dtype:
                 raise self._wrong_dtype(tensor, message)
             tensor = tensor.detach().contiguous()
             if self.announces_shapes:
-                shape = self._encode_shape(tensor.shape)
-                works.append(group.send([shape], peer, tag and tag + 2 * index))
-                sent.append(shape)
-            works.append(group.send([tensor], peer, tag and tag + 2 * index + 1))
+                sent.append(self._encode_shape(tensor.shape))
             sent.append(tensor)
+        try:
+            works = [group.send([t], peer, tag and tag + i) for i, t in enumerate(sent)]
+        except RuntimeError as problem:  # the connection is known to be lost
+            raise self.lost(target, message, problem) from problem
         return Transfer(sent, works, self, target, message)
 
     def receive(
@@ -200,16 +204,24 @@ class P2PCommunicator:
             requires_grad: whether the received tensors are leaves of an autograd graph.
         """
         group, peer, tag = self._channel(source, self.rank, source, message)
-        tensors, works = [], []
-        for index, shape in enumerate(shapes):
-            if self.announces_shapes:
-                announced = torch.empty(MAX_DIMS + 1, dtype=torch.int64, device=self.device)
-                work = group.recv([announced], peer, tag and tag + 2 * index)
-                Transfer([announced], [work], self, source, message).wait()
-                shape = _decode_shape(announced)
-            buffer = torch.empty(shape, dtype=self.dtype, device=self.device)
-            works.append(group.recv([buffer], peer, tag and tag + 2 * index + 1))
-            tensors.append(buffer)
+        tensors: list[Tensor] = []
+        works: list[Any] = []
+        try:
+            if self._agreement is not None:
+                self._agreement.check(source)
+            for shape in shapes:
+                if self.announces_shapes:
+                    announced = torch.empty(MAX_DIMS + 1, dtype=torch.int64, device=self.device)
+                    group.recv([announced], peer, tag and tag + 2 * len(works)).wait()
+                    shape = _decode_shape(announced)
+                    place = tag and tag + 2 * len(works) + 1
+                else:
+                    place = tag and tag + len(works)
+                buffer = torch.empty(shape, dtype=self.dtype, device=self.device)
+                works.append(group.recv([buffer], peer, place))
+                tensors.append(buffer)
+        except RuntimeError as problem:
+            raise self.lost(source, message, problem) from problem
         if requires_grad:
             for tensor in tensors:
                 tensor.requires_grad_()
@@ -342,14 +354,10 @@ class P2PCommunicator:
 
     def lost(self, peer: int, message: Message, problem: RuntimeError) -> TopologyError:
         """Return the error for a transfer that failed or timed out."""
-        name = self._name(peer)
-        return TopologyError(
-            f"pipeline rank {self.rank}: {message} did not pass: the connection with {name} failed "
-            f"or timed out.\n  {problem}",
-            rule="all ranks of a pipeline run the same program at the same time",
-            flags=["--distributed-timeout-minutes"],
-            fix=f"look at the log of {name}: it stopped, hangs, or runs other micro batches",
-        )
+        explained = None if self._agreement is None else self._agreement.explain()
+        if explained is not None:
+            return explained
+        return lost_neighbour(self.rank, message, self._name(peer), problem)
 
     def _wrong_dtype(self, tensor: Tensor, message: Message) -> TopologyError:
         return TopologyError(

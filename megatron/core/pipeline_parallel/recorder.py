@@ -28,7 +28,6 @@ class PipelineRecorder:
         self.placement = Placement(1)
         self.num_microbatches = 0
         self.rank = 0
-        self.origin_s = 0.0
         self.spans: list[Span] = []
 
     def begin(self, placement: Placement, rank: int, num_microbatches: int) -> None:
@@ -36,31 +35,45 @@ class PipelineRecorder:
         self.placement, self.rank = placement, rank
         self.num_microbatches = num_microbatches
         self.spans = []
-        self.origin_s = time.perf_counter()
 
     def trace(self, pp_group: Any, title: str = "measured") -> Trace:
         """Join the steps of all ranks of the pipeline; the same on all of them.
 
-        Ranks on one host share a clock. Ranks on several hosts are aligned at the beginning of the
-        step, when they agreed on its plan: to within the latency of a small message.
+        Ranks on one host share a clock. Those of several hosts compare their clocks at a barrier,
+        which is as exact as the ranks leave it together.
 
         Communication:
-            one all-gather of Python objects on `pp_group`.
+            a barrier and an all-gather of Python objects on `pp_group`.
         """
-        mine = (socket.gethostname(), self.origin_s, self.spans)
-        everyone = [mine]
-        if get_pg_size(pp_group) > 1:
-            everyone = [mine] * get_pg_size(pp_group)
+        size = get_pg_size(pp_group)
+        if size > 1:
+            dist.barrier(group=pp_group)
+        mine = (socket.gethostname(), time.perf_counter(), self.spans)
+        everyone = [mine] * size
+        if size > 1:
             dist.all_gather_object(everyone, mine, group=pp_group)
         share_clock = len({host for host, _, _ in everyone}) == 1
-        first = min(origin for _, origin, _ in everyone)
-        spans = [
-            span._replace(start=span.start - shift, end=span.end - shift)
-            for _, origin, recorded in everyone
-            for shift in (first if share_clock else origin,)
-            for span in recorded
-        ]
-        return Trace(title, self.placement, self.num_microbatches, "s", spans)
+        shifts = [0.0 if share_clock else clock for _, clock, _ in everyone]
+        recorded = [spans for _, _, spans in everyone]
+        origin = min(
+            (
+                span.start - shift
+                for shift, spans in zip(shifts, recorded, strict=True)
+                for span in spans
+            ),
+            default=0.0,
+        )
+        return Trace(
+            title,
+            self.placement,
+            self.num_microbatches,
+            "s",
+            [
+                span._replace(start=span.start - shift - origin, end=span.end - shift - origin)
+                for shift, spans in zip(shifts, recorded, strict=True)
+                for span in spans
+            ],
+        )
 
 
 class MeasuredStage:

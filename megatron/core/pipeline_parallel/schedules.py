@@ -88,35 +88,44 @@ def forward_backward(
     Returns:
         on the last stage what the loss function reported, one entry per micro batch; [] elsewhere.
     Communication:
-        one small all-gather on the pipeline group to agree on the plan (with NCCL only when the
-        plan changes), then activations and gradients between neighbouring stages, then whatever
-        `finalize_model_grads_func` does.
+        activations and gradients between neighbouring stages, after a comparison of their plans
+        (`P2PCommunicator.begin_step`); then whatever `finalize_model_grads_func` does.
     Raises:
-        ConfigError, ScheduleError: on all ranks of the pipeline, if their plans differ.
+        ConfigError, ScheduleError: the step cannot be run as asked.
+        TopologyError: ranks were asked to run different steps, or a neighbour was lost.
     """
     groups = pg_collection or fallback_pg_collection or ProcessGroupCollection.current()
     chunks = as_list(model)
-    iterators = list(data_iterator) if isinstance(data_iterator, list) else [data_iterator]
+    iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
     if data_iterator is None:
         iterators = [None] * len(chunks)
     config = get_model_config(chunks[0])
-    if p2p_communicator is None:
-        p2p_communicator = P2PCommunicator(groups.pp, config)
+    channels = p2p_communicator or P2PCommunicator(groups.pp, config)
+    rank = channels.rank
     plan = Plan(
         schedule=config.pipeline_schedule,
-        pipeline_size=p2p_communicator.size,
+        pipeline_size=channels.size,
         num_chunks=len(chunks),
         num_microbatches=num_microbatches,
         group_size=config.microbatch_group_size_per_vp_stage if len(chunks) > 1 else None,
         forward_only=forward_only,
         prefetch=int(config.overlap_p2p_comm and not config.variable_seq_lengths),
     )
-    p2p_communicator.agree(
-        {**plan._asdict(), "seq_length": seq_length, "micro_batch_size": micro_batch_size}
+    _check_sizes(plan, len(iterators), expected_pp_size, expected_vp_size)
+    if not forward_only and not torch.is_grad_enabled():
+        raise ConfigError(
+            "a training step was started inside torch.no_grad().",
+            rule="backward needs the graph of forward",
+            fix="pass forward_only=True, or leave no_grad",
+        )
+    orders = proved_orders(plan)
+    placement = orders.placement
+    channels.begin_step(
+        {**plan._asdict(), "seq_length": seq_length, "micro_batch_size": micro_batch_size},
+        placement.neighbours(rank),
     )
-    _check_call(chunks, iterators, p2p_communicator, expected_pp_size, expected_vp_size)
     receive_shapes: list[Shape] = []
-    if plan.num_stages > 1:
+    if placement.num_stages > 1:
         receive_shapes = get_tensor_shapes(
             seq_length=seq_length,
             micro_batch_size=micro_batch_size,
@@ -129,58 +138,54 @@ def forward_backward(
     if adjust_tensor_shapes_fn is not None:
         receive_shapes, send_shapes = adjust_tensor_shapes_fn(receive_shapes, send_shapes)
 
-    orders = proved_orders(plan)
-    # With `grad_sync_func` all ranks of a pipeline start reducing at the same moment; the first
-    # rank of a plain pipeline is last to finish, so it alone overlaps them with its backward.
-    rank = p2p_communicator.rank
-    delayed = config.grad_sync_func is not None and (len(chunks) > 1 or rank > 0)
-    steps = rank_program(plan, rank, delayed)
-
     reported = Reported()
-    trains = not forward_only and torch.is_grad_enabled()
-    stages: list[PipelineStage] = []
-    for chunk, (part, iterator) in enumerate(zip(chunks, iterators, strict=True)):
-        stages.append(
-            Stage(
-                part,
-                forward_step_func,
-                iterator,
-                is_last=orders.placement.next(rank, chunk) is None,
-                loss=LossSettings(
-                    num_microbatches=num_microbatches,
-                    cp_size=get_pg_size(groups.cp),
-                    per_token=config.calculate_per_token_loss,
-                    collect_non_loss_data=collect_non_loss_data,
-                    scale=config.grad_scale_func,
-                ),
-                reported=reported,
-                trains=trains,
-                renews_weight_cache=not forward_only or first_val_step is not False,
-                keep_outputs=not config.deallocate_pipeline_outputs,
-                autocast_dtype=config.autocast_dtype if config.enable_autocast else None,
-            )
+    loss = LossSettings(
+        num_microbatches=num_microbatches,
+        cp_size=get_pg_size(groups.cp),
+        per_token=config.calculate_per_token_loss,
+        collect_non_loss_data=collect_non_loss_data,
+        scale=config.grad_scale_func,
+    )
+    stages: list[PipelineStage] = [
+        Stage(
+            part,
+            forward_step_func,
+            iterator,
+            is_last=placement.next(rank, chunk) is None,
+            loss=loss,
+            reported=reported,
+            trains=not forward_only,
+            renews_weight_cache=not forward_only or first_val_step is not False,
+            keep_outputs=not config.deallocate_pipeline_outputs,
+            autocast_dtype=config.autocast_dtype if config.enable_autocast else None,
         )
+        for chunk, (part, iterator) in enumerate(zip(chunks, iterators, strict=True))
+    ]
     if recorder is not None:
-        recorder.begin(orders.placement, rank, num_microbatches)
+        recorder.begin(placement, rank, num_microbatches)
     if recorder is not None or config.timers is not None:
         stages = [MeasuredStage(s, c, recorder, config.timers) for c, s in enumerate(stages)]
 
+    # With `grad_sync_func` all ranks of a pipeline start reducing at the same moment; the first
+    # rank of a plain pipeline is last to finish, so it alone overlaps them with its backward.
+    delayed = config.grad_sync_func is not None and (len(chunks) > 1 or rank > 0)
     with _timed(config.timers), contextlib.ExitStack() as stack:
         grad_sync = None
         if not forward_only:
             grad_sync = GradSync(chunks, config.no_sync_func, config.grad_sync_func)
             stack.enter_context(grad_sync)
         PipelineExecutor(
-            steps,
-            orders.placement,
+            rank_program(plan, rank, delayed),
+            placement,
             stages,
-            p2p_communicator,
+            channels,
             receive_shapes=receive_shapes,
             send_shapes=send_shapes,
             grad_sync=grad_sync,
             param_sync=_param_sync(config, chunks),
-            trains=trains,
+            trains=not forward_only,
         ).run()
+        channels.end_step()
         if not forward_only and config.finalize_model_grads_func is not None:
             stack.close()  # reductions still to come must not be held back
             _finalize(config, chunks, reported, groups, force_all_reduce)
@@ -205,32 +210,27 @@ def get_tensor_shapes(
     return [(length, micro_batch_size, config.hidden_size)]
 
 
-def _check_call(
-    chunks: Sequence[Any],
-    iterators: Sequence[Any],
-    communicator: P2PCommunicator,
-    pp_size: int | None,
-    vp_size: int | None,
-) -> None:
+def _check_sizes(plan: Plan, num_iterators: int, pp_size: int | None, vp_size: int | None) -> None:
     """Raise if the arguments of a step contradict each other."""
-    if pp_size is not None and pp_size != communicator.size:
+    if pp_size is not None and pp_size != plan.pipeline_size:
         raise ConfigError(
             f"the schedule was made for pipeline size {pp_size}, the pipeline group has "
-            f"{communicator.size} ranks.",
+            f"{plan.pipeline_size} ranks.",
             rule="both are the same number",
             flags=["--pipeline-model-parallel-size"],
             fix="call get_forward_backward_func() without pp_size",
         )
-    if vp_size is not None and vp_size != len(chunks):
+    if vp_size is not None and vp_size != plan.num_chunks:
         raise ConfigError(
-            f"the schedule was made for {vp_size} model chunks per rank, and got {len(chunks)}.",
+            f"the schedule was made for {vp_size} model chunks per rank, and got "
+            f"{plan.num_chunks}.",
             rule="with virtual stages, `model` is the list of this rank's chunks",
             flags=["--num-virtual-stages-per-pipeline-rank"],
             fix=f"pass {vp_size} chunks",
         )
-    if len(iterators) != len(chunks):
+    if num_iterators != plan.num_chunks:
         raise ConfigError(
-            f"{len(iterators)} data iterators for {len(chunks)} model chunks.",
+            f"{num_iterators} data iterators for {plan.num_chunks} model chunks.",
             rule="with virtual stages there is one data iterator per chunk",
             flags=["--num-virtual-stages-per-pipeline-rank"],
             fix="pass a list of as many iterators as chunks",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 import weakref
 
 import pytest
@@ -122,19 +123,68 @@ def test_a_stage_that_does_not_use_its_input_sends_zero_gradients(groups):
         assert bool(parameter.grad.any()) == (groups.pp.rank() == 1)
 
 
-def step_with_a_different_number_of_microbatches(groups):
-    chunks = build_chunks(groups, LinearConfig(pipeline_model_parallel_size=2), 1)
-    run_step(groups, chunks, 4 + groups.pp.rank())
+def step_with_a_different_number_of_microbatches(groups, forward_only):
+    config = LinearConfig(pipeline_model_parallel_size=groups.pp.size())
+    chunks = build_chunks(groups, config, 1)
+    run_step(groups, chunks, 4, forward_only=forward_only)
+    last = groups.pp.rank() == groups.pp.size() - 1
+    run_step(groups, chunks, 5 if last else 4, forward_only=forward_only)
 
 
-def test_ranks_with_different_numbers_of_micro_batches_all_say_so():
+@pytest.mark.parametrize("forward_only", [False, True])
+def test_ranks_with_different_numbers_of_micro_batches_say_so(forward_only):
     with pytest.raises(DistributedFailure) as failure:
-        run_distributed(step_with_a_different_number_of_microbatches, 2, pp=2)
-    assert all(outcome.error_type == "TopologyError" for outcome in failure.value.outcomes)
-    message = failure.value.outcomes[0].error_message
-    assert "num_microbatches=4" in message
-    assert "num_microbatches=5" in message
-    assert "global rank 1" in message
+        run_distributed(
+            step_with_a_different_number_of_microbatches, 2, forward_only, pp=2, timeout_s=30
+        )
+    outcomes = failure.value.outcomes
+    assert all(outcome.error_type == "TopologyError" for outcome in outcomes)
+    for outcome in outcomes:
+        assert "num_microbatches=4" in outcome.error_message
+        assert "num_microbatches=5" in outcome.error_message
+        assert "global rank 1" in outcome.error_message
+
+
+def test_ranks_far_from_a_disagreement_stop_too_and_name_their_neighbour():
+    with pytest.raises(DistributedFailure) as failure:
+        run_distributed(step_with_a_different_number_of_microbatches, 4, False, pp=4, timeout_s=30)
+    errors = [outcome.error_message for outcome in failure.value.outcomes]
+    assert [o.error_type for o in failure.value.outcomes] == ["TopologyError"] * 4, errors
+    assert "num_microbatches=5" in errors[2]
+    assert "num_microbatches=5" in errors[3]
+    assert "look at the log of pipeline rank" in errors[0]
+
+
+def evaluate_twice(groups):
+    """Return when the first rank ended its first step and the last rank its first forward."""
+    chunks = build_chunks(groups, LinearConfig(pipeline_model_parallel_size=2), 1)
+    started = []
+
+    def step(iterator, model):
+        started.append(time.perf_counter())
+        if groups.pp.rank() == 1:
+            time.sleep(0.1)
+        return model(next(iterator)), lambda out: (out.mean(), {})
+
+    for _ in range(2):
+        run_step(groups, chunks, 2, forward_step=step, forward_only=True)
+    return started
+
+
+def test_the_first_rank_starts_the_next_evaluation_step_while_the_last_still_works():
+    first, last = run_distributed(evaluate_twice, 2, pp=2)
+    assert first[2] < last[1] + 0.1
+
+
+def train_inside_no_grad(groups):
+    chunks = build_chunks(groups, LinearConfig(), 1)
+    with torch.no_grad():
+        run_step(groups, chunks, 2)
+
+
+def test_training_inside_no_grad_is_refused():
+    with pytest.raises(DistributedFailure, match=r"inside torch.no_grad"):
+        run_distributed(train_inside_no_grad, 1)
 
 
 def step_with_a_wrong_sequence_length(groups):
