@@ -415,3 +415,44 @@ def test_bytes_sent_and_held_are_those_of_the_theory(groups):
         num_parameters, sent, held = one_step(groups, dtype, way)
         assert sent == pytest.approx(sent_per_parameter * num_parameters, rel=0.02), (dtype, way)
         assert held == pytest.approx(held_per_parameter * num_parameters, rel=0.02), (dtype, way)
+
+
+class ExpertLayer(nn.Module):
+    """One dense weight, and one expert of two, which lives on half of the ranks."""
+
+    def __init__(self, expert):
+        super().__init__()
+        self.dense = nn.Parameter(torch.full((300,), 2.0))
+        self.expert = nn.Parameter(torch.full((500,), 1.0 + expert))
+        set_param_meta(self.expert, ParamMeta(is_expert=True))
+
+
+@distributed(world_size=4, ep=2)
+def test_experts_are_averaged_over_all_replicas_and_each_counts_once(groups):
+    for way in ({}, {"use_distributed_optimizer": True}):
+        ddp = wrap(groups, model=ExpertLayer(groups.ep.rank()), bucket_size=200, **way)
+        optimizer = build(groups, [ddp])
+        for _ in range(2):
+            ddp.zero_grad_buffer()
+            weight = 1.0 + dist.get_rank()  # of this rank's tokens
+            (weight * (ddp.module.dense.sum() + ddp.module.expert.sum())).backward()
+            finalize_model_grads([ddp], pg_collection=groups)
+        # Each expert's gradient is the sum over its two ranks, divided by four replicas.
+        mine = sum(1.0 + rank for rank in groups.ranks["expt_dp"]) / 4
+        for shard in ddp.shards_of(ddp.module.expert):
+            assert_close(shard.gradient, torch.full_like(shard.values, mine), EXACT, f"{way}")
+        for shard in ddp.shards_of(ddp.module.dense):
+            assert_close(shard.gradient, torch.full_like(shard.values, 2.5), EXACT, f"{way}")
+        total = 300 * 2.5**2
+        for expert in range(2):
+            ranks = [r for r in range(4) if r % 2 == expert]
+            total += 500 * (sum(1.0 + rank for rank in ranks) / 4) ** 2
+        ok, norm, _ = optimizer.step()
+        assert_close(norm, total**0.5, FP32_ROUNDED_ONCE, f"norm {way}")
+        gathered = [None] * 2
+        dist.all_gather_object(
+            gathered, {n: p.detach() for n, p in ddp.module.named_parameters()},
+            group=groups.expt_dp,
+        )  # fmt: skip
+        for name, weight in gathered[0].items():
+            assert_close(gathered[1][name], weight, EXACT, f"{name} {way}")
