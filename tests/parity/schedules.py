@@ -3,7 +3,8 @@
 For each schedule and each (p, v, m) the program is lowered and validated (each step once, data in
 order, bounded buffers, no deadlock with buffered and with rendezvous channels), simulated, and
 compared with the textbook: the bubble must equal the formula exactly, and the strictest channels
-must cost no time. Prints one line per schedule; exits with status 1 if anything fails.
+must cost no time. Prints one line per schedule; exits with status 1 if anything fails. Takes
+about three minutes of processor time; `--all-groups --prefetch 0 1` fourteen.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ SCHEDULES: dict[str, tuple[bool, Make]] = {
     "forward only": (True, lambda p, v, m: forward_only_orders(p, m, v)),
 }
 """Name -> (takes several chunks, maker)."""
+LARGER_GROUPS = ("interleaved, group p+1", "interleaved, group 2p")
 
 
 @dataclass
@@ -138,15 +140,19 @@ def main() -> int:
     parser.add_argument("--max-v", type=int, default=4)
     parser.add_argument("--max-m", type=int, default=64)
     parser.add_argument("--prefetch", type=int, nargs="+", default=[1], choices=(0, 1, 2))
+    parser.add_argument(
+        "--all-groups", action="store_true", help="interleaved also with groups of p+1 and 2p"
+    )
     parser.add_argument("--workers", type=int, default=os.cpu_count())
     options = parser.parse_args()
+    names = [n for n in SCHEDULES if options.all_groups or n not in LARGER_GROUPS]
     jobs = [
         (name, p, options.max_v, options.max_m, prefetch)
         for p in range(options.max_p, 0, -1)
         for prefetch in options.prefetch
-        for name in SCHEDULES
+        for name in names
     ]
-    tallies = {(name, pre): Tally() for pre in options.prefetch for name in SCHEDULES}
+    tallies = {(name, pre): Tally() for pre in options.prefetch for name in names}
     started = time.monotonic()
     with multiprocessing.Pool(options.workers) as pool:
         for name, prefetch, tally in pool.imap_unordered(prove, jobs):
