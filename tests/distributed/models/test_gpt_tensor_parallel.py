@@ -30,9 +30,9 @@ FAMILIES = {
         "add_bias_linear": False, "add_qkv_bias": True, "qk_layernorm": True,
         "num_query_groups": 2,
     },
-    # RMSNorm, because the gradient of a key norm's bias says nothing about the layout: softmax hardly
-    # sees a constant added to all keys, so that gradient is a sum whose terms cancel (here their
-    # absolute values add up to 84 times the sum) and is dominated by rounding in any layout.
+    # RMSNorm, because the gradient of a key norm's bias says nothing about the layout: softmax
+    # hardly sees a constant added to all keys, so that gradient is a sum whose terms cancel (here
+    # their absolute values add up to 84 times the sum), dominated by rounding in any layout.
     "one key head": {"num_query_groups": 1, "qk_layernorm": True, "normalization": "RMSNorm"},
 }  # fmt: skip
 
