@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import multiprocessing
 import os
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,9 @@ def train_with_flags(groups: ProcessGroupCollection, words: list[str]) -> None:
 
     A failure comes as the exception that it is, not as a report and an exit code.
     """
+    # The harness' processes come from a fork server, which their loader workers would too: each
+    # would import everything again. A program that a user starts forks them.
+    multiprocessing.set_start_method("fork", force=True)
     os.environ.update(
         RANK=str(dist.get_rank()),
         LOCAL_RANK=str(dist.get_rank()),
