@@ -66,8 +66,12 @@ class Message(NamedTuple):
 
     @property
     def tag(self) -> int:
-        """A number that no other message of one training step has on the same channel."""
-        return 1 + (self.microbatch * _MAX_STAGES + self.boundary) * 2 + self.is_gradient
+        """A number that no other message under way has on the same channel.
+
+        Tags are positive 32-bit integers: after 8192 micro batches the numbers come again.
+        """
+        number = (self.microbatch * _MAX_STAGES + self.boundary) * 2 + self.is_gradient
+        return 1 + number % _MAX_MESSAGES
 
     def __str__(self) -> str:
         kind = "gradient" if self.is_gradient else "activation"
@@ -372,6 +376,7 @@ class P2PCommunicator:
 
 _TAGS_PER_MESSAGE = 64  # shape and data of up to 32 tensors
 _MAX_STAGES = 1024
+_MAX_MESSAGES = 2**24
 
 
 def _decode_shape(announced: Tensor) -> Shape:
