@@ -59,9 +59,10 @@ def main() -> None:
     checkpoints, scalars = root / "checkpoints", root / "tensorboard"
     data = ["--train-data-path", str(prefixes[0]), "--valid-data-path", str(prefixes[1]),
             "--data-cache-path", str(root / "data" / "cache"), "--num-workers", "0"]  # fmt: skip
-    # As many evaluation batches as the held-out text fills.
+    # As many evaluation batches as the held-out text fills. Training ends with an evaluation of
+    # its own, so the interval must not end there too.
     samples = (num_valid_tokens - 1) // recipe.seq_length
-    evaluation = ["--eval-interval", str(max(recipe.train_iters // 4, 1)), "--eval-iters",
+    evaluation = ["--eval-interval", str(recipe.train_iters // 4 + 1), "--eval-iters",
                   str(max(samples // recipe.global_batch_size, 1))]  # fmt: skip
     progress = train_model(
         [*recipe.flags(), *training_run.layout_flags(layout), *tokenizer, *data, *evaluation],
