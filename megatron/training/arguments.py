@@ -10,7 +10,7 @@ from typing import Any
 from megatron.training import launch
 from megatron.training.cli.parser import ExtraArguments, ParsedCommand, parse_command_line
 from megatron.training.config.run import RunConfig, all_flags
-from megatron.training.resolve import ResolvedRun, resolve
+from megatron.training.resolve import Args, ResolvedRun, resolve
 from megatron.training.rules import check_run
 from megatron.training.transformer_settings import ConfigT, transformer_config
 
@@ -29,7 +29,7 @@ def parse_args(
         args, extra_args_provider=extra_args_provider, ignore_unknown_args=ignore_unknown_args
     )
     place = launch.place_of_this_process()
-    return argparse.Namespace(
+    return Args(
         **command.config.flat(),
         **command.extra,
         rank=place.rank,
@@ -48,6 +48,8 @@ def validate_args(
     run = run_from_args(args, defaults)
     check_run(run)
     vars(args).update(vars(run.namespace()))
+    if isinstance(args, Args):
+        args.run = run
     return args
 
 
@@ -63,7 +65,7 @@ def parse_and_validate_args(
 
 def run_config_from_args(args: argparse.Namespace) -> RunConfig:
     """Return the typed settings in a namespace; names that are no flags are left out."""
-    return RunConfig.from_values({n: v for n, v in vars(args).items() if n in all_flags()})
+    return RunConfig.from_values(_asked_values(args))
 
 
 pretrain_cfg_container_from_args = run_config_from_args
@@ -86,12 +88,22 @@ def command_of_namespace(args: argparse.Namespace, defaults: Mapping[str, Any]) 
         defaults: values for flags that still have their own default.
     """
     table = all_flags()
-    values = {n: v for n, v in vars(args).items() if n in table}
+    values = _asked_values(args)
     for name, value in defaults.items():
         if name in table and values.get(name, table[name].default) == table[name].default:
             values[name] = value
     extra = {n: v for n, v in vars(args).items() if n not in table and n not in _derived_names()}
     return ParsedCommand(config=RunConfig.from_values(values), extra=extra)
+
+
+def _asked_values(args: argparse.Namespace) -> dict[str, Any]:
+    """Return what the user asked for: not what was derived from it, unless it was changed since."""
+    values = {n: v for n, v in vars(args).items() if n in all_flags()}
+    run = getattr(args, "run", None)
+    if not isinstance(run, ResolvedRun):
+        return values
+    asked = run.config.flat()
+    return {n: asked[n] if v == run.values[n] else v for n, v in values.items()}
 
 
 @functools.cache

@@ -8,7 +8,10 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from megatron.core import num_microbatches_calculator as calculator
 from megatron.core.errors import ConfigError
+from megatron.core.timers import Timers
+from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer as make_tokenizer
 
 _slots: dict[str, Any] = {}
 
@@ -82,6 +85,27 @@ def get_signal_handler() -> Any:
 def set_signal_handler(handler: Any) -> None:
     """Put the signal handler into its slot."""
     _slots["signal_handler"] = handler
+
+
+def set_global_variables(args: argparse.Namespace, build_tokenizer: bool = True) -> None:
+    """Fill the slots from checked settings, for scripts that bring up processes by themselves.
+
+    Args:
+        args: what `validate_args` returned.
+        build_tokenizer: also build the tokenizer that the settings name.
+    """
+    set_args(args)
+    set_timers(Timers(args.timing_log_level, args.timing_log_option))
+    calculator.reconfigure_num_microbatches_calculator(
+        args.rank,
+        args.rampup_batch_size,
+        args.global_batch_size,
+        args.micro_batch_size,
+        args.data_parallel_size,
+        args.decrease_batch_size_if_needed,
+    )
+    if build_tokenizer and args.tokenizer_type is not None:
+        set_tokenizer(make_tokenizer(args))
 
 
 def unset_global_variables() -> None:

@@ -10,7 +10,14 @@ from megatron.training import launch
 from megatron.training.arguments import command_of_namespace
 from megatron.training.cli.parser import ExtraArguments, ParsedCommand, parse_command_line
 from megatron.training.resilience.progress import RunProgress
+from megatron.training.setup.distributed import seed_everything
 from megatron.training.setup.initialize import Session, start_session
+
+
+def _set_random_seed(seed_: int, data_parallel_random_init: bool = False, **options: Any) -> None:
+    """Seed everything; Megatron's name. Ranks need no seeds of their own: draws are keyed."""
+    assert not data_parallel_random_init, "replicas start from equal weights"
+    seed_everything(seed_)
 
 
 def initialize_megatron(

@@ -62,6 +62,19 @@ def sum_over(values: Sequence[float], group: Any) -> list[float]:
     return numbers.tolist()
 
 
+def union_over_ranks(names: Sequence[str]) -> list[str]:
+    """Return the names that any process has, in one order on all of them.
+
+    Communication:
+        one all-gather of small Python objects; none with one process.
+    """
+    if not _has_peers(None):
+        return list(names)
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, list(names))
+    return list(dict.fromkeys(name for mine in gathered for name in mine))
+
+
 def barrier() -> None:
     """Wait for all processes."""
     if _has_peers(None):

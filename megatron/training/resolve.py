@@ -60,9 +60,11 @@ class ResolvedRun:
         except KeyError:
             raise AttributeError(f"no setting {name!r}") from None
 
-    def namespace(self) -> argparse.Namespace:
+    def namespace(self) -> Args:
         """Return all settings as Megatron's `args`. Changing it changes nothing in the run."""
-        return argparse.Namespace(**self.values, **self.extra)
+        args = Args(**self.values, **self.extra)
+        args.run = self
+        return args
 
     def with_values(self, *derivations: Derivation) -> ResolvedRun:
         """Return a copy with more derived values."""
@@ -71,6 +73,18 @@ class ResolvedRun:
             values={**self.values, **{d.name: d.value for d in derivations}},
             derivations=(*self.derivations, *derivations),
         )
+
+
+class Args(argparse.Namespace):
+    """Megatron's `args`, which also knows what the settings in it were derived from.
+
+    So settings that were derived once can be told from those that the user gave, when a script
+    hands them back. `run` is a slot: it does not show up in `vars(args)`.
+    """
+
+    __slots__ = ("run",)
+
+    run: ResolvedRun
 
 
 class _Derived(dict):

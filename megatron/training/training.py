@@ -20,7 +20,25 @@ from megatron.training.setup.assemble import assemble, load_state
 from megatron.training.setup.data import build_data
 from megatron.training.setup.distributed import shut_down
 from megatron.training.setup.initialize import Session, start_session
+from megatron.training.setup.model import get_model
+from megatron.training.setup.third_party import (
+    build_train_valid_test_data_iterators,
+    get_train_valid_test_num_samples,
+    setup_model_and_optimizer,
+    train_step,
+)
 from megatron.training.state import StopReason
+
+__all__ = [
+    "PretrainCall",
+    "build_train_valid_test_data_iterators",
+    "get_model",
+    "get_train_valid_test_num_samples",
+    "pretrain",
+    "run_session",
+    "setup_model_and_optimizer",
+    "train_step",
+]
 
 
 def pretrain(*given: Any, **named: Any) -> None:

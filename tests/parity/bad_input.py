@@ -221,6 +221,9 @@ def main() -> int:
     for case in CASES:
         if only not in case.title:
             continue
+        if case.run is full_disk and os.geteuid() != 0:
+            print(f"\n=== {case.title}\nnot shown: mounting a small disk needs root")
+            continue
         with tempfile.TemporaryDirectory() as directory:
             said = last_words(case.run(Path(directory)))
         print(f"\n=== {case.title}\n{said}", flush=True)

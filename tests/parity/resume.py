@@ -55,6 +55,7 @@ CASES = (
         "tp 2 x dp 2, bf16, distributed optimizer", 4, (("tp", 2),),
         "--tensor-model-parallel-size 2 --bf16 --use-distributed-optimizer",
     ),
+    ResumeCase("dp 2, saved in the background", 2, (), "--async-save"),
     ResumeCase(
         "one process, growing batch, cyclic data", 1, (),
         "--dataloader-type cyclic --rampup-batch-size 4 4 24",

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from megatron.core import device
 from megatron.training.hooks.base import Hook
+from megatron.training.meeting import union_over_ranks
 from megatron.training.metrics.flops import FlopConvention, training_flops_per_token
 from megatron.training.metrics.log_line import TrainingLine, training_line
 from megatron.training.metrics.memory import gibibytes
@@ -97,7 +98,8 @@ class LogLine(Hook):
             print_rank_0(f" peak memory after {state.iteration} iterations on rank 0:"
                          f" {gibibytes(device.peak_memory_bytes())}")  # fmt: skip
         if parts.run.timing_log_level > 0:
-            parts.timers.log(normalizer=means.num_steps)
+            names = union_over_ranks(parts.timers.names)
+            parts.timers.log(names, normalizer=means.num_steps)
         self._means = IntervalMeans()
 
     def _line(self, state: TrainState, result: StepResult, norm: float | None) -> TrainingLine:

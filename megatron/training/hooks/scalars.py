@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from megatron.core import device
 from megatron.training.hooks.base import Hook
+from megatron.training.meeting import union_over_ranks
 from megatron.training.metrics.log_line import perplexity
 from megatron.training.parts import TrainingParts
 from megatron.training.printing import is_last_rank
@@ -98,7 +99,8 @@ class Scalars(Hook):
         run = self.parts.run
         if run.log_timers_to_tensorboard:
             # A collective: all ranks come here.
-            timers = self.parts.timers.seconds_of_all_ranks(reset=False)
+            names = union_over_ranks(self.parts.timers.names)
+            timers = self.parts.timers.seconds_of_all_ranks(names, reset=False)
         if not self.sinks:
             return state
         scalars = self._of_step(state, result, seconds)

@@ -1,0 +1,40 @@
+"""Megatron's names of small functions that scripts import from `megatron.training.utils`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.utils import get_pg_size, unwrap_model
+from megatron.training.metrics.params_norm import params_norm
+from megatron.training.printing import is_last_rank, is_rank_0, print_rank_0, print_rank_last
+
+__all__ = [
+    "average_losses_across_data_parallel_group",
+    "calc_params_l2_norm",
+    "is_last_rank",
+    "is_rank_0",
+    "print_rank_0",
+    "print_rank_last",
+    "unwrap_model",
+]
+
+
+def average_losses_across_data_parallel_group(losses: Sequence[Tensor]) -> Tensor:
+    """Return the mean of each loss over the data-parallel ranks, [number of losses]."""
+    averaged = torch.cat([loss.detach().clone().view(1) for loss in losses])
+    group = ProcessGroupCollection.current().dp
+    if get_pg_size(group) > 1:
+        dist.all_reduce(averaged, group=group)
+        averaged /= get_pg_size(group)
+    return averaged
+
+
+def calc_params_l2_norm(model: nn.Module | Sequence[nn.Module]) -> float:
+    """Return the norm of all weights of the model, over all of its ranks."""
+    chunks = model if isinstance(model, (list, tuple)) else [model]
+    return params_norm(chunks, ProcessGroupCollection.current())
