@@ -106,6 +106,11 @@ class Timers:
             timer = self._timers[name] = Timer(name)
         return timer
 
+    @property
+    def names(self) -> list[str]:
+        """Names of the timers that ran on this rank; ranks of different stages may differ."""
+        return list(self._timers)
+
     def seconds_of_all_ranks(
         self, names: Sequence[str] | None = None, *, reset: bool = True, normalizer: float = 1.0
     ) -> dict[str, list[float]]:
