@@ -101,7 +101,7 @@ def train_tokenizer(train: Path, directory: Path) -> tuple[Path, Path]:
     if all(path.exists() for path in paths):
         return paths
     tokenizer = ByteLevelBPETokenizer()
-    texts = (json.loads(line)["text"] for line in train.open())
+    texts = (json.loads(line)["text"] for line in train.read_text().splitlines())
     tokenizer.train_from_iterator(
         texts, vocab_size=VOCABULARY, special_tokens=[END_OF_DOCUMENT], show_progress=False
     )

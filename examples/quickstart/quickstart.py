@@ -50,7 +50,9 @@ def main() -> None:
     counts = [corpus.token_counts(prefix, vocab_size) for prefix in prefixes]
     unigram = corpus.unigram_loss(*counts)
     num_valid_tokens = int(counts[1].sum())
-    num_valid_bytes = sum(len(json.loads(line)["text"].encode()) for line in valid.open())
+    num_valid_bytes = sum(
+        len(json.loads(line)["text"].encode()) for line in valid.read_text().splitlines()
+    )
     say(f"   {counts[0].sum():,} training and {num_valid_tokens:,} held-out tokens, vocabulary "
         f"{vocab_size:,}; guessing by frequency costs {unigram:.3f} nats a token.")  # fmt: skip
     watch.lap("corpus, tokenizer")

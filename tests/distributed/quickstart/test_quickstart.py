@@ -61,7 +61,7 @@ def test_a_second_run_finds_everything_done(first_run):
 def test_held_out_text_is_not_trained_on(first_run):
     output, _ = first_run
     titles = [
-        [json.loads(line)["title"] for line in (output / "data" / name).open()]
+        [json.loads(line)["title"] for line in (output / "data" / name).read_text().splitlines()]
         for name in ("train.jsonl", "valid.jsonl")
     ]
     assert titles == [["sonnets"], ["macbeth"]]
