@@ -185,8 +185,8 @@ def _loss_scale(parts: TrainingParts) -> float:
 
 
 def _return_cached_memory() -> None:
-    if device.device_type() == "cuda":
-        torch.cuda.empty_cache()
+    if device.device_type() != "cpu":
+        torch.get_device_module(device.device_type()).empty_cache()
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron.core.dist_checkpointing.mapping import RankOffset, ShardedStateDict
 from megatron.core.param_meta import get_param_meta, set_param_meta
-from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.process_groups_config import FakeGroup, ProcessGroupCollection
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron.core.tensor_parallel.linear_cross_entropy import linear_cross_entropy
 from megatron.core.transformer.module import MegatronModule
@@ -44,6 +44,9 @@ class LanguageModule(MegatronModule):
     ) -> None:
         super().__init__(config)
         self.pg_collection = pg_collection or ProcessGroupCollection.current()
+        tp = self.pg_collection.tp
+        # An explicit group: None would mean the tensor-parallel group of the process.
+        self.tp_group = FakeGroup(0, 1) if tp is None else tp
         self.vp_stage: int | None = None
 
     def setup_embeddings_and_output_layer(self) -> None:
@@ -91,7 +94,7 @@ class LanguageModule(MegatronModule):
         loss = vocab_parallel_cross_entropy(
             logits,
             labels.t().contiguous(),
-            tp_group=self.pg_collection.tp,
+            tp_group=self.tp_group,
             num_valid=self.config.unpadded_vocab_size,
             overwrite_logits=overwrite_logits,
         )
@@ -116,7 +119,7 @@ class LanguageModule(MegatronModule):
             hidden_states,
             weight,
             labels.t().contiguous(),
-            tp_group=self.pg_collection.tp,
+            tp_group=self.tp_group,
             num_valid=config.unpadded_vocab_size,
             sequence_parallel=config.sequence_parallel,
             token_weights=None if loss_mask is None else loss_mask.t().contiguous(),
