@@ -456,3 +456,20 @@ def test_experts_are_averaged_over_all_replicas_and_each_counts_once(groups):
         )  # fmt: skip
         for name, weight in gathered[0].items():
             assert_close(gathered[1][name], weight, EXACT, f"{name} {way}")
+
+
+@distributed(world_size=4)
+def test_ranks_that_own_nothing_of_a_tiny_model_take_part(groups):
+    ddp = wrap(groups, model=nn.Linear(3, 1), use_distributed_optimizer=True)
+    optimizer = build(groups, [ddp], log_num_zeros_in_grad=True)
+    assert bool(optimizer.shards) == (dist.get_rank() < 2)  # the bias, the weight
+    for _ in range(2):
+        ddp.zero_grad_buffer()
+        ddp(torch.ones(2, 3)).sum().backward()
+        finalize_model_grads([ddp], pg_collection=groups)
+        ok, norm, zeros = optimizer.step()
+        assert ok and zeros == 0
+        assert_close(norm, 4.0, FP32_ROUNDED_ONCE, "norm")
+    weights = [None] * 4
+    dist.all_gather_object(weights, ddp.module.weight.tolist())
+    assert weights == [weights[0]] * 4
