@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -139,11 +140,19 @@ def _open(
         data_sharding=run.data_sharding,
         drop_last=not repeats,
     )
-    return _again_and_again(loader) if repeats else iter(loader)
+    return _again_and_again(loader) if repeats else _once(loader)
+
+
+def _once(loader: Any) -> Iterator[Any]:
+    """Yield the batches of a loader; its worker processes start with the first one."""
+    # They are forked with this process' garbage. Collecting it there would destroy objects
+    # (process groups, other loaders) whose threads exist only here, which can crash a worker.
+    gc.collect()
+    yield from loader
 
 
 def _again_and_again(loader: Any) -> Iterator[Any]:
     while True:
-        yield from loader
+        yield from _once(loader)
         # The second pass and all later ones are whole.
         loader.batch_sampler.consumed_samples = 0

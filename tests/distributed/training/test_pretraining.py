@@ -111,3 +111,13 @@ def test_a_missing_checkpoint_fails_on_request(tmp_path):
     with pytest.raises(DistributedFailure) as caught:
         run_distributed(train_with_flags, 1, words)
     assert caught.value.outcomes[0].error_type == CheckpointError.__name__
+
+
+def test_the_learning_rate_follows_its_curve(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    words = [*SMALL.split(), "--metrics-jsonl", str(path), "--lr-warmup-iters", "2"]
+    words += ["--lr-decay-style", "cosine", "--min-lr", "2e-3"]
+    run_distributed(train_with_flags, 1, words)
+    found = [line["learning-rate"] for line in read_metrics(path)]
+    # Two steps up to 1e-2, then half a cosine over the other two down to 2e-3.
+    assert found == pytest.approx([0.0, 5e-3, 1e-2, 6e-3])
