@@ -219,6 +219,7 @@ class BucketedBuffer(ABC):
             for offset, following in zip(offsets, [*offsets[1:], end], strict=False)
         ]
         shards = []
+        values: Tensor
         for piece in pieces:
             parameter = self.parameters[piece.index]
             length = piece.end - piece.begin

@@ -96,12 +96,14 @@ class DistributedDataParallel(nn.Module):
             if parameter.requires_grad:
                 is_expert = get_param_meta(parameter).is_expert
                 kinds.setdefault((parameter.dtype, is_expert), []).append((name, parameter))
-        buffers = []
+        buffers: list[BucketedBuffer] = []
         for (dtype, is_expert), parameters in kinds.items():
             mesh = self.mesh(is_expert)
             numel = sum(p.numel() for _, p in parameters)
             shards_gradients = self.ddp_config.shards_gradients and mesh.shard_size > 1
-            kind = ShardedGradientBuffer if shards_gradients else GradientBuffer
+            kind: type[BucketedBuffer] = GradientBuffer
+            if shards_gradients:
+                kind = ShardedGradientBuffer
             buffer = kind(
                 parameters,
                 mesh=mesh,
@@ -155,7 +157,8 @@ class DistributedDataParallel(nn.Module):
         the weight is used twice, and when a fused backward wrote `main_grad` and passed None.
         """
         with torch.enable_grad():
-            node = parameter.view_as(parameter).grad_fn.next_functions[0][0]
+            view: Any = parameter.view_as(parameter)
+            node = view.grad_fn.next_functions[0][0]
         buffer, index = self._param_index[parameter]
 
         def gradient_arrived(*_: Any) -> None:
@@ -195,7 +198,7 @@ class DistributedDataParallel(nn.Module):
         def backward_begins(_: Tensor) -> None:
             if not self._awaits_end:
                 self._awaits_end = True
-                engine = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
+                engine = torch.autograd.Variable._execution_engine
                 engine.queue_callback(backward_ended)
 
         def backward_ended() -> None:
@@ -207,7 +210,7 @@ class DistributedDataParallel(nn.Module):
             if isinstance(output, Tensor) and output.requires_grad:
                 output.register_hook(backward_begins)
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """Return the wrapped module's state, without a prefix."""
         self.finish_param_sync()
         return self.module.state_dict(*args, **kwargs)
@@ -219,7 +222,8 @@ class DistributedDataParallel(nn.Module):
     def sharded_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Return the wrapped module's declarations."""
         self.finish_param_sync()
-        return self.module.sharded_state_dict(*args, **kwargs)
+        module: Any = self.module
+        return module.sharded_state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
         """Load into the wrapped module; in place, because buffers hold the storage."""
@@ -228,7 +232,8 @@ class DistributedDataParallel(nn.Module):
 
     def set_input_tensor(self, input_tensor: Any) -> None:
         """Pass the previous stage's output to the wrapped module."""
-        self.module.set_input_tensor(input_tensor)
+        module: Any = self.module
+        module.set_input_tensor(input_tensor)
 
     # Gradients ------------------------------------------------------------------------------
 
@@ -346,9 +351,9 @@ class DistributedDataParallel(nn.Module):
 def names_in_model(module: nn.Module) -> dict[str, str]:
     """Map each local parameter name to its name in the whole model, without wrappers."""
     names = canonical_names(module)
-    prefix = ""
-    while hasattr(module, "module"):
-        module, prefix = module.module, prefix + "module."
+    prefix, inner = "", module
+    while isinstance(getattr(inner, "module", None), nn.Module):
+        inner, prefix = inner.get_submodule("module"), prefix + "module."
     return {local: name.removeprefix(prefix) for local, name in names.items()}
 
 

@@ -27,6 +27,7 @@ class GradientBuffer(BucketedBuffer):
         """Take the arguments of `BucketedBuffer`."""
         super().__init__(parameters, **options)
         self.gradients = torch.zeros(self.plan.numel, dtype=self.grad_dtype, device=self.device)
+        parameter: Any  # of which Parameter's type does not know the main gradient
         for slot in self.plan.slots:
             parameter = self.parameters[slot.index]
             parameter.main_grad = self.gradients[slot.begin : slot.end].view(parameter.shape)
@@ -35,6 +36,7 @@ class GradientBuffer(BucketedBuffer):
     def begin_step(self) -> None:
         """Declare the gradients of the last step void; no memory is written."""
         self._finish_transfers()
+        parameter: Any
         for parameter in self.parameters:
             parameter.main_grad_is_fresh = True
         self._reset_buckets()
@@ -68,7 +70,7 @@ class GradientBuffer(BucketedBuffer):
 
     def _reduction_of(self, bucket: Bucket) -> Transfer:
         for index in bucket.members:
-            parameter = self.parameters[index]
+            parameter: Any = self.parameters[index]
             if parameter.main_grad_is_fresh:
                 parameter.main_grad.zero_()
                 parameter.main_grad_is_fresh = False

@@ -126,7 +126,8 @@ class MegatronOptimizer:
         self._update(factor)
         self._detach_gradients()
         if self._copies:
-            torch._foreach_copy_(*map(list, zip(*self._copies, strict=True)))
+            values, mains = zip(*self._copies, strict=True)
+            torch._foreach_copy_(values, mains)
         for chunk in self._replicated_chunks():
             chunk.start_param_sync()
 

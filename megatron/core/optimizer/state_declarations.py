@@ -37,7 +37,7 @@ def declare_state(
     """Return {number of the shard: {name of the state: declaration}} and the step count."""
     initialize_state(rule)
     of_parameter = {id(d.data): d for d in _declarations(model_sharded_state_dict)}
-    by_address = {d.data.data_ptr(): d for d in of_parameter.values()}
+    by_address = {d.data.data_ptr(): d for d in of_parameter.values() if d.data is not None}
     declared: dict[str, Any] = {"step": step_count(rule)}
     for number, item in enumerate(shards):
         parameter = item.shard.parameter
