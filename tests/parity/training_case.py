@@ -30,7 +30,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_pg_rank, get_pg_size
 from tests.parity.layouts import LayoutCase, ModelCase
 
-NUM_LAYERS = 12  # divides by every pp * vp up to 4 * 3
+NUM_LAYERS = 12  # divides by every pp * vp but 4 * 2, which gets an uneven layout
+UNEVEN_EIGHT_STAGES = "Et|tt|t|tt|t|tt|t|ttL"
 SEQUENCE = 16
 VOCABULARY = 93  # odd on purpose: the padding differs between tensor-parallel sizes
 GLOBAL_BATCH = 8
@@ -93,6 +94,7 @@ def transformer_config(layout: LayoutCase, model: ModelCase) -> TransformerConfi
         sequence_parallel=layout.sp,
         pipeline_model_parallel_size=layout.pp,
         virtual_pipeline_model_parallel_size=layout.vp if layout.vp > 1 else None,
+        pipeline_model_parallel_layout=UNEVEN_EIGHT_STAGES if layout.pp * layout.vp == 8 else None,
         init_method_std=0.1,  # large enough that every layer matters in the loss
         **family,
     )

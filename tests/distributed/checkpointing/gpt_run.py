@@ -24,7 +24,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.rng import rng_state
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.utils import get_pg_rank, get_pg_size
+from megatron.core.utils import get_pg_rank, get_pg_size, unwrap_model
 from megatron.training.checkpointing import Checkpointer, CheckpointSettings, Restored, RunParts
 from megatron.training.state import TrainState
 from tests.parity.training_case import masked_loss
@@ -310,6 +310,6 @@ def weights_after_loading(groups, layout: Layout, model: Model, directory: Path)
     model_weights = {
         name: parameter.detach().clone()
         for chunk in run.chunks
-        for name, parameter in chunk.module.named_parameters()
+        for name, parameter in unwrap_model(chunk).named_parameters()
     }
     return {"main": main, "model": model_weights}
