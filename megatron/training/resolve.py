@@ -288,11 +288,20 @@ def _machine(v: _Derived) -> None:
     backend = device.communication_backend()
     if v["distributed_backend"] == "nccl" and backend != "nccl":
         v.note("distributed_backend", backend, "there is no GPU here")
-    has_te = capabilities.has("transformer_engine") and device.device_type() == "cuda"
-    if v["transformer_impl"] == "transformer_engine" and not has_te:
-        v.note("transformer_impl", "local", "Transformer Engine is not installed")
+    if v["transformer_impl"] == "transformer_engine" and not _has_engine_layers():
+        v.note("transformer_impl", "local", "there are no layers of Transformer Engine here")
     v["iteration"] = 0
     v["consumed_train_samples"] = v["consumed_valid_samples"] = 0
+
+
+def _has_engine_layers() -> bool:
+    """Return whether Transformer Engine is installed, and the backend that builds layers of it."""
+    return (
+        device.device_type() == "cuda"
+        and capabilities.has("transformer_engine")
+        and capabilities.has("megatron.core.extensions")
+        and capabilities.has("megatron.core.extensions.transformer_engine")
+    )
 
 
 def pad_vocabulary(size: int, *, multiple: int, tp: int) -> int:

@@ -59,7 +59,11 @@ def build_parser(
     extra_args_provider: ExtraArguments | None = None, prog: str | None = None
 ) -> CommandParser:
     """Return a parser of all flags, with those that `extra_args_provider` adds."""
-    parser = CommandParser(prog=prog, description="Pretrain a transformer.")
+    parser = CommandParser(
+        prog=prog,
+        usage="%(prog)s [flags]",
+        description="Pretrain a transformer. docs/flags.md has all flags in tables.",
+    )
     groups: dict[str, Any] = {}
     for spec in all_flags().values():
         if spec.group not in groups:
@@ -78,7 +82,8 @@ def build_parser(
 
 
 def _add(group: Any, spec: FlagSpec, problems: list[MegatronError]) -> None:
-    text = spec.help.replace("%", "%%")
+    text = spec.help + (f" One of {', '.join(map(str, spec.choices))}." if spec.choices else "")
+    text = text.replace("%", "%%")
     if spec.is_switch:
         action = "store_false" if spec.default else "store_true"
         group.add_argument(

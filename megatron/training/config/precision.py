@@ -80,7 +80,9 @@ class PrecisionConfig:
     """What is captured."""
     gradient_accumulation_fusion: bool = flag(True, "--no-gradient-accumulation-fusion")
     """Form weight gradients apart and add them, instead of letting the product accumulate."""
-    masked_softmax_fusion: bool = flag(True, "--no-masked-softmax-fusion")
+    masked_softmax_fusion: bool = flag(
+        True, "--no-masked-softmax-fusion", note="the unfused attention path has one form"
+    )
     """Scale, mask and softmax one by one on the unfused attention path."""
     bias_gelu_fusion: bool = flag(True, "--no-bias-gelu-fusion")
     """Bias and GELU one by one."""
@@ -88,13 +90,17 @@ class PrecisionConfig:
     """Bias and SwiGLU one by one."""
     bias_dropout_fusion: bool = flag(True, "--no-bias-dropout-fusion")
     """Bias, dropout and residual one by one."""
-    apply_rope_fusion: bool = flag(True, "--no-rope-fusion")
+    apply_rope_fusion: bool = flag(
+        True, "--no-rope-fusion", note="rotary embedding has one implementation"
+    )
     """Rotary embedding from plain operations."""
     persist_layer_norm: bool = flag(True, note="the native norm is used in any case")
     """Leave out the persistent layer-norm kernel of apex."""
     cross_entropy_loss_fusion: bool = False
     """Compute head and cross entropy in chunks, so that full logits never exist."""
-    cross_entropy_fusion_impl: str = flag("native", choices=("native", "te"))
+    cross_entropy_fusion_impl: str = flag(
+        "native", choices=("native", "te"), refuse_values={"te": "use native"}
+    )
     """Implementation of that fusion."""
     use_flash_attn: bool = flag(False, note="a flash kernel is chosen wherever one exists")
     """Older switch for flash attention."""
