@@ -34,8 +34,7 @@ from megatron.core.distributed import (
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-SIZES = Sizes(num_layers=8, vocab_size=1024, sequence=256)
-NUM_MICROBATCHES = 8
+SEQUENCE, VOCABULARY = 256, 1024
 CONFIG = SimpleNamespace(calculate_per_token_loss=False)
 Step = Callable[[], None]
 
@@ -52,57 +51,62 @@ OURS: dict[str, dict[str, object] | None] = {
 }
 
 
-def micro_batches(rank: int) -> list[torch.Tensor]:
+def build_model(options: argparse.Namespace) -> nn.Module:
+    """Return the model that every candidate wraps."""
+    return PlainGPT2(Sizes(num_layers=options.layers, vocab_size=VOCABULARY, sequence=SEQUENCE))
+
+
+def micro_batches(rank: int, number: int) -> list[torch.Tensor]:
     """Return token ids [1, s + 1] for each micro batch of a rank."""
     generator = torch.Generator().manual_seed(rank)
-    shape = (NUM_MICROBATCHES, 1, SIZES.sequence + 1)
-    return list(torch.randint(SIZES.vocab_size, shape, generator=generator))
+    return list(torch.randint(VOCABULARY, (number, 1, SEQUENCE + 1), generator=generator))
 
 
-def backward(model: nn.Module, ids: torch.Tensor) -> None:
+def backward(model: nn.Module, batches: list[torch.Tensor], index: int) -> None:
     """Run one micro batch forward and backward."""
-    (model(ids[:, :-1], ids[:, 1:]) / NUM_MICROBATCHES).backward()
+    ids = batches[index]
+    (model(ids[:, :-1], ids[:, 1:]) / len(batches)).backward()
 
 
-def our_step(rank: int, settings: dict[str, object] | None, optimizes: bool) -> Step:
+def our_step(rank: int, settings: dict[str, object] | None, options: argparse.Namespace) -> Step:
     """Return a step of our wrapper; `settings` None is one replica without communication."""
     groups = ProcessGroupCollection.single()
     if settings is not None:
         groups = groups.with_groups(dp_cp=dist.group.WORLD, dp=dist.group.WORLD)
     ddp_config = DistributedDataParallelConfig(**(settings or {}))  # type: ignore[arg-type]
-    ddp = DistributedDataParallel(CONFIG, ddp_config, PlainGPT2(SIZES), pg_collection=groups)
+    ddp = DistributedDataParallel(CONFIG, ddp_config, build_model(options), pg_collection=groups)
     config = OptimizerConfig(
         lr=1e-4, use_distributed_optimizer=ddp_config.use_distributed_optimizer
     )
     optimizer = get_megatron_optimizer(config, [ddp], pg_collection=groups)
-    batches = micro_batches(rank)
+    batches = micro_batches(rank, options.microbatches)
 
     def step() -> None:
         ddp.zero_grad_buffer()
         with ddp.no_sync():
-            for ids in batches[:-1]:
-                backward(ddp, ids)
-        backward(ddp, batches[-1])
+            for index in range(len(batches) - 1):
+                backward(ddp, batches, index)
+        backward(ddp, batches, -1)
         finalize_model_grads([ddp], pg_collection=groups)
-        if optimizes:
+        if options.optimizer:
             optimizer.step()
 
     return step
 
 
-def torch_step(rank: int, optimizes: bool) -> Step:
+def torch_step(rank: int, options: argparse.Namespace) -> Step:
     """Return a step of torch's DistributedDataParallel with its defaults."""
-    ddp = nn.parallel.DistributedDataParallel(PlainGPT2(SIZES), gradient_as_bucket_view=True)
+    ddp = nn.parallel.DistributedDataParallel(build_model(options), gradient_as_bucket_view=True)
     rule = torch.optim.AdamW(ddp.parameters(), lr=1e-4, weight_decay=0.01, fused=True)
-    batches = micro_batches(rank)
+    batches = micro_batches(rank, options.microbatches)
 
     def step() -> None:
         ddp.zero_grad()
         with ddp.no_sync():
-            for ids in batches[:-1]:
-                backward(ddp, ids)
-        backward(ddp, batches[-1])
-        if optimizes:
+            for index in range(len(batches) - 1):
+                backward(ddp, batches, index)
+        backward(ddp, batches, -1)
+        if options.optimizer:
             nn.utils.clip_grad_norm_(ddp.parameters(), 1.0)
             rule.step()
 
@@ -124,8 +128,8 @@ def measure(rank: int, store: str, options: argparse.Namespace) -> None:
     torch.manual_seed(0)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     names = [n for n in OURS if options.optimizer or not n.startswith("stage 1")]
-    steps = {name: our_step(rank, OURS[name], options.optimizer) for name in names}
-    steps["torch DDP"] = torch_step(rank, options.optimizer)
+    steps = {name: our_step(rank, OURS[name], options) for name in names}
+    steps["torch DDP"] = torch_step(rank, options)
     for step in steps.values():
         step()
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in steps}
@@ -152,6 +156,8 @@ def measure(rank: int, store: str, options: argparse.Namespace) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--optimizer", action="store_true", help="clip and update as well")
+    parser.add_argument("--layers", type=int, default=8, help="layers of the model")
+    parser.add_argument("--microbatches", type=int, default=8, help="micro batches per step")
     parser.add_argument("--rounds", type=int, default=7, help="turns of each candidate")
     options = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
