@@ -64,9 +64,9 @@ CASES = (
 
 MODEL = (
     "--num-layers 4 --hidden-size 32 --num-attention-heads 2 --seq-length 8 --vocab-size 90"
-    " --micro-batch-size 2 --global-batch-size 8 --train-iters 20 --lr 1e-2 --lr-warmup-iters 3"
+    " --micro-batch-size 2 --global-batch-size 8 --lr 1e-2 --lr-warmup-iters 3"
     " --lr-decay-style cosine --hidden-dropout 0.1 --attention-dropout 0.1 --mock-data"
-    " --log-interval 1 --eval-interval 5 --eval-iters 1 --save-interval 10"
+    " --log-interval 1 --eval-iters 1"
 )
 
 
@@ -82,9 +82,14 @@ class Outcome:
     """Digest of all tensors and of the counters, schedules and seeds."""
 
 
-def run_case(case: ResumeCase, num_workers: int, directory: Path) -> tuple[Outcome, Outcome]:
-    """Return what the unbroken run and the resumed run left."""
+def run_case(
+    case: ResumeCase, num_workers: int, directory: Path, num_steps: int = 20
+) -> tuple[Outcome, Outcome]:
+    """Return what the unbroken run and the run that was resumed half-way left."""
+    half = str(num_steps // 2)
     words = [*MODEL.split(), *case.flags.split(), "--num-workers", str(num_workers)]
+    words += ["--train-iters", str(num_steps), "--save-interval", half]
+    words += ["--eval-interval", str(num_steps // 4)]
     unbroken, broken = directory / "unbroken", directory / "broken"
 
     def train(save: Path, *more: str) -> None:
@@ -94,15 +99,15 @@ def run_case(case: ResumeCase, num_workers: int, directory: Path) -> tuple[Outco
         )
 
     train(unbroken)
-    train(broken, "--exit-interval", "10")
+    train(broken, "--exit-interval", half)
     train(broken, "--load", str(broken), "--exit-on-missing-checkpoint")
-    return read_outcome(unbroken), read_outcome(broken)
+    return read_outcome(unbroken, num_steps), read_outcome(broken, num_steps)
 
 
-def read_outcome(save: Path) -> Outcome:
+def read_outcome(save: Path, num_steps: int) -> Outcome:
     """Read the exact metrics and the digests of the last checkpoint of a run."""
     lines = read_metrics(Path(str(save) + ".jsonl"))
-    last = save / "iter_0000020"
+    last = save / f"iter_{num_steps:07d}"
     return Outcome(
         metrics=[(x["lm loss"], x["grad-norm"], x["learning-rate"]) for x in lines],
         weights=checkpoint_digest(
