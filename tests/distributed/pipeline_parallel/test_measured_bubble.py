@@ -19,9 +19,9 @@ from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from tests.distributed.pipeline_parallel.linear_pipeline import LinearConfig
 from tests.harness.distributed import run_distributed
 
-MOST_STEPS = 12
+MOST_STEPS = 20
 TOLERANCE = 0.10
-FORWARD_S = 0.030
+FORWARD_S = 0.040
 """Of one rank and micro batch: long against dispatch (microseconds) and a message (under 1 ms)."""
 
 
