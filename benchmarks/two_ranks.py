@@ -199,9 +199,10 @@ def main() -> None:
     options = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     with tempfile.TemporaryDirectory() as directory:
-        store = os.path.join(directory, "store")
-        names = options.layouts or list(LAYOUTS)
-        mp.spawn(measure, args=(store, names, options.rounds), nprocs=2)
+        for index, name in enumerate(options.layouts or list(LAYOUTS)):
+            # Fresh processes: groups of a layout that is gone must not meet those of the next.
+            store = os.path.join(directory, f"store{index}")
+            mp.spawn(measure, args=(store, [name], options.rounds), nprocs=2)
 
 
 if __name__ == "__main__":
