@@ -35,7 +35,7 @@ from megatron.core.pipeline_parallel.recorder import PipelineRecorder
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-SEQUENCE, WIDTH, MICROBATCHES = 256, 512, 8
+SEQUENCE, WIDTH, MICROBATCHES, LAYERS_PER_RANK = 256, 512, 8, 4
 FORWARD_S = 0.020
 BUBBLE_CASES = [("gpipe", 1, 4), ("gpipe", 1, 8), ("1f1b", 1, 8), ("1f1b", 1, 16), ("1f1b", 2, 8)]
 
@@ -170,8 +170,8 @@ def message_table(groups: ProcessGroupCollection, num_steps: int, trace: Path | 
     alone = ProcessGroupCollection.single()
     for num_chunks in (1, 2, 4):
         config = Config(pipeline_model_parallel_size=2)
-        chunks = [Part(config, num_layers=8 // num_chunks) for _ in range(num_chunks)]
-        work_chunks = [Part(Config(), num_layers=8)]
+        chunks = [Part(config, num_layers=LAYERS_PER_RANK // num_chunks) for _ in range(num_chunks)]
+        work_chunks = [Part(Config(), num_layers=LAYERS_PER_RANK)]
         recorder, pipeline_s, work_s = PipelineRecorder(), [], []
         for _ in range(num_steps):
             dist.barrier()
