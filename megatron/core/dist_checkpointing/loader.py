@@ -270,7 +270,7 @@ def _check_match(wanted: ShardedTensor, stored: StoredTensor) -> None:
             f"{wanted.global_shape}.",
             rule="a checkpoint loads into the same model, in any parallel layout",
             flags=["--num-layers", "--hidden-size", "--ffn-hidden-size", "--num-attention-heads"],
-            fix="give the model the sizes it was saved with (tools/checkpoint.py inspect)",
+            fix="give the model the sizes it was saved with (python tools/checkpoint inspect)",
         )
     have, want = DTYPES[stored.dtype], wanted.dtype
     if have != want and not (have.is_floating_point and want.is_floating_point):
