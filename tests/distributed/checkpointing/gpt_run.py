@@ -15,6 +15,7 @@ from megatron.core.distributed import (
     DistributedDataParallelConfig,
     finalize_model_grads,
 )
+from megatron.core.distributed.distributed_data_parallel_config import SHARDING_STRATEGIES
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
@@ -97,7 +98,7 @@ class Run:
         ddp_config = DistributedDataParallelConfig(
             overlap_grad_reduce=True,
             bucket_size=3000,
-            use_distributed_optimizer=layout.zero > 0,
+            data_parallel_sharding_strategy=SHARDING_STRATEGIES[layout.zero],
             grad_reduce_in_fp32=is_half,
         )
         self.chunks = [

@@ -38,6 +38,9 @@ def test_every_layout_trains_along_the_curve_of_one_process(tmp_path):
         (f"{pipeline} --sequence-parallel", {"tp": 2, "pp": 2}),
         ("--use-distributed-optimizer --pipeline-model-parallel-size 2"
          " --num-virtual-stages-per-pipeline-rank 2 --overlap-grad-reduce", {"pp": 2, "vp": 2}),
+        ("--data-parallel-sharding-strategy optim_grads --num-distributed-optimizer-instances 2"
+         " --micro-batch-size 1 --overlap-grad-reduce",
+         {"num_distributed_optimizer_instances": 2}),
     ):  # fmt: skip
         found = losses(tmp_path, 4, flags, **layout)
         assert_close(found, expected, FP32_REORDERED_SUM, flags)

@@ -46,6 +46,17 @@ def problems(*words: str, world_size: int = 1, base=SMALL) -> list[str]:
         (["--min-lr", "1"], 1, "--lr 0.001 with --min-lr 1"),
         (["--lr-decay-style", "WSD"], 1, "without the length of its last phase"),
         (["--overlap-param-gather"], 1, "without --use-distributed-optimizer"),
+        (
+            ["--use-distributed-optimizer", "--data-parallel-sharding-strategy", "no_shard"],
+            2,
+            "--use-distributed-optimizer with --data-parallel-sharding-strategy no_shard",
+        ),
+        (["--num-distributed-optimizer-instances", "2"], 2, "copies of sharded"),
+        (
+            ["--use-distributed-optimizer", "--num-distributed-optimizer-instances", "3"],
+            4,
+            "--num-distributed-optimizer-instances 3 for 4 replicas",
+        ),
         (["--bf16", "--fp16"], 1, "fp16 and bf16 are both on"),
         (["--loss-scale", "8"], 1, "--loss-scale 8 without --fp16"),
         (["--data-path", "x"], 1, "--mock-data is given together with --data-path"),
