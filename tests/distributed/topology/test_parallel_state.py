@@ -74,3 +74,65 @@ def test_a_grid_of_ones_own_creates_groups_on_demand(groups):
     with pytest.raises(TopologyError, match="created before"):
         grid.create_pg(["tp", "dp"])
     grid.destroy()
+
+
+def assert_every_group_communicates(groups):
+    for name, ranks in groups.ranks.items():
+        assert sum_over(getattr(groups, name)) == sum(ranks), name
+
+
+LAYOUTS = [
+    dict(tensor_model_parallel_size=2, pipeline_model_parallel_size=4),
+    dict(pipeline_model_parallel_size=4, num_distributed_optimizer_instances=2),
+    dict(tensor_model_parallel_size=2, pipeline_model_parallel_size=2, order="tp-cp-ep-pp-dp"),
+    dict(expert_model_parallel_size=4, tensor_model_parallel_size=2),
+    dict(context_parallel_size=8, hierarchical_context_parallel_sizes=[2, 4]),
+]
+
+
+@distributed(world_size=8, pp=4)
+def test_groups_are_made_again_in_any_layout_in_one_world(groups):
+    for sizes in LAYOUTS + LAYOUTS[::-1]:
+        ps.destroy_model_parallel()
+        assert_every_group_communicates(ps.initialize_model_parallel(**sizes))
+
+
+@distributed(world_size=4, pp=4)
+def test_a_pool_goes_on_after_groups_were_made_again(groups):
+    # Runs after the test above in the same processes.
+    ps.destroy_model_parallel()
+    assert_every_group_communicates(ps.initialize_model_parallel(2))
+
+
+@distributed(world_size=4, pp=4)
+def test_stages_that_count_their_groups_differently_still_make_one_together(groups):
+    assert (groups.embd is None) == (dist.get_rank() in (1, 2))
+    rank = dist.get_rank()
+    for backend in (None, "gloo"):
+        grid = HyperCommGrid([2, 2], ["inner", "outer"], backend=backend)
+        assert sum_over(grid.create_pg("inner")) == [1, 1, 5, 5][rank]
+        assert sum_over(grid.create_pg("outer")) == [2, 4, 2, 4][rank]
+        grid.destroy()
+    mixed = dist.new_group([1, 3])
+    if rank in (1, 3):
+        assert sum_over(mixed) == 4
+
+
+@distributed(world_size=4)
+def test_two_layouts_share_a_world(groups):
+    rank = dist.get_rank()
+    for _ in range(2):
+        ps.destroy_model_parallel()
+        sizes = dict(tensor_model_parallel_size=2) if rank < 2 else {}
+        first = rank // 2 * 2
+        mine = ps.initialize_model_parallel(**sizes, rank_offset=first, local_world_size=2)
+        assert mine.ranks["tp_dp"] == [first, first + 1]
+        assert_every_group_communicates(mine)
+
+
+@distributed(world_size=4)
+def test_optimizer_instances_that_do_not_divide_the_replicas_are_refused(groups):
+    ps.destroy_model_parallel()
+    with pytest.raises(TopologyError, match="cannot be cut into 3 instances"):
+        ps.initialize_model_parallel(num_distributed_optimizer_instances=3)
+    ps.initialize_model_parallel()
