@@ -6,8 +6,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from megatron.core.agreement import SingleProcess
 from megatron.core.dist_checkpointing import commit
-from megatron.core.dist_checkpointing.exchange import SingleProcess
 from megatron.core.dist_checkpointing.loader import Contents, open_contents
 from megatron.core.dist_checkpointing.manifest import METADATA_NAME
 from megatron.core.errors import CheckpointError

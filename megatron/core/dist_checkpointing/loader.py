@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from megatron.core import device
+from megatron.core.agreement import Peers
 from megatron.core.dist_checkpointing import commit, typed_json
 from megatron.core.dist_checkpointing.durable import DamagedCheckpointError
-from megatron.core.dist_checkpointing.exchange import Peers, together
+from megatron.core.dist_checkpointing.exchange import together
 from megatron.core.dist_checkpointing.flat_ranges import Box
 from megatron.core.dist_checkpointing.manifest import (
     COMMON_NAME,

@@ -13,17 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core import dist_checkpointing
+from megatron.core.agreement import Peers, agree, peers_of
 from megatron.core.dist_checkpointing import AsyncSave, commit
 from megatron.core.dist_checkpointing.durable import (
     DamagedCheckpointError,
     describe_os_error,
 )
-from megatron.core.dist_checkpointing.exchange import (
-    Peers,
-    agree,
-    peers_of,
-    together,
-)
+from megatron.core.dist_checkpointing.exchange import together
 from megatron.core.dist_checkpointing.lease import Lease
 from megatron.core.dist_checkpointing.loader import Contents, load_state, open_contents
 from megatron.core.dist_checkpointing.retention import apply_retention

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from megatron.core.dist_checkpointing.exchange import SingleProcess
+from megatron.core.agreement import SingleProcess
 from megatron.core.dist_checkpointing.loader import open_contents
 from megatron.core.errors import CheckpointError
 from megatron.core.process_groups_config import ProcessGroupCollection

@@ -87,7 +87,7 @@ def test_a_loss_that_is_not_finite_stops_all_ranks_before_the_update(tmp_path):
         run_distributed(train_with_poison, 2, words, timeout_s=120.0)
     for outcome in caught.value.outcomes:
         assert outcome.error_type == NumericsError.__name__
-        assert "iteration 3: lm loss is nan on rank 1, micro batch 1" in outcome.error_message
+        assert "rank 1: iteration 3: lm loss is nan in micro batch 1" in outcome.error_message
         # Step 3 begins after 16 samples; micro batch 1 of replica 1 is row 3.
         assert "(samples 22 to 23)" in outcome.error_message
     saved = sorted(p.name for p in (tmp_path / "run").iterdir() if p.name.startswith("iter_"))
