@@ -57,6 +57,7 @@ def train_step(parts: TrainingParts, state: TrainState, plan: StepPlan) -> StepR
         num_samples=plan.global_batch_size,
         num_microbatches=plan.num_microbatches,
         was_skipped=not was_updated,
+        skip_reason=None if was_updated else parts.optimizer.nonfinite,
         was_nan=was_nan,
         flops=training_flops(parts.size, plan.global_batch_size, FlopConvention.FULL_SQUARE),
     )

@@ -39,6 +39,28 @@ def loss_scaling_belongs_to_fp16(run: ResolvedRun) -> Iterator[MegatronError]:
 
 
 @rule
+def loss_scale_has_room(run: ResolvedRun) -> Iterator[MegatronError]:
+    """Ranges of the constants of loss scaling."""
+    if run.loss_scale is not None and not run.loss_scale > 0:
+        yield problem(f"--loss-scale {run.loss_scale:g}.", "a loss scale is positive",
+                      "--loss-scale", fix="drop it to scale dynamically")  # fmt: skip
+    if not 0 < run.min_loss_scale <= run.initial_loss_scale:
+        yield problem(
+            f"--min-loss-scale {run.min_loss_scale:g} with --initial-loss-scale"
+            f" {run.initial_loss_scale:g}.",
+            "the dynamic scale begins at or above its positive floor",
+            "--min-loss-scale",
+            "--initial-loss-scale",
+            fix=f"use --min-loss-scale {min(1.0, max(run.initial_loss_scale, 2.0**-10)):g}",
+        )
+    for name in ("loss_scale_window", "hysteresis"):
+        value = run.values[name]
+        if value < 1:
+            yield problem(f"{kebab(name)} {value:g}.", "it counts steps and is at least 1",
+                          kebab(name), fix=f"drop {kebab(name)}")  # fmt: skip
+
+
+@rule
 def checkpoints_have_a_place(run: ResolvedRun) -> Iterator[MegatronError]:
     """Flags of saving and loading name a directory."""
     for name in ("save_interval", "save_retain_interval"):

@@ -124,3 +124,19 @@ def test_the_learning_rate_follows_its_curve(tmp_path):
     found = [line["learning-rate"] for line in read_metrics(path)]
     # Two steps up to 1e-2, then half a cosine over the other two down to 2e-3.
     assert found == pytest.approx([0.0, 5e-3, 1e-2, 6e-3])
+
+
+def test_fp16_skips_overflowing_steps_and_says_when_the_scale_has_no_room(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    words = [*SMALL.split(), "--fp16", "--initial-loss-scale", "1.8e19", "--hysteresis", "1"]
+    log = ["--metrics-jsonl", str(path)]
+    run_distributed(train_with_flags, 2, [*words, *log], timeout_s=120.0)
+    scales = [json.loads(line)["loss-scale"] for line in path.read_text().splitlines()]
+    assert scales == pytest.approx([0.9e19, 0.45e19, 0.225e19, 0.1125e19])
+    stop = ["--min-loss-scale", "1.8e19", "--on-loss-scale-floor", "raise"]
+    with pytest.raises(DistributedFailure) as caught:
+        run_distributed(train_with_flags, 2, [*words, *stop], timeout_s=120.0)
+    for outcome in caught.value.outcomes:
+        assert outcome.error_type == NumericsError.__name__
+        assert "iteration 1: fp16 gradients overflow" in outcome.error_message
+        assert "is not finite on global rank" in outcome.error_message
