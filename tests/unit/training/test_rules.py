@@ -103,6 +103,24 @@ def test_heads_layers_and_batch_are_told_in_one_message():
         assert any(expected in text for text in found), (expected, found)
 
 
+def test_what_is_loaded_is_looked_at_before_anything_is_built(tmp_path):
+    file, absent, save = tmp_path / "weights.pt", str(tmp_path / "absent"), str(tmp_path)
+    file.write_bytes(b"x")
+    for words, expected in (
+        (["--load", str(file)], "weights.pt is a file, not a directory"),
+        (["--load", str(tmp_path)], "it holds weights.pt and no checkpoint"),
+        (["--load", absent, "--exit-on-missing-checkpoint"], "absent holds no checkpoint"),
+        (["--load", absent, "--pretrained-checkpoint", absent], "absent holds no checkpoint"),
+        (["--load", absent, "--ckpt-step", "7"], "no checkpoint of iteration 7"),
+        (["--load", save, "--save", save], "it holds weights.pt and no checkpoint"),
+    ):
+        (found,) = problems(*words)
+        assert expected in found, words
+    assert problems("--load", absent) == []
+    file.rename(tmp_path / "events.out")
+    assert problems("--load", save, "--save", save) == []
+
+
 def test_every_problem_names_a_flag_and_a_fix():
     config = parse_command_line(["--num-experts", "8", "--mock-data", "--clip-grad", "-1"]).config
     with pytest.raises(ConfigError) as caught:
