@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megatron.core import device
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.document_masks import attention_mask
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
 from megatron.core.enums import ModelType
 from megatron.core.models.gpt.gpt_model import GPTModel
@@ -65,7 +66,11 @@ def get_batch(data_iterator: Iterator[dict[str, Tensor]] | None) -> dict[str, An
         return dict.fromkeys(names)
     batch = next(data_iterator)
     where = device.current_device()
-    return {n: batch[n].to(where, non_blocking=True) if n in batch else None for n in names}
+    wanted = (*names, "document_starts")
+    moved = {n: batch[n].to(where, non_blocking=True) for n in wanted if n in batch}
+    if "document_starts" in moved:
+        moved["attention_mask"] = attention_mask(moved["document_starts"])
+    return {name: moved.get(name) for name in names}
 
 
 def loss_func(loss_mask: Tensor, output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
@@ -107,7 +112,9 @@ def datasets_provider(num_samples: Sequence[int | None], vp_stage: int | None = 
         reset_position_ids=args.reset_position_ids,
         reset_attention_mask=args.reset_attention_mask,
         eod_mask_loss=args.eod_mask_loss,
-        create_attention_mask=args.reset_attention_mask,
+        create_attention_mask=False,
+        document_starts=args.reset_attention_mask,
+        sample_order=args.sample_order,
         mid_level_dataset_surplus=args.mid_level_dataset_surplus,
         vocab_size=args.unpadded_vocab_size,
     )

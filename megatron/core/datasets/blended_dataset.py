@@ -12,8 +12,14 @@ from typing import Any
 import numpy as np
 from torch.utils.data import Dataset
 
+from megatron.core.datasets.blend_order import (
+    BlendOrder,
+    GreedyOrder,
+    SpacedOrder,
+    stride_of_table,
+)
 from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
-from megatron.core.datasets.blending import greedy_blend
+from megatron.core.datasets.blending import greedy_counts
 from megatron.core.datasets.index_cache import (
     Expected,
     IndexCache,
@@ -28,10 +34,14 @@ from megatron.core.errors import ConfigError, DataError
 logger = logging.getLogger(__name__)
 
 _MOST_DATASETS = 32767
+_WORTH_KEEPING = 20_000_000
+"""Samples times datasets below which walking a blend (0.1 s) costs less than a file."""
 
 
 class BlendedDataset(Dataset[dict[str, Any]]):
-    """Samples of several datasets, mixed by the greedy rule of `blending`.
+    """Samples of several datasets, mixed by an order of `blend_order`.
+
+    The order is computed where it is read; no array has an entry for each sample.
 
     Args:
         datasets: of one class and one split.
@@ -69,32 +79,63 @@ class BlendedDataset(Dataset[dict[str, Any]]):
         self.unique_description_hash = hashlib.md5(
             self.unique_description.encode("utf-8"), usedforsecurity=False
         ).hexdigest()
-        length = sum(map(len, self.datasets)) if size is None else size
-        arrays = self._cache().load_or_build(
-            lambda: self._build(length),
-            {
-                "dataset_index": Expected((np.int16,), (length,)),
-                "dataset_sample_index": Expected((np.int64,), (length,)),
-            },
-        )
-        self.dataset_index = arrays["dataset_index"]
-        self.dataset_sample_index = arrays["dataset_sample_index"]
+        self._length = sum(map(len, self.datasets)) if size is None else size
+        self._table = self._load_or_walk()
+        self._order = self._make_order()
         self._check_sizes()
 
     def __getstate__(self) -> dict[str, Any]:
-        return names_for_mapped(self.__dict__)
+        return names_for_mapped({**self.__dict__, "_order": None})
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(mapped_from_names(state))
+        self._order = self._make_order()
 
     def __len__(self) -> int:
-        return len(self.dataset_index)
+        return self._length
 
     def __getitem__(self, idx: int | None) -> dict[str, Any]:
         """Return sample `idx` of the blend, with its `dataset_id`; None as in the datasets."""
-        dataset_id = int(self.dataset_index[0 if idx is None else idx])
-        number = None if idx is None else int(self.dataset_sample_index[idx])
-        return {"dataset_id": dataset_id, **self.datasets[dataset_id][number]}  # type: ignore[index]
+        dataset_id, number = self._order[0 if idx is None else idx]
+        inner = None if idx is None else number
+        return {"dataset_id": dataset_id, **self.datasets[dataset_id][inner]}  # type: ignore[index]
+
+    @property
+    def dataset_index(self) -> np.ndarray:
+        """int16 [len], the dataset of every sample; made anew each time, for inspection."""
+        return self._order.arrays()[0]
+
+    @property
+    def dataset_sample_index(self) -> np.ndarray:
+        """int64 [len], the number of every sample within its dataset; made anew each time."""
+        return self._order.arrays()[1]
+
+    def _make_order(self) -> BlendOrder:
+        weights = np.array(self.weights)
+        if self._table is None:
+            return SpacedOrder(weights, self._length)
+        return GreedyOrder(weights, self._length, capacities=self._capacities(), table=self._table)
+
+    def _capacities(self) -> np.ndarray | None:
+        if self.size is not None:
+            return None
+        return np.array([len(dataset) for dataset in self.datasets])
+
+    def _load_or_walk(self) -> np.ndarray | None:
+        """Return the table of a greedy order, kept on disk where walking it takes a while."""
+        if self.config.sample_order == "native":
+            return None
+        weights, capacities = np.array(self.weights), self._capacities()
+
+        def walk() -> dict[str, np.ndarray]:
+            stride = stride_of_table(len(weights))
+            return {"counts": greedy_counts(weights, self._length, stride, capacities=capacities)}
+
+        if self._length * len(weights) < _WORTH_KEEPING:
+            return walk()["counts"]
+        rows = -(-self._length // stride_of_table(len(weights))) + 1
+        expected = {"counts": Expected((np.int64,), (rows, len(weights)))}
+        return self._cache().load_or_build(walk, expected)["counts"]
 
     def _proportions(self, weights: Sequence[float]) -> list[float]:
         if self.size is not None:
@@ -110,6 +151,7 @@ class BlendedDataset(Dataset[dict[str, Any]]):
         identifiers["split"] = self.split.name
         identifiers["weights"] = self.weights
         identifiers["size"] = self.size
+        identifiers["sample_order"] = self.config.sample_order
         return identifiers
 
     def _cache(self) -> IndexCache:
@@ -120,18 +162,8 @@ class BlendedDataset(Dataset[dict[str, Any]]):
             directory = os.path.join(first_path, "cache", f"{type(self).__name__}_indices")
         return IndexCache(directory=directory, stem=stem, description=self.unique_description)
 
-    def _build(self, length: int) -> dict[str, np.ndarray]:
-        capacities = None
-        if self.size is None:
-            capacities = np.array([len(dataset) for dataset in self.datasets])
-        dataset_index, sample_index = greedy_blend(
-            np.array(self.weights), length, capacities=capacities
-        )
-        return {"dataset_index": dataset_index, "dataset_sample_index": sample_index}
-
     def _check_sizes(self) -> None:
-        taken = np.bincount(self.dataset_index, minlength=len(self.datasets))
-        for dataset, number in zip(self.datasets, taken.tolist(), strict=True):
+        for dataset, number in zip(self.datasets, self._order.totals(), strict=True):
             if number > len(dataset):
                 raise DataError(
                     f"the blend takes {number} samples of {dataset.dataset_path}, "

@@ -7,14 +7,20 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import numpy as np
 from torch.utils.data import Dataset
 
+from megatron.core.datasets.blend_order import SpacedOrder
 from megatron.core.datasets.blended_dataset import BlendedDataset
 from megatron.core.datasets.blended_megatron_dataset_config import (
     BlendedMegatronDatasetConfig,
     SplitMatrix,
 )
-from megatron.core.datasets.index_building import sizes_of_blend, split_range
+from megatron.core.datasets.index_building import (
+    sizes_of_blend,
+    split_bounds,
+    split_range,
+)
 from megatron.core.datasets.megatron_dataset import MegatronDataset
 from megatron.core.datasets.utils import Blend, Split, normalize
 from megatron.core.errors import ConfigError, DataError
@@ -110,6 +116,10 @@ class BlendedMegatronDatasetBuilder:
             return [0] * count
         if weights is None or size is None:
             return [None] * count
+        if self.config.sample_order == "native":
+            # A dataset that gives nothing to so short a blend is opened all the same.
+            totals = SpacedOrder(np.array(normalize(weights)), size).totals()
+            return [max(1, total) for total in totals]
         surplus = self.config.mid_level_dataset_surplus
         return [*sizes_of_blend(normalize(weights), size, surplus)]
 
@@ -123,7 +133,8 @@ class BlendedMegatronDatasetBuilder:
         if not present:
             return None
         if size is not None and weights is not None:
-            size = sum(sizes_of_blend(normalize(weights), size))
+            if self.config.sample_order == "megatron":
+                size = sum(sizes_of_blend(normalize(weights), size))
             return BlendedDataset(present, weights, size, self.config)
         lengths = [len(dataset) for dataset in present]
         if size is not None:
@@ -156,7 +167,9 @@ class BlendedMegatronDatasetBuilder:
             if share is None or size == 0:
                 built.append(None)
                 continue
-            documents = split_range(share, count)
+            documents: np.ndarray | range = split_bounds(share, count)
+            if self.config.sample_order == "megatron":
+                documents = split_range(share, count)
             if len(documents) == 0:
                 raise self._empty_split(split, prefix, count)
             built.append(self.cls(corpus, prefix, documents, size, split, self.config))

@@ -10,6 +10,7 @@ from megatron.core.datasets.index_building import split_boundaries
 from megatron.core.datasets.utils import Blend
 from megatron.core.errors import ConfigError
 
+SAMPLE_ORDERS = ("megatron", "native")
 SplitMatrix = list[tuple[float, float] | None]
 
 
@@ -48,7 +49,17 @@ class BlendedMegatronDatasetConfig:
     """Share by which the datasets of a blend are built larger than their part of it, because the
     greedy rule may take a few samples more than the weight says."""
 
+    sample_order: str = "megatron"
+    """"megatron": documents and samples shuffled by index arrays, equal to Megatron-LM's.
+    "native": windows of the corpus and blends that are computed when they are asked for."""
+
     def __post_init__(self) -> None:
+        if self.sample_order not in SAMPLE_ORDERS:
+            raise ConfigError(
+                f"sample_order={self.sample_order!r}.",
+                rule=f"one of {', '.join(SAMPLE_ORDERS)}",
+                flags=["--sample-order"],
+            )
         if self.sequence_length <= 0:
             raise ConfigError(
                 f"sequence_length={self.sequence_length}.",

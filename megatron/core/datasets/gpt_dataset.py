@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
+from megatron.core.datasets.document_masks import across_documents, causal_mask, document_starts
 from megatron.core.datasets.index_building import (
     EpochPlan,
     build_document_index,
@@ -25,6 +26,7 @@ from megatron.core.datasets.index_building import (
 from megatron.core.datasets.index_cache import Expected, IndexCache
 from megatron.core.datasets.indexed_dataset import IndexedDataset, get_bin_path
 from megatron.core.datasets.megatron_dataset import MegatronDataset
+from megatron.core.datasets.sample_order import ShuffledDocuments, ShuffledWindows, TokenStream
 from megatron.core.datasets.utils import Split
 from megatron.core.errors import ConfigError, DataError
 
@@ -46,6 +48,9 @@ class GPTDatasetConfig(BlendedMegatronDatasetConfig):
     """Give end-of-document tokens no loss as inputs."""
     create_attention_mask: bool = True
     """Put an [1, s, s] mask into every item; False leaves the causal mask to the kernel."""
+    document_starts: bool = False
+    """Put into every item where the document of each token begins, int32 [s]: what a kernel needs
+    to keep documents apart, without a mask of s * s."""
     drop_last_partial_validation_sequence: bool = True
     """Leave out a last validation sample that is not full; False pads it."""
     add_extra_token_to_sequence: bool = True
@@ -71,10 +76,11 @@ class GPTDatasetConfig(BlendedMegatronDatasetConfig):
                 rule="these decide what a sample looks like and have no default",
                 fix="give a tokenizer and True or False for each of the others",
             )
-        if self.reset_attention_mask and not self.create_attention_mask:
+        made = self.create_attention_mask or self.document_starts
+        if self.reset_attention_mask and not made:
             raise ConfigError(
                 "attention is to stop at document ends, but no attention mask is made.",
-                rule="only the mask of the item says where its documents end",
+                rule="only the mask or the document starts of an item say where documents end",
                 flags=["--reset-attention-mask", "--no-create-attention-mask-in-dataloader"],
                 fix="remove one of the two",
             )
@@ -83,13 +89,14 @@ class GPTDatasetConfig(BlendedMegatronDatasetConfig):
 class GPTDataset(MegatronDataset):
     """Samples of `config.sequence_length` tokens cut from a shuffled stream of documents.
 
-    The order of the documents, the places where samples begin and the order of the samples are
-    those of `index_building`, kept on disk when there is a cache directory.
+    With `sample_order` "megatron" the order of the documents, the places where samples begin and
+    the order of the samples are the arrays of `index_building`, kept on disk when there is a cache
+    directory. With "native" there are no arrays: see `sample_order.ShuffledWindows`.
 
     Args:
         indexed_dataset: the corpus.
         dataset_path: its prefix; None builds the index in memory.
-        indexed_indices: int32 [N], documents of this split.
+        indexed_indices: int32 [N], or a range: documents of this split.
         num_samples: samples wanted; None or 0 means one pass over the documents.
         index_split: which split this is.
         config: settings.
@@ -103,7 +110,7 @@ class GPTDataset(MegatronDataset):
         self,
         indexed_dataset: IndexedDataset,
         dataset_path: str | None,
-        indexed_indices: np.ndarray,
+        indexed_indices: np.ndarray | range,
         num_samples: int | None,
         index_split: Split,
         config: GPTDatasetConfig,
@@ -115,11 +122,42 @@ class GPTDataset(MegatronDataset):
         self._vocab_size = config.vocab_size or int(config.tokenizer.vocab_size)
         self._eod = self._find_eod()
         self._pad = self._find_pad()
-        self._plain: tuple[Tensor | None, Tensor] | None = None
-        arrays = self._build_or_load_indices()
-        self.document_index = arrays["document_index"]
-        self.sample_index = arrays["sample_index"]
-        self.shuffle_index = arrays["shuffle_index"]
+        self._plain: dict[str, Tensor] | None = None
+        if config.sample_order == "megatron":
+            arrays = self._build_or_load_indices()
+            self.document_index = arrays["document_index"]
+            self.sample_index = arrays["sample_index"]
+            self.shuffle_index = arrays["shuffle_index"]
+        self._order = self._make_order()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_order": None, "_plain": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._order = self._make_order()
+
+    def _make_order(self) -> ShuffledDocuments | ShuffledWindows:
+        if self.config.sample_order == "megatron":
+            arrays = {
+                "document_index": self.document_index,
+                "sample_index": self.sample_index,
+                "shuffle_index": self.shuffle_index,
+            }
+            return ShuffledDocuments(self.dataset, arrays, self._extra_token, self._pad)
+        return ShuffledWindows(
+            TokenStream(self.dataset, _as_range(self.indices)),
+            sequence_length=self.config.sequence_length,
+            extra_token=self._extra_token,
+            num_samples=self.num_samples or None,
+            keeps_partial=not self._drops_last(),
+            seed=self.config.random_seed,
+            pad=self._pad,
+        )
+
+    def _drops_last(self) -> bool:
+        is_validation = self.index_split == Split.valid
+        return not is_validation or self.config.drop_last_partial_validation_sequence
 
     @staticmethod
     def numel_low_level_dataset(low_level_dataset: Any) -> int:
@@ -137,10 +175,11 @@ class GPTDataset(MegatronDataset):
             *MegatronDataset._key_config_attributes(),
             "add_extra_token_to_sequence",
             "drop_last_partial_validation_sequence",
+            "sample_order",
         ]
 
     def __len__(self) -> int:
-        return len(self.shuffle_index)
+        return len(self._order)
 
     def __getitem__(self, idx: int | None) -> dict[str, Tensor]:
         """Return one sample.
@@ -148,88 +187,81 @@ class GPTDataset(MegatronDataset):
         Args:
             idx: sample number in shuffled order; None gives a sample without loss, to fill a batch.
         Returns:
-            tokens and labels, int64 [s]; loss_mask, float32 [s]; position_ids, int64 [s];
-            attention_mask, bool [1, s, s], True where attention is forbidden, if asked for.
+            tokens and labels, int64 [s]; loss_mask, float32 [s]; position_ids, int64 [s]; if asked
+            for, attention_mask, bool [1, s, s], True where attention is forbidden, and
+            document_starts, int32 [s]. What is the same for all samples is one tensor, shared: do
+            not write to it.
         Raises:
             DataError: a token id outside the vocabulary.
         """
-        text = torch.from_numpy(self._tokens_of_sample(0 if idx is None else idx))
+        text = np.empty(self.config.sequence_length + self._extra_token, np.int64)
+        fetched = self._order.read(0 if idx is None else idx, text)
+        if fetched.highest >= self._vocab_size or fetched.lowest < 0:
+            raise self._outside(0 if idx is None else idx, text[: fetched.filled])
+        is_plain = fetched.filled == len(text) and not fetched.num_pads and idx is not None
+        text[fetched.filled :] = self._pad
         if self._extra_token:
-            tokens, labels = text[:-1].contiguous(), text[1:].contiguous()
+            tokens, labels = text[:-1], text[1:]
         else:
-            tokens, labels = text, torch.roll(text, -1)
-            labels[-1] = self._pad
-        loss_mask = torch.ones(len(tokens), dtype=torch.float32)
-        loss_mask[labels == self._pad] = 0.0
-        if self.config.eod_mask_loss and self._eod is not None:
-            loss_mask[tokens == self._eod] = 0.0
-        if idx is None:
-            loss_mask.zero_()
-        attention_mask, position_ids = self._mask_and_positions(tokens)
-        # The embedding must be able to look padding up; it carries no loss.
-        tokens = tokens.masked_fill(tokens == self._pad, 0)
-        labels = labels.masked_fill(labels == self._pad, 0)
-        sample = {"tokens": tokens, "labels": labels}
-        if attention_mask is not None:
-            sample["attention_mask"] = attention_mask
-        sample["loss_mask"] = loss_mask
-        sample["position_ids"] = position_ids
+            tokens, labels, is_plain = text, np.append(text[1:], self._pad), False
+        sample = {"tokens": torch.from_numpy(tokens), "labels": torch.from_numpy(labels)}
+        sample.update(self._masks_and_positions(sample["tokens"]))
+        if not is_plain or (self.config.eod_mask_loss and self._eod is not None):
+            sample["loss_mask"] = self._loss_mask(tokens, labels, counts=idx is not None)
+            # The embedding must be able to look padding up; it carries no loss.
+            for name in ("tokens", "labels"):
+                sample[name] = sample[name].masked_fill(sample[name] == self._pad, 0)
         return sample
 
-    def _mask_and_positions(self, tokens: Tensor) -> tuple[Tensor | None, Tensor]:
-        """Return the mask [1, s, s] or None, and the positions [s]."""
-        resets = self.config.reset_position_ids or self.config.reset_attention_mask
-        if not resets or self._eod is None:  # refused together when the dataset was made
-            if self._plain is None:
-                positions = torch.arange(len(tokens))
-                masked = self.config.create_attention_mask
-                self._plain = (causal_mask(positions) if masked else None, positions)
+    def _loss_mask(self, tokens: np.ndarray, labels: np.ndarray, *, counts: bool) -> Tensor:
+        mask = np.ones(len(tokens), np.float32) if counts else np.zeros(len(tokens), np.float32)
+        mask[labels == self._pad] = 0.0
+        if self.config.eod_mask_loss and self._eod is not None:
+            mask[tokens == self._eod] = 0.0
+        return torch.from_numpy(mask)
+
+    def _masks_and_positions(self, tokens: Tensor) -> dict[str, Tensor]:
+        """Return attention_mask and document_starts as asked, loss_mask of ones, positions."""
+        config = self.config
+        wants_documents = (
+            config.reset_position_ids or config.reset_attention_mask or config.document_starts
+        )
+        if self._plain is None:
+            self._plain = self._without_documents(len(tokens))
+        if not wants_documents or self._eod is None:  # refused together when the dataset was made
             return self._plain
-        positions = torch.arange(len(tokens))
-        # An end-of-document token belongs to the document it ends.
-        starts = torch.zeros_like(positions)
-        ends = torch.nonzero(tokens[:-1].eq(self._eod)).flatten()
-        starts[ends + 1] = ends + 1
-        starts = torch.cummax(starts, 0).values
-        mask = None
+        made = dict(self._plain)
+        starts = document_starts(tokens, self._eod)
+        if config.create_attention_mask and config.reset_attention_mask:
+            made["attention_mask"] = self._plain["attention_mask"] | across_documents(starts)
+        if config.document_starts:
+            made["document_starts"] = starts.to(torch.int32)
+        if config.reset_position_ids:
+            made["position_ids"] = self._plain["position_ids"] - starts
+        return made
+
+    def _without_documents(self, num_tokens: int) -> dict[str, Tensor]:
+        positions = torch.arange(num_tokens)
+        made = {}
         if self.config.create_attention_mask:
-            mask = causal_mask(positions)
-            if self.config.reset_attention_mask:
-                mask |= (starts[:, None] != starts[None, :]).unsqueeze(0)
-        if self.config.reset_position_ids:
-            positions = positions - starts
-        return mask, positions
+            made["attention_mask"] = causal_mask(positions)
+        if self.config.document_starts:
+            made["document_starts"] = torch.zeros(num_tokens, dtype=torch.int32)
+        return {**made, "loss_mask": torch.ones(num_tokens), "position_ids": positions}
 
-    def _tokens_of_sample(self, idx: int) -> np.ndarray:
-        """Return the tokens of a sample, int64 [s + extra], padded at the end if need be."""
-        sample = int(self.shuffle_index[idx])
-        first, first_offset = (int(value) for value in self.sample_index[sample])
-        last, last_offset = (int(value) for value in self.sample_index[sample + 1])
-        text = np.full(self.config.sequence_length + self._extra_token, self._pad, np.int64)
-        filled = 0
-        for position in range(first, last + 1):
-            offset = first_offset if position == first else 0
-            length = last_offset + self._extra_token - offset if position == last else None
-            document = int(self.document_index[position])
-            piece = self.dataset.get(document, offset=offset, length=length)
-            self._check_ids(piece, document, offset)
-            text[filled : filled + len(piece)] = piece
-            filled += len(piece)
-        return text
-
-    def _check_ids(self, piece: np.ndarray, document: int, offset: int) -> None:
+    def _outside(self, idx: int, text: np.ndarray) -> DataError:
         # A vocabulary-parallel embedding would turn such an id into a row of zeros, silently.
-        if len(piece) and (piece.max() >= self._vocab_size or piece.min() < 0):
-            at = int(np.flatnonzero((piece >= self._vocab_size) | (piece < 0))[0])
-            where = "the corpus" if self.dataset_path is None else get_bin_path(self.dataset_path)
-            raise DataError(
-                f"token {int(piece[at])} at position {offset + at} of document {document} in "
-                f"{where} is outside the vocabulary of {self._vocab_size}.",
-                rule="token ids must lie between 0 and the vocabulary size - 1",
-                flags=["--data-path", "--tokenizer-type", "--tokenizer-model", "--vocab-size"],
-                fix="train with the tokenizer that the corpus was preprocessed with, or "
-                "preprocess it again; if the file is damaged, copy it again",
-            )
+        at = int(np.flatnonzero((text >= self._vocab_size) | (text < 0))[0])
+        document, position = self._order.place_of(idx, at)
+        where = "the corpus" if self.dataset_path is None else get_bin_path(self.dataset_path)
+        return DataError(
+            f"token {int(text[at])} at position {position} of document {document} in "
+            f"{where} is outside the vocabulary of {self._vocab_size}.",
+            rule="token ids must lie between 0 and the vocabulary size - 1",
+            flags=["--data-path", "--tokenizer-type", "--tokenizer-model", "--vocab-size"],
+            fix="train with the tokenizer that the corpus was preprocessed with, or "
+            "preprocess it again; if the file is damaged, copy it again",
+        )
 
     def _find_eod(self) -> int | None:
         eod = _optional_id(self.config.tokenizer, "eod")
@@ -258,11 +290,11 @@ class GPTDataset(MegatronDataset):
     def _build_or_load_indices(self) -> dict[str, np.ndarray]:
         lengths = self.dataset.sequence_lengths
         config = self.config
-        tokens_per_epoch = int(np.sum(lengths[self.indices], dtype=np.int64))
+        tokens_per_epoch = self._num_tokens(lengths)
         plan = plan_epochs(
             tokens_per_epoch, config.sequence_length, self._extra_token, self.num_samples
         )
-        drop_last = self.index_split != Split.valid or config.drop_last_partial_validation_sequence
+        drop_last = self._drops_last()
         num_samples = plan.num_samples(drop_last=drop_last)
         cache = IndexCache(
             directory=self._cache_directory(),
@@ -278,10 +310,20 @@ class GPTDataset(MegatronDataset):
         }
         return cache.load_or_build(lambda: self._build_indices(plan, drop_last), expected)
 
+    def _num_tokens(self, lengths: np.ndarray) -> int:
+        documents = self.indices
+        if isinstance(documents, np.ndarray) and len(documents):
+            first, last = int(documents[0]), int(documents[-1])
+            if last - first + 1 == len(documents) and bool((documents[1:] > documents[:-1]).all()):
+                documents = range(first, last + 1)  # a plain slice adds up much faster
+        if isinstance(documents, range):
+            return int(lengths[documents.start : documents.stop].sum(dtype=np.int64))
+        return int(lengths[documents].sum(dtype=np.int64))
+
     def _build_indices(self, plan: EpochPlan, drop_last: bool) -> dict[str, np.ndarray]:
         random = np.random.RandomState(self.config.random_seed)
         # This order of calls is part of the recipe: both shuffles draw from one generator.
-        documents = build_document_index(self.indices, plan, random)
+        documents = build_document_index(np.asarray(self.indices), plan, random)
         samples = build_sample_index(
             self.dataset.sequence_lengths, documents, plan, drop_last=drop_last
         )
@@ -335,9 +377,22 @@ class MockGPTDataset(GPTDataset):
         return MockTokens(config.tokenizer)
 
 
-def causal_mask(positions: Tensor) -> Tensor:
-    """Return the mask that forbids looking ahead: bool [1, s, s], True = forbidden."""
-    return (positions[None, :] > positions[:, None]).unsqueeze(0)
+def _as_range(documents: np.ndarray | range) -> range:
+    """Return contiguous documents as a range.
+
+    Raises:
+        ConfigError: they are not contiguous.
+    """
+    if isinstance(documents, range):
+        return documents
+    if len(documents) and not (np.diff(documents) == 1).all():
+        raise ConfigError(
+            "the documents of a split are not contiguous.",
+            rule="the native order reads a split as one stretch of the token file",
+            flags=["--sample-order"],
+            fix="--sample-order megatron",
+        )
+    return range(int(documents[0]), int(documents[-1]) + 1) if len(documents) else range(0)
 
 
 def _optional_id(tokenizer: Any, name: str) -> int | None:

@@ -8,7 +8,8 @@ Three arrays turn a corpus into samples of a fixed length:
 
 The arrays equal those that Megatron-LM makes from the same inputs. Where the original walks
 through the documents, this file uses that sample k begins exactly k * sequence_length tokens
-into the stream, so a running sum and one sorted search replace the walk.
+into the stream, so a running sum and one sorted search replace the walk (and where the compiled
+part was built, a walk that needs neither).
 """
 
 from __future__ import annotations
@@ -17,9 +18,11 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
+from megatron.core.datasets import native
 from megatron.core.errors import DataError
 
 _INT32_MAX = int(np.iinfo(np.int32).max)
@@ -113,10 +116,10 @@ def build_document_index(
     order = np.tile(np.asarray(documents, np.int32), plan.num_epochs)
     if plan.separate_final_epoch:
         split_at = (plan.num_epochs - 1) * len(documents)
-        random.shuffle(order[:split_at])
-        random.shuffle(order[split_at:])
+        _shuffle(random, order[:split_at])
+        _shuffle(random, order[split_at:])
     else:
-        random.shuffle(order)
+        _shuffle(random, order)
     return order
 
 
@@ -141,11 +144,22 @@ def build_sample_index(
         unless that is too small. The last row is the end of the last sample.
     """
     num_samples = plan.num_samples(drop_last=drop_last)
+    widest = max(len(document_index), int(sequence_lengths.max(initial=0)))
+    index = np.zeros((num_samples + 1, 2), np.int32 if widest <= _INT32_MAX else np.int64)
+    if native.compiled is not None:
+        native.compiled.sample_index(
+            np.ascontiguousarray(sequence_lengths, np.int32),
+            np.ascontiguousarray(document_index, np.int32),
+            plan.sequence_length,
+            plan.extra_token,
+            index.dtype == np.int64,
+            index,
+            num_samples,
+        )
+        return index
     lengths = sequence_lengths[document_index]
     ends = np.cumsum(lengths, dtype=np.int64)
     total = int(ends[-1])
-    widest = max(len(document_index), int(sequence_lengths.max(initial=0)))
-    index = np.zeros((num_samples + 1, 2), np.int32 if widest <= _INT32_MAX else np.int64)
     for start in range(1, num_samples + 1, _SEARCH_BLOCK):
         rows = np.arange(start, min(start + _SEARCH_BLOCK, num_samples + 1), dtype=np.int64)
         begins = rows * plan.sequence_length
@@ -175,11 +189,22 @@ def build_shuffle_index(
     dtype = np.uint32 if num_samples < _UINT32_MAX - 1 else np.int64
     order = np.arange(num_samples, dtype=dtype)
     if plan.separate_final_epoch:
-        random.shuffle(order[: plan.samples_before_final_epoch])
-        random.shuffle(order[plan.samples_before_final_epoch :])
+        _shuffle(random, order[: plan.samples_before_final_epoch])
+        _shuffle(random, order[plan.samples_before_final_epoch :])
     else:
-        random.shuffle(order)
+        _shuffle(random, order)
     return order
+
+
+def _shuffle(random: np.random.RandomState, order: np.ndarray) -> None:
+    """Do what `random.shuffle(order)` does; the compiled form spends half the time."""
+    if native.compiled is None or order.itemsize != 4:
+        random.shuffle(order)
+        return
+    state: Any = random.get_state()
+    name, words, position, *rest = state
+    key = np.array(words, np.uint32)
+    random.set_state((name, key, native.compiled.shuffle(order, key, position), *rest))
 
 
 def split_boundaries(split: str) -> list[tuple[float, float] | None]:
@@ -210,10 +235,16 @@ def split_boundaries(split: str) -> list[tuple[float, float] | None]:
     return [None if begin == end else (begin, end) for begin, end in pairs]
 
 
-def split_range(share: tuple[float, float], num_documents: int) -> np.ndarray:
-    """Return the documents of a share as int32 ids (bounds rounded half to even)."""
+def split_bounds(share: tuple[float, float], num_documents: int) -> range:
+    """Return the documents of a share (bounds rounded half to even)."""
     begin, end = (int(round(bound * num_documents)) for bound in share)
-    return np.arange(begin, end, dtype=np.int32)
+    return range(begin, end)
+
+
+def split_range(share: tuple[float, float], num_documents: int) -> np.ndarray:
+    """Return the documents of a share as int32 ids."""
+    bounds = split_bounds(share, num_documents)
+    return np.arange(bounds.start, bounds.stop, dtype=np.int32)
 
 
 def sizes_of_blend(weights: Sequence[float], size: int, surplus: float = 0.0) -> list[int]:

@@ -4,6 +4,9 @@ No rank is special and there is no barrier. Whoever comes first takes a file loc
 others wait for the lock, then find the files. The kernel frees the lock when its holder dies, so
 nobody waits for a dead process; where the directory cannot be written or locked, everybody
 builds for itself in memory. All builders make the same bytes, so a race costs time only.
+
+A cache is never trusted: whoever maps it compares a checksum of every byte first (at memory
+speed), and builds again what differs. So nothing is forced onto the device when it is written.
 """
 
 from __future__ import annotations
@@ -13,7 +16,9 @@ import json
 import logging
 import os
 import time
+import zlib
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -27,6 +32,8 @@ logger = logging.getLogger(__name__)
 
 _POLL_S = 0.2
 _REPORT_EVERY_S = 30.0
+_CHUNK_BYTES = 1 << 24
+"""Bytes under one checksum."""
 
 
 @dataclass(frozen=True)
@@ -78,11 +85,14 @@ class IndexCache:
             arrays = build()
             if not self._store(arrays):
                 return arrays
-        return self._load(expected) or arrays
+        # Mapped, so that processes share the pages; summed up a moment ago, when it was written.
+        return self._load(expected, is_our_own=True) or arrays
 
-    def _load(self, expected: Mapping[str, Expected]) -> dict[str, np.ndarray] | None:
-        names = [*(f"{name}.npy" for name in expected), "description.txt"]
-        if not all(os.path.isfile(self.path(name)) for name in names):
+    def _load(
+        self, expected: Mapping[str, Expected], *, is_our_own: bool = False
+    ) -> dict[str, np.ndarray] | None:
+        checksums = self._checksums()
+        if checksums is None:
             return None
         arrays = {}
         for name, wanted in expected.items():
@@ -104,23 +114,48 @@ class IndexCache:
                     wanted.shape,
                 )
                 return None
+            if not is_our_own and checksums.get(name) != checksums_of(array):
+                logger.warning("index cache %s has changed on disk: built again", path)
+                return None
             arrays[name] = array
         return arrays
+
+    def _checksums(self) -> dict[str, list[int]] | None:
+        """Return what the arrays must sum up to; None where there is no complete cache."""
+        try:
+            with open(self.path("checksums.json")) as file:
+                found = json.load(file)
+            with open(self.path("description.txt")) as text:
+                described = text.read()
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError) as error:
+            logger.warning("index cache %s cannot be read (%s): built again", self.stem, error)
+            return None
+        if described != self.description or not isinstance(found, dict):
+            logger.warning("index cache %s was made of something else: built again", self.stem)
+            return None
+        return found
 
     def _store(self, arrays: Mapping[str, np.ndarray]) -> bool:
         try:
             for name, array in arrays.items():
                 file = WholeFile(self.path(f"{name}.npy"))
                 np.lib.format.write_array(file, array, allow_pickle=False)
-                file.commit()
-            # Last: its presence says that all arrays are there.
-            file = WholeFile(self.path("description.txt"))
-            file.write(self.description.encode())
-            file.commit()
+                file.rename()
+            self._store_text("description.txt", self.description)
+            # Last: its presence says that all files are there.
+            sums = {name: checksums_of(array) for name, array in arrays.items()}
+            self._store_text("checksums.json", json.dumps(sums))
         except (DataError, OSError) as error:
             logger.warning("index cache not written, the index is kept in memory: %s", error)
             return False
         return True
+
+    def _store_text(self, name: str, text: str) -> None:
+        file = WholeFile(self.path(name))
+        file.write(text.encode())
+        file.rename()
 
     @contextmanager
     def _only_one(self) -> Iterator[None]:
@@ -152,6 +187,16 @@ def _wait_for_lock(descriptor: int, path: str) -> None:
             waited = reported - begun
             logger.warning("waiting %.0f s for another process to build %s", waited, path[:-5])
         time.sleep(_POLL_S)
+
+
+def checksums_of(array: np.ndarray) -> list[int]:
+    """Return the CRC-32 of every 16 MiB of an array, on several threads if there are many."""
+    data = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+    chunks = [data[at : at + _CHUNK_BYTES] for at in range(0, len(data), _CHUNK_BYTES)]
+    if len(chunks) <= 2:
+        return [zlib.crc32(chunk) for chunk in chunks]
+    with ThreadPoolExecutor(max_workers=min(8, len(chunks))) as pool:
+        return list(pool.map(zlib.crc32, chunks))
 
 
 def describe(identifiers: Mapping[str, object]) -> str:

@@ -27,6 +27,7 @@ from typing import Protocol
 
 import numpy as np
 
+from megatron.core.datasets import native
 from megatron.core.errors import DataError
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -156,6 +157,16 @@ def check_index(arrays: IndexArrays, idx_path: str, bin_path: str) -> None:
     """
     num_sequences = len(arrays.sequence_lengths)
     token_bytes = np.dtype(arrays.dtype).itemsize
+    if native.compiled is not None:
+        end = native.compiled.index_end(
+            arrays.sequence_lengths,
+            arrays.sequence_pointers,
+            arrays.document_indices,
+            token_bytes,
+        )
+        if end >= 0:
+            _check_size(bin_path, end, idx_path)
+            return
     pointers_at = HEADER.size + 4 * num_sequences
     end = 0
     for start in range(0, num_sequences, CHECK_BLOCK):
@@ -183,6 +194,10 @@ def check_index(arrays: IndexArrays, idx_path: str, bin_path: str) -> None:
             )
         end = int(ends[-1])
     check_documents(arrays.document_indices, num_sequences, idx_path)
+    _check_size(bin_path, end, idx_path)
+
+
+def _check_size(bin_path: str, end: int, idx_path: str) -> None:
     size = os.path.getsize(bin_path)
     if size != end:
         what = "truncated file" if size < end else "bytes left over"

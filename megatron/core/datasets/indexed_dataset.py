@@ -131,6 +131,15 @@ class IndexedDataset:
         start = int(self._index.sequence_pointers[idx]) + offset * self._token_bytes
         return self._tokens.read(self._index.dtype, int(length), start)
 
+    def read_tokens(self, first: int, count: int) -> np.ndarray:
+        """Return `count` tokens from number `first` of the token file, whatever sequences."""
+        return self._tokens.read(self._index.dtype, count, first * self._token_bytes)
+
+    @property
+    def buffer(self) -> np.ndarray | None:
+        """uint8, the mapped token file; None if it is read otherwise."""
+        return self._tokens.buffer
+
     @property
     def dtype(self) -> type[np.number]:
         """The numpy type of the tokens."""

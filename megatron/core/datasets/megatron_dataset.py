@@ -21,7 +21,7 @@ class MegatronDataset(Dataset[dict[str, Any]], ABC):
     Args:
         dataset: the corpus.
         dataset_path: its prefix; None for a corpus that is not on disk.
-        indices: int32 [N], its documents that belong to this split.
+        indices: int32 [N], or a range: its documents that belong to this split.
         num_samples: samples wanted; None means one pass over the documents.
         index_split: which split this is.
         config: settings.
@@ -31,7 +31,7 @@ class MegatronDataset(Dataset[dict[str, Any]], ABC):
         self,
         dataset: Any,
         dataset_path: str | None,
-        indices: np.ndarray,
+        indices: np.ndarray | range,
         num_samples: int | None,
         index_split: Split,
         config: BlendedMegatronDatasetConfig,

@@ -23,6 +23,10 @@ _NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 class TokenReader(Protocol):
     """Random access to the tokens of a file; safe to use after a fork."""
 
+    @property
+    def buffer(self) -> np.ndarray | None:
+        """uint8, the whole file, where it is mapped; None otherwise."""
+
     def read(self, dtype: type[np.number], count: int, offset: int) -> np.ndarray:
         """Return `count` tokens from byte `offset`; the array may be read-only."""
 
@@ -33,17 +37,22 @@ class MappedTokens:
     def __init__(self, path: str) -> None:
         # numpy cannot map an empty file, and a corpus without tokens is a valid pair.
         empty = os.path.getsize(path) == 0
-        self._buffer = np.empty(0, np.uint8) if empty else np.memmap(path, np.uint8, mode="r")
+        # A plain array over the map: every slice of a numpy.memmap is an object of Python's.
+        self.buffer = (
+            np.empty(0, np.uint8) if empty else np.asarray(np.memmap(path, np.uint8, mode="r"))
+        )
 
     def read(self, dtype: type[np.number], count: int, offset: int) -> np.ndarray:
         """Return a read-only view of the mapped file."""
         if count == 0:
             return np.empty(0, dtype)
-        return np.frombuffer(self._buffer, dtype=dtype, count=count, offset=offset)
+        return np.frombuffer(self.buffer, dtype=dtype, count=count, offset=offset)
 
 
 class PositionedTokens:
     """Tokens through `pread`, for file systems that map badly (--no-mmap-bin-files)."""
+
+    buffer: None = None
 
     def __init__(self, path: str) -> None:
         self._path = path

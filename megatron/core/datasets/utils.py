@@ -7,7 +7,10 @@ from enum import Enum
 
 import numpy as np
 
+from megatron.core.datasets.native import compile_helpers
 from megatron.core.errors import ConfigError
+
+__all__ = ["Blend", "Split", "compile_helpers", "get_blend_from_list", "normalize"]
 
 Blend = tuple[list[str], list[float] | None]
 """Path prefixes, and their weights if any were given."""
@@ -19,14 +22,6 @@ class Split(Enum):
     train = 0
     valid = 1
     test = 2
-
-
-def compile_helpers() -> None:
-    """Do nothing: there is no native code to compile.
-
-    Kept because launch scripts call it before training. The index arrays are built by vectorised
-    numpy (`index_building`, `blending`), at the speed of compiled code.
-    """
 
 
 def normalize(weights: Sequence[float]) -> list[float]:

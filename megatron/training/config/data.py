@@ -51,6 +51,9 @@ class DataConfig:
         refuse_values={"external": "use single, or pass your iterators to pretrain()"},
     )
     """Order of samples: one pass (single) or reshuffled epochs (cyclic). Default single."""
+    sample_order: str = flag("megatron", choices=("megatron", "native"))
+    """Shuffle documents and samples by index arrays equal to Megatron-LM's, or compute windows of
+    the corpus in a keyed order: opens at once at any size, reads each sample in one piece."""
     data_sharding: bool = flag(True, "--no-data-sharding")
     """Cyclic order: mix the samples of all replicas instead of giving each its own part."""
     num_dataset_builder_threads: int = 1

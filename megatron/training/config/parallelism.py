@@ -138,19 +138,16 @@ class ReplicationConfig:
     """Copies of the sharded optimizer state: it is sharded inside and replicated across them."""
     use_megatron_fsdp: bool = flag(False, refuse="use --use-distributed-optimizer")
     """Shard parameters and gradients too."""
-    data_parallel_sharding_strategy: str | None = flag(
-        None,
+    data_parallel_sharding_strategy: str = flag(
+        "optim_grads_params",
         choices=("no_shard", "optim", "optim_grads", "optim_grads_params"),
-        refuse_values={"optim_grads_params": "use optim_grads"},
+        part_of="use_megatron_fsdp",
     )
-    """What is sharded over replicas: nothing, optimizer state (ZeRO-1), also gradients (ZeRO-2),
-    also parameters (ZeRO-3). Default optim with --use-distributed-optimizer, else no_shard."""
+    """What is sharded over replicas."""
     outer_dp_sharding_strategy: str = flag(
-        "no_shard",
-        choices=("no_shard", "optim"),
-        refuse_values={"optim": "use --num-distributed-optimizer-instances: copies are whole"},
+        "no_shard", choices=("no_shard", "optim"), part_of="use_megatron_fsdp"
     )
-    """What the copies of sharded state share among them."""
+    """The same over the outer axis of replicas."""
     use_torch_fsdp2: bool = flag(False, refuse="use --use-distributed-optimizer")
     """Shard with torch's fully_shard."""
     fsdp_double_buffer: bool = flag(False, part_of="use_megatron_fsdp")

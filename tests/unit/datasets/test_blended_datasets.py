@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from megatron.core.datasets import blended_dataset
 from megatron.core.datasets.blended_dataset import BlendedDataset
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, MockGPTDataset
@@ -145,12 +146,13 @@ def test_bad_weights_and_sizes_are_refused(corpora):
         build([5, 0])
 
 
-def test_a_blend_is_cached_and_pickled_by_name(corpora, tmp_path):
+def test_a_long_blend_is_cached_and_pickled_by_name(corpora, tmp_path, monkeypatch):
+    monkeypatch.setattr(blended_dataset, "_WORTH_KEEPING", 1)
     settings = {"blend": (corpora, None), "path_to_cache": str(tmp_path / "cache")}
     train, _, _ = build([None, 0, 0], **settings)
-    assert len(list((tmp_path / "cache").glob("*-BlendedDataset-train-dataset_index.npy"))) == 1
+    assert len(list((tmp_path / "cache").glob("*-BlendedDataset-train-counts.npy"))) == 1
     again, _, _ = build([None, 0, 0], **settings)
-    assert isinstance(again.dataset_index, np.memmap)
+    assert isinstance(again._table, np.memmap)
     assert np.array_equal(again.dataset_index, train.dataset_index)
     copy = pickle.loads(pickle.dumps(again))
     assert torch.equal(copy[3]["tokens"], train[3]["tokens"])

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from megatron.core.datasets import gpt_dataset as gpt_module
-from megatron.core.datasets.index_cache import Expected, IndexCache
+from megatron.core.datasets import index_cache
+from megatron.core.datasets.index_cache import Expected, IndexCache, checksums_of
 from tests.unit.datasets.corpora import config, gpt_dataset, random_documents, write_corpus
 
 EXPECTED = {"order": Expected((np.int32,), (5,))}
@@ -34,7 +35,8 @@ def test_a_second_process_maps_what_the_first_built(tmp_path):
     second = cache_in(tmp_path).load_or_build(never, EXPECTED)
     assert isinstance(second["order"], np.memmap)
     assert np.array_equal(first["order"], second["order"])
-    names = {"abc-Thing-train-order.npy", "abc-Thing-train-description.txt", "abc-Thing-train-lock"}
+    kinds = ("order.npy", "description.txt", "checksums.json", "lock")
+    names = {f"abc-Thing-train-{kind}" for kind in kinds}
     assert set(os.listdir(tmp_path)) == names
     assert (tmp_path / "abc-Thing-train-description.txt").read_text() == "made of this"
 
@@ -59,6 +61,29 @@ def test_a_damaged_cache_is_built_again(tmp_path, content, caplog):
     assert again["order"].tolist() == [0, 1, 2, 3, 4]
     assert "built again" in caplog.text
     assert cache_in(tmp_path).load_or_build(never, EXPECTED)["order"].tolist() == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("name", ["order.npy", "description.txt", "checksums.json"])
+def test_one_changed_byte_anywhere_in_a_cache_is_noticed(tmp_path, name, caplog):
+    cache_in(tmp_path).load_or_build(build, EXPECTED)
+    path = tmp_path / f"abc-Thing-train-{name}"
+    content = bytearray(path.read_bytes())
+    content[-3] ^= 1
+    path.write_bytes(content)
+    assert cache_in(tmp_path).load_or_build(build, EXPECTED)["order"].tolist() == [0, 1, 2, 3, 4]
+    assert "built again" in caplog.text
+    cache_in(tmp_path).load_or_build(never, EXPECTED)
+
+
+def test_checksums_cover_every_chunk(monkeypatch):
+    monkeypatch.setattr(index_cache, "_CHUNK_BYTES", 64)
+    array = np.arange(100, dtype=np.int32)
+    before = checksums_of(array)
+    assert len(before) == 7
+    for at in range(0, 100, 7):
+        changed = array.copy()
+        changed[at] += 1
+        assert checksums_of(changed) != before
 
 
 def test_a_pickle_in_the_place_of_an_array_is_not_executed(tmp_path):
@@ -154,11 +179,12 @@ def test_a_dataset_is_indexed_once_and_again_when_anything_changes(tmp_path, mon
     assert kinds == {
         f"GPTDataset-train-{name}"
         for name in [
-            "description.txt", "document_index.npy", "sample_index.npy", "shuffle_index.npy", "lock"
+            "description.txt", "document_index.npy", "sample_index.npy", "shuffle_index.npy",
+            "checksums.json", "lock",
         ]
     }  # fmt: skip
     assert built(path_to_cache=str(tmp_path / "elsewhere")) == 1
-    assert len(os.listdir(tmp_path / "elsewhere")) == 5
+    assert len(os.listdir(tmp_path / "elsewhere")) == 6
 
 
 def test_the_file_name_is_the_md5_of_the_description(tmp_path):

@@ -19,7 +19,7 @@ from megatron.core.errors import ConfigError, DataError
 from tests.unit.datasets import oracle, recipe_cases
 
 
-def test_200_random_corpora_and_200_random_blends_equal_the_recipe():
+def test_200_random_corpora_and_200_random_blends_equal_the_recipe(implementation):
     corpora, blends = recipe_cases.run(200)
     assert corpora.total() == blends.total() == 200
     assert len(corpora) == 12, "every kind of epoch, extra token and tail must occur"

@@ -216,7 +216,9 @@ DAMAGE = [
 @pytest.mark.parametrize(
     ("suffix", "change", "position", "text"), [d[1:] for d in DAMAGE], ids=[d[0] for d in DAMAGE]
 )
-def test_a_damaged_pair_is_refused_with_file_and_byte(tmp_path, suffix, change, position, text):
+def test_a_damaged_pair_is_refused_with_file_and_byte(
+    tmp_path, suffix, change, position, text, implementation
+):
     prefix = write(str(tmp_path / "corpus"))
     path = tmp_path / f"corpus.{suffix}"
     path.write_bytes(change(path.read_bytes()))
@@ -229,7 +231,7 @@ def test_a_damaged_pair_is_refused_with_file_and_byte(tmp_path, suffix, change, 
     assert "fix:   copy both files again" in message
 
 
-def test_every_cut_and_every_changed_structural_byte_is_noticed(tmp_path):
+def test_every_cut_and_every_changed_structural_byte_is_noticed(tmp_path, implementation):
     prefix = write(str(tmp_path / "corpus"))
     path = tmp_path / "corpus.idx"
     good = path.read_bytes()

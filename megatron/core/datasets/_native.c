@@ -1,0 +1,378 @@
+/* The inner loops of the data path: checking an index, shuffling, locating samples, walking a
+ * blend, fetching a sample.
+ *
+ * Every function has a numpy counterpart with the same result (see native.py); this file only
+ * changes the time. Arrays come through the buffer protocol. 64-bit fields of an index file need
+ * not be aligned, so they are read by memcpy, which compiles to a plain load.
+ *
+ * Build without contraction of a*b-c into one rounding (-ffp-contract=off): the order of a blend
+ * is defined in separately rounded double precision.
+ */
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <stdint.h>
+#include <string.h>
+
+#define MOST_BUFFERS 5
+
+typedef struct {
+    Py_buffer views[MOST_BUFFERS];
+    int held;
+} Buffers;
+
+static void let_go(Buffers *buffers) {
+    while (buffers->held > 0) PyBuffer_Release(&buffers->views[--buffers->held]);
+}
+
+/* Return the memory of an array, or NULL with an exception if it is too small or read-only. */
+static void *memory(Buffers *buffers, PyObject *array, Py_ssize_t bytes, int writable) {
+    Py_buffer *view = &buffers->views[buffers->held];
+    if (PyObject_GetBuffer(array, view, writable ? PyBUF_WRITABLE : PyBUF_SIMPLE) < 0) return NULL;
+    buffers->held++;
+    if (view->len < bytes) {
+        PyErr_Format(PyExc_ValueError, "an array of %zd bytes where %zd are needed", view->len,
+                     bytes);
+        return NULL;
+    }
+    return view->buf;
+}
+
+static int64_t load64(const void *array, int64_t at) {
+    int64_t value;
+    memcpy(&value, (const char *)array + 8 * at, 8);
+    return value;
+}
+
+static int32_t load32(const void *array, int64_t at) {
+    int32_t value;
+    memcpy(&value, (const char *)array + 4 * at, 4);
+    return value;
+}
+
+/* sample_index(lengths, documents, sequence_length, extra, wide, out, num_samples): fill rows
+ * 1..num_samples of out [num_samples + 1, 2], int64 if wide else int32. */
+static PyObject *sample_index(PyObject *self, PyObject *args) {
+    PyObject *lengths_array, *documents_array, *out_array;
+    long long sequence_length, extra, num_samples;
+    int wide;
+    (void)self;
+    if (!PyArg_ParseTuple(args, "OOLLpOL", &lengths_array, &documents_array, &sequence_length,
+                          &extra, &wide, &out_array, &num_samples))
+        return NULL;
+    Buffers buffers = {.held = 0};
+    const char *lengths = memory(&buffers, lengths_array, 0, 0);
+    const char *documents = lengths ? memory(&buffers, documents_array, 4, 0) : NULL;
+    char *out =
+        documents ? memory(&buffers, out_array, (num_samples + 1) * (wide ? 16 : 8), 1) : NULL;
+    if (!out) {
+        let_go(&buffers);
+        return NULL;
+    }
+    int64_t num_lengths = buffers.views[0].len / 4, num_documents = buffers.views[1].len / 4;
+    int64_t position = -1, end = 0, length = 0, row = 1, bad = -1;
+    Py_BEGIN_ALLOW_THREADS;
+    for (; row <= num_samples; row++) {
+        int64_t begin = row * sequence_length;
+        int64_t last_taken = begin + extra - 1; /* its document is where the sample ends */
+        while (end <= last_taken && position < num_documents - 1) {
+            int32_t document = load32(documents, ++position);
+            if (document < 0 || document >= num_lengths) {
+                bad = position;
+                break;
+            }
+            length = load32(lengths, document);
+            end += length;
+        }
+        if (bad >= 0) break;
+        /* Once the stream has run out, the walk stays at the end of the last document. */
+        int64_t offset = end <= last_taken ? length - extra : begin - (end - length);
+        if (wide) {
+            memcpy(out + 16 * row, &position, 8);
+            memcpy(out + 16 * row + 8, &offset, 8);
+        } else {
+            int32_t pair[2] = {(int32_t)position, (int32_t)offset};
+            memcpy(out + 8 * row, pair, 8);
+        }
+    }
+    Py_END_ALLOW_THREADS;
+    let_go(&buffers);
+    if (bad >= 0) {
+        PyErr_Format(PyExc_IndexError, "no document of the number at position %lld",
+                     (long long)bad);
+        return NULL;
+    }
+    Py_RETURN_NONE;
+}
+
+/* walk_blend(weights, capacities or None, start, steps, counts, picks or None): choose the
+ * datasets of samples start .. start + steps - 1; counts [D] float64 are updated. */
+static PyObject *walk_blend(PyObject *self, PyObject *args) {
+    PyObject *weights_array, *capacities_array, *counts_array, *picks_array;
+    long long start, steps;
+    (void)self;
+    if (!PyArg_ParseTuple(args, "OOLLOO", &weights_array, &capacities_array, &start, &steps,
+                          &counts_array, &picks_array))
+        return NULL;
+    Buffers buffers = {.held = 0};
+    const double *weights = memory(&buffers, weights_array, 8, 0);
+    int64_t num_datasets = weights ? buffers.views[0].len / 8 : 0;
+    double *counts = weights ? memory(&buffers, counts_array, 8 * num_datasets, 1) : NULL;
+    const double *capacities = NULL;
+    int16_t *picks = NULL;
+    if (counts && capacities_array != Py_None)
+        capacities = memory(&buffers, capacities_array, 8 * num_datasets, 0);
+    if (!PyErr_Occurred() && picks_array != Py_None)
+        picks = memory(&buffers, picks_array, 2 * steps, 1);
+    if (PyErr_Occurred()) {
+        let_go(&buffers);
+        return NULL;
+    }
+    Py_BEGIN_ALLOW_THREADS;
+    for (int64_t step = 0; step < steps; step++) {
+        double sample = (double)(start + step > 1 ? start + step : 1);
+        int64_t best = 0;
+        double most = -Py_HUGE_VAL;
+        for (int64_t dataset = 0; dataset < num_datasets; dataset++) {
+            double deficit = weights[dataset] * sample - counts[dataset];
+            if (deficit > most && !(capacities && counts[dataset] >= capacities[dataset])) {
+                most = deficit;
+                best = dataset;
+            }
+        }
+        counts[best] += 1;
+        if (picks) picks[step] = (int16_t)best;
+    }
+    Py_END_ALLOW_THREADS;
+    let_go(&buffers);
+    Py_RETURN_NONE;
+}
+
+typedef struct {
+    int64_t lowest, highest, num_pads;
+} Seen;
+
+/* Extremes are kept in `wide`: 32 bits where they suffice, which compilers vectorise everywhere. */
+#define COPY(type, wide)                                                  \
+    {                                                                     \
+        wide lowest = 0, highest = 0, sought = (wide)pad;                 \
+        int64_t num_pads = 0;                                             \
+        int is_possible = (int64_t)sought == pad;                         \
+        for (int64_t begin = 0; begin < count; begin += BLOCK) {          \
+            int64_t end = begin + BLOCK < count ? begin + BLOCK : count;  \
+            int32_t found = 0;                                            \
+            for (int64_t i = begin; i < end; i++) {                       \
+                type token;                                               \
+                memcpy(&token, source + i * (int64_t)sizeof(type), sizeof(type)); \
+                wide value = (wide)token;                                 \
+                target[i] = (int64_t)value;                               \
+                lowest = value < lowest ? value : lowest;                 \
+                highest = value > highest ? value : highest;              \
+                found += value == sought;                                 \
+            }                                                             \
+            num_pads += found;                                            \
+        }                                                                 \
+        seen->lowest = lowest < seen->lowest ? lowest : seen->lowest;     \
+        seen->highest = highest > seen->highest ? highest : seen->highest; \
+        seen->num_pads += is_possible ? num_pads : 0;                     \
+    }
+
+#define BLOCK 65536
+
+static void copy_tokens(int code, const char *source, int64_t count, int64_t pad, int64_t *target,
+                        Seen *seen) {
+    switch (code) {
+        case 1: COPY(uint8_t, int32_t) break;
+        case 2: COPY(int8_t, int32_t) break;
+        case 3: COPY(int16_t, int32_t) break;
+        case 4: COPY(int32_t, int32_t) break;
+        case 5: COPY(int64_t, int64_t) break;
+        case 8: COPY(uint16_t, int32_t) break;
+    }
+}
+
+static const int SIZE_OF_CODE[] = {0, 1, 1, 2, 4, 8, 0, 0, 2};
+
+/* gather(tokens, code, pointers, lengths, documents, first, first_offset, last, end, pad, out):
+ * copy the tokens from first_offset of documents[first] up to `end` of documents[last] into out,
+ * int64. Return (tokens copied, lowest or 0, highest or 0, how many equal pad). */
+static PyObject *gather(PyObject *self, PyObject *const *args, Py_ssize_t nargs) {
+    (void)self;
+    if (nargs != 11) {
+        PyErr_Format(PyExc_TypeError, "gather takes 11 arguments, not %zd", nargs);
+        return NULL;
+    }
+    int64_t numbers[6];
+    static const int places[6] = {1, 5, 6, 7, 8, 9};
+    for (int i = 0; i < 6; i++) {
+        numbers[i] = PyLong_AsLongLong(args[places[i]]);
+        if (numbers[i] == -1 && PyErr_Occurred()) return NULL;
+    }
+    int code = (int)numbers[0];
+    int64_t first = numbers[1], first_offset = numbers[2], last = numbers[3], end = numbers[4];
+    int64_t pad = numbers[5];
+    if (code < 1 || code > 8 || !SIZE_OF_CODE[code]) {
+        PyErr_Format(PyExc_ValueError, "tokens of dtype code %d are not integers", code);
+        return NULL;
+    }
+    Buffers buffers = {.held = 0};
+    const char *tokens = memory(&buffers, args[0], 0, 0);
+    const char *pointers = tokens ? memory(&buffers, args[2], 0, 0) : NULL;
+    const char *lengths = pointers ? memory(&buffers, args[3], 0, 0) : NULL;
+    const char *documents = lengths ? memory(&buffers, args[4], 0, 0) : NULL;
+    int64_t *out = documents ? memory(&buffers, args[10], 0, 1) : NULL;
+    if (!out) {
+        let_go(&buffers);
+        return NULL;
+    }
+    int64_t num_bytes = buffers.views[0].len, num_sequences = buffers.views[1].len / 8;
+    int64_t num_positions = buffers.views[3].len / 4, capacity = buffers.views[4].len / 8;
+    int64_t size = SIZE_OF_CODE[code], filled = 0;
+    Seen seen = {0, 0, 0};
+    int is_wrong = first < 0 || last >= num_positions;
+    if (buffers.views[2].len / 4 < num_sequences) num_sequences = buffers.views[2].len / 4;
+    for (int64_t position = first; position <= last && !is_wrong; position++) {
+        int32_t document = load32(documents, position);
+        if (document < 0 || document >= num_sequences) {
+            is_wrong = 1;
+            break;
+        }
+        int64_t length = load32(lengths, document), at = load64(pointers, document);
+        int64_t begin = position == first ? first_offset : 0;
+        int64_t stop = position == last ? end : length;
+        is_wrong = begin < 0 || stop < begin || stop > length || filled + stop - begin > capacity ||
+                   at < 0 || at + stop * size > num_bytes;
+        if (is_wrong) break;
+        copy_tokens(code, tokens + at + begin * size, stop - begin, pad, out + filled, &seen);
+        filled += stop - begin;
+    }
+    let_go(&buffers);
+    if (is_wrong) {
+        PyErr_SetString(PyExc_IndexError, "a sample reaches outside its documents");
+        return NULL;
+    }
+    return Py_BuildValue("LLLL", (long long)filled, (long long)seen.lowest,
+                         (long long)seen.highest, (long long)seen.num_pads);
+}
+
+/* index_end(lengths, pointers, documents, token_bytes): return the byte after the last sequence if
+ * lengths, offsets and document boundaries agree, else -1; the caller then looks for the place. */
+static PyObject *index_end(PyObject *self, PyObject *args) {
+    PyObject *lengths_array, *pointers_array, *documents_array;
+    long long token_bytes;
+    (void)self;
+    if (!PyArg_ParseTuple(args, "OOOL", &lengths_array, &pointers_array, &documents_array,
+                          &token_bytes))
+        return NULL;
+    Buffers buffers = {.held = 0};
+    const char *lengths = memory(&buffers, lengths_array, 0, 0);
+    int64_t num_sequences = lengths ? buffers.views[0].len / 4 : 0;
+    const char *pointers = lengths ? memory(&buffers, pointers_array, 8 * num_sequences, 0) : NULL;
+    const char *documents = pointers ? memory(&buffers, documents_array, 8, 0) : NULL;
+    if (!documents) {
+        let_go(&buffers);
+        return NULL;
+    }
+    int64_t num_entries = buffers.views[2].len / 8, end = 0;
+    int is_sound = 1;
+    Py_BEGIN_ALLOW_THREADS;
+    for (int64_t sequence = 0; sequence < num_sequences && is_sound; sequence++) {
+        int32_t length = load32(lengths, sequence);
+        is_sound = length >= 0 && load64(pointers, sequence) == end;
+        end += length * token_bytes;
+    }
+    int64_t before = load64(documents, 0);
+    is_sound = is_sound && before == 0;
+    for (int64_t entry = 1; entry < num_entries && is_sound; entry++) {
+        int64_t boundary = load64(documents, entry);
+        is_sound = boundary >= before;
+        before = boundary;
+    }
+    is_sound = is_sound && before == num_sequences;
+    Py_END_ALLOW_THREADS;
+    let_go(&buffers);
+    return PyLong_FromLongLong(is_sound ? end : -1);
+}
+
+/* MT19937 (Matsumoto and Nishimura, ACM TOMACS 8(1), 1998), as numpy.random.RandomState runs it. */
+#define STATE_WORDS 624
+
+static void refill(uint32_t *key) {
+    for (int i = 0; i < STATE_WORDS; i++) {
+        uint32_t joined = (key[i] & 0x80000000U) | (key[(i + 1) % STATE_WORDS] & 0x7fffffffU);
+        key[i] = key[(i + 397) % STATE_WORDS] ^ (joined >> 1) ^ (joined & 1 ? 0x9908b0dfU : 0);
+    }
+}
+
+static uint32_t draw(uint32_t *key, int *position) {
+    if (*position == STATE_WORDS) {
+        refill(key);
+        *position = 0;
+    }
+    uint32_t word = key[(*position)++];
+    word ^= word >> 11;
+    word ^= (word << 7) & 0x9d2c5680U;
+    word ^= (word << 15) & 0xefc60000U;
+    return word ^ (word >> 18);
+}
+
+#define AHEAD 32
+
+/* shuffle(array of 4-byte entries, key, position): exchange the last entry with one up to it, and
+ * so on downwards, drawing as RandomState.shuffle does. key [624] is updated; return the new
+ * position. Places are drawn a few ahead of the exchanges, so that memory can fetch them. */
+static PyObject *shuffle(PyObject *self, PyObject *args) {
+    PyObject *entries_array, *key_array;
+    int position;
+    (void)self;
+    if (!PyArg_ParseTuple(args, "OOi", &entries_array, &key_array, &position)) return NULL;
+    Buffers buffers = {.held = 0};
+    uint32_t *entries = memory(&buffers, entries_array, 0, 1);
+    uint32_t *key = entries ? memory(&buffers, key_array, 4 * STATE_WORDS, 1) : NULL;
+    if (!key || position < 0 || position > STATE_WORDS || buffers.views[0].len >> 34) {
+        let_go(&buffers);
+        if (!PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, "no state or array to shuffle");
+        return NULL;
+    }
+    int64_t last = buffers.views[0].len / 4 - 1;
+    Py_BEGIN_ALLOW_THREADS;
+    uint32_t mask = 0;
+    uint32_t places[AHEAD];
+    for (int64_t top = last; top > 0; top -= AHEAD) {
+        int64_t bottom = top - AHEAD > 0 ? top - AHEAD : 0;
+        for (int64_t i = top; i > bottom; i--) {
+            mask = (uint32_t)i;
+            for (int shift = 1; shift < 32; shift *= 2) mask |= mask >> shift;
+            uint32_t place;
+            while ((place = draw(key, &position) & mask) > (uint32_t)i) {
+            }
+            places[top - i] = place;
+#ifdef __GNUC__
+            __builtin_prefetch(entries + place, 1);
+#endif
+        }
+        for (int64_t i = top; i > bottom; i--) {
+            uint32_t held = entries[i];
+            entries[i] = entries[places[top - i]];
+            entries[places[top - i]] = held;
+        }
+    }
+    Py_END_ALLOW_THREADS;
+    let_go(&buffers);
+    return PyLong_FromLong(position);
+}
+
+static PyMethodDef METHODS[] = {
+    {"sample_index", sample_index, METH_VARARGS, "Find where each sample begins."},
+    {"walk_blend", walk_blend, METH_VARARGS, "Choose the datasets of a run of samples."},
+    {"index_end", index_end, METH_VARARGS, "Check an index."},
+    {"shuffle", shuffle, METH_VARARGS, "Shuffle as RandomState does."},
+    {"gather", (PyCFunction)(void (*)(void))gather, METH_FASTCALL, "Copy the tokens of a sample."},
+    {NULL, NULL, 0, NULL},
+};
+
+static struct PyModuleDef MODULE = {
+    PyModuleDef_HEAD_INIT, "_native", "Inner loops of the data path.", -1, METHODS,
+    NULL, NULL, NULL, NULL,
+};
+
+PyMODINIT_FUNC PyInit__native(void) { return PyModule_Create(&MODULE); }

@@ -1,1 +1,0 @@
-"""Commands around training; each runs as a script."""

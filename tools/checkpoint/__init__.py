@@ -1,1 +1,0 @@
-"""Commands on checkpoints: `python tools/checkpoint COMMAND --help`. See `__main__`."""
