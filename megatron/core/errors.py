@@ -36,13 +36,26 @@ class MegatronError(Exception):
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Keyword-only fields need help to cross a process boundary.
-        return _rebuild, (type(self), self.found, self.rule, self.flags, self.fix)
+        return _rebuild, (type(self), self.found, self.rule, self.flags, self.fix, self.problems)
+
+    def named(self, who: str) -> MegatronError:
+        """Return the same error with `who` found it in front of its message."""
+        return _rebuild(
+            type(self), f"{who}: {self.found}", self.rule, self.flags, self.fix, self.problems
+        )
 
 
 def _rebuild(
-    kind: type[MegatronError], found: str, rule: str, flags: tuple[str, ...], fix: str
+    kind: type[MegatronError],
+    found: str,
+    rule: str,
+    flags: tuple[str, ...],
+    fix: str,
+    problems: tuple[MegatronError, ...],
 ) -> MegatronError:
-    return kind(found, rule=rule, flags=flags, fix=fix)
+    error = kind(found, rule=rule, flags=flags, fix=fix)
+    error.problems = problems
+    return error
 
 
 class ConfigError(MegatronError):

@@ -57,7 +57,13 @@ class HyperCommGrid:
         return self._grid.groups(*self._checked(dims))
 
     def create_pg(self, dims: str | Sequence[str], **unused_options: Any) -> Any:
-        """Create the groups along `dims` and return this rank's; each may be created once."""
+        """Create the groups along `dims` and return this rank's; each may be created once.
+
+        Returns:
+            None outside the grid.
+        Communication:
+            collective on the world, also for ranks outside the grid; see `GroupFactory`.
+        """
         names = self._checked(dims)
         key = "-".join(names)
         if key in self._groups:
@@ -66,11 +72,8 @@ class HyperCommGrid:
                 rule="create_pg is called once for each set of dimensions",
                 fix=f"use get_pg({dims!r})",
             )
-        group = None
-        if self.is_current_rank_in_grid():
-            group = self._factory.create(self._grid.group_of(dist.get_rank(), *names), key)
-        self._groups[key] = group
-        return group
+        self._groups[key] = self._factory.create(self._grid.groups(*names), key)
+        return self._groups[key]
 
     def get_pg(self, dims: str | Sequence[str]) -> Any:
         """Return the group along `dims` that `create_pg` made."""

@@ -55,8 +55,12 @@ def initialize_model_parallel(
     """Arrange all processes and create the groups of this rank; they become the current ones.
 
     Sizes and order as in `rank_grid.plan_layout`. Options that tune NCCL (`use_sharp`,
-    `high_priority_stream_groups`, ...) are accepted and have no effect on the result.
+    `high_priority_stream_groups`, ...) are accepted and have no effect on the result. May be called
+    again after `destroy_model_parallel`, with any other layout.
 
+    Communication:
+        collective on the world. With `local_world_size` the ranks outside call it as well, with
+        their own `rank_offset` and sizes.
     Raises:
         TopologyError: the sizes do not fit the world size, groups exist already, or an axis is
             asked for that does not exist here (gtp_remat_size).
@@ -90,15 +94,17 @@ def initialize_model_parallel(
         order=order,
         rank_offset=rank_offset,
     )
-    _factory = GroupFactory(timeout=timedelta(minutes=distributed_timeout_minutes))
+    factory = GroupFactory(timeout=timedelta(minutes=distributed_timeout_minutes))
     collection = build_process_groups(
         layout,
-        factory=_factory,
+        factory=factory,
         embedding_ranks=get_embedding_ranks or default_embedding_ranks,
         position_embedding_ranks=get_position_embedding_ranks or default_position_embedding_ranks,
         hierarchical_context_parallel_sizes=hierarchical_context_parallel_sizes,
         num_distributed_optimizer_instances=num_distributed_optimizer_instances,
     )
+    # Only now: what was refused may be tried again with other sizes.
+    _factory = factory
     ProcessGroupCollection.set_current(collection)
     _virtual_size = virtual_pipeline_model_parallel_size
     _virtual_rank = None if _virtual_size is None else 0

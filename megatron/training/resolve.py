@@ -106,6 +106,7 @@ def resolve(
     """Derive the settings of a run on `world_size` ranks, all but the vocabulary."""
     v = _Derived(config)
     _topology(v, world_size)
+    _replication(v)
     _model(v)
     _precision(v)
     _batch(v)
@@ -141,6 +142,16 @@ def _topology(v: _Derived, world_size: int) -> None:
         v.note("virtual_pipeline_model_parallel_size", chunks, formula)
     if v["microbatch_group_size_per_vp_stage"] is None:
         v["microbatch_group_size_per_vp_stage"] = pp
+
+
+def _replication(v: _Derived) -> None:
+    """One rung of the ladder, whichever flag names it."""
+    rung, formula = v["data_parallel_sharding_strategy"], "--data-parallel-sharding-strategy"
+    if rung is None and v["use_distributed_optimizer"]:
+        rung, formula = "optim", "--use-distributed-optimizer"
+    v.note("data_parallel_sharding_strategy", rung or "no_shard", formula if rung else "default")
+    if v["data_parallel_sharding_strategy"] != "no_shard":
+        v.note("use_distributed_optimizer", True, f"{formula} {rung}")
 
 
 def _virtual_stages(v: _Derived, pp: int) -> tuple[int | None, str]:

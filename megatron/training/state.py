@@ -34,6 +34,8 @@ class StepResult:
     num_microbatches: int
     was_skipped: bool
     """The weights did not change: overflow under fp16, or --iterations-to-skip."""
+    skip_reason: str | None = None
+    """Which gradient overflowed, where that is why the step was skipped."""
     was_nan: bool = False
     """A loss was not finite and the check was switched off."""
     flops: float = 0.0

@@ -57,6 +57,7 @@ def train_step(parts: TrainingParts, state: TrainState, plan: StepPlan) -> StepR
         num_samples=plan.global_batch_size,
         num_microbatches=plan.num_microbatches,
         was_skipped=not was_updated,
+        skip_reason=None if was_updated else parts.optimizer.nonfinite,
         was_nan=was_nan,
         flops=training_flops(parts.size, plan.global_batch_size, FlopConvention.FULL_SQUARE),
     )
@@ -117,9 +118,8 @@ def _check_losses(
         microbatch, name, value = found
         row = microbatch * get_pg_size(parts.groups.dp) + get_pg_rank(parts.groups.dp)
         first = state.consumed_train_samples + row * plan.micro_batch_size
-        rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
         problem = NumericsError(
-            f"iteration {state.iteration + 1}: {name} is {value} on rank {rank}, micro batch"
+            f"iteration {state.iteration + 1}: {name} is {value} in micro batch"
             f" {microbatch} (samples {first} to {first + plan.micro_batch_size - 1}).",
             rule="weights are updated only from finite losses; this step was not applied",
             flags=["--no-check-for-nan-in-loss-and-grad", "--iterations-to-skip", "--lr"],

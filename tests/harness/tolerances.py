@@ -79,6 +79,13 @@ BF16_WHOLE_MODEL = Tolerance(
     "deviations; backward doubles the length of the chain",
 )
 
+FP16_WHOLE_MODEL = Tolerance(
+    "FP16_WHOLE_MODEL",
+    rtol=1e-2,
+    atol=1e-3,
+    reason="as BF16_WHOLE_MODEL with three more bits in the significand: u is 2^-12, not 2^-9",
+)
+
 TOLERANCES = {
     tolerance.name: tolerance
     for tolerance in (
@@ -89,6 +96,7 @@ TOLERANCES = {
         BF16_ROUNDED_ONCE,
         BF16_REORDERED_SUM,
         BF16_WHOLE_MODEL,
+        FP16_WHOLE_MODEL,
     )
 }
 """All named tolerances, for tables and documents."""

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from megatron.core.dist_checkpointing.exchange import SingleProcess
+from megatron.core.agreement import SingleProcess
 from megatron.core.dist_checkpointing.loader import Contents, open_contents
 from megatron.core.dist_checkpointing.manifest import StoredTensor
 from megatron.core.dist_checkpointing.planner import ShardIndex

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from megatron.core import device
+from megatron.core.agreement import Peers
 from megatron.core.dist_checkpointing import commit, typed_json
 from megatron.core.dist_checkpointing.durable import DamagedCheckpointError
-from megatron.core.dist_checkpointing.exchange import Peers, together
+from megatron.core.dist_checkpointing.exchange import together
 from megatron.core.dist_checkpointing.flat_ranges import Box
 from megatron.core.dist_checkpointing.manifest import (
     COMMON_NAME,
@@ -270,7 +271,7 @@ def _check_match(wanted: ShardedTensor, stored: StoredTensor) -> None:
             f"{wanted.global_shape}.",
             rule="a checkpoint loads into the same model, in any parallel layout",
             flags=["--num-layers", "--hidden-size", "--ffn-hidden-size", "--num-attention-heads"],
-            fix="give the model the sizes it was saved with (tools/checkpoint.py inspect)",
+            fix="give the model the sizes it was saved with (python tools/checkpoint inspect)",
         )
     have, want = DTYPES[stored.dtype], wanted.dtype
     if have != want and not (have.is_floating_point and want.is_floating_point):

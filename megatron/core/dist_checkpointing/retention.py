@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from megatron.core.agreement import Peers, agree
 from megatron.core.dist_checkpointing import commit
 from megatron.core.dist_checkpointing.durable import describe_os_error, remove_tree
-from megatron.core.dist_checkpointing.exchange import Peers, agree
 from megatron.core.dist_checkpointing.verify import verify_checkpoint
 from megatron.core.errors import MegatronError
 

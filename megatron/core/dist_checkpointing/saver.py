@@ -14,13 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.core.agreement import Peers, agree
 from megatron.core.dist_checkpointing import commit, typed_json
 from megatron.core.dist_checkpointing.durable import (
     describe_os_error,
     sync_directory,
     write_durably,
 )
-from megatron.core.dist_checkpointing.exchange import Peers, agree, as_checkpoint_error
+from megatron.core.dist_checkpointing.exchange import as_checkpoint_error, together
 from megatron.core.dist_checkpointing.flat_ranges import Box, describe_box
 from megatron.core.dist_checkpointing.manifest import (
     COMMON_NAME,
@@ -201,33 +202,27 @@ def prepare_save(
         spread_over_replicas: balance the bytes over all holders of a shard; otherwise the main
             replica writes it.
     """
-    final, problem, local = Path(directory), None, _LocalState()
-    try:
+    final = Path(directory)
+
+    def describe() -> tuple[_LocalState, list[Declared]]:
         local = _split_state(state, is_coordinator=peers.rank == 0)
-        declared = [Declared.of(shard) for shard in local.shards]
-    except MegatronError as error:
-        problem, declared = error, []
-    gathered = peers.gather((problem, declared, local.objects))
-    answers: list[Any] | None = None
-    plan, common = None, b""
-    if gathered is not None:
-        try:
-            for rank, (found, _, _) in enumerate(gathered):
-                if found is not None:
-                    raise found if rank == 0 else _named(rank, found)
-            plan = plan_save(
-                [d for _, d, _ in gathered],
-                spread_over_replicas=spread_over_replicas,
-            )
-            common = _common_bytes(local.common, [objects for _, _, objects in gathered])
-            run = secrets.token_hex(6)
-            _create_staging(final, run, sum(plan.bytes_per_rank) + len(common))
-            answers = [(None, run, mine) for mine in plan.writes]
-        except MegatronError as error:
-            answers = [(error, "", [])] * peers.size
-    decision, run, mine = peers.scatter(answers)
-    if decision is not None:
-        raise problem or decision
+        return local, [Declared.of(shard) for shard in local.shards]
+
+    local, declared = together(peers, "describing the state to save", describe)
+    gathered = peers.gather((declared, local.objects))
+
+    def decide() -> tuple[SavePlan | None, bytes, list[Any] | None]:
+        if gathered is None:
+            return None, b"", None
+        declarations, objects = zip(*gathered, strict=True)
+        plan = plan_save(list(declarations), spread_over_replicas=spread_over_replicas)
+        common = _common_bytes(local.common, list(objects))
+        run = secrets.token_hex(6)
+        _create_staging(final, run, sum(plan.bytes_per_rank) + len(common))
+        return plan, common, [(run, mine) for mine in plan.writes]
+
+    plan, common, answers = together(peers, f"preparing {final}", decide)
+    run, mine = peers.scatter(answers)
     save = SaveInProgress(peers, final, run, _versions() | dict(info or {}))
     save._plan, save._common = plan, common
     pieces = [_Piece(local.shards[i].key, *p) for i in mine for p in local.shards[i].pieces()]
@@ -278,12 +273,6 @@ def _create_staging(final: Path, run: str, num_bytes: int) -> None:
         raise describe_os_error(
             error, path=commit.staging_directory(final, run), doing="creating"
         ) from error
-
-
-def _named(rank: int, problem: MegatronError) -> MegatronError:
-    return type(problem)(
-        f"rank {rank}: {problem.found}", rule=problem.rule, flags=problem.flags, fix=problem.fix
-    )
 
 
 def _versions() -> dict[str, Any]:

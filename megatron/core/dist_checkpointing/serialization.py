@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.core.agreement import SingleProcess, peers_of
 from megatron.core.dist_checkpointing import commit, typed_json
 from megatron.core.dist_checkpointing.async_save import AsyncSave
-from megatron.core.dist_checkpointing.exchange import SingleProcess, peers_of
 from megatron.core.dist_checkpointing.loader import Contents, Loaded, load_state, open_contents
 from megatron.core.dist_checkpointing.manifest import BACKEND, METADATA_NAME
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor

@@ -288,10 +288,9 @@ class DistributedDataParallel(nn.Module):
         """
         for buffer in self.gradient_buffers:
             if buffer.nonfinite is not None:
-                rank = dist.get_rank() if dist.is_initialized() else 0
                 return NumericsError(
-                    f"gradient of {buffer.nonfinite} is not finite on global rank {rank}, data"
-                    f" replica {get_pg_rank(self.pg_collection.dp_cp)}.",
+                    f"gradient of {buffer.nonfinite} is not finite in data replica"
+                    f" {get_pg_rank(self.pg_collection.dp_cp)}.",
                     rule="NaN or infinity in one replica would reach the weights of all",
                     flags=["--no-check-for-nan-in-loss-and-grad"],
                     fix="look at the samples of this step on that rank, or lower --lr; backward"

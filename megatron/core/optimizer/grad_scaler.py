@@ -28,8 +28,8 @@ class ConstantGradScaler:
         """Factor that takes gradients back."""
         return 1.0 / self._scale
 
-    def update(self, found_inf: bool) -> None:
-        """Learn whether the last step overflowed."""
+    def update(self, found_inf: bool, where: str = "") -> None:
+        """Learn whether the last step overflowed, and in which gradient."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run needs."""
@@ -65,7 +65,7 @@ class DynamicGradScaler(ConstantGradScaler):
         self._num_good_steps = 0
         self._tolerance = hysteresis
 
-    def update(self, found_inf: bool) -> None:
+    def update(self, found_inf: bool, where: str = "") -> None:
         """Shrink or grow.
 
         Raises:
@@ -76,7 +76,7 @@ class DynamicGradScaler(ConstantGradScaler):
             self._tolerance -= 1
             if self._tolerance <= 0:
                 if self._scale <= self.min_scale:
-                    self._complain()
+                    self._complain(where)
                 self._scale = max(self._scale * self.backoff_factor, self.min_scale)
             return
         self._num_good_steps += 1
@@ -85,11 +85,12 @@ class DynamicGradScaler(ConstantGradScaler):
             self._tolerance = self.hysteresis
             self._scale *= self.growth_factor
 
-    def _complain(self) -> None:
+    def _complain(self, where: str) -> None:
         problem = NumericsError(
-            f"fp16 gradients overflow with the loss scale at its floor {self.min_scale:g}.",
+            f"fp16 gradients overflow with the loss scale at its floor {self.min_scale:g}"
+            + (f": {where}" if where else "."),
             rule="a step whose gradients are not finite is skipped",
-            flags=["--min-loss-scale", "--fp16", "--bf16"],
+            flags=["--min-loss-scale", "--on-loss-scale-floor", "--bf16"],
             fix="train in bf16, lower the learning rate, or lower --min-loss-scale",
         )
         if self.floor_policy == "raise":

@@ -93,7 +93,7 @@ class GradientReader:
         counted = [counts_here(shard, groups) for shard in self.shards]
         self._counts = torch.tensor(counted, dtype=torch.bool, device=device)
         self._lengths = [torch.tensor(s.num_blocks, device=device) for s in self.spans if s.shards]
-        self._groups, self._device = groups, device
+        self.groups, self._device = groups, device
         self._dense = _Part(self.shards, parameters, False, shard_groups[0], groups.mp)
         self._expert = _Part(self.shards, parameters, True, shard_groups[1], groups.tp_ep_pp)
         self._agreed_parts: list[_Part] | None = None
@@ -103,8 +103,8 @@ class GradientReader:
         if self._agreed_parts is None:
             # Each model-parallel rank sends as many numbers as the one with the most parameters.
             lengths = torch.tensor([self._dense.length, self._expert.length], device=self._device)
-            if get_pg_size(self._groups.mp) > 1:
-                dist.all_reduce(lengths, dist.ReduceOp.MAX, self._groups.mp)
+            if get_pg_size(self.groups.mp) > 1:
+                dist.all_reduce(lengths, dist.ReduceOp.MAX, self.groups.mp)
             self._dense.length, self._expert.length = lengths.tolist()
             self._agreed_parts = [self._dense] + [self._expert] * (self._expert.length > 0)
         return self._agreed_parts

@@ -25,6 +25,7 @@ from megatron.core.optimizer.state_declarations import (
     load_declared_state,
     settings_of_groups,
 )
+from megatron.core.utils import get_pg_rank
 
 CLIP_EPSILON = 1e-6
 """Added to the norm before it divides: keeps the factor finite."""
@@ -161,11 +162,15 @@ class MegatronOptimizer:
             if item.shard.gradient is not None or item.is_copy:
                 item.main.grad = None
 
-    def nonfinite_parameters(self, report: GradientReport) -> list[tuple[int, int, str]]:
-        """Return (chunk, number, name) of the local parameters whose gradient is not finite."""
+    def nonfinite_parameters(self, report: GradientReport) -> list[tuple[int, int, int, str]]:
+        """Return (chunk, stage, number, name) of the local parameters with a bad gradient."""
         place = {id(item.shard): item.place for item in self.shards}
-        bad = [self.reader.shards[i] for i in report.bad_shards]
-        return sorted({(*place[id(shard)], shard.name) for shard in bad})
+        stage = get_pg_rank(self.reader.groups.pp)
+        found = set()
+        for shard in (self.reader.shards[i] for i in report.bad_shards):
+            chunk, number = place[id(shard)]
+            found.add((chunk, stage, number, shard.name))
+        return sorted(found)
 
     def reload_model_params(self) -> None:
         """Take the main weights from the model: after it was loaded without optimizer state."""
@@ -294,7 +299,7 @@ def step_together(
     is_finite = all(report.is_finite for report in reports)
     optimizers[0].nonfinite = None if is_finite else describe_nonfinite(optimizers, reports)
     if grad_scaler is not None:
-        grad_scaler.update(not is_finite)
+        grad_scaler.update(not is_finite, optimizers[0].nonfinite or "")
     if not is_finite:
         if grad_scaler is None and config.on_nonfinite_grad == "raise":
             raise NumericsError(
@@ -330,7 +335,7 @@ def describe_nonfinite(
 
     Communication: one all-gather of a small object over all processes.
     """
-    bad: list[tuple[int, int, str]] = []
+    bad: list[tuple[int, int, int, str]] = []
     for optimizer, report in zip(optimizers, reports, strict=True):
         bad += optimizer.nonfinite_parameters(report)
     rank = 0
@@ -339,12 +344,12 @@ def describe_nonfinite(
         rank = dist.get_rank()
         everyone = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, bad)
-    found = [
-        (chunk, r, index, name) for r, its in enumerate(everyone) for chunk, index, name in its
-    ]
+    # Of several ranks that hold the parameter, the first one is named.
+    found = [(*place, -r, name) for r, its in enumerate(everyone) for *place, name in its]
     if not found:
         return f"the global gradient norm is not finite (seen by rank {rank})"
-    _, rank, _, name = max(found)
+    *_, negative_rank, name = max(found)
+    rank = -negative_rank
     num_bad = len({name for *_, name in found})
     return (
         f"gradient of {name} is not finite on global rank {rank}; it is the first in"

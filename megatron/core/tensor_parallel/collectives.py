@@ -1,8 +1,10 @@
 """Collectives of a tensor-parallel group, without autograd: the best algorithm of each backend.
 
 Everything here works on dimension 0 ("rows") of contiguous tensors; `mappings` puts autograd and
-other dimensions on top. Sums are formed once, in a fixed order, and then distributed, so all
-ranks of a group hold the same bits: replicated weights stay equal without ever being compared.
+other dimensions on top. On a CPU, ranks of one machine exchange through shared memory
+(`megatron.core.host_exchange`); everything else goes through the group's backend. Sums are formed
+in a fixed order, so all ranks of a group hold the same bits: replicated weights stay equal
+without ever being compared.
 
 Shapes: `t` rows of the full tensor, a slash divides by the size of the group.
 """
@@ -16,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron.core.host_exchange import HostExchange, Transfer, connect
 from megatron.core.process_groups_config import Group
 
 # torch 2.13 renamed the two; the old names warn there, the new ones are absent before.
@@ -42,19 +45,35 @@ class PendingTensor:
 
 def all_reduce(x: Tensor, group: Group) -> Tensor:
     """Sum `x` over `group` in place and return it."""
-    dist.all_reduce(x, group=group)
-    return x
+    return start_all_reduce(x, group).wait()
 
 
 def start_all_reduce(x: Tensor, group: Group) -> PendingTensor:
-    """Begin to sum `x` over `group` in place; do not touch it before `wait()`."""
+    """Begin to sum contiguous `x` over `group` in place; do not touch it before `wait()`."""
+    shared = _shared_memory(x, group)
+    if shared is not None:
+        flat = x.view(-1)
+
+        def add(part: slice, theirs: list[Tensor]) -> None:
+            _sum_in_rank_order(theirs, out=flat[part])
+
+        return PendingTensor(Transfer(shared, x, add), x)
     return PendingTensor(dist.all_reduce(x, group=group, async_op=True), x)
 
 
 def start_all_gather(x: Tensor, group: Group) -> PendingTensor:
     """Begin to collect equal pieces [t/tp, ...] to [t, ...], in rank order."""
-    x = x.contiguous()
-    gathered = x.new_empty((x.shape[0] * group.size(), *x.shape[1:]))
+    x, size = x.contiguous(), group.size()
+    gathered = x.new_empty((x.shape[0] * size, *x.shape[1:]))
+    shared = _shared_memory(x, group)
+    if shared is not None:
+        rows = gathered.view(size, x.numel())
+
+        def place(part: slice, theirs: list[Tensor]) -> None:
+            for row, piece in zip(rows, theirs, strict=True):
+                row[part].copy_(piece)
+
+        return PendingTensor(Transfer(shared, x, place), gathered)
     return PendingTensor(_all_gather_single(gathered, x, group=group, async_op=True), gathered)
 
 
@@ -82,6 +101,19 @@ def start_reduce_scatter(x: Tensor, group: Group) -> PendingTensor:
     """Begin to sum [t, ...] over `group`, each rank keeping its equal piece [t/tp, ...]."""
     x, size = x.contiguous(), group.size()
     assert x.shape[0] % size == 0, f"{x.shape[0]} rows do not split over {size} ranks"
+    shared = _shared_memory(x, group)
+    if shared is not None:
+        result = x.new_empty((x.shape[0] // size, *x.shape[1:]))
+        own = result.view(-1)
+        first = group.rank() * own.numel()
+
+        def add_own(part: slice, theirs: list[Tensor]) -> None:
+            low, high = max(part.start, first), min(part.stop, first + own.numel())
+            if low < high:
+                within = slice(low - part.start, high - part.start)
+                _sum_in_rank_order([t[within] for t in theirs], out=own[low - first : high - first])
+
+        return PendingTensor(Transfer(shared, x, add_own), result)
     if x.is_cpu:
         # gloo forms a reduce-scatter from an all-reduce, which moves twice the bytes. Exchanging
         # the pieces and adding them here, in rank order, moves the least.
@@ -105,6 +137,18 @@ def reduce_scatter(x: Tensor, group: Group, sizes: Sequence[int] | None = None) 
     pieces = x.new_empty((size * own, *x.shape[1:]))
     dist.all_to_all_single(pieces, x.contiguous(), [own] * size, list(sizes), group=group)
     return _sum_pieces(pieces.view(size, own, *x.shape[1:]))
+
+
+def _shared_memory(x: Tensor, group: Group) -> HostExchange | None:
+    """Return the memory that the ranks of `group` share, where they and `x` are on one machine."""
+    return connect(group) if x.is_cpu and group.size() > 1 else None
+
+
+def _sum_in_rank_order(pieces: Sequence[Tensor], *, out: Tensor) -> None:
+    """Add `pieces` into `out`, which may be none of them."""
+    torch.add(pieces[0], pieces[1], out=out)
+    for piece in pieces[2:]:
+        out.add_(piece)
 
 
 def _sum_pieces(pieces: Tensor) -> Tensor:

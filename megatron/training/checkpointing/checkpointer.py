@@ -13,17 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core import dist_checkpointing
+from megatron.core.agreement import Peers, agree, peers_of
 from megatron.core.dist_checkpointing import AsyncSave, commit
 from megatron.core.dist_checkpointing.durable import (
     DamagedCheckpointError,
     describe_os_error,
 )
-from megatron.core.dist_checkpointing.exchange import (
-    Peers,
-    agree,
-    peers_of,
-    together,
-)
+from megatron.core.dist_checkpointing.exchange import together
 from megatron.core.dist_checkpointing.lease import Lease
 from megatron.core.dist_checkpointing.loader import Contents, load_state, open_contents
 from megatron.core.dist_checkpointing.retention import apply_retention
@@ -43,6 +39,8 @@ from megatron.training.checkpointing.run_state import (
 )
 from megatron.training.checkpointing.selection import (
     Selection,
+    missing,
+    missing_pretrained,
     no_intact_checkpoint,
     select_checkpoints,
 )
@@ -198,8 +196,8 @@ class Checkpointer:
         """Load the newest intact checkpoint of `--load`, or weights of `--pretrained-checkpoint`.
 
         Returns:
-            what was restored; None if there is nothing to load, which `--load` of a directory
-            that holds or held a checkpoint never leads to.
+            what was restored; None if there is nothing to load, which only an empty or absent
+            `--load` directory leads to, or the run's own before its first save.
         Raises:
             CheckpointError: on every rank, if what is there cannot be used.
         """
@@ -215,20 +213,15 @@ class Checkpointer:
                 Path(settings.pretrained_checkpoint), None, is_finetuning=True
             )
             if restored is None:
-                raise CheckpointError(
-                    f"{settings.pretrained_checkpoint} holds no checkpoint.",
-                    flags=["--pretrained-checkpoint"],
-                    fix="give the directory that contains iter_* or release",
-                )
+                raise missing_pretrained(settings.pretrained_checkpoint)
             return restored
         if settings.load is not None:
             if settings.exit_on_missing_checkpoint:
-                raise CheckpointError(
-                    f"{settings.load} holds no checkpoint.",
-                    flags=["--load", "--exit-on-missing-checkpoint"],
-                    fix="leave --exit-on-missing-checkpoint out to start from random weights",
-                )
-            self._say(f"{settings.load} holds no checkpoint yet: starting from random weights")
+                raise missing(settings.load)
+            self._say(
+                f"WARNING: {settings.load} holds no checkpoint yet: starting from random weights"
+                " (--exit-on-missing-checkpoint makes this an error)"
+            )
         return None
 
     def _load_from(
@@ -263,7 +256,7 @@ class Checkpointer:
         selection, problem = Selection(), None
         if self.peers.rank == 0:
             try:
-                selection = select_checkpoints(directory, ckpt_step)
+                selection = select_checkpoints(directory, ckpt_step, save=self.settings.save)
             except OSError as error:
                 problem = describe_os_error(error, path=directory, doing="reading")
             except CheckpointError as error:

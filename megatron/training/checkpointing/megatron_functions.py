@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from megatron.core.dist_checkpointing.exchange import SingleProcess
+from megatron.core.agreement import SingleProcess
 from megatron.core.dist_checkpointing.loader import open_contents
 from megatron.core.errors import CheckpointError
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -135,7 +135,11 @@ def load_args_from_checkpoint(
     This process alone; every rank reads the same file. The second result is None where
     `args.load` holds no checkpoint. A tokenizer's code is never taken from a checkpoint.
     """
-    stored = stored_args(getattr(args, load_arg), getattr(args, "ckpt_step", None))
+    stored = stored_args(
+        getattr(args, load_arg),
+        getattr(args, "ckpt_step", None),
+        save=getattr(args, "save", None),
+    )
     if stored is None:
         return args, None
     merged = argparse.Namespace(**vars(args))
@@ -145,11 +149,16 @@ def load_args_from_checkpoint(
     return merged, stored
 
 
-def stored_args(directory: str | None, ckpt_step: int | None = None) -> argparse.Namespace | None:
-    """Return the settings saved in the newest readable checkpoint of a directory."""
+def stored_args(
+    directory: str | None, ckpt_step: int | None = None, *, save: str | None = None
+) -> argparse.Namespace | None:
+    """Return the settings saved in the newest readable checkpoint of a directory.
+
+    Arguments are those of `select_checkpoints`.
+    """
     if directory is None:
         return None
-    for found in select_checkpoints(Path(directory), ckpt_step).candidates:
+    for found in select_checkpoints(Path(directory), ckpt_step, save=save).candidates:
         try:
             state = open_contents(found.path, peers=SingleProcess()).common_state()
         except CheckpointError:

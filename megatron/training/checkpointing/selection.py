@@ -6,12 +6,17 @@ random weights: if nothing in it can be used, that is an error.
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatron.core.dist_checkpointing import commit
+from megatron.core.dist_checkpointing.lease import LEASE_NAME
 from megatron.core.dist_checkpointing.manifest import METADATA_NAME
 from megatron.core.errors import CheckpointError
+
+_WEIGHT_FILES = (".pt", ".pth", ".ckpt", ".distcp", ".safetensors", ".safetensors.index.json")
+"""Ends of names that mean weights, of whatever program."""
 
 
 @dataclass
@@ -22,16 +27,26 @@ class Selection:
     notes: list[str] = field(default_factory=list)
 
 
-def select_checkpoints(directory: Path, ckpt_step: int | None) -> Selection:
+def select_checkpoints(
+    directory: Path, ckpt_step: int | None, *, save: str | None = None
+) -> Selection:
     """Look at a `--load` directory and return the checkpoints to try in order.
 
     Args:
         ckpt_step: only this iteration, if given.
+        save: where the run saves. Before its first save, logs of the run may lie there already;
+            any other directory that a user names holds a checkpoint or nothing.
+    Returns:
+        no candidates if the directory is empty or absent.
     Raises:
-        CheckpointError: the step is not there, or the directory held checkpoints or another
-            program's and none can be read.
+        CheckpointError: it is a file, the step is not there, or it holds or held something and
+            no checkpoint that can be read.
     """
     selection = Selection()
+    there = next(p for p in (directory, *directory.absolute().parents) if os.path.lexists(p))
+    if not there.is_dir():
+        what = "broken link" if there.is_symlink() and not there.exists() else "file"
+        raise _unusable(directory, f"{there} is a {what}, not a directory")
     if (directory / METADATA_NAME).exists():  # --load names one checkpoint itself
         selection.candidates.append(commit.Found(directory, commit.RELEASE))
         return selection
@@ -42,7 +57,8 @@ def select_checkpoints(directory: Path, ckpt_step: int | None) -> Selection:
     if ckpt_step is not None:
         _only_step(selection, directory, ckpt_step)
     if not selection.candidates:
-        _refuse_if_something_was_here(directory, listing, tracker)
+        is_own = save is not None and os.path.realpath(directory) == os.path.realpath(save)
+        _refuse_if_something_was_here(directory, listing, tracker, is_own=is_own)
         return selection
     newest = selection.candidates[0]
     if ckpt_step is None and tracker is not None and tracker != newest.iteration:
@@ -74,7 +90,7 @@ def _only_step(selection: Selection, directory: Path, step: int) -> None:
 
 
 def _refuse_if_something_was_here(
-    directory: Path, listing: commit.Listing, tracker: int | str | None
+    directory: Path, listing: commit.Listing, tracker: int | str | None, *, is_own: bool
 ) -> None:
     """Raise if the directory is not simply one that no run has saved to yet."""
     if listing.refused:
@@ -86,11 +102,34 @@ def _refuse_if_something_was_here(
         )
     if not directory.is_dir():
         return
-    names = {entry.name for entry in directory.iterdir()}
+    left = {path.name for path in listing.leftovers} | {LEASE_NAME}
+    names = {entry.name for entry in directory.iterdir()} - left
     if "latest" in names and any(name.startswith("global_step") for name in names):
         raise _unusable(directory, "it is a DeepSpeed checkpoint, which is not read yet")
     if {"config.json", "model.safetensors"} <= names or "model.safetensors.index.json" in names:
         raise _unusable(directory, "it is a Hugging Face checkpoint: convert it first")
+    strange = sorted(n for n in names if not is_own or n.endswith(_WEIGHT_FILES))
+    if strange:
+        shown = ", ".join(strange[:5]) + (", ..." if len(strange) > 5 else "")
+        raise _unusable(directory, f"it holds {shown} and no checkpoint")
+
+
+def missing(directory: str) -> CheckpointError:
+    """Return the error of --exit-on-missing-checkpoint."""
+    return CheckpointError(
+        f"{directory} holds no checkpoint.",
+        flags=["--load", "--exit-on-missing-checkpoint"],
+        fix="leave --exit-on-missing-checkpoint out to start from random weights",
+    )
+
+
+def missing_pretrained(directory: str) -> CheckpointError:
+    """Return the error for a --pretrained-checkpoint that is empty or absent."""
+    return CheckpointError(
+        f"{directory} holds no checkpoint.",
+        flags=["--pretrained-checkpoint"],
+        fix="give the directory that contains iter_* or release",
+    )
 
 
 def _unusable(directory: Path, why: str) -> CheckpointError:

@@ -138,16 +138,19 @@ class ReplicationConfig:
     """Copies of the sharded optimizer state: it is sharded inside and replicated across them."""
     use_megatron_fsdp: bool = flag(False, refuse="use --use-distributed-optimizer")
     """Shard parameters and gradients too."""
-    data_parallel_sharding_strategy: str = flag(
-        "optim_grads_params",
+    data_parallel_sharding_strategy: str | None = flag(
+        None,
         choices=("no_shard", "optim", "optim_grads", "optim_grads_params"),
-        part_of="use_megatron_fsdp",
+        refuse_values={"optim_grads_params": "use optim_grads"},
     )
-    """What is sharded over replicas."""
+    """What is sharded over replicas: nothing, optimizer state (ZeRO-1), also gradients (ZeRO-2),
+    also parameters (ZeRO-3). Default optim with --use-distributed-optimizer, else no_shard."""
     outer_dp_sharding_strategy: str = flag(
-        "no_shard", choices=("no_shard", "optim"), part_of="use_megatron_fsdp"
+        "no_shard",
+        choices=("no_shard", "optim"),
+        refuse_values={"optim": "use --num-distributed-optimizer-instances: copies are whole"},
     )
-    """The same over the outer axis of replicas."""
+    """What the copies of sharded state share among them."""
     use_torch_fsdp2: bool = flag(False, refuse="use --use-distributed-optimizer")
     """Shard with torch's fully_shard."""
     fsdp_double_buffer: bool = flag(False, part_of="use_megatron_fsdp")

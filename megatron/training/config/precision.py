@@ -20,14 +20,17 @@ class PrecisionConfig:
     """Compute in fp16 with loss scaling and fp32 main weights."""
     loss_scale: float | None = None
     """Constant loss scale of fp16; none given means a dynamic one."""
-    initial_loss_scale: float = 2.0**32
+    initial_loss_scale: float = flag(2.0**32, part_of="fp16")
     """First dynamic loss scale."""
-    min_loss_scale: float = 1.0
+    min_loss_scale: float = flag(1.0, part_of="fp16")
     """Smallest dynamic loss scale."""
-    loss_scale_window: float = 1000
+    loss_scale_window: float = flag(1000, part_of="fp16")
     """Good steps before the dynamic scale doubles."""
-    hysteresis: int = 2
+    hysteresis: int = flag(2, part_of="fp16")
     """Bad steps before it is halved."""
+    on_loss_scale_floor: str = flag("warn", choices=("raise", "skip", "warn"), part_of="fp16")
+    """What an overflow at the smallest loss scale does beside skipping the step: raise stops the
+    run, skip says nothing, warn says what to change."""
     fp32_residual_connection: bool = False
     """Keep the residual stream in fp32."""
     fp8: str | None = flag(None, "--fp8-format", choices=("e4m3", "hybrid"), refuse=_USE_BF16)

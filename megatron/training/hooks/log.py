@@ -77,6 +77,10 @@ class LogLine(Hook):
     def after_step(self, state: TrainState, result: StepResult) -> TrainState:
         """Stop the clock, and write a line when it is time."""
         self._means.add(result, time.perf_counter() - self._started_at)
+        if result.skip_reason is not None and is_last_rank():
+            # Not averaged away: the first parameter to overflow is what one wants to know.
+            self.write(f" iteration {state.iteration:8d} | step skipped: {result.skip_reason}"
+                       f" | next loss scale: {result.loss_scale:.1f} |")  # fmt: skip
         if state.iteration % self.interval == 0:
             self._report(state, result)
         return state

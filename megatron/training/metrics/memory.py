@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from megatron.core.distributed.distributed_data_parallel_config import SHARDING_STRATEGIES
 from megatron.training.metrics.model_size import ModelSize
 
 
@@ -86,19 +87,26 @@ def estimate_memory(
     held = sum(size.stage_parameters(n, has_embedding=e, has_loss=last) for n, e, last in chunks)
     held /= tp
     is_half = settings["bf16"] or settings["fp16"]
-    weight_bytes = 2 if is_half else 4
-    gradient_bytes = 4 if not is_half or settings["grad_reduce_in_fp32"] else 2
+    item = 2 if is_half else 4
+    weight_bytes: float = item
+    gradient_bytes: float = 4 if not is_half or settings["grad_reduce_in_fp32"] else 2
     moments = 8 if settings["optimizer"] == "adam" else 4
-    optimizer_bytes = moments + (4 if is_half else 0)
-    if settings["use_distributed_optimizer"]:
-        optimizer_bytes /= dp
+    optimizer_bytes: float = moments + (4 if is_half else 0)
+    num_shards = dp / settings["num_distributed_optimizer_instances"]
+    rung = SHARDING_STRATEGIES.index(settings["data_parallel_sharding_strategy"])
+    if rung >= 1:
+        optimizer_bytes /= num_shards
+    if rung >= 2:
+        gradient_bytes /= num_shards
+    if rung >= 3:
+        weight_bytes /= num_shards
     layers_per_chunk = sum(n for n, _, _ in chunks) / len(chunks)
     per_chunk = layers_per_chunk * layer_activation_bytes(settings, size)
     logits = 0.0
     if any(last for _, _, last in chunks):
         tokens = size.seq_length * settings["micro_batch_size"]
         if not settings["cross_entropy_loss_fusion"]:
-            logits = tokens * size.vocab_size / tp * (weight_bytes + 4)
+            logits = tokens * size.vocab_size / tp * (item + 4)
     return MemoryEstimate(
         weights=held * weight_bytes,
         gradients=held * gradient_bytes,

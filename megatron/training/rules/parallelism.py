@@ -110,6 +110,20 @@ def gathers_belong_to_sharded_state(run: ResolvedRun) -> Iterator[MegatronError]
 
 
 @rule
+def one_rung_of_the_ladder(run: ResolvedRun) -> Iterator[MegatronError]:
+    """The two ways to ask for sharded state agree."""
+    asked = run.config.replication
+    if asked.use_distributed_optimizer and asked.data_parallel_sharding_strategy == "no_shard":
+        yield problem(
+            "--use-distributed-optimizer with --data-parallel-sharding-strategy no_shard.",
+            "the distributed optimizer is the strategy optim or a higher one",
+            "--use-distributed-optimizer",
+            "--data-parallel-sharding-strategy",
+            fix="drop --data-parallel-sharding-strategy no_shard",
+        )
+
+
+@rule
 def copies_of_sharded_state(run: ResolvedRun) -> Iterator[MegatronError]:
     """Instances of the distributed optimizer share the replicas evenly."""
     instances, dp = run.num_distributed_optimizer_instances, run.data_parallel_size

@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
-from megatron.core.errors import MegatronError
+from megatron.core.dist_checkpointing.durable import describe_os_error
+from megatron.core.errors import CheckpointError, MegatronError
+from megatron.training.checkpointing.selection import (
+    missing,
+    missing_pretrained,
+    select_checkpoints,
+)
 from megatron.training.config.flag import kebab
 from megatron.training.resolve import ResolvedRun
 from megatron.training.rules.registry import problem, rule
@@ -36,6 +43,28 @@ def loss_scaling_belongs_to_fp16(run: ResolvedRun) -> Iterator[MegatronError]:
             "--fp16",
             fix="drop --loss-scale",
         )
+
+
+@rule
+def loss_scale_has_room(run: ResolvedRun) -> Iterator[MegatronError]:
+    """Ranges of the constants of loss scaling."""
+    if run.loss_scale is not None and not run.loss_scale > 0:
+        yield problem(f"--loss-scale {run.loss_scale:g}.", "a loss scale is positive",
+                      "--loss-scale", fix="drop it to scale dynamically")  # fmt: skip
+    if not 0 < run.min_loss_scale <= run.initial_loss_scale:
+        yield problem(
+            f"--min-loss-scale {run.min_loss_scale:g} with --initial-loss-scale"
+            f" {run.initial_loss_scale:g}.",
+            "the dynamic scale begins at or above its positive floor",
+            "--min-loss-scale",
+            "--initial-loss-scale",
+            fix=f"use --min-loss-scale {min(1.0, max(run.initial_loss_scale, 2.0**-10)):g}",
+        )
+    for name in ("loss_scale_window", "hysteresis"):
+        value = run.values[name]
+        if value < 1:
+            yield problem(f"{kebab(name)} {value:g}.", "it counts steps and is at least 1",
+                          kebab(name), fix=f"drop {kebab(name)}")  # fmt: skip
 
 
 @rule
@@ -86,6 +115,29 @@ def checkpoints_have_a_place(run: ResolvedRun) -> Iterator[MegatronError]:
             "--use-checkpoint-opt-param-scheduler",
             fix="keep --override-opt-param-scheduler",
         )
+
+
+@rule
+def what_is_loaded_is_there(run: ResolvedRun) -> Iterator[MegatronError]:
+    """--load names a checkpoint, or a directory that waits for the first one.
+
+    The same look as before loading, here before anything is built; ranks that see different disks
+    find out when they compare settings.
+    """
+    try:
+        if run.load is not None:
+            own = select_checkpoints(Path(run.load), run.ckpt_step, save=run.save)
+            if own.candidates:
+                return
+        if run.pretrained_checkpoint is not None:
+            if not select_checkpoints(Path(run.pretrained_checkpoint), None).candidates:
+                yield missing_pretrained(run.pretrained_checkpoint)
+        elif run.load is not None and run.exit_on_missing_checkpoint:
+            yield missing(run.load)
+    except CheckpointError as error:
+        yield error
+    except OSError as error:
+        yield describe_os_error(error, path=error.filename or "--load", doing="reading")
 
 
 @rule

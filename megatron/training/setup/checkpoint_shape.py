@@ -11,7 +11,8 @@ def with_checkpoint_shape(config: RunConfig) -> RunConfig:
     """With --use-checkpoint-args, return the settings with the checkpoint's model in them."""
     if not config.checkpoint.use_checkpoint_args:
         return config
-    stored = stored_args(config.checkpoint.load, config.checkpoint.ckpt_step)
+    saved = config.checkpoint
+    stored = stored_args(saved.load, saved.ckpt_step, save=saved.save)
     if stored is None:
         return config
     # Padding depends on the layout and is derived anew.

@@ -32,7 +32,7 @@ def data_parallel_config(settings: Mapping[str, Any]) -> DistributedDataParallel
         grad_reduce_in_fp32=settings["grad_reduce_in_fp32"],
         overlap_grad_reduce=settings["overlap_grad_reduce"],
         overlap_param_gather=settings["overlap_param_gather"],
-        use_distributed_optimizer=settings["use_distributed_optimizer"],
+        data_parallel_sharding_strategy=settings["data_parallel_sharding_strategy"],
         num_distributed_optimizer_instances=settings["num_distributed_optimizer_instances"],
         bucket_size=settings["ddp_bucket_size"],
         num_buckets=settings["ddp_num_buckets"],

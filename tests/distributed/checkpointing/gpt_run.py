@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,6 +16,7 @@ from megatron.core.distributed import (
     DistributedDataParallelConfig,
     finalize_model_grads,
 )
+from megatron.core.distributed.distributed_data_parallel_config import SHARDING_STRATEGIES
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
@@ -85,6 +87,8 @@ class Run:
         model: Model,
         *,
         seed: int = 4321,
+        optimizer: Mapping[str, Any] | None = None,
+        ddp: Mapping[str, Any] | None = None,
         **settings: Any,
     ) -> None:
         rng_state().set_seed(seed)
@@ -97,13 +101,13 @@ class Run:
         ddp_config = DistributedDataParallelConfig(
             overlap_grad_reduce=True,
             bucket_size=3000,
-            use_distributed_optimizer=layout.zero > 0,
-            grad_reduce_in_fp32=is_half,
+            data_parallel_sharding_strategy=SHARDING_STRATEGIES[layout.zero],
+            **{"grad_reduce_in_fp32": is_half} | dict(ddp or {}),
         )
         self.chunks = [
             DistributedDataParallel(config, ddp_config, c, pg_collection=groups) for c in chunks
         ]
-        optimizer_config = OptimizerConfig(
+        chosen: dict[str, Any] = dict(
             lr=1e-2,
             adam_eps=1e-5,
             weight_decay=0.1,
@@ -113,6 +117,7 @@ class Run:
             initial_loss_scale=2.0**24,  # overflows at first: skipped steps are part of the run
             use_distributed_optimizer=layout.zero > 0,
         )
+        optimizer_config = OptimizerConfig(**chosen | dict(optimizer or {}))
         self.optimizer = get_megatron_optimizer(optimizer_config, self.chunks, pg_collection=groups)
         self.scheduler = OptimizerParamScheduler(
             self.optimizer, init_lr=0.0, max_lr=1e-2, min_lr=1e-3, lr_warmup_steps=8,
@@ -129,6 +134,9 @@ class Run:
         self.schedule = get_forward_backward_func(pp_size=layout.pp, vp_size=layout.vp)
         self.progress = TrainState()
         self.losses: list[float] = []
+        self.norms: list[float] = []
+        self.scales: list[float] = []
+        """Loss scale after each step."""
         parts = RunParts(
             model=self.chunks,
             optimizer=self.optimizer,
@@ -170,7 +178,9 @@ class Run:
                 forward_only=False,
                 pg_collection=self.groups,
             )
-            is_updated, _, _ = self.optimizer.step()
+            is_updated, norm, _ = self.optimizer.step()
+            self.norms.append(norm)
+            self.scales.append(float(self.optimizer.get_loss_scale()))
             if is_updated:
                 self.scheduler.step(increment=GLOBAL_BATCH)
             self.losses += [float(r["lm loss"][0] / r["lm loss"][1]) for r in reported]

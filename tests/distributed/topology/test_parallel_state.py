@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.core import parallel_state as ps
-from megatron.core.agreement import agree
+from megatron.core.agreement import SingleProcess, agree
 from megatron.core.errors import DataError, TopologyError
 from megatron.core.hyper_comm_grid import HyperCommGrid
 from tests.harness.distributed import distributed
@@ -55,11 +55,25 @@ def test_groups_are_created_once(groups):
 
 @distributed(world_size=4)
 def test_a_problem_on_one_rank_is_raised_on_all(groups):
-    problem = DataError("line 7 is broken.", fix="repair it") if dist.get_rank() == 2 else None
-    with pytest.raises(DataError, match="line 7 is broken") as caught:
-        agree(problem)
-    assert ("rank 2" in str(caught.value)) == (dist.get_rank() != 2)
+    rank = dist.get_rank()
+    problems = {2: DataError("line 7 is broken.", fix="repair it"), 3: TopologyError("no peer.")}
+    with pytest.raises(DataError) as caught:
+        agree(problems.get(rank))
+    assert str(caught.value) == "rank 2: line 7 is broken.\n  fix:   repair it"
+    assert caught.value.__cause__ is problems.get(rank)
     agree(None)
+
+
+@distributed(world_size=4, tp=2)
+def test_a_group_agrees_by_itself_and_names_the_global_rank(groups):
+    rank = dist.get_rank()
+    if rank < 2:
+        agree(None, groups.tp)
+    else:
+        with pytest.raises(DataError, match="^rank 3: gone"):
+            agree(DataError("gone.") if rank == 3 else None, groups.tp)
+    with pytest.raises(DataError, match="^alone"):
+        agree(DataError("alone."), SingleProcess())
 
 
 @distributed(world_size=8)
@@ -74,3 +88,65 @@ def test_a_grid_of_ones_own_creates_groups_on_demand(groups):
     with pytest.raises(TopologyError, match="created before"):
         grid.create_pg(["tp", "dp"])
     grid.destroy()
+
+
+def assert_every_group_communicates(groups):
+    for name, ranks in groups.ranks.items():
+        assert sum_over(getattr(groups, name)) == sum(ranks), name
+
+
+LAYOUTS = [
+    dict(tensor_model_parallel_size=2, pipeline_model_parallel_size=4),
+    dict(pipeline_model_parallel_size=4, num_distributed_optimizer_instances=2),
+    dict(tensor_model_parallel_size=2, pipeline_model_parallel_size=2, order="tp-cp-ep-pp-dp"),
+    dict(expert_model_parallel_size=4, tensor_model_parallel_size=2),
+    dict(context_parallel_size=8, hierarchical_context_parallel_sizes=[2, 4]),
+]
+
+
+@distributed(world_size=8, pp=4)
+def test_groups_are_made_again_in_any_layout_in_one_world(groups):
+    for sizes in LAYOUTS + LAYOUTS[::-1]:
+        ps.destroy_model_parallel()
+        assert_every_group_communicates(ps.initialize_model_parallel(**sizes))
+
+
+@distributed(world_size=4, pp=4)
+def test_a_pool_goes_on_after_groups_were_made_again(groups):
+    # Runs after the test above in the same processes.
+    ps.destroy_model_parallel()
+    assert_every_group_communicates(ps.initialize_model_parallel(2))
+
+
+@distributed(world_size=4, pp=4)
+def test_stages_that_count_their_groups_differently_still_make_one_together(groups):
+    assert (groups.embd is None) == (dist.get_rank() in (1, 2))
+    rank = dist.get_rank()
+    for backend in (None, "gloo"):
+        grid = HyperCommGrid([2, 2], ["inner", "outer"], backend=backend)
+        assert sum_over(grid.create_pg("inner")) == [1, 1, 5, 5][rank]
+        assert sum_over(grid.create_pg("outer")) == [2, 4, 2, 4][rank]
+        grid.destroy()
+    mixed = dist.new_group([1, 3])
+    if rank in (1, 3):
+        assert sum_over(mixed) == 4
+
+
+@distributed(world_size=4)
+def test_two_layouts_share_a_world(groups):
+    rank = dist.get_rank()
+    for _ in range(2):
+        ps.destroy_model_parallel()
+        sizes = dict(tensor_model_parallel_size=2) if rank < 2 else {}
+        first = rank // 2 * 2
+        mine = ps.initialize_model_parallel(**sizes, rank_offset=first, local_world_size=2)
+        assert mine.ranks["tp_dp"] == [first, first + 1]
+        assert_every_group_communicates(mine)
+
+
+@distributed(world_size=4)
+def test_optimizer_instances_that_do_not_divide_the_replicas_are_refused(groups):
+    ps.destroy_model_parallel()
+    with pytest.raises(TopologyError, match="cannot be cut into 3 instances"):
+        ps.initialize_model_parallel(num_distributed_optimizer_instances=3)
+    ps.initialize_model_parallel()

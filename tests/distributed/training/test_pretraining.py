@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from megatron.core.errors import CheckpointError, NumericsError
+from megatron.core.errors import NumericsError
 from megatron.core.process_groups_config import ProcessGroupCollection
 from tests.harness.distributed import DistributedFailure, run_distributed
 from tests.harness.tolerances import FP32_REORDERED_SUM, assert_close
@@ -38,6 +38,9 @@ def test_every_layout_trains_along_the_curve_of_one_process(tmp_path):
         (f"{pipeline} --sequence-parallel", {"tp": 2, "pp": 2}),
         ("--use-distributed-optimizer --pipeline-model-parallel-size 2"
          " --num-virtual-stages-per-pipeline-rank 2 --overlap-grad-reduce", {"pp": 2, "vp": 2}),
+        ("--data-parallel-sharding-strategy optim_grads --num-distributed-optimizer-instances 2"
+         " --micro-batch-size 1 --overlap-grad-reduce",
+         {"num_distributed_optimizer_instances": 2}),
     ):  # fmt: skip
         found = losses(tmp_path, 4, flags, **layout)
         assert_close(found, expected, FP32_REORDERED_SUM, flags)
@@ -84,7 +87,7 @@ def test_a_loss_that_is_not_finite_stops_all_ranks_before_the_update(tmp_path):
         run_distributed(train_with_poison, 2, words, timeout_s=120.0)
     for outcome in caught.value.outcomes:
         assert outcome.error_type == NumericsError.__name__
-        assert "iteration 3: lm loss is nan on rank 1, micro batch 1" in outcome.error_message
+        assert "rank 1: iteration 3: lm loss is nan in micro batch 1" in outcome.error_message
         # Step 3 begins after 16 samples; micro batch 1 of replica 1 is row 3.
         assert "(samples 22 to 23)" in outcome.error_message
     saved = sorted(p.name for p in (tmp_path / "run").iterdir() if p.name.startswith("iter_"))
@@ -109,8 +112,9 @@ def test_an_iteration_can_be_skipped(tmp_path):
 def test_a_missing_checkpoint_fails_on_request(tmp_path):
     words = [*SMALL.split(), "--load", str(tmp_path), "--exit-on-missing-checkpoint"]
     with pytest.raises(DistributedFailure) as caught:
-        run_distributed(train_with_flags, 1, words)
-    assert caught.value.outcomes[0].error_type == CheckpointError.__name__
+        run_distributed(train_with_flags, 2, words)
+    for outcome in caught.value.outcomes:
+        assert f"{tmp_path} holds no checkpoint" in outcome.error_message
 
 
 def test_the_learning_rate_follows_its_curve(tmp_path):
@@ -121,3 +125,19 @@ def test_the_learning_rate_follows_its_curve(tmp_path):
     found = [line["learning-rate"] for line in read_metrics(path)]
     # Two steps up to 1e-2, then half a cosine over the other two down to 2e-3.
     assert found == pytest.approx([0.0, 5e-3, 1e-2, 6e-3])
+
+
+def test_fp16_skips_overflowing_steps_and_says_when_the_scale_has_no_room(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    words = [*SMALL.split(), "--fp16", "--initial-loss-scale", "1.8e19", "--hysteresis", "1"]
+    log = ["--metrics-jsonl", str(path)]
+    run_distributed(train_with_flags, 2, [*words, *log], timeout_s=120.0)
+    scales = [json.loads(line)["loss-scale"] for line in path.read_text().splitlines()]
+    assert scales == pytest.approx([0.9e19, 0.45e19, 0.225e19, 0.1125e19])
+    stop = ["--min-loss-scale", "1.8e19", "--on-loss-scale-floor", "raise"]
+    with pytest.raises(DistributedFailure) as caught:
+        run_distributed(train_with_flags, 2, [*words, *stop], timeout_s=120.0)
+    for outcome in caught.value.outcomes:
+        assert outcome.error_type == NumericsError.__name__
+        assert "iteration 1: fp16 gradients overflow" in outcome.error_message
+        assert "is not finite on global rank" in outcome.error_message

@@ -12,7 +12,7 @@ class ThreadPeers:
     """`Peers` over threads; values are copied, as a process group would."""
 
     def __init__(self, rank: int, shared: Shared) -> None:
-        self.rank = rank
+        self.rank = self.global_rank = rank
         self.size = shared.size
         self._shared = shared
 

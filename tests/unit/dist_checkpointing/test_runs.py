@@ -156,8 +156,9 @@ def test_pretrained_weights_are_used_only_until_the_run_has_its_own(ram_path: Pa
     restored = checkpointer(ram_path, model, **both).load()
     assert restored is not None
     assert (model.value(), restored.progress.iteration) == (2, 2)
+    where = str(ram_path / "absent")
     with pytest.raises(CheckpointError, match="holds no checkpoint"):
-        checkpointer(ram_path, model, load=None, pretrained_checkpoint=str(ram_path)).load()
+        checkpointer(ram_path, model, load=None, pretrained_checkpoint=where).load()
 
 
 def test_an_empty_directory_starts_afresh_unless_a_checkpoint_is_demanded(ram_path, capsys) -> None:
@@ -169,6 +170,33 @@ def test_an_empty_directory_starts_afresh_unless_a_checkpoint_is_demanded(ram_pa
     (ram_path / "latest").write_text("global_step5")
     (ram_path / "global_step5").mkdir()
     with pytest.raises(CheckpointError, match="DeepSpeed"):
+        load(ram_path)
+
+
+def test_a_path_that_is_no_checkpoint_never_leads_to_random_weights(ram_path: Path) -> None:
+    (ram_path / "note.txt").write_text("not a directory")
+    (ram_path / "link").symlink_to(ram_path / "gone")
+    (ram_path / "base").mkdir()
+    save(ram_path / "base", 3)
+    refused = {
+        "note.txt": "note.txt is a file",
+        "note.txt/below": "note.txt is a file",
+        "link": "link is a broken link",
+        ".": "it holds base, link, note.txt and no checkpoint",
+    }
+    for name, why in refused.items():
+        for way in ("load", "pretrained_checkpoint"):
+            settings = {"save": None, "load": None, way: str(ram_path / name)}
+            with pytest.raises(CheckpointError, match=why):
+                checkpointer(ram_path, TinyModel(), **settings).load()
+
+
+def test_logs_may_lie_in_the_directory_of_a_run_that_has_not_saved_yet(ram_path: Path) -> None:
+    (ram_path / "tensorboard").mkdir()
+    assert load(ram_path) is None
+    assert load(ram_path, save=str(ram_path / "tensorboard" / "..")) is None
+    (ram_path / "model_optim_rng.pt").write_text("weights of another program")
+    with pytest.raises(CheckpointError, match="it holds model_optim_rng.pt and no checkpoint"):
         load(ram_path)
 
 

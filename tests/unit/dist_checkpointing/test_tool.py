@@ -1,8 +1,9 @@
-"""tools/checkpoint.py: what it prints and how it exits."""
+"""tools/checkpoint: what it prints and how it exits."""
 
 from __future__ import annotations
 
-import importlib.util
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,18 +11,13 @@ import pytest
 from tests.unit.dist_checkpointing.runs import TinyModel, checkpointer, save
 from tests.unit.dist_checkpointing.test_corruption import damage
 
-REPOSITORY = Path(__file__).resolve().parents[3]
-
 
 @pytest.fixture(scope="module")
 def tool():
-    """The script as a module."""
-    spec = importlib.util.spec_from_file_location("checkpoint", REPOSITORY / "tools/checkpoint.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    """The entry point as a module."""
+    from tools.checkpoint import __main__
+
+    return __main__
 
 
 def test_inspect_shows_layout_sizes_and_tensors(tool, ram_path: Path, capsys) -> None:
@@ -58,6 +54,16 @@ def test_digest_is_of_the_state_and_diff_tells_what_changed(tool, ram_path: Path
     assert tool.main(["diff", str(ram_path / "a"), str(ram_path / "b"), "--contents"]) == 0
     assert tool.main(["diff", str(ram_path / "a"), str(ram_path / "c"), "--contents"]) == 1
     assert "first.weight: contents differ" in capsys.readouterr().out
+
+
+def test_it_runs_as_a_script_from_any_directory(ram_path: Path) -> None:
+    save(ram_path, 5)
+    script = Path(__file__).resolve().parents[3] / "tools/checkpoint"
+    found = subprocess.run(
+        [sys.executable, str(script), "verify", "."], cwd=ram_path, text=True, capture_output=True
+    )
+    assert (found.returncode, found.stderr) == (0, "")
+    assert "intact" in found.stdout
 
 
 def test_a_missing_checkpoint_is_a_message_not_a_traceback(tool, ram_path: Path, capsys) -> None:

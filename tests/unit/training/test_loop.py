@@ -14,7 +14,7 @@ import torch
 import megatron.training.loop as loop
 from megatron.training.hooks.base import Hook, Hooks
 from megatron.training.hooks.housekeeping import CollectGarbage, ProgressFile, WatchForSpikes
-from megatron.training.hooks.log import IntervalMeans
+from megatron.training.hooks.log import IntervalMeans, LogLine
 from megatron.training.hooks.scalars import JsonLinesSink, Scalars, TensorBoardSink
 from megatron.training.hooks.stop import ExitDuration, ExitInterval, ExitOnSignal, StepBudget
 from megatron.training.losses import LossTable
@@ -119,6 +119,19 @@ def test_means_leave_out_steps_that_did_not_train():
     assert means.mean_losses() == {"lm loss": 2.0}
     assert (means.num_steps, means.num_skipped, means.num_nan) == (4, 1, 1)
     assert means.num_samples == 16
+
+
+def test_a_skipped_step_names_what_overflowed(monkeypatch):
+    lines = []
+    run = SimpleNamespace(log_interval=10, timing_log_level=0, log_params_norm=False)
+    hook = LogLine(SimpleNamespace(run=run), lines.append, train_iters=20)
+    reason = "gradient of output_layer.weight is not finite on global rank 1"
+    skipped = result(1.0, was_skipped=True, skip_reason=reason, loss_scale=512.0)
+    hook.after_step(TrainState(iteration=3), skipped)
+    hook.after_step(TrainState(iteration=4), result(1.0))
+    assert len(lines) == 1
+    assert "3 | step skipped: gradient of output_layer.weight" in lines[0]
+    assert "next loss scale: 512.0" in lines[0]
 
 
 def test_losses_are_token_means_over_micro_batches():

@@ -131,6 +131,32 @@ def test_memory_of_the_175b_model_is_that_of_the_paper():
     assert states / 2**30 == pytest.approx(45.56, rel=0.01)
 
 
+@pytest.mark.parametrize(
+    ("strategy", "instances", "bytes_per_parameter"),
+    [
+        ("no_shard", 1, 18),
+        ("optim", 1, 6 + 12 / 8),
+        ("optim_grads", 1, 2 + 16 / 8),
+        ("optim_grads", 2, 2 + 16 / 4),
+    ],
+)
+def test_memory_shrinks_with_every_rung_of_the_sharding_ladder(
+    strategy, instances, bytes_per_parameter
+):
+    words = words_of(
+        "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 "
+        "--micro-batch-size 1 --bf16 --vocab-size 128"
+    )
+    words += ["--data-parallel-sharding-strategy", strategy]
+    words += ["--num-distributed-optimizer-instances", str(instances)]
+    run = resolve(parse_command_line(words).config, world_size=8)
+    size = ModelSize.from_settings(run.values, vocab_size=128)
+    found = estimate_memory(run.values, size, chunks=[(2, True, True)], chunks_in_flight=1)
+    states = found.weights + found.gradients + found.optimizer
+    count = size.stage_parameters(2, has_embedding=True, has_loss=True)
+    assert states / count == pytest.approx(bytes_per_parameter)
+
+
 LINE = TrainingLine(
     iteration=12,
     train_iters=500,

@@ -46,8 +46,22 @@ def problems(*words: str, world_size: int = 1, base=SMALL) -> list[str]:
         (["--min-lr", "1"], 1, "--lr 0.001 with --min-lr 1"),
         (["--lr-decay-style", "WSD"], 1, "without the length of its last phase"),
         (["--overlap-param-gather"], 1, "without --use-distributed-optimizer"),
+        (
+            ["--use-distributed-optimizer", "--data-parallel-sharding-strategy", "no_shard"],
+            2,
+            "--use-distributed-optimizer with --data-parallel-sharding-strategy no_shard",
+        ),
+        (["--num-distributed-optimizer-instances", "2"], 2, "copies of sharded"),
+        (
+            ["--use-distributed-optimizer", "--num-distributed-optimizer-instances", "3"],
+            4,
+            "--num-distributed-optimizer-instances 3 for 4 replicas",
+        ),
         (["--bf16", "--fp16"], 1, "fp16 and bf16 are both on"),
         (["--loss-scale", "8"], 1, "--loss-scale 8 without --fp16"),
+        (["--fp16", "--loss-scale", "-8"], 1, "a loss scale is positive"),
+        (["--fp16", "--initial-loss-scale", "8", "--min-loss-scale", "16"], 1, "positive floor"),
+        (["--fp16", "--hysteresis", "0"], 1, "--hysteresis 0"),
         (["--data-path", "x"], 1, "--mock-data is given together with --data-path"),
         (["--save-interval", "5"], 1, "--save-interval without --save"),
         (["--ckpt-step", "5"], 1, "--ckpt-step without --load"),
@@ -87,6 +101,24 @@ def test_heads_layers_and_batch_are_told_in_one_message():
     )
     for expected in ("num_attention_heads=3", "5 layers", "--global-batch-size 7"):
         assert any(expected in text for text in found), (expected, found)
+
+
+def test_what_is_loaded_is_looked_at_before_anything_is_built(tmp_path):
+    file, absent, save = tmp_path / "weights.pt", str(tmp_path / "absent"), str(tmp_path)
+    file.write_bytes(b"x")
+    for words, expected in (
+        (["--load", str(file)], "weights.pt is a file, not a directory"),
+        (["--load", str(tmp_path)], "it holds weights.pt and no checkpoint"),
+        (["--load", absent, "--exit-on-missing-checkpoint"], "absent holds no checkpoint"),
+        (["--load", absent, "--pretrained-checkpoint", absent], "absent holds no checkpoint"),
+        (["--load", absent, "--ckpt-step", "7"], "no checkpoint of iteration 7"),
+        (["--load", save, "--save", save], "it holds weights.pt and no checkpoint"),
+    ):
+        (found,) = problems(*words)
+        assert expected in found, words
+    assert problems("--load", absent) == []
+    file.rename(tmp_path / "events.out")
+    assert problems("--load", save, "--save", save) == []
 
 
 def test_every_problem_names_a_flag_and_a_fix():

@@ -1,0 +1,185 @@
+"""Tensors that lie in a file: where their bytes are, and how to read a box of one.
+
+Nothing is read until a box is asked for; then only the bytes around that box are, in pieces of a
+bounded size.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megatron.core.dist_checkpointing.durable import (
+    DamagedCheckpointError,
+    open_inside,
+    read_exactly,
+)
+from megatron.core.dist_checkpointing.flat_ranges import Box
+
+SLAB_BYTES = 32 << 20
+"""Most bytes held at once while a box is read."""
+
+
+@dataclass(frozen=True)
+class StoredBytes:
+    """A run of bytes in a file of a checkpoint."""
+
+    path: Path
+    begin: int
+    num_bytes: int
+    crc32: int | None = None
+    """Checksum of all of them, where the file has one."""
+    is_swapped: bool = False
+    """Elements are in the other byte order than this machine's."""
+
+
+@dataclass(frozen=True)
+class StoredView:
+    """A strided tensor over stored bytes, as torch describes one: counts are elements."""
+
+    storage: StoredBytes
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int = 0
+
+    def problem(self) -> str | None:
+        """Say why this is not a tensor inside its storage; None if it is one."""
+        if len(self.shape) != len(self.stride) or len(self.shape) > 64:
+            return f"shape {self.shape} and strides {self.stride} do not belong together"
+        if self.offset < 0 or any(n < 0 for n in (*self.shape, *self.stride)):
+            return "a negative size, stride or offset"
+        if 0 in self.shape:
+            return None
+        extent = sum((n - 1) * s for n, s in zip(self.shape, self.stride, strict=True)) + 1
+        if (self.offset + extent) * self.dtype.itemsize > self.storage.num_bytes:
+            return (
+                f"a tensor of shape {self.shape} at element {self.offset} ends behind its storage "
+                f"of {self.storage.num_bytes} bytes"
+            )
+        return None
+
+    def narrow(self, box: Box) -> StoredView:
+        """Return the view of a box (offset, shape) of this tensor."""
+        shift = sum(o * s for o, s in zip(box[0], self.stride, strict=True))
+        return replace(self, shape=tuple(box[1]), offset=self.offset + shift)
+
+    def reshaped(self, shape: Sequence[int]) -> StoredView:
+        """Return a contiguous view under another shape of as many elements."""
+        assert self.is_contiguous, self
+        return replace(self, shape=tuple(shape), stride=contiguous_stride(shape))
+
+    @property
+    def is_contiguous(self) -> bool:
+        """Whether elements follow each other in row-major order."""
+        expected = contiguous_stride(self.shape)
+        return all(
+            n <= 1 or s == e for n, s, e in zip(self.shape, self.stride, expected, strict=True)
+        )
+
+
+def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the row-major strides of a shape, in elements."""
+    strides, step = [], 1
+    for n in reversed(shape):
+        strides.append(step)
+        step *= max(n, 1)
+    return tuple(reversed(strides))
+
+
+class ViewReader:
+    """Reads stored views; keeps files open. Use as a context manager; not thread-safe.
+
+    A storage with a checksum is verified whole when its first element is read.
+    """
+
+    def __init__(self) -> None:
+        self.bytes_read = 0
+        self._descriptors: dict[Path, int] = {}
+        self._verified: set[StoredBytes] = set()
+
+    def __enter__(self) -> ViewReader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for descriptor in self._descriptors.values():
+            os.close(descriptor)
+        self._descriptors.clear()
+
+    def descriptor(self, path: Path) -> int:
+        """Return an open descriptor of a regular file."""
+        if path not in self._descriptors:
+            with open_inside(path.parent, path.name) as (descriptor, _):
+                self._descriptors[path] = os.dup(descriptor)
+        return self._descriptors[path]
+
+    def read(self, view: StoredView, into: Tensor) -> None:
+        """Fill `into`, of the view's shape and any dtype and device, from the file."""
+        if into.numel() == 0:
+            return
+        self._verify(view.storage)
+        self._read(view, into)
+
+    def read_whole(self, view: StoredView) -> Tensor:
+        """Return a new CPU tensor with the view's contents."""
+        into = torch.empty(view.shape, dtype=view.dtype)
+        self.read(view, into)
+        return into
+
+    def _read(self, view: StoredView, into: Tensor) -> None:
+        item = view.dtype.itemsize
+        extent = sum((n - 1) * s for n, s in zip(view.shape, view.stride, strict=True)) + 1
+        if extent * item > SLAB_BYTES and into.numel() > 1:
+            # Halve along the axis that spans most bytes.
+            spans = [(n - 1) * s for n, s in zip(view.shape, view.stride, strict=True)]
+            axis = spans.index(max(spans))
+            half = view.shape[axis] // 2
+            for begin, length in ((0, half), (half, view.shape[axis] - half)):
+                corner = tuple(begin if d == axis else 0 for d in range(len(spans)))
+                size = tuple(length if d == axis else n for d, n in enumerate(view.shape))
+                self._read(view.narrow((corner, size)), into.narrow(axis, begin, length))
+            return
+        data = torch.empty(extent * item, dtype=torch.uint8)
+        position = view.storage.begin + view.offset * item
+        path = view.storage.path
+        read_exactly(self.descriptor(path), data.numpy().data, position, path)
+        self.bytes_read += extent * item
+        if view.storage.is_swapped:
+            data = _swapped(data, view.dtype)
+        into.copy_(data.view(view.dtype).as_strided(view.shape, view.stride))
+
+    def _verify(self, storage: StoredBytes) -> None:
+        if storage.crc32 is None or storage in self._verified:
+            return
+        descriptor, found = self.descriptor(storage.path), 0
+        scratch = bytearray(min(SLAB_BYTES, storage.num_bytes))
+        for begin in range(0, storage.num_bytes, SLAB_BYTES):
+            part = memoryview(scratch)[: min(SLAB_BYTES, storage.num_bytes - begin)]
+            read_exactly(descriptor, part, storage.begin + begin, storage.path)
+            found = zlib.crc32(part, found)
+        if found != storage.crc32:
+            raise DamagedCheckpointError(
+                f"{storage.path} is corrupt: bytes {storage.begin} to "
+                f"{storage.begin + storage.num_bytes - 1} do not have their checksum.",
+                rule="the CRC-32 of a record must be the one in the file's directory",
+                fix="use another checkpoint; check the storage",
+            )
+        self._verified.add(storage)
+
+
+def _swapped(data: Tensor, dtype: torch.dtype) -> Tensor:
+    """Turn the bytes of every element round; halves of a complex number each by themselves."""
+    width = dtype.itemsize // (2 if dtype.is_complex else 1)
+    return data if width == 1 else data.view(-1, width).flip(1).reshape(-1)
+
+
+def is_other_byte_order(name: str) -> bool:
+    """Return whether "little" or "big" is not this machine's byte order."""
+    return name != sys.byteorder

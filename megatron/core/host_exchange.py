@@ -1,0 +1,282 @@
+"""Tensors passed between the ranks of one machine through shared memory.
+
+gloo sends through the loopback network, which copies every byte four times and wakes a thread on
+both sides: half a megabyte takes a millisecond or two. Ranks on one machine can read each other's
+bytes instead. Each rank owns two slots in a shared mapping; it publishes a tensor into a slot,
+and the others read it there.
+
+    mapping | process ids | semaphores [from, to] | rank 0: slot, slot | rank 1: slot, slot | ...
+
+A counting semaphore per ordered pair of ranks says how often `from` has published for `to`. A
+rank publishes for the i-th time only after it has read everybody's (i-1)-th tensor, and the
+others published that one after reading the (i-2)-th: so slot i mod 2 is free.
+
+The name of the mapping lives for a moment only, while the ranks attach; a run that is killed
+leaves nothing behind. Waiting blocks in the kernel, notices a rank that died, and ends with the
+timeout of the group. Where ranks sit on several machines, or the system lacks a part (process-
+shared semaphores, process descriptors, room in /dev/shm), `connect` answers None and the caller
+uses its backend. MEGATRON_HOST_EXCHANGE=0 in the environment says so for all groups.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import secrets
+import select
+import sys
+import time
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron.core.errors import TopologyError
+
+DIRECTORY = Path("/dev/shm")
+SLOT_BYTES = 1 << 20
+"""Larger tensors travel in pieces of this size."""
+HEADER_BYTES = 64
+"""Room of one semaphore or process id: a cache line, so that ranks do not share one."""
+LIVENESS_SECONDS = 1.0
+"""How often a waiting rank looks whether the others still live."""
+DEFAULT_TIMEOUT_SECONDS = 1800.0
+OFF = "MEGATRON_HOST_EXCHANGE"
+
+
+class _TimeSpec(ctypes.Structure):
+    _fields_ = [("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long)]
+
+
+class HostExchange:
+    """The shared slots of one group whose ranks run on one machine.
+
+    One object per rank and group, from `connect`. `Transfer` uses it: `publish` and `collect`
+    alternate, and all ranks call them in the same order with tensors of the same size.
+    """
+
+    def __init__(self, memory: mmap.mmap, rank: int, size: int, timeout: float) -> None:
+        self.rank, self.size, self.timeout = rank, size, timeout
+        self._libc = ctypes.CDLL(None, use_errno=True)
+        self._memory = memory
+        base = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        self._semaphores = [
+            [
+                ctypes.c_void_p(base + HEADER_BYTES * (size + source * size + target))
+                for target in range(size)
+            ]
+            for source in range(size)
+        ]
+        start = _header_bytes(size)
+        whole = torch.frombuffer(memory, dtype=torch.uint8)
+        self._slots = [
+            [whole[start + (2 * r + k) * SLOT_BYTES :][:SLOT_BYTES] for k in range(2)]
+            for r in range(size)
+        ]
+        self._others = [r for r in range(size) if r != rank]
+        self._processes: dict[int, int] = {}  # group rank -> process descriptor
+        self._published = 0
+        self._under_way: Transfer | None = None
+
+    def settle(self, following: Transfer) -> None:
+        """Finish the transfer under way, if any, before `following` begins."""
+        if self._under_way is not None:
+            self._under_way.wait()
+        self._under_way = following
+
+    def publish(self, piece: Tensor) -> None:
+        """Show `piece` (contiguous, at most SLOT_BYTES) to the other ranks."""
+        self._view(self.rank, piece).copy_(piece)
+        for other in self._others:
+            self._libc.sem_post(self._semaphores[self.rank][other])
+
+    def collect(self, like: Tensor) -> list[Tensor]:
+        """Wait for the others and return what each rank has published, in rank order.
+
+        The tensors are views of the slots, shaped as `like`: valid until the next `publish`.
+
+        Raises:
+            TopologyError: a rank died, or the timeout of the group passed.
+        """
+        for other in self._others:
+            self._await(other)
+        views = [self._view(rank, like) for rank in range(self.size)]
+        self._published += 1
+        return views
+
+    def _view(self, rank: int, like: Tensor) -> Tensor:
+        slot = self._slots[rank][self._published % 2]
+        return slot[: like.numel() * like.element_size()].view(like.dtype).view(like.shape)
+
+    def _await(self, other: int) -> None:
+        semaphore = self._semaphores[other][self.rank]
+        if self._libc.sem_trywait(semaphore) == 0:
+            return
+        end = time.monotonic() + self.timeout
+        while True:
+            wake = time.time() + LIVENESS_SECONDS
+            until = _TimeSpec(int(wake), int(wake % 1 * 1e9))
+            if self._libc.sem_timedwait(semaphore, ctypes.byref(until)) == 0:
+                return
+            # Look again after finding a death: the last words may have come in between.
+            if self._is_dead(other) and self._libc.sem_trywait(semaphore) != 0:
+                raise _lost(other, "its process has ended")
+            if time.monotonic() > end:
+                raise _lost(other, f"it did not come within {self.timeout:.0f} s")
+
+    def _is_dead(self, rank: int) -> bool:
+        ready, _, _ = select.select([self._processes[rank]], [], [], 0)
+        return bool(ready)
+
+    # Connecting -----------------------------------------------------------------------------
+
+    def _initialize(self) -> bool:
+        """First rank only: make the semaphores."""
+        return all(
+            self._libc.sem_init(semaphore, 1, 0) == 0
+            for row in self._semaphores
+            for semaphore in row
+        )
+
+    def _sign(self) -> None:
+        start = self.rank * HEADER_BYTES
+        self._memory[start : start + 8] = os.getpid().to_bytes(8, "little")
+
+    def _watch(self) -> bool:
+        """Open descriptors of the other processes; False where the system does not allow it."""
+        for other in self._others:
+            start = other * HEADER_BYTES
+            identity = int.from_bytes(self._memory[start : start + 8], "little")
+            try:
+                descriptor = os.pidfd_open(identity)
+            except OSError:
+                return False
+            self._processes[other] = descriptor
+            weakref.finalize(self, os.close, descriptor)
+        return True
+
+
+def connect(group: dist.ProcessGroup) -> HostExchange | None:
+    """Return the shared slots of `group`, or None where they cannot be had; the same on all ranks.
+
+    Communication:
+        a broadcast and three all-reduces of a few bytes on `group`, at the first call; the
+        answer is remembered as long as the group lives.
+    """
+    known = _CONNECTED.get(group, _UNKNOWN)
+    if known is _UNKNOWN:
+        known = _CONNECTED[group] = _connect(group)
+    assert known is None or isinstance(known, HostExchange)
+    return known
+
+
+_UNKNOWN = object()
+_CONNECTED: weakref.WeakKeyDictionary[dist.ProcessGroup, object] = weakref.WeakKeyDictionary()
+
+
+def _connect(group: dist.ProcessGroup) -> HostExchange | None:
+    rank, size = group.rank(), group.size()
+    wanted = (
+        sys.platform == "linux" and hasattr(os, "pidfd_open") and os.environ.get(OFF, "1") != "0"
+    )
+    token = torch.frombuffer(bytearray(secrets.token_bytes(16)), dtype=torch.uint8)
+    dist.broadcast(token, group=group, group_src=0)
+    path = DIRECTORY / f"megatron-{token.numpy().tobytes().hex()}"
+    exchange = None
+    try:
+        memory = _map(path, size, create=True) if wanted and rank == 0 else None
+        if memory is not None:
+            exchange = HostExchange(memory, rank, size, _timeout(group))
+            wanted = exchange._initialize()
+        if not _all_agree(wanted and (rank > 0 or exchange is not None), group):
+            return None
+        if rank > 0:
+            memory = _map(path, size, create=False)
+            exchange = None if memory is None else HostExchange(memory, rank, size, _timeout(group))
+        if exchange is not None:
+            exchange._sign()
+        if not _all_agree(exchange is not None, group):
+            return None
+        assert exchange is not None
+        return exchange if _all_agree(exchange._watch(), group) else None
+    finally:
+        if rank == 0:
+            path.unlink(missing_ok=True)
+
+
+def _map(path: Path, size: int, *, create: bool) -> mmap.mmap | None:
+    """Map the file at `path`, its blocks reserved; None where that does not work."""
+    length = _header_bytes(size) + 2 * size * SLOT_BYTES
+    try:
+        flags = os.O_RDWR | os.O_NOFOLLOW | (os.O_CREAT | os.O_EXCL if create else 0)
+        descriptor = os.open(path, flags, 0o600)
+        try:
+            if create:
+                os.posix_fallocate(descriptor, 0, length)
+            return mmap.mmap(descriptor, length)
+        finally:
+            os.close(descriptor)
+    except (OSError, ValueError):  # absent, no room, or cut short
+        return None
+
+
+def _header_bytes(size: int) -> int:
+    """Bytes of process ids and semaphores, in whole pages."""
+    return -(-HEADER_BYTES * (size + size * size) // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+def _all_agree(mine: bool, group: dist.ProcessGroup) -> bool:
+    vote = torch.tensor([int(mine)])
+    dist.all_reduce(vote, dist.ReduceOp.MIN, group=group)
+    return bool(vote.item())
+
+
+def _timeout(group: dist.ProcessGroup) -> float:
+    """Seconds that the group's own backend would wait."""
+    options = getattr(group._get_backend(torch.device("cpu")), "options", None)
+    timeout = getattr(options, "_timeout", None)
+    return DEFAULT_TIMEOUT_SECONDS if timeout is None else timeout.total_seconds()
+
+
+def _lost(rank: int, why: str) -> TopologyError:
+    return TopologyError(
+        f"waiting for rank {rank} of the group in vain: {why}.",
+        rule="all ranks of a group take part in every exchange",
+        flags=["--distributed-timeout-minutes"],
+        fix="look at the log of that rank for the first error",
+    )
+
+
+class Transfer:
+    """One tensor on its way to all ranks: shown at once, read from the others at `wait`.
+
+    Tensors above SLOT_BYTES go in pieces, of which the first is shown at once. `consume` gets
+    each piece's range of the flat tensor and what every rank has sent there, in rank order.
+    """
+
+    def __init__(
+        self, slots: HostExchange, x: Tensor, consume: Callable[[slice, list[Tensor]], object]
+    ) -> None:
+        slots.settle(self)
+        self._slots = slots
+        self._pieces = x.view(-1).split(SLOT_BYTES // x.element_size())
+        self._consume = consume
+        self._is_done = False
+        slots.publish(self._pieces[0])
+
+    def wait(self) -> None:
+        """Read the others' tensors, once."""
+        if self._is_done:
+            return
+        self._is_done = True
+        offset = 0
+        for index, piece in enumerate(self._pieces):
+            if index > 0:
+                self._slots.publish(piece)
+            views = self._slots.collect(piece)
+            self._consume(slice(offset, offset + piece.numel()), views)
+            offset += piece.numel()

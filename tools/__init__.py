@@ -1,0 +1,1 @@
+"""Commands around training; each runs as a script."""

@@ -1,0 +1,1 @@
+"""Commands on checkpoints: `python tools/checkpoint COMMAND --help`. See `__main__`."""

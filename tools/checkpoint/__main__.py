@@ -1,0 +1,60 @@
+"""Look into checkpoints, check them, and compare them.
+
+    python tools/checkpoint inspect SAVE [--tensors] [--args]   what is there
+    python tools/checkpoint diff SAVE_A SAVE_B [--contents]     settings and tensors that differ
+    python tools/checkpoint verify SAVE [--all]                 read all bytes; exit 1 if damaged
+    python tools/checkpoint digest SAVE [--weights] [--each]    equal state, equal digest
+
+SAVE is one checkpoint (SAVE/iter_0000100) or a save directory, whose newest one is taken.
+
+Each command is a file of this directory with a docstring, `add_arguments(parser)` and
+`run(arguments)`, which returns the exit status.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+if __name__ == "__main__":
+    # The directory of a script heads the path, where `inspect.py` would hide Python's own.
+    sys.path[0] = os.path.join(os.path.dirname(os.path.abspath(__file__)), os.pardir, os.pardir)
+
+import argparse
+import importlib
+
+from megatron.core.errors import MegatronError
+
+COMMANDS = ("inspect", "diff", "verify", "digest")
+"""Names of commands, which are names of files here."""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command and return the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="tools/checkpoint",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name in COMMANDS:
+        module = importlib.import_module(f"tools.checkpoint.{name}")
+        command = commands.add_parser(
+            name,
+            help=(module.__doc__ or "").splitlines()[0],
+            description=module.__doc__,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        module.add_arguments(command)
+        command.set_defaults(run=module.run)
+    arguments = parser.parse_args(argv)
+    try:
+        status: int = arguments.run(arguments)
+    except MegatronError as error:
+        print(error, file=sys.stderr)
+        return 1
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

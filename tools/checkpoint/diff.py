@@ -1,0 +1,45 @@
+"""Print settings and tensors in which two checkpoints differ; exit 1 if any do."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from megatron.core.dist_checkpointing.digest import tensor_digests
+from tools.checkpoint.opening import add_path, opened, settings_of
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    add_path(parser)
+    parser.add_argument("other", help="the second one")
+    parser.add_argument("--contents", action="store_true", help="compare values as well")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the differences and return whether there are any."""
+    both = [opened(Path(p)) for p in (arguments.path, arguments.other)]
+    settings = [settings_of(contents.common_state()) for contents in both]
+    num_found = 0
+    for name in sorted(settings[0].keys() | settings[1].keys()):
+        values = [s.get(name, "absent") for s in settings]
+        if values[0] != values[1]:
+            num_found += 1
+            print(f"{name}: {values[0]!r} -> {values[1]!r}")
+    kinds = [
+        {key: (t.dtype, t.shape) for key, t in contents.manifest.tensors.items()}
+        for contents in both
+    ]
+    for key in sorted(kinds[0].keys() | kinds[1].keys()):
+        pair = [kind.get(key) for kind in kinds]
+        if pair[0] != pair[1]:
+            num_found += 1
+            print(f"{key}: {pair[0] or 'absent'} -> {pair[1] or 'absent'}")
+    if arguments.contents:
+        digests = [dict(tensor_digests(contents)) for contents in both]
+        for key in sorted(digests[0].keys() & digests[1].keys()):
+            if kinds[0][key] == kinds[1][key] and digests[0][key] != digests[1][key]:
+                num_found += 1
+                print(f"{key}: contents differ")
+    print(f"{num_found} differences")
+    return int(num_found > 0)

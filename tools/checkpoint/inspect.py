@@ -1,0 +1,61 @@
+"""Print what a save directory and one checkpoint of it contain."""
+
+from __future__ import annotations
+
+import argparse
+from collections import Counter
+from pathlib import Path
+
+from megatron.core.dist_checkpointing import commit
+from megatron.core.dist_checkpointing.manifest import METADATA_NAME
+from tools.checkpoint.opening import OPTIMIZER_PREFIX, add_path, opened, settings_of, size_text
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    add_path(parser)
+    parser.add_argument("--tensors", action="store_true", help="list every tensor")
+    parser.add_argument("--args", action="store_true", help="list the saved settings")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print and return 0."""
+    path = Path(arguments.path)
+    if not (path / METADATA_NAME).exists():
+        listing = commit.list_checkpoints(path)
+        print(f"{path}: tracker says {commit.read_tracker(path)}")
+        for found in listing.checkpoints:
+            print(f"  {found.path.name}")
+        for leftover in listing.leftovers:
+            print(f"  {leftover.name}: left by an interrupted save or deletion")
+    contents = opened(path)
+    manifest, state = contents.manifest, contents.common_state()
+    tensors = manifest.tensors
+    print(f"\n{contents.directory}")
+    for name, value in manifest.info.get("versions", {}).items():
+        print(f"  {name}: {value}")
+    print(f"  layout: {manifest.info.get('layout', 'unknown')}")
+    for name in ("iteration", "consumed_train_samples", "num_floating_point_operations_so_far"):
+        if name in state:
+            print(f"  {name}: {state[name]}")
+    files = manifest.files.values()
+    print(f"  files: {len(manifest.files)}, {size_text(sum(f.size for f in files))}")
+    weights = [t for key, t in tensors.items() if not key.startswith(OPTIMIZER_PREFIX)]
+    rest = [t for key, t in tensors.items() if key.startswith(OPTIMIZER_PREFIX)]
+    for what, group in (("weights", weights), ("optimizer", rest)):
+        dtypes = Counter(t.dtype for t in group)
+        shown = ", ".join(f"{n} {dtype}" for dtype, n in sorted(dtypes.items()))
+        print(f"  {what}: {size_text(sum(t.num_bytes for t in group))} ({shown or 'none'})")
+    if arguments.tensors:
+        width = max(map(len, tensors), default=0)
+        for key, tensor in tensors.items():
+            shape = "x".join(map(str, tensor.shape)) or "scalar"
+            size = size_text(tensor.num_bytes)
+            print(
+                f"    {key:{width}}  {tensor.dtype:5} {shape:>20} {size:>10} "
+                f"{len(tensor.shards)} shards"
+            )
+    if arguments.args:
+        for name, value in sorted(settings_of(state).items()):
+            print(f"    {name} = {value!r}")
+    return 0

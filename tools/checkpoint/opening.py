@@ -1,0 +1,51 @@
+"""What the commands share: finding a checkpoint, opening it, words for its sizes."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from megatron.core.agreement import SingleProcess
+from megatron.core.dist_checkpointing import commit
+from megatron.core.dist_checkpointing.loader import Contents, open_contents
+from megatron.core.dist_checkpointing.manifest import METADATA_NAME
+from megatron.core.errors import CheckpointError
+
+OPTIMIZER_PREFIX = "optimizer."
+
+
+def checkpoint_in(path: Path) -> Path:
+    """Return `path` if it is a checkpoint, else the newest one in it."""
+    if (path / METADATA_NAME).exists():
+        return path
+    found = commit.list_checkpoints(path).checkpoints
+    if not found:
+        raise CheckpointError(f"{path} holds no checkpoint.", fix="give SAVE or SAVE/iter_NNNNNNN")
+    return found[0].path
+
+
+def opened(path: Path) -> Contents:
+    """Open a checkpoint in this process alone."""
+    return open_contents(checkpoint_in(path), peers=SingleProcess())
+
+
+def settings_of(state: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings of the run that saved a state."""
+    args = state.get("args")
+    return vars(args) if isinstance(args, argparse.Namespace) else {}
+
+
+def size_text(num_bytes: int) -> str:
+    """Return a size for people: 1.5 GiB."""
+    size, unit = float(num_bytes), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if size < 1024:
+            break
+        size, unit = size / 1024, larger
+    return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
+
+
+def add_path(parser: argparse.ArgumentParser) -> None:
+    """Add the argument that all commands have."""
+    parser.add_argument("path", help="a checkpoint, or a save directory")

@@ -1,0 +1,35 @@
+"""Read every byte of a checkpoint and print what is wrong; exit 1 if anything is."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from megatron.core.dist_checkpointing import commit
+from megatron.core.dist_checkpointing.verify import verify_checkpoint
+from tools.checkpoint.opening import add_path, checkpoint_in, size_text
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    add_path(parser)
+    parser.add_argument("--all", action="store_true", help="every checkpoint of SAVE")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print a verdict per checkpoint and return whether any is damaged."""
+    path = Path(arguments.path)
+    paths = [checkpoint_in(path)]
+    if arguments.all:
+        paths = [found.path for found in commit.list_checkpoints(path).checkpoints]
+    is_damaged = False
+    for each in paths:
+        result = verify_checkpoint(each)
+        for name in result.unlisted:
+            print(f"{each / name}: not part of the checkpoint, never opened")
+        for problem in result.problems:
+            print(problem)
+        is_damaged |= bool(result.problems)
+        verdict = "DAMAGED" if result.problems else "intact"
+        print(f"{each}: {verdict} ({result.num_files} files, {size_text(result.num_bytes)} read)")
+    return int(is_damaged)
