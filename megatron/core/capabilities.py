@@ -29,6 +29,7 @@ EXTRA_OF = {
     "zstandard": "data",
     "pyarrow": "data",
     "fsspec": "data",
+    "gigatoken": "fast",
     "psutil": "logging",
 }
 """Import name -> extra of the `megatron-lattice` distribution that brings it."""

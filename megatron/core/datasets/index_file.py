@@ -234,6 +234,16 @@ def check_documents(documents: np.ndarray, num_sequences: int, idx_path: str) ->
         )
 
 
+class Numbers(Protocol):
+    """An array, or a file that is read like one, a slice at a time."""
+
+    def __len__(self) -> int:
+        """Return how many there are."""
+
+    def __getitem__(self, part: slice, /) -> np.ndarray:
+        """Return a contiguous slice."""
+
+
 class Writable(Protocol):
     """Anything that takes bytes in order."""
 
@@ -245,8 +255,8 @@ def write_index(
     file: Writable,
     *,
     dtype: type[np.number],
-    sequence_lengths: np.ndarray,
-    document_indices: np.ndarray,
+    sequence_lengths: Numbers,
+    document_indices: Numbers,
     sequence_modes: np.ndarray | None = None,
 ) -> None:
     """Write an index file in order, a block at a time.
@@ -261,7 +271,7 @@ def write_index(
     num_sequences = len(sequence_lengths)
     code = DType.code_from_dtype(dtype)
     file.write(HEADER.pack(MAGIC, VERSION, code, num_sequences, len(document_indices)))
-    file.write(np.ascontiguousarray(sequence_lengths, dtype="<i4").data)
+    _write_blocks(file, sequence_lengths, "<i4")
     token_bytes = np.dtype(dtype).itemsize
     end = 0
     for start in range(0, num_sequences, CHECK_BLOCK):
@@ -269,6 +279,12 @@ def write_index(
         ends = end + np.cumsum(taken)
         file.write((ends - taken).astype("<i8").data)
         end = int(ends[-1])
-    file.write(np.ascontiguousarray(document_indices, dtype="<i8").data)
+    _write_blocks(file, document_indices, "<i8")
     if sequence_modes is not None:
         file.write(np.ascontiguousarray(sequence_modes, dtype=np.int8).data)
+
+
+def _write_blocks(file: Writable, numbers: Numbers, dtype: str) -> None:
+    for start in range(0, len(numbers), CHECK_BLOCK):
+        block = numbers[start : start + CHECK_BLOCK]
+        file.write(np.ascontiguousarray(block, dtype=dtype).data)

@@ -13,6 +13,7 @@ from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Sequence
 from functools import cached_property
+from typing import Any
 
 from megatron.core.errors import ConfigError, DataError
 
@@ -44,6 +45,13 @@ class TextTokenizer(ABC):
     sep: int | None = None
     mask: int | None = None
 
+    first_text_id = 0
+    """What is added to the ids of the library: where special tokens come first."""
+    begins_every_text_with: int | None = None
+    """The id that `tokenize` puts before a text."""
+    spelled_specials: tuple[str, ...] = ()
+    """Special tokens that gigatoken takes for special in a text, and `tokenize` does not."""
+
     def __init__(self, **identity: object) -> None:
         """Remember `identity`, the settings that decide which ids come out."""
         self._identity = identity
@@ -69,6 +77,13 @@ class TextTokenizer(ABC):
     def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the ids of several texts, on one thread."""
         return [self.tokenize(text) for text in texts]
+
+    def load_into_gigatoken(self, library: Any) -> Any | None:
+        """Return the same tokenizer as a `gigatoken.Tokenizer`, or None if it has none.
+
+        Its ids are those of `tokenize` before `first_text_id` and `begins_every_text_with`.
+        """
+        return None
 
     @cached_property
     def inv_vocab(self) -> dict[int, str]:

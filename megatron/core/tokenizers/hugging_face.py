@@ -56,6 +56,10 @@ class _FastTokenizer(TextTokenizer):
         encoded = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
         return [one.ids for one in encoded]
 
+    def load_into_gigatoken(self, library: Any) -> Any | None:
+        """Return the same tokenizer as a `gigatoken.Tokenizer`."""
+        return library.Tokenizer.from_json(self._backend.to_str())
+
     def detokenize(self, ids: Sequence[int]) -> str:
         """Return the text, special tokens included."""
         text: str = self._backend.decode(list(ids), skip_special_tokens=False)

@@ -31,6 +31,11 @@ class GPTSentencePieceTokenizer(TextTokenizer):
         self.pad = _or_none(self._model.pad_id())
         self.unk = _or_none(self._model.unk_id())
         self.eod = self.eos
+        self.spelled_specials = tuple(
+            self._model.id_to_piece(number)
+            for number in range(self._model.get_piece_size())
+            if self._model.is_control(number) or self._model.is_unknown(number)
+        )
 
     @property
     def vocab_size(self) -> int:
@@ -46,6 +51,10 @@ class GPTSentencePieceTokenizer(TextTokenizer):
         """Return the ids of several texts."""
         ids: list[list[int]] = self._model.encode(list(texts), num_threads=1)
         return ids
+
+    def load_into_gigatoken(self, library: Any) -> Any | None:
+        """Return the same model as a `gigatoken.Tokenizer`."""
+        return library.Tokenizer.from_sentencepiece(self._model.serialized_model_proto())
 
     def detokenize(self, ids: Sequence[int]) -> str:
         """Return the text; ids outside the model are left out."""
@@ -98,6 +107,10 @@ class SentencePieceTokenizer(GPTSentencePieceTokenizer):
 
 class Llama2Tokenizer(GPTSentencePieceTokenizer):
     """A SentencePiece model whose texts begin with the begin-of-sequence piece."""
+
+    def __init__(self, model_file: str) -> None:
+        super().__init__(model_file)
+        self.begins_every_text_with = self.bos
 
     def tokenize(self, text: str, bos: bool = True, eos: bool = False) -> list[int]:
         """Return the ids, after the begin piece and before the end piece if asked."""

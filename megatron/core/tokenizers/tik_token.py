@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import json
 import os
+import tempfile
 from collections.abc import Sequence
 from typing import Any
 
@@ -36,6 +37,9 @@ PATTERNS = {
     r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
 }
 """How text is cut before the merges: Megatron's names v1 and v2, and those of OpenAI's sets."""
+
+_GIGATOKEN_SCHEMES = {"gpt2": "gpt2", "cl100k": "cl100k", "o200k": "o200k"}
+"""Our name of a pattern -> gigatoken's."""
 
 _KNOWN_RANK_FILES = {
     "gpt2": ("gpt2", 50256),
@@ -78,7 +82,6 @@ class TikTokenizer(TextTokenizer):
             num_special_tokens=num_special_tokens,
             special_tokens=list(special_tokens) if special_tokens is not None else None,
         )
-        self._first_rank = 0
         self._specials: dict[str, int] = {}
         if not is_file:
             self._model: Any = _named_encoding(library, path)
@@ -128,7 +131,7 @@ class TikTokenizer(TextTokenizer):
             base64.b64decode(entry["token_bytes"]): rank
             for rank, entry in enumerate(entries[: size - reserved])
         }
-        self._first_rank = reserved
+        self.first_text_id = reserved
         filler = (f"<SPECIAL_{i}>" for i in range(len(names), reserved))
         self._specials = {token: i for i, token in enumerate([*names, *filler])}
         return _encoding(library, path, cut, ranks, {})
@@ -146,7 +149,7 @@ class TikTokenizer(TextTokenizer):
     @property
     def vocab_size(self) -> int:
         """One more than the largest id."""
-        return self._first_rank + int(self._model.n_vocab)
+        return self.first_text_id + int(self._model.n_vocab)
 
     def tokenize(self, text: str) -> list[int]:
         """Return the ids."""
@@ -154,15 +157,30 @@ class TikTokenizer(TextTokenizer):
 
     def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the ids of several texts."""
-        batch = self._model.encode_ordinary_batch(list(texts), num_threads=1)
-        return [self._shifted(ids) for ids in batch]
+        # One by one: the library's batch call starts a thread pool each time.
+        return [self._shifted(self._model.encode_ordinary(text)) for text in texts]
+
+    def load_into_gigatoken(self, library: Any) -> Any | None:
+        """Return the same ranks as a `gigatoken.Tokenizer` if it knows the pattern."""
+        schemes = {PATTERNS[name]: scheme for name, scheme in _GIGATOKEN_SCHEMES.items()}
+        scheme = schemes.get(self._model._pat_str)
+        if scheme is None:
+            return None
+        with tempfile.NamedTemporaryFile("wb", suffix=".tiktoken") as file:
+            for token, rank in sorted(self._model._mergeable_ranks.items(), key=lambda e: e[1]):
+                file.write(b"%s %d\n" % (base64.b64encode(token), rank))
+            file.flush()
+            # No special tokens: text never becomes one.
+            return library.Tokenizer.from_tiktoken(
+                file.name, pretokenizer=scheme, special_tokens={}
+            )
 
     def _shifted(self, ids: list[int]) -> list[int]:
-        return [number + self._first_rank for number in ids] if self._first_rank else ids
+        return [number + self.first_text_id for number in ids] if self.first_text_id else ids
 
     def detokenize(self, ids: Sequence[int]) -> str:
         """Return the text; the special tokens of a rank list are left out."""
-        ranks = [number - self._first_rank for number in ids if number >= self._first_rank]
+        ranks = [number - self.first_text_id for number in ids if number >= self.first_text_id]
         text: str = self._model.decode(ranks)
         return text
 
@@ -170,7 +188,7 @@ class TikTokenizer(TextTokenizer):
     def vocab(self) -> dict[str, int]:
         """Token text (broken UTF-8 replaced, so some may coincide) to id."""
         ranks = {
-            token.decode("utf-8", "backslashreplace"): rank + self._first_rank
+            token.decode("utf-8", "backslashreplace"): rank + self.first_text_id
             for token, rank in self._model._mergeable_ranks.items()
         }
         return {**ranks, **self._specials}

@@ -1,0 +1,14 @@
+"""From text to token files, on one machine or many.
+
+    inputs      which files, of which format; the share of one shard
+    units       the input cut into pieces of about a megabyte: the work of one process at a time
+    jsonl       lines into documents, with every fault named
+    encoder     the documents of a unit into token arrays
+    workers     units through processes, in order
+    unfinished  what is written so far, the journal beside it, and the final names
+    tally       counts, progress lines, the summary
+    length_report  histograms as HTML or PNG
+    job         all of them together; what the command line and the cluster executors call
+
+Nothing here imports torch, the model or a collective: a worker starts in a fraction of a second.
+"""

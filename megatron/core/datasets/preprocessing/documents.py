@@ -1,0 +1,235 @@
+"""Lines, rows and files into documents, with every fault named.
+
+No torch import.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import IO, Any
+
+from megatron.core.datasets.preprocessing.inputs import InputFormat, unreadable
+from megatron.core.datasets.preprocessing.streams import read_document
+from megatron.core.datasets.preprocessing.units import LONGEST_LINE_BYTES, Unit
+from megatron.core.errors import DataError
+
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+
+
+class BadDocumentError(Exception):
+    """Something that is not a document; `reason` is one of few, `detail` is about this one."""
+
+    def __init__(self, reason: str, detail: str = "") -> None:
+        super().__init__(reason, detail)
+        self.reason = reason
+        self.detail = detail
+
+
+@dataclass(frozen=True)
+class BadDocument:
+    """A document that is left out, and why."""
+
+    path: str
+    number: int
+    """Row of the file, or line of the unit, from 1; 0 if the file is the document."""
+    reason: str
+    detail: str
+
+
+Texts = dict[str, list[str]]
+"""Key -> the texts of one document, one for each sequence."""
+
+
+@dataclass(kw_only=True)
+class Documents:
+    """What a unit holds."""
+
+    texts: list[Texts] = field(default_factory=list)
+    places: list[tuple[str, int]] = field(default_factory=list)
+    """Of each document: its path and number, as in `BadDocument`."""
+    bad: list[BadDocument] = field(default_factory=list)
+    num_lines: int = 0
+    """Lines, rows or files, blank and faulty ones included."""
+
+
+def documents_of(
+    unit: Unit,
+    keys: Sequence[str],
+    *,
+    parse: Callable[[dict[str, Any], Sequence[str]], Texts] | None = None,
+    longest_line_bytes: int = LONGEST_LINE_BYTES,
+) -> Documents:
+    """Read the documents of a unit.
+
+    Args:
+        unit: from `units.read_units`.
+        keys: JSON members or columns that hold text; plain text has one.
+        parse: turns an object into texts; `texts_of` by default.
+        longest_line_bytes: a longer line is a fault and is not held.
+    Raises:
+        DataError: the file changed or cannot be read.
+    """
+    found = Documents()
+    take = parse or texts_of
+    for path, number, content in _contents(unit, found, longest_line_bytes):
+        try:
+            if isinstance(content, BadDocumentError):
+                raise content
+            if isinstance(content, dict):
+                texts = take(content, keys)
+            elif unit.format is InputFormat.jsonl:
+                document = parse_object(content)
+                refuse_duplicates(content, keys)
+                texts = take(document, keys)
+            else:
+                texts = {keys[0]: [_decoded(content)]}
+        except BadDocumentError as error:
+            found.bad.append(BadDocument(path, number, error.reason, error.detail))
+        else:
+            found.texts.append(texts)
+            found.places.append((path, number))
+    return found
+
+
+def _contents(
+    unit: Unit, found: Documents, longest: int
+) -> Iterator[tuple[str, int, bytes | dict[str, Any] | BadDocumentError]]:
+    """Yield (path, number, content) of everything that may be a document."""
+    too_long = BadDocumentError("too long", f"more than {longest:,} bytes")
+    if unit.rows is not None:
+        found.num_lines = len(unit.rows)
+        for number, row in enumerate(unit.rows, unit.start + 1):
+            yield unit.path, number, row
+    elif unit.whole_files:
+        found.num_lines = len(unit.whole_files)
+        for path in unit.whole_files:
+            content, is_complete = read_document(path, longest)
+            content = content.removeprefix(BYTE_ORDER_MARK)
+            yield path, 0, content if is_complete else too_long
+    elif unit.is_overlong:
+        found.num_lines = 1
+        yield unit.path, 1, too_long
+    else:
+        for line, is_complete in _lines(unit, longest):
+            found.num_lines += 1
+            # Ends of lines of every system, and blank lines, are white space to JSON.
+            if (line := line.rstrip(b"\r")) and not line.isspace():
+                yield unit.path, found.num_lines, line if is_complete else too_long
+
+
+def _lines(unit: Unit, longest: int) -> Iterator[tuple[bytes, bool]]:
+    """Yield (line, whether it is complete)."""
+    data = unit.data
+    if data is None:
+        size = unit.end - unit.start
+        try:
+            with open(unit.path, "rb") as file:
+                file.seek(unit.start)
+                if size > longest:  # it may end with a line that must not be held
+                    yield from _bounded_lines(file, size, longest)
+                    return
+                data = file.read(size)
+        except OSError as error:
+            raise unreadable(unit.path, error) from error
+        if len(data) != size:
+            raise DataError(
+                f"{unit.path}: the file ended at byte {unit.start + len(data):,}, "
+                f"{unit.end:,} were there when the run began.",
+                rule="an input must not change while it is read",
+                flags=["--input"],
+            )
+    if unit.start == 0:
+        data = data.removeprefix(BYTE_ORDER_MARK)
+    lines = data.split(b"\n")
+    if not lines[-1]:
+        lines.pop()
+    for line in lines:
+        yield line, len(line) <= longest
+
+
+def _bounded_lines(file: IO[bytes], size: int, longest: int) -> Iterator[tuple[bytes, bool]]:
+    while size > 0 and (line := file.readline(longest)):
+        size -= len(line)
+        is_complete = line.endswith(b"\n") or len(line) < longest
+        yield line.rstrip(b"\n") if is_complete else line[:80], is_complete
+        while not (is_complete or line.endswith(b"\n") or not line):
+            line = file.readline(longest)
+            size -= len(line)
+
+
+def parse_object(line: bytes) -> dict[str, Any]:
+    """Read one JSON object.
+
+    Raises:
+        BadDocumentError: anything else, or a key that stands in it twice.
+    """
+    try:
+        document = json.loads(_decoded(line))
+    except json.JSONDecodeError as error:
+        raise BadDocumentError("not JSON", f"{error.msg} at column {error.colno}") from None
+    except (RecursionError, ValueError) as error:
+        raise BadDocumentError("not JSON", str(error)) from None
+    if not isinstance(document, dict):
+        raise BadDocumentError("not an object", f"found {type(document).__name__}")
+    return document
+
+
+def refuse_duplicates(line: bytes, keys: Sequence[str]) -> None:
+    """Refuse a line that spells a key twice: which of the two was meant, nobody knows.
+
+    Counting bytes is cheap; parsing again is for the few lines where the name occurs more often.
+
+    Raises:
+        BadDocumentError: names the key.
+    """
+    for key in keys:
+        if line.count(b'"%s"' % key.encode()) > 1:
+            objects: list[list[tuple[str, Any]]] = []
+            json.loads(line, object_pairs_hook=objects.append)
+            # The outermost object ends last.
+            if [name for name, _ in objects[-1]].count(key) > 1:
+                raise BadDocumentError(f"duplicate key {key!r}")
+
+
+def _decoded(content: bytes) -> str:
+    try:
+        return content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise BadDocumentError("not UTF-8", f"byte {error.start + 1}") from None
+
+
+def texts_of(document: dict[str, Any], keys: Sequence[str]) -> Texts:
+    """Return the texts of one document.
+
+    Raises:
+        BadDocumentError: a key is missing or holds no text.
+    """
+    return {key: _texts(document, key) for key in keys}
+
+
+def _texts(document: dict[str, Any], key: str) -> list[str]:
+    if key not in document:
+        raise BadDocumentError(f"no key {key!r}", f"keys are {sorted(document)[:8]}")
+    value = document[key]
+    texts = [value] if isinstance(value, str) else value
+    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+        raise BadDocumentError(f"{key!r} is not text", f"found {type(value).__name__}")
+    for text in texts:
+        check_unicode(text)
+    return texts
+
+
+def check_unicode(text: str) -> None:
+    """Refuse half a character (a lone surrogate): JSON can spell it, no tokenizer accepts it.
+
+    Raises:
+        BadDocumentError: with its place.
+    """
+    if not text.isascii():
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            detail = f"half of a surrogate pair at character {error.start + 1}"
+            raise BadDocumentError("not Unicode", detail) from None

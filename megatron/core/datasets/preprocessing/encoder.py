@@ -1,0 +1,219 @@
+"""The documents of a unit into token arrays; what a worker process does.
+
+No torch import.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any, Protocol
+
+import numpy as np
+
+from megatron.core.datasets.preprocessing.documents import (
+    BadDocument,
+    Texts,
+    documents_of,
+)
+from megatron.core.datasets.preprocessing.units import LONGEST_LINE_BYTES, Unit
+from megatron.core.errors import DataError, MegatronError
+
+
+class FlatEncoder(Protocol):
+    """The part of a tokenizer engine that is needed here."""
+
+    def encode_flat(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+        """Return the ids of all texts, one after the other, and the number of each."""
+
+
+@dataclass(kw_only=True)
+class Sequences:
+    """Tokens of several documents, each of one or more sequences; also the form on disk."""
+
+    tokens: np.ndarray
+    lengths: np.ndarray
+    """int32 [sequences], tokens."""
+    per_document: np.ndarray
+    """int64 [documents], sequences."""
+
+    def document_lengths(self) -> np.ndarray:
+        """Return int64 [documents], tokens."""
+        ends = np.concatenate([[0], np.cumsum(self.per_document)])
+        tokens = np.concatenate([[0], np.cumsum(self.lengths, dtype=np.int64)])
+        lengths: np.ndarray = np.diff(tokens[ends])
+        return lengths
+
+
+@dataclass(kw_only=True)
+class EncodedPart:
+    """What goes into one output corpus."""
+
+    sequences: Sequences
+    num_empty: int = 0
+    """Documents without a single token; they are left out."""
+    text_bytes: int = 0
+
+
+@dataclass(kw_only=True)
+class EncodedUnit:
+    """What a worker returns for a `Unit`."""
+
+    file: int
+    next_position: tuple[int, int]
+    consumed: int
+    parts: dict[str, EncodedPart]
+    """Name of the output corpus -> its part."""
+    num_lines: int
+    bad: list[BadDocument] = field(default_factory=list)
+
+
+@dataclass(kw_only=True)
+class Encoder:
+    """Turn units into tokens. Picklable; made once, used by every worker.
+
+    Args:
+        engine: does the work, all texts of a unit in one call.
+        keys: members or columns that hold text; each fills the corpus of its name.
+        dtype: of the tokens.
+        vocab_size: ids must lie below it.
+        end_of_document: id appended to every document, or None.
+        split: cuts a text into sequences; None keeps it whole.
+        transform: works on the text before it is encoded (see `fill_in_middle`).
+    """
+
+    engine: FlatEncoder
+    keys: Sequence[str]
+    dtype: type[np.number]
+    vocab_size: int
+    end_of_document: int | None = None
+    split: Callable[[str], list[str]] | None = None
+    transform: TextTransform | None = None
+    longest_line_bytes: int = LONGEST_LINE_BYTES
+    identity: Mapping[str, object] = field(default_factory=dict)
+    """What tells the tokenizer from others."""
+
+    @property
+    def corpora(self) -> dict[str, type[np.number]]:
+        """Names of the output corpora and the types of their tokens."""
+        return dict.fromkeys(self.keys, self.dtype)
+
+    def __call__(self, unit: Unit) -> EncodedUnit:
+        """Parse and tokenize; faulty documents are returned by name, not raised."""
+        documents = documents_of(unit, self.keys, longest_line_bytes=self.longest_line_bytes)
+        texts, places = documents.texts, documents.places
+        if self.split is not None:
+            split = self.split
+            texts = [
+                {key: [*chain.from_iterable(map(split, whole))] for key, whole in document.items()}
+                for document in texts
+            ]
+        try:
+            encoded = self._encode(texts)
+        except MegatronError:
+            raise
+        except BaseException as error:  # whatever the library raises; a panic is no Exception
+            if isinstance(error, (KeyboardInterrupt, SystemExit, MemoryError)):
+                raise
+            kept, rejected = self._separate(texts)
+            documents.bad += [BadDocument(*places[at], *why) for at, why in rejected.items()]
+            texts = [texts[at] for at in kept]
+            encoded = self._encode(texts)
+        parts = {}
+        for key, (ids, counts) in encoded.items():
+            per_document = np.fromiter((len(d[key]) for d in texts), np.int64, len(texts))
+            sequences = self._pack(ids, counts, per_document)
+            parts[key] = EncodedPart(
+                sequences=sequences,
+                num_empty=len(texts) - len(sequences.per_document),
+                text_bytes=sum(_num_bytes(text) for d in texts for text in d[key]),
+            )
+        documents.bad.sort(key=lambda bad: bad.number)
+        return EncodedUnit(
+            file=unit.file,
+            next_position=unit.next_position,
+            consumed=unit.consumed,
+            parts=parts,
+            num_lines=documents.num_lines,
+            bad=documents.bad,
+        )
+
+    def _encode(self, texts: list[Texts]) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+        found = {}
+        for key in self.keys:
+            flat = [*chain.from_iterable(document[key] for document in texts)]
+            encode = self.engine.encode_flat
+            if self.transform is not None:
+                found[key] = self.transform(flat, encode)
+            else:
+                found[key] = encode(flat)
+            check_ids(found[key][0], self.vocab_size)
+        return found
+
+    def _separate(self, texts: list[Texts]) -> tuple[list[int], dict[int, tuple[str, str]]]:
+        """Find the documents that the tokenizer does not take: (good ones, number -> reason)."""
+        kept, rejected = [], {}
+        for at, document in enumerate(texts):
+            try:
+                self._encode([document])
+                kept.append(at)
+            except MegatronError:
+                raise
+            except BaseException as error:
+                if isinstance(error, (KeyboardInterrupt, SystemExit, MemoryError)):
+                    raise
+                rejected[at] = ("not tokenizable", f"{type(error).__name__}: {error}")
+        return kept, rejected
+
+    def _pack(self, ids: np.ndarray, counts: np.ndarray, per_document: np.ndarray) -> Sequences:
+        """Drop empty sequences and documents, append the end of documents, cast."""
+        of_document = np.repeat(np.arange(len(per_document)), per_document)
+        is_filled = counts > 0
+        lengths, of_document = counts[is_filled], of_document[is_filled]
+        filled = np.bincount(of_document, minlength=len(per_document))
+        filled = filled[filled > 0]
+        if self.end_of_document is not None and len(lengths):
+            last = np.cumsum(filled) - 1  # the last sequence of each document
+            lengths[last] += 1
+            at = np.cumsum(lengths)[last] - 1
+            tokens = np.empty(len(ids) + len(filled), self.dtype)
+            is_text = np.ones(len(tokens), bool)
+            is_text[at] = False
+            tokens[is_text] = ids
+            tokens[at] = self.end_of_document
+        else:
+            tokens = ids.astype(self.dtype)
+        return Sequences(
+            tokens=tokens,
+            lengths=lengths.astype(np.int32),
+            per_document=filled.astype(np.int64),
+        )
+
+
+class TextTransform(Protocol):
+    """Encodes texts in another way than one after the other."""
+
+    def __call__(
+        self, texts: Sequence[str], encode: Callable[[Sequence[str]], Any], /
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return the ids of all texts and the number of each."""
+
+
+def check_ids(ids: np.ndarray, vocab_size: int) -> None:
+    """Refuse ids outside the vocabulary: they would read past the embedding in training.
+
+    Raises:
+        DataError: names the id.
+    """
+    if len(ids) and int(ids.max()) >= vocab_size:
+        raise DataError(
+            f"the tokenizer gave id {int(ids.max())}, outside its vocabulary of {vocab_size}.",
+            rule="every id lies below the vocabulary size",
+            flags=["--tokenizer-type", "--tokenizer-model", "--vocab-size"],
+            fix="check that the tokenizer's files belong together",
+        )
+
+
+def _num_bytes(text: str) -> int:
+    return len(text) if text.isascii() else len(text.encode())

@@ -1,0 +1,117 @@
+"""Fill in the middle: a document cut in three and put together in another order.
+
+"Efficient Training of Language Models to Fill in the Middle" (Bavarian et al.), section 3, arXiv
+2207.14255. With rate r a document is cut at two characters chosen uniformly and becomes
+
+    PSM   <prefix> prefix <suffix> suffix <middle> middle
+    SPM   <prefix> <suffix> suffix <middle> prefix middle
+
+each part tokenized by itself. The draw is keyed by the seed and the text, so a document is cut the
+same way in every shard, order and number of workers. No torch import.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron.core.errors import ConfigError
+
+Encode = Callable[[Sequence[str]], tuple[np.ndarray, np.ndarray]]
+
+_KNOWN_NAMES = (
+    ("<fim_prefix>", "<fim_middle>", "<fim_suffix>"),
+    ("<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>"),
+    ("<PRE>", "<MID>", "<SUF>"),
+)
+"""Prefix, middle and suffix as tokenizers with such tokens call them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FillInMiddle:
+    """The transform; picklable.
+
+    Args:
+        rate: share of the documents that are cut.
+        spm_rate: share of those in the order SPM; the others are PSM.
+        seed: another seed cuts elsewhere.
+        prefix, middle, suffix: ids of the three tokens.
+    """
+
+    rate: float
+    spm_rate: float
+    seed: int
+    prefix: int
+    middle: int
+    suffix: int
+
+    def __call__(self, texts: Sequence[str], encode: Encode) -> tuple[np.ndarray, np.ndarray]:
+        """Return the ids of all texts and how many each has."""
+        pieces: list[str] = []
+        orders: list[list[int | None]] = []  # ids to insert; None takes the next piece
+        for text in texts:
+            draw = self._draw(text)
+            if not text or draw[0] >= self.rate:
+                pieces.append(text)
+                orders.append([None])
+                continue
+            first, second = sorted(int(share * (len(text) + 1)) for share in draw[2:])
+            prefix, middle, suffix = text[:first], text[first:second], text[second:]
+            if draw[1] < self.spm_rate:
+                pieces += [suffix, prefix, middle]
+                orders.append([self.prefix, self.suffix, None, self.middle, None, None])
+            else:
+                pieces += [prefix, suffix, middle]
+                orders.append([self.prefix, None, self.suffix, None, self.middle, None])
+        ids, counts = encode(pieces)
+        parts = iter(np.split(ids, np.cumsum(counts)[:-1]) if len(counts) else [])
+        arrays, totals = [], []
+        for order in orders:
+            found = [next(parts) if i is None else np.array([i], ids.dtype) for i in order]
+            arrays += found
+            totals.append(sum(map(len, found)))
+        return np.concatenate(arrays) if arrays else ids, np.array(totals, np.int64)
+
+    def _draw(self, text: str) -> list[float]:
+        """Return four numbers in [0, 1) that depend on the seed and the text alone."""
+        key = self.seed.to_bytes(8, "little", signed=True)
+        digest = hashlib.blake2b(text.encode(), digest_size=32, key=key).digest()
+        return [int.from_bytes(digest[i : i + 6], "little") / 2**48 for i in range(0, 32, 8)]
+
+
+def fill_in_middle(
+    vocab: dict[str, int], *, rate: float, spm_rate: float, seed: int, names: Sequence[str] | None
+) -> FillInMiddle:
+    """Make the transform for a tokenizer.
+
+    Args:
+        vocab: token text -> id.
+        names: of the prefix, middle and suffix token; None looks for the usual ones.
+    Raises:
+        ConfigError: a rate outside [0, 1], or the tokenizer has no such tokens.
+    """
+    for flag, value in (("--fim-rate", rate), ("--fim-spm-rate", spm_rate)):
+        if not 0 <= value <= 1:
+            raise ConfigError(f"{flag} {value}.", rule="a share between 0 and 1", flags=[flag])
+    candidates = [tuple(names)] if names else _KNOWN_NAMES
+    for three in candidates:
+        if all(name in vocab for name in three):
+            ids = [vocab[name] for name in three]
+            return FillInMiddle(
+                rate=rate,
+                spm_rate=spm_rate,
+                seed=seed,
+                prefix=ids[0],
+                middle=ids[1],
+                suffix=ids[2],
+            )
+    tried = ", ".join("/".join(three) for three in candidates)
+    raise ConfigError(
+        f"the tokenizer has none of {tried}.",
+        rule="fill in the middle needs a token before the prefix, the middle and the suffix",
+        flags=["--fim-rate", "--fim-tokens"],
+        fix="name them: --fim-tokens PREFIX MIDDLE SUFFIX",
+    )

@@ -1,0 +1,55 @@
+"""Which shards a process works on: plain arithmetic on ranks and the environment of schedulers."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+from megatron.core.errors import ConfigError
+
+
+def shard_name(prefix: str, shard: int, num_shards: int) -> str:
+    """Return the output prefix of one shard; names sort in the order of the shards."""
+    return prefix if num_shards == 1 else f"{prefix}-{shard:05d}-of-{num_shards:05d}"
+
+
+def rank_and_world(
+    num_shards: int,
+    rank: int | None,
+    world_size: int | None,
+    environment: Mapping[str, str] = os.environ,
+) -> tuple[int, int]:
+    """Return (rank, processes) of this process among those that share the shards.
+
+    The flags come first, then a SLURM array, SLURM's process number, and torchrun's variables. A
+    task of an array is one of `world_size`, by default of `num_shards`, whatever part of the
+    array was submitted: a killed task can be submitted again alone.
+
+    Raises:
+        ConfigError: the rank is not below the number of processes.
+    """
+    found = "--rank"
+    if rank is None and "SLURM_ARRAY_TASK_ID" in environment:
+        found = "SLURM_ARRAY_TASK_ID"
+        rank, world_size = int(environment[found]), world_size or num_shards
+    elif rank is None:
+        for found, size in (("SLURM_PROCID", "SLURM_NTASKS"), ("RANK", "WORLD_SIZE")):
+            if found in environment and size in environment:
+                rank, world_size = int(environment[found]), int(environment[size])
+                break
+        else:
+            rank, world_size = 0, world_size or 1
+    world_size = world_size or num_shards
+    if not 0 <= rank < world_size:
+        raise ConfigError(
+            f"{found} {rank} among {world_size} processes.",
+            rule="ranks are numbered from 0 and lie below the number of processes",
+            flags=["--rank", "--world-size", "--num-shards"],
+            fix=f"submit an array of 0-{world_size - 1}",
+        )
+    return rank, world_size
+
+
+def shards_of(rank: int, world_size: int, num_shards: int) -> range:
+    """Return the shards that a process works on, one after the other."""
+    return range(rank, num_shards, world_size)

@@ -1,0 +1,92 @@
+"""Files as blocks of decompressed bytes: local, remote, compressed; damage is located.
+
+No torch import.
+"""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import lzma
+from collections.abc import Iterator
+from typing import IO, Any
+
+from megatron.core.capabilities import require
+from megatron.core.datasets.preprocessing.inputs import (
+    COMPRESSION_SUFFIXES,
+    remote_file_system,
+    unreadable,
+)
+from megatron.core.errors import DataError
+
+KEPT_OF_OVERLONG = 80
+"""Bytes kept of a line or document that is too long to be held."""
+
+_BLOCK_BYTES = 1 << 16
+"""Read from a compressed file at a time; bounds what one call can expand to."""
+
+
+def read_document(path: str, limit: int) -> tuple[bytes, bool]:
+    """Read a file that is one document; return it and whether it was within the limit."""
+    parts, size = [], 0
+    for block, _ in blocks_of(path):
+        parts.append(block)
+        size += len(block)
+        if size > limit:
+            return parts[0][:KEPT_OF_OVERLONG], False
+    return b"".join(parts), True
+
+
+def blocks_of(path: str) -> Iterator[tuple[bytes, int]]:
+    """Yield (decompressed bytes, bytes read of the file so far)."""
+    seen = 0
+    try:
+        with opened_file(path) as raw:
+            for block in _decompressed(path, raw):
+                seen += len(block)
+                yield block, raw.tell() if raw.seekable() else seen
+    except DataError:
+        raise
+    except Exception as error:  # each decompressor and file system has its own exceptions
+        if not path.endswith(COMPRESSION_SUFFIXES):
+            raise unreadable(path, error) from error
+        raise DataError(
+            f"{path}: cannot be decompressed after {seen:,} bytes of text: {error}.",
+            rule="a compressed input must be complete and undamaged",
+            flags=["--input"],
+            fix="copy the file again",
+        ) from error
+
+
+def opened_file(path: str) -> IO[bytes]:
+    if "://" not in path:
+        return open(path, "rb")
+    system, inner = remote_file_system(path)
+    opened: IO[bytes] = system.open(inner, "rb")
+    return opened
+
+
+def _decompressed(path: str, raw: IO[bytes]) -> Iterator[bytes]:
+    if path.endswith(".zst"):
+        yield from _zstd_blocks(path, raw)
+        return
+    wrappers: dict[str, Any] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
+    wrap = next((wrappers[end] for end in wrappers if path.endswith(end)), None)
+    stream = raw if wrap is None else wrap(raw)
+    while block := stream.read(1 << 20):
+        yield block
+
+
+def _zstd_blocks(path: str, raw: IO[bytes]) -> Iterator[bytes]:
+    # The library's own reader takes the end of a cut-off file for the end of the text.
+    decompressor = require("zstandard", purpose=f"reading {path}").ZstdDecompressor()
+    frame, is_complete = decompressor.decompressobj(), True
+    while data := raw.read(_BLOCK_BYTES):
+        while data:
+            if frame.eof:
+                frame = decompressor.decompressobj()
+            if block := frame.decompress(data):
+                yield block
+            data, is_complete = frame.unused_data, frame.eof
+    if not is_complete:
+        raise EOFError("the file ends before its last frame does")

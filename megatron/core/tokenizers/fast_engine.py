@@ -1,0 +1,217 @@
+"""The fast way from text to ids: one flat array for many texts, through gigatoken where it can.
+
+gigatoken (MIT) cuts text with vector instructions and remembers the ids of words; it gives the ids
+of Hugging Face's tokenizers, tiktoken and SentencePiece many times faster. It is optional and never
+trusted: an engine is used only after its ids were found equal to those of the tokenizer's own
+library on texts chosen to tell them apart, and preprocessing goes on comparing as it works.
+
+No torch import.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from enum import Enum
+from itertools import chain
+from typing import Any, Protocol
+
+import numpy as np
+
+from megatron.core.capabilities import has, require
+from megatron.core.errors import ConfigError, DataError
+from megatron.core.tokenizers.base import TextTokenizer
+
+
+class TokenizerBackend(Enum):
+    """Values of --tokenizer-backend."""
+
+    auto = "auto"
+    """gigatoken where it is installed and gives the same ids, else the tokenizer's own library."""
+    library = "library"
+    """The tokenizer's own library."""
+    gigatoken = "gigatoken"
+    """gigatoken, or an error that says why not."""
+
+
+class Engine(Protocol):
+    """Encodes many texts at once."""
+
+    name: str
+
+    def encode_flat(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+        """Return the ids of all texts, one after the other, and how many each has (int64)."""
+
+
+class LibraryEngine:
+    """The tokenizer's own library."""
+
+    name = "library"
+
+    def __init__(self, tokenizer: TextTokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    def encode_flat(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+        """Return (ids int32 [total], counts int64 [texts])."""
+        lists = self._tokenizer.tokenize_batch(texts)
+        counts = np.fromiter(map(len, lists), np.int64, len(lists))
+        total = int(counts.sum())
+        return np.fromiter(chain.from_iterable(lists), np.int32, total), counts
+
+
+class GigatokenEngine:
+    """gigatoken, one text after the other on this thread."""
+
+    name = "gigatoken"
+
+    def __init__(self, tokenizer: TextTokenizer, model: Any) -> None:
+        self._model = model.backend
+        self._tokenizer = tokenizer
+        spelled = map(re.escape, tokenizer.spelled_specials)
+        self._left_to_library = (
+            re.compile("|".join(spelled)) if tokenizer.spelled_specials else None
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A worker that is spawned loads the model again.
+        return _load_gigatoken, (self._tokenizer,)
+
+    def encode_flat(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+        """Return (ids uint32 [total], counts int64 [texts])."""
+        encode = self._model.encode
+        arrays = [encode(text) for text in texts]
+        begin, first_id = self._tokenizer.begins_every_text_with, self._tokenizer.first_text_id
+        if first_id:
+            arrays = [ids + np.uint32(first_id) for ids in arrays]
+        if begin is not None:
+            prefix = np.array([begin], np.uint32)
+            arrays = [np.concatenate([prefix, ids]) for ids in arrays]
+        if self._left_to_library is not None:
+            for at, text in enumerate(texts):
+                if self._left_to_library.search(text):
+                    arrays[at] = np.array(self._tokenizer.tokenize(text), np.uint32)
+        counts = np.fromiter(map(len, arrays), np.int64, len(arrays))
+        return np.concatenate(arrays) if arrays else np.empty(0, np.uint32), counts
+
+
+PROBES = (
+    "",
+    " ",
+    "a",
+    "The quick brown fox jumps over the lazy dog.",
+    "  two  spaces   three\t\ttabs\n\n\nlines \r\n windows\r\n \n trailing   ",
+    "it's we'll I'd they've you're I'm don't IT'S WE'LL can 't 'quoted' ''",
+    "1 12 123 1234 12345 3.14159 1,000,000 0x1F 10e-5 ½ ² ٣٤ 四五",
+    "snake_case camelCase SCREAMING_CASE kebab-case a+=b; x->y::z != (1<<2) && ~c || [d]{e}",
+    "https://example.org/a/b?c=d&e=%20#f me@example.org C:\\dir\\file",
+    "Zażółć gęślą jaźń. Ñandú, façade, naïve, Straße, İstanbul, ΣΊΣΥΦΟΣ Привет, мир!",
+    "e\u0301 vs \u00e9, o\u0308\u0323, \u1e9b\u0323, \ufb01 ligature, \uff21\uff22 wide, a\u00adb",
+    "漢字とかな交じり文。中文没有空格。한국어 띄어쓰기. ภาษาไทยไม่มีวรรค हिन्दी العربية עברית",
+    "👍🏽 👨‍👩‍👧‍👦 🇩🇪 ✈️ ☃ 🏳️‍🌈 \U0001f9ff \U00020000 \U0010ffff",
+    "\u00a0nbsp\u2003em\u200bzero\u2028line\u2029paragraph\u3000wide\ufeffmark\x85next\x0bvt\x0cff",
+    "\x00\x01\x02 \x1b[31m\x7f \x80\x9f \ufffd \ufffe \uffff",
+    "<|endoftext|> <s> </s> <unk> <pad> [INST] <|im_start|> <0x0A> \u2581 ▁▁ <extra_id_0>",
+    "a" * 300 + " " * 300 + "\n" * 50 + "=" * 200 + "ab" * 150 + "9" * 100,
+    "def f(x):\n    if x:\n\treturn {'k': [1, 2]}  # done\n\n\nclass A(B):\n        pass\n",
+    "antidisestablishmentarianism pneumonoultramicroscopicsilicovolcanoconiosis Llanfairpwll",
+    "\n",
+    "\n\nstart",
+    "end\n",
+    " leading",
+    "\u0130\u0131 \u01c5 \u02b0 \u0300 \u2160 \u2460 \u4e00a1 a\u4e001 \U0001d54f",
+)
+"""Texts on which tokenizers that are almost the same differ: white space, contractions, digits,
+scripts, composed and joined characters, controls, spellings of special tokens, long runs."""
+
+
+def make_engine(
+    tokenizer: TextTokenizer, backend: TokenizerBackend
+) -> tuple[LibraryEngine | GigatokenEngine, str]:
+    """Choose how a tokenizer's texts are encoded.
+
+    Returns:
+        (engine, one line that says which it is and why).
+    Raises:
+        ConfigError: gigatoken was asked for and cannot be used.
+    """
+    if backend is TokenizerBackend.library:
+        return LibraryEngine(tokenizer), "tokenizer library, as --tokenizer-backend says"
+    reason, engine = "", None
+    if not has("gigatoken"):
+        reason = "gigatoken is not installed (pip install 'megatron-lattice[fast]')"
+    else:
+        try:
+            engine = _load_gigatoken(tokenizer)
+            if engine is None:
+                reason = f"gigatoken has no counterpart of {type(tokenizer).__name__}"
+            else:
+                reason = difference(engine, tokenizer, PROBES)
+        except (MemoryError, KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # a panic of its Rust code is no Exception
+            reason = f"gigatoken does not take this tokenizer: {str(error).splitlines()[0]}"
+    if engine is not None and not reason:
+        return engine, f"gigatoken, ids equal on {len(PROBES)} probe texts"
+    if backend is TokenizerBackend.gigatoken:
+        raise ConfigError(
+            f"{reason}.",
+            rule="a fast backend must give the ids of the tokenizer's own library",
+            flags=["--tokenizer-backend"],
+            fix="--tokenizer-backend library",
+        )
+    return LibraryEngine(tokenizer), f"tokenizer library: {reason}"
+
+
+def _load_gigatoken(tokenizer: TextTokenizer) -> GigatokenEngine | None:
+    library = require("gigatoken", purpose="--tokenizer-backend gigatoken")
+    model = tokenizer.load_into_gigatoken(library)
+    return None if model is None else GigatokenEngine(tokenizer, model)
+
+
+def difference(engine: Engine, tokenizer: TextTokenizer, texts: Sequence[str]) -> str:
+    """Return how the ids of an engine differ from the tokenizer's own, or nothing."""
+    ids, counts = engine.encode_flat(texts)
+    ends = np.cumsum(counts)
+    for text, begin, end in zip(texts, ends - counts, ends, strict=True):
+        expected, found = tokenizer.tokenize(text), ids[begin:end].tolist()
+        if found != expected:
+            at = next(
+                (i for i, (a, b) in enumerate(zip(found, expected, strict=False)) if a != b),
+                min(len(found), len(expected)),
+            )
+            return (
+                f"{engine.name} gives other ids than {type(tokenizer).__name__} from token {at} "
+                f"of {text[:40]!r}: {found[at : at + 4]} instead of {expected[at : at + 4]}"
+            )
+    return ""
+
+
+class CheckedEngine:
+    """An engine that goes on comparing a small part of its work with the tokenizer's own library.
+
+    Of each batch the first text of at most `longest` characters is compared.
+    """
+
+    def __init__(self, engine: Engine, tokenizer: TextTokenizer, *, longest: int = 2048) -> None:
+        self.name = engine.name
+        self._engine = engine
+        self._tokenizer = tokenizer
+        self._longest = longest
+
+    def encode_flat(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+        """Return (ids, counts), see `Engine`.
+
+        Raises:
+            DataError: the engine gave other ids.
+        """
+        sample = next((text for text in texts if 0 < len(text) <= self._longest), None)
+        problem = difference(self._engine, self._tokenizer, [sample]) if sample else ""
+        if problem:
+            raise DataError(
+                f"{problem}.",
+                rule="a fast backend must give the ids of the tokenizer's own library; what was "
+                "written in this run may hold such ids",
+                flags=["--tokenizer-backend"],
+                fix="--tokenizer-backend library --restart",
+            )
+        return self._engine.encode_flat(texts)

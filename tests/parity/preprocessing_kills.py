@@ -1,0 +1,131 @@
+"""Kill preprocessing at random moments until it gets through; the output is that of a quiet run.
+
+    python -m tests.parity.preprocessing_kills [--kills 50] [--seed 0] [--input FILE] [-- FLAGS]
+
+Prints each kill (when, and how many bytes stood in the unfinished file), then the comparison; exits
+non-zero if the output differs, a final name appears early, or a worker outlives its parent.
+"""
+
+import argparse
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def write_input(path: Path, megabytes: float) -> None:
+    """Write JSON lines of many lengths, the same every time."""
+    source = random.Random(7)
+    words = ["to", "be", "or", "not", "that", "is", "the", "question", "naïve", "漢字"]
+    with open(path, "w") as file:
+        while file.tell() < megabytes * 1e6:
+            text = " ".join(source.choices(words, k=source.choice([0, 3, 50, 800])))
+            file.write(json.dumps({"text": text}) + "\n")
+
+
+def command(source: str, output: Path, flags: list[str]) -> list[str]:
+    """Return the command line of a run that journals after every unit."""
+    return [
+        sys.executable, str(ROOT / "tools/preprocess_data.py"), "--input", source,
+        "--output-prefix", str(output), "--append-eod", "--workers", "2",
+        "--journal-interval", "0", *flags,
+    ]  # fmt: skip
+
+
+def is_running(group: int) -> bool:
+    """Whether a process of the group is left (dead ones that wait for init do not count)."""
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = status.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if int(fields[2]) == group and fields[0] not in "ZX":
+            return True
+    return False
+
+
+def run_until_through(
+    folder: Path, source: str, flags: list[str], kills: int, seed: int
+) -> tuple[int, list[str]]:
+    """Kill a run `kills` times, beginning again whenever it got through.
+
+    Returns:
+        (kills done, problems).
+    """
+    quiet = folder / "quiet"
+    begun = time.perf_counter()
+    subprocess.run(command(source, quiet, flags), check=True, capture_output=True)
+    seconds = time.perf_counter() - begun
+    expected = [Path(f"{quiet}_text_document{end}").read_bytes() for end in (".bin", ".idx")]
+    print(f"undisturbed: {seconds:.2f} s, {len(expected[0]):,} bytes of tokens", flush=True)
+    moments = random.Random(seed)
+    done, rounds, problems = 0, 0, []
+    while done < kills or rounds == 0:
+        output = folder / f"round{rounds}"
+        final = [Path(f"{output}_text_document{end}") for end in (".bin", ".idx")]
+        while True:
+            with open(folder / "errors", "w") as errors:
+                run = subprocess.Popen(
+                    command(source, output, flags),
+                    stdout=subprocess.DEVNULL,
+                    stderr=errors,
+                    start_new_session=True,
+                )
+            delay = moments.uniform(0.3, 1.0) * seconds if done < kills else 600.0
+            try:
+                run.wait(delay)
+            except subprocess.TimeoutExpired:
+                os.kill(run.pid, signal.SIGKILL)
+                run.wait()
+                done += 1
+                left = Path(f"{output}_text_document.bin.unfinished")
+                size = left.stat().st_size if left.exists() else 0
+                print(f"kill {done:>3} after {delay:5.2f} s, {size:>10,} bytes written", flush=True)
+                deadline = time.monotonic() + 10
+                while is_running(run.pid) and time.monotonic() < deadline:
+                    time.sleep(0.05)
+                if is_running(run.pid):
+                    problems.append(f"kill {done}: a worker outlived its parent")
+                if final[1].exists() and not final[0].exists():
+                    problems.append(f"kill {done}: an index without its tokens")
+                continue
+            if run.returncode:
+                problems.append((folder / "errors").read_text())
+            break
+        if not all(p.exists() for p in final) or [p.read_bytes() for p in final] != expected:
+            problems.append(f"round {rounds}: the output differs")
+        rounds += 1
+    print(f"{done} kills, {rounds} finished runs compared")
+    return done, problems
+
+
+def main() -> int:
+    """Run the table."""
+    parser = argparse.ArgumentParser(description="Kill preprocessing and resume it.")
+    parser.add_argument("--kills", type=int, default=50)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--input", help="JSON lines; made up if not given")
+    parser.add_argument("--megabytes", type=float, default=20.0, help="of made-up input")
+    parser.add_argument("flags", nargs="*", default=["--tokenizer-type", "ByteTokenizer"])
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        source = args.input
+        if source is None:
+            source = str(Path(name) / "in.jsonl")
+            write_input(Path(source), args.megabytes)
+        _, problems = run_until_through(Path(name), source, args.flags, args.kills, args.seed)
+    for problem in problems:
+        print(problem)
+    print("FAILED" if problems else "identical to the undisturbed run")
+    return bool(problems)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
