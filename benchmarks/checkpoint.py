@@ -1,14 +1,18 @@
-"""Cost of saving and loading: ours against raw files, safetensors and torch's distributed format.
+"""Cost of saving and loading against raw files, safetensors, torch's format and megatron-core.
 
-    python -m benchmarks.checkpoint [--million-parameters 64] [--repeats 5] [--directory DIR]
+    python -m benchmarks.checkpoint [--million-parameters 64] [--ranks 1 2] [--repeats 5]
+        [--directory DIR] [--megatron PYTHON] [--growth-saves 50]
 
-One process holds weights and two Adam moments in fp32. All candidates take turns in the same run;
-rows are medians. Durable saves end when the bytes are on the disk; files are removed and the disk
-is synced between turns. Loads read from the page cache into memory that was used before ("in
-place") or into fresh memory, as the candidate does by itself. Ours also hashes every byte, both
-ways; the others notice nothing.
+Ranks hold rows of weights and of two Adam moments in fp32. All candidates take turns in the same
+run; rows are medians, wall time of the slowest rank, processor time of all. Durable saves end when
+the bytes are on the disk; files are removed and the disk is synced between turns. Loads read from
+the page cache into memory that was used before, or into fresh memory (`load raw`), as the
+candidate does by itself; `cold` rows read from the disk. Ours also hashes every byte, both ways.
 
-`pause` is what a training loop waits for an asynchronous save.
+With `--megatron`, the Python of an environment with megatron-core, that takes its turns as well.
+
+`pause` is what a training loop waits for an asynchronous save; the slowdown compares steps of
+matrix products during the write with steps before it; memory is the process's resident size.
 """
 
 from __future__ import annotations
@@ -16,158 +20,191 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
+import socket
 import statistics
 import tempfile
 import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
-from torch import Tensor
+import torch.distributed as dist
 
-from megatron.core import dist_checkpointing
-from megatron.core.capabilities import require
-from megatron.core.dist_checkpointing import ShardedTensor
+from benchmarks.checkpoint_candidates import Candidates, Peer, busy_step, make_state
 
-HIDDEN = 1024
+Times = dict[str, list[tuple[float, float]]]
 
 
-def make_state(million_parameters: int) -> dict[str, Tensor]:
-    """Return weights of about so many parameters, and their moments."""
-    num_layers = max(1, million_parameters * 10**6 // (12 * HIDDEN * HIDDEN))
-    shapes = {
-        "qkv": (3 * HIDDEN, HIDDEN),
-        "proj": (HIDDEN, HIDDEN),
-        "fc1": (4 * HIDDEN, HIDDEN),
-        "fc2": (HIDDEN, 4 * HIDDEN),
-        "norm": (HIDDEN,),
-    }
-    return {
-        f"{kind}{layer}.{name}": torch.randn(shape)
-        for kind in ("", "exp_avg.", "exp_avg_sq.")
-        for layer in range(num_layers)
-        for name, shape in shapes.items()
-    }
+def free_port() -> int:
+    """Return a port that nobody listens on."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
 
 
-class Candidates:
-    """The ways to save and load one state in one directory."""
-
-    def __init__(self, state: dict[str, Tensor], root: Path) -> None:
-        self.state, self.root = state, root
-        self.into = {key: torch.zeros_like(tensor) for key, tensor in state.items()}
-        self.num_bytes = sum(t.numel() * t.element_size() for t in state.values())
-        self.safetensors = require("safetensors.torch", purpose="comparing with safetensors")
-
-    def _declared(self, tensors: dict[str, Tensor]) -> dict[str, ShardedTensor]:
-        return {key: ShardedTensor.from_rank_offsets(key, t) for key, t in tensors.items()}
-
-    def save_raw(self) -> None:
-        """Write the bytes one after another into one file."""
-        with open(self.root / "raw", "wb", buffering=0) as file:
-            for tensor in self.state.values():
-                file.write(tensor.view(-1).numpy().data)
-            os.fsync(file.fileno())
-
-    def save_safetensors(self) -> None:
-        """Use the library, and sync."""
-        self.safetensors.save_file(self.state, self.root / "safetensors")
-        with open(self.root / "safetensors", "rb") as file:
-            os.fsync(file.fileno())
-
-    def save_torch(self) -> None:
-        """Use torch.distributed.checkpoint, which syncs its files."""
-        dcp.save(self.state, checkpoint_id=self.root / "torch", no_dist=True)
-
-    def save_ours(self) -> None:
-        """Save durably, hashed and committed."""
-        dist_checkpointing.save(self._declared(self.state), self.root / "ours")
-
-    def pause_ours(self) -> Callable[[], None]:
-        """Begin an asynchronous save, and return what finishes it."""
-        handle = dist_checkpointing.save(
-            self._declared(self.state), self.root / "ours", async_sharded_save=True
-        )
-        assert handle is not None
-        return handle.finish
-
-    def load_raw(self) -> None:
-        """Read into fresh memory."""
-        (self.root / "raw").read_bytes()
-
-    def load_raw_in_place(self) -> None:
-        """Read into memory that was used before."""
-        with open(self.root / "raw", "rb", buffering=0) as file:
-            for tensor in self.into.values():
-                file.readinto(tensor.view(-1).numpy().data)
-
-    def load_safetensors(self) -> None:
-        """Map the file, and copy it as a model that keeps its parameters does."""
-        loaded = self.safetensors.load_file(self.root / "safetensors")
-        for key, tensor in self.into.items():
-            tensor.copy_(loaded[key])
-
-    def load_torch(self) -> None:
-        """Load in place with torch.distributed.checkpoint."""
-        dcp.load(self.into, checkpoint_id=self.root / "torch", no_dist=True)
-
-    def load_ours(self) -> None:
-        """Load in place, verified."""
-        dist_checkpointing.load(self._declared(self.into), self.root / "ours")
-
-
-def measure(function: Callable[[], object]) -> tuple[float, float, object]:
-    """Return (wall seconds, processor seconds, result)."""
+def measure(function: Callable[[], Any]) -> tuple[float, float, Any]:
+    """Run a collective function; return (wall seconds until all are done, own processor seconds,
+    result)."""
+    dist.barrier()
     wall, processor = time.perf_counter(), time.process_time()
     result = function()
-    return time.perf_counter() - wall, time.process_time() - processor, result
+    processor = time.process_time() - processor
+    dist.barrier()
+    return time.perf_counter() - wall, processor, result
 
 
-def remove(path: Path) -> None:
-    """Delete what an earlier turn wrote, and let the disk come to rest."""
-    if path.is_dir():
-        shutil.rmtree(path)
-    path.unlink(missing_ok=True)
-    os.sync()
+def resident_bytes() -> int:
+    """Return the memory of this process."""
+    with open("/proc/self/statm", encoding="ascii") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def take_turns(candidates: Candidates, peer: Peer | None, repeats: int) -> Times:
+    """Let all candidates save and load `repeats` times."""
+    rows: Times = {}
+
+    def turn(row: str, function: Callable[[], Any]) -> Any:
+        wall, processor, result = measure(function)
+        everybody = torch.tensor([processor])
+        dist.all_reduce(everybody)
+        rows.setdefault(row, []).append((wall, float(everybody)))
+        return result
+
+    names = ("raw", "safetensors", "torch", "ours")
+    for _ in range(repeats):
+        for name in names:
+            candidates.remove(name)
+            turn(f"save {name}", getattr(candidates, f"save_{name}"))
+        if peer is not None:
+            rows.setdefault("save megatron-core", []).append(peer.turn("save"))
+        for name in ("raw", "raw_in_place", "safetensors", "torch", "ours"):
+            turn(f"load {name}", getattr(candidates, f"load_{name}"))
+        if peer is not None:
+            rows.setdefault("load megatron-core", []).append(peer.turn("load"))
+        for name in names:
+            candidates.leave_cache(name)
+            turn(f"load {name}, cold", getattr(candidates, f"load_{name}"))
+        candidates.remove("ours")
+        handle = turn("pause ours", candidates.begin_ours)
+        turn("rest of ours", handle.finish)
+        if peer is not None:
+            rows.setdefault("pause megatron-core", []).append(peer.turn("begin"))
+            rows.setdefault("rest of megatron-core", []).append(peer.turn("finish"))
+    return rows
+
+
+def slowdown_of_steps(candidates: Candidates) -> float:
+    """Return the median step during a background write over the median step without one."""
+    step = busy_step(torch.randn(1024, 1024))
+
+    def timed() -> float:
+        start = time.perf_counter()
+        step()
+        return time.perf_counter() - start
+
+    before = [timed() for _ in range(50)]
+    candidates.remove("ours")
+    handle = candidates.begin_ours()
+    during = []
+    while not handle.is_written:
+        during.append(timed())
+    handle.finish()
+    return statistics.median(during) / statistics.median(before)
+
+
+def memory_of_saves(candidates: Candidates, num_saves: int) -> tuple[float, float]:
+    """Return (extra memory during asynchronous saves, growth from the 5th to the last), both over
+    the bytes of this rank."""
+    base, sizes = resident_bytes(), []
+    for _ in range(num_saves):
+        candidates.remove("ours")
+        handle = candidates.begin_ours()
+        peak = resident_bytes()
+        while not handle.is_written:
+            peak = max(peak, resident_bytes())
+            time.sleep(0.01)
+        handle.finish()
+        sizes.append(peak)
+    settled = sizes[min(4, len(sizes) - 1)]
+    return (max(sizes) - base) / candidates.num_bytes, (sizes[-1] - settled) / candidates.num_bytes
+
+
+def show(rows: Times, num_bytes: int, repeats: int) -> None:
+    """Print one table and the ratios that matter."""
+    print(f"{num_bytes / 1e6:.0f} MB over all ranks, medians of {repeats} turns")
+    print(f"{'':28}{'wall s':>9}{'cpu s':>9}{'GB/s wall':>11}")
+    wall: dict[str, float] = {}
+    processor: dict[str, float] = {}
+    for name, times in rows.items():
+        wall[name], processor[name] = (
+            statistics.median(column) for column in zip(*times, strict=True)
+        )
+        rate = num_bytes / wall[name] / 1e9
+        print(f"{name:28}{wall[name]:9.3f}{processor[name]:9.3f}{rate:11.2f}")
+    names = ["torch", "ours"] + ["megatron-core"] * ("save megatron-core" in rows)
+    for name in names:
+        print(f"save {name} / safetensors: {wall[f'save {name}'] / wall['save safetensors']:.2f}")
+    for name in ["safetensors", *names]:
+        row = f"load {name}"
+        print(
+            f"{row} / raw: {wall[row] / wall['load raw']:.2f} wall, "
+            f"{processor[row] / processor['load raw']:.2f} cpu"
+        )
+    for name in names[1:]:
+        print(f"pause / durable save, {name}: {wall[f'pause {name}'] / wall[f'save {name}']:.2f}")
+
+
+def bench(rank: int, size: int, arguments: argparse.Namespace, root: str, ports: list[int]) -> None:
+    """Be one rank."""
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(ports[0])}
+    os.environ["LOCAL_WORLD_SIZE"] = str(size)
+    dist.init_process_group("gloo", rank=rank, world_size=size)
+    candidates = Candidates(make_state(arguments.million_parameters, size), Path(root))
+    peer = None
+    if arguments.megatron:
+        place = [str(n) for n in (arguments.million_parameters, rank, size, ports[1])]
+        peer = Peer(arguments.megatron, candidates, place)
+    rows = take_turns(candidates, peer, arguments.repeats)
+    if peer is not None:
+        peer.close()
+    slowdown = slowdown_of_steps(candidates)
+    small = Candidates(make_state(max(12, arguments.million_parameters // 4), size), Path(root))
+    extra, growth = memory_of_saves(small, arguments.growth_saves)
+    if rank == 0:
+        print(f"\n== {size} rank{'s' * (size > 1)}")
+        show(rows, candidates.num_bytes * size, arguments.repeats)
+        print(f"steps during the background write take {slowdown:.2f} of their time before")
+        print(
+            f"extra memory of asynchronous saves / local shard: {extra:.2f}; growth from save 5 "
+            f"to {arguments.growth_saves}: {growth:+.3f}",
+            flush=True,
+        )
+    dist.destroy_process_group()
 
 
 def main() -> None:
-    """Measure and print one table."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    """Measure and print one table per number of ranks."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--million-parameters", type=int, default=64)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--directory", default=None, help="where to write; a temporary one")
+    parser.add_argument("--megatron", default=None, help="Python of megatron-core's environment")
+    parser.add_argument("--growth-saves", type=int, default=50)
     arguments = parser.parse_args()
-    torch.set_num_threads(1)
-    warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-    root = Path(tempfile.mkdtemp(dir=arguments.directory))
-    candidates = Candidates(make_state(arguments.million_parameters), root)
-    rows: dict[str, list[tuple[float, float]]] = {}
-
-    def turn(name: str, function: Callable[[], object]) -> object:
-        wall, processor, result = measure(function)
-        rows.setdefault(name, []).append((wall, processor))
-        return result
-
-    try:
-        for _ in range(arguments.repeats):
-            for name in ("raw", "safetensors", "torch", "ours"):
-                remove(root / name)
-                turn(f"save {name}", getattr(candidates, f"save_{name}"))
-            for name in ("raw", "raw_in_place", "safetensors", "torch", "ours"):
-                turn(f"load {name}", getattr(candidates, f"load_{name}"))
-            remove(root / "ours")
-            finish = turn("pause ours", candidates.pause_ours)
-            turn("rest of asynchronous save", finish)  # type: ignore[arg-type]
-    finally:
-        shutil.rmtree(root)
-    print(f"{candidates.num_bytes / 1e6:.0f} MB, medians of {arguments.repeats} turns")
-    print(f"{'':28}{'wall s':>9}{'cpu s':>9}{'GB/s wall':>11}")
-    for name, times in rows.items():
-        wall, processor = (statistics.median(column) for column in zip(*times, strict=True))
-        print(f"{name:28}{wall:9.3f}{processor:9.3f}{candidates.num_bytes / wall / 1e9:11.2f}")
+    for size in arguments.ranks:
+        root = tempfile.mkdtemp(dir=arguments.directory)
+        try:
+            ports = [free_port(), free_port()]
+            torch.multiprocessing.spawn(bench, (size, arguments, root, ports), nprocs=size)
+        finally:
+            shutil.rmtree(root)
 
 
 if __name__ == "__main__":

@@ -1,17 +1,20 @@
-"""Show that 20 steps are 10 + stop + 10, to the bit: `python -m tests.parity.resume`.
+"""Show that 20 steps with stops are 20 steps, to the bit: `python -m tests.parity.resume`.
 
-In each layout, with 0 and 2 loader workers and dropout on, one run does 20 steps; another stops
-after 10 and a third goes on from its checkpoint. Compared are every logged loss, gradient norm and
-validation loss, and digests over the full weights, the Adam state, and the counters of the last
+In each layout, with dropout on, one run does 20 steps without loader workers. Others are stopped
+after 3 random steps, each time going on from the checkpoint before: with 0, 2 and 4 loader
+workers, the second saving in the background. Compared are every logged loss, gradient norm and
+learning rate, and digests over the full weights, the Adam state, and the counters of the last
 checkpoint. Exits with status 1 if a bit differs.
 """
 
 from __future__ import annotations
 
 import argparse
+import random
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -55,7 +58,15 @@ CASES = (
         "tp 2 x dp 2, bf16, distributed optimizer", 4, (("tp", 2),),
         "--tensor-model-parallel-size 2 --bf16 --use-distributed-optimizer",
     ),
-    ResumeCase("dp 2, saved in the background", 2, (), "--async-save"),
+    ResumeCase(
+        "dp 2, sharded gradients", 2, (), "--data-parallel-sharding-strategy optim_grads",
+    ),
+    ResumeCase(
+        "tp 2, fp16 whose first steps overflow", 2, (("tp", 2),),
+        "--tensor-model-parallel-size 2 --fp16 --initial-loss-scale 4294967296 --hysteresis 1"
+        " --loss-scale-window 4",
+    ),
+    ResumeCase("pp 4", 4, (("pp", 4),), "--pipeline-model-parallel-size 4"),
     ResumeCase(
         "one process, growing batch, cyclic data", 1, (),
         "--dataloader-type cyclic --rampup-batch-size 4 4 24",
@@ -82,26 +93,38 @@ class Outcome:
     """Digest of all tensors and of the counters, schedules and seeds."""
 
 
+def words_of(case: ResumeCase, num_steps: int) -> list[str]:
+    """Return the command line of a case."""
+    words = [*MODEL.split(), *case.flags.split(), "--train-iters", str(num_steps)]
+    return [*words, "--save-interval", str(num_steps // 2), "--eval-interval", str(num_steps // 4)]
+
+
+def run_in_pieces(
+    case: ResumeCase, save: Path, num_steps: int, stops: Sequence[int], *more: str
+) -> Outcome:
+    """Run to each stop and then to the end, each time from the checkpoint before."""
+    words = [*words_of(case, num_steps), *more, "--save", str(save)]
+    words += ["--metrics-jsonl", f"{save}.jsonl"]
+    edges = [0, *sorted(stops)]
+    for begin, end in zip(edges, [*edges[1:], None], strict=True):
+        flags = [] if begin == 0 else ["--load", str(save), "--exit-on-missing-checkpoint"]
+        # It stops at multiples of the interval, of which the first after the start is the end.
+        flags += [] if end is None else ["--exit-interval", str(end)]
+        run_distributed(
+            train_with_flags, case.world_size, words + flags, timeout_s=240.0, **dict(case.groups)
+        )
+    return read_outcome(save, num_steps)
+
+
 def run_case(
     case: ResumeCase, num_workers: int, directory: Path, num_steps: int = 20
 ) -> tuple[Outcome, Outcome]:
     """Return what the unbroken run and the run that was resumed half-way left."""
-    half = str(num_steps // 2)
-    words = [*MODEL.split(), *case.flags.split(), "--num-workers", str(num_workers)]
-    words += ["--train-iters", str(num_steps), "--save-interval", half]
-    words += ["--eval-interval", str(num_steps // 4)]
-    unbroken, broken = directory / "unbroken", directory / "broken"
-
-    def train(save: Path, *more: str) -> None:
-        flags = [*words, "--save", str(save), "--metrics-jsonl", str(save) + ".jsonl", *more]
-        run_distributed(
-            train_with_flags, case.world_size, flags, timeout_s=240.0, **dict(case.groups)
-        )
-
-    train(unbroken)
-    train(broken, "--exit-interval", half)
-    train(broken, "--load", str(broken), "--exit-on-missing-checkpoint")
-    return read_outcome(unbroken, num_steps), read_outcome(broken, num_steps)
+    workers = ("--num-workers", str(num_workers))
+    unbroken = run_in_pieces(case, directory / "unbroken", num_steps, [], *workers)
+    return unbroken, run_in_pieces(
+        case, directory / "broken", num_steps, [num_steps // 2], *workers
+    )
 
 
 def read_outcome(save: Path, num_steps: int) -> Outcome:
@@ -120,32 +143,47 @@ def read_outcome(save: Path, num_steps: int) -> Outcome:
     )
 
 
+VARIANTS = (
+    ("0 workers", ("--num-workers", "0")),
+    ("2 workers, async save", ("--num-workers", "2", "--async-save")),
+    ("4 workers", ("--num-workers", "4")),
+)
+
+
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--only", default="", help="run the layouts whose name has this text")
-    cases = [case for case in CASES if parser.parse_args().only in case.name]
-    started, failures = time.time(), 0
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--stops", type=int, default=3)
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    cases = [case for case in CASES if arguments.only in case.name]
+    rng, started, failures = random.Random(arguments.seed), time.time(), 0
     print(
-        f"{'layout':<44}{'workers':>8}{'steps':>7}{'losses':>9}{'weights':>9}{'Adam':>7}{'all':>6}"
+        f"{'layout':<42}{'':24}{'stopped at':>14}{'losses':>8}{'weights':>9}{'Adam':>7}{'all':>7}"
     )
     for case in cases:
-        for num_workers in (0, 2):
-            with tempfile.TemporaryDirectory() as directory:
-                unbroken, broken = run_case(case, num_workers, Path(directory))
-            equal = [
-                unbroken.metrics == broken.metrics,
-                unbroken.weights == broken.weights,
-                unbroken.optimizer == broken.optimizer,
-                unbroken.everything == broken.everything,
-            ]
-            failures += not all(equal)
-            shown = ["equal" if e else "DIFFER" for e in equal]
-            print(
-                f"{case.name:<44}{num_workers:>8}{len(broken.metrics):>7}"
-                f"{shown[0]:>9}{shown[1]:>9}{shown[2]:>7}{shown[3]:>6}",
-                flush=True,
-            )
-    print(f"\n{2 * len(cases)} cases in {time.time() - started:.0f} s, {failures} differ")
+        with tempfile.TemporaryDirectory() as name:
+            root = Path(name)
+            unbroken = run_in_pieces(case, root / "unbroken", arguments.steps, [])
+            for number, (variant, flags) in enumerate(VARIANTS):
+                stops = sorted(rng.sample(range(1, arguments.steps), arguments.stops))
+                broken = run_in_pieces(case, root / str(number), arguments.steps, stops, *flags)
+                equal = [
+                    unbroken.metrics == broken.metrics,
+                    unbroken.weights == broken.weights,
+                    unbroken.optimizer == broken.optimizer,
+                    unbroken.everything == broken.everything,
+                ]
+                failures += not all(equal)
+                shown = ["equal" if e else "DIFFER" for e in equal]
+                print(
+                    f"{case.name:<42}{variant:24}{','.join(map(str, stops)):>14}"
+                    f"{shown[0]:>8}{shown[1]:>9}{shown[2]:>7}{shown[3]:>7}",
+                    flush=True,
+                )
+    total = len(cases) * len(VARIANTS)
+    print(f"\n{total} broken runs in {time.time() - started:.0f} s, {failures} differ")
     return 1 if failures else 0
 
 

@@ -1,9 +1,12 @@
-"""Look into checkpoints, check them, and compare them.
+"""Look into checkpoints, check, compare, rewrite and delete them.
 
     python tools/checkpoint inspect SAVE [--tensors] [--args]   what is there
     python tools/checkpoint diff SAVE_A SAVE_B [--contents]     settings and tensors that differ
     python tools/checkpoint verify SAVE [--all]                 read all bytes; exit 1 if damaged
     python tools/checkpoint digest SAVE [--weights] [--each]    equal state, equal digest
+    python tools/checkpoint reshard SAVE OUT [--files N]        whole tensors in N files
+    python tools/checkpoint average OUT SAVE SAVE ...           mean of the weights
+    python tools/checkpoint prune SAVE [--keep-last N] [--yes]  delete old ones
 
 SAVE is one checkpoint (SAVE/iter_0000100) or a save directory, whose newest one is taken.
 
@@ -25,7 +28,7 @@ import importlib
 
 from megatron.core.errors import MegatronError
 
-COMMANDS = ("inspect", "diff", "verify", "digest")
+COMMANDS = ("inspect", "diff", "verify", "digest", "reshard", "average", "prune")
 """Names of commands, which are names of files here."""
 
 

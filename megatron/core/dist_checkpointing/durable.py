@@ -12,7 +12,9 @@ import os
 import shutil
 import stat
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from megatron.core.errors import CheckpointError
 
@@ -120,6 +122,41 @@ def remove_tree(path: Path, *, retired_as: Path | None = None) -> None:
     shutil.rmtree(path)
 
 
+class OpenFile(Protocol):
+    """A file of a checkpoint, open for reading. Several threads may read at once."""
+
+    @property
+    def size(self) -> int:
+        """Bytes of the file."""
+        ...
+
+    def read_into(self, into: memoryview, position: int) -> None:
+        """Fill `into` from byte `position`, or raise `CheckpointError`."""
+        ...
+
+    def forget_cached(self) -> None:
+        """Let the next reads come from the disk, where the system allows to ask for it."""
+        ...
+
+
+@dataclass(frozen=True)
+class LocalFile:
+    """A regular file of this machine's file systems."""
+
+    path: Path
+    descriptor: int
+    size: int
+
+    def read_into(self, into: memoryview, position: int) -> None:
+        """See `OpenFile`."""
+        read_exactly(self.descriptor, into, position, self.path)
+
+    def forget_cached(self) -> None:
+        """See `OpenFile`."""
+        with contextlib.suppress(OSError, AttributeError):
+            os.posix_fadvise(self.descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+
+
 @contextlib.contextmanager
 def open_inside(directory: Path, name: str) -> Iterator[tuple[int, int]]:
     """Open a regular file of a checkpoint for reading: yields (descriptor, size in bytes).
@@ -138,10 +175,7 @@ def open_inside(directory: Path, name: str) -> Iterator[tuple[int, int]]:
     try:
         descriptor = os.open(path, flags)
     except FileNotFoundError:
-        raise DamagedCheckpointError(
-            f"{path} is missing.",
-            rule="a checkpoint is complete only with every file of its manifest",
-        ) from None
+        raise missing_file(path) from None
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.ENXIO):
             raise _not_a_file(path, "a symbolic link or a special file") from None
@@ -155,6 +189,21 @@ def open_inside(directory: Path, name: str) -> Iterator[tuple[int, int]]:
         os.close(descriptor)
 
 
+@contextlib.contextmanager
+def open_file(directory: Path, name: str) -> Iterator[OpenFile]:
+    """Open a file of a checkpoint as `open_inside` does."""
+    with open_inside(directory, name) as (descriptor, size):
+        yield LocalFile(directory / name, descriptor, size)
+
+
+def missing_file(path: Path | str) -> DamagedCheckpointError:
+    """Return the error for a file that should be there."""
+    return DamagedCheckpointError(
+        f"{path} is missing.",
+        rule="a checkpoint is complete only with every file of its manifest",
+    )
+
+
 def _not_a_file(path: Path, what: str) -> DamagedCheckpointError:
     return DamagedCheckpointError(
         f"CKPT_UNSAFE file={path}: it is {what}.",
@@ -165,14 +214,15 @@ def _not_a_file(path: Path, what: str) -> DamagedCheckpointError:
 
 def read_inside(directory: Path, name: str, *, limit_bytes: int) -> bytes:
     """Read a small file of a checkpoint whole; one above `limit_bytes` is refused unread."""
-    with open_inside(directory, name) as (descriptor, size):
-        if size > limit_bytes:
+    with open_file(directory, name) as file:
+        if file.size > limit_bytes:
             raise DamagedCheckpointError(
-                f"{directory / name} has {size} bytes; at most {limit_bytes} are expected here.",
+                f"{directory / name} has {file.size} bytes; at most {limit_bytes} are expected "
+                "here.",
                 rule="metadata files are small",
             )
-        data = bytearray(size)
-        read_exactly(descriptor, memoryview(data), 0, directory / name)
+        data = bytearray(file.size)
+        file.read_into(memoryview(data), 0)
         return bytes(data)
 
 

@@ -175,7 +175,8 @@ def _read(jobs: list[_Job], contents: Contents) -> int:
         work = [(r.shard.file, r.shard.begin, i, r) for i, j in enumerate(jobs) for r in j.reads]
         for _, _, index, read in sorted(work, key=lambda w: w[:3]):
             job = jobs[index]
-            reader.read(job.tensor, read, _narrow(job.into, read.in_wanted))
+            reader.start(job.tensor, read, _narrow(job.into, read.in_wanted))
+        reader.finish()
         return reader.bytes_read
 
 

@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 
 from megatron.core.dist_checkpointing.durable import (
     DamagedCheckpointError,
-    open_inside,
+    open_file,
     read_inside,
 )
 from megatron.core.dist_checkpointing.flat_ranges import Box, coverage_problem
@@ -192,9 +192,9 @@ def read_manifest_bytes(directory: Path) -> bytes:
 def check_sizes(directory: Path, manifest: Manifest) -> None:
     """Check that every listed file is there, is a regular file and has its size."""
     for name, file in manifest.files.items():
-        with open_inside(directory, name) as (_, size):
-            if size != file.size:
-                _damaged(directory / name, f"it has {size} bytes instead of {file.size}")
+        with open_file(directory, name) as opened:
+            if opened.size != file.size:
+                _damaged(directory / name, f"it has {opened.size} bytes instead of {file.size}")
 
 
 def read_listed_file(directory: Path, manifest: Manifest, name: str) -> bytes:

@@ -108,14 +108,19 @@ class SaveInProgress:
         for piece, copied in zip(self.pieces, copies, strict=True):
             piece.tensor = copied
 
-    def write(self) -> None:
-        """Write this rank's file. Local: may run in a thread; a failure is kept for `finish`."""
+    def write(self, num_threads: int = 1) -> None:
+        """Write this rank's file. Local: may run in a thread; a failure is kept for `finish`.
+
+        Args:
+            num_threads: how many hash beside the writing one; one disturbs training least.
+        """
         try:
             if self.pieces:
                 self._file = write_shard_file(
                     self.staging / f"__{self.peers.rank}_0.safetensors",
                     [(piece.name, piece.tensor) for piece in self.pieces],
                     {"format": "pt", "checkpoint": self.final.name, "run": self.run},
+                    num_threads=num_threads,
                 )
                 sync_directory(self.staging)
         except OSError as error:

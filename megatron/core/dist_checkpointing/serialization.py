@@ -18,6 +18,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTe
 from megatron.core.dist_checkpointing.saver import prepare_save
 from megatron.core.dist_checkpointing.shard_file import DTYPES
 from megatron.core.dist_checkpointing.validation import StrictHandling, parse_strict_handling
+from megatron.core.dist_checkpointing.work_threads import threads_per_rank
 from megatron.core.errors import CheckpointError, ConfigError
 
 _CONTENT_METADATA = "content_metadata"
@@ -72,7 +73,7 @@ def save(
     )
     if async_sharded_save:
         return AsyncSave.start(saving)
-    saving.write()
+    saving.write(threads_per_rank())
     saving.finish()
     return None
 

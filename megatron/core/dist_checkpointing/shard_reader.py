@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-import os
+from concurrent.futures import Future, wait
 from pathlib import Path
 
 import torch
@@ -11,8 +12,8 @@ from torch import Tensor
 
 from megatron.core.dist_checkpointing.durable import (
     DamagedCheckpointError,
-    open_inside,
-    read_exactly,
+    OpenFile,
+    open_file,
 )
 from megatron.core.dist_checkpointing.flat_ranges import Box
 from megatron.core.dist_checkpointing.manifest import Manifest, Shard, StoredTensor
@@ -22,38 +23,58 @@ from megatron.core.dist_checkpointing.shard_file import (
     DTYPES,
     as_bytes,
     hash_of,
-    read_hashed,
+    start_reading,
 )
+from megatron.core.dist_checkpointing.work_threads import WorkThreads, threads_per_rank
 
 SLAB_BYTES = 16 * BLOCK_BYTES
 """Most bytes read at once where a box is not stored as one run."""
 
 
 class ShardReader:
-    """Reads from the files of one checkpoint. Use as a context manager; not thread-safe."""
+    """Reads from the files of one checkpoint, in several threads.
+
+    Use as a context manager, from one thread.
+    """
 
     def __init__(self, directory: Path, manifest: Manifest) -> None:
         self.directory = directory
         self.manifest = manifest
         self.bytes_read = 0
-        self._descriptors: dict[str, int] = {}
+        self._files: dict[str, OpenFile] = {}
+        self._stack = contextlib.ExitStack()
+        self._pending: list[Future] = []
         self._scratch = torch.empty(0, dtype=torch.uint8)
 
     def __enter__(self) -> ShardReader:
+        self._threads = WorkThreads(threads_per_rank())
+        self._stack.enter_context(self._threads)
         return self
 
     def __exit__(self, *_: object) -> None:
-        for descriptor in self._descriptors.values():
-            os.close(descriptor)
-        self._descriptors.clear()
+        wait(self._pending)  # before the files are closed
+        self._stack.close()
+        self._files.clear()
 
     def read(self, tensor: StoredTensor, read: Read, into: Tensor) -> None:
         """Fill `into` (the shape of `read`, any float dtype for stored floats, any device).
 
         Only the blocks that hold the box are read; each is verified before it is used.
         """
+        self.start(tensor, read, into)
+        self.finish()
+
+    def finish(self) -> None:
+        """Wait for all that was started; raise the first problem."""
+        pending, self._pending = self._pending, []
+        wait(pending)
+        for future in pending:
+            future.result()
+
+    def start(self, tensor: StoredTensor, read: Read, into: Tensor) -> None:
+        """Begin to `read`; `into` is filled and verified when `finish` returns."""
         shard = read.shard
-        descriptor = self._open(shard.file)
+        file = self._open(shard.file)
         path = self.directory / shard.file
         is_whole = read.in_shard[1] == shard.shape
         if (
@@ -63,38 +84,40 @@ class ShardReader:
             and into.is_contiguous()
         ):
             data = as_bytes(into)
-            read_hashed(descriptor, data, shard.begin, shard.hashes, path)
+            self._pending += start_reading(
+                self._threads, file, data, shard.begin, shard.hashes, path
+            )
             self.bytes_read += len(data)
             return
         if math.prod(shard.shape) > 0:
-            self._read_slabs(descriptor, path, tensor, shard, read.in_shard, into)
+            self._read_slabs(file, path, tensor, shard, read.in_shard, into)
 
-    def _open(self, name: str) -> int:
-        """Return a descriptor; at first use the size and the header are verified."""
-        if name in self._descriptors:
-            return self._descriptors[name]
+    def _open(self, name: str) -> OpenFile:
+        """Return an open file; at first use the size and the header are verified."""
+        if name in self._files:
+            return self._files[name]
         listed, path = self.manifest.files[name], self.directory / name
-        with open_inside(self.directory, name) as (descriptor, size):
-            header = bytearray(listed.header_size or 0)
-            if size != listed.size:
-                raise DamagedCheckpointError(
-                    f"{path} has {size} bytes instead of {listed.size}.",
-                    rule="a checkpoint file has exactly the size its manifest says",
-                    fix="use another checkpoint",
-                )
-            read_exactly(descriptor, memoryview(header), 0, path)
-            if hash_of(bytes(header)) != listed.hash:
-                raise DamagedCheckpointError(
-                    f"{path} is corrupt: its header is not the one that was written.",
-                    rule="every file must have the hash recorded in manifest.json",
-                    fix="use another checkpoint; check the storage",
-                )
-            self._descriptors[name] = os.dup(descriptor)
-        return self._descriptors[name]
+        file = self._stack.enter_context(open_file(self.directory, name))
+        header = bytearray(listed.header_size or 0)
+        if file.size != listed.size:
+            raise DamagedCheckpointError(
+                f"{path} has {file.size} bytes instead of {listed.size}.",
+                rule="a checkpoint file has exactly the size its manifest says",
+                fix="use another checkpoint",
+            )
+        file.read_into(memoryview(header), 0)
+        if hash_of(bytes(header)) != listed.hash:
+            raise DamagedCheckpointError(
+                f"{path} is corrupt: its header is not the one that was written.",
+                rule="every file must have the hash recorded in manifest.json",
+                fix="use another checkpoint; check the storage",
+            )
+        self._files[name] = file
+        return file
 
     def _read_slabs(
         self,
-        descriptor: int,
+        file: OpenFile,
         path: Path,
         tensor: StoredTensor,
         shard: Shard,
@@ -121,7 +144,7 @@ class ShardReader:
             first = sum(c * s for c, s in zip(corner, strides, strict=True))
             end = 1 + sum((c + n - 1) * s for c, n, s in zip(corner, size, strides, strict=True))
             data, skipped = self._read_blocks(
-                descriptor, path, shard, tensor.shard_bytes(shard), first * item, end * item
+                file, path, shard, tensor.shard_bytes(shard), first * item, end * item
             )
             flat = data[: len(data) // item * item].view(dtype)
             part = flat.as_strided(size, strides, skipped // item)
@@ -129,7 +152,7 @@ class ShardReader:
             row = last
 
     def _read_blocks(
-        self, descriptor: int, path: Path, shard: Shard, num_bytes: int, first: int, end: int
+        self, file: OpenFile, path: Path, shard: Shard, num_bytes: int, first: int, end: int
     ) -> tuple[Tensor, int]:
         """Read and verify the blocks around bytes first..end-1 of a shard.
 
@@ -141,6 +164,10 @@ class ShardReader:
         if self._scratch.numel() < stop - begin:
             self._scratch = torch.empty(stop - begin, dtype=torch.uint8)
         data = self._scratch[: stop - begin]
-        read_hashed(descriptor, as_bytes(data), shard.begin + begin, shard.hashes[low:high], path)
+        into, hashes = as_bytes(data), shard.hashes[low:high]
+        pending = start_reading(self._threads, file, into, shard.begin + begin, hashes, path)
+        wait(pending)
+        for future in pending:
+            future.result()
         self.bytes_read += stop - begin
         return data, first - begin

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,8 +13,8 @@ from typing import Any
 from megatron.core.dist_checkpointing import commit
 from megatron.core.dist_checkpointing.durable import (
     DamagedCheckpointError,
-    open_inside,
-    read_exactly,
+    OpenFile,
+    open_file,
 )
 from megatron.core.dist_checkpointing.flat_ranges import describe_box
 from megatron.core.dist_checkpointing.manifest import (
@@ -25,7 +24,8 @@ from megatron.core.dist_checkpointing.manifest import (
     Manifest,
     read_listed_file,
 )
-from megatron.core.dist_checkpointing.shard_file import BLOCK_BYTES, hash_of, read_hashed
+from megatron.core.dist_checkpointing.shard_file import BLOCK_BYTES, hash_of, read_block
+from megatron.core.dist_checkpointing.work_threads import WorkThreads, threads_per_rank
 from megatron.core.errors import CheckpointError
 
 
@@ -78,28 +78,39 @@ def verify_shard_file(directory: Path, manifest: Manifest, name: str) -> int:
         CheckpointError: naming the file and the bytes that differ.
     """
     listed, path = manifest.files[name], directory / name
-    buffer = memoryview(bytearray(BLOCK_BYTES))
-    with open_inside(directory, name) as (descriptor, size):
-        with contextlib.suppress(OSError, AttributeError):
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    num_threads = threads_per_rank()
+    with open_file(directory, name) as file, WorkThreads(num_threads) as threads:
+        file.forget_cached()
         header = bytearray(listed.header_size or 0)
-        read_exactly(descriptor, memoryview(header), 0, path)
-        if size != listed.size or hash_of(bytes(header)) != listed.hash:
+        file.read_into(memoryview(header), 0)
+        if file.size != listed.size or hash_of(bytes(header)) != listed.hash:
             raise DamagedCheckpointError(
                 f"{path} is corrupt: its header is not the one that was written."
             )
         _check_header(path, bytes(header), manifest, name)
-        for tensor in manifest.tensors.values():
-            for shard in tensor.shards:
-                if shard.file != name:
-                    continue
-                left = tensor.shard_bytes(shard)
-                for index, expected in enumerate(shard.hashes):
-                    block = buffer[: min(left, BLOCK_BYTES)]
-                    begin = shard.begin + index * BLOCK_BYTES
-                    read_hashed(descriptor, block, begin, [expected], path)
-                    left -= len(block)
+        blocks = list(_blocks_of(manifest, name))
+        shares = (blocks[i::num_threads] for i in range(num_threads))
+        checks = [threads.start(_check_blocks, file, path, share) for share in shares]
+        for check in checks:
+            check.result()
     return listed.size
+
+
+def _blocks_of(manifest: Manifest, name: str) -> Iterator[tuple[int, int, str]]:
+    """Yield (position, size, hash) of every block of a file."""
+    for tensor in manifest.tensors.values():
+        for shard in tensor.shards:
+            if shard.file == name:
+                size = tensor.shard_bytes(shard)
+                for index, expected in enumerate(shard.hashes):
+                    done = index * BLOCK_BYTES
+                    yield shard.begin + done, min(size - done, BLOCK_BYTES), expected
+
+
+def _check_blocks(file: OpenFile, path: Path, blocks: list[tuple[int, int, str]]) -> None:
+    buffer = memoryview(bytearray(BLOCK_BYTES))
+    for position, size, expected in blocks:
+        read_block(file, buffer[:size], position, expected, path)
 
 
 def _check_header(path: Path, header: bytes, manifest: Manifest, name: str) -> None:

@@ -1,6 +1,6 @@
 """Checkpoints of a run: weights, optimizer, schedule, random state and counters."""
 
-from megatron.training.checkpointing.checkpointer import Checkpointer, Restored
+from megatron.training.checkpointing.checkpointer import Checkpointer
 from megatron.training.checkpointing.megatron_functions import (
     load_args_from_checkpoint,
     load_checkpoint,
@@ -8,6 +8,7 @@ from megatron.training.checkpointing.megatron_functions import (
     save_checkpoint,
     stored_args,
 )
+from megatron.training.checkpointing.restored import Restored
 from megatron.training.checkpointing.run_state import RunParts
 from megatron.training.checkpointing.settings import CheckpointSettings
 

@@ -6,14 +6,12 @@ Every method is a collective over all processes of the run.
 from __future__ import annotations
 
 import secrets
-from argparse import Namespace
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from megatron.core import dist_checkpointing
-from megatron.core.agreement import Peers, agree, peers_of
+from megatron.core.agreement import Peers, SingleProcess, agree, peers_of
 from megatron.core.dist_checkpointing import AsyncSave, commit
 from megatron.core.dist_checkpointing.durable import (
     DamagedCheckpointError,
@@ -21,20 +19,24 @@ from megatron.core.dist_checkpointing.durable import (
 )
 from megatron.core.dist_checkpointing.exchange import together
 from megatron.core.dist_checkpointing.lease import Lease
-from megatron.core.dist_checkpointing.loader import Contents, load_state, open_contents
+from megatron.core.dist_checkpointing.loader import (
+    Contents,
+    Loaded,
+    load_state,
+    open_contents,
+)
+from megatron.core.dist_checkpointing.own_state import as_own_state
 from megatron.core.dist_checkpointing.retention import apply_retention
 from megatron.core.dist_checkpointing.validation import parse_strict_handling
 from megatron.core.errors import CheckpointError, MegatronError
-from megatron.training.checkpointing.precision import most_precise_source
+from megatron.training.checkpointing.global_tier import GlobalTier
+from megatron.training.checkpointing.local_tier import LocalTier
+from megatron.training.checkpointing.restored import Restored, take_over
 from megatron.training.checkpointing.run_state import (
     RunParts,
-    apply_model,
-    apply_optimizer,
-    apply_rng,
     declare_run,
     describe_layout,
     plain_run_state,
-    progress_of,
     show_layout,
 )
 from megatron.training.checkpointing.selection import (
@@ -45,22 +47,11 @@ from megatron.training.checkpointing.selection import (
     select_checkpoints,
 )
 from megatron.training.checkpointing.settings import CheckpointSettings
+from megatron.training.checkpointing.short_lived import make_tier
+from megatron.training.checkpointing.sources import compare_heads, stored_source
 from megatron.training.state import TrainState
 
 _RUN = secrets.token_hex(6)
-
-
-@dataclass
-class Restored:
-    """What a checkpoint gave back, besides what it put into the parts."""
-
-    path: Path
-    progress: TrainState
-    args: Mapping[str, Any]
-    """Settings of the run that saved it."""
-    extra: dict[str, Any]
-    """What was passed to `save` as extra."""
-    layout: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Checkpointer:
@@ -76,6 +67,7 @@ class Checkpointer:
         # Known on every rank, unlike the lease, which the coordinator holds alone.
         self._has_claimed = False
         self._in_flight: AsyncSave | None = None
+        self._tier: LocalTier | GlobalTier | None = None
         self.last_committed: int | None = None
         """Iteration of the newest checkpoint of this run that is on the disk, complete."""
 
@@ -117,15 +109,7 @@ class Checkpointer:
         assert self.settings.save is not None, "save() without --save"
         self.finish()
         self.claim()
-        with_optimizer = not self.settings.no_save_optim
-        with_rng = not self.settings.no_save_rng
-
-        def declare() -> dict[str, Any]:
-            flags = {"with_optimizer": with_optimizer, "with_rng": with_rng}
-            plain = plain_run_state(self.parts, progress, **flags)
-            return declare_run(self.parts, **flags) | plain | {"extra": dict(extra or {})}
-
-        state = together(self.peers, "declaring the state to save", declare)
+        state = self._declare(progress, extra)
         directory = Path(self.settings.save)
         iteration = progress.iteration
         saving = dist_checkpointing.save(
@@ -141,6 +125,37 @@ class Checkpointer:
         else:
             saving.add_finalize_fn(lambda: self._after_commit(directory, iteration))
             self._in_flight = saving
+
+    def _declare(self, progress: TrainState, extra: Mapping[str, Any] | None) -> dict[str, Any]:
+        flags = {
+            "with_optimizer": not self.settings.no_save_optim,
+            "with_rng": not self.settings.no_save_rng,
+        }
+
+        def declare() -> dict[str, Any]:
+            plain = plain_run_state(self.parts, progress, **flags)
+            return declare_run(self.parts, **flags) | plain | {"extra": dict(extra or {})}
+
+        return together(self.peers, "declaring the state to save", declare)
+
+    def save_short_lived(
+        self, progress: TrainState, *, extra: Mapping[str, Any] | None = None
+    ) -> None:
+        """Save for a quick restart, in the place of the short-lived checkpoint before.
+
+        Raises:
+            CheckpointError: on every rank; earlier checkpoints are intact.
+        """
+        tier = self._short_lived()
+        assert tier is not None, "save_short_lived() without --non-persistent-ckpt-type"
+        self.finish()
+        tier.save(self._declare(progress, extra), progress.iteration)
+        self._say(f"  saved a short-lived checkpoint from iteration {progress.iteration:7d}")
+
+    def _short_lived(self) -> LocalTier | GlobalTier | None:
+        if self._tier is None:
+            self._tier = make_tier(self.settings, describe_layout(self.parts), self.peers)
+        return self._tier
 
     @property
     def has_save_in_flight(self) -> bool:
@@ -230,6 +245,11 @@ class Checkpointer:
         selection = self._select(directory, ckpt_step)
         for note in selection.notes:
             self._say(note)
+        if ckpt_step is None and not is_finetuning:
+            newest = selection.candidates[0].iteration if selection.candidates else -1
+            restored = self._load_short_lived(newest if isinstance(newest, int) else -1)
+            if restored is not None:
+                return restored
         problems: list[CheckpointError] = []
         for found in selection.candidates:
             try:
@@ -265,17 +285,43 @@ class Checkpointer:
         chosen: Selection = self.peers.broadcast(selection)
         return chosen
 
+    def _load_short_lived(self, newest_kept: int) -> Restored | None:
+        """Load the short-lived checkpoint if it is newer than those of `--load`."""
+        tier = self._short_lived()
+        if tier is None:
+            return None
+        try:
+            if isinstance(tier, GlobalTier):
+                iteration = tier.newest()
+                if iteration is None or iteration <= newest_kept:
+                    return None
+                restored = self._load_contents(tier.open(iteration), is_finetuning=False)
+            else:
+                found = tier.newest()
+                if found is None or found.iteration <= newest_kept:
+                    return None
+                iteration = found.iteration
+                for rank, ring in found.rings.items():
+                    self._say(f"  rank {rank} gets its short-lived checkpoint from copy {ring}")
+                restored = self._load_own(tier.fetch(found))
+        except DamagedCheckpointError as error:
+            self._say(f"the short-lived checkpoint cannot be used:\n{error}")
+            return None
+        self._say(
+            f"  successfully loaded the short-lived checkpoint of iteration {iteration}; the "
+            f"newest in {self.settings.load} is {newest_kept if newest_kept >= 0 else 'none'}"
+        )
+        return restored
+
     def _load_contents(self, contents: Contents, *, is_finetuning: bool) -> Restored:
-        settings, parts = self.settings, self.parts
+        settings = self.settings
         with_optimizer = not (is_finetuning or settings.no_load_optim)
         with_rng = not (is_finetuning or settings.no_load_rng)
-        template = together(
-            self.peers,
-            "declaring the state to load",
-            lambda: declare_run(
-                parts, with_optimizer=with_optimizer, with_rng=with_rng, is_loading=True
-            ),
-        )
+        template = self._template(with_optimizer=with_optimizer, with_rng=with_rng)
+        strict = parse_strict_handling(settings.dist_ckpt_strictness)
+        note = compare_heads(template, contents, strict, peers=self.peers)
+        if note:
+            self._say(f"  {note}")
         generators = template.get("generators")
         if generators is not None and generators.unique_key not in contents.objects:
             del template["generators"]  # another grid of ranks; nothing of ours depends on it
@@ -283,32 +329,45 @@ class Checkpointer:
             template,
             contents,
             peers=self.peers,
-            strict=parse_strict_handling(settings.dist_ckpt_strictness),
-            source_of=most_precise_source,
+            strict=strict,
+            source_of=stored_source,
+        )
+        flags = {"with_optimizer": with_optimizer, "with_rng": with_rng}
+        return self._take_over(contents, loaded, **flags, is_finetuning=is_finetuning)
+
+    def _load_own(self, contents: Contents) -> Restored:
+        """Load what this rank saved for itself."""
+        flags = {
+            "with_optimizer": not self.settings.no_load_optim,
+            "with_rng": not self.settings.no_load_rng,
+        }
+        template = as_own_state(self._template(**flags))
+        loaded = together(
+            self.peers,
+            f"loading {contents.directory}",
+            lambda: load_state(template, contents, peers=SingleProcess()),
+        )
+        return self._take_over(contents, loaded, **flags, is_finetuning=False)
+
+    def _template(self, *, with_optimizer: bool, with_rng: bool) -> dict[str, Any]:
+        return together(
+            self.peers,
+            "declaring the state to load",
+            lambda: declare_run(
+                self.parts, with_optimizer=with_optimizer, with_rng=with_rng, is_loading=True
+            ),
         )
 
-        def take_over() -> TrainState:
-            apply_model(parts, loaded.state, strict=not loaded.unexpected)
-            apply_optimizer(parts, loaded.state, was_loaded=with_optimizer)
-            if with_rng:
-                apply_rng(loaded.state)
-            return TrainState() if is_finetuning else progress_of(loaded.state)
-
-        doing = f"taking over the state of {contents.directory}"
-        progress = together(self.peers, doing, take_over)
-        layout = contents.manifest.info.get("layout")
-        layout = layout if isinstance(layout, dict) else {}
-        before, now = show_layout(layout), show_layout(describe_layout(parts))
+    def _take_over(self, contents: Contents, loaded: Loaded, **flags: bool) -> Restored:
+        restored = together(
+            self.peers,
+            f"taking over the state of {contents.directory}",
+            lambda: take_over(self.parts, contents, loaded, **flags),
+        )
+        before, now = show_layout(restored.layout), show_layout(describe_layout(self.parts))
         if before != now:
             self._say(f"  layout of the checkpoint: {before}; of this run: {now}")
-        args, extra = loaded.state.get("args"), loaded.state.get("extra")
-        return Restored(
-            contents.directory,
-            progress,
-            vars(args) if isinstance(args, Namespace) else {},
-            extra if isinstance(extra, dict) and not is_finetuning else {},
-            layout,
-        )
+        return restored
 
     def _say(self, text: str) -> None:
         if self.peers.rank == 0:

@@ -26,6 +26,12 @@ class CheckpointSettings:
     async_save: bool = False
     ckpt_fully_parallel_save: bool = True
     dist_ckpt_strictness: str = "assume_ok_unexpected"
+    non_persistent_ckpt_type: str | None = None
+    non_persistent_global_ckpt_dir: str | None = None
+    non_persistent_local_ckpt_dir: str | None = None
+    replication: bool = False
+    replication_jump: int | None = None
+    replication_factor: int = 2
 
     @classmethod
     def from_values(cls, values: Mapping[str, Any]) -> CheckpointSettings:

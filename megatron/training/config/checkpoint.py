@@ -75,11 +75,29 @@ class CheckpointConfig:
     """Make optimizer state readable in other layouts."""
     auto_detect_ckpt_format: bool = flag(False, note="the format is always read from the files")
     """Find out the format of what is loaded."""
-    non_persistent_save_interval: int | None = flag(None, refuse="use --save-interval")
-    """Steps between short-lived checkpoints."""
+    non_persistent_save_interval: int | None = None
+    """Steps between short-lived checkpoints, for a quick restart: each replaces the one before."""
     non_persistent_ckpt_type: str | None = flag(
         None,
         choices=("global", "local", "in_memory"),
-        part_of="non_persistent_save_interval",
+        refuse_values={
+            "in_memory": "use local, with --non-persistent-local-ckpt-dir on a memory disk"
+        },
     )
-    """Where those live."""
+    """Where those live: one of all ranks together, or each node's own storage."""
+    non_persistent_global_ckpt_dir: str | None = None
+    """Directory of the global ones; the default is non_persistent in that of --save."""
+    non_persistent_local_ckpt_dir: str | None = None
+    """Directory on each node's own storage, for example on /dev/shm."""
+    non_persistent_local_ckpt_algo: str = flag(
+        "fully_parallel",
+        choices=("fully_parallel", "atomic"),
+        note="each rank saves and loads what it holds, without a plan to agree on",
+    )
+    """How ranks divide the local ones."""
+    replication: bool = False
+    """Keep copies of local checkpoints on other nodes."""
+    replication_jump: int | None = None
+    """Ranks between a rank and the holder of its copy; the default is the ranks of a node."""
+    replication_factor: int = 2
+    """Places that hold a local checkpoint, its own node included."""

@@ -9,7 +9,8 @@ from megatron.training.state import StepResult, StopReason, TrainState
 
 
 class SaveCheckpoints(Hook):
-    """Saves every `interval` steps, and whatever the last save does not hold when the loop ends.
+    """Saves every `interval` steps, and whatever the last save does not hold when the loop ends;
+    every `short_lived_interval` steps in between, a short-lived checkpoint.
 
     An asynchronous save is committed at the step after its bytes are written; the end of the run
     waits for it.
@@ -20,10 +21,12 @@ class SaveCheckpoints(Hook):
         checkpointer: Checkpointer,
         interval: int | None,
         progress: RunProgress,
+        short_lived_interval: int | None = None,
     ) -> None:
         self.checkpointer = checkpointer
         self.interval = interval
         self.progress = progress
+        self.short_lived_interval = short_lived_interval
         self._last_saved: int | None = None
         self._has_ended = False
 
@@ -40,6 +43,9 @@ class SaveCheckpoints(Hook):
             self.progress.last_good_checkpoint = self._last_saved or None
         if self.interval is not None and state.iteration % self.interval == 0:
             self._save(state)
+        elif self.short_lived_interval and state.iteration % self.short_lived_interval == 0:
+            with self.progress.at("saving a short-lived checkpoint"):
+                self.checkpointer.save_short_lived(state)
         return state
 
     def after_training(self, state: TrainState, stop: StopReason) -> TrainState:

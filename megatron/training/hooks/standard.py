@@ -69,7 +69,14 @@ def standard_hooks(
     if run.eval_interval is not None and run.eval_iters > 0:
         hooks.append(evaluate)
     if checkpointer is not None and run.save is not None:
-        hooks.append(SaveCheckpoints(checkpointer, run.save_interval, progress))
+        hooks.append(
+            SaveCheckpoints(
+                checkpointer,
+                run.save_interval,
+                progress,
+                short_lived_interval=run.non_persistent_save_interval,
+            )
+        )
     if run.log_progress and run.save is not None and is_rank_0():
         hooks.append(ProgressFile(run.save, run.world_size))
     hooks.append(StepBudget(run.train_iters))

@@ -68,6 +68,52 @@ def loss_scale_has_room(run: ResolvedRun) -> Iterator[MegatronError]:
 
 
 @rule
+def short_lived_checkpoints_are_complete(run: ResolvedRun) -> Iterator[MegatronError]:
+    """An interval, a kind and a place belong together."""
+    interval, kind = run.non_persistent_save_interval, run.non_persistent_ckpt_type
+    if interval is not None and interval < 1:
+        yield problem(f"--non-persistent-save-interval {interval}.", "it is a positive number",
+                      "--non-persistent-save-interval",
+                      fix="drop --non-persistent-save-interval")  # fmt: skip
+    if interval is not None and run.save is None:
+        yield problem(
+            "--non-persistent-save-interval without --save.",
+            "short-lived checkpoints come between those that stay",
+            "--non-persistent-save-interval", "--save",
+            fix="add --save DIRECTORY",
+        )  # fmt: skip
+    if interval is not None and kind is None:
+        yield problem(
+            "--non-persistent-save-interval without --non-persistent-ckpt-type.",
+            "short-lived checkpoints are global or local",
+            "--non-persistent-ckpt-type",
+            fix="add --non-persistent-ckpt-type local",
+        )
+    if kind == "local" and run.non_persistent_local_ckpt_dir is None:
+        yield problem(
+            "--non-persistent-ckpt-type local without a directory.",
+            "local checkpoints lie on each node's own storage",
+            "--non-persistent-local-ckpt-dir",
+            fix="add --non-persistent-local-ckpt-dir /dev/shm/NAME",
+        )
+    if run.replication and kind != "local":
+        yield problem(
+            "--replication without local checkpoints.",
+            "copies are made of local checkpoints; others are not lost with a node",
+            "--replication", "--non-persistent-ckpt-type",
+            fix="add --non-persistent-ckpt-type local",
+        )  # fmt: skip
+    if run.replication_factor < 2 or (run.replication_jump or 1) < 1:
+        yield problem(
+            f"--replication-factor {run.replication_factor}, "
+            f"--replication-jump {run.replication_jump}.",
+            "at least one copy, on another rank",
+            "--replication-factor", "--replication-jump",
+            fix="use --replication-factor 2",
+        )  # fmt: skip
+
+
+@rule
 def checkpoints_have_a_place(run: ResolvedRun) -> Iterator[MegatronError]:
     """Flags of saving and loading name a directory."""
     for name in ("save_interval", "save_retain_interval"):

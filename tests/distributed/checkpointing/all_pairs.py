@@ -1,72 +1,153 @@
 """Every ordered pair of many layouts: python -m tests.distributed.checkpointing.all_pairs
 
-Saves a run in each layout, loads it in each other one, saves it again and compares digests.
-Prints a summary; exits 1 on any difference.
+For a tied and an untied model: saves a run in each layout, loads it in each other one, saves it
+again and compares digests; then lets each layout train 10 further steps from a checkpoint of
+another layout and compares the losses with the unbroken run. From tied to untied, checks that the
+head is the embedding and that nothing else changed. Prints a summary; exits 1 on any difference.
 """
 
 from __future__ import annotations
 
 import argparse
+import shutil
 import sys
 import tempfile
 import time
 from itertools import product
 from pathlib import Path
 
-from megatron.core.dist_checkpointing.digest import checkpoint_digest
+import torch
+
+from megatron.core.agreement import SingleProcess
+from megatron.core.dist_checkpointing.digest import checkpoint_digest, tensor_digests
+from megatron.core.dist_checkpointing.loader import open_contents
+from megatron.training.checkpointing.sources import EMBEDDING, HEAD, is_head
 from tests.distributed.checkpointing.gpt_run import (
     Layout,
     Model,
     load_each_and_save_again,
+    loss_of_each_step,
+    resume_and_train,
     train_and_save,
 )
 from tests.harness.distributed import run_distributed
+from tests.harness.tolerances import FP32_AFTER_OPTIMIZER
+
+STEPS_BEFORE, STEPS_AFTER = 2, 10
+CHECKPOINT = f"iter_{STEPS_BEFORE:07d}"
 
 
-def layouts(max_ranks: int) -> list[Layout]:
-    """TP {1,2,4} x PP {1,2,4} x VPP {1,2} x DP {1,2,4} x ZeRO {0,1}, up to `max_ranks` ranks."""
+def layouts(max_ranks: int, stages: tuple[int, ...]) -> list[Layout]:
+    """TP {1,2,4} x PP {1,2,4} x VPP {1,2} x DP {1,2,4} x ZeRO stages, up to `max_ranks` ranks."""
     found = []
     for tp, pp, dp in product((1, 2, 4), (1, 2, 4), (1, 2, 4)):
         if tp * pp * dp > max_ranks:
             continue
         for vp in (1, 2) if pp == 2 else (1,):
-            for zero in (0, 1) if dp > 1 else (0,):
+            for zero in stages if dp > 1 else (0,):
                 found.append(Layout(tp=tp, pp=pp, dp=dp, vp=vp, zero=zero, sp=tp == 4))
     return found
+
+
+def run(function, layout: Layout, *arguments) -> list:
+    """Run a job in a layout and return the results of its ranks."""
+    return run_distributed(function, layout.size, layout, *arguments, **layout.axes())
+
+
+def each_digest(path: Path) -> dict[str, str]:
+    """Return the digest of every tensor of a checkpoint."""
+    return dict(tensor_digests(open_contents(path, peers=SingleProcess())))
+
+
+class Table:
+    """Counts comparisons and keeps what differed."""
+
+    def __init__(self) -> None:
+        self.counts: dict[str, int] = {}
+        self.different: list[str] = []
+
+    def compare(self, kind: str, is_equal: bool, what: str) -> None:
+        """Count one comparison."""
+        self.counts[kind] = self.counts.get(kind, 0) + 1
+        if not is_equal:
+            self.different.append(f"{kind}: {what}")
+
+
+def check_pairs(every: list[Layout], model: Model, root: Path, table: Table) -> None:
+    """Compare the digests of all ordered pairs of layouts."""
+    kind = f"{'tied' if model.is_tied else 'untied'} to the same"
+    digests = {}
+    for layout in every:
+        run(train_and_save, layout, model, root / str(layout), STEPS_BEFORE)
+        digests[layout] = checkpoint_digest(root / str(layout) / CHECKPOINT)
+    for wanted in every:
+        work = [(root / str(source), root / f"{source}--{wanted}") for source in every]
+        run(load_each_and_save_again, wanted, model, work)
+        for source, (_, again) in zip(every, work, strict=True):
+            found = checkpoint_digest(again / CHECKPOINT)
+            table.compare(kind, found == digests[source], f"{source} -> {wanted}")
+            shutil.rmtree(again)
+
+
+def check_further_steps(every: list[Layout], model: Model, root: Path, table: Table) -> float:
+    """Train on in each layout from a checkpoint of the next one; return the largest error."""
+    total, worst = STEPS_BEFORE + STEPS_AFTER, 0.0
+    reference = run(resume_and_train, Layout(), model, root / "unbroken", [total])
+    expected = loss_of_each_step(reference, total)[STEPS_BEFORE:]
+    for number, wanted in enumerate(every):
+        source = every[(number + 1) % len(every)]
+        shutil.copytree(root / str(source), root / "on")
+        found = run(resume_and_train, wanted, model, root / "on", [STEPS_AFTER])
+        losses = loss_of_each_step(found, STEPS_AFTER)
+        error = float(((losses - expected).abs() / expected.abs()).max())
+        worst = max(worst, error)
+        is_close = torch.allclose(
+            losses, expected, rtol=FP32_AFTER_OPTIMIZER.rtol, atol=FP32_AFTER_OPTIMIZER.atol
+        )
+        what = f"{source} -> {wanted}: relative error of a loss {error:.1e}"
+        table.compare("10 further steps", is_close, what)
+        shutil.rmtree(root / "on")
+    return worst
+
+
+def check_untying(every: list[Layout], root: Path, table: Table) -> None:
+    """Load tied checkpoints into untied models of all layouts."""
+    for number, wanted in enumerate(every):
+        source = every[(number + 3) % len(every)]
+        where = root / "tied" / str(source)
+        run(load_each_and_save_again, wanted, Model(is_tied=False), [(where, root / "now")])
+        before, after = each_digest(where / CHECKPOINT), each_digest(root / "now" / CHECKPOINT)
+        expected = before | {
+            key: before[key.removesuffix(HEAD) + EMBEDDING] for key in after if is_head(key)
+        }
+        is_equal = after == expected and len(after) == len(before) + 3
+        table.compare("tied to untied", is_equal, f"{source} -> {wanted}")
+        shutil.rmtree(root / "now")
 
 
 def main() -> int:
     """Run all pairs and print what was found."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--max-ranks", type=int, default=4)
+    parser.add_argument("--stages", type=int, nargs="+", default=[0, 1, 2])
     arguments = parser.parse_args()
-    every, started_at = layouts(arguments.max_ranks), time.monotonic()
-    num_pairs, different = 0, []
-    for is_tied in (True, False):
-        model = Model(is_tied=is_tied)
-        with tempfile.TemporaryDirectory() as name:
-            root, digests = Path(name), {}
-            for layout in every:
-                where = root / str(layout)
-                run_distributed(
-                    train_and_save, layout.size, layout, model, where, 2, **layout.axes()
-                )
-                digests[layout] = checkpoint_digest(where / "iter_0000002")
-            for wanted in every:
-                work = [(root / str(source), root / f"{source}--{wanted}") for source in every]
-                run_distributed(
-                    load_each_and_save_again, wanted.size, wanted, model, work, **wanted.axes()
-                )
-                for source in every:
-                    num_pairs += 1
-                    found = checkpoint_digest(root / f"{source}--{wanted}" / "iter_0000002")
-                    if found != digests[source]:
-                        different.append(f"{source} -> {wanted} ({'' if is_tied else 'un'}tied)")
-    print(f"{len(every)} layouts, {num_pairs} ordered pairs, {len(different)} digests differ")
-    print(f"{time.monotonic() - started_at:.0f} s")
-    for pair in different:
-        print(f"  {pair}")
-    return int(bool(different))
+    every, started_at = layouts(arguments.max_ranks, tuple(arguments.stages)), time.monotonic()
+    table, worst = Table(), 0.0
+    with tempfile.TemporaryDirectory() as name:
+        root = Path(name)
+        for is_tied in (True, False):
+            model, where = Model(is_tied=is_tied), root / ("tied" if is_tied else "untied")
+            check_pairs(every, model, where, table)
+            worst = max(worst, check_further_steps(every, model, where, table))
+        check_untying(every, root, table)
+    print(f"{len(every)} layouts, {time.monotonic() - started_at:.0f} s")
+    for kind, count in table.counts.items():
+        print(f"  {kind}: {count}")
+    print(f"  largest relative error of a loss in {STEPS_AFTER} further steps: {worst:.1e}")
+    print(f"{len(table.different)} differ")
+    for what in table.different:
+        print(f"  {what}")
+    return int(bool(table.different))
 
 
 if __name__ == "__main__":

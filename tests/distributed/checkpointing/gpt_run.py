@@ -312,6 +312,12 @@ def resume_and_train(
     return losses
 
 
+def loss_of_each_step(results: list[list[float]], num_steps: int) -> torch.Tensor:
+    """Return the mean loss of each step from what `resume_and_train` returned on all ranks."""
+    of_ranks = [torch.tensor(losses, dtype=torch.float64) for losses in results if losses]
+    return torch.stack([losses.view(num_steps, -1).mean(dim=1) for losses in of_ranks]).mean(dim=0)
+
+
 def weights_after_loading(groups, layout: Layout, model: Model, directory: Path) -> dict:
     """Load and return this rank's parameters and main weights by name."""
     run = Run(groups, layout, model, seed=1, load=str(directory))

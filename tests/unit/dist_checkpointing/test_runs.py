@@ -257,9 +257,9 @@ def test_saved_is_said_only_after_the_commit_and_nothing_is_visible_before(
     may_write = threading.Event()
     honest = saver_module.write_shard_file
 
-    def slow(*args):
+    def slow(*args, **options):
         may_write.wait(20)
-        return honest(*args)
+        return honest(*args, **options)
 
     monkeypatch.setattr(saver_module, "write_shard_file", slow)
     saver = checkpointer(ram_path, TinyModel(1.0), async_save=True)
@@ -277,7 +277,7 @@ def test_saved_is_said_only_after_the_commit_and_nothing_is_visible_before(
 def test_an_error_of_the_background_writer_surfaces_at_a_step(ram_path: Path, monkeypatch) -> None:
     from megatron.core.dist_checkpointing import saver as saver_module
 
-    def full(*args):
+    def full(*args, **options):
         raise CheckpointError("ENOSPC while writing")
 
     saver = checkpointer(ram_path, TinyModel(1.0), async_save=True)

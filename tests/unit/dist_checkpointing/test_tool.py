@@ -7,8 +7,15 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing import ShardedTensor, commit
+from megatron.core.dist_checkpointing.digest import checkpoint_digest
+from megatron.core.dist_checkpointing.verify import verify_checkpoint
+from tests.unit.dist_checkpointing.ranks import must_succeed, run_ranks
 from tests.unit.dist_checkpointing.runs import TinyModel, checkpointer, save
+from tests.unit.dist_checkpointing.states import one_tensor
 from tests.unit.dist_checkpointing.test_corruption import damage
 
 
@@ -54,6 +61,85 @@ def test_digest_is_of_the_state_and_diff_tells_what_changed(tool, ram_path: Path
     assert tool.main(["diff", str(ram_path / "a"), str(ram_path / "b"), "--contents"]) == 0
     assert tool.main(["diff", str(ram_path / "a"), str(ram_path / "c"), "--contents"]) == 1
     assert "first.weight: contents differ" in capsys.readouterr().out
+
+
+def test_reshard_changes_files_and_not_the_state(tool, ram_path: Path, capsys) -> None:
+    three = run_ranks(
+        3,
+        lambda peers: dist_checkpointing.save(
+            {"w": ShardedTensor.from_rank_offsets(
+                "w", torch.full((2, 5), float(peers.rank)), (0, peers.rank, 3)),
+             "b": one_tensor("b", replica_id=peers.rank),
+             "optimizer.m": one_tensor("optimizer.m", replica_id=peers.rank),
+             "iteration": 7},
+            ram_path / "in" / "iter_0000007",
+            process_group=peers,
+        ),
+    )  # fmt: skip
+    must_succeed(three)
+    out = ram_path / "out" / "iter_0000007"
+    for files, expected in ((1, 1), (2, 2), (9, 3)):
+        assert tool.main(["reshard", str(ram_path / "in"), str(out.parent), "--files",
+                          str(files)]) == 0  # fmt: skip
+        assert len(list(out.glob("*.safetensors"))) == expected
+        assert checkpoint_digest(out) == checkpoint_digest(ram_path / "in" / "iter_0000007")
+        assert not verify_checkpoint(out).problems
+    assert commit.read_tracker(out.parent) == 7
+    assert tool.main(["reshard", str(ram_path / "in"), str(ram_path / "w"), "--weights"]) == 0
+    found = dist_checkpointing.load_plain_tensors(ram_path / "w" / "iter_0000007")
+    assert found.keys() == {"w", "b"}
+    assert found["w"][:, 0].tolist() == [0, 0, 1, 1, 2, 2]
+    damage(ram_path / "in" / "iter_0000007" / "__1_0.safetensors")
+    assert tool.main(["reshard", str(ram_path / "in"), str(ram_path / "x")]) == 1
+    assert "is corrupt" in capsys.readouterr().err
+    assert not list((ram_path / "x").glob("iter*"))
+
+
+def test_average_is_the_weighted_mean_and_loads_as_a_start(tool, ram_path: Path, capsys) -> None:
+    for name, value in (("a", 1), ("b", 4)):
+        save(ram_path / name, value)
+    sources = [str(ram_path / "a"), str(ram_path / "b")]
+    for factors, expected in (([], 2.5), (["--factors", "2", "1"], 2.0)):
+        assert tool.main(["average", str(ram_path / "out"), *sources, *factors]) == 0
+        model = TinyModel(-1.0)
+        settings = {"save": None, "load": None, "pretrained_checkpoint": str(ram_path / "out")}
+        restored = checkpointer(ram_path, model, **settings).load()
+        assert model.value() == expected
+        assert restored is not None
+        assert restored.progress.iteration == 0
+        assert restored.args["lr"] == 0.1
+    dist_checkpointing.save(
+        {"first.weight": one_tensor("first.weight")}, ram_path / "c/iter_0000001"
+    )
+    assert tool.main(["average", str(ram_path / "out"), *sources, str(ram_path / "c")]) == 1
+    assert tool.main(["average", str(ram_path / "out"), *sources, "--factors", "1"]) == 1
+    said = capsys.readouterr().err
+    assert "is of another model than" in said
+    assert "1 factors for 2 checkpoints" in said
+
+
+def test_prune_keeps_what_the_rule_keeps_and_deletes_nothing_for_a_damaged_one(
+    tool, ram_path: Path, capsys
+) -> None:
+    for iteration in (2, 4, 5, 6, 9):
+        save(ram_path, iteration)
+    words = ["prune", str(ram_path), "--keep-last", "2", "--keep-every", "4"]
+
+    def names() -> list[int]:
+        return sorted(f.iteration for f in commit.list_checkpoints(ram_path).checkpoints)
+
+    assert tool.main(words) == 0
+    assert "nothing was deleted" in capsys.readouterr().out
+    assert names() == [2, 4, 5, 6, 9]
+    newest = ram_path / "iter_0000009" / "__0_0.safetensors"
+    intact = newest.read_bytes()
+    damage(newest)
+    assert tool.main([*words, "--yes"]) == 1
+    assert names() == [2, 4, 5, 6, 9]
+    newest.write_bytes(intact)
+    assert tool.main([*words, "--yes"]) == 0
+    assert names() == [4, 6, 9]
+    assert tool.main(["prune", str(ram_path), "--keep-last", "0"]) == 1
 
 
 def test_it_runs_as_a_script_from_any_directory(ram_path: Path) -> None:

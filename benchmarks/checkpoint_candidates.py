@@ -1,0 +1,186 @@
+"""Ways to save and load the state of one rank, for `benchmarks.checkpoint`."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+from megatron.core import dist_checkpointing
+from megatron.core.capabilities import require
+from megatron.core.dist_checkpointing import AsyncSave, ShardedTensor
+
+HIDDEN = 1024
+
+
+def make_state(million_parameters: int, num_ranks: int) -> dict[str, Tensor]:
+    """Return this rank's rows of about so many parameters and of their two Adam moments, fp32."""
+    num_layers = max(1, million_parameters * 10**6 // (12 * HIDDEN * HIDDEN))
+    rows = {"qkv": 3 * HIDDEN, "proj": HIDDEN, "fc1": 4 * HIDDEN, "fc2": 4 * HIDDEN}
+    return {
+        f"{kind}{layer}.{name}": torch.randn(count // num_ranks, HIDDEN)
+        for kind in ("", "exp_avg.", "exp_avg_sq.")
+        for layer in range(num_layers)
+        for name, count in rows.items()
+    }
+
+
+class Candidates:
+    """The ways to save and load one rank's state in one directory; methods are collective."""
+
+    def __init__(self, state: dict[str, Tensor], root: Path) -> None:
+        self.state, self.root = state, root
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self.into = {key: torch.zeros_like(tensor) for key, tensor in state.items()}
+        self.num_bytes = sum(t.numel() * t.element_size() for t in state.values())
+        self.safetensors = require("safetensors.torch", purpose="comparing with safetensors")
+        self.mesh = init_device_mesh("cpu", (self.size,))
+
+    def path(self, name: str) -> Path:
+        """Return where a candidate writes: raw and safetensors a file per rank."""
+        return self.root / (f"{name}{self.rank}" if name in ("raw", "safetensors") else name)
+
+    def remove(self, name: str) -> None:
+        """Delete what an earlier turn wrote, and let the disk come to rest."""
+        path = self.path(name)
+        if path.is_file():
+            path.unlink()
+        elif self.rank == 0:
+            shutil.rmtree(path, ignore_errors=True)
+        os.sync()
+        dist.barrier()
+
+    def leave_cache(self, name: str) -> None:
+        """Let the next load come from the disk."""
+        path = self.path(name)
+        for file in path.iterdir() if path.is_dir() else [path]:
+            with open(file, "rb") as opened:
+                os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        dist.barrier()
+
+    # raw ------------------------------------------------------------------------------------
+
+    def save_raw(self) -> None:
+        """Write the bytes one after another, and sync."""
+        with open(self.path("raw"), "wb", buffering=0) as file:
+            for tensor in self.state.values():
+                file.write(tensor.view(-1).numpy().data)
+            os.fsync(file.fileno())
+
+    def load_raw(self) -> None:
+        """Read into fresh memory."""
+        self.path("raw").read_bytes()
+
+    def load_raw_in_place(self) -> None:
+        """Read into memory that was used before."""
+        with open(self.path("raw"), "rb", buffering=0) as file:
+            for tensor in self.into.values():
+                file.readinto(tensor.view(-1).numpy().data)
+
+    # safetensors ----------------------------------------------------------------------------
+
+    def save_safetensors(self) -> None:
+        """Use the library, and sync."""
+        self.safetensors.save_file(self.state, self.path("safetensors"))
+        with open(self.path("safetensors"), "rb") as file:
+            os.fsync(file.fileno())
+
+    def load_safetensors(self) -> None:
+        """Map the file, and copy it as a model that keeps its parameters does."""
+        loaded = self.safetensors.load_file(self.path("safetensors"))
+        for key, tensor in self.into.items():
+            tensor.copy_(loaded[key])
+
+    # torch ----------------------------------------------------------------------------------
+
+    def _distributed(self, tensors: dict[str, Tensor]) -> dict[str, DTensor]:
+        return {
+            key: DTensor.from_local(tensor, self.mesh, [Shard(0)], run_check=False)
+            for key, tensor in tensors.items()
+        }
+
+    def save_torch(self) -> None:
+        """Use torch.distributed.checkpoint, which syncs its files."""
+        dcp.save(self._distributed(self.state), checkpoint_id=self.path("torch"))
+
+    def load_torch(self) -> None:
+        """Load in place with torch.distributed.checkpoint."""
+        dcp.load(self._distributed(self.into), checkpoint_id=self.path("torch"))
+
+    # ours -----------------------------------------------------------------------------------
+
+    def declared(self, tensors: dict[str, Tensor]) -> dict[str, ShardedTensor]:
+        """Declare the rows of this rank."""
+        place = (0, self.rank, self.size)
+        return {key: ShardedTensor.from_rank_offsets(key, t, place) for key, t in tensors.items()}
+
+    def save_ours(self) -> None:
+        """Save durably, hashed and committed."""
+        dist_checkpointing.save(self.declared(self.state), self.path("ours"))
+
+    def begin_ours(self) -> AsyncSave:
+        """Begin an asynchronous save."""
+        handle = dist_checkpointing.save(
+            self.declared(self.state), self.path("ours"), async_sharded_save=True
+        )
+        assert handle is not None
+        return handle
+
+    def load_ours(self) -> None:
+        """Load in place, verified."""
+        dist_checkpointing.load(self.declared(self.into), self.path("ours"))
+
+
+class Peer:
+    """megatron-core in another environment: the same sizes, driven through a pipe.
+
+    One process per rank runs `checkpoint_peer.py` with that environment's Python.
+    """
+
+    def __init__(self, python: str, candidates: Candidates, arguments: list[str]) -> None:
+        script = Path(__file__).parent / "checkpoint_peer.py"
+        self.process = subprocess.Popen(
+            [python, str(script), str(candidates.path("megatron")), *arguments],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1,
+        )  # fmt: skip
+        self._answer()
+
+    def _answer(self) -> tuple[float, float]:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if line.startswith("peer: "):
+                wall, processor = map(float, line.split()[1:])
+                return wall, processor
+        raise RuntimeError(f"the peer ended with status {self.process.wait()}")
+
+    def turn(self, what: str) -> tuple[float, float]:
+        """Let it save, load or begin; return (wall seconds, processor seconds) as it measured."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(what + "\n")
+        return self._answer()
+
+    def close(self) -> None:
+        """End it."""
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.process.wait(60)
+
+
+def busy_step(weight: Tensor) -> Callable[[], None]:
+    """Return a step of a training loop: matrix products of one thread."""
+    activations = torch.randn(256, HIDDEN)
+
+    def step() -> None:
+        for _ in range(4):
+            torch.mm(activations, weight)
+
+    return step

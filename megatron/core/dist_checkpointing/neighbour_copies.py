@@ -1,0 +1,137 @@
+"""Copies of each rank's files on another node, exchanged without a shared file system.
+
+Ranks form rings: rank r sends to rank r + distance and receives from rank r - distance. With a
+distance of the ranks per node, a copy lies on another node. All ranks send and receive at once, in
+chunks, so a rank needs two chunks of memory.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from megatron.core.agreement import GroupPeers
+from megatron.core.dist_checkpointing import commit
+from megatron.core.dist_checkpointing.durable import open_file, write_all
+from megatron.core.dist_checkpointing.exchange import together
+from megatron.core.dist_checkpointing.manifest import MANIFEST_NAME, METADATA_NAME
+from megatron.core.dist_checkpointing.shard_file import as_bytes
+
+CHUNK_BYTES = 16 << 20
+_RUN = "c09e"
+"""Marks the unfinished copy of a checkpoint, as a run's name does for an unfinished save."""
+
+
+@dataclass(frozen=True)
+class Parcel:
+    """The files of one checkpoint directory, in the order they travel."""
+
+    files: tuple[tuple[str, int], ...] = ()
+    """(name, bytes)."""
+
+    @staticmethod
+    def of(directory: Path) -> Parcel:
+        """Describe a checkpoint by its own manifest; files that it does not list stay behind."""
+        manifest = commit.open_checkpoint(directory)
+        sizes = {name: file.size for name, file in manifest.files.items()}
+        for name in (MANIFEST_NAME, METADATA_NAME):
+            with open_file(directory, name) as file:
+                sizes[name] = file.size
+        return Parcel(tuple(sizes.items()))
+
+    def chunks(self) -> Iterator[tuple[str, int, int]]:
+        """Yield (name, first byte, bytes); no chunk is longer than CHUNK_BYTES."""
+        for name, size in self.files:
+            for begin in range(0, size, CHUNK_BYTES):
+                yield name, begin, min(CHUNK_BYTES, size - begin)
+
+
+def exchange_directories(
+    source: Path | None,
+    target: Path | None,
+    *,
+    send_to: int,
+    receive_from: int,
+    peers: GroupPeers,
+) -> None:
+    """Send a checkpoint directory to one rank while another sends one here: collective.
+
+    Args:
+        source: what to send; None sends nothing.
+        target: where to put what comes, replaced when it is complete; hashes are checked when it
+            is loaded. None where nothing comes.
+        send_to, receive_from: ranks of `peers`; the other side names this one.
+    Raises:
+        CheckpointError: on every rank, if any rank could not read or write.
+    """
+    doing = "copying a checkpoint to another node"
+
+    def global_rank(rank: int) -> int:
+        return rank if peers.group is None else dist.get_global_rank(peers.group, rank)
+
+    own = together(peers, doing, lambda: Parcel() if source is None else Parcel.of(source))
+    parcels: list[Parcel] = [Parcel()] * peers.size
+    dist.all_gather_object(parcels, own, group=peers.group)
+    coming = Parcel() if target is None else parcels[receive_from]
+    staging = None if target is None else commit.staging_directory(target, _RUN)
+
+    def make_room() -> None:
+        if staging is not None:
+            shutil.rmtree(staging, ignore_errors=True)
+            staging.mkdir(parents=True)
+
+    together(peers, doing, make_room)
+    # What fails on one rank must not keep it from taking part in the exchange.
+    problem: Exception | None = None
+    outgoing, incoming = list(own.chunks()), list(coming.chunks())
+    to_send, received = (torch.empty(CHUNK_BYTES, dtype=torch.uint8) for _ in range(2))
+    for index in range(max(len(outgoing), len(incoming))):
+        handles: list[dist.Work | None] = []
+        if index < len(incoming):
+            part = received[: incoming[index][2]]
+            handles.append(dist.irecv(part, global_rank(receive_from), group=peers.group))
+        if index < len(outgoing):
+            name, begin, count = outgoing[index]
+            try:
+                assert source is not None
+                with open_file(source, name) as file:
+                    file.read_into(as_bytes(to_send[:count]), begin)
+            except Exception as error:
+                problem = problem or error
+            handles.append(dist.isend(to_send[:count], global_rank(send_to), group=peers.group))
+        for handle in handles:
+            assert handle is not None, "both ranks belong to the group"
+            handle.wait()
+        if index < len(incoming) and problem is None:
+            try:
+                assert staging is not None
+                _append(staging, incoming[index], as_bytes(part))
+            except Exception as error:
+                problem = error
+
+    def finish() -> None:
+        if problem is not None:
+            raise problem
+        if staging is not None and target is not None:
+            shutil.rmtree(target, ignore_errors=True)
+            os.rename(staging, target)
+
+    together(peers, doing, finish)
+
+
+def _append(directory: Path, chunk: tuple[str, int, int], data: memoryview) -> None:
+    name, begin, _ = chunk
+    if name != os.path.basename(name):
+        raise ValueError(f"a file name with a path in it: {name!r}")
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | (os.O_EXCL if not begin else 0)
+    descriptor = os.open(directory / name, flags, 0o644)
+    try:
+        write_all(descriptor, data)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,147 @@
+"""Write a checkpoint from whole tensors that are produced one after another, without a run.
+
+One process, and as much memory as the largest file: for tools that change files and not state.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.core.dist_checkpointing import commit
+from megatron.core.dist_checkpointing.durable import (
+    describe_os_error,
+    sync_directory,
+    write_durably,
+)
+from megatron.core.dist_checkpointing.flat_ranges import describe_box
+from megatron.core.dist_checkpointing.loader import Contents
+from megatron.core.dist_checkpointing.manifest import (
+    COMMON_NAME,
+    ManifestFile,
+    Shard,
+    StoredTensor,
+    build_manifest,
+)
+from megatron.core.dist_checkpointing.planner import ShardIndex
+from megatron.core.dist_checkpointing.shard_file import (
+    DTYPES,
+    element_bytes,
+    hash_of,
+    room_for,
+    storage_order,
+    write_shard_file,
+)
+from megatron.core.dist_checkpointing.shard_reader import ShardReader
+from megatron.core.dist_checkpointing.typed_json import dump_bytes
+from megatron.core.dist_checkpointing.work_threads import threads_per_rank
+
+
+@dataclass(frozen=True)
+class Produced:
+    """A tensor to be written: what it is, and how to get it."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    is_padded: bool
+    produce: Callable[[], Tensor]
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the tensor."""
+        return torch.Size(self.shape).numel() * element_bytes(self.dtype)
+
+
+def read_whole(contents: Contents, tensor: StoredTensor, reader: ShardReader) -> Tensor:
+    """Return a stored tensor, put together and verified; on the CPU."""
+    whole = torch.empty(tensor.shape, dtype=DTYPES[tensor.dtype])
+    zero = (0,) * len(tensor.shape)
+    for read in ShardIndex(tensor).reads((zero, tensor.shape)):
+        into = whole
+        for dim, (offset, length) in enumerate(zip(*read.in_wanted, strict=True)):
+            into = into.narrow(dim, offset, length)
+        reader.start(tensor, read, into)
+    reader.finish()
+    return whole
+
+
+def plain_form(contents: Contents) -> dict[str, Any]:
+    """Return the JSON form of all that is not a tensor, as common.json holds it."""
+    return {"common": contents.common, "objects": contents.objects}
+
+
+def write_whole_tensors(
+    final: Path,
+    tensors: Mapping[str, Produced],
+    plain: dict[str, Any],
+    info: Mapping[str, Any],
+    *,
+    num_files: int,
+) -> None:
+    """Write and commit a checkpoint of whole tensors.
+
+    Args:
+        final: the checkpoint, for example OUT/iter_0000010; replaced if it exists.
+        plain: see `plain_form`.
+        num_files: the tensors are balanced over so many files.
+    Raises:
+        CheckpointError: the storage refused; nothing is left behind.
+    """
+    run, common = secrets.token_hex(6), dump_bytes(plain)
+    problem = room_for(final, sum(t.num_bytes for t in tensors.values()) + len(common))
+    if problem is not None:
+        raise problem
+    files: dict[str, ManifestFile] = {}
+    shards: dict[str, list[Shard]] = {key: [] for key in tensors}
+    staging = commit.staging_directory(final, run)
+    try:
+        commit.begin(final, run)
+        for number, keys in enumerate(_balanced(tensors, num_files)):
+            name = f"__{number}_0.safetensors"
+            stored = write_shard_file(
+                staging / name,
+                [(key + describe_box(_whole(tensors[key])), tensors[key].produce())
+                 for key in keys],
+                {"format": "pt", "checkpoint": final.name, "run": run},
+                num_threads=threads_per_rank(),
+            )  # fmt: skip
+            begin = stored.shards[0].begin if stored.shards else stored.size
+            files[name] = ManifestFile(stored.size, stored.header_hash, begin)
+            for key, shard in zip(keys, stored.shards, strict=True):
+                shards[key].append(Shard(*_whole(tensors[key]), name, shard.begin, shard.hashes))
+        write_durably(staging / COMMON_NAME, common)
+        sync_directory(staging)
+        files[COMMON_NAME] = ManifestFile(len(common), hash_of(common))
+        described = {k: (t.dtype, t.shape, t.is_padded) for k, t in tensors.items()}
+        manifest = build_manifest(final.name, run, files, described, shards, info)
+        commit.publish(staging, final, manifest, run)
+    except OSError as error:
+        commit.abandon(staging)
+        raise describe_os_error(error, path=staging, doing="writing") from error
+    except BaseException:
+        commit.abandon(staging)
+        raise
+
+
+def _whole(tensor: Produced) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    return (0,) * len(tensor.shape), tensor.shape
+
+
+def _balanced(tensors: Mapping[str, Produced], num_files: int) -> list[list[str]]:
+    """Give each file about the same bytes; return the keys of each in storage order."""
+    loads, parts = [0] * num_files, [list[str]() for _ in range(num_files)]
+    for key in sorted(tensors, key=lambda k: (-tensors[k].num_bytes, k)):
+        lightest = loads.index(min(loads))
+        parts[lightest].append(key)
+        loads[lightest] += tensors[key].num_bytes
+    ordered = []
+    for keys in filter(None, parts):
+        keys.sort()
+        ordered.append([keys[i] for i in storage_order([tensors[k].dtype for k in keys])])
+    return ordered

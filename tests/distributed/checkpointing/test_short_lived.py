@@ -1,0 +1,146 @@
+"""Short-lived checkpoints: a process, a node or its files are lost, and the run goes on."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.core.errors import CheckpointError
+from tests.distributed.checkpointing.gpt_run import Layout, Model, Run
+from tests.harness.distributed import run_distributed
+from tests.unit.dist_checkpointing.test_corruption import damage
+
+LAYOUT, MODEL = Layout(tp=2, dp=2, zero=1), Model()
+SHARD = "__0_0.safetensors"
+
+
+def settings_of(root: Path, rank: int, **settings: Any) -> dict[str, Any]:
+    """Two nodes of two ranks, each with storage of its own."""
+    return {
+        "save": str(root / "shared"),
+        "load": str(root / "shared"),
+        "non_persistent_ckpt_type": "local",
+        "non_persistent_local_ckpt_dir": str(root / f"node{rank // 2}"),
+        "replication": True,
+        "replication_jump": 2,
+    } | settings
+
+
+def train_and_stop(
+    groups, root: Path, kept: int | None, short_lived: int, total: int, settings: dict
+) -> list[float]:
+    """Train `total` steps; save at step `kept` for good and at `short_lived` on the nodes."""
+    run = Run(groups, LAYOUT, MODEL, **settings_of(root, torch.distributed.get_rank(), **settings))
+    for step in range(1, total + 1):
+        run.train(1)
+        if step == kept:
+            run.save()
+        if step == short_lived:
+            run.checkpointer.save_short_lived(run.progress)
+    run.checkpointer.close()
+    return run.losses
+
+
+def go_on(groups, root: Path, total: int, settings: dict) -> tuple[int, list[float]]:
+    """Load what is there and train to step `total`; return where it began, and the losses."""
+    run = Run(
+        groups, LAYOUT, MODEL, seed=1, **settings_of(root, torch.distributed.get_rank(), **settings)
+    )
+    restored = run.load()
+    begin = run.progress.iteration if restored is not None else -1
+    run.train(total - run.progress.iteration)
+    return begin, run.losses
+
+
+def first_run(root: Path, **settings: Any) -> list[list[float]]:
+    """Keep step 1, put step 3 on the nodes, and go on to step 5 as if nothing happened."""
+    return run_distributed(train_and_stop, 4, root, 1, 3, 5, settings, tp=2)
+
+
+def restart(root: Path, **settings: Any) -> tuple[int, list[list[float]]]:
+    """Start again to step 5."""
+    results = run_distributed(go_on, 4, root, 5, settings, tp=2)
+    (begin,) = {begin for begin, _ in results}
+    return begin, [losses for _, losses in results]
+
+
+def lose_nothing(root: Path) -> None:
+    """A process died; all files are there."""
+
+
+def lose_node(root: Path) -> None:
+    """The storage of node 1 is gone."""
+    shutil.rmtree(root / "node1")
+
+
+def lose_a_file(root: Path) -> None:
+    """A shard of rank 3 has a flipped bit."""
+    damage(root / "node1" / "rank_00003" / "iter_0000003" / SHARD)
+
+
+def lose_during_a_save(root: Path) -> None:
+    """One node has a newer iteration that the other never finished."""
+    for name in ("rank_00000", "rank_00001"):
+        own = root / "node0" / name
+        shutil.copytree(own / "iter_0000003", own / "iter_0000004")
+        os.rename(own / "iter_0000004", own / "iter_0000004.tmp-0badcafe")
+
+
+def lose_both(root: Path) -> None:
+    """The owner's files and the copy are gone: only the shared directory is left."""
+    lose_node(root)
+    shutil.rmtree(root / "node0" / "copy_of_rank_00002")
+
+
+@pytest.mark.parametrize(
+    ("lose", "expected"),
+    [(lose_nothing, 3), (lose_node, 3), (lose_a_file, 3), (lose_during_a_save, 3), (lose_both, 1)],
+)
+def test_a_run_goes_on_bit_for_bit_after_a_loss(lose, expected: int, ram_path: Path) -> None:
+    unbroken = first_run(ram_path)
+    lose(ram_path)
+    begin, losses = restart(ram_path)
+    assert begin == expected
+    per_step = len(unbroken[0]) // 5
+    assert losses == [of_rank[begin * per_step :] for of_rank in unbroken]
+
+
+def test_what_does_not_belong_to_the_run_is_passed_over(ram_path: Path) -> None:
+    first_run(ram_path)
+    elsewhere = {"save": str(ram_path / "other"), "load": str(ram_path / "other")}
+    assert restart(ram_path, **elsewhere)[0] == -1  # another run's save directory
+    alone = {"replication": False}
+    results = run_distributed(go_on, 2, ram_path, 3, alone, tp=2)  # another layout: the kept one
+    assert [begin for begin, _ in results] == [1, 1]
+
+
+def test_a_global_one_loads_in_any_layout_and_replaces_the_one_before(ram_path: Path) -> None:
+    kind = {"non_persistent_ckpt_type": "global"}
+    first_run(ram_path, **kind)
+    place = ram_path / "shared" / "non_persistent"
+    assert [path.name for path in place.glob("iter_*")] == ["iter_0000003"]
+    assert restart(ram_path, **kind)[0] == 3
+    results = run_distributed(go_on, 2, ram_path, 4, kind, tp=2)
+    assert [begin for begin, _ in results] == [3, 3]
+    damage(next(place.glob("iter_0000003/*.safetensors")))
+    assert restart(ram_path, **kind)[0] == 1
+
+
+def bad_distance(groups, root: Path) -> str:
+    run = Run(groups, LAYOUT, MODEL, **settings_of(root, 0, replication_jump=4))
+    try:
+        run.checkpointer.save_short_lived(run.progress)
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+def test_a_copy_that_would_lie_with_its_owner_is_refused(ram_path: Path) -> None:
+    for message in run_distributed(bad_distance, 4, ram_path, tp=2):
+        assert "would lie with its owner" in message
+        assert "--replication-jump" in message

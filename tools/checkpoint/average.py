@@ -1,0 +1,116 @@
+"""Write the average of the weights of several checkpoints of one model, as a release.
+
+Averaging the last checkpoints of a run often gives a better model than the last one alone
+(Izmailov et al., "Averaging Weights Leads to Wider Optima and Better Generalization", section 3,
+arXiv 1803.05407). Each weight is taken in its most precise stored form and averaged in fp64; the
+result is stored in the precision of the first checkpoint's weights, without optimizer state:
+train on from it with --pretrained-checkpoint OUT.
+"""
+
+from __future__ import annotations
+
+import argparse
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megatron.core.dist_checkpointing import commit, typed_json
+from megatron.core.dist_checkpointing.lease import Lease
+from megatron.core.dist_checkpointing.loader import Contents
+from megatron.core.dist_checkpointing.rewrite import Produced, read_whole, write_whole_tensors
+from megatron.core.dist_checkpointing.shard_file import DTYPES
+from megatron.core.dist_checkpointing.shard_reader import ShardReader
+from megatron.core.errors import CheckpointError
+from megatron.training.checkpointing.sources import MAIN_WEIGHT_PREFIX
+from tools.checkpoint.opening import OPTIMIZER_PREFIX, checkpoint_in, opened, settings_of
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    parser.add_argument("out", help="the save directory to write OUT/release to")
+    parser.add_argument("paths", nargs="+", help="checkpoints, or save directories")
+    parser.add_argument(
+        "--factors", type=float, nargs="+", help="one per checkpoint; scaled to a sum of 1"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Write and return 0."""
+    every = [opened(checkpoint_in(Path(path))) for path in arguments.paths]
+    factors = arguments.factors or [1.0] * len(every)
+    if len(factors) != len(every) or not sum(factors) > 0:
+        raise CheckpointError(
+            f"{len(factors)} factors for {len(every)} checkpoints, with a sum of {sum(factors):g}.",
+            rule="each checkpoint has a factor, and their sum is positive",
+            flags=["--factors"],
+        )
+    shares = [factor / sum(factors) for factor in factors]
+    weights = {
+        key: tensor
+        for key, tensor in every[0].manifest.tensors.items()
+        if not key.startswith(OPTIMIZER_PREFIX)
+    }
+    for other in every[1:]:
+        _check_same_model(every[0], other)
+    out = Path(arguments.out)
+    lease = Lease.acquire(out)
+    try:
+        with ExitStack() as stack:
+            readers = [stack.enter_context(ShardReader(c.directory, c.manifest)) for c in every]
+
+            def average(key: str) -> Tensor:
+                total = None
+                for contents, reader, share in zip(every, readers, shares, strict=True):
+                    stored = contents.manifest.tensors
+                    source = stored.get(MAIN_WEIGHT_PREFIX + key, stored[key])
+                    part = read_whole(contents, source, reader)
+                    if not part.is_floating_point():
+                        return part  # a count or a mask: the first one's
+                    part = part.double().mul_(share)
+                    total = part if total is None else total.add_(part)
+                assert total is not None
+                return total.to(DTYPES[weights[key].dtype])
+
+            tensors = {
+                key: Produced(t.dtype, t.shape, t.is_padded, lambda key=key: average(key))
+                for key, t in weights.items()
+            }
+            state = every[0].common_state()
+            args = argparse.Namespace(**settings_of(state))
+            kept = {"args": args, "checkpoint_version": state.get("checkpoint_version", 4.0)}
+            plain = {"common": typed_json.encode(kept), "objects": {}}
+            sources = [
+                {"path": str(c.directory), "run": c.manifest.run, "share": share}
+                for c, share in zip(every, shares, strict=True)
+            ]
+            info = dict(every[0].manifest.info) | {"average_of": sources}
+            write_whole_tensors(out / commit.RELEASE, tensors, plain, info, num_files=1)
+        commit.write_tracker(out, commit.RELEASE)
+    finally:
+        lease.release()
+    for source in sources:
+        print(f"{source['share']:.4f} x {source['path']}")
+    print(f"{out / commit.RELEASE}: {len(tensors)} tensors")
+    return 0
+
+
+def _check_same_model(first: Contents, other: Contents) -> None:
+    kinds = [
+        {
+            key: (tuple(t.shape), torch.empty(0, dtype=DTYPES[t.dtype]).is_floating_point())
+            for key, t in contents.manifest.tensors.items()
+            if not key.startswith(OPTIMIZER_PREFIX)
+        }
+        for contents in (first, other)
+    ]
+    if kinds[0] != kinds[1]:
+        key = sorted(k for k in kinds[0].keys() | kinds[1].keys()
+                     if kinds[0].get(k) != kinds[1].get(k))[0]  # fmt: skip
+        raise CheckpointError(
+            f"{other.directory} is of another model than {first.directory}: {key} is "
+            f"{kinds[1].get(key, ('absent',))[0]} instead of {kinds[0].get(key, ('absent',))[0]}.",
+            rule="only checkpoints of one model, with the same padding, are averaged",
+            fix="reload both in one layout and save them, or compare them with diff",
+        )

@@ -1,0 +1,60 @@
+"""Write a checkpoint again with whole tensors in a given number of files.
+
+No run needs this: every checkpoint loads in every layout. It is for people who carry checkpoints
+around: thousands of shard files become a few, each tensor lies in one piece that any safetensors
+reader understands, and optimizer state can be left out. The digest stays the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from megatron.core.dist_checkpointing import commit
+from megatron.core.dist_checkpointing.lease import Lease
+from megatron.core.dist_checkpointing.rewrite import (
+    Produced,
+    plain_form,
+    read_whole,
+    write_whole_tensors,
+)
+from megatron.core.dist_checkpointing.shard_reader import ShardReader
+from tools.checkpoint.opening import OPTIMIZER_PREFIX, add_path, opened, size_text
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    add_path(parser)
+    parser.add_argument("out", help="the save directory to write to")
+    parser.add_argument("--files", type=int, default=1, help="how many shard files; default 1")
+    parser.add_argument("--weights", action="store_true", help="leave optimizer state out")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Write and return 0."""
+    contents = opened(Path(arguments.path))
+    found = contents.manifest.tensors
+    out = Path(arguments.out)
+    final = out / contents.directory.name
+    lease = Lease.acquire(out)
+    try:
+        with ShardReader(contents.directory, contents.manifest) as reader:
+            tensors = {
+                key: Produced(
+                    t.dtype, t.shape, t.is_padded, lambda t=t: read_whole(contents, t, reader)
+                )
+                for key, t in found.items()
+                if not (arguments.weights and key.startswith(OPTIMIZER_PREFIX))
+            }
+            info = contents.manifest.info
+            write_whole_tensors(
+                final, tensors, plain_form(contents), info, num_files=max(1, arguments.files)
+            )
+        name = final.name.removeprefix("iter_")
+        if name == commit.RELEASE or name.isdecimal():
+            commit.write_tracker(out, name if name == commit.RELEASE else int(name))
+    finally:
+        lease.release()
+    size = sum(t.num_bytes for t in tensors.values())
+    print(f"{final}: {len(tensors)} tensors, {size_text(size)}")
+    return 0
