@@ -8,13 +8,14 @@ pipeline stage, padding of the vocabulary and construction order play no part.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from megatron.core.param_meta import ParamMeta, full_shape, get_param_meta, local_ranges, shard_of
 from megatron.core.rng import derive_seed
@@ -23,6 +24,8 @@ ROWS_PER_BLOCK = 128
 """Rows drawn under one seed. Fixed, so a longer (padded) tensor begins with the same rows."""
 
 _deferred: ContextVar[bool] = ContextVar("deferred_initialization", default=False)
+_allocates: ContextVar[bool] = ContextVar("parameter_allocation", default=True)
+_PENDING = "_deferred_weights"
 
 
 class NormalInit:
@@ -55,10 +58,49 @@ def scaled_init_method_normal(sigma: float, num_layers: int, multiplier: float =
 def deferred_initialization() -> Iterator[None]:
     """Inside, layers leave their weights unfilled: the caller will `initialize_parameters`."""
     token = _deferred.set(True)
+    hook = None
+    if not _allocates.get():
+        hook = register_module_parameter_registration_hook(_free_if_drawn)
     try:
         yield
     finally:
         _deferred.reset(token)
+        if hook is not None:
+            hook.remove()
+
+
+@contextmanager
+def parameters_without_memory() -> Iterator[None]:
+    """Inside, models that initialise themselves by name get no memory for weights to be drawn.
+
+    For models that do not fit as a whole: whoever shards the model calls `fill_deferred_weights`
+    for a few modules at a time. Weights that are not drawn (norms, biases) are small
+    and are made as usual.
+    """
+    token = _allocates.set(False)
+    try:
+        yield
+    finally:
+        _allocates.reset(token)
+
+
+def _free_if_drawn(module: nn.Module, name: str, parameter: Tensor | None) -> None:
+    if parameter is not None and get_param_meta(parameter).init_method is not None:
+        parameter.data = without_memory(parameter)
+
+
+def without_memory(tensor: Tensor) -> Tensor:
+    """Return a tensor of the same shape whose elements are all the same NaN: 4 bytes.
+
+    It stands for values that are not here; reading it by mistake gives NaN, not the contents of
+    some other memory.
+    """
+    return torch.full((), math.nan, dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
+
+
+def has_memory(tensor: Tensor) -> bool:
+    """Return whether a tensor has memory of its own for each element."""
+    return tensor.numel() <= 1 or any(tensor.stride())
 
 
 def initialization_is_deferred() -> bool:
@@ -170,29 +212,84 @@ def initialize_parameters(
         axis_rank, axis_size: this rank's place on the axes that ParamMeta.split_axis may name
             ("tp", "expt_tp").
     """
-    names = canonical_names(module)
-    for prefix, owner in module.named_modules():
-        own = list(owner.named_parameters(recurse=False))
-        if not own:
-            continue
+    weights = DeferredWeights(module, seed, axis_rank, axis_size)
+    if all(has_memory(parameter) for parameter in module.parameters()):
+        weights.fill(module.parameters())
+    else:
+        setattr(module, _PENDING, weights)
+
+
+class DeferredWeights:
+    """The initial values of a model, to be made for a few parameters at a time."""
+
+    def __init__(
+        self, module: nn.Module, seed: int, axis_rank: dict[str, int], axis_size: dict[str, int]
+    ) -> None:
+        self._seed, self._axis_rank, self._axis_size = seed, axis_rank, axis_size
+        names = canonical_names(module)
+        self._owners: list[tuple[nn.Module, list[tuple[str, nn.Parameter]]]] = []
+        """Modules and their own parameters, each with its canonical name."""
+        for prefix, owner in module.named_modules():
+            own = [
+                (names[f"{prefix}.{leaf}" if prefix else leaf], parameter)
+                for leaf, parameter in owner.named_parameters(recurse=False)
+            ]
+            if own:
+                self._owners.append((owner, own))
+
+    def fill(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Give values (and memory, where there is none) to all modules that own one of these.
+
+        A module is filled once: the first of its parameters brings all of them.
+        """
+        wanted = {id(parameter) for parameter in parameters}
+        left, self._owners = self._owners, []
+        for owner, own in left:
+            if any(id(parameter) in wanted for _, parameter in own):
+                self._fill(owner, own)
+            else:
+                self._owners.append((owner, own))
+
+    def _fill(self, owner: nn.Module, own: list[tuple[str, nn.Parameter]]) -> None:
+        allocate([parameter for _, parameter in own])
         plain = [p for _, p in own if get_param_meta(p).init_method is None]
         if plain and hasattr(owner, "reset_parameters"):
-            leaf = f"{prefix}.{own[0][0]}" if prefix else own[0][0]
-            canonical_owner = names[leaf].rpartition(".")[0]
-            with _forked(plain[0].device, derive_seed(seed, "reset", canonical_owner)):
-                owner.reset_parameters()
-        for leaf, parameter in own:
+            canonical_owner = own[0][0].rpartition(".")[0]
+            reset: Callable[[], None] = getattr(owner, "reset_parameters")  # noqa: B009
+            with _forked(plain[0].device, derive_seed(self._seed, "reset", canonical_owner)):
+                reset()
+        for name, parameter in own:
             meta = get_param_meta(parameter)
             if meta.init_method is None:
                 continue
-            local_name = f"{prefix}.{leaf}" if prefix else leaf
             axis = meta.split_axis or "tp"
             draw_parameter(
                 parameter,
                 meta,
                 meta.init_method,
-                seed=seed,
-                name=meta.tied_to or names[local_name],
-                axis_rank=axis_rank.get(axis, 0),
-                axis_size=axis_size.get(axis, 1),
+                seed=self._seed,
+                name=meta.tied_to or name,
+                axis_rank=self._axis_rank.get(axis, 0),
+                axis_size=self._axis_size.get(axis, 1),
             )
+
+
+def allocate(parameters: Iterable[nn.Parameter]) -> None:
+    """Give zeros to the parameters that have no memory."""
+    for parameter in parameters:
+        if not has_memory(parameter):
+            parameter.data = torch.zeros(
+                parameter.shape, dtype=parameter.dtype, device=parameter.device
+            )
+
+
+def fill_deferred_weights(module: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
+    """Give initial values, and memory, to those of `parameters` that a constructor left without.
+
+    Zeros where the model was built without initialisation, because a checkpoint will be loaded.
+    """
+    for owner in module.modules():
+        weights: DeferredWeights | None = getattr(owner, _PENDING, None)
+        if weights is not None:
+            weights.fill(parameters)
+    allocate(parameters)

@@ -147,7 +147,9 @@ def _topology(v: _Derived, world_size: int) -> None:
 def _replication(v: _Derived) -> None:
     """One rung of the ladder, whichever flag names it."""
     rung, formula = v["data_parallel_sharding_strategy"], "--data-parallel-sharding-strategy"
-    if rung is None and v["use_distributed_optimizer"]:
+    if rung is None and v["use_megatron_fsdp"]:
+        rung, formula = "optim_grads_params", "--use-megatron-fsdp"
+    elif rung is None and v["use_distributed_optimizer"]:
         rung, formula = "optim", "--use-distributed-optimizer"
     v.note("data_parallel_sharding_strategy", rung or "no_shard", formula if rung else "default")
     if v["data_parallel_sharding_strategy"] != "no_shard":

@@ -15,19 +15,38 @@ class LayoutCase:
     pp: int = 1
     vp: int = 1
     dp: int = 1
-    zero: bool = False
-    """Shard the optimizer state over the data-parallel ranks."""
+    stage: int = 0
+    """Rung of the sharding ladder: 0 nothing, 1 optimizer state, 2 gradients, 3 parameters."""
+    instances: int = 1
+    """Copies of the sharded state."""
+    samples: int = 8
+    """Samples of a step."""
+    micro_batch_size: int = 1
 
     @property
     def world_size(self) -> int:
         """Number of ranks."""
         return self.tp * self.pp * self.dp
 
+    @property
+    def num_microbatches(self) -> int:
+        """Micro batches of each replica in a step."""
+        return self.samples // (self.dp * self.micro_batch_size)
+
+    @property
+    def serial(self) -> LayoutCase:
+        """One process that computes the same step."""
+        return LayoutCase(samples=self.samples, micro_batch_size=self.micro_batch_size)
+
     def __str__(self) -> str:
         parts = [f"tp{self.tp}{'+sp' if self.sp else ''}", f"pp{self.pp}"]
         if self.pp > 1:
             parts.append(f"vp{self.vp}")
-        parts.append(f"dp{self.dp}{'+zero1' if self.zero else ''}")
+        parts.append(f"dp{self.dp}{f'+zero{self.stage}' if self.stage else ''}")
+        if self.instances > 1:
+            parts.append(f"x{self.instances}")
+        if (self.samples, self.micro_batch_size) != (8, 1):
+            parts.append(f"m{self.num_microbatches}")
         return " ".join(parts)
 
 

@@ -27,7 +27,14 @@ HEADER = (
 def run_case(layout: LayoutCase, model: ModelCase) -> Run:
     """Train in `layout` on worker processes and return the assembled model."""
     reports = run_distributed(
-        train, layout.world_size, layout, model, tp=layout.tp, pp=layout.pp, vp=layout.vp
+        train,
+        layout.world_size,
+        layout,
+        model,
+        tp=layout.tp,
+        pp=layout.pp,
+        vp=layout.vp,
+        num_distributed_optimizer_instances=layout.instances,
     )
     return assemble(reports)
 
@@ -57,12 +64,9 @@ def main() -> int:
         "--models", default="", help='only models whose name begins so, e.g. "llama tied"'
     )
     parser.add_argument("--max-ranks", type=int, default=8, help="largest world size")
-    parser.add_argument("--zero", action="store_true", help="layouts with ZeRO-1 instead")
     options = parser.parse_args()
     started, num_cases, failures = time.time(), 0, []
     layouts = all_layouts(options.max_ranks)
-    if options.zero:
-        layouts = [LayoutCase(**{**c.__dict__, "zero": True}) for c in layouts if c.dp > 1]
     for model in all_models():
         if not str(model).startswith(options.models):
             continue

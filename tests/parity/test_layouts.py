@@ -26,8 +26,8 @@ SAMPLE = [
     (LayoutCase(tp=2, sp=False, pp=1, dp=2), ModelCase("llama", False, 0.0)),
     (LayoutCase(tp=1, pp=4, vp=1, dp=1), ModelCase("llama", False, 0.0)),
     (LayoutCase(tp=4, sp=True, pp=2, vp=3, dp=1), ModelCase("llama", False, 0.0)),
-    (LayoutCase(tp=2, sp=True, pp=2, vp=2, dp=2, zero=True), ModelCase("llama", True, 0.1)),
-    (LayoutCase(tp=1, pp=1, dp=2, zero=True), ModelCase("gpt2", False, 0.1)),
+    (LayoutCase(tp=2, sp=True, pp=2, vp=2, dp=2, stage=1), ModelCase("llama", True, 0.1)),
+    (LayoutCase(tp=1, pp=1, dp=2, stage=1), ModelCase("gpt2", False, 0.1)),
 ]
 
 

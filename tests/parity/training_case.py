@@ -18,6 +18,7 @@ from megatron.core.distributed import (
     DistributedDataParallelConfig,
     finalize_model_grads,
 )
+from megatron.core.distributed.distributed_data_parallel_config import SHARDING_STRATEGIES
 from megatron.core.initialization import canonical_names
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
@@ -34,7 +35,6 @@ NUM_LAYERS = 12  # divides by every pp * vp but 4 * 2, which gets an uneven layo
 UNEVEN_EIGHT_STAGES = "Et|tt|t|tt|t|tt|t|ttL"
 SEQUENCE = 16
 VOCABULARY = 93  # odd on purpose: the padding differs between tensor-parallel sizes
-GLOBAL_BATCH = 8
 NUM_STEPS = 5
 SEED = 4321
 ADAM_EPSILON = 1e-5
@@ -124,19 +124,19 @@ def build_chunks(
     ]
 
 
-def global_batch(step: int) -> dict[str, Tensor]:
+def global_batch(step: int, samples: int) -> dict[str, Tensor]:
     """Return tokens, labels [samples, s] and loss mask of one step: the same in every layout."""
     generator = torch.Generator().manual_seed(1000 + step)
-    text = torch.randint(VOCABULARY, (GLOBAL_BATCH, SEQUENCE + 1), generator=generator)
-    mask = (torch.rand(GLOBAL_BATCH, SEQUENCE, generator=generator) > 0.2).float()
+    text = torch.randint(VOCABULARY, (samples, SEQUENCE + 1), generator=generator)
+    mask = (torch.rand(samples, SEQUENCE, generator=generator) > 0.2).float()
     return {"tokens": text[:, :-1].contiguous(), "labels": text[:, 1:].contiguous(), "mask": mask}
 
 
-def local_micro_batches(step: int, dp_rank: int, dp_size: int):
-    """Yield the micro batches (one sample each) of one data-parallel rank, in order."""
-    batch = global_batch(step)
-    for sample in range(dp_rank, GLOBAL_BATCH, dp_size):
-        yield {name: value[sample : sample + 1] for name, value in batch.items()}
+def local_micro_batches(step: int, layout: LayoutCase, dp_rank: int):
+    """Yield the micro batches of one data-parallel rank, in order."""
+    batch, size = global_batch(step, layout.samples), layout.micro_batch_size
+    for row in range(dp_rank, layout.samples // size, layout.dp):
+        yield {name: value[row * size : (row + 1) * size] for name, value in batch.items()}
 
 
 def masked_loss(mask: Tensor, output: Tensor):
@@ -160,7 +160,10 @@ def train(groups: ProcessGroupCollection, layout: LayoutCase, model: ModelCase) 
     config = transformer_config(layout, model)
     chunks = build_chunks(config, model, layout, groups)
     ddp_config = DistributedDataParallelConfig(
-        overlap_grad_reduce=True, bucket_size=5000, use_distributed_optimizer=layout.zero
+        overlap_grad_reduce=True,
+        bucket_size=5000,
+        data_parallel_sharding_strategy=SHARDING_STRATEGIES[layout.stage],
+        num_distributed_optimizer_instances=layout.instances,
     )
     wrapped = [
         DistributedDataParallel(config, ddp_config, chunk, pg_collection=groups) for chunk in chunks
@@ -168,7 +171,7 @@ def train(groups: ProcessGroupCollection, layout: LayoutCase, model: ModelCase) 
     optimizer = get_megatron_optimizer(
         OptimizerConfig(
             optimizer="adam", lr=1e-3, adam_eps=ADAM_EPSILON, weight_decay=0.1, clip_grad=0.5,
-            use_distributed_optimizer=layout.zero,
+            use_distributed_optimizer=layout.stage > 0,
         ),
         wrapped,
         pg_collection=groups,
@@ -182,43 +185,59 @@ def train(groups: ProcessGroupCollection, layout: LayoutCase, model: ModelCase) 
 
     dp_rank, dp_size = get_pg_rank(groups.dp), get_pg_size(groups.dp)
     report = RankReport(get_pg_rank(groups.tp), dp_rank, [], [], {}, {}, {})
-    named = list(_named_parameters(chunks))
+    named = list(_named_parameters(wrapped))
     for step in range(NUM_STEPS):
         rng_state().begin_step(
-            step * GLOBAL_BATCH, micro_batch_size=1, dp_rank=dp_rank, dp_size=dp_size
+            step * layout.samples,
+            micro_batch_size=layout.micro_batch_size,
+            dp_rank=dp_rank,
+            dp_size=dp_size,
         )
         for chunk in wrapped:
             chunk.zero_grad_buffer()
         optimizer.zero_grad()
-        iterators = [local_micro_batches(step, dp_rank, dp_size) for _ in wrapped]
+        iterators = [local_micro_batches(step, layout, dp_rank) for _ in wrapped]
         reported = schedule(
             forward_step_func=forward_step,
             data_iterator=iterators if len(iterators) > 1 else iterators[0],
             model=wrapped if len(wrapped) > 1 else wrapped[0],
-            num_microbatches=GLOBAL_BATCH // dp_size,
+            num_microbatches=layout.num_microbatches,
             seq_length=SEQUENCE,
-            micro_batch_size=1,
+            micro_batch_size=layout.micro_batch_size,
             forward_only=False,
             pg_collection=groups,
         )
         if reported:
             report.losses.append(_mean_loss(reported, groups))
-        if step in (0, NUM_STEPS - 1) and not layout.zero:
-            report.gradients[step] = {name: p.main_grad.clone() for name, p in named}
+        if step in (0, NUM_STEPS - 1):
+            report.gradients[step] = {name: _whole_gradient(chunk, p) for name, chunk, p in named}
         ok, grad_norm, _ = optimizer.step()
         assert ok
         report.grad_norms.append(float(grad_norm))
-    report.weights = {name: p.detach().clone() for name, p in named}
-    metas = {name: get_param_meta(p) for name, p in named}
+    for chunk in wrapped:
+        with chunk.whole_parameters():
+            report.weights |= {name: p.detach().clone() for name, c, p in named if c is chunk}
+    metas = {name: get_param_meta(p) for name, _, p in named}
     report.metas = {name: (meta.split_dim, meta.stride) for name, meta in metas.items()}
     return report
 
 
-def _named_parameters(chunks):
-    for chunk in chunks:
-        names = canonical_names(chunk)
-        for name, parameter in chunk.named_parameters():
-            yield names[name], parameter
+def _named_parameters(wrapped):
+    for chunk in wrapped:
+        names = canonical_names(chunk.module)
+        for name, parameter in chunk.module.named_parameters():
+            yield names[name], chunk, parameter
+
+
+def _whole_gradient(chunk: DistributedDataParallel, parameter: torch.nn.Parameter) -> Tensor:
+    """Join the pieces of a reduced gradient; adding zeros changes no bit."""
+    whole = torch.zeros(parameter.numel())
+    for shard in chunk.shards_of(parameter):
+        assert shard.gradient is not None
+        whole[shard.begin : shard.end] = shard.gradient.flatten()
+    if chunk.mesh().shard_size > 1:
+        torch.distributed.all_reduce(whole, group=chunk.mesh().shard)
+    return whole.view(parameter.shape)
 
 
 def _mean_loss(reported, groups) -> float:

@@ -16,10 +16,7 @@ from megatron.core.distributed.communication import (
     gather_parameters,
 )
 from megatron.core.distributed.parameter_shard import ParameterShard, ShardSpan
-from megatron.core.distributed.sharding_arithmetic import BLOCK, BufferPlan, plan_buffer
-
-MAX_IN_FLIGHT = 4
-"""Buckets in reduction beside the newest one: bounds the memory for what is received."""
+from megatron.core.distributed.sharding_arithmetic import BLOCK, BufferPlan, Piece, plan_buffer
 
 
 @dataclass(frozen=True)
@@ -58,6 +55,9 @@ class BucketedBuffer(ABC):
     Subclasses decide where gradients lie.
     """
 
+    max_in_flight = 4
+    """Buckets in reduction beside the newest one: bounds the memory for what is received."""
+
     def __init__(
         self,
         parameters: Sequence[tuple[str, nn.Parameter]],
@@ -67,6 +67,7 @@ class BucketedBuffer(ABC):
         bucket_numel: int | None,
         policy: ReductionPolicy,
         apart: Collection[nn.Parameter] = (),
+        units: Sequence[int] | None = None,
         tag: int = 0,
     ) -> None:
         """
@@ -74,6 +75,7 @@ class BucketedBuffer(ABC):
             parameters: (name, parameter) in forward order, of one dtype, on one device.
             bucket_numel: most elements of a bucket; None is one bucket.
             apart: parameters with buckets of their own (see `plan_buffer`).
+            units: number of each parameter's unit, for one bucket per unit.
             tag: first message tag of this buffer.
         """
         self.names = [name for name, _ in parameters]
@@ -86,6 +88,7 @@ class BucketedBuffer(ABC):
             bucket_numel=bucket_numel,
             num_shards=mesh.size,
             apart={i for i, p in enumerate(self.parameters) if id(p) in apart_ids},
+            units=units,
         )
         self.values: Tensor | None = None
         """All parameters in one tensor, where shards of them are gathered."""
@@ -180,7 +183,7 @@ class BucketedBuffer(ABC):
         # Waiting here would tie the ranks together bucket by bucket, and add up their delays.
         for earlier in self._reductions:
             earlier.poll()
-        while len(self._reductions) >= MAX_IN_FLIGHT and not self._reductions[0].is_finished:
+        while len(self._reductions) >= self.max_in_flight and not self._reductions[0].is_finished:
             self._reductions[0].advance()
         self._reductions = [t for t in [*self._reductions, transfer] if not t.is_finished]
 
@@ -219,20 +222,22 @@ class BucketedBuffer(ABC):
             for offset, following in zip(offsets, [*offsets[1:], end], strict=False)
         ]
         shards = []
-        values: Tensor
         for piece in pieces:
             parameter = self.parameters[piece.index]
-            length = piece.end - piece.begin
-            gradient = gradients[piece.offset - begin : piece.offset - begin + length]
-            if length == parameter.numel():
-                values, gradient = parameter, gradient.view(parameter.shape)
-            else:
-                values = parameter.data.view(-1)[piece.begin : piece.end]
+            values = self._values_of(piece)
+            gradient = gradients[piece.offset - begin :][: values.numel()].view(values.shape)
             name = self.names[piece.index]
             shards.append(
                 ParameterShard(name, parameter, piece.begin, piece.end, values, gradient, self.mesh)
             )
         return ShardSpan(gradients, shards, num_blocks)
+
+    def _values_of(self, piece: Piece) -> Tensor:
+        """Return the model's values of a piece: the parameter itself, or a 1-d view into it."""
+        parameter = self.parameters[piece.index]
+        if piece.end - piece.begin == parameter.numel():
+            return parameter
+        return parameter.data.view(-1)[piece.begin : piece.end]
 
     # Parameters -----------------------------------------------------------------------------
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -18,13 +18,22 @@ from megatron.core.distributed.distributed_data_parallel_config import (
     DistributedDataParallelConfig,
 )
 from megatron.core.distributed.gradient_buffer import GradientBuffer
+from megatron.core.distributed.model_parameters import (
+    Unit,
+    names_in_model,
+    tied_parameters,
+    units_of,
+)
 from megatron.core.distributed.parameter_shard import ParameterShard, ShardSpan
+from megatron.core.distributed.parameter_units import ParameterUnits
 from megatron.core.distributed.sharded_gradient_buffer import ShardedGradientBuffer
+from megatron.core.distributed.sharded_parameter_buffer import ShardedParameterBuffer
+from megatron.core.distributed.sharded_state import declare_shards, take_over_state
 from megatron.core.errors import NumericsError
-from megatron.core.initialization import canonical_names
+from megatron.core.initialization import fill_deferred_weights
 from megatron.core.param_meta import get_param_meta
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.utils import get_pg_rank, get_pg_size, unwrap_model
+from megatron.core.utils import get_pg_rank, get_pg_size
 
 BUCKET_NUMEL_ON_CPU = 4_000_000
 _TAGS_PER_BUFFER = 1 << 16
@@ -75,7 +84,12 @@ class DistributedDataParallel(nn.Module):
         self._syncs_in_backward = ddp_config.overlap_grad_reduce
         self._awaits_end = False
         self._param_index: dict[nn.Parameter, tuple[BucketedBuffer, int]] = {}
-        self.gradient_buffers = self._build_buffers(disable_bucketing)
+        units = units_of(module) if ddp_config.shards_parameters else []
+        self.gradient_buffers = self._build_buffers(disable_bucketing, units)
+        fill_deferred_weights(module, [p for p in module.parameters() if not self._is_sharded(p)])
+        self._units: ParameterUnits | None = None
+        if any(isinstance(b, ShardedParameterBuffer) for b in self.gradient_buffers):
+            self._units = ParameterUnits(units, self._places())
         self._spans = [span for buffer in self.gradient_buffers for span in buffer.spans()]
         self._shards_of: dict[nn.Parameter, list[ParameterShard]] = {}
         for span in self._spans:
@@ -83,44 +97,67 @@ class DistributedDataParallel(nn.Module):
                 self._shards_of.setdefault(shard.parameter, []).append(shard)
         # The nodes must live as long as the hooks shall fire.
         self._accumulation_nodes = [self._install_hook(p) for p in self._param_index]
-        if ddp_config.overlap_param_gather:
+        self._gathers_in_forward = ddp_config.overlap_param_gather and self._units is None
+        if self._gathers_in_forward:
             self._install_gather_hooks()
 
     # Construction ---------------------------------------------------------------------------
 
-    def _build_buffers(self, disable_bucketing: bool) -> list[BucketedBuffer]:
+    def _build_buffers(self, disable_bucketing: bool, units: list[Unit]) -> list[BucketedBuffer]:
         kinds: dict[tuple[torch.dtype, bool], list[tuple[str, nn.Parameter]]] = {}
         names = names_in_model(self.module)
-        for local_name, parameter in self.module.named_parameters():
-            name = names[local_name]
+        name_of = {p: names[name] for name, p in self.module.named_parameters()}
+        unit_of = {p: number for number, unit in enumerate(units) for p in unit.parameters}
+        for parameter in unit_of or name_of:
             if parameter.requires_grad:
-                is_expert = get_param_meta(parameter).is_expert
-                kinds.setdefault((parameter.dtype, is_expert), []).append((name, parameter))
+                kind = (parameter.dtype, get_param_meta(parameter).is_expert)
+                kinds.setdefault(kind, []).append((name_of[parameter], parameter))
         buffers: list[BucketedBuffer] = []
         for (dtype, is_expert), parameters in kinds.items():
             mesh = self.mesh(is_expert)
             numel = sum(p.numel() for _, p in parameters)
-            shards_gradients = self.ddp_config.shards_gradients and mesh.shard_size > 1
-            kind: type[BucketedBuffer] = GradientBuffer
-            if shards_gradients:
-                kind = ShardedGradientBuffer
-            buffer = kind(
-                parameters,
-                mesh=mesh,
-                grad_dtype=torch.float32 if self.ddp_config.grad_reduce_in_fp32 else dtype,
-                bucket_numel=(
-                    None
-                    if disable_bucketing
-                    else bucket_numel(self.ddp_config, numel, mesh.size, parameters[0][1].device)
-                ),
-                policy=self._policy(mesh),
-                apart=self._tied_parameters(),
-                tag=len(buffers) * _TAGS_PER_BUFFER,
-            )
+            options: dict[str, Any] = {
+                "mesh": mesh,
+                "grad_dtype": torch.float32 if self.ddp_config.grad_reduce_in_fp32 else dtype,
+                "bucket_numel": None
+                if disable_bucketing
+                else bucket_numel(self.ddp_config, numel, mesh.size, parameters[0][1].device),
+                "policy": self._policy(mesh),
+                "apart": self._tied_parameters(),
+                "tag": len(buffers) * _TAGS_PER_BUFFER,
+            }
+            buffer: BucketedBuffer
+            if mesh.shard_size == 1 or not self.ddp_config.shards_gradients:
+                fill_deferred_weights(self.module, [p for _, p in parameters])
+                buffer = GradientBuffer(parameters, **options)
+            elif not units:
+                buffer = ShardedGradientBuffer(parameters, **options)
+            else:
+                options |= {"bucket_numel": None, "units": [unit_of[p] for _, p in parameters]}
+                buffer = ShardedParameterBuffer(parameters, model=self.module, **options)
             for index, parameter in enumerate(buffer.parameters):
                 self._param_index[parameter] = (buffer, index)
             buffers.append(buffer)
         return buffers
+
+    def _is_sharded(self, parameter: nn.Parameter) -> bool:
+        buffer, _ = self._param_index.get(parameter, (None, 0))
+        return isinstance(buffer, ShardedParameterBuffer)
+
+    def sharded_values(self) -> dict[nn.Parameter, list[Tensor]]:
+        """Return the own values of all parameters that are not whole on this rank (ZeRO-3)."""
+        return {p: [s.values.detach() for s in shards] for p, shards in self._sharded().items()}
+
+    def _sharded(self) -> dict[nn.Parameter, list[ParameterShard]]:
+        return {p: self.shards_of(p) for p in self._param_index if self._is_sharded(p)}
+
+    def _places(self) -> dict[nn.Parameter, tuple[ShardedParameterBuffer, int]]:
+        """Return where each parameter lies whose values are sharded."""
+        return {
+            parameter: (buffer, buffer.bucket_of(index))
+            for parameter, (buffer, index) in self._param_index.items()
+            if isinstance(buffer, ShardedParameterBuffer)
+        }
 
     def mesh(self, is_expert: bool = False) -> Mesh:
         """Return the ranks that hold copies of the dense or of the expert parameters."""
@@ -181,7 +218,7 @@ class DistributedDataParallel(nn.Module):
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Call the wrapped module."""
-        if self.ddp_config.overlap_param_gather:
+        if self._gathers_in_forward:
             self._finish_gathers_of(self._read_elsewhere)
         outputs = self.module(*inputs, **kwargs)
         if self.ddp_config.shards_gradients and torch.is_grad_enabled():
@@ -205,29 +242,49 @@ class DistributedDataParallel(nn.Module):
             self._awaits_end = False
             for buffer in self.gradient_buffers:
                 buffer.end_backward()
+            if self._units is not None:
+                self._units.release_all()
 
         for output in tree_leaves(outputs):
             if isinstance(output, Tensor) and output.requires_grad:
                 output.register_hook(backward_begins)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """Return the wrapped module's state, without a prefix."""
+        """Return the wrapped module's state, without a prefix.
+
+        Communication: where parameters are sharded, all are gathered, and copied.
+        """
         self.finish_param_sync()
-        return self.module.state_dict(*args, **kwargs)
+        if self._units is None:
+            return self.module.state_dict(*args, **kwargs)
+        with self._units.whole():
+            state = self.module.state_dict(*args, **kwargs)
+            return {k: v.clone() if isinstance(v, Tensor) else v for k, v in state.items()}
+
+    def whole_parameters(self) -> AbstractContextManager[None]:
+        """Inside the returned context all parameters are whole; what is written to them is lost.
+
+        Communication: where parameters are sharded, an all-gather of each unit.
+        """
+        self.finish_param_sync()
+        return nullcontext() if self._units is None else self._units.whole()
 
     def state_dict_for_save_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Return `state_dict(...)`."""
         return self.state_dict(*args, **kwargs)
 
     def sharded_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Return the wrapped module's declarations."""
+        """Return the wrapped module's declarations; of sharded parameters the owned ranges."""
         self.finish_param_sync()
         module: Any = self.module
-        return module.sharded_state_dict(*args, **kwargs)
+        declared = module.sharded_state_dict(*args, **kwargs)
+        return declared if self._units is None else declare_shards(declared, self._sharded())
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
         """Load into the wrapped module; in place, because buffers hold the storage."""
         assert not assign, "parameters are views into buffers and cannot be replaced"
+        if self._units is not None:
+            return take_over_state(self.module, state_dict, self._sharded(), strict=strict)
         return self.module.load_state_dict(state_dict, strict=strict)
 
     def set_input_tensor(self, input_tensor: Any) -> None:
@@ -334,9 +391,21 @@ class DistributedDataParallel(nn.Module):
             buffer.finish_gathers([index])
 
     def broadcast_params(self) -> None:
-        """Copy the parameters of the first replica to all others."""
+        """Copy the parameters of the first replica to all others.
+
+        Sharded parameters have no copies but those of other optimizer instances.
+        """
         transfers = []
+        for buffer in self.gradient_buffers:
+            if isinstance(buffer, ShardedParameterBuffer) and buffer.mesh.replicate_size > 1:
+                group = buffer.mesh.replicate
+                source = dist.get_global_rank(group, 0)
+                transfers += [
+                    dist.broadcast(shard, source, group, async_op=True) for shard in buffer.shards
+                ]
         for parameter in self.module.parameters():
+            if self._is_sharded(parameter):
+                continue
             is_expert = get_param_meta(parameter).is_expert
             group = self.pg_collection.expt_dp if is_expert else self.pg_collection.dp_cp
             if get_pg_size(group) > 1:
@@ -345,15 +414,6 @@ class DistributedDataParallel(nn.Module):
                 transfers.append(dist.broadcast(data, source, group, async_op=True))
         for transfer in transfers:
             transfer.wait()
-
-
-def names_in_model(module: nn.Module) -> dict[str, str]:
-    """Map each local parameter name to its name in the whole model, without wrappers."""
-    names = canonical_names(module)
-    prefix, inner = "", module
-    while isinstance(getattr(inner, "module", None), nn.Module):
-        inner, prefix = inner.get_submodule("module"), prefix + "module."
-    return {local: name.removeprefix(prefix) for local, name in names.items()}
 
 
 def bucket_numel(
@@ -367,22 +427,3 @@ def bucket_numel(
     if num_ranks == 1:
         return None
     return BUCKET_NUMEL_ON_CPU if device.type == "cpu" else max(40_000_000, 1_000_000 * num_ranks)
-
-
-def tied_parameters(module: nn.Module) -> list[nn.Parameter]:
-    """Return the parameters of a chunk that another pipeline stage holds too.
-
-    The copy says so in its facts (`tied_to`); the original is known by the attribute
-    `shared_embedding`, or by the model's `shared_embedding_or_output_weight()`.
-    """
-    found = [
-        p
-        for p in module.parameters()
-        if get_param_meta(p).tied_to is not None or getattr(p, "shared_embedding", False)
-    ]
-    model = unwrap_model(module)
-    if not found and getattr(model, "share_embeddings_and_output_weights", False):
-        holds_copy = getattr(model, "pre_process", False) or getattr(model, "post_process", False)
-        weight = model.shared_embedding_or_output_weight() if holds_copy else None
-        found = [] if weight is None else [weight]
-    return [p for p in found if p.requires_grad]

@@ -29,8 +29,9 @@ class DistributedDataParallelConfig:
     """Shard optimizer state over the data-parallel ranks (ZeRO-1, arXiv 1910.02054): gradients
     are reduce-scattered, updated parameters gathered."""
     data_parallel_sharding_strategy: str = "no_shard"
-    """Rung of the sharding ladder: "no_shard", "optim" (the same as use_distributed_optimizer) or
-    "optim_grads" (also the gradients, ZeRO-2)."""
+    """Rung of the sharding ladder: "no_shard", "optim" (the same as use_distributed_optimizer),
+    "optim_grads" (also the gradients, ZeRO-2) or "optim_grads_params" (also the parameters,
+    ZeRO-3)."""
     num_distributed_optimizer_instances: int = 1
     """Copies of the sharded state: it is sharded inside and replicated across them (HSDP)."""
     check_for_nan_in_grad: bool = False
@@ -56,20 +57,28 @@ class DistributedDataParallelConfig:
     fp4_param_gather: bool = False
     """Not supported: gather parameters in fp4."""
     use_megatron_fsdp: bool = False
-    """Not supported: shard parameters as well."""
+    """The same as data_parallel_sharding_strategy "optim_grads_params", unless that is given."""
 
     def __post_init__(self) -> None:
-        """Make the two ways of asking for ZeRO-1 agree; raise all problems together."""
-        if self.use_distributed_optimizer and self.data_parallel_sharding_strategy == "no_shard":
-            self.data_parallel_sharding_strategy = "optim"
-        if self.data_parallel_sharding_strategy in ("optim", "optim_grads"):
+        """Make the ways of asking for a rung agree; raise all problems together."""
+        if self.data_parallel_sharding_strategy == "no_shard":
+            if self.use_megatron_fsdp:
+                self.data_parallel_sharding_strategy = "optim_grads_params"
+            elif self.use_distributed_optimizer:
+                self.data_parallel_sharding_strategy = "optim"
+        if self.data_parallel_sharding_strategy in SHARDING_STRATEGIES[1:]:
             self.use_distributed_optimizer = True
         check_all(self, [_check_overlap, _check_buckets, _check_supported])
 
     @property
     def shards_gradients(self) -> bool:
-        """Whether a rank keeps only its shard of the gradients (ZeRO-2)."""
-        return self.data_parallel_sharding_strategy == "optim_grads"
+        """Whether a rank keeps only its shard of the gradients (ZeRO-2 and ZeRO-3)."""
+        return self.data_parallel_sharding_strategy in ("optim_grads", "optim_grads_params")
+
+    @property
+    def shards_parameters(self) -> bool:
+        """Whether a rank keeps only its shard of the parameters (ZeRO-3)."""
+        return self.data_parallel_sharding_strategy == "optim_grads_params"
 
 
 def _check_overlap(config: DistributedDataParallelConfig) -> list[MegatronError]:
@@ -132,20 +141,16 @@ def _check_supported(config: DistributedDataParallelConfig) -> list[MegatronErro
     unsupported = {
         "fp8_param_gather": "--fp8-param-gather",
         "fp4_param_gather": "--fp4-param-gather",
-        "use_megatron_fsdp": "--use-megatron-fsdp",
         "check_for_large_grads": "--check-for-large-grads",
     }
-    found = [name for name in unsupported if getattr(config, name)]
-    if config.data_parallel_sharding_strategy == "optim_grads_params":
-        found.append("data_parallel_sharding_strategy")
-        unsupported["data_parallel_sharding_strategy"] = "--data-parallel-sharding-strategy"
     problems += [
         ConfigError(
             f"{name}={getattr(config, name)!r} is not supported.",
-            rule="state and gradients can be sharded, parameters cannot yet",
-            flags=[unsupported[name]],
-            fix="use --use-distributed-optimizer",
+            rule="a known setting either acts or is refused",
+            flags=[flag],
+            fix=f"drop {flag}",
         )
-        for name in found
+        for name, flag in unsupported.items()
+        if getattr(config, name)
     ]
     return problems

@@ -10,10 +10,8 @@ from torch import Tensor, nn
 
 from megatron.core.agreement import agree
 from megatron.core.distributed.communication import sum_in_place
-from megatron.core.distributed.distributed_data_parallel import (
-    DistributedDataParallel,
-    tied_parameters,
-)
+from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
+from megatron.core.distributed.model_parameters import tied_parameters
 from megatron.core.param_meta import get_param_meta
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_pg_size

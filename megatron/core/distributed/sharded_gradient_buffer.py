@@ -67,6 +67,10 @@ class ShardedGradientBuffer(BucketedBuffer):
             # Another backward pass has begun without an end of the last one being seen.
             self.end_backward()
         self._arrived.add(index)
+        self._take_gradient(index)
+        self._mark_arrived(index)
+
+    def _take_gradient(self, index: int) -> None:
         parameter = self.parameters[index]
         if parameter.grad is not None:
             flat = parameter.grad.reshape(-1)
@@ -79,7 +83,6 @@ class ShardedGradientBuffer(BucketedBuffer):
                         place.copy_(flat[piece.begin : piece.end])
                 self._filled[bucket.number].add(index)
             parameter.grad = None
-        self._mark_arrived(index)
 
     def end_backward(self) -> None:
         """Reduce what the backward pass has left; the next gradients belong to another one."""
@@ -136,6 +139,10 @@ class ShardedGradientBuffer(BucketedBuffer):
             total.copy_(own)
         else:
             total.add_(own)
+        self._keep_idle(whole)
+
+    def _keep_idle(self, whole: Tensor) -> None:
+        """Keep the memory of a reduced bucket for another one."""
         self._idle.append(whole)
 
     def owned_gradients(self) -> list[Tensor]:

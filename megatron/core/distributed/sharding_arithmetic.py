@@ -9,8 +9,9 @@ the borders of parameters; each bucket is cut into equal shards, one per rank:
     shards  |  r0  |  r1  | r2  | r0 | r1 | r2  |
 
 Every rung of the ladder uses this plan. ZeRO-1 lets rank i update only shard i of each bucket;
-ZeRO-2 also drops the gradients outside of it (S. Rajbhandari et al., "ZeRO: Memory Optimizations
-Toward Training Trillion Parameter Models", section 5, arXiv 1910.02054).
+ZeRO-2 also drops the gradients outside of it, and ZeRO-3 the parameters (S. Rajbhandari et al.,
+"ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", section 5, arXiv
+1910.02054).
 
 Slots and shards begin at multiples of `BLOCK` elements. So a vectorised kernel sees the same
 lanes for the same elements whether a parameter is whole or in pieces, and a sum of squares per
@@ -89,6 +90,7 @@ def plan_buffer(
     bucket_numel: int | None,
     num_shards: int,
     apart: Collection[int] = (),
+    units: Sequence[int] | None = None,
 ) -> BufferPlan:
     """Lay out parameters of the given sizes, the last one first.
 
@@ -100,6 +102,8 @@ def plan_buffer(
         apart: parameters that get buckets of their own, so that their shards do not depend on
             the rest of the buffer: two pipeline stages that hold the same tied weight must cut it
             at the same places to add their gradients shard by shard.
+        units: number of the unit of each parameter; neighbours with the same number are kept in
+            one bucket, apart from the others. ZeRO-3 gathers and frees a bucket at a time.
     """
     assert num_shards >= 1 and (bucket_numel is None or bucket_numel >= 1)
     assert all(n >= 1 for n in numels), numels
@@ -121,7 +125,10 @@ def plan_buffer(
         position = section
 
     for index in reversed(range(len(numels))):
-        if index in apart:
+        ends_unit = (
+            units is not None and index + 1 < len(units) and units[index] != units[index + 1]
+        )
+        if index in apart or ends_unit:
             close_section()
         slots.append(Slot(index, position, position + numels[index]))
         position = _round_up(position + numels[index], BLOCK)

@@ -9,10 +9,8 @@ import torch
 from torch import nn
 
 from megatron.core.distributed.communication import Mesh
-from megatron.core.distributed.distributed_data_parallel import (
-    DistributedDataParallel,
-    names_in_model,
-)
+from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
+from megatron.core.distributed.model_parameters import names_in_model
 from megatron.core.distributed.parameter_shard import ParameterShard
 from megatron.core.errors import ConfigError
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer

@@ -30,6 +30,6 @@ def main_weight_of(shard: ParameterShard) -> nn.Parameter:
     """Return the tensor to be optimized for a shard."""
     if shard.values.dtype != torch.float32:
         return nn.Parameter(shard.values.detach().float())
-    if shard.is_whole:
+    if shard.values is shard.parameter:
         return shard.parameter
     return nn.Parameter(shard.values.detach())

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron.core.param_meta import accumulate_main_grad, has_main_grad
 from megatron.core.process_groups_config import Group
@@ -99,6 +99,14 @@ def linear_cross_entropy(
         needs_grad and not recomputes_logits,
         fuses_main_grad,
     )
+
+
+class LinearCrossEntropy(nn.Module):
+    """`linear_cross_entropy` as a module, so that wrappers see who reads the head's weight."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Call `linear_cross_entropy`."""
+        return linear_cross_entropy(*args, **kwargs)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):

@@ -20,7 +20,7 @@ from megatron.core.errors import CheckpointError
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.rng import rng_state
 from megatron.core.transformer.sharded_state import sharded_state_dict_of
-from megatron.core.utils import get_pg_size, unwrap_model
+from megatron.core.utils import get_pg_size
 from megatron.training.checkpointing.generators import declare_generators, restore_generators
 from megatron.training.state import TrainState
 
@@ -127,9 +127,7 @@ def apply_model(parts: RunParts, state: Mapping[str, Any], *, strict: bool) -> N
     another form get it through their own `load_state_dict`.
     """
     for index, chunk in enumerate(parts.model):
-        unwrap_model(chunk).load_state_dict(
-            state[model_key(index, len(parts.model))], strict=strict
-        )
+        chunk.load_state_dict(state[model_key(index, len(parts.model))], strict=strict)
 
 
 def apply_optimizer(parts: RunParts, state: Mapping[str, Any], *, was_loaded: bool) -> None:

@@ -136,15 +136,15 @@ class ReplicationConfig:
     """Let each stage reduce its gradients at its own pace."""
     num_distributed_optimizer_instances: int = 1
     """Copies of the sharded optimizer state: it is sharded inside and replicated across them."""
-    use_megatron_fsdp: bool = flag(False, refuse="use --use-distributed-optimizer")
-    """Shard parameters and gradients too."""
+    use_megatron_fsdp: bool = False
+    """The same as --data-parallel-sharding-strategy optim_grads_params, unless that is given."""
     data_parallel_sharding_strategy: str | None = flag(
         None,
         choices=("no_shard", "optim", "optim_grads", "optim_grads_params"),
-        refuse_values={"optim_grads_params": "use optim_grads"},
     )
     """What is sharded over replicas: nothing, optimizer state (ZeRO-1), also gradients (ZeRO-2),
-    also parameters (ZeRO-3). Default optim with --use-distributed-optimizer, else no_shard."""
+    also parameters (ZeRO-3). Default optim_grads_params with --use-megatron-fsdp, optim with
+    --use-distributed-optimizer, else no_shard."""
     outer_dp_sharding_strategy: str = flag(
         "no_shard",
         choices=("no_shard", "optim"),
@@ -153,7 +153,9 @@ class ReplicationConfig:
     """What the copies of sharded state share among them."""
     use_torch_fsdp2: bool = flag(False, refuse="use --use-distributed-optimizer")
     """Shard with torch's fully_shard."""
-    fsdp_double_buffer: bool = flag(False, part_of="use_megatron_fsdp")
+    fsdp_double_buffer: bool = flag(
+        False, note="one layer computes and one is gathered in any case, never more"
+    )
     """Keep two gathered layers."""
     use_nccl_ub: bool = flag(False, note=TUNES_NETWORK)
     """Register buffers with NCCL."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 from torch import nn
@@ -11,6 +12,7 @@ from torch import nn
 from megatron.core import device
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.enums import ModelType
+from megatron.core.initialization import parameters_without_memory
 from megatron.core.pipeline_parallel.layout import pipeline_layout
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import Float16Module
@@ -59,18 +61,21 @@ def build_model(
     num_chunks = settings["virtual_pipeline_model_parallel_size"] or 1
     pp_rank = get_pg_rank(groups.pp)
     chunks = []
+    # A model whose parameters will be sharded need not fit as a whole: it is filled unit by unit.
+    shards_parameters = settings["data_parallel_sharding_strategy"] == "optim_grads_params"
     for chunk in range(num_chunks):
         vp_stage = chunk if num_chunks > 1 else None
-        chunks.append(
-            _call_with_known(
-                provider,
-                pre_process=layout.has_embedding(pp_rank, vp_stage),
-                post_process=layout.has_loss(pp_rank, vp_stage),
-                vp_stage=vp_stage,
-                config=config,
-                pg_collection=groups,
+        with parameters_without_memory() if shards_parameters and wrap_with_ddp else nullcontext():
+            chunks.append(
+                _call_with_known(
+                    provider,
+                    pre_process=layout.has_embedding(pp_rank, vp_stage),
+                    post_process=layout.has_loss(pp_rank, vp_stage),
+                    vp_stage=vp_stage,
+                    config=config,
+                    pg_collection=groups,
+                )
             )
-        )
     _announce_size(chunks, groups)
     where = device.current_device()
     chunks = [chunk.to(where) for chunk in chunks]

@@ -27,6 +27,7 @@ LAYOUTS = [
     Layout(dp=2, zero=1),
     Layout(tp=2, pp=2),
     Layout(tp=2, dp=2, zero=2),
+    Layout(pp=2, dp=2, zero=3),
 ]
 
 
@@ -55,7 +56,8 @@ def test_the_digest_is_equal_for_every_ordered_pair_of_layouts(ram_path: Path) -
 
 def test_the_digest_is_equal_for_untied_half_precision_models(ram_path: Path) -> None:
     model = Model(is_llama=False, is_tied=False, dtype="bf16")
-    assert_all_pairs_agree([Layout(), Layout(tp=2), Layout(pp=2, dp=2, zero=1)], model, ram_path)
+    layouts = [Layout(), Layout(tp=2), Layout(pp=2, dp=2, zero=1), Layout(tp=2, dp=2, zero=3)]
+    assert_all_pairs_agree(layouts, model, ram_path)
 
 
 def test_training_goes_on_in_another_layout_as_the_unbroken_run_would(ram_path: Path) -> None:

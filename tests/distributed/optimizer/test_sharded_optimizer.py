@@ -92,12 +92,15 @@ ZERO_2_WAYS = [
 ]
 
 
-def check_zero_2(groups):
+ZERO_3 = {"data_parallel_sharding_strategy": "optim_grads_params"}
+
+
+def check_zero_2_and_3(groups):
     for num_microbatches in (1, 2):
         plain = train(groups, num_microbatches=num_microbatches)
         # One micro batch: the same sums. More: summed over ranks first, then over micro batches.
         tolerance = EXACT if num_microbatches == 1 else FP32_AFTER_OPTIMIZER
-        for way in ZERO_2_WAYS:
+        for way in (*ZERO_2_WAYS, ZERO_3):
             sharded = train(groups, num_microbatches=num_microbatches, **way)
             for what, ours, theirs in zip(("loss", "norm"), sharded, plain, strict=False):
                 assert_close(torch.tensor(ours), torch.tensor(theirs), tolerance, f"{what} {way}")
@@ -106,26 +109,27 @@ def check_zero_2(groups):
 
 
 @distributed(world_size=2)
-def test_zero_2_on_two_ranks_equals_replicas(groups):
-    check_zero_2(groups)
+def test_zero_2_and_3_on_two_ranks_equal_replicas(groups):
+    check_zero_2_and_3(groups)
 
 
 @distributed(world_size=4)
-def test_zero_2_on_four_ranks_equals_replicas(groups):
-    check_zero_2(groups)
+def test_zero_2_and_3_on_four_ranks_equal_replicas(groups):
+    check_zero_2_and_3(groups)
 
 
 @distributed(world_size=4, num_distributed_optimizer_instances=2)
-def test_zero_2_replicated_across_instances_equals_replicas(groups):
+def test_zero_2_and_3_replicated_across_instances_equal_replicas(groups):
     plain = train(groups)
-    sharded = train(
-        groups,
-        bucket_size=700,
-        num_distributed_optimizer_instances=2,
-        data_parallel_sharding_strategy="optim_grads",
-    )
-    for name, expected in plain[2].items():
-        assert_close(sharded[2][name], expected, FP32_AFTER_OPTIMIZER, name)
+    for strategy in ("optim_grads", "optim_grads_params"):
+        sharded = train(
+            groups,
+            bucket_size=700,
+            num_distributed_optimizer_instances=2,
+            data_parallel_sharding_strategy=strategy,
+        )
+        for name, expected in plain[2].items():
+            assert_close(sharded[2][name], expected, FP32_AFTER_OPTIMIZER, f"{strategy} {name}")
 
 
 @distributed(world_size=2)
@@ -389,6 +393,7 @@ def one_step(groups, dtype, way):
     finally:
         dist.isend = send
     held = [p.data for p in ddp.module.parameters()]
+    held += [shard for shards in ddp.sharded_values().values() for shard in shards]
     held += [owned for buffer in ddp.gradient_buffers for owned in buffer.owned_gradients()]
     held += [getattr(buffer, "gradients", held[0]) for buffer in ddp.gradient_buffers]
     held += [main for item in optimizer.shards for main in [item.main.data]]
@@ -402,14 +407,17 @@ def test_bytes_sent_and_held_are_those_of_the_theory(groups):
     sharded = {"use_distributed_optimizer": True}
     both = {"data_parallel_sharding_strategy": "optim_grads"}
     n, rest = 4, 3 / 4
-    # bytes per parameter: sent per step; held for good.
+    # bytes per parameter: sent per step; held for good. Stage 3 gathers every layer twice but the
+    # last of four, which backward needs first.
     expected = [
         (torch.float32, {}, 2 * 4 * rest, 4 + 4 + 8),
         (torch.float32, sharded, (4 + 4) * rest, 4 + 4 + 8 / n),
         (torch.float32, both, (4 + 4) * rest, 4 + (4 + 8) / n),
+        (torch.float32, ZERO_3, (4 + 4 + 4 * 3 / 4) * rest, 16 / n),
         (torch.bfloat16, {}, 2 * 4 * rest, 2 + 4 + 12),
         (torch.bfloat16, sharded, (4 + 2) * rest, 2 + 4 + 12 / n),
         (torch.bfloat16, both, (4 + 2) * rest, 2 + (4 + 12) / n),
+        (torch.bfloat16, ZERO_3, (4 + 2 + 2 * 3 / 4) * rest, 18 / n),
     ]
     for dtype, way, sent_per_parameter, held_per_parameter in expected:
         num_parameters, sent, held = one_step(groups, dtype, way)

@@ -138,6 +138,7 @@ def test_memory_of_the_175b_model_is_that_of_the_paper():
         ("optim", 1, 6 + 12 / 8),
         ("optim_grads", 1, 2 + 16 / 8),
         ("optim_grads", 2, 2 + 16 / 4),
+        ("optim_grads_params", 1, 18 / 8),
     ],
 )
 def test_memory_shrinks_with_every_rung_of_the_sharding_ladder(

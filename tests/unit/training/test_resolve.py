@@ -74,6 +74,13 @@ def run(*words: str, world_size: int = 1):
         (["--train-data-path", "corpus"], 1, "split", None),
         ([], 2, "data_parallel_sharding_strategy", "no_shard"),
         (["--use-distributed-optimizer"], 2, "data_parallel_sharding_strategy", "optim"),
+        (["--use-megatron-fsdp"], 2, "data_parallel_sharding_strategy", "optim_grads_params"),
+        (
+            ["--use-megatron-fsdp", "--data-parallel-sharding-strategy", "optim"],
+            2,
+            "data_parallel_sharding_strategy",
+            "optim",
+        ),
         (
             ["--data-parallel-sharding-strategy", "optim_grads"],
             2,

@@ -152,7 +152,7 @@ def test_missing_data_names_the_files_and_what_is_near(tmp_path):
         (["--multi-latent-attention"], "--group-query-attention"),
         (["--optimizer", "muon"], "use adam"),
         (["--fp8-format", "hybrid"], "use --bf16"),
-        (["--use-megatron-fsdp"], "--use-distributed-optimizer"),
+        (["--outer-dp-sharding-strategy", "optim"], "--num-distributed-optimizer-instances"),
         (["--position-embedding-type", "yarn"], "use rope"),
         (["--cuda-graph-impl", "local"], "use none"),
         (["--tokenizer-type", "BertWordPieceCase"], "HuggingFaceTokenizer"),

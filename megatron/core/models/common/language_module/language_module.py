@@ -16,7 +16,7 @@ from megatron.core.dist_checkpointing.mapping import RankOffset, ShardedStateDic
 from megatron.core.param_meta import get_param_meta, set_param_meta
 from megatron.core.process_groups_config import FakeGroup, ProcessGroupCollection
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
-from megatron.core.tensor_parallel.linear_cross_entropy import linear_cross_entropy
+from megatron.core.tensor_parallel.linear_cross_entropy import LinearCrossEntropy
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.sharded_state import declare_tensor
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -48,6 +48,7 @@ class LanguageModule(MegatronModule):
         # An explicit group: None would mean the tensor-parallel group of the process.
         self.tp_group = FakeGroup(0, 1) if tp is None else tp
         self.vp_stage: int | None = None
+        self.fused_loss = LinearCrossEntropy()
 
     def setup_embeddings_and_output_layer(self) -> None:
         """Write down the facts of embedding and head: what they are, and which one is a copy.
@@ -115,7 +116,7 @@ class LanguageModule(MegatronModule):
             [b, s] fp32.
         """
         config = self.config
-        loss = linear_cross_entropy(
+        loss = self.fused_loss(
             hidden_states,
             weight,
             labels.t().contiguous(),

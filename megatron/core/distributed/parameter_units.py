@@ -1,0 +1,140 @@
+"""When sharded parameters are whole: hooks around the units of a model chunk.
+
+    forward    gather unit k, start unit k+1 | compute | free unit k
+    backward   gather unit k, start unit k-1 | compute | gradients complete: reduce, free unit k
+
+One unit beyond the computing one is on its way, never more. The last unit of a chunk stays whole
+between forward and backward, where it is needed first. Inside backward (activation recompute) a
+forward pass frees nothing: the unit's backward pass follows and does it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from megatron.core.distributed.model_parameters import Unit
+from megatron.core.distributed.sharded_parameter_buffer import ShardedParameterBuffer
+
+_Place = tuple[ShardedParameterBuffer, int]
+"""A buffer, and the number of a bucket in it."""
+
+
+class ParameterUnits:
+    """Gathers and frees the parameters of a model chunk around its computation.
+
+    A parameter that is passed to a module as an argument (a tied weight) is whole there, too.
+    """
+
+    def __init__(self, units: Sequence[Unit], places: dict[nn.Parameter, _Place]) -> None:
+        """
+        Args:
+            units: as `units_of` returns them: the rest first, then in forward order.
+            places: where each sharded parameter lies.
+        """
+        self._unit_of: dict[nn.Parameter, int] = {}
+        self._places: list[list[_Place]] = []
+        """Buckets of each unit: one per dtype."""
+        for number, unit in enumerate(units):
+            sharded = [p for p in unit.parameters if p in places]
+            self._places.append(sorted({places[p] for p in sharded}, key=lambda place: place[1]))
+            self._unit_of |= dict.fromkeys(sharded, number)
+        self._last = len(units) - 1
+        self._install_hooks(units)
+
+    def _install_hooks(self, units: Sequence[Unit]) -> None:
+        root, *others = units
+        self._hook(root.entry, (0,))
+        inside: set[nn.Module] = set()
+        for unit in others:
+            used = sorted({self._unit_of[p] for p in unit.entry.parameters() if p in self._unit_of})
+            self._hook(unit.entry, tuple(used))
+            inside.update(unit.entry.modules())
+        for module in root.entry.modules():
+            if module not in inside and not list(module.children()):
+                self._hook(module, ())
+
+    def _hook(self, module: nn.Module, used: tuple[int, ...]) -> None:
+        def before(_: nn.Module, args: Any, kwargs: Any) -> None:
+            self._gather(self._with_arguments(used, args, kwargs))
+            if used and used[-1] < self._last and not _is_in_backward():
+                self._start_gather(used[-1] + 1)
+
+        def after(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            numbers = self._with_arguments(used, args, kwargs)
+            before_that = used[0] - 1 if used and used[0] > 1 else None
+            self._after_forward(numbers, before_that, output)
+
+        module.register_forward_pre_hook(before, with_kwargs=True)
+        module.register_forward_hook(after, with_kwargs=True)
+
+    def _with_arguments(self, used: tuple[int, ...], args: Any, kwargs: Any) -> tuple[int, ...]:
+        passed = [
+            self._unit_of[value]
+            for value in (*args, *kwargs.values())
+            if isinstance(value, nn.Parameter) and value in self._unit_of
+        ]
+        return (*used, *(number for number in passed if number not in used))
+
+    def _after_forward(
+        self, numbers: tuple[int, ...], before_that: int | None, output: Any
+    ) -> None:
+        if not numbers:
+            return
+        if torch.is_grad_enabled():
+            for tensor in tree_leaves(output):
+                if isinstance(tensor, Tensor) and tensor.requires_grad:
+                    tensor.register_hook(lambda _: self._before_backward(numbers, before_that))
+        if _is_in_backward():
+            return
+        for number in numbers:
+            if number != self._last or not torch.is_grad_enabled():
+                self._release(number)
+
+    def _before_backward(self, numbers: tuple[int, ...], before_that: int | None) -> None:
+        """Gather units, give them places for gradients, and start the gather of another one."""
+        self._gather(numbers)
+        for number in numbers:
+            for buffer, bucket in self._places[number]:
+                buffer.prepare_gradients(bucket)
+        if before_that is not None:
+            self._start_gather(before_that)
+
+    def _start_gather(self, number: int) -> None:
+        for buffer, bucket in self._places[number]:
+            buffer.start_gather(bucket)
+
+    def _gather(self, numbers: Sequence[int]) -> None:
+        for number in numbers:
+            self._start_gather(number)
+        for number in numbers:
+            for buffer, bucket in self._places[number]:
+                buffer.gather(bucket)
+
+    def _release(self, number: int) -> None:
+        for buffer, bucket in self._places[number]:
+            buffer.release(bucket)
+
+    def release_all(self) -> None:
+        """Free the parameters of all units."""
+        for number in range(len(self._places)):
+            self._release(number)
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """Inside, all parameters are whole; what is written to them is lost."""
+        self._gather(range(len(self._places)))
+        try:
+            yield
+        finally:
+            self.release_all()
+
+
+def _is_in_backward() -> bool:
+    """Return whether a backward pass is running: this is a recomputation then."""
+    return torch._C._current_graph_task_id() != -1

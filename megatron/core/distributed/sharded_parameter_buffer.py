@@ -1,0 +1,208 @@
+"""Parameters of which each rank keeps its shard only: stage 3 of the sharding ladder.
+
+S. Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
+section 5.3, arXiv 1910.02054. A bucket holds the parameters of one unit (a transformer layer). It
+is gathered before the unit computes and freed afterwards; `parameter_units` decides when.
+
+A unit's values live in one flat tensor whose *storage* is emptied and filled again. Views of a
+weight that autograd has saved (its transpose, for example) so become valid again before backward
+reads them, and never keep the memory alive. While a unit is not here its parameters show a NaN
+without memory of its own (`initialization.without_memory`): a read by mistake does not crash.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron.core.distributed.bucketed_buffer import Bucket
+from megatron.core.distributed.communication import Transfer, gather_parameters
+from megatron.core.distributed.sharded_gradient_buffer import ShardedGradientBuffer
+from megatron.core.distributed.sharding_arithmetic import Piece
+from megatron.core.initialization import fill_deferred_weights, without_memory
+from megatron.core.param_meta import accumulate_main_grad
+
+_GATHER_TAGS = 1 << 15
+"""Added to a bucket's tag: gathers travel beside reductions."""
+
+
+class ShardedParameterBuffer(ShardedGradientBuffer):
+    """This rank's shard of each unit's parameters, gradients and sums.
+
+    During backward `main_grad` of a unit's parameters is a view into the bucket being filled, so
+    that weight gradients are computed where they are sent from.
+    """
+
+    max_in_flight = 1
+
+    def __init__(
+        self, parameters: Sequence[tuple[str, nn.Parameter]], *, model: nn.Module, **options: Any
+    ) -> None:
+        """
+        Args:
+            parameters: in the order of their units.
+            model: asked for initial values of parameters that have no memory yet.
+        """
+        super().__init__(parameters, **options)
+        self.shards: list[Tensor] = []
+        """Own values of each bucket; padding is zero."""
+        self._wholes: list[Tensor] = []
+        """[n] of each bucket; without storage except between `start_gather` and `release`."""
+        self._views: list[list[tuple[nn.Parameter, Tensor]]] = []
+        """Parameters of each bucket and their places in it."""
+        self._absent: list[Tensor] = [without_memory(p.detach()) for p in self.parameters]
+        self._no_gradient: list[Tensor] = [
+            without_memory(absent.to(self.grad_dtype)) for absent in self._absent
+        ]
+        self._is_whole = [False] * len(self.buckets)
+        self._arriving: dict[int, Transfer] = {}
+        for bucket in self.buckets:
+            self._shard(bucket, model)
+        for parameter, place in zip(self.parameters, self._no_gradient, strict=True):
+            _show_gradient(parameter, place)
+
+    def _collect_values(self) -> None:
+        """Nothing: values are gathered unit by unit."""
+
+    @torch.no_grad()
+    def _shard(self, bucket: Bucket, model: nn.Module) -> None:
+        """Keep the own shard of a bucket's values, and free the rest."""
+        fill_deferred_weights(model, [self.parameters[index] for index in bucket.members])
+        dtype = self.parameters[bucket.members[0]].dtype
+        begin, end = self._ranges[bucket.number]
+        shard = torch.zeros(end - begin, dtype=dtype, device=self.device)
+        for piece in self.plan.pieces(begin, end):
+            flat = self.parameters[piece.index].detach().reshape(-1)
+            place = shard[piece.offset - begin :][: piece.end - piece.begin]
+            place.copy_(flat[piece.begin : piece.end])
+        whole = torch.empty(bucket.end - bucket.begin, dtype=dtype, device=self.device)
+        views = []
+        for piece in self._pieces[bucket.number]:
+            parameter = self.parameters[piece.index]
+            place = whole[piece.offset - bucket.begin :][: parameter.numel()]
+            views.append((parameter, place.view(parameter.shape)))
+            parameter.data = self._absent[piece.index]
+        whole.untyped_storage().resize_(0)
+        self.shards.append(shard)
+        self._wholes.append(whole)
+        self._views.append(views)
+
+    # Parameters -----------------------------------------------------------------------------
+
+    def bucket_of(self, index: int) -> int:
+        """Return the number of the bucket in which a parameter lies."""
+        return self._buckets_of[index][0].number
+
+    def start_gather(self, number: int) -> None:
+        """Start to collect a bucket's values, if they are neither here nor on their way.
+
+        Communication: all-gather of the bucket over `mesh.shard`.
+        """
+        if self._is_whole[number] or number in self._arriving:
+            return
+        whole = self._wholes[number]
+        with torch.no_grad():
+            whole.untyped_storage().resize_(whole.numel() * whole.element_size())
+            self.mesh.own(whole).copy_(self.shards[number])
+            tag = self._tag + _GATHER_TAGS + number
+            self._arriving[number] = gather_parameters(whole, self.mesh, tag=tag)
+
+    def gather(self, number: int) -> None:
+        """Make a bucket's parameters whole."""
+        if self._is_whole[number]:
+            return
+        self.start_gather(number)
+        self._arriving.pop(number).finish()
+        for parameter, view in self._views[number]:
+            parameter.data = view
+        self._is_whole[number] = True
+
+    def release(self, number: int) -> None:
+        """Free a bucket's values."""
+        if number in self._arriving:
+            self._arriving.pop(number).finish()
+        elif not self._is_whole[number]:
+            return
+        self._is_whole[number] = False
+        for index in self.buckets[number].members:
+            self.parameters[index].data = self._absent[index]
+        self._wholes[number].untyped_storage().resize_(0)
+
+    def release_all(self) -> None:
+        """Free the values of all buckets."""
+        for number in range(len(self.buckets)):
+            self.release(number)
+
+    def start_gathers(self) -> None:
+        """Nothing: units are gathered when they compute."""
+
+    def _values_of(self, piece: Piece) -> Tensor:
+        """Return a piece of the own shard, in the parameter's shape if that is all of it."""
+        number = self._buckets_of[piece.index][0].number
+        begin = piece.offset - self._ranges[number][0]
+        values = self.shards[number][begin : begin + piece.end - piece.begin]
+        shape = self.parameters[piece.index].shape
+        return values.view(shape) if values.numel() == shape.numel() else values
+
+    # Gradients ------------------------------------------------------------------------------
+
+    def begin_step(self) -> None:
+        """Declare the gradients of the last step void; no memory is written."""
+        super().begin_step()
+        self._idle.clear()
+        for parameter, place in zip(self.parameters, self._no_gradient, strict=True):
+            _show_gradient(parameter, place)
+        self.release_all()
+
+    def prepare_gradients(self, number: int) -> None:
+        """Give the bucket's parameters a place for their gradients, if they have none."""
+        if number in self._whole:
+            return
+        memory, begin = self._memory_of(self.buckets[number]), self.buckets[number].begin
+        for piece in self._pieces[number]:
+            parameter = self.parameters[piece.index]
+            place = memory[piece.offset - begin :][: parameter.numel()]
+            _show_gradient(parameter, place.view(parameter.shape))
+
+    def gradient_arrived(self, index: int, is_final: bool) -> None:
+        """Reduce a unit when its last gradient has arrived, and free its parameters."""
+        super().gradient_arrived(index, is_final)
+        for bucket in self._buckets_of[index]:
+            if bucket.num_missing == 0:
+                self.release(bucket.number)
+
+    def _take_gradient(self, index: int) -> None:
+        parameter = self.parameters[index]
+        if parameter.grad is not None:
+            self.prepare_gradients(self._buckets_of[index][0].number)
+            accumulate_main_grad(parameter, parameter.grad)
+            parameter.grad = None
+
+    def _reduction_of(self, bucket: Bucket) -> Transfer:
+        if bucket.number in self._whole:
+            for index in bucket.members:
+                parameter: Any = self.parameters[index]
+                if not parameter.main_grad_is_fresh:
+                    self._filled[bucket.number].add(index)
+                _show_gradient(parameter, self._no_gradient[index])
+        return super()._reduction_of(bucket)
+
+    def _keep_idle(self, whole: Tensor) -> None:
+        """Keep memory for the next layer, not for embeddings: those are used once."""
+        waiting = self.buckets[self._num_launched :]
+        if any(bucket.end - bucket.begin == whole.numel() for bucket in waiting):
+            self._idle.append(whole)
+
+    def finish_reductions(self) -> None:
+        """Reduce what is left, and wait; no unit stays gathered, as the update will change it."""
+        super().finish_reductions()
+        self.release_all()
+
+
+def _show_gradient(parameter: Any, place: Tensor) -> None:
+    """Let `main_grad` be `place`, to be overwritten by the first writer."""
+    parameter.main_grad = place
+    parameter.main_grad_is_fresh = True

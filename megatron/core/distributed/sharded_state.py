@@ -1,0 +1,89 @@
+"""Sharded parameters in checkpoints and state dicts: every rank declares the ranges it owns.
+
+The keys and the stored form are those of whole parameters, so any stage loads what any other has
+saved. Nothing is gathered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.distributed.parameter_shard import ParameterShard
+from megatron.core.utils import get_pg_rank
+
+Sharded = Mapping[nn.Parameter, Sequence[ParameterShard]]
+"""Parameters whose values are sharded, each with the pieces that this rank owns."""
+
+
+def declare_shards(declared: Mapping[str, Any], sharded: Sharded) -> dict[str, Any]:
+    """Replace declarations of sharded parameters by those of the ranges that this rank owns.
+
+    A parameter of which it owns nothing is left out.
+    """
+    shards_at = {parameter.data_ptr(): shards for parameter, shards in sharded.items()}
+    found: dict[str, Any] = {}
+    for name, declaration in declared.items():
+        is_tensor = isinstance(declaration, (ShardedTensor, ShardedTensorFactory))
+        data = declaration.data if is_tensor else None
+        shards = None if data is None else shards_at.get(data.data_ptr())
+        if shards is None:
+            found[name] = declaration
+        for shard in shards or ():
+            found[name] = _declare(declaration, shard)  # a unit is one bucket: there is one
+    return found
+
+
+def take_over_state(
+    module: nn.Module, state_dict: Mapping[str, Any], sharded: Sharded, *, strict: bool
+) -> Any:
+    """Load whole tensors or what `declare_shards` declared; the shards are written in place."""
+    ours: set[str] = set()
+    rest = dict(state_dict)
+    inner = _innermost(module)
+    for name, parameter in inner.named_parameters(remove_duplicate=False):
+        if parameter in sharded:
+            ours.add(name)
+            value = rest.pop(name, None)
+            for shard in sharded[parameter] if isinstance(value, Tensor) else ():
+                _take_over(shard, value)
+    result = inner.load_state_dict(rest, strict=False)
+    missing = [name for name in result.missing_keys if name not in ours]
+    if strict and (missing or result.unexpected_keys):
+        raise RuntimeError(f"missing keys {missing}, unexpected keys {result.unexpected_keys}")
+    return result
+
+
+@torch.no_grad()
+def _take_over(shard: ParameterShard, value: Tensor) -> None:
+    if value.data_ptr() == shard.values.data_ptr():
+        return  # loaded in place
+    flat = value.reshape(-1)
+    if flat.numel() == shard.parameter.numel():
+        flat = flat[shard.begin : shard.end]
+    shard.values.copy_(flat.view_as(shard.values))
+
+
+def _declare(
+    declaration: ShardedTensor | ShardedTensorFactory, shard: ParameterShard
+) -> ShardedTensor | ShardedTensorFactory:
+    # Owners of different ranges are no copies of each other.
+    replica_id, replica = declaration.replica_id, get_pg_rank(shard.mesh.replicate)
+    is_whole = shard.is_whole
+    return replace(
+        declaration,
+        data=shard.values.detach(),
+        flattened_range=None if is_whole else slice(shard.begin, shard.end),
+        replica_id=(*replica_id[:-1], replica) if isinstance(replica_id, tuple) else replica,
+    )
+
+
+def _innermost(module: nn.Module) -> nn.Module:
+    while isinstance(getattr(module, "module", None), nn.Module):
+        module = module.get_submodule("module")
+    return module

@@ -1,0 +1,183 @@
+"""ZeRO-3: parameters are whole only while their unit computes, and no result changes."""
+
+import dataclasses
+
+import torch
+
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.initialization import has_memory, parameters_without_memory
+from megatron.core.rng import rng_state
+from tests.harness.distributed import distributed
+from tests.harness.tolerances import EXACT, FP32_REORDERED_SUM, assert_close
+from tests.parity.layouts import LayoutCase, ModelCase
+from tests.parity.training_case import build_chunks, global_batch, transformer_config
+
+LAYOUT, GPT2 = LayoutCase(dp=2), ModelCase("gpt2", True, 0.1)
+
+
+def build(groups, model=GPT2, stage="optim_grads_params", **settings):
+    """Return a wrapped model of 12 layers; `settings` change its config."""
+    rng_state().set_seed(7)
+    config = transformer_config(LAYOUT, model)
+    if settings:
+        config = dataclasses.replace(config, **settings)
+    with parameters_without_memory():
+        (chunk,) = build_chunks(config, model, LAYOUT, groups)
+    ddp_config = DistributedDataParallelConfig(data_parallel_sharding_strategy=stage)
+    return DistributedDataParallel(config, ddp_config, chunk, pg_collection=groups)
+
+
+def forward(ddp, rank=0):
+    batch = global_batch(0, 4)
+    tokens, labels = (batch[name][2 * rank : 2 * rank + 2] for name in ("tokens", "labels"))
+    rng_state().begin_step(0, micro_batch_size=2, dp_rank=rank, dp_size=2)
+    return ddp(tokens, None, None, labels=labels)
+
+
+def step(ddp, groups):
+    """Run one forward and backward pass; return the loss."""
+    ddp.zero_grad_buffer()
+    loss = forward(ddp, groups.dp.rank()).mean()
+    loss.backward()
+    finalize_model_grads([ddp], pg_collection=groups)
+    return loss.detach()
+
+
+def gradients(ddp):
+    return {
+        (shard.name, shard.begin): shard.gradient.clone()
+        for span in ddp.spans()
+        for shard in span.shards
+    }
+
+
+def whole_layers(ddp):
+    """Return which layers have their weights in memory."""
+    layers = ddp.module.decoder.layers
+    return [i for i, layer in enumerate(layers) if has_memory(layer.mlp.linear_fc1.weight.detach())]
+
+
+def bytes_of_whole_units(ddp):
+    return sum(
+        whole.untyped_storage().nbytes()
+        for buffer in ddp.gradient_buffers
+        for whole in buffer._wholes
+    )
+
+
+@distributed(world_size=2)
+def test_one_layer_computes_while_one_more_is_on_its_way(groups):
+    ddp = build(groups)
+    (buffer,) = ddp.gradient_buffers
+    layer_bytes = max(w.numel() for w in buffer._wholes[1:-2]) * 4
+    rest_bytes = sum(w.numel() for w in buffer._wholes) * 4 - 12 * layer_bytes
+    seen = []
+
+    def note(name):
+        seen.append((name, whole_layers(ddp), bytes_of_whole_units(ddp)))
+
+    for index, layer in enumerate(ddp.module.decoder.layers):
+        layer.mlp.register_forward_hook(lambda *_, index=index: note(("forward", index)))
+        layer.mlp.register_full_backward_hook(lambda *_, index=index: note(("backward", index)))
+    step(ddp, groups)
+    assert [name for name, *_ in seen] == [
+        *(("forward", i) for i in range(12)),
+        *(("backward", i) for i in reversed(range(12))),
+    ]
+    for (_, index), whole, num_bytes in seen:
+        assert set(whole) <= {index, 11}, (index, whole)
+        assert num_bytes <= 2 * layer_bytes + rest_bytes, index
+    assert bytes_of_whole_units(ddp) == 0
+
+
+@distributed(world_size=2)
+def test_a_weight_that_is_not_here_reads_as_nan(groups):
+    weight = build(groups).module.decoder.layers[3].mlp.linear_fc1.weight
+    assert weight.shape == (64, 32)
+    assert bool(weight.isnan().all())
+
+
+@distributed(world_size=2)
+def test_a_model_built_without_memory_has_the_values_of_one_built_whole(groups):
+    for model in (GPT2, ModelCase("llama", False, 0.0)):
+        rng_state().set_seed(7)
+        (plain,) = build_chunks(transformer_config(LAYOUT, model), model, LAYOUT, groups)
+        for stage in ("optim_grads_params", "no_shard"):
+            state = build(groups, model, stage).state_dict()
+            for name, expected in plain.state_dict().items():
+                if isinstance(expected, torch.Tensor):
+                    assert_close(state[name], expected, EXACT, f"{stage} {name}")
+
+
+@distributed(world_size=2)
+def test_one_step_has_the_bits_of_whole_parameters_in_every_way_of_recomputing(groups):
+    ways = [
+        {},
+        {"recompute_granularity": "selective"},
+        {
+            "recompute_granularity": "full",
+            "recompute_method": "uniform",
+            "recompute_num_layers": 3,
+        },
+        {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 5},
+        {"cross_entropy_loss_fusion": True},
+        {"gradient_accumulation_fusion": False},
+    ]
+    for way in ways:
+        plain, sharded = build(groups, stage="optim", **way), build(groups, **way)
+        for _ in range(2):
+            assert_close(step(sharded, groups), step(plain, groups), EXACT, f"loss {way}")
+            # The owners differ, as buckets do: compare the sums.
+            ours, theirs = (
+                sum(float(g.double().square().sum()) for g in gradients(ddp).values())
+                for ddp in (sharded, plain)
+            )
+            totals = torch.tensor([ours, theirs], dtype=torch.float64)
+            torch.distributed.all_reduce(totals)
+            assert_close(totals[0], totals[1], FP32_REORDERED_SUM, f"gradients {way}")
+        assert bytes_of_whole_units(sharded) == 0
+
+
+@distributed(world_size=2)
+def test_evaluation_gathers_and_frees_in_any_order_with_training(groups):
+    plain, sharded = build(groups, stage="no_shard"), build(groups)
+    for _ in range(2):
+        with torch.no_grad():
+            assert_close(forward(sharded), forward(plain), EXACT, "evaluation")
+        assert whole_layers(sharded) == []
+        assert_close(step(sharded, groups), step(plain, groups), EXACT, "training")
+
+
+@distributed(world_size=2)
+def test_a_whole_state_dict_loads_into_shards(groups):
+    sharded = build(groups)
+    wanted = {
+        name: tensor + 1.0 if isinstance(tensor, torch.Tensor) else tensor
+        for name, tensor in sharded.state_dict().items()
+    }
+    sharded.load_state_dict(wanted)
+    for name, tensor in sharded.state_dict().items():
+        if isinstance(tensor, torch.Tensor):
+            assert_close(tensor, wanted[name], EXACT, name)
+
+
+@distributed(world_size=2)
+def test_a_frozen_layer_stays_whole_and_trains_the_others(groups):
+    rng_state().set_seed(7)
+    config = transformer_config(LAYOUT, GPT2)
+    results = []
+    for stage in ("no_shard", "optim_grads_params"):
+        (chunk,) = build_chunks(config, GPT2, LAYOUT, groups)
+        chunk.decoder.layers[4].requires_grad_(False)
+        ddp_config = DistributedDataParallelConfig(data_parallel_sharding_strategy=stage)
+        ddp = DistributedDataParallel(config, ddp_config, chunk, pg_collection=groups)
+        results.append(step(ddp, groups))
+        if stage == "optim_grads_params":
+            frozen = chunk.decoder.layers[4].mlp.linear_fc1.weight
+            assert has_memory(frozen.detach()) and not bool(frozen.isnan().any())
+            assert 4 not in {int(n.split(".")[2]) for n, _ in gradients(ddp) if "layers" in n}
+    assert_close(results[1], results[0], EXACT, "loss")

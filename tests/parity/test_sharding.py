@@ -1,0 +1,31 @@
+"""A sample of the table of sharding stages: every value of every axis meets every other once.
+
+The whole table is `python -m tests.parity.sharding`.
+"""
+
+import pytest
+
+from tests.parity.layouts import LayoutCase, ModelCase
+from tests.parity.sharding import all_cases, errors_of
+from tests.parity.table import exceeds
+
+GPT2, LLAMA = ModelCase("gpt2", True, 0.1), ModelCase("llama", False, 0.0)
+
+SAMPLE = [
+    (LayoutCase(pp=2, vp=2, dp=2, stage=2), GPT2),
+    (LayoutCase(dp=4, stage=2, instances=2, samples=16), LLAMA),
+    (LayoutCase(pp=2, vp=2, dp=2, stage=3), GPT2),
+    (LayoutCase(tp=2, sp=True, dp=4, stage=3, instances=2, micro_batch_size=2), LLAMA),
+    (LayoutCase(tp=2, sp=True, pp=2, dp=2, stage=3, micro_batch_size=4), GPT2),
+    (LayoutCase(dp=4, stage=3, samples=16), GPT2),
+]
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("layout", "model"), SAMPLE, ids=[f"{model}: {layout}" for layout, model in SAMPLE]
+)
+def test_training_at_this_stage_equals_one_process(layout, model):
+    assert layout in all_cases()
+    errors = errors_of(layout, model)
+    assert not exceeds(errors), errors
