@@ -148,6 +148,17 @@ def sum_in_place(flat: Tensor, group: Group) -> None:
     reduce_gradients(flat, mesh, scale=1.0, average=False, tag=SUM_TAG).finish()
 
 
+def broadcast_from_first(copies: Sequence[tuple[Tensor, Group]]) -> None:
+    """Overwrite each tensor by that of the first rank of its group."""
+    handles = [
+        dist.broadcast(tensor, _global_rank(group, 0), group, async_op=True)
+        for tensor, group in copies
+        if get_pg_size(group) > 1
+    ]
+    for handle in handles:
+        handle.wait()
+
+
 def piece_of(bucket: Tensor, rank: int, size: int) -> Tensor:
     """Return the rank-th of `size` equal pieces of a flat tensor, as a view."""
     length = bucket.numel() // size

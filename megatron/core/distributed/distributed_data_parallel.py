@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from megatron.core.distributed.bucketed_buffer import BucketedBuffer, ReductionPolicy
-from megatron.core.distributed.communication import Mesh
+from megatron.core.distributed.communication import Mesh, broadcast_from_first
 from megatron.core.distributed.distributed_data_parallel_config import (
     DistributedDataParallelConfig,
+    bucket_numel,
 )
 from megatron.core.distributed.gradient_buffer import GradientBuffer
 from megatron.core.distributed.model_parameters import (
@@ -32,10 +31,9 @@ from megatron.core.distributed.sharded_state import declare_shards, take_over_st
 from megatron.core.errors import NumericsError
 from megatron.core.initialization import fill_deferred_weights
 from megatron.core.param_meta import get_param_meta
-from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.process_groups_config import Group, ProcessGroupCollection
 from megatron.core.utils import get_pg_rank, get_pg_size
 
-BUCKET_NUMEL_ON_CPU = 4_000_000
 _TAGS_PER_BUFFER = 1 << 16
 
 
@@ -141,8 +139,7 @@ class DistributedDataParallel(nn.Module):
         return buffers
 
     def _is_sharded(self, parameter: nn.Parameter) -> bool:
-        buffer, _ = self._param_index.get(parameter, (None, 0))
-        return isinstance(buffer, ShardedParameterBuffer)
+        return isinstance(self._param_index.get(parameter, (None,))[0], ShardedParameterBuffer)
 
     def sharded_values(self) -> dict[nn.Parameter, list[Tensor]]:
         """Return the own values of all parameters that are not whole on this rank (ZeRO-3)."""
@@ -252,20 +249,18 @@ class DistributedDataParallel(nn.Module):
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """Return the wrapped module's state, without a prefix.
 
-        Communication: where parameters are sharded, all are gathered, and copied.
+        Communication: as `whole_parameters`; what was sharded is copied.
         """
-        self.finish_param_sync()
-        if self._units is None:
-            return self.module.state_dict(*args, **kwargs)
-        with self._units.whole():
+        with self.whole_parameters():
             state = self.module.state_dict(*args, **kwargs)
+            if self._units is None:
+                return state
             return {k: v.clone() if isinstance(v, Tensor) else v for k, v in state.items()}
 
     def whole_parameters(self) -> AbstractContextManager[None]:
         """Inside the returned context all parameters are whole; what is written to them is lost.
 
-        Communication: where parameters are sharded, an all-gather of each unit.
-        """
+        Communication: where parameters are sharded, an all-gather of each unit."""
         self.finish_param_sync()
         return nullcontext() if self._units is None else self._units.whole()
 
@@ -391,39 +386,14 @@ class DistributedDataParallel(nn.Module):
             buffer.finish_gathers([index])
 
     def broadcast_params(self) -> None:
-        """Copy the parameters of the first replica to all others.
-
-        Sharded parameters have no copies but those of other optimizer instances.
-        """
-        transfers = []
+        """Copy the parameters of the first replica to all others (of a shard, all its copies)."""
+        copies: list[tuple[Tensor, Group]] = []
         for buffer in self.gradient_buffers:
-            if isinstance(buffer, ShardedParameterBuffer) and buffer.mesh.replicate_size > 1:
-                group = buffer.mesh.replicate
-                source = dist.get_global_rank(group, 0)
-                transfers += [
-                    dist.broadcast(shard, source, group, async_op=True) for shard in buffer.shards
-                ]
+            if isinstance(buffer, ShardedParameterBuffer):
+                copies += [(shard, buffer.mesh.replicate) for shard in buffer.shards]
         for parameter in self.module.parameters():
-            if self._is_sharded(parameter):
-                continue
-            is_expert = get_param_meta(parameter).is_expert
-            group = self.pg_collection.expt_dp if is_expert else self.pg_collection.dp_cp
-            if get_pg_size(group) > 1:
-                source = dist.get_global_rank(group, 0)
-                data = parameter.data
-                transfers.append(dist.broadcast(data, source, group, async_op=True))
-        for transfer in transfers:
-            transfer.wait()
-
-
-def bucket_numel(
-    config: DistributedDataParallelConfig, numel: int, num_ranks: int, device: torch.device
-) -> int | None:
-    """Return the most elements of a bucket of a buffer of `numel` elements."""
-    if config.bucket_size is not None:
-        return config.bucket_size
-    if config.num_buckets is not None:
-        return math.ceil(numel / config.num_buckets)
-    if num_ranks == 1:
-        return None
-    return BUCKET_NUMEL_ON_CPU if device.type == "cpu" else max(40_000_000, 1_000_000 * num_ranks)
+            if not self._is_sharded(parameter):
+                is_expert = get_param_meta(parameter).is_expert
+                group = self.pg_collection.expt_dp if is_expert else self.pg_collection.dp_cp
+                copies.append((parameter.data, group))
+        broadcast_from_first(copies)

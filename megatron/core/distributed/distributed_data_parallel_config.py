@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+
+import torch
 
 from megatron.core.config_base import check_all
 from megatron.core.errors import ConfigError, MegatronError
 
 SHARDING_STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 """The ladder: nothing, ZeRO-1, ZeRO-2, ZeRO-3."""
+
+BUCKET_NUMEL_ON_CPU = 4_000_000
 
 
 @dataclass
@@ -154,3 +159,16 @@ def _check_supported(config: DistributedDataParallelConfig) -> list[MegatronErro
         if getattr(config, name)
     ]
     return problems
+
+
+def bucket_numel(
+    config: DistributedDataParallelConfig, numel: int, num_ranks: int, device: torch.device
+) -> int | None:
+    """Return the most elements of a bucket of a buffer of `numel` elements."""
+    if config.bucket_size is not None:
+        return config.bucket_size
+    if config.num_buckets is not None:
+        return math.ceil(numel / config.num_buckets)
+    if num_ranks == 1:
+        return None
+    return BUCKET_NUMEL_ON_CPU if device.type == "cpu" else max(40_000_000, 1_000_000 * num_ranks)
