@@ -2,12 +2,15 @@
 
     python -m benchmarks.data_parallel                  # gradients only
     python -m benchmarks.data_parallel --optimizer      # with clipping and AdamW, and ZeRO stages
+    python -m benchmarks.data_parallel --optimizer --vocabulary 16384 --microbatches 1 --rounds 9
+                                                        # 34 million parameters, one micro batch
 
-Two single-threaded gloo processes run 8 micro batches of sequence 256 through the same plain
-PyTorch GPT of width 512 (8 layers, 26 million parameters). All candidates take turns in the same
-run, step by step, both processes at the same time; a row is the median of the ratios to the
-candidate "alone" of the same turn, which runs our wrapper with one replica. `cpu` counts
-processor seconds of both the computing thread and the communication threads.
+`benchmarks.peak_memory` measures the memory of the same candidates. Two single-threaded gloo
+processes run micro batches of sequence 256 through the same plain PyTorch GPT of width 512 (8
+layers, 26 million parameters by default). All candidates take turns in the same run, step by step,
+both processes at the same time; a row is the median of the ratios to the candidate "alone" of the
+same turn, which runs our wrapper with one replica. `cpu` counts processor seconds of both the
+computing thread and the communication threads.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,7 +38,7 @@ from megatron.core.distributed import (
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-SEQUENCE, VOCABULARY = 256, 1024
+SEQUENCE = 256
 CONFIG = SimpleNamespace(calculate_per_token_loss=False)
 Step = Callable[[], None]
 
@@ -48,18 +52,22 @@ OURS: dict[str, dict[str, object] | None] = {
         "use_distributed_optimizer": True,
         "overlap_param_gather": True,
     },
+    "stage 2": {"data_parallel_sharding_strategy": "optim_grads"},
+    "stage 3": {"data_parallel_sharding_strategy": "optim_grads_params"},
 }
 
 
 def build_model(options: argparse.Namespace) -> nn.Module:
     """Return the model that every candidate wraps."""
-    return PlainGPT2(Sizes(num_layers=options.layers, vocab_size=VOCABULARY, sequence=SEQUENCE))
+    sizes = Sizes(num_layers=options.layers, vocab_size=options.vocabulary, sequence=SEQUENCE)
+    return PlainGPT2(sizes)
 
 
-def micro_batches(rank: int, number: int) -> list[torch.Tensor]:
+def micro_batches(rank: int, options: argparse.Namespace) -> list[torch.Tensor]:
     """Return token ids [1, s + 1] for each micro batch of a rank."""
     generator = torch.Generator().manual_seed(rank)
-    return list(torch.randint(VOCABULARY, (number, 1, SEQUENCE + 1), generator=generator))
+    shape = (options.microbatches, 1, SEQUENCE + 1)
+    return list(torch.randint(options.vocabulary, shape, generator=generator))
 
 
 def backward(model: nn.Module, batches: list[torch.Tensor], index: int) -> None:
@@ -79,7 +87,7 @@ def our_step(rank: int, settings: dict[str, object] | None, options: argparse.Na
         lr=1e-4, use_distributed_optimizer=ddp_config.use_distributed_optimizer
     )
     optimizer = get_megatron_optimizer(config, [ddp], pg_collection=groups)
-    batches = micro_batches(rank, options.microbatches)
+    batches = micro_batches(rank, options)
 
     def step() -> None:
         ddp.zero_grad_buffer()
@@ -98,7 +106,7 @@ def torch_step(rank: int, options: argparse.Namespace) -> Step:
     """Return a step of torch's DistributedDataParallel with its defaults."""
     ddp = nn.parallel.DistributedDataParallel(build_model(options), gradient_as_bucket_view=True)
     rule = torch.optim.AdamW(ddp.parameters(), lr=1e-4, weight_decay=0.01, fused=True)
-    batches = micro_batches(rank, options.microbatches)
+    batches = micro_batches(rank, options)
 
     def step() -> None:
         ddp.zero_grad()
@@ -111,6 +119,38 @@ def torch_step(rank: int, options: argparse.Namespace) -> Step:
             rule.step()
 
     return step
+
+
+def fsdp2_step(rank: int, options: argparse.Namespace) -> Step:
+    """Return a step of torch's fully_shard, one unit per layer, with its defaults."""
+    from torch.distributed.fsdp import fully_shard
+
+    model: Any = build_model(options)
+    for block in model.blocks:
+        fully_shard(block)
+    fully_shard(model)
+    rule = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.01)
+    batches = micro_batches(rank, options)
+
+    def step() -> None:
+        model.zero_grad()
+        model.set_requires_gradient_sync(False)
+        for index in range(len(batches) - 1):
+            backward(model, batches, index)
+        model.set_requires_gradient_sync(True)
+        backward(model, batches, -1)
+        if options.optimizer:
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            rule.step()
+
+    return step
+
+
+def step_of(name: str, rank: int, options: argparse.Namespace) -> Step:
+    """Return a step of a candidate."""
+    if name in OURS:
+        return our_step(rank, OURS[name], options)
+    return torch_step(rank, options) if name == "torch DDP" else fsdp2_step(rank, options)
 
 
 def seconds(step: Step) -> tuple[float, float]:
@@ -127,9 +167,10 @@ def measure(rank: int, store: str, options: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-    names = [n for n in OURS if options.optimizer or not n.startswith("stage 1")]
-    steps = {name: our_step(rank, OURS[name], options) for name in names}
-    steps["torch DDP"] = torch_step(rank, options)
+    names = [*OURS, "torch DDP", "torch FSDP2"]
+    if not options.optimizer:
+        names = ["alone", "stage 0", "stage 0, no overlap", "torch DDP"]
+    steps = {name: step_of(name, rank, options) for name in names}
     for step in steps.values():
         step()
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in steps}
@@ -157,6 +198,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--optimizer", action="store_true", help="clip and update as well")
     parser.add_argument("--layers", type=int, default=8, help="layers of the model")
+    parser.add_argument("--vocabulary", type=int, default=1024, help="rows of the embedding")
     parser.add_argument("--microbatches", type=int, default=8, help="micro batches per step")
     parser.add_argument("--rounds", type=int, default=7, help="turns of each candidate")
     options = parser.parse_args()

@@ -1,0 +1,85 @@
+"""Peak memory of data parallelism on two ranks: torch's DDP and FSDP2, and our stages 0 to 3.
+
+    python -m benchmarks.peak_memory                 # a plain PyTorch GPT of 34 million parameters
+
+Each candidate trains a few steps (clipping and AdamW, fp32, one sequence of 256 tokens a rank) in
+two fresh single-threaded gloo processes; candidates take turns. A row is the larger of the two
+ranks' peak resident sizes (VmHWM), the median over the rounds, and its ratios to torch's wrappers.
+The weights, gradients and moments of the model are 513 MiB, half of it 257 MiB; "imported" is a
+process that has imported torch and this benchmark and done nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import tempfile
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from benchmarks.data_parallel import step_of
+
+CANDIDATES = (
+    "imported", "torch DDP", "torch FSDP2", "stage 0", "stage 1", "stage 2", "stage 3",
+)  # fmt: skip
+
+
+def peak_mib() -> float:
+    """Return the largest resident size that this process has had, in MiB (Linux)."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) / 1024
+    raise RuntimeError("/proc/self/status has no VmHWM: this benchmark needs Linux")
+
+
+def train(rank: int, directory: str, name: str, options: argparse.Namespace) -> None:
+    """Train with one candidate and leave the peak in a file; the job of one process."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    store = f"file://{directory}/store"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
+    if name != "imported":
+        step = step_of(name, rank, options)
+        for _ in range(options.steps):
+            step()
+    dist.barrier()
+    Path(directory, f"peak{rank}").write_text(str(peak_mib()))
+    dist.destroy_process_group()
+
+
+def measure(name: str, options: argparse.Namespace) -> float:
+    """Return the larger peak of the two ranks in MiB."""
+    with tempfile.TemporaryDirectory() as directory:
+        mp.spawn(train, args=(directory, name, options), nprocs=2)
+        return max(float(path.read_text()) for path in Path(directory).glob("peak*"))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--layers", type=int, default=8, help="layers of the model")
+    parser.add_argument("--vocabulary", type=int, default=16384, help="rows of the embedding")
+    parser.add_argument("--microbatches", type=int, default=1, help="micro batches per step")
+    parser.add_argument("--steps", type=int, default=3, help="steps of each process")
+    parser.add_argument("--rounds", type=int, default=3, help="turns of each candidate")
+    options = parser.parse_args()
+    options.optimizer = True
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    peaks: dict[str, list[float]] = {name: [] for name in CANDIDATES}
+    for _ in range(options.rounds):
+        for name in CANDIDATES:
+            peaks[name].append(measure(name, options))
+    middle = {name: statistics.median(found) for name, found in peaks.items()}
+    print(f"{'':<14}{'peak MiB':>10}{'of DDP':>9}{'of FSDP2':>10}   range")
+    for name, found in peaks.items():
+        print(
+            f"{name:<14}{middle[name]:>10.0f}{middle[name] / middle['torch DDP']:>9.2f}"
+            f"{middle[name] / middle['torch FSDP2']:>10.2f}   {min(found):.0f} ... {max(found):.0f}"
+        )
+
+
+if __name__ == "__main__":
+    main()
