@@ -51,6 +51,28 @@ def is_running(group: int) -> bool:
     return False
 
 
+def wait_for_moment(
+    run: "subprocess.Popen[bytes]",
+    unfinished: Path,
+    moments: random.Random,
+    seconds: float,
+    num_bytes: int,
+    *,
+    by_bytes: bool,
+) -> bool:
+    """Wait for a random time, or for a random size of the output; False if the run ends first."""
+    delay, size = moments.uniform(0.0, seconds), moments.uniform(0.0, num_bytes)
+    began = time.perf_counter()
+    while run.poll() is None:
+        if by_bytes:
+            if unfinished.exists() and unfinished.stat().st_size >= size:
+                return True
+        elif time.perf_counter() - began > delay:
+            return True
+        time.sleep(0.004)
+    return False
+
+
 def run_until_through(
     folder: Path, source: str, flags: list[str], kills: int, seed: int
 ) -> tuple[int, list[str]]:
@@ -71,6 +93,7 @@ def run_until_through(
         output = folder / f"round{rounds}"
         final = [Path(f"{output}_text_document{end}") for end in (".bin", ".idx")]
         while True:
+            started = time.perf_counter()
             with open(folder / "errors", "w") as errors:
                 run = subprocess.Popen(
                     command(source, output, flags),
@@ -78,15 +101,16 @@ def run_until_through(
                     stderr=errors,
                     start_new_session=True,
                 )
-            delay = moments.uniform(0.3, 1.0) * seconds if done < kills else 600.0
-            try:
-                run.wait(delay)
-            except subprocess.TimeoutExpired:
-                os.kill(run.pid, signal.SIGKILL)
-                run.wait()
-                done += 1
-                left = Path(f"{output}_text_document.bin.unfinished")
+            left = Path(f"{output}_text_document.bin.unfinished")
+            if is_to_die := done < kills and wait_for_moment(
+                run, left, moments, seconds, len(expected[0]), by_bytes=done % 2 == 1
+            ):
                 size = left.stat().st_size if left.exists() else 0
+                delay = time.perf_counter() - started
+                os.kill(run.pid, signal.SIGKILL)
+            run.wait()
+            if is_to_die and run.returncode == -signal.SIGKILL:
+                done += 1
                 print(f"kill {done:>3} after {delay:5.2f} s, {size:>10,} bytes written", flush=True)
                 deadline = time.monotonic() + 10
                 while is_running(run.pid) and time.monotonic() < deadline:

@@ -1,0 +1,200 @@
+"""Preprocessing against the bare tokenizer library on the same text, alternating.
+
+    python -m benchmarks.preprocessing --input corpus.jsonl --megabytes 100 \
+        --bpe FOLDER_WITH_VOCAB_AND_MERGES --pieces tokenizer.model --ranks gpt2.tiktoken
+
+Without arguments it uses the test text and tokenizers trained on it (under a minute; too short to
+judge by). For each library: tokens per second of the bare library in one process with the texts in
+memory, and of the whole tool, from its start to its end, with 1 and 2 workers, once through the
+same library and once through the fast engine. Then the start-up, and the peak memory over the size
+of the input.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.append(str(ROOT))
+
+from megatron.core.datasets.indexed_dataset import IndexedDataset  # noqa: E402
+
+RAW = r"""
+import os
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+import base64, json, sys, time
+kind, corpus, *files = sys.argv[1:]
+texts = [json.loads(line)["text"] for line in open(corpus)]
+if kind == "bpe":
+    from tokenizers import ByteLevelBPETokenizer
+    model = ByteLevelBPETokenizer(*files)._tokenizer
+    def encode(part):
+        return [e.ids for e in model.encode_batch_fast(part, add_special_tokens=False)]
+elif kind == "pieces":
+    import sentencepiece
+    model = sentencepiece.SentencePieceProcessor(model_file=files[0])
+    def encode(part):
+        return model.encode(part, num_threads=1)
+else:
+    import tiktoken
+    ranks = {base64.b64decode(t): int(r) for t, r in map(bytes.split, open(files[0], "rb"))}
+    model = tiktoken.Encoding("r", pat_str=files[1], mergeable_ranks=ranks, special_tokens={})
+    def encode(part):
+        return [model.encode_ordinary(text) for text in part]
+begun, count = time.perf_counter(), 0
+for i in range(0, len(texts), 100):
+    count += sum(map(len, encode(texts[i:i + 100])))
+print(count, time.perf_counter() - begun)
+"""
+"""The library alone: texts in memory before the clock starts, ids counted and dropped."""
+
+
+def prepare_default(folder: Path) -> argparse.Namespace:
+    """Write the test text as JSON lines and train tokenizers on it."""
+    import base64
+
+    import sentencepiece
+    import tokenizers
+
+    sources = sorted((ROOT / "tests/fixtures/text").glob("*.txt"))
+    text = "\n".join(path.read_text() for path in sources)
+    documents = [p for p in text.split("\n\n") if p.strip()] * 60
+    corpus = folder / "corpus.jsonl"
+    corpus.write_text("".join(json.dumps({"text": p}) + "\n" for p in documents))
+    bpe = tokenizers.ByteLevelBPETokenizer()
+    bpe.train_from_iterator(
+        [text], vocab_size=8000, special_tokens=["<|endoftext|>"], show_progress=False
+    )
+    bpe.save_model(str(folder))
+    sentencepiece.SentencePieceTrainer.train(
+        input=",".join(map(str, sources)), model_prefix=str(folder / "tokenizer"),
+        vocab_size=4000, model_type="bpe", byte_fallback=True, minloglevel=2,
+        normalization_rule_name="identity", remove_extra_whitespaces=False,
+    )  # fmt: skip
+    ranks = [base64.b64encode(bytes([b])) for b in range(256)]
+    lines = (b"%s %d\n" % (token, rank) for rank, token in enumerate(ranks))
+    (folder / "bytes.tiktoken").write_bytes(b"".join(lines))
+    return argparse.Namespace(
+        input=str(corpus), bpe=str(folder), pieces=str(folder / "tokenizer.model"),
+        ranks=str(folder / "bytes.tiktoken"),
+    )  # fmt: skip
+
+
+def cut(corpus: str, megabytes: float, folder: Path) -> str:
+    """Return the first megabytes of a corpus; a shorter one is repeated."""
+    path, size = folder / f"cut{megabytes:g}.jsonl", 0
+    with open(path, "wb") as out:
+        while size < megabytes * 1e6:
+            before = size
+            with open(corpus, "rb") as source:
+                for line in source:
+                    out.write(line)
+                    size += len(line)
+                    if size >= megabytes * 1e6:
+                        break
+            assert size > before, f"{corpus} is empty"
+    return str(path)
+
+
+def tool(corpus: str, output: str, flags: list[str]) -> tuple[float, int, float]:
+    """Run the tool; return wall seconds, tokens and the peak memory of a process in MB."""
+    command = [
+        sys.executable, str(ROOT / "tools/preprocess_data.py"), "--input", corpus,
+        "--output-prefix", output, "--restart", *flags,
+    ]  # fmt: skip
+    begun = time.perf_counter()
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    _, status, usage = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    seconds = time.perf_counter() - begun
+    assert process.returncode == 0, command
+    tokens = int(IndexedDataset(f"{output}_text_document").sequence_lengths.sum())
+    return seconds, tokens, usage.ru_maxrss / 1e3
+
+
+def compare(corpus: str, kind: str, raw: list[str], flags: list[str], folder: Path, n: int) -> None:
+    """Print the rates of one library, bare and through the tool."""
+    raw_rates: list[float] = []
+    ways = [(backend, workers) for backend in ("library", "auto") for workers in (1, 2)]
+    rates: dict[tuple[str, int], list[float]] = {way: [] for way in ways}
+    for _ in range(n):
+        done = subprocess.run(
+            [sys.executable, "-c", RAW, kind, corpus, *raw],
+            check=True, capture_output=True, text=True,
+        )  # fmt: skip
+        count, seconds = done.stdout.split()
+        raw_rates.append(int(count) / float(seconds))
+        for backend, workers in ways:
+            more = ["--tokenizer-backend", backend, "--workers", str(workers)]
+            wall, tokens, _ = tool(corpus, str(folder / "out"), [*flags, *more])
+            assert tokens == int(count), (tokens, count)
+            rates[backend, workers].append(tokens / wall)
+    bare = statistics.median(raw_rates)
+    print(f"{kind:<8} bare library, 1 process    {bare:>12,.0f} tokens/s")
+    for (backend, workers), found in rates.items():
+        rate = statistics.median(found)
+        print(
+            f"{kind:<8} tool, {backend:<7}, {workers} workers   {rate:>12,.0f} tokens/s"
+            f"   {rate / bare:6.2f} of the bare library",
+            flush=True,
+        )
+
+
+def main() -> None:
+    """Measure everything and print it."""
+    parser = argparse.ArgumentParser(description="Rates of preprocessing.")
+    parser.add_argument("--input", help="JSON lines with a key 'text'")
+    parser.add_argument("--megabytes", type=float, help="of it; all of it if not given")
+    parser.add_argument("--bpe", help="folder with vocab.json and merges.txt")
+    parser.add_argument("--pieces", help="a SentencePiece model")
+    parser.add_argument("--ranks", help="a .tiktoken file cut as GPT-2 cuts")
+    parser.add_argument("--repeats", type=int, default=3)
+    args = parser.parse_args()
+    from megatron.core.tokenizers.tik_token import PATTERNS
+
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        given = args if args.input else prepare_default(folder)
+        size = args.megabytes or os.path.getsize(given.input) / 1e6
+        corpus = cut(given.input, size, folder)
+        print(f"{size:.1f} MB of JSON lines, {args.repeats} rounds, medians", flush=True)
+        cases = []
+        if given.bpe:
+            files = [f"{given.bpe}/vocab.json", f"{given.bpe}/merges.txt"]
+            bpe = ["--tokenizer-type", "GPT2BPETokenizer", "--tokenizer-model", given.bpe]
+            cases.append(("bpe", files, bpe))
+        if given.pieces:
+            pieces = ["--tokenizer-type", "GPTSentencePieceTokenizer"]
+            cases.append(("pieces", [given.pieces], [*pieces, "--tokenizer-model", given.pieces]))
+        if given.ranks:
+            ranks = ["--tokenizer-type", "TikTokenizer", "--tiktoken-pattern", "gpt2"]
+            files = [given.ranks, PATTERNS["gpt2"]]
+            cases.append(("ranks", files, [*ranks, "--tokenizer-model", given.ranks]))
+        for kind, files, flags in cases:
+            compare(corpus, kind, files, flags, folder, args.repeats)
+        kind, _, flags = cases[0]
+        flags = [*flags, "--workers", "2"]
+        small = cut(given.input, 0.001, folder)
+        starts = [tool(small, str(folder / "small"), flags)[0] for _ in range(args.repeats)]
+        print(f"start-up: one document from start to end in {statistics.median(starts):.2f} s")
+        for times in (1, 4):
+            seconds, tokens, peak = tool(
+                cut(given.input, size * times, folder), str(folder / "big"), flags
+            )
+            print(
+                f"{size * times:8.1f} MB, 2 workers: {tokens:>12,} tokens in {seconds:6.2f} s, "
+                f"peak {peak:5.0f} MB in a process",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main()
