@@ -1,9 +1,11 @@
 """Join corpora into one: the documents of the first, then those of the second, and so on.
 
     python tools/merge_datasets.py --input shards/ --output-prefix data/whole
+    python tools/merge_datasets.py --input shards/ --output-prefix data/whole --no-copy
 
-A folder stands for all its corpora in the order of their names. The tokens are copied, not
-held in memory.
+A folder stands for all its corpora in the order of their names. The tokens are copied, not held in
+memory; with --no-copy only the indices are joined, and the tokens stay in the files of the shards,
+which must then stay too.
 """
 
 from __future__ import annotations
@@ -15,12 +17,18 @@ from collections.abc import Sequence
 
 sys.path.append(os.path.join(os.path.dirname(os.path.abspath(__file__)), os.pardir))
 
+import numpy as np
+
+from megatron.core.datasets.index_file import write_index
 from megatron.core.datasets.indexed_dataset import (
     IndexedDataset,
     IndexedDatasetBuilder,
+    check_same_type,
     get_bin_path,
     get_idx_path,
 )
+from megatron.core.datasets.joined_tokens import list_of_parts, parts_path, token_files
+from megatron.core.datasets.token_file import WholeFile
 from megatron.core.errors import DataError, MegatronError
 
 
@@ -31,6 +39,9 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "--input", required=True, nargs="+", help="a folder of corpora, or their prefixes"
     )
     parser.add_argument("--output-prefix", required=True, help="path without .bin and .idx")
+    parser.add_argument(
+        "--no-copy", action="store_true", help="join the indices; the tokens stay where they are"
+    )
     parser.add_argument("--multimodal", action="store_true", help="the corpora hold modes")
     return parser.parse_args(argv)
 
@@ -64,11 +75,45 @@ def merge(prefixes: Sequence[str], output_prefix: str, *, multimodal: bool = Fal
         builder.finalize(get_idx_path(output_prefix))
 
 
+def join(prefixes: Sequence[str], output_prefix: str, *, multimodal: bool = False) -> None:
+    """Write an index over all the corpora, and the list of their token files."""
+    bin_path, idx_path = get_bin_path(output_prefix), get_idx_path(output_prefix)
+    if os.path.exists(bin_path):
+        raise DataError(
+            f"{bin_path} exists.",
+            rule="a corpus joined without copying has no token file of its own",
+            flags=["--output-prefix", "--no-copy"],
+            fix="choose another prefix, or remove the pair first",
+        )
+    corpora = [IndexedDataset(prefix, multimodal=multimodal) for prefix in prefixes]
+    for corpus in corpora:
+        check_same_type(corpus, corpora[0].dtype)
+    before = np.cumsum([0, *map(len, corpora)])
+    documents = [c.document_indices[1:] + n for c, n in zip(corpora, before, strict=False)]
+    files = [file for prefix in prefixes for file in token_files(get_bin_path(prefix))]
+    index, parts = WholeFile(idx_path), WholeFile(parts_path(bin_path))
+    write_index(
+        index,
+        dtype=corpora[0].dtype,
+        sequence_lengths=np.concatenate([c.sequence_lengths for c in corpora]),
+        document_indices=np.concatenate([[0], *documents]),
+        sequence_modes=np.concatenate([c.sequence_modes for c in corpora]) if multimodal else None,
+    )
+    parts.write(list_of_parts(bin_path, files))
+    index.flush_to_disk()
+    if os.path.exists(idx_path):
+        os.unlink(idx_path)
+    parts.commit()
+    index.commit()
+    print(f"joined {len(files)} token files: {sum(map(len, documents)):,} documents", flush=True)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the tool; return its exit status."""
     args = parse_args(argv)
     try:
-        merge(corpora_of(args.input), args.output_prefix, multimodal=args.multimodal)
+        work = join if args.no_copy else merge
+        work(corpora_of(args.input), args.output_prefix, multimodal=args.multimodal)
     except MegatronError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1

@@ -28,6 +28,7 @@ from typing import Protocol
 import numpy as np
 
 from megatron.core.datasets import native
+from megatron.core.datasets.joined_tokens import num_token_bytes
 from megatron.core.errors import DataError
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -198,7 +199,7 @@ def check_index(arrays: IndexArrays, idx_path: str, bin_path: str) -> None:
 
 
 def _check_size(bin_path: str, end: int, idx_path: str) -> None:
-    size = os.path.getsize(bin_path)
+    size = num_token_bytes(bin_path)
     if size != end:
         what = "truncated file" if size < end else "bytes left over"
         raise disagreement(

@@ -24,9 +24,13 @@ from megatron.core.datasets.index_file import (
     read_index,
     write_index,
 )
+from megatron.core.datasets.joined_tokens import (
+    num_token_bytes,
+    open_tokens,
+    token_files,
+    tokens_exist,
+)
 from megatron.core.datasets.token_file import (
-    MappedTokens,
-    PositionedTokens,
     TokenReader,
     WholeFile,
     explain_full_disk,
@@ -77,7 +81,7 @@ class IndexedDataset:
         self._index: IndexArrays = read_index(idx_path, multimodal=multimodal)
         if check:
             check_index(self._index, idx_path, bin_path)
-        self._tokens: TokenReader = MappedTokens(bin_path) if mmap else PositionedTokens(bin_path)
+        self._tokens: TokenReader = open_tokens(bin_path, mmap=mmap)
         self._token_bytes = np.dtype(self._index.dtype).itemsize
 
     def __getstate__(self) -> tuple[str, bool, bool]:
@@ -178,19 +182,34 @@ class IndexedDataset:
         stride = max(1, len(self) // 8192)
         sampled = np.ascontiguousarray(self._index.sequence_lengths[::stride])
         sizes = f"{np.dtype(self.dtype).name} {len(self)} {len(self.document_indices)} "
-        sizes += str(os.path.getsize(get_bin_path(self.path_prefix)))
+        sizes += str(num_token_bytes(get_bin_path(self.path_prefix)))
         return hashlib.blake2b(sizes.encode() + sampled.tobytes(), digest_size=16).hexdigest()
 
     @staticmethod
     def exists(path_prefix: str) -> bool:
         """Return whether both files of a corpus are there."""
-        return os.path.exists(get_idx_path(path_prefix)) and os.path.exists(
-            get_bin_path(path_prefix)
+        return os.path.exists(get_idx_path(path_prefix)) and tokens_exist(get_bin_path(path_prefix))
+
+
+def check_same_type(corpus: IndexedDataset, dtype: type[np.number]) -> None:
+    """Refuse to put a corpus together with others of another token type.
+
+    Raises:
+        DataError: names both types.
+    """
+    if corpus.dtype != dtype:
+        raise disagreement(
+            get_idx_path(corpus.path_prefix),
+            17,
+            f"tokens of type {np.dtype(corpus.dtype).name}",
+            f"{np.dtype(dtype).name}, the type of the corpus it is added to",
         )
 
 
 def _check_pair_exists(path_prefix: str) -> None:
-    missing = [p for p in (get_bin_path(path_prefix), get_idx_path(path_prefix)) if not _is_file(p)]
+    bin_path, idx_path = get_bin_path(path_prefix), get_idx_path(path_prefix)
+    missing = [] if tokens_exist(bin_path) else [bin_path]
+    missing += [] if os.path.isfile(idx_path) else [idx_path]
     if not missing:
         return
     if path_prefix.endswith((".bin", ".idx")) and IndexedDataset.exists(path_prefix[:-4]):
@@ -205,10 +224,6 @@ def _check_pair_exists(path_prefix: str) -> None:
         flags=["--data-path"],
         fix=fix,
     )
-
-
-def _is_file(path: str) -> bool:
-    return os.path.isfile(path)
 
 
 def _similar_prefix(path_prefix: str) -> str:
@@ -317,15 +332,10 @@ class IndexedDatasetBuilder:
     def add_index(self, path_prefix: str) -> None:
         """Append a whole corpus of the same type (this is how corpora are merged)."""
         other = IndexedDataset(path_prefix, multimodal=self.multimodal)
-        if other.dtype != self.dtype:
-            raise disagreement(
-                get_idx_path(path_prefix),
-                17,
-                f"tokens of type {np.dtype(other.dtype).name}",
-                f"{np.dtype(self.dtype).name}, the type of the corpus it is added to",
-            )
-        with open(get_bin_path(path_prefix), "rb") as source:
-            shutil.copyfileobj(source, self._file, 16 << 20)
+        check_same_type(other, self.dtype)
+        for path in token_files(get_bin_path(path_prefix)):
+            with open(path, "rb") as source:
+                shutil.copyfileobj(source, self._file, 16 << 20)
         first = len(self._lengths)
         self._lengths.frombytes(other.sequence_lengths.tobytes())
         self._documents.frombytes((other.document_indices[1:] + first).tobytes())

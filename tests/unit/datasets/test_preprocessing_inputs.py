@@ -209,6 +209,52 @@ def test_joined_shards_equal_one_run(tmp_path, num_shards):
         assert (tmp_path / f"joined{end}").read_bytes() == whole
 
 
+@pytest.mark.parametrize("mmap", [True, False])
+def test_shards_joined_without_copying_read_like_the_whole(tmp_path, mmap):
+    path = make_input(tmp_path, "jsonl")
+    assert run(tmp_path, path, flags=["--num-shards", "3"]) == 0
+    shards = [f"{tmp_path}/out-{i:05d}-of-00003_text_document" for i in range(3)]
+    (tmp_path / "elsewhere").mkdir()
+    joined = str(tmp_path / "elsewhere/joined")
+    merge = ["--input", *shards, "--output-prefix", joined, "--no-copy"]
+    assert merge_datasets.main(merge) == 0
+    assert not (tmp_path / "elsewhere/joined.bin").exists()
+    dataset = IndexedDataset(joined, mmap=mmap)
+    assert texts_of(joined) == TEXTS
+    whole = np.concatenate(dataset[:])
+    over_all = dataset._tokens.read(dataset.dtype, len(whole), 0)
+    assert np.array_equal(over_all, whole)
+    assert run(tmp_path, path) == 0
+    index = (tmp_path / "out_text_document.idx").read_bytes()
+    assert (tmp_path / "elsewhere/joined.idx").read_bytes() == index
+    copied = str(tmp_path / "copied")
+    assert merge_datasets.main(["--input", joined, "--output-prefix", copied]) == 0
+    tokens = (tmp_path / "out_text_document.bin").read_bytes()
+    assert (tmp_path / "copied.bin").read_bytes() == tokens
+
+
+def test_a_joined_corpus_without_one_of_its_parts_is_refused(tmp_path, capsys):
+    path = make_input(tmp_path, "jsonl")
+    assert run(tmp_path, path, flags=["--num-shards", "2"]) == 0
+    shards = [f"{tmp_path}/out-{i:05d}-of-00002_text_document" for i in range(2)]
+    joined = str(tmp_path / "joined")
+    merge = ["--input", *shards, "--output-prefix", joined, "--no-copy"]
+    assert merge_datasets.main(merge) == 0
+    part = tmp_path / "out-00001-of-00002_text_document.bin"
+    content = part.read_bytes()
+    part.write_bytes(content[:-2])
+    with pytest.raises(DataError, match=f"has {len(content) - 2:,} bytes; it had"):
+        IndexedDataset(joined)
+    part.unlink()
+    with pytest.raises(DataError, match="is missing"):
+        IndexedDataset(joined)
+    (tmp_path / "joined.bin.parts").write_text("{}")
+    with pytest.raises(DataError, match="is not a list of parts"):
+        IndexedDataset(joined)
+    assert merge_datasets.main(["--input", shards[0], "--output-prefix", shards[0], "--no-copy"])
+    assert "exists" in capsys.readouterr().err
+
+
 def test_a_faulty_line_of_a_shard_has_its_number_in_the_file(tmp_path, capsys):
     content = lines(TEXTS).split(b"\n")
     content[150] = b"not JSON"
