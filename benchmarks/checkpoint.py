@@ -89,6 +89,7 @@ def take_turns(candidates: Candidates, peer: Peer | None, repeats: int) -> Times
         candidates.remove("ours")
         handle = turn("pause ours", candidates.begin_ours)
         turn("rest of ours", handle.finish)
+        turn("save short-lived", candidates.save_short_lived)
         if peer is not None:
             rows.setdefault("pause megatron-core", []).append(peer.turn("begin"))
             rows.setdefault("rest of megatron-core", []).append(peer.turn("finish"))

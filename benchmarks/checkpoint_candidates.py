@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,8 +17,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from megatron.core import dist_checkpointing
+from megatron.core.agreement import SingleProcess
 from megatron.core.capabilities import require
 from megatron.core.dist_checkpointing import AsyncSave, ShardedTensor
+from megatron.core.dist_checkpointing.own_state import as_own_state
 
 HIDDEN = 1024
 
@@ -134,6 +137,13 @@ class Candidates:
         )
         assert handle is not None
         return handle
+
+    def save_short_lived(self) -> None:
+        """Save this rank's share to a memory disk, as a short-lived checkpoint."""
+        name = f"short_lived{self.rank}"
+        own = as_own_state(self.declared(self.state))
+        with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
+            dist_checkpointing.save(own, Path(directory) / name, process_group=SingleProcess())
 
     def load_ours(self) -> None:
         """Load in place, verified."""

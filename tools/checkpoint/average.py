@@ -19,6 +19,7 @@ from torch import Tensor
 from megatron.core.dist_checkpointing import commit, typed_json
 from megatron.core.dist_checkpointing.lease import Lease
 from megatron.core.dist_checkpointing.loader import Contents
+from megatron.core.dist_checkpointing.object_store import place_of
 from megatron.core.dist_checkpointing.rewrite import Produced, read_whole, write_whole_tensors
 from megatron.core.dist_checkpointing.shard_file import DTYPES
 from megatron.core.dist_checkpointing.shard_reader import ShardReader
@@ -38,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Write and return 0."""
-    every = [opened(checkpoint_in(Path(path))) for path in arguments.paths]
+    every = [opened(checkpoint_in(place_of(path))) for path in arguments.paths]
     factors = arguments.factors or [1.0] * len(every)
     if len(factors) != len(every) or not sum(factors) > 0:
         raise CheckpointError(

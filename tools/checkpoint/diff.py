@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 from megatron.core.dist_checkpointing.digest import tensor_digests
+from megatron.core.dist_checkpointing.object_store import place_of
 from tools.checkpoint.opening import add_path, opened, settings_of
 
 
@@ -18,7 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the differences and return whether there are any."""
-    both = [opened(Path(p)) for p in (arguments.path, arguments.other)]
+    both = [opened(place_of(p)) for p in (arguments.path, arguments.other)]
     settings = [settings_of(contents.common_state()) for contents in both]
     num_found = 0
     for name in sorted(settings[0].keys() | settings[1].keys()):

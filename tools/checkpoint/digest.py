@@ -6,9 +6,9 @@ Equal state gives an equal digest in any layout and under any padding of the voc
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 from megatron.core.dist_checkpointing.digest import checkpoint_digest, tensor_digests
+from megatron.core.dist_checkpointing.object_store import place_of
 from tools.checkpoint.opening import OPTIMIZER_PREFIX, add_path, checkpoint_in, opened
 
 
@@ -21,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print and return 0."""
-    path = checkpoint_in(Path(arguments.path))
+    path = checkpoint_in(place_of(arguments.path))
     if arguments.each:
         for key, value in tensor_digests(opened(path)):
             print(f"{value}  {key}")

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import argparse
 from collections import Counter
-from pathlib import Path
 
 from megatron.core.dist_checkpointing import commit
-from megatron.core.dist_checkpointing.manifest import METADATA_NAME
-from tools.checkpoint.opening import OPTIMIZER_PREFIX, add_path, opened, settings_of, size_text
+from megatron.core.dist_checkpointing.object_store import place_of
+from tools.checkpoint.opening import (
+    OPTIMIZER_PREFIX,
+    add_path,
+    is_checkpoint,
+    opened,
+    settings_of,
+    size_text,
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -20,8 +26,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print and return 0."""
-    path = Path(arguments.path)
-    if not (path / METADATA_NAME).exists():
+    path = place_of(arguments.path)
+    if not is_checkpoint(path):
         listing = commit.list_checkpoints(path)
         print(f"{path}: tracker says {commit.read_tracker(path)}")
         for found in listing.checkpoints:

@@ -10,14 +10,15 @@ from megatron.core.agreement import SingleProcess
 from megatron.core.dist_checkpointing import commit
 from megatron.core.dist_checkpointing.loader import Contents, open_contents
 from megatron.core.dist_checkpointing.manifest import METADATA_NAME
+from megatron.core.dist_checkpointing.object_store import Place
 from megatron.core.errors import CheckpointError
 
 OPTIMIZER_PREFIX = "optimizer."
 
 
-def checkpoint_in(path: Path) -> Path:
+def checkpoint_in(path: Place) -> Place:
     """Return `path` if it is a checkpoint, else the newest one in it."""
-    if (path / METADATA_NAME).exists():
+    if is_checkpoint(path):
         return path
     found = commit.list_checkpoints(path).checkpoints
     if not found:
@@ -25,7 +26,12 @@ def checkpoint_in(path: Path) -> Path:
     return found[0].path
 
 
-def opened(path: Path) -> Contents:
+def is_checkpoint(path: Place) -> bool:
+    """Whether a place is one checkpoint, and not a directory of several."""
+    return (path / METADATA_NAME).exists() if isinstance(path, Path) else path.has(METADATA_NAME)
+
+
+def opened(path: Place) -> Contents:
     """Open a checkpoint in this process alone."""
     return open_contents(checkpoint_in(path), peers=SingleProcess())
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from megatron.core.dist_checkpointing import commit
 from megatron.core.dist_checkpointing.lease import Lease
+from megatron.core.dist_checkpointing.object_store import place_of
 from megatron.core.dist_checkpointing.rewrite import (
     Produced,
     plain_form,
@@ -32,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Write and return 0."""
-    contents = opened(Path(arguments.path))
+    contents = opened(place_of(arguments.path))
     found = contents.manifest.tensors
     out = Path(arguments.out)
     final = out / contents.directory.name

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 from megatron.core.dist_checkpointing import commit
+from megatron.core.dist_checkpointing.object_store import place_of
 from megatron.core.dist_checkpointing.verify import verify_checkpoint
 from tools.checkpoint.opening import add_path, checkpoint_in, size_text
 
@@ -18,7 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print a verdict per checkpoint and return whether any is damaged."""
-    path = Path(arguments.path)
+    path = place_of(arguments.path)
     paths = [checkpoint_in(path)]
     if arguments.all:
         paths = [found.path for found in commit.list_checkpoints(path).checkpoints]

@@ -40,6 +40,7 @@ from megatron.core.dist_checkpointing.manifest import (
     parse_manifest,
     read_manifest_bytes,
 )
+from megatron.core.dist_checkpointing.object_store import ObjectDirectory, Place
 from megatron.core.errors import CheckpointError
 
 TRACKER_NAME = "latest_checkpointed_iteration.txt"
@@ -108,12 +109,15 @@ def abandon(staging: Path) -> None:
     shutil.rmtree(staging, ignore_errors=True)
 
 
-def write_tracker(directory: Path, iteration: int | str) -> None:
+def write_tracker(directory: Place, iteration: int | str) -> None:
     """Name the newest checkpoint, for people and for Megatron's own tools."""
+    if isinstance(directory, ObjectDirectory):
+        directory.write(TRACKER_NAME, str(iteration).encode())
+        return
     replace_durably(directory / TRACKER_NAME, str(iteration).encode())
 
 
-def read_tracker(directory: Path) -> int | str | None:
+def read_tracker(directory: Place) -> int | str | None:
     """Return what the tracker names, or None if there is none or it is unreadable."""
     try:
         text = read_inside(directory, TRACKER_NAME, limit_bytes=64).decode("ascii").strip()
@@ -128,7 +132,7 @@ def read_tracker(directory: Path) -> int | str | None:
 class Found:
     """One checkpoint of a save directory."""
 
-    path: Path
+    path: Place
     iteration: int | str
     is_replaced: bool = False
     """A former save of the same iteration, seen because the replacing was interrupted."""
@@ -139,15 +143,27 @@ class Listing:
     """What a save directory contains, newest checkpoint first."""
 
     checkpoints: list[Found] = field(default_factory=list)
-    leftovers: list[Path] = field(default_factory=list)
+    leftovers: list[Place] = field(default_factory=list)
     """Unfinished saves and deletions of runs that ended."""
-    refused: list[tuple[Path, str]] = field(default_factory=list)
+    refused: list[tuple[Place, str]] = field(default_factory=list)
     """Checkpoint names that are not directories: (path, why)."""
 
 
-def list_checkpoints(directory: Path) -> Listing:
+def list_checkpoints(directory: Place) -> Listing:
     """Look at the names in a save directory; no checkpoint is opened."""
     listing = Listing()
+    if isinstance(directory, ObjectDirectory):
+        for name in directory.names():
+            match = _NAME.fullmatch(name)
+            if match is None or match[3] is not None:
+                continue
+            place = directory / name
+            if place.has(METADATA_NAME):
+                number = RELEASE if match[1] is None else int(match[1])
+                listing.checkpoints.append(Found(place, number))
+            else:
+                listing.leftovers.append(place)
+        return _sorted(listing)
     if not directory.is_dir():
         return listing
     with os.scandir(directory) as scan:
@@ -169,11 +185,15 @@ def list_checkpoints(directory: Path) -> Listing:
             listing.checkpoints.append(Found(path, iteration, state == "replaced"))
         else:
             listing.leftovers.append(path)
+    return _sorted(listing)
+
+
+def _sorted(listing: Listing) -> Listing:
     listing.checkpoints.sort(
         key=lambda f: (-1 if f.iteration == RELEASE else int(f.iteration), not f.is_replaced),
         reverse=True,
     )
-    listing.leftovers.sort()
+    listing.leftovers.sort(key=str)
     return listing
 
 
@@ -182,14 +202,14 @@ def _is_empty(directory: Path) -> bool:
         return next(entries, None) is None
 
 
-def open_checkpoint(directory: Path) -> Manifest:
+def open_checkpoint(directory: Place) -> Manifest:
     """Read and check the manifest of a checkpoint, and the presence and size of its files.
 
     Contents are verified as they are read; `verify.verify_checkpoint` reads all of them.
     """
-    if directory.is_symlink() and _NAME.fullmatch(directory.name):
+    if isinstance(directory, Path) and directory.is_symlink() and _NAME.fullmatch(directory.name):
         directory = directory.resolve()
-    if not directory.is_dir():
+    if isinstance(directory, Path) and not directory.is_dir():
         raise CheckpointError(f"{directory} is not a directory.", flags=["--load"])
     data = read_manifest_bytes(directory)
     manifest = parse_manifest(data, directory / MANIFEST_NAME)
@@ -198,7 +218,7 @@ def open_checkpoint(directory: Path) -> Manifest:
     return manifest
 
 
-def check_name(directory: Path, manifest: Manifest) -> None:
+def check_name(directory: Place, manifest: Manifest) -> None:
     """Refuse the checkpoint of one iteration under the name of another."""
     here, made_for = _NAME.fullmatch(directory.name), _NAME.fullmatch(manifest.name)
     if here and made_for and (here[1] and int(here[1])) != (made_for[1] and int(made_for[1])):
@@ -209,12 +229,28 @@ def check_name(directory: Path, manifest: Manifest) -> None:
         )
 
 
-def remove_leftovers(directory: Path) -> list[Path]:
-    """Delete what interrupted saves and deletions left; call only while holding the lease."""
+def remove_leftovers(directory: Place) -> list[Place]:
+    """Delete what interrupted saves and deletions left; call only while holding the lease.
+
+    In an object store, where there is no lease, they stay: another run may be writing them. A
+    save of the same iteration clears them away.
+    """
+    if isinstance(directory, ObjectDirectory):
+        return []
     listing = list_checkpoints(directory)
     present = {f.iteration for f in listing.checkpoints if not f.is_replaced}
     superseded = [f.path for f in listing.checkpoints if f.is_replaced and f.iteration in present]
     leftovers = listing.leftovers + superseded
     for path in leftovers:
+        assert isinstance(path, Path)
         remove_tree(path)
     return leftovers
+
+
+def remove_checkpoint(found: Found, run: str) -> None:
+    """Delete a checkpoint so that no half-deleted one is left where a loader would look."""
+    if isinstance(found.path, ObjectDirectory):
+        found.path.remove(first=METADATA_NAME)
+        return
+    retired = found.path.with_name(f"{found.path.name}.deleting-{run}")
+    remove_tree(found.path, retired_as=None if found.is_replaced else retired)

@@ -17,6 +17,7 @@ import torch
 from megatron.core.agreement import SingleProcess
 from megatron.core.dist_checkpointing.loader import Contents, open_contents
 from megatron.core.dist_checkpointing.manifest import StoredTensor
+from megatron.core.dist_checkpointing.object_store import ObjectDirectory
 from megatron.core.dist_checkpointing.planner import ShardIndex
 from megatron.core.dist_checkpointing.shard_file import DTYPES, as_bytes, hash_of
 from megatron.core.dist_checkpointing.shard_reader import ShardReader
@@ -30,7 +31,7 @@ LAYOUT_DEPENDENT = ("args", "generators")
 
 
 def checkpoint_digest(
-    directory: str | os.PathLike[str],
+    directory: str | os.PathLike[str] | ObjectDirectory,
     *,
     only: Callable[[str], bool] = lambda key: True,
     with_plain_state: bool = True,

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from megatron.core.dist_checkpointing.object_store import ObjectDirectory, Place
 from megatron.core.errors import CheckpointError
 
 
@@ -35,7 +36,8 @@ def describe_os_error(
 ) -> CheckpointError:
     """Turn a failed system call into the message a user needs: path, bytes, what to do."""
     name = errno.errorcode.get(error.errno or 0, "OSError")
-    found = f"{name} while {doing} {path}: {error.strerror or error}."
+    amount = "" if needed_bytes is None else f"{needed_bytes} bytes to "
+    found = f"{name} while {doing} {amount}{path}: {error.strerror or error}."
     if error.errno in _DISK_FULL:
         free = free_bytes(path)
         need = "" if needed_bytes is None else f" need={needed_bytes} bytes"
@@ -190,13 +192,20 @@ def open_inside(directory: Path, name: str) -> Iterator[tuple[int, int]]:
 
 
 @contextlib.contextmanager
-def open_file(directory: Path, name: str) -> Iterator[OpenFile]:
-    """Open a file of a checkpoint as `open_inside` does."""
+def open_file(directory: Place, name: str) -> Iterator[OpenFile]:
+    """Open a file of a checkpoint: of a directory as `open_inside` does, or an object."""
+    if isinstance(directory, ObjectDirectory):
+        try:
+            with directory.open(name) as stored:
+                yield stored
+        except FileNotFoundError:
+            raise missing_file(directory / name) from None
+        return
     with open_inside(directory, name) as (descriptor, size):
         yield LocalFile(directory / name, descriptor, size)
 
 
-def missing_file(path: Path | str) -> DamagedCheckpointError:
+def missing_file(path: Place) -> DamagedCheckpointError:
     """Return the error for a file that should be there."""
     return DamagedCheckpointError(
         f"{path} is missing.",
@@ -212,7 +221,7 @@ def _not_a_file(path: Path, what: str) -> DamagedCheckpointError:
     )
 
 
-def read_inside(directory: Path, name: str, *, limit_bytes: int) -> bytes:
+def read_inside(directory: Place, name: str, *, limit_bytes: int) -> bytes:
     """Read a small file of a checkpoint whole; one above `limit_bytes` is refused unread."""
     with open_file(directory, name) as file:
         if file.size > limit_bytes:

@@ -35,6 +35,7 @@ from megatron.core.dist_checkpointing.mapping import (
     ShardedTensor,
     ShardedTensorFactory,
 )
+from megatron.core.dist_checkpointing.object_store import ObjectDirectory, Place, place_of
 from megatron.core.dist_checkpointing.planner import Read, ShardIndex
 from megatron.core.dist_checkpointing.shard_file import DTYPES
 from megatron.core.dist_checkpointing.shard_reader import ShardReader
@@ -49,7 +50,7 @@ logger = logging.getLogger(__name__)
 class Contents:
     """A checkpoint, opened: the manifest and the values that are not tensors."""
 
-    directory: Path
+    directory: Place
     manifest: Manifest
     common: Any
     """JSON form."""
@@ -90,15 +91,15 @@ def own_key(wanted: ShardedTensor, manifest: Manifest) -> str:
     return wanted.key
 
 
-def open_contents(directory: str | os.PathLike[str], *, peers: Peers) -> Contents:
+def open_contents(directory: str | os.PathLike[str] | ObjectDirectory, *, peers: Peers) -> Contents:
     """Read and check manifest and plain values on the coordinator, for all ranks: collective.
 
     Every rank goes on with the same bytes.
     """
-    path, problem, data = Path(directory), None, None
+    path, problem, data = place_of(directory), None, None
     if peers.rank == 0:
         try:
-            if path.is_symlink():
+            if isinstance(path, Path) and path.is_symlink():
                 path = path.resolve()
             data = _read_contents(path)
         except MegatronError as error:
@@ -115,8 +116,8 @@ def open_contents(directory: str | os.PathLike[str], *, peers: Peers) -> Content
     return Contents(path, manifest, form["common"], form["objects"])
 
 
-def _read_contents(path: Path) -> tuple[bytes, bytes]:
-    if not path.is_dir():
+def _read_contents(path: Place) -> tuple[bytes, bytes]:
+    if isinstance(path, Path) and not path.is_dir():
         raise CheckpointError(f"{path} is not a directory.", flags=["--load"])
     manifest_bytes = read_manifest_bytes(path)
     manifest = parse_manifest(manifest_bytes, path / MANIFEST_NAME)

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from megatron.core.agreement import Peers, agree
 from megatron.core.dist_checkpointing import commit
-from megatron.core.dist_checkpointing.durable import describe_os_error, remove_tree
+from megatron.core.dist_checkpointing.durable import describe_os_error
+from megatron.core.dist_checkpointing.object_store import Place
 from megatron.core.dist_checkpointing.verify import verify_checkpoint
 from megatron.core.errors import MegatronError
 
 
-def checkpoints_to_delete(directory: Path, newest: int, retain_interval: int) -> list[commit.Found]:
+def checkpoints_to_delete(
+    directory: Place, newest: int, retain_interval: int
+) -> list[commit.Found]:
     """Return what `--save-retain-interval` lets go: older than `newest`, and not a multiple."""
     return [
         found
@@ -23,8 +24,8 @@ def checkpoints_to_delete(directory: Path, newest: int, retain_interval: int) ->
 
 
 def apply_retention(
-    directory: Path, newest: int, retain_interval: int, run: str, *, peers: Peers
-) -> list[Path]:
+    directory: Place, newest: int, retain_interval: int, run: str, *, peers: Peers
+) -> list[Place]:
     """Verify checkpoint `newest` from the disk, then delete those that need not be kept.
 
     Collective: each rank verifies its share of the files. If the newest one is damaged, nothing
@@ -48,14 +49,13 @@ def apply_retention(
     except MegatronError as error:
         problem = error
     agree(problem, peers)
-    deleted: list[Path] = []
+    deleted: list[Place] = []
     if peers.rank == 0:
         try:
             for found in doomed:
-                retired = found.path.with_name(f"{found.path.name}.deleting-{run}")
-                remove_tree(found.path, retired_as=None if found.is_replaced else retired)
+                commit.remove_checkpoint(found, run)
                 deleted.append(found.path)
         except OSError as error:
-            problem = describe_os_error(error, path=found.path, doing="deleting")
+            problem = describe_os_error(error, path=str(found.path), doing="deleting")
     agree(problem, peers)
     return deleted

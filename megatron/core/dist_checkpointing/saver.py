@@ -8,19 +8,15 @@ import secrets
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron.core.agreement import Peers, agree
-from megatron.core.dist_checkpointing import commit, typed_json
-from megatron.core.dist_checkpointing.durable import (
-    describe_os_error,
-    sync_directory,
-    write_durably,
-)
+from megatron.core.dist_checkpointing import typed_json
+from megatron.core.dist_checkpointing.destination import destination_of
+from megatron.core.dist_checkpointing.durable import describe_os_error
 from megatron.core.dist_checkpointing.exchange import as_checkpoint_error, together
 from megatron.core.dist_checkpointing.flat_ranges import Box, describe_box
 from megatron.core.dist_checkpointing.manifest import (
@@ -37,14 +33,13 @@ from megatron.core.dist_checkpointing.mapping import (
     ShardedTensorFactory,
     is_main_replica,
 )
+from megatron.core.dist_checkpointing.object_store import ObjectDirectory, Place, place_of
 from megatron.core.dist_checkpointing.planner import Declared, SavePlan, plan_save
 from megatron.core.dist_checkpointing.shard_file import (
     StoredFile,
     dtype_name,
     hash_of,
-    room_for,
     storage_order,
-    write_shard_file,
 )
 from megatron.core.dist_checkpointing.snapshot import SnapshotBuffer
 from megatron.core.dist_checkpointing.tree import ABSENT, leaves, map_leaves, prune
@@ -87,12 +82,12 @@ class _Report:
 class SaveInProgress:
     """A save between its two collective ends: `prepare_save` ... `write` ... `finish`."""
 
-    def __init__(self, peers: Peers, final: Path, run: str, info: Mapping[str, Any]) -> None:
+    def __init__(self, peers: Peers, final: Place, run: str, info: Mapping[str, Any]) -> None:
         self.peers = peers
         self.final = final
         self.run = run
         self.info = info
-        self.staging = commit.staging_directory(final, run)
+        self.destination = destination_of(final, run)
         self.pieces: list[_Piece] = []
         self.num_bytes = 0
         """Bytes that this rank writes."""
@@ -116,17 +111,16 @@ class SaveInProgress:
         """
         try:
             if self.pieces:
-                self._file = write_shard_file(
-                    self.staging / f"__{self.peers.rank}_0.safetensors",
+                self._file = self.destination.write(
+                    f"__{self.peers.rank}_0.safetensors",
                     [(piece.name, piece.tensor) for piece in self.pieces],
                     {"format": "pt", "checkpoint": self.final.name, "run": self.run},
-                    num_threads=num_threads,
+                    num_threads,
                 )
-                sync_directory(self.staging)
         except OSError as error:
-            self._problem = describe_os_error(error, path=self.staging, doing="writing")
+            self._problem = describe_os_error(error, path=str(self.destination), doing="writing")
         except Exception as error:
-            self._problem = as_checkpoint_error(error, f"writing {self.staging}")
+            self._problem = as_checkpoint_error(error, f"writing {self.destination}")
 
     def finish(self) -> None:
         """Commit, or leave no trace: collective.
@@ -142,7 +136,7 @@ class SaveInProgress:
             try:
                 self._commit([r for _, r in gathered])
             except OSError as error:
-                problem = describe_os_error(error, path=self.staging, doing="committing")
+                problem = describe_os_error(error, path=str(self.destination), doing="committing")
             except Exception as error:
                 problem = as_checkpoint_error(error, f"committing {self.final}")
         self.cancel_if(problem)
@@ -155,7 +149,7 @@ class SaveInProgress:
         except MegatronError:
             self.pieces = []
             if self.peers.rank == 0:
-                commit.abandon(self.staging)
+                self.destination.abandon()
             raise
 
     def _commit(self, reports: list[_Report]) -> None:
@@ -171,19 +165,18 @@ class SaveInProgress:
             files[stored.name] = ManifestFile(stored.size, stored.header_hash, header_size)
             for (key, (offset, shape)), s in zip(report.pieces, stored.shards, strict=True):
                 shards[key].append(Shard(offset, shape, stored.name, s.begin, s.hashes))
-        write_durably(self.staging / COMMON_NAME, self._common)
         files[COMMON_NAME] = ManifestFile(len(self._common), hash_of(self._common))
         manifest = build_manifest(
             self.final.name, self.run, files, self._plan.tensors, shards, self.info
         )
-        commit.publish(self.staging, self.final, manifest, self.run)
+        self.destination.commit(self._common, manifest)
 
     def _check_visible(self, rank: int, stored: StoredFile) -> None:
-        path = self.staging / stored.name
-        size = path.stat().st_size if path.exists() else None
+        size = self.destination.size_of(stored.name)
         if size != stored.size:
             raise CheckpointError(
-                f"rank {rank} wrote {path}, but rank 0 sees {size} instead of {stored.size} bytes.",
+                f"rank {rank} wrote {stored.name} to {self.destination}, but rank 0 sees {size} "
+                f"instead of {stored.size} bytes.",
                 rule="all ranks save into one shared directory",
                 flags=["--save"],
                 fix="use a file system that all nodes share",
@@ -192,7 +185,7 @@ class SaveInProgress:
 
 def prepare_save(
     state: ShardedStateDict,
-    directory: str | os.PathLike[str],
+    directory: str | os.PathLike[str] | ObjectDirectory,
     *,
     peers: Peers,
     info: Mapping[str, Any] | None = None,
@@ -207,7 +200,7 @@ def prepare_save(
         spread_over_replicas: balance the bytes over all holders of a shard; otherwise the main
             replica writes it.
     """
-    final = Path(directory)
+    final = place_of(directory)
 
     def describe() -> tuple[_LocalState, list[Declared]]:
         local = _split_state(state, is_coordinator=peers.rank == 0)
@@ -223,7 +216,7 @@ def prepare_save(
         plan = plan_save(list(declarations), spread_over_replicas=spread_over_replicas)
         common = _common_bytes(local.common, list(objects))
         run = secrets.token_hex(6)
-        _create_staging(final, run, sum(plan.bytes_per_rank) + len(common))
+        destination_of(final, run).prepare(sum(plan.bytes_per_rank) + len(common))
         return plan, common, [(run, mine) for mine in plan.writes]
 
     plan, common, answers = together(peers, f"preparing {final}", decide)
@@ -266,18 +259,6 @@ def _common_bytes(common: Any, objects: list[dict[str, Any]]) -> bytes:
                 )
             merged[key] = form
     return typed_json.dump_bytes({"common": common, "objects": merged})
-
-
-def _create_staging(final: Path, run: str, num_bytes: int) -> None:
-    problem = room_for(final, num_bytes)
-    if problem is not None:
-        raise problem
-    try:
-        commit.begin(final, run)
-    except OSError as error:
-        raise describe_os_error(
-            error, path=commit.staging_directory(final, run), doing="creating"
-        ) from error
 
 
 def _versions() -> dict[str, Any]:

@@ -15,6 +15,7 @@ from megatron.core.dist_checkpointing.async_save import AsyncSave
 from megatron.core.dist_checkpointing.loader import Contents, Loaded, load_state, open_contents
 from megatron.core.dist_checkpointing.manifest import BACKEND, METADATA_NAME
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor
+from megatron.core.dist_checkpointing.object_store import place_of
 from megatron.core.dist_checkpointing.saver import prepare_save
 from megatron.core.dist_checkpointing.shard_file import DTYPES
 from megatron.core.dist_checkpointing.validation import StrictHandling, parse_strict_handling
@@ -47,7 +48,7 @@ def save(
     Args:
         sharded_state_dict: nested dicts and lists of `ShardedTensor`, `ShardedObject`, factories
             and plain values.
-        checkpoint_dir: the checkpoint itself; it must not exist yet, or it is replaced.
+        checkpoint_dir: the checkpoint itself, or its URL in an object store; replaced if it exists.
         sharded_strategy: None or "lattice": the only format that is written.
         async_sharded_save: copy what this rank writes, write in a thread, and return a handle
             whose `finish` (collective) commits.
@@ -165,8 +166,8 @@ def load_plain_tensors(checkpoint_dir: str | os.PathLike[str]) -> dict[str, Tens
 
 def check_is_distributed_checkpoint(checkpoint_dir: str | os.PathLike[str]) -> bool:
     """Return whether the directory says that it is a checkpoint of this format."""
-    path = Path(checkpoint_dir)
-    if not (path / METADATA_NAME).is_file():
+    path = place_of(checkpoint_dir)
+    if isinstance(path, Path) and not (path / METADATA_NAME).is_file():
         return False
     try:
         commit.open_checkpoint(path)

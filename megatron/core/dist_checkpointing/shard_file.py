@@ -18,7 +18,7 @@ import json
 import math
 import os
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +34,7 @@ from megatron.core.dist_checkpointing.durable import (
     free_bytes,
     write_all,
 )
+from megatron.core.dist_checkpointing.object_store import Place
 from megatron.core.dist_checkpointing.work_threads import WorkThreads
 from megatron.core.errors import CheckpointError
 
@@ -139,50 +140,82 @@ def write_shard_file(
     """Write tensors to a new file and return when it is on the disk.
 
     Args:
-        tensors: (name, tensor) in `storage_order`; on any device, of any strides. One that is
-            not contiguous on the CPU is copied there, at most two at a time.
-        metadata: text facts for the file's header.
-        num_threads: how many hash while this one writes.
+        tensors, metadata, num_threads: see `write_shards`.
     Raises:
         CheckpointError: the system refused; the message names the path and the bytes.
     """
-    described = [(n, dtype_name(t.dtype), tuple(t.shape)) for n, t in tensors]
-    header = build_header(described, metadata)
-    size = len(header) + sum(t.numel() * t.element_size() for _, t in tensors)
-    placed: list[tuple[str, int, int, list[Future[str]]]] = []
-    copied: list[Future[str]] = []
-    position, started = len(header), 0
+    position = started = 0
+    descriptor = -1
+
+    def write(data: memoryview | bytes) -> None:
+        nonlocal position, started
+        write_all(descriptor, data)
+        position += len(data)
+        if position - started >= _WRITEBACK_BYTES:
+            _start_writeback(descriptor, started, position - started)
+            started = position
+
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
         try:
-            with WorkThreads(num_threads) as threads:
-                write_all(descriptor, header)
-                for name, tensor in tensors:
-                    on_host = tensor.detach().to("cpu").contiguous()
-                    data = as_bytes(on_host)
-                    hashes = []
-                    for begin in range(0, len(data), BLOCK_BYTES):
-                        block = data[begin : begin + BLOCK_BYTES]
-                        hashes.append(_start_hash(threads, block))
-                        write_all(descriptor, block)
-                        position += len(block)
-                        if position - started >= _WRITEBACK_BYTES:
-                            _start_writeback(descriptor, started, position - started)
-                            started = position
-                    placed.append((name, position - len(data), len(data), hashes))
-                    if on_host.data_ptr() != tensor.data_ptr():
-                        wait(copied)
-                        copied = hashes
-                os.fsync(descriptor)
+            return write_shards(
+                path.name,
+                tensors,
+                metadata,
+                write=write,
+                finish=lambda: os.fsync(descriptor),
+                num_threads=num_threads,
+            )
         finally:
             os.close(descriptor)
     except OSError as error:
+        size = sum(t.numel() * t.element_size() for _, t in tensors)
         raise describe_os_error(error, path=path, doing="writing", needed_bytes=size) from error
+
+
+def write_shards(
+    file_name: str,
+    tensors: Sequence[tuple[str, Tensor]],
+    metadata: dict[str, str],
+    *,
+    write: Callable[[memoryview | bytes], object],
+    finish: Callable[[], None],
+    num_threads: int,
+) -> StoredFile:
+    """Pass the bytes of a shard file to `write`, block by block, while threads hash them.
+
+    Args:
+        tensors: (name, tensor) in `storage_order`; on any device, of any strides. One that is
+            not contiguous on the CPU is copied there, at most two at a time.
+        metadata: text facts for the file's header.
+        finish: called after the last byte, while hashing may still go on.
+        num_threads: how many hash.
+    """
+    header = build_header([(n, dtype_name(t.dtype), tuple(t.shape)) for n, t in tensors], metadata)
+    placed: list[tuple[str, int, int, list[Future[str]]]] = []
+    copied: list[Future[str]] = []
+    position = len(header)
+    with WorkThreads(num_threads) as threads:
+        write(header)
+        for name, tensor in tensors:
+            on_host = tensor.detach().to("cpu").contiguous()
+            data = as_bytes(on_host)
+            hashes = []
+            for begin in range(0, len(data), BLOCK_BYTES):
+                block = data[begin : begin + BLOCK_BYTES]
+                hashes.append(_start_hash(threads, block))
+                write(block)
+            placed.append((name, position, len(data), hashes))
+            position += len(data)
+            if on_host.data_ptr() != tensor.data_ptr():
+                wait(copied)
+                copied = hashes
+        finish()
     shards = (
         StoredShard(name, begin, num_bytes, tuple(h.result() for h in hashes))
         for name, begin, num_bytes, hashes in placed
     )
-    return StoredFile(path.name, size, hash_of(header), tuple(shards))
+    return StoredFile(file_name, position, hash_of(header), tuple(shards))
 
 
 def _start_hash(threads: WorkThreads, block: memoryview) -> Future[str]:
@@ -203,7 +236,7 @@ def _start_writeback(descriptor: int, begin: int, num_bytes: int) -> None:
         os.posix_fadvise(descriptor, begin, num_bytes, os.POSIX_FADV_DONTNEED)
 
 
-def read_block(file: OpenFile, into: memoryview, position: int, expected: str, path: Path) -> None:
+def read_block(file: OpenFile, into: memoryview, position: int, expected: str, path: Place) -> None:
     """Read a block into memory and verify it while it is in the cache.
 
     Args:
@@ -227,7 +260,7 @@ def start_reading(
     into: memoryview,
     position: int,
     hashes: Sequence[str],
-    path: Path,
+    path: Place,
 ) -> list[Future]:
     """Let threads read whole blocks into memory and verify each.
 

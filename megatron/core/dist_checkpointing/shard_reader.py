@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import math
 from concurrent.futures import Future, wait
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -17,6 +16,7 @@ from megatron.core.dist_checkpointing.durable import (
 )
 from megatron.core.dist_checkpointing.flat_ranges import Box
 from megatron.core.dist_checkpointing.manifest import Manifest, Shard, StoredTensor
+from megatron.core.dist_checkpointing.object_store import Place
 from megatron.core.dist_checkpointing.planner import Read
 from megatron.core.dist_checkpointing.shard_file import (
     BLOCK_BYTES,
@@ -37,7 +37,7 @@ class ShardReader:
     Use as a context manager, from one thread.
     """
 
-    def __init__(self, directory: Path, manifest: Manifest) -> None:
+    def __init__(self, directory: Place, manifest: Manifest) -> None:
         self.directory = directory
         self.manifest = manifest
         self.bytes_read = 0
@@ -118,7 +118,7 @@ class ShardReader:
     def _read_slabs(
         self,
         file: OpenFile,
-        path: Path,
+        path: Place,
         tensor: StoredTensor,
         shard: Shard,
         box: Box,
@@ -152,7 +152,7 @@ class ShardReader:
             row = last
 
     def _read_blocks(
-        self, file: OpenFile, path: Path, shard: Shard, num_bytes: int, first: int, end: int
+        self, file: OpenFile, path: Place, shard: Shard, num_bytes: int, first: int, end: int
     ) -> tuple[Tensor, int]:
         """Read and verify the blocks around bytes first..end-1 of a shard.
 

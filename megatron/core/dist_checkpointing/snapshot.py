@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import Future
 
 import torch
 from torch import Tensor
 
 from megatron.core import device
+from megatron.core.dist_checkpointing.work_threads import WorkThreads, threads_per_rank
+
+_CHUNK_BYTES = 16 << 20
+"""Threads copy so much at a time: training waits for the copy, so all cores of a rank help."""
 
 
 class SnapshotBuffer:
@@ -37,9 +42,20 @@ class SnapshotBuffer:
             on_device = device.device_type() != "cpu"
             self._memory = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=on_device)
         copies, position = [], 0
-        for tensor, size in zip(tensors, sizes, strict=True):
-            part = self._memory[position : position + size].view(tensor.dtype).view(tensor.shape)
-            copies.append(part.copy_(tensor.detach(), non_blocking=True))
-            position += size
+        with WorkThreads(threads_per_rank()) as threads:
+            started: list[Future] = []
+            for tensor, size in zip(tensors, sizes, strict=True):
+                tensor = tensor.detach()
+                part = self._memory[position : position + size].view(tensor.dtype)
+                copies.append(part.view(tensor.shape))
+                position += size
+                if tensor.device.type != "cpu" or not tensor.is_contiguous():
+                    copies[-1].copy_(tensor, non_blocking=True)
+                    continue
+                step = max(1, _CHUNK_BYTES // tensor.element_size())
+                chunks = zip(part.split(step), tensor.reshape(-1).split(step), strict=True)
+                started += [threads.start(into.copy_, chunk) for into, chunk in chunks]
+        for future in started:
+            future.result()
         device.synchronize()
         return copies

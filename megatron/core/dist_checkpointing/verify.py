@@ -24,6 +24,7 @@ from megatron.core.dist_checkpointing.manifest import (
     Manifest,
     read_listed_file,
 )
+from megatron.core.dist_checkpointing.object_store import ObjectDirectory, Place, place_of
 from megatron.core.dist_checkpointing.shard_file import BLOCK_BYTES, hash_of, read_block
 from megatron.core.dist_checkpointing.work_threads import WorkThreads, threads_per_rank
 from megatron.core.errors import CheckpointError
@@ -33,7 +34,7 @@ from megatron.core.errors import CheckpointError
 class Verification:
     """What a full check found."""
 
-    path: Path
+    path: Place
     num_files: int = 0
     num_bytes: int = 0
     problems: list[CheckpointError] = field(default_factory=list)
@@ -42,13 +43,13 @@ class Verification:
 
 
 def verify_checkpoint(
-    directory: str | os.PathLike[str], *, names: Iterable[str] | None = None
+    directory: str | os.PathLike[str] | ObjectDirectory, *, names: Iterable[str] | None = None
 ) -> Verification:
     """Verify all files of a checkpoint, or those of `names`: this process alone.
 
     Every problem is collected; nothing is raised for a damaged checkpoint.
     """
-    path = Path(directory)
+    path = place_of(directory)
     result = Verification(path)
     try:
         manifest = commit.open_checkpoint(path)
@@ -56,7 +57,7 @@ def verify_checkpoint(
         result.problems.append(error)
         return result
     listed = set(manifest.files) | {MANIFEST_NAME, METADATA_NAME}
-    result.unlisted = sorted(name for name in os.listdir(path) if name not in listed)
+    result.unlisted = sorted(name for name in _names(path) if name not in listed)
     for name in sorted(manifest.files) if names is None else names:
         try:
             if name == COMMON_NAME:
@@ -69,7 +70,11 @@ def verify_checkpoint(
     return result
 
 
-def verify_shard_file(directory: Path, manifest: Manifest, name: str) -> int:
+def _names(place: Place) -> list[str]:
+    return os.listdir(place) if isinstance(place, Path) else place.names()
+
+
+def verify_shard_file(directory: Place, manifest: Manifest, name: str) -> int:
     """Verify header and shards of one file and return its size.
 
     The pages are dropped from the cache first where the system allows, so that the disk is read.
@@ -107,13 +112,13 @@ def _blocks_of(manifest: Manifest, name: str) -> Iterator[tuple[int, int, str]]:
                     yield shard.begin + done, min(size - done, BLOCK_BYTES), expected
 
 
-def _check_blocks(file: OpenFile, path: Path, blocks: list[tuple[int, int, str]]) -> None:
+def _check_blocks(file: OpenFile, path: Place, blocks: list[tuple[int, int, str]]) -> None:
     buffer = memoryview(bytearray(BLOCK_BYTES))
     for position, size, expected in blocks:
         read_block(file, buffer[:size], position, expected, path)
 
 
-def _check_header(path: Path, header: bytes, manifest: Manifest, name: str) -> None:
+def _check_header(path: Place, header: bytes, manifest: Manifest, name: str) -> None:
     """The file's own header must place the same tensors at the same bytes as the manifest."""
     expected: dict[str, Any] = {}
     for key, tensor in manifest.tensors.items():

@@ -25,6 +25,7 @@ from megatron.core.dist_checkpointing.loader import (
     load_state,
     open_contents,
 )
+from megatron.core.dist_checkpointing.object_store import Place, place_of
 from megatron.core.dist_checkpointing.own_state import as_own_state
 from megatron.core.dist_checkpointing.retention import apply_retention
 from megatron.core.dist_checkpointing.validation import parse_strict_handling
@@ -84,14 +85,15 @@ class Checkpointer:
         if self.settings.save is None or self._has_claimed:
             return
         problem: MegatronError | None = None
-        directory = Path(self.settings.save)
+        directory = place_of(self.settings.save)
         if self.peers.rank == 0:
             try:
-                self._lease = Lease.acquire(directory)
+                if isinstance(directory, Path):
+                    self._lease = Lease.acquire(directory)
                 for path in commit.remove_leftovers(directory):
                     self._say(f"removed {path}: left by an interrupted save or deletion")
             except OSError as error:
-                problem = describe_os_error(error, path=directory, doing="preparing")
+                problem = describe_os_error(error, path=str(directory), doing="preparing")
             except MegatronError as error:
                 problem = error
         agree(problem, self.peers)
@@ -110,7 +112,7 @@ class Checkpointer:
         self.finish()
         self.claim()
         state = self._declare(progress, extra)
-        directory = Path(self.settings.save)
+        directory = place_of(self.settings.save)
         iteration = progress.iteration
         saving = dist_checkpointing.save(
             state,
@@ -148,7 +150,6 @@ class Checkpointer:
         """
         tier = self._short_lived()
         assert tier is not None, "save_short_lived() without --non-persistent-ckpt-type"
-        self.finish()
         tier.save(self._declare(progress, extra), progress.iteration)
         self._say(f"  saved a short-lived checkpoint from iteration {progress.iteration:7d}")
 
@@ -187,7 +188,7 @@ class Checkpointer:
             self._lease = None
         self._has_claimed = False
 
-    def _after_commit(self, directory: Path, iteration: int) -> None:
+    def _after_commit(self, directory: Place, iteration: int) -> None:
         """The checkpoint exists: point the tracker at it, then let old ones go."""
         self.last_committed = iteration
         problem: MegatronError | None = None
@@ -196,7 +197,7 @@ class Checkpointer:
                 commit.write_tracker(directory, iteration)
             except OSError as error:
                 problem = describe_os_error(
-                    error, path=directory / commit.TRACKER_NAME, doing="writing"
+                    error, path=str(directory / commit.TRACKER_NAME), doing="writing"
                 )
         agree(problem, self.peers)
         self._say(f"  successfully saved checkpoint from iteration {iteration:7d} to {directory}")
@@ -219,13 +220,13 @@ class Checkpointer:
         settings = self.settings
         if settings.load is not None:
             restored = self._load_from(
-                Path(settings.load), settings.ckpt_step, is_finetuning=settings.finetune
+                place_of(settings.load), settings.ckpt_step, is_finetuning=settings.finetune
             )
             if restored is not None:
                 return restored
         if settings.pretrained_checkpoint is not None:
             restored = self._load_from(
-                Path(settings.pretrained_checkpoint), None, is_finetuning=True
+                place_of(settings.pretrained_checkpoint), None, is_finetuning=True
             )
             if restored is None:
                 raise missing_pretrained(settings.pretrained_checkpoint)
@@ -240,7 +241,7 @@ class Checkpointer:
         return None
 
     def _load_from(
-        self, directory: Path, ckpt_step: int | None, *, is_finetuning: bool
+        self, directory: Place, ckpt_step: int | None, *, is_finetuning: bool
     ) -> Restored | None:
         selection = self._select(directory, ckpt_step)
         for note in selection.notes:
@@ -271,14 +272,14 @@ class Checkpointer:
             raise no_intact_checkpoint(directory, problems)
         return None
 
-    def _select(self, directory: Path, ckpt_step: int | None) -> Selection:
+    def _select(self, directory: Place, ckpt_step: int | None) -> Selection:
         """Decide on the coordinator, for all."""
         selection, problem = Selection(), None
         if self.peers.rank == 0:
             try:
                 selection = select_checkpoints(directory, ckpt_step, save=self.settings.save)
             except OSError as error:
-                problem = describe_os_error(error, path=directory, doing="reading")
+                problem = describe_os_error(error, path=str(directory), doing="reading")
             except CheckpointError as error:
                 problem = error
         agree(problem, self.peers)

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from megatron.core.agreement import SingleProcess
 from megatron.core.dist_checkpointing.loader import open_contents
+from megatron.core.dist_checkpointing.object_store import place_of
 from megatron.core.errors import CheckpointError
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.training.checkpointing.checkpointer import Checkpointer
@@ -158,7 +158,7 @@ def stored_args(
     """
     if directory is None:
         return None
-    for found in select_checkpoints(Path(directory), ckpt_step, save=save).candidates:
+    for found in select_checkpoints(place_of(directory), ckpt_step, save=save).candidates:
         try:
             state = open_contents(found.path, peers=SingleProcess()).common_state()
         except CheckpointError:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from megatron.core.dist_checkpointing.loader import Contents, Loaded
+from megatron.core.dist_checkpointing.object_store import Place
 from megatron.training.checkpointing.run_state import (
     RunParts,
     apply_model,
@@ -23,7 +23,7 @@ from megatron.training.state import TrainState
 class Restored:
     """What a checkpoint gave back, besides what it put into the parts."""
 
-    path: Path
+    path: Place
     progress: TrainState
     args: Mapping[str, Any]
     """Settings of the run that saved it."""

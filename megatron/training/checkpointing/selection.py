@@ -13,6 +13,7 @@ from pathlib import Path
 from megatron.core.dist_checkpointing import commit
 from megatron.core.dist_checkpointing.lease import LEASE_NAME
 from megatron.core.dist_checkpointing.manifest import METADATA_NAME
+from megatron.core.dist_checkpointing.object_store import Place
 from megatron.core.errors import CheckpointError
 
 _WEIGHT_FILES = (".pt", ".pth", ".ckpt", ".distcp", ".safetensors", ".safetensors.index.json")
@@ -28,7 +29,7 @@ class Selection:
 
 
 def select_checkpoints(
-    directory: Path, ckpt_step: int | None, *, save: str | None = None
+    directory: Place, ckpt_step: int | None, *, save: str | None = None
 ) -> Selection:
     """Look at a `--load` directory and return the checkpoints to try in order.
 
@@ -43,11 +44,9 @@ def select_checkpoints(
             no checkpoint that can be read.
     """
     selection = Selection()
-    there = next(p for p in (directory, *directory.absolute().parents) if os.path.lexists(p))
-    if not there.is_dir():
-        what = "broken link" if there.is_symlink() and not there.exists() else "file"
-        raise _unusable(directory, f"{there} is a {what}, not a directory")
-    if (directory / METADATA_NAME).exists():  # --load names one checkpoint itself
+    if isinstance(directory, Path):
+        _refuse_a_file(directory)
+    if _holds(directory, METADATA_NAME):  # --load names one checkpoint itself
         selection.candidates.append(commit.Found(directory, commit.RELEASE))
         return selection
     listing, tracker = commit.list_checkpoints(directory), commit.read_tracker(directory)
@@ -57,7 +56,7 @@ def select_checkpoints(
     if ckpt_step is not None:
         _only_step(selection, directory, ckpt_step)
     if not selection.candidates:
-        is_own = save is not None and os.path.realpath(directory) == os.path.realpath(save)
+        is_own = save is not None and (os.path.realpath(str(directory)) == os.path.realpath(save))
         _refuse_if_something_was_here(directory, listing, tracker, is_own=is_own)
         return selection
     newest = selection.candidates[0]
@@ -72,12 +71,25 @@ def select_checkpoints(
     return selection
 
 
+def _refuse_a_file(directory: Path) -> None:
+    there = next(p for p in (directory, *directory.absolute().parents) if os.path.lexists(p))
+    if not there.is_dir():
+        what = "broken link" if there.is_symlink() and not there.exists() else "file"
+        raise _unusable(directory, f"{there} is a {what}, not a directory")
+
+
+def _holds(directory: Place, name: str) -> bool:
+    if isinstance(directory, Path):
+        return (directory / name).exists()
+    return directory.has(name)
+
+
 def _age(iteration: int | str) -> int:
     """Return the place of an iteration in time; a release comes before all."""
     return iteration if isinstance(iteration, int) else -1
 
 
-def _only_step(selection: Selection, directory: Path, step: int) -> None:
+def _only_step(selection: Selection, directory: Place, step: int) -> None:
     there = [found.iteration for found in selection.candidates]
     selection.candidates = [f for f in selection.candidates if f.iteration == step]
     if not selection.candidates:
@@ -90,7 +102,7 @@ def _only_step(selection: Selection, directory: Path, step: int) -> None:
 
 
 def _refuse_if_something_was_here(
-    directory: Path, listing: commit.Listing, tracker: int | str | None, *, is_own: bool
+    directory: Place, listing: commit.Listing, tracker: int | str | None, *, is_own: bool
 ) -> None:
     """Raise if the directory is not simply one that no run has saved to yet."""
     if listing.refused:
@@ -100,7 +112,7 @@ def _refuse_if_something_was_here(
         raise _unusable(
             directory, f"{commit.TRACKER_NAME} names {tracker}, and no checkpoint is there"
         )
-    if not directory.is_dir():
+    if not isinstance(directory, Path) or not directory.is_dir():
         return
     left = {path.name for path in listing.leftovers} | {LEASE_NAME}
     names = {entry.name for entry in directory.iterdir()} - left
@@ -132,7 +144,7 @@ def missing_pretrained(directory: str) -> CheckpointError:
     )
 
 
-def _unusable(directory: Path, why: str) -> CheckpointError:
+def _unusable(directory: Place, why: str) -> CheckpointError:
     return CheckpointError(
         f"nothing in {directory} can be loaded: {why}.",
         rule="a run never starts from random weights where a checkpoint was expected",
@@ -141,7 +153,7 @@ def _unusable(directory: Path, why: str) -> CheckpointError:
     )
 
 
-def no_intact_checkpoint(directory: Path, problems: list[CheckpointError]) -> CheckpointError:
+def no_intact_checkpoint(directory: Place, problems: list[CheckpointError]) -> CheckpointError:
     """Return the error for a directory whose checkpoints are all damaged."""
     reasons = "\n".join(f"  - {problem.found}" for problem in problems)
     return CheckpointError(

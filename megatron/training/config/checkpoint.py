@@ -14,9 +14,9 @@ class CheckpointConfig:
     """What is saved and loaded, where and when."""
 
     save: str | None = None
-    """Directory that checkpoints are written to."""
+    """Directory that checkpoints are written to, or a URL of an object store."""
     load: str | None = None
-    """Directory that a checkpoint is read from."""
+    """Directory or URL that a checkpoint is read from."""
     save_interval: int | None = None
     """Steps between checkpoints; one is written at the end in any case."""
     save_retain_interval: int | None = None

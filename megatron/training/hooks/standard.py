@@ -6,6 +6,7 @@ import sys
 from typing import Any
 
 from megatron.core import capabilities, device
+from megatron.core.dist_checkpointing.object_store import is_url
 from megatron.training.checkpointing import Checkpointer
 from megatron.training.hooks.base import Hook, Hooks
 from megatron.training.hooks.evaluation import Evaluate
@@ -25,6 +26,7 @@ from megatron.training.parts import StepPlan, TrainingParts
 from megatron.training.printing import is_last_rank, is_rank_0
 from megatron.training.resilience.progress import RunProgress
 from megatron.training.resilience.signals import SignalFlag
+from megatron.training.resolve import ResolvedRun
 
 
 class StandardHooks(Hooks):
@@ -77,8 +79,9 @@ def standard_hooks(
                 short_lived_interval=run.non_persistent_save_interval,
             )
         )
-    if run.log_progress and run.save is not None and is_rank_0():
-        hooks.append(ProgressFile(run.save, run.world_size))
+    save_directory = local_save_directory(run)
+    if run.log_progress and save_directory is not None and is_rank_0():
+        hooks.append(ProgressFile(save_directory, run.world_size))
     hooks.append(StepBudget(run.train_iters))
     if signal is not None:
         hooks.append(ExitOnSignal(signal))
@@ -87,6 +90,11 @@ def standard_hooks(
     if run.exit_interval is not None:
         hooks.append(ExitInterval(run.exit_interval))
     return StandardHooks(hooks, evaluate)
+
+
+def local_save_directory(run: ResolvedRun) -> str | None:
+    """Return --save where files can lie beside checkpoints: not in an object store."""
+    return None if run.save is None or is_url(run.save) else run.save
 
 
 def evaluation_plan(parts: TrainingParts) -> StepPlan:
@@ -110,7 +118,7 @@ def _profilers(parts: TrainingParts) -> list[Hook]:
     run = parts.run
     hooks: list[Hook] = []
     if run.profile and run.rank in (run.profile_ranks or [0]):
-        directory = run.tensorboard_dir or run.save or "."
+        directory = run.tensorboard_dir or local_save_directory(run) or "."
         hooks.append(
             Profile(
                 run.profile_step_start,

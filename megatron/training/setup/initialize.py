@@ -8,6 +8,7 @@ from datetime import timedelta
 from typing import Any
 
 from megatron.core import num_microbatches_calculator as calculator
+from megatron.core.dist_checkpointing.object_store import is_url
 from megatron.core.errors import MegatronError
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.timers import Timers
@@ -92,7 +93,8 @@ def start_session(
     try:
         run = read_settings(read, place.world_size)
         mine = comparable(run.config, run.extra)
-        progress.save_directory = run.save
+        if run.save is not None and not is_url(run.save):
+            progress.save_directory = run.save
     except MegatronError as error:
         mine = error
     agree_on_settings(store, place.rank, place.world_size, mine, timeout=START_TIMEOUT)

@@ -13,6 +13,8 @@ import torch
 from megatron.core.errors import CheckpointError
 from tests.distributed.checkpointing.gpt_run import Layout, Model, Run
 from tests.harness.distributed import run_distributed
+from tests.parity.resume import CASES, words_of
+from tests.parity.training_run import read_metrics, train_with_flags
 from tests.unit.dist_checkpointing.test_corruption import damage
 
 LAYOUT, MODEL = Layout(tp=2, dp=2, zero=1), Model()
@@ -97,25 +99,43 @@ def lose_both(root: Path) -> None:
     shutil.rmtree(root / "node0" / "copy_of_rank_00002")
 
 
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory) -> tuple[Path, list[list[float]]]:
+    """The directories that a first run left, and its losses; `at_home` brings them to life."""
+    home = tmp_path_factory.mktemp("short_lived") / "home"
+    losses = first_run(home)
+    shutil.copytree(home, home.with_name("kept"))
+    return home, losses
+
+
+@pytest.fixture
+def at_home(trained) -> tuple[Path, list[list[float]]]:
+    """What the first run left, as it left it: a run knows its files by the save directory."""
+    home, losses = trained
+    shutil.rmtree(home)
+    shutil.copytree(home.with_name("kept"), home)
+    return home, losses
+
+
 @pytest.mark.parametrize(
     ("lose", "expected"),
     [(lose_nothing, 3), (lose_node, 3), (lose_a_file, 3), (lose_during_a_save, 3), (lose_both, 1)],
 )
-def test_a_run_goes_on_bit_for_bit_after_a_loss(lose, expected: int, ram_path: Path) -> None:
-    unbroken = first_run(ram_path)
-    lose(ram_path)
-    begin, losses = restart(ram_path)
+def test_a_run_goes_on_bit_for_bit_after_a_loss(lose, expected: int, at_home) -> None:
+    root, unbroken = at_home
+    lose(root)
+    begin, losses = restart(root)
     assert begin == expected
     per_step = len(unbroken[0]) // 5
     assert losses == [of_rank[begin * per_step :] for of_rank in unbroken]
 
 
-def test_what_does_not_belong_to_the_run_is_passed_over(ram_path: Path) -> None:
-    first_run(ram_path)
-    elsewhere = {"save": str(ram_path / "other"), "load": str(ram_path / "other")}
-    assert restart(ram_path, **elsewhere)[0] == -1  # another run's save directory
+def test_what_does_not_belong_to_the_run_is_passed_over(at_home) -> None:
+    root, _ = at_home
+    elsewhere = {"save": str(root / "other"), "load": str(root / "other")}
+    assert restart(root, **elsewhere)[0] == -1  # another run's save directory
     alone = {"replication": False}
-    results = run_distributed(go_on, 2, ram_path, 3, alone, tp=2)  # another layout: the kept one
+    results = run_distributed(go_on, 2, root, 3, alone, tp=2)  # another layout: the kept one
     assert [begin for begin, _ in results] == [1, 1]
 
 
@@ -144,3 +164,25 @@ def test_a_copy_that_would_lie_with_its_owner_is_refused(ram_path: Path) -> None
     for message in run_distributed(bad_distance, 4, ram_path, tp=2):
         assert "would lie with its owner" in message
         assert "--replication-jump" in message
+
+
+def test_the_flags_save_and_restart_a_run(tmp_path: Path) -> None:
+    save, local, metrics = tmp_path / "save", tmp_path / "node", tmp_path / "steps.jsonl"
+    case = next(case for case in CASES if case.name == "dp 2, distributed optimizer")
+    words = [*words_of(case, 8), "--save", str(save), "--metrics-jsonl", str(metrics)]
+    words += ["--non-persistent-save-interval", "3", "--non-persistent-ckpt-type", "local"]
+    words += ["--non-persistent-local-ckpt-dir", str(local), "--replication"]
+    words += ["--replication-jump", "1"]
+
+    def train(*more: str) -> None:
+        run_distributed(train_with_flags, 2, [*words, *more], timeout_s=240.0)
+
+    train("--exit-interval", "7")  # steps 4 and 7 are kept, 3 and 6 short-lived
+    unbroken = {line["iteration"]: line["lm loss"] for line in read_metrics(metrics)}
+    assert sorted(path.name for path in local.glob("*/iter_*")) == ["iter_0000006"] * 4
+    shutil.rmtree(save / "iter_0000007")  # the process died in step 7, and rank 1 lost its files
+    shutil.rmtree(local / "rank_00001")
+    metrics.unlink()
+    train("--load", str(save), "--exit-interval", "7")
+    resumed = {line["iteration"]: line["lm loss"] for line in read_metrics(metrics)}
+    assert resumed == {7: unbroken[7]}

@@ -36,7 +36,7 @@ class TinyModel(nn.Module):
 
 
 def checkpointer(
-    directory: Path, model: nn.Module, *, peers: Any = None, **settings: Any
+    directory: Path | str, model: nn.Module, *, peers: Any = None, **settings: Any
 ) -> Checkpointer:
     """Return a checkpointer that saves to and loads from one directory."""
     parts = RunParts(model=[model], groups=ProcessGroupCollection.single(), args={"lr": 0.1})
@@ -44,7 +44,7 @@ def checkpointer(
     return Checkpointer(CheckpointSettings(**both), parts, process_group=peers)
 
 
-def save(directory: Path, iteration: int, **settings: Any) -> None:
+def save(directory: Path | str, iteration: int, **settings: Any) -> None:
     """Save a model whose values equal the iteration."""
     saver = checkpointer(directory, TinyModel(float(iteration)), **settings)
     try:
@@ -53,7 +53,7 @@ def save(directory: Path, iteration: int, **settings: Any) -> None:
         saver.close()
 
 
-def load(directory: Path, **settings: Any) -> int | None:
+def load(directory: Path | str, **settings: Any) -> int | None:
     """Load, check that all of it is from one save, and return the iteration; None if nothing."""
     model = TinyModel(-1.0)
     restored = checkpointer(directory, model, **settings).load()

@@ -252,7 +252,7 @@ def test_an_asynchronous_save_keeps_the_state_of_its_moment(ram_path: Path) -> N
 def test_saved_is_said_only_after_the_commit_and_nothing_is_visible_before(
     ram_path: Path, capsys, monkeypatch
 ) -> None:
-    from megatron.core.dist_checkpointing import saver as saver_module
+    from megatron.core.dist_checkpointing import destination as saver_module
 
     may_write = threading.Event()
     honest = saver_module.write_shard_file
@@ -275,7 +275,7 @@ def test_saved_is_said_only_after_the_commit_and_nothing_is_visible_before(
 
 
 def test_an_error_of_the_background_writer_surfaces_at_a_step(ram_path: Path, monkeypatch) -> None:
-    from megatron.core.dist_checkpointing import saver as saver_module
+    from megatron.core.dist_checkpointing import destination as saver_module
 
     def full(*args, **options):
         raise CheckpointError("ENOSPC while writing")
