@@ -15,8 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron.core import capabilities, device
-from megatron.core.errors import MegatronError
-from megatron.core.pipeline_parallel.layout import PipelineParallelLayerLayout
+from megatron.core.pipeline_parallel.layout import virtual_stages_of
 from megatron.training.config.expressions import expand_layer_pattern
 from megatron.training.config.run import RunConfig
 from megatron.training.ramp_up import samples_for_steps, steps_for_samples
@@ -159,13 +158,9 @@ def _replication(v: _Derived) -> None:
 def _virtual_stages(v: _Derived, pp: int) -> tuple[int | None, str]:
     """Return the number of model chunks per rank, from whichever flag says it."""
     if v["pipeline_model_parallel_layout"] is not None:
-        try:
-            stages = PipelineParallelLayerLayout.get_num_stages_from_str(
-                v["pipeline_model_parallel_layout"]
-            )
-        except MegatronError:
-            return None, ""
-        return stages // pp, f"{stages} stages of the layout / pp {pp}"
+        return virtual_stages_of(
+            v["pipeline_model_parallel_layout"], pp
+        ), "stages of the layout / pp"
     if v["num_virtual_stages_per_pipeline_rank"] is not None:
         return v["num_virtual_stages_per_pipeline_rank"], "--num-virtual-stages-per-pipeline-rank"
     per_chunk, layers = v["num_layers_per_virtual_pipeline_stage"], v["num_layers"]

@@ -104,8 +104,7 @@ def pipeline_layout(config: StageSettings) -> PipelineLayout:
     Raises:
         ConfigError: the layers cannot be dealt out like that; the message says what would fit.
     """
-    p = config.pipeline_model_parallel_size
-    v = config.virtual_pipeline_model_parallel_size or 1
+    p, v = config.pipeline_model_parallel_size, config.virtual_pipeline_model_parallel_size or 1
     chosen = config.pipeline_model_parallel_layout
     if chosen is None:
         counts = _layers_per_stage(config, p, v)
@@ -113,25 +112,38 @@ def pipeline_layout(config: StageSettings) -> PipelineLayout:
         contents[0] = "E" + contents[0]
         contents[-1] += "L"
         return PipelineLayout(p, v, tuple(contents))
-    if isinstance(chosen, PipelineLayout):
-        layout = chosen
-    elif isinstance(chosen, PipelineParallelLayerLayout):
-        layout = chosen.pipeline_layout
-    else:
-        layout = PipelineParallelLayerLayout(chosen, p).pipeline_layout
-    # Without a number of virtual stages in the config, the layout string decides it.
-    asked = config.virtual_pipeline_model_parallel_size or layout.num_chunks
-    if (layout.num_ranks, layout.num_chunks) != (p, asked):
+    layout = _chosen_layout(chosen, p)
+    if (layout.num_ranks, layout.num_chunks) != (p, v):
         raise ConfigError(
             f"the pipeline layout has {layout.num_ranks * layout.num_chunks} stages for {p} ranks"
-            f" with {asked} chunks each.",
+            f" with {v} chunks each.",
             rule="a layout has one stage per model chunk",
             flags=[_FLAG_LAYOUT, _FLAG_PP, _FLAG_VP],
-            fix=f"write {p * asked} stages separated by '|', or leave the number of virtual stages "
+            fix=f"write {p * v} stages separated by '|', or leave the number of virtual stages "
             "out: the layout decides it",
         )
     check_contents(layout, config.num_layers, getattr(config, "mtp_num_layers", None) or 0)
     return layout
+
+
+def virtual_stages_of(chosen: Any, pipeline_model_parallel_size: int) -> int | None:
+    """Return how many chunks per rank an explicit layout means; None for one.
+
+    Also None for a layout that cannot be: `pipeline_layout` says what is wrong with it.
+    """
+    try:
+        num_chunks = _chosen_layout(chosen, pipeline_model_parallel_size).num_chunks
+    except ConfigError:
+        return None
+    return num_chunks if num_chunks > 1 else None
+
+
+def _chosen_layout(chosen: Any, p: int) -> PipelineLayout:
+    if isinstance(chosen, PipelineLayout):
+        return chosen
+    if not isinstance(chosen, PipelineParallelLayerLayout):
+        chosen = PipelineParallelLayerLayout(chosen, p)
+    return chosen.pipeline_layout
 
 
 def _layers_per_stage(config: StageSettings, p: int, v: int) -> list[int]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -17,6 +18,7 @@ from megatron.core.pipeline_parallel.layout import (
 )
 from megatron.core.pipeline_parallel.layout_string import parse_layout
 from megatron.core.transformer.enums import LayerType
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 @dataclass
@@ -56,7 +58,7 @@ def layers(layout: PipelineLayout) -> list[list[list[int]]]:
         (Settings(6, 4, None, None, None, True, True), [[[0], [1, 2], [3, 4], [5]]]),
         (Settings(6, 2, 2, None, None, True, True), [[[0], [1, 2]], [[3, 4], [5]]]),
         (Settings(2, 2, 2, None, None, True, True), [[[], [0]], [[1], []]]),
-        (Settings(5, 2, None, None, None, False, False, "Et|tttt|L|"), None),
+        (Settings(5, 2, 2, None, None, False, False, "Et|tttt|L|"), None),
         (Settings(5, 2, 2, None, None, False, False, "Et|t*4||L"), [[[0], [1, 2, 3, 4]], [[], []]]),
     ],
 )  # fmt: skip
@@ -188,9 +190,30 @@ def test_layouts_that_cannot_be_are_refused(settings, message):
     assert failure.value.flags
 
 
-def test_a_layout_with_more_chunks_than_asked_is_refused_and_decides_if_nothing_is_asked():
-    text = "Et|t|t|tL"
-    with pytest.raises(ConfigError, match="4 stages for 2 ranks with 1 chunks"):
-        pipeline_layout(Settings(4, 2, 1, pipeline_model_parallel_layout=text))
-    layout = pipeline_layout(Settings(4, 2, None, pipeline_model_parallel_layout=text))
-    assert layout.num_chunks == 2
+@pytest.mark.parametrize("given", [None, 1, 3])
+def test_a_layout_with_other_chunks_than_the_config_is_refused(given):
+    with pytest.raises(ConfigError, match=f"4 stages for 2 ranks with {given or 1} chunks"):
+        pipeline_layout(Settings(4, 2, given, pipeline_model_parallel_layout="Et|t|t|tL"))
+
+
+@pytest.mark.parametrize(
+    ("layout", "chunks"),
+    [
+        ("Et|t|t|tL", 2),
+        ("Ett|ttL", None),
+        ([["embedding", "decoder"], ["decoder"], ["decoder"], ["decoder", "loss"]], 2),
+        (PipelineParallelLayerLayout("Et|t|t|tL", 2), 2),
+        (None, None),
+    ],
+)
+def test_the_layout_sets_the_virtual_stages_of_a_config_that_leaves_them_out(layout, chunks):
+    config = TransformerConfig(
+        num_layers=4,
+        hidden_size=8,
+        num_attention_heads=2,
+        pipeline_model_parallel_size=2,
+        pipeline_dtype=torch.float32,
+        pipeline_model_parallel_layout=layout,
+    )
+    assert config.virtual_pipeline_model_parallel_size == chunks
+    assert pipeline_layout(config).num_chunks == (chunks or 1)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megatron.core.pipeline_parallel.layout import virtual_stages_of
+
 
 @dataclass
 class StageConfig:
@@ -18,4 +20,11 @@ class StageConfig:
     account_for_loss_in_pipeline_split: bool = False
     """Count the loss as one layer of the last stage."""
     pipeline_model_parallel_layout: str | list | None = None
-    """Explicit layout, for example "Et*3|(tt|)*29,m|L"."""
+    """Explicit layout, for example "Et*3|(tt|)*29,m|L". It also says how many chunks each pipeline
+    rank has, unless virtual_pipeline_model_parallel_size does."""
+
+    def derived_virtual_stages(self, pipeline_size: int, given: int | None) -> int | None:
+        """Return virtual_pipeline_model_parallel_size: as given, else as the layout means it."""
+        if given is not None or self.pipeline_model_parallel_layout is None:
+            return given
+        return virtual_stages_of(self.pipeline_model_parallel_layout, pipeline_size)
