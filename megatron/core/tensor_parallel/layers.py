@@ -32,7 +32,7 @@ from megatron.core.tensor_parallel.mappings import (
     scatter_to_tensor_model_parallel_region,
 )
 from megatron.core.tensor_parallel.parallel_parameters import (
-    ParallelLayer,
+    ParallelLinear,
     copy_tensor_model_parallel_attributes,
     param_is_not_tensor_parallel_duplicate,
     set_defaults_if_not_set_tensor_model_parallel_attributes,
@@ -42,7 +42,7 @@ from megatron.core.tensor_parallel.vocab_embedding import VocabParallelEmbedding
 from megatron.core.utils import divide
 
 
-class ColumnParallelLinear(ParallelLayer):
+class ColumnParallelLinear(ParallelLinear):
     """y = x A^T + b with the output features split: rank r holds rows of A for its o/tp outputs.
 
     Args:
@@ -182,7 +182,7 @@ class ColumnParallelLinear(ParallelLayer):
         return f"{self.input_size} -> {self.output_size} over {self.tp_size} ranks"
 
 
-class RowParallelLinear(ParallelLayer):
+class RowParallelLinear(ParallelLinear):
     """y = x A^T + b with the input features split: rank r holds columns of A for its i/tp inputs.
 
     The bias is replicated and added once, after the sum over the ranks. Under sequence

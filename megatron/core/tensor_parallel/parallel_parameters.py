@@ -47,8 +47,6 @@ class ParallelLayer(nn.Module):
         # An absent axis becomes a group of one: None would mean "the current collection's" to the
         # mappings, which may be another one than this layer was built for.
         self.tp_group = FakeGroup(0, 1) if tp_group is None else tp_group
-        # Code written for Megatron expects every linear layer to own this (empty) entry.
-        self.register_load_state_dict_pre_hook(_tolerate_missing_extra_state)
 
     @property
     def tp_rank(self) -> int:
@@ -107,6 +105,14 @@ class ParallelLayer(nn.Module):
         full = torch.empty(shape, dtype=torch.float32, device=parameter.device)
         meta.init_method(full)
         parameter.copy_(shard_of(full, meta, self.tp_rank, self.tp_size))
+
+
+class ParallelLinear(ParallelLayer):
+    """A parallel layer with the (empty) `_extra_state` entry that the format gives every linear."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.register_load_state_dict_pre_hook(_tolerate_missing_extra_state)
 
     def get_extra_state(self) -> None:
         """Nothing: the entry exists because checkpoints of other backends have one."""
