@@ -24,6 +24,7 @@ from megatron.core.optimizer.state_declarations import (
     declare_state,
     load_declared_state,
     settings_of_groups,
+    step_count,
 )
 from megatron.core.utils import get_pg_rank
 
@@ -64,6 +65,8 @@ class MegatronOptimizer:
         self.nonfinite: str | None = None
         """What the last step found in the gradient, if it was not finite."""
         self._scales_in_update = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+        self.num_updates = step_count(optimizer)
+        """Updates that the weights have seen; equal on all ranks, also on those without shards."""
         copies = [item for item in self.shards if item.is_copy]
         self._copies = [(item.shard.values.detach(), item.main) for item in copies]
 
@@ -125,6 +128,7 @@ class MegatronOptimizer:
             )
             factor = 1.0
         self._update(factor)
+        self.num_updates += 1
         self._detach_gradients()
         if self._copies:
             values, mains = zip(*self._copies, strict=True)
@@ -186,6 +190,7 @@ class MegatronOptimizer:
         """
         return {
             "optimizer": self.optimizer.state_dict(),
+            "num_updates": self.num_updates,
             "grad_scaler": self.grad_scaler.state_dict() if self.grad_scaler else {},
             "main_params": [main.detach() for _, main in self._copies],
         }
@@ -196,8 +201,10 @@ class MegatronOptimizer:
             self.grad_scaler.load_state_dict(state_dict["grad_scaler"])
         if "state" in state_dict:
             load_declared_state(self.optimizer, self.shards, state_dict)
+            self.num_updates = int(state_dict["state"]["step"])
             return
         self.optimizer.load_state_dict(state_dict["optimizer"])
+        self.num_updates = state_dict["num_updates"]
         for (_, main), stored in zip(self._copies, state_dict["main_params"], strict=True):
             main.data.copy_(stored)
 
@@ -219,7 +226,12 @@ class MegatronOptimizer:
             "param_groups": settings, "step", "grad_scaler": plain values.
         """
         return {
-            "state": declare_state(self.optimizer, self.shards, model_sharded_state_dict),
+            "state": declare_state(
+                self.optimizer,
+                self.shards,
+                model_sharded_state_dict,
+                num_updates=self.num_updates,
+            ),
             "param_groups": settings_of_groups(self.param_groups),
             "grad_scaler": self.grad_scaler.state_dict() if self.grad_scaler else {},
         }

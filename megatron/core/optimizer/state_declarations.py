@@ -33,12 +33,19 @@ def declare_state(
     rule: torch.optim.Optimizer,
     shards: Sequence[OptimizedShard],
     model_sharded_state_dict: Mapping[str, Any],
+    *,
+    num_updates: int,
 ) -> dict[str, Any]:
-    """Return {number of the shard: {name of the state: declaration}} and the step count."""
+    """Return {number of the shard: {name of the state: declaration}} and the step count.
+
+    Args:
+        num_updates: the step count. Rank 0 stores it, also where it owns no shard whose state
+            would tell.
+    """
     initialize_state(rule)
     of_parameter = {id(d.data): d for d in _declarations(model_sharded_state_dict)}
     by_address = {d.data.data_ptr(): d for d in of_parameter.values() if d.data is not None}
-    declared: dict[str, Any] = {"step": step_count(rule)}
+    declared: dict[str, Any] = {"step": num_updates}
     for number, item in enumerate(shards):
         parameter = item.shard.parameter
         declaration = of_parameter.get(id(parameter)) or by_address.get(parameter.data_ptr())
@@ -75,6 +82,16 @@ def load_declared_state(
     for entry in rule.state.values():
         if "step" in entry:
             entry["step"] = torch.full_like(torch.as_tensor(entry["step"]), float(step))
+    here, there = len(rule.param_groups), len(state_dict["param_groups"])
+    if here != there:
+        raise CheckpointError(
+            f"the checkpoint has {there} groups of parameters with settings of their own, this run"
+            f" has {here}.",
+            rule="learning rates and weight decays of a resumed run belong to the same groups",
+            flags=["--decoupled-lr", "--decoupled-min-lr", "--no-load-optim"],
+            fix="give the flags of the run that saved it, or --no-load-optim to begin with fresh"
+            " optimizer state",
+        )
     for group, stored in zip(rule.param_groups, state_dict["param_groups"], strict=True):
         group.update({name: value for name, value in stored.items() if name in group})
 

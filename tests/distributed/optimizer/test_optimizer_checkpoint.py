@@ -72,10 +72,10 @@ class Layers(nn.Module):
         }
 
 
-def build(groups, is_sharded, dtype):
+def build(groups, is_sharded, dtype, *, is_trained=True):
     ddp = wrap(
         groups,
-        model=Layers(groups, dtype),
+        model=Layers(groups, dtype).requires_grad_(is_trained),
         grad_reduce_in_fp32=True,
         use_distributed_optimizer=is_sharded,
         bucket_size=1000,
@@ -165,3 +165,39 @@ def test_a_run_that_has_not_begun_can_be_saved_and_loaded(tmp_path):
         step(*run, 0)
     for name, weight in ddp.state_dict().items():
         assert_close(other.state_dict()[name], weight, FP32_ROUNDED_ONCE, name)
+
+
+def train_the_second_stage_and_save(groups, directory):
+    """Rank 0 holds frozen weights only: its optimizer has no shard to count updates with."""
+    is_trained = get_pg_rank(groups.pp) == 1
+    ddp, optimizer = build(groups, False, torch.float32, is_trained=is_trained)
+    assert bool(optimizer.shards) == is_trained
+    for number in range(3):
+        if is_trained:
+            step(ddp, optimizer, number)
+        else:
+            ddp.finish_grad_sync()
+            optimizer.step()
+    model = ddp.sharded_state_dict() if is_trained else {}
+    state = {"model": model, "optimizer": optimizer.sharded_state_dict(model)}
+    dist_checkpointing.save(state, directory)
+
+
+@pytest.mark.distributed
+def test_the_number_of_updates_is_stored_although_rank_0_updates_nothing(tmp_path):
+    run_distributed(train_the_second_stage_and_save, 2, tmp_path / "c", pp=2)
+    ddp, optimizer = build(ProcessGroupCollection.single(), False, torch.float32)
+    loaded = dist_checkpointing.load(declared(ddp, optimizer), tmp_path / "c")
+    optimizer.load_state_dict(loaded["optimizer"])
+    assert {int(entry["step"]) for entry in optimizer.state.values()} == {3}
+    step(ddp, optimizer, 3)
+    assert optimizer.num_updates == 4
+
+
+def test_other_groups_of_parameters_than_in_the_checkpoint_are_refused():
+    ddp, optimizer = build(ProcessGroupCollection.single(), False, torch.float32)
+    state = optimizer.sharded_state_dict(ddp.sharded_state_dict())
+    state["param_groups"].append(state["param_groups"][0])
+    with pytest.raises(CheckpointError, match="3 groups of parameters .* this run has 2") as caught:
+        optimizer.load_state_dict(state)
+    assert "--no-load-optim" in caught.value.flags
