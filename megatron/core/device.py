@@ -58,6 +58,37 @@ def peak_memory_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
+def device_name() -> str:
+    """Return what the accelerator calls itself, or "cpu"."""
+    if device_type() == "cpu":
+        return "cpu"
+    return str(torch.get_device_module(device_type()).get_device_name())
+
+
+def start_profiler_range() -> None:
+    """Let a profiler around the process (nsys with cudaProfilerApi) record from here on."""
+    if device_type() == "cuda":
+        torch.cuda.profiler.start()
+
+
+def stop_profiler_range() -> None:
+    """End the range that `start_profiler_range` began."""
+    if device_type() == "cuda":
+        torch.cuda.profiler.stop()
+
+
+def record_memory_history(max_entries: int) -> None:
+    """Keep the last allocations on the accelerator with their stacks; no effect on CPU."""
+    if device_type() == "cuda":
+        torch.cuda.memory._record_memory_history(max_entries=max_entries)
+
+
+def dump_memory_history(path: str) -> None:
+    """Write what `record_memory_history` kept, for https://pytorch.org/memory_viz."""
+    if device_type() == "cuda":
+        torch.cuda.memory._dump_snapshot(path)
+
+
 def multiprocessor_count() -> int:
     """Return the number of multiprocessors of the accelerator, or of CPU cores."""
     if device_type() == "cpu":

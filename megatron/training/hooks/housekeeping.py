@@ -62,7 +62,7 @@ class Profile(Hook):
         if state.iteration + 1 != self.first:
             return
         if not self.use_torch:
-            torch.cuda.cudart().cudaProfilerStart()
+            device.start_profiler_range()
             return
         kinds = [torch.profiler.ProfilerActivity.CPU]
         if device.device_type() == "cuda":
@@ -83,7 +83,7 @@ class Profile(Hook):
             self._profiler.export_chrome_trace(str(self.path))
             self._profiler = None
         elif not self.use_torch:
-            torch.cuda.cudart().cudaProfilerStop()
+            device.stop_profiler_range()
 
     def close(self) -> None:
         """Write what was recorded, also if training ended early."""
@@ -99,12 +99,12 @@ class MemoryHistory(Hook):
 
     def before_training(self, state: TrainState) -> TrainState:
         """Start recording."""
-        torch.cuda.memory._record_memory_history(max_entries=100_000)
+        device.record_memory_history(max_entries=100_000)
         return state
 
     def close(self) -> None:
         """Write the record, for https://pytorch.org/memory_viz."""
-        torch.cuda.memory._dump_snapshot(self.path)
+        device.dump_memory_history(self.path)
 
 
 class WatchForSpikes(Hook):

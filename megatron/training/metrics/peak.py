@@ -58,7 +58,7 @@ def measured_matmul_rate(dtype: torch.dtype, *, size: int = 512, seconds: float 
 def peak_flops(dtype: torch.dtype) -> float:
     """Return the peak FLOP/s of this rank's device for matrix products of `dtype`."""
     if device.device_type() == "cuda":
-        known = peak_of_gpu(torch.cuda.get_device_name(), dtype)
+        known = peak_of_gpu(device.device_name(), dtype)
         if known is not None:
             return known
         return measured_matmul_rate(dtype, size=8192)
