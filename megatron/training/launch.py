@@ -39,6 +39,6 @@ def connect_store(place: Place, timeout: timedelta) -> Any:
     Ranks meet in it to compare their settings, and after a failure to decide who reports it.
     """
     if not place.is_launched or place.world_size == 1:
-        return dist.HashStore()
-    store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
+        return dist.HashStore()  # type: ignore[attr-defined]
+    store, _, _ = next(dist.rendezvous("env://", timeout=timeout))  # type: ignore[attr-defined]
     return store

@@ -32,7 +32,7 @@ def train_step(parts: TrainingParts, state: TrainState, plan: StepPlan) -> StepR
     if state.iteration + 1 in parts.iterations_to_skip:
         return _pass_over(parts, plan)
     for chunk in parts.model:
-        chunk.zero_grad_buffer()
+        chunk.zero_grad_buffer()  # type: ignore[operator]  # a DistributedDataParallel
     parts.optimizer.zero_grad()
     reports = forward_backward(parts, parts.data.train, state.consumed_train_samples, plan)
     losses = LossTable.of(reports)

@@ -36,5 +36,5 @@ def average_losses_across_data_parallel_group(losses: Sequence[Tensor]) -> Tenso
 
 def calc_params_l2_norm(model: nn.Module | Sequence[nn.Module]) -> float:
     """Return the norm of all weights of the model, over all of its ranks."""
-    chunks = model if isinstance(model, (list, tuple)) else [model]
+    chunks = [model] if isinstance(model, nn.Module) else list(model)
     return params_norm(chunks, ProcessGroupCollection.current())

@@ -25,7 +25,7 @@ def start_processes(run: ResolvedRun, place: Place, store: Any) -> None:
     if not dist.is_initialized():
         dist.init_process_group(
             backend=run.distributed_backend,
-            store=dist.PrefixStore("world", store),
+            store=dist.PrefixStore("world", store),  # type: ignore[attr-defined]
             rank=place.rank,
             world_size=place.world_size,
             timeout=timedelta(minutes=run.distributed_timeout_minutes),
