@@ -18,8 +18,10 @@ import pytest
 import torch
 
 from megatron.core import device
+from tests.harness import reaper
 from tests.harness.pool import POOL
 
+reaper.start()
 torch.set_num_threads(1)
 
 

@@ -1,0 +1,55 @@
+"""No process of a test run outlives it, also when the run itself is killed.
+
+Ranks of the pool watch their parent themselves, but tests also start torchrun, shells and whole
+commands, in sessions of their own, and a SIGKILL leaves nobody to stop them. So a small process,
+started first, waits for the run to end and then kills what carries the run's mark: an environment
+variable, which every descendant inherits.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import uuid
+
+MARK = "LATTICE_TEST_RUNS"
+"""Holds the marks of all runs around a process: a test may itself start a run."""
+
+_WATCH = """
+import os, signal, sys, time
+mark = sys.argv[1].encode()
+while os.read(0, 1):
+    pass
+time.sleep(0.5)  # what ends by itself, and cleans up, may
+for _ in range(20):
+    found = False
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            with open(f"/proc/{name}/environ", "rb") as environ:
+                marked = mark in environ.read()
+            if marked and int(name) != os.getpid():
+                os.kill(int(name), signal.SIGKILL)
+                found = True
+        except OSError:
+            pass
+    if not found:
+        break
+    time.sleep(0.1)
+"""
+
+
+def start() -> None:
+    """Mark this process' descendants and watch over them until it ends. Needs /proc."""
+    if not os.path.isdir("/proc/self"):
+        return
+    mark = uuid.uuid4().hex
+    environment = {name: value for name, value in os.environ.items() if name != MARK}
+    reading, writing = os.pipe()  # `writing` closes with this process, however it ends
+    with open(os.devnull, "w") as nowhere:
+        subprocess.Popen(
+            [sys.executable, "-I", "-S", "-c", _WATCH, mark],
+            stdin=reading, stdout=nowhere, stderr=nowhere, env=environment, start_new_session=True,
+        )  # fmt: skip
+    os.close(reading)
+    os.environ[MARK] = f"{os.environ.get(MARK, '')} {mark}"

@@ -1,0 +1,64 @@
+"""A killed test run takes its processes with it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+
+A_SHELL_IN_ITS_OWN_SESSION = """
+import subprocess, time
+from tests.harness import reaper
+reaper.start()
+command = "sleep 600 & echo $$ $!; wait"
+subprocess.Popen(["sh", "-c", command], start_new_session=True)
+time.sleep(600)
+"""
+
+RANKS_IN_A_HANG = """
+from tests.harness.distributed import run_distributed
+from tests.harness.pool import POOL
+from tests.distributed.harness.test_distributed_harness import hang_on_rank_one, rank_sum
+run_distributed(rank_sum, 2, 1)
+print(*POOL.worker_pids(), flush=True)
+run_distributed(hang_on_rank_one, 2)
+"""
+
+
+def is_running(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state != "Z"
+
+
+@pytest.mark.parametrize(
+    ("code", "number"),
+    [
+        (A_SHELL_IN_ITS_OWN_SESSION, signal.SIGKILL),
+        (A_SHELL_IN_ITS_OWN_SESSION, signal.SIGTERM),
+        (RANKS_IN_A_HANG, signal.SIGKILL),
+    ],
+)
+def test_a_killed_run_leaves_no_process(code, number):
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", code]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as run:
+        assert run.stdout is not None
+        children = [int(word) for word in run.stdout.readline().split()]
+        assert len(children) == 2
+        assert all(map(is_running, children))
+        run.send_signal(number)
+        assert run.wait(timeout=10) == -number
+    deadline = time.monotonic() + 20
+    while any(map(is_running, children)):
+        assert time.monotonic() < deadline, children
+        time.sleep(0.05)
