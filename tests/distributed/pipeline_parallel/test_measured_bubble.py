@@ -23,7 +23,7 @@ from tests.harness.distributed import run_distributed
 
 NUM_STEPS = 3
 TOLERANCE = 0.10
-FORWARD_S = 0.120
+FORWARD_S = 0.060
 """Of one chunk and micro batch. A message takes 0.3 ms, and some ms on a machine with more work
 than cores, where processes that wake up queue: both are small against it."""
 MOST_PROCESSOR_SHARE = 0.10
