@@ -15,7 +15,7 @@ from megatron.core.dist_checkpointing.async_save import AsyncSave
 from megatron.core.dist_checkpointing.loader import Contents, Loaded, load_state, open_contents
 from megatron.core.dist_checkpointing.manifest import BACKEND, METADATA_NAME
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor
-from megatron.core.dist_checkpointing.object_store import place_of
+from megatron.core.dist_checkpointing.object_store import ObjectDirectory, place_of
 from megatron.core.dist_checkpointing.saver import prepare_save
 from megatron.core.dist_checkpointing.shard_file import DTYPES
 from megatron.core.dist_checkpointing.validation import StrictHandling, parse_strict_handling
@@ -27,7 +27,7 @@ _CONTENT_METADATA = "content_metadata"
 
 def save(
     sharded_state_dict: ShardedStateDict,
-    checkpoint_dir: str | os.PathLike[str],
+    checkpoint_dir: str | os.PathLike[str] | ObjectDirectory,
     sharded_strategy: Any = None,
     validate_access_integrity: bool = True,
     async_sharded_save: bool = False,

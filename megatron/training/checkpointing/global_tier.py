@@ -32,6 +32,7 @@ class GlobalTier:
             if self.peers.rank == 0:
                 commit.remove_leftovers(self.directory)
                 for found in commit.list_checkpoints(self.directory).checkpoints:
+                    assert isinstance(found.path, Path), found.path
                     if found.path != final:
                         remove_tree(found.path, retired_as=Path(f"{found.path}.deleting-0"))
 

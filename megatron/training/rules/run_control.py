@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 from megatron.core.dist_checkpointing.durable import describe_os_error
-from megatron.core.errors import CheckpointError, MegatronError
+from megatron.core.dist_checkpointing.object_store import place_of
+from megatron.core.errors import MegatronError
 from megatron.training.checkpointing.selection import (
     missing,
     missing_pretrained,
@@ -172,15 +172,15 @@ def what_is_loaded_is_there(run: ResolvedRun) -> Iterator[MegatronError]:
     """
     try:
         if run.load is not None:
-            own = select_checkpoints(Path(run.load), run.ckpt_step, save=run.save)
+            own = select_checkpoints(place_of(run.load), run.ckpt_step, save=run.save)
             if own.candidates:
                 return
         if run.pretrained_checkpoint is not None:
-            if not select_checkpoints(Path(run.pretrained_checkpoint), None).candidates:
+            if not select_checkpoints(place_of(run.pretrained_checkpoint), None).candidates:
                 yield missing_pretrained(run.pretrained_checkpoint)
         elif run.load is not None and run.exit_on_missing_checkpoint:
             yield missing(run.load)
-    except CheckpointError as error:
+    except MegatronError as error:
         yield error
     except OSError as error:
         yield describe_os_error(error, path=error.filename or "--load", doing="reading")

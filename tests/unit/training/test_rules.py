@@ -117,6 +117,10 @@ def test_what_is_loaded_is_looked_at_before_anything_is_built(tmp_path):
         (found,) = problems(*words)
         assert expected in found, words
     assert problems("--load", absent) == []
+    url = "memory://what_is_loaded"
+    assert problems("--load", url) == []
+    (found,) = problems("--load", url, "--ckpt-step", "7")
+    assert f"{url} has no checkpoint of iteration 7" in found
     file.rename(tmp_path / "events.out")
     assert problems("--load", save, "--save", save) == []
 
