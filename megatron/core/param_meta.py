@@ -40,6 +40,10 @@ class ParamMeta:
     """Canonical name of the parameter that this one is a copy of (a tied head on another stage)."""
     is_embedding_or_output: bool = False
     """Input embedding or output head: some optimizers treat these apart."""
+    stacked_rows: tuple[int, ...] = ()
+    """Rows of the matrices that are stacked in this one, in a pattern that repeats over the rows of
+    the full tensor: (rows of q, k, v) of one query group. Empty: one matrix, or one per block of
+    `stride`."""
 
 
 _DEFAULT = ParamMeta()

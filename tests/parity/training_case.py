@@ -6,8 +6,10 @@ are the serial oracle. They use the library directly, as a third party's trainin
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -154,7 +156,12 @@ def forward_step(iterator, model):
     return output, partial(masked_loss, batch["mask"])
 
 
-def train(groups: ProcessGroupCollection, layout: LayoutCase, model: ModelCase) -> RankReport:
+def train(
+    groups: ProcessGroupCollection,
+    layout: LayoutCase,
+    model: ModelCase,
+    optimizer_settings: Mapping[str, Any] | None = None,
+) -> RankReport:
     """Train `NUM_STEPS` steps; the job of one rank."""
     rng_state().set_seed(SEED)
     config = transformer_config(layout, model)
@@ -168,14 +175,13 @@ def train(groups: ProcessGroupCollection, layout: LayoutCase, model: ModelCase) 
     wrapped = [
         DistributedDataParallel(config, ddp_config, chunk, pg_collection=groups) for chunk in chunks
     ]
-    optimizer = get_megatron_optimizer(
-        OptimizerConfig(
-            optimizer="adam", lr=1e-3, adam_eps=ADAM_EPSILON, weight_decay=0.1, clip_grad=0.5,
-            use_distributed_optimizer=layout.stage > 0,
-        ),
-        wrapped,
-        pg_collection=groups,
+    chosen: dict[str, Any] = dict(
+        optimizer="adam", lr=1e-3, adam_eps=ADAM_EPSILON, weight_decay=0.1, clip_grad=0.5,
+        use_distributed_optimizer=layout.stage > 0,
     )  # fmt: skip
+    optimizer = get_megatron_optimizer(
+        OptimizerConfig(**chosen | dict(optimizer_settings or {})), wrapped, pg_collection=groups
+    )
     config.finalize_model_grads_func = partial(finalize_model_grads, pg_collection=groups)
     config.no_sync_func = [chunk.no_sync for chunk in wrapped]
     config.grad_sync_func = [chunk.start_grad_sync for chunk in wrapped]

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 
 from megatron.core.distributed.communication import Mesh
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
@@ -28,7 +27,9 @@ from megatron.core.optimizer.param_groups import (
     agree_on_keys,
     build_param_groups,
     group_key,
+    rule_of,
 )
+from megatron.core.optimizer.update_rules import ModelParts, build_update_rule
 from megatron.core.process_groups_config import Group, ProcessGroupCollection
 
 
@@ -53,10 +54,13 @@ def get_megatron_optimizer(
     groups = pg_collection or ProcessGroupCollection.current()
     _check_agreement(config, model_chunks)
     shards, reader = _collect_shards(model_chunks, groups)
+    named = [pair for chunk in model_chunks for pair in _named_parameters(chunk)]
+    tables = {id(p) for chunk in model_chunks for p in _lookup_tables(chunk)}
     keys = {
-        id(parameter): group_key(name, parameter, config, config_overrides)
-        for chunk in model_chunks
-        for name, parameter in _named_parameters(chunk)
+        id(parameter): group_key(
+            name, parameter, config, config_overrides, is_table=id(parameter) in tables
+        )
+        for name, parameter in named
     }
     param_groups = build_param_groups(
         [(item.main, keys[id(item.shard.parameter)]) for item in shards],
@@ -68,8 +72,14 @@ def get_megatron_optimizer(
         kind = Float16OptimizerWithFloat16Params
     if any(_is_sharded(chunk) for chunk in model_chunks):
         kind = DistributedOptimizer
+    parts = ModelParts(
+        shards,
+        [p for _, p in named if rule_of(keys[id(p)], config) == "muon"],
+        groups,
+        (_mesh(model_chunks, False), _mesh(model_chunks, True)),
+    )
     return kind(
-        build_update_rule(config, param_groups),
+        build_update_rule(config, param_groups, parts),
         config,
         shards,
         reader,
@@ -91,30 +101,6 @@ def build_grad_scaler(config: OptimizerConfig) -> ConstantGradScaler | None:
         hysteresis=config.hysteresis,
         floor_policy=config.on_loss_scale_floor,
     )
-
-
-def build_update_rule(
-    config: OptimizerConfig, param_groups: list[dict[str, Any]]
-) -> torch.optim.Optimizer:
-    """Return torch's optimizer, fused where the device has a kernel for it.
-
-    Fused, one pass reads and writes everything. On CPU (one thread, 20 million weights) AdamW
-    takes 12 ms fused, 35 ms as a loop over tensors and 74 ms with foreach.
-    """
-    tensors = [tensor for group in param_groups for tensor in group["params"]]
-    options: dict[str, Any] = {"lr": config.lr or 0.0, "weight_decay": config.weight_decay}
-    rule: type[torch.optim.Optimizer]
-    if config.optimizer == "sgd":
-        rule, options["momentum"] = torch.optim.SGD, config.sgd_momentum
-    else:
-        rule = torch.optim.AdamW if config.decoupled_weight_decay else torch.optim.Adam
-        options |= {"betas": (config.adam_beta1, config.adam_beta2), "eps": config.adam_eps}
-    return rule(param_groups, fused=_has_fused_kernel(tensors), **options)
-
-
-def _has_fused_kernel(tensors: Sequence[torch.Tensor]) -> bool:
-    supported = {"cpu", "cuda", "xpu", "mps"}
-    return all(t.device.type in supported and t.is_floating_point() for t in tensors)
 
 
 def _collect_shards(
@@ -147,6 +133,21 @@ def _named_parameters(chunk: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     for name, parameter in module.named_parameters():
         if parameter.requires_grad:
             yield names[name], parameter
+
+
+def _lookup_tables(chunk: nn.Module) -> Iterator[Tensor]:
+    """Yield matrices whose rows are looked up one by one, such as learned positions."""
+    for module in chunk.modules():
+        if isinstance(module, nn.Embedding):
+            yield module.weight
+
+
+def _mesh(model_chunks: Sequence[nn.Module], is_expert: bool) -> Mesh:
+    """Return the replicas of the dense or of the expert parameters; all chunks have the same."""
+    for chunk in model_chunks:
+        if isinstance(chunk, DistributedDataParallel):
+            return chunk.mesh(is_expert)
+    return Mesh()
 
 
 def _is_sharded(chunk: nn.Module) -> bool:

@@ -45,7 +45,7 @@ class MegatronOptimizer:
 
     def __init__(
         self,
-        optimizer: torch.optim.Optimizer,
+        optimizer: Any,
         config: OptimizerConfig,
         shards: Sequence[OptimizedShard],
         reader: GradientReader,
@@ -54,7 +54,7 @@ class MegatronOptimizer:
     ) -> None:
         """
         Args:
-            optimizer: a torch optimizer over the `main` tensors of `shards`.
+            optimizer: a torch optimizer, or `JoinedRules`, over the `main` tensors of `shards`.
             reader: measures the gradients of the same shards.
             model_chunks: those that are `DistributedDataParallel` gather their parameters.
             grad_scaler: None without loss scaling.
@@ -75,12 +75,14 @@ class MegatronOptimizer:
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         """The groups of the update rule: tensors, learning rate, weight decay."""
-        return self.optimizer.param_groups
+        groups: list[dict[str, Any]] = self.optimizer.param_groups
+        return groups
 
     @property
     def state(self) -> Mapping[Tensor, dict[str, Any]]:
         """Moments and step count of each tensor."""
-        return self.optimizer.state
+        state: Mapping[Tensor, dict[str, Any]] = self.optimizer.state
+        return state
 
     def get_parameters(self) -> list[nn.Parameter]:
         """Return the tensors that the update rule changes."""
@@ -145,12 +147,12 @@ class MegatronOptimizer:
             return
         # The protocol of torch.amp.GradScaler: the fused kernel divides as it reads.
         device = next((p.device for p in self.get_parameters()), None)
-        self.optimizer.grad_scale = torch.tensor(1.0 / factor, device=device)  # type: ignore
-        self.optimizer.found_inf = torch.tensor(0.0, device=device)  # type: ignore
+        self.optimizer.grad_scale = torch.tensor(1.0 / factor, device=device)
+        self.optimizer.found_inf = torch.tensor(0.0, device=device)
         try:
             self.optimizer.step()
         finally:
-            del self.optimizer.grad_scale, self.optimizer.found_inf  # type: ignore[attr-defined]
+            del self.optimizer.grad_scale, self.optimizer.found_inf
 
     def _attach_gradients(self) -> None:
         for item in self.shards:

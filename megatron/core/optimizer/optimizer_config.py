@@ -10,6 +10,9 @@ import torch
 from megatron.core.config_base import check_all
 from megatron.core.errors import ConfigError, MegatronError
 
+RULES = ("adam", "sgd", "lion", "muon")
+SCALE_MODES = ("spectral", "unit_rms_norm", "shape_scaling")
+TP_MODES = ("duplicated", "distributed", "blockwise")
 NONFINITE_POLICIES = ("raise", "skip")
 FLOOR_POLICIES = ("raise", "skip", "warn")
 
@@ -19,7 +22,8 @@ class OptimizerConfig:
     """Update rule, precision, loss scaling, clipping."""
 
     optimizer: str = "adam"
-    """"adam" (with decoupled weight decay: AdamW, arXiv 1711.05101) or "sgd"."""
+    """"adam" (with decoupled weight decay: AdamW, arXiv 1711.05101), "sgd", "lion" (arXiv
+    2302.06675) or "muon" (matrices; the rest by `muon_scalar_optimizer`)."""
     lr: float | None = None
     """Learning rate until a scheduler sets another."""
     min_lr: float | None = None
@@ -78,6 +82,26 @@ class OptimizerConfig:
     """Decay weights directly (AdamW); otherwise add weight_decay * weight to the gradient."""
     sgd_momentum: float = 0.9
     """Momentum of SGD."""
+    lion_beta1: float = 0.95
+    """Weight of the moment in Lion's update."""
+    lion_beta2: float = 0.98
+    """Decay of Lion's moment."""
+    muon_momentum: float = 0.9
+    """Momentum of Muon."""
+    muon_use_nesterov: bool = False
+    """Look one step ahead along the momentum."""
+    muon_num_ns_steps: int = 5
+    """Newton-Schulz steps."""
+    muon_scale_mode: str = "spectral"
+    """Factor on an orthogonal update; see `newton_schulz.update_scale`."""
+    muon_extra_scale_factor: float = 1.0
+    """One more factor. With "spectral", 0.2 gives updates the size of Adam's."""
+    muon_tp_mode: str = "duplicated"
+    """How matrices split over tensor-parallel ranks are treated; see `MuonSettings.tp_mode`."""
+    muon_split_qkv: bool = True
+    """Treat stacked matrices (q, k, v; gate and up) one by one."""
+    muon_scalar_optimizer: str = "adam"
+    """Rule of everything that is no hidden matrix: embeddings, head, norms, biases."""
 
     use_distributed_optimizer: bool = False
     """Shard optimizer state over data-parallel ranks (ZeRO-1). Must agree with the
@@ -109,19 +133,15 @@ class OptimizerConfig:
 
 def _check_update(config: OptimizerConfig) -> list[MegatronError]:
     problems: list[MegatronError] = []
-    if config.optimizer not in ("adam", "sgd"):
-        problems.append(
-            ConfigError(
-                f"optimizer={config.optimizer!r}.",
-                rule="optimizers are adam and sgd",
-                flags=["--optimizer"],
-                fix="use --optimizer adam",
-            )
-        )
     limits = [
         ("adam_beta1", "--adam-beta1", 0.0, 1.0),
         ("adam_beta2", "--adam-beta2", 0.0, 1.0),
         ("sgd_momentum", "--sgd-momentum", 0.0, 1.0),
+        ("lion_beta1", "--lion-beta1", 0.0, 1.0),
+        ("lion_beta2", "--lion-beta2", 0.0, 1.0),
+        ("muon_momentum", "--muon-momentum", 0.0, 1.0),
+        ("muon_num_ns_steps", "--muon-num-ns-steps", 1, None),
+        ("muon_extra_scale_factor", "--muon-extra-scale-factor", 0.0, None),
         ("clip_grad", "--clip-grad", 0.0, None),
         ("weight_decay", "--weight-decay", 0.0, None),
         ("adam_eps", "--adam-eps", 0.0, None),
@@ -139,6 +159,10 @@ def _check_update(config: OptimizerConfig) -> list[MegatronError]:
                 )
             )
     for name, known in (
+        ("optimizer", RULES),
+        ("muon_scale_mode", SCALE_MODES),
+        ("muon_tp_mode", TP_MODES),
+        ("muon_scalar_optimizer", ("adam", "lion", "sgd")),
         ("on_nonfinite_grad", NONFINITE_POLICIES),
         ("on_loss_scale_floor", FLOOR_POLICIES),
     ):
@@ -147,6 +171,7 @@ def _check_update(config: OptimizerConfig) -> list[MegatronError]:
                 ConfigError(
                     f"{name}={getattr(config, name)!r}.",
                     rule=f"{name} is one of {', '.join(known)}",
+                    flags=["--" + name.replace("_", "-")],
                     fix=f"use {known[0]!r}",
                 )
             )

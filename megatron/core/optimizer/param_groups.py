@@ -10,7 +10,9 @@ from typing import Any, TypedDict
 import torch.distributed as dist
 from torch import nn
 
-from megatron.core.optimizer.optimizer_config import OptimizerConfig
+from megatron.core.errors import ConfigError
+from megatron.core.optimizer.muon import is_muon_matrix
+from megatron.core.optimizer.optimizer_config import RULES, OptimizerConfig
 from megatron.core.param_meta import get_param_meta
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_pg_size
@@ -25,6 +27,7 @@ class ParamGroupOverride(TypedDict, total=False):
     start_wd: float
     end_wd: float
     wd_mult: float
+    optimizer: str
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,35 @@ class ParamKey:
         return self.predicate is None or self.predicate(name, parameter)
 
 
+def parse_rule(text: str) -> tuple[ParamKey, ParamGroupOverride]:
+    """Read PATTERN:NAME=VALUE,NAME=VALUE,...
+
+    Raises:
+        ConfigError: with what is wrong.
+    """
+    pattern, _, settings = text.rpartition(":")
+    known = ParamGroupOverride.__annotations__
+    values: dict[str, Any] = {}
+    for item in settings.split(","):
+        name, _, value = item.partition("=")
+        try:
+            values[name.strip()] = value if name.strip() == "optimizer" else float(value)
+        except ValueError:
+            values[name.strip()] = None
+    bad = [n for n, v in values.items() if n not in known or v is None]
+    bad += [v for n, v in values.items() if n == "optimizer" and v not in RULES]
+    if bad or not pattern:
+        raise ConfigError(
+            f"--param-rules {text!r}: " + (f"{bad[0]!r}" if bad else "no pattern") + ".",
+            rule=f"a rule is PATTERN:NAME=VALUE,... with names {', '.join(known)}; rules of"
+            f" update are {', '.join(RULES)}",
+            flags=["--param-rules"],
+            fix='write for example "*.mlp.*.weight:lr_mult=0.5,wd_mult=0"',
+        )
+    override: Any = values
+    return ParamKey(name=pattern), override
+
+
 Overrides = Mapping[ParamKey, ParamGroupOverride]
 GroupKey = tuple[tuple[str, Any], ...]
 """The settings that parameters of one group share, sorted by name."""
@@ -60,10 +92,24 @@ def has_no_weight_decay(name: str, parameter: nn.Parameter, config: OptimizerCon
     return name.endswith(".bias") or parameter.dim() <= 1
 
 
+def rule_of(key: GroupKey, config: OptimizerConfig) -> str:
+    """Return the name of the update rule of a group."""
+    return str(dict(key).get("optimizer", config.optimizer))
+
+
 def group_key(
-    name: str, parameter: nn.Parameter, config: OptimizerConfig, overrides: Overrides | None
+    name: str,
+    parameter: nn.Parameter,
+    config: OptimizerConfig,
+    overrides: Overrides | None,
+    *,
+    is_table: bool = False,
 ) -> GroupKey:
-    """Return the settings of one parameter."""
+    """Return the settings of one parameter.
+
+    Args:
+        is_table: rows are looked up one by one, so that the parameter is no matrix to Muon.
+    """
     meta = get_param_meta(parameter)
     is_decoupled = config.decoupled_lr is not None and meta.is_embedding_or_output
     settings: dict[str, Any] = {
@@ -76,10 +122,30 @@ def group_key(
     }
     if is_decoupled and config.decoupled_min_lr is not None:
         settings["min_lr"] = config.decoupled_min_lr
+    if config.optimizer == "muon" and (is_table or not is_muon_matrix(parameter)):
+        settings["optimizer"] = config.muon_scalar_optimizer
     for key, override in (overrides or {}).items():
         if key.matches(name, parameter):
             settings.update(override)
+    _check_rule(name, parameter, settings.get("optimizer", config.optimizer))
     return tuple(sorted(settings.items()))
+
+
+def _check_rule(name: str, parameter: nn.Parameter, rule: str) -> None:
+    if rule not in RULES:
+        found = f"the rule {rule!r} for parameter {name}"
+        fix = f"use one of {', '.join(RULES)}"
+    elif rule == "muon" and parameter.dim() != 2:
+        found = f"Muon for parameter {name} of shape {tuple(parameter.shape)}"
+        fix = 'give it {"optimizer": "adam"}'
+    else:
+        return
+    raise ConfigError(
+        f"config_overrides ask for {found}.",
+        rule="Muon updates matrices; every other rule updates anything",
+        flags=["--optimizer"],
+        fix=fix,
+    )
 
 
 def build_param_groups(

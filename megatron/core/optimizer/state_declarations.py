@@ -30,7 +30,7 @@ NOT_STORED_IN_GROUPS = ("params", "foreach", "fused", "capturable", "differentia
 
 
 def declare_state(
-    rule: torch.optim.Optimizer,
+    rule: Any,
     shards: Sequence[OptimizedShard],
     model_sharded_state_dict: Mapping[str, Any],
     *,
@@ -65,7 +65,7 @@ def declare_state(
 
 
 def load_declared_state(
-    rule: torch.optim.Optimizer, shards: Sequence[OptimizedShard], state_dict: Mapping[str, Any]
+    rule: Any, shards: Sequence[OptimizedShard], state_dict: Mapping[str, Any]
 ) -> None:
     """Take loaded declarations (plain tensors in their places) over into the state."""
     initialize_state(rule)
@@ -104,14 +104,22 @@ def settings_of_groups(param_groups: list[dict[str, Any]]) -> list[dict[str, Any
     ]
 
 
-def step_count(rule: torch.optim.Optimizer) -> int:
+def step_count(rule: Any) -> int:
     """Return how many updates the state has seen."""
     counts = [int(entry["step"]) for entry in rule.state.values() if "step" in entry]
     return max(counts, default=0)
 
 
-def initialize_state(rule: torch.optim.Optimizer) -> None:
+def initialize_state(rule: Any) -> None:
     """Allocate the state that the first update would allocate."""
+    for each in getattr(rule, "rules", [rule]):
+        if hasattr(each, "initialize_state"):
+            each.initialize_state()
+        else:
+            _initialize_torch_rule(each)
+
+
+def _initialize_torch_rule(rule: torch.optim.Optimizer) -> None:
     for group in rule.param_groups:
         for tensor in group["params"]:
             if rule.state[tensor]:
@@ -129,7 +137,7 @@ def initialize_state(rule: torch.optim.Optimizer) -> None:
                 }
 
 
-def _tensors(rule: torch.optim.Optimizer, item: OptimizedShard) -> dict[str, Tensor]:
+def _tensors(rule: Any, item: OptimizedShard) -> dict[str, Tensor]:
     """Return the state tensors of one shard by name, the main weight among them."""
     entry = rule.state.get(item.main, {})
     found = {

@@ -90,6 +90,10 @@ class SelfAttention(MegatronModule):
             tp_group=tp,
             pg_collection=self.pg_collection,
         )
+        weight = getattr(self.linear_qkv, "weight", None)
+        if weight is not None:
+            rows = (self.queries_per_group * head, head, head)
+            set_param_meta(weight, replace(get_param_meta(weight), stacked_rows=rows))
         self.q_layernorm = self._head_norm(submodules.q_layernorm)
         self.k_layernorm = self._head_norm(submodules.k_layernorm)
         self.core_attention = build_module(

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from megatron.training.config.flag import flag
 
-_NO_OPTIMIZER = "use adam"
+_NO_OPTIMIZER = "use --optimizer muon"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,11 +16,14 @@ class OptimizationConfig:
     optimizer: str = flag(
         "adam",
         choices=("adam", "sgd", "muon", "dist_muon", "lion", "soap", "adaptive_muon"),
-        refuse_values=dict.fromkeys(
-            ("muon", "dist_muon", "lion", "soap", "adaptive_muon"), _NO_OPTIMIZER
-        ),
+        refuse_values={
+            "dist_muon": "use --optimizer muon --use-distributed-optimizer: its work is shared",
+            "soap": _NO_OPTIMIZER,
+            "adaptive_muon": _NO_OPTIMIZER,
+        },
     )
-    """Update rule; adam decouples weight decay (arXiv 1711.05101)."""
+    """Update rule: adam decouples weight decay (arXiv 1711.05101), lion (arXiv 2302.06675) has one
+    moment, muon orthogonalises updates of hidden matrices."""
     adam_beta1: float = 0.9
     """Decay of the first moment."""
     adam_beta2: float = 0.999
@@ -29,18 +32,31 @@ class OptimizationConfig:
     """Added to the root of the second moment."""
     sgd_momentum: float = 0.9
     """Momentum of SGD."""
+    lion_beta1: float = flag(0.95, part_of="optimizer")
+    """Weight of the moment in Lion's update."""
+    lion_beta2: float = flag(0.98, part_of="optimizer")
+    """Decay of Lion's moment."""
     muon_momentum: float = flag(0.9, part_of="optimizer")
     """Momentum of Muon."""
+    muon_use_nesterov: bool = flag(False, part_of="optimizer")
+    """Let Muon look one step ahead along its momentum."""
     muon_num_ns_steps: int = flag(5, part_of="optimizer")
     """Newton-Schulz steps of Muon."""
     muon_scale_mode: str = flag(
         "spectral", choices=("spectral", "unit_rms_norm", "shape_scaling"), part_of="optimizer"
     )
-    """Scale of Muon's update."""
+    """Factor on Muon's update by the shape of the matrix."""
+    muon_extra_scale_factor: float = flag(1.0, part_of="optimizer")
+    """One more factor; 0.2 with spectral gives updates the size of Adam's (arXiv 2502.16982)."""
+    muon_split_qkv: bool = flag(True, "--muon-no-split-qkv", part_of="optimizer")
+    """Orthogonalise stacked matrices (q, k, v; gate and up) as one."""
+    muon_scalar_optimizer: str = flag("adam", choices=("adam", "lion", "sgd"), part_of="optimizer")
+    """Rule of embeddings, head, norms and biases under Muon."""
     muon_tp_mode: str = flag(
         "duplicated", choices=("blockwise", "duplicated", "distributed"), part_of="optimizer"
     )
-    """How Muon treats split matrices."""
+    """Matrices split over tensor-parallel ranks under Muon: form the whole one on each rank, add
+    Gram matrices in each step, or treat each part as a matrix of its own."""
     weight_decay: float = 0.01
     """Decoupled weight decay of matrices; biases and norms have none."""
     start_weight_decay: float | None = None
@@ -49,6 +65,12 @@ class OptimizationConfig:
     """Last value of it."""
     weight_decay_incr_style: str = flag("constant", choices=("constant", "linear", "cosine"))
     """How it changes."""
+    apply_wd_to_qk_layernorm: bool = False
+    """Decay the weights of the query and key norms as well."""
+    param_rules: list[str] = flag([], nargs="+")
+    """Settings of single parameters, each PATTERN:NAME=VALUE,... with a shell pattern on names and
+    any of lr_mult, wd_mult, max_lr, min_lr, start_wd, end_wd, optimizer; later ones win. Example:
+    "*.mlp.*.weight:lr_mult=0.5,wd_mult=0"."""
     clip_grad: float = 1.0
     """Largest global norm of the gradient; 0 does not clip."""
     attention_dropout: float = 0.1

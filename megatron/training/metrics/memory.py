@@ -90,7 +90,7 @@ def estimate_memory(
     item = 2 if is_half else 4
     weight_bytes: float = item
     gradient_bytes: float = 4 if not is_half or settings["grad_reduce_in_fp32"] else 2
-    moments = 8 if settings["optimizer"] == "adam" else 4
+    moments = 8 if settings["optimizer"] == "adam" else 4  # those of Muon's other rule are few
     optimizer_bytes: float = moments + (4 if is_half else 0)
     num_shards = dp / settings["num_distributed_optimizer_instances"]
     rung = SHARDING_STRATEGIES.index(settings["data_parallel_sharding_strategy"])

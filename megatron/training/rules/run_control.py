@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 from megatron.core.dist_checkpointing.durable import describe_os_error
 from megatron.core.dist_checkpointing.object_store import place_of
-from megatron.core.errors import MegatronError
+from megatron.core.errors import ConfigError, MegatronError
+from megatron.core.optimizer.param_groups import parse_rule
 from megatron.training.checkpointing.selection import (
     missing,
     missing_pretrained,
@@ -20,12 +21,21 @@ from megatron.training.rules.registry import problem, rule
 @rule
 def optimizer_numbers(run: ResolvedRun) -> Iterator[MegatronError]:
     """Ranges of the optimizer's constants."""
-    for name in ("adam_beta1", "adam_beta2", "sgd_momentum"):
+    for name in ("adam_beta1", "adam_beta2", "sgd_momentum", "lion_beta1", "lion_beta2",
+                 "muon_momentum"):  # fmt: skip
         value = run.values[name]
         if not 0 <= value < 1:
             yield problem(f"{kebab(name)} {value:g}.", "it lies in [0, 1)", kebab(name),
                           fix=f"use {kebab(name)} 0.9")  # fmt: skip
-    for name in ("adam_eps", "weight_decay", "clip_grad"):
+    if run.muon_num_ns_steps < 1:
+        yield problem(f"--muon-num-ns-steps {run.muon_num_ns_steps}.", "it is at least 1",
+                      "--muon-num-ns-steps", fix="use --muon-num-ns-steps 5")  # fmt: skip
+    for text in run.param_rules:
+        try:
+            parse_rule(text)
+        except ConfigError as error:
+            yield error
+    for name in ("adam_eps", "weight_decay", "clip_grad", "muon_extra_scale_factor"):
         value = run.values[name]
         if not value >= 0:
             yield problem(f"{kebab(name)} {value:g}.", "it is not negative", kebab(name),

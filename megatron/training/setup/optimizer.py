@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.param_groups import parse_rule
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.process_groups_config import ProcessGroupCollection
 
@@ -36,7 +37,12 @@ def build_optimizer(
     settings: Mapping[str, Any], model: Sequence[nn.Module], groups: ProcessGroupCollection
 ) -> Any:
     """Return the optimizer of this rank's chunks."""
-    return get_megatron_optimizer(optimizer_config(settings), list(model), pg_collection=groups)
+    return get_megatron_optimizer(
+        optimizer_config(settings),
+        list(model),
+        dict(parse_rule(text) for text in settings["param_rules"]),
+        pg_collection=groups,
+    )
 
 
 def build_scheduler(settings: Mapping[str, Any], optimizer: Any) -> OptimizerParamScheduler:

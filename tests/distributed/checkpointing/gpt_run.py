@@ -295,13 +295,20 @@ def load_each_and_save_again(
 
 
 def resume_and_train(
-    groups, layout: Layout, model: Model, directory: Path, stops: list[int], is_async: bool = False
+    groups,
+    layout: Layout,
+    model: Model,
+    directory: Path,
+    stops: list[int],
+    is_async: bool = False,
+    optimizer: Mapping[str, Any] | None = None,
 ) -> list[float]:
     """Train in pieces of `stops` steps, each in new objects that load what the last one saved."""
     losses: list[float] = []
     for num_steps in stops:
         where = str(directory)
-        run = Run(groups, layout, model, load=where, save=where, async_save=is_async)
+        settings = {"load": where, "save": where, "async_save": is_async}
+        run = Run(groups, layout, model, optimizer=optimizer, **settings)
         run.load()
         run.train(num_steps)
         losses += run.losses
