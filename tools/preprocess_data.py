@@ -25,8 +25,15 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.append(os.path.join(os.path.dirname(os.path.abspath(__file__)), os.pardir))
 
 from megatron.core.datasets.index_file import DType
+from megatron.core.datasets.preprocessing.chat_template import find_chat_template
+from megatron.core.datasets.preprocessing.conversations import (
+    MASK_SUFFIX,
+    ConversationEncoder,
+    unit_bytes_for,
+)
 from megatron.core.datasets.preprocessing.encoder import Encoder
 from megatron.core.datasets.preprocessing.fill_in_middle import FillInMiddle, fill_in_middle
+from megatron.core.datasets.preprocessing.flags import check_flags, parse_flags
 from megatron.core.datasets.preprocessing.inputs import (
     InputFile,
     InputFormat,
@@ -40,7 +47,7 @@ from megatron.core.datasets.preprocessing.shards import rank_and_world, shard_na
 from megatron.core.datasets.preprocessing.tally import Tally, summary
 from megatron.core.datasets.preprocessing.units import read_units
 from megatron.core.datasets.preprocessing.workers import encode_in_order
-from megatron.core.errors import ConfigError, MegatronError
+from megatron.core.errors import MegatronError
 from megatron.core.tokenizers.base import TextTokenizer
 from megatron.core.tokenizers.fast_engine import (
     CheckedEngine,
@@ -53,101 +60,7 @@ from megatron.core.tokenizers.megatron_tokenizer import TOKENIZER_TYPES, make_to
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Read the command line; the flags are Megatron's."""
-    parser = argparse.ArgumentParser(
-        description="Turn text into token files for training.", allow_abbrev=False
-    )
-    data = parser.add_argument_group("input")
-    data.add_argument(
-        "--input",
-        required=True,
-        nargs="+",
-        metavar="PATH",
-        help="files, folders, glob patterns or URLs; .gz, .bz2, .xz and .zst are decompressed",
-    )
-    data.add_argument(
-        "--input-format",
-        choices=[one.value for one in InputFormat],
-        help="of every file; by the suffix if not given",
-    )
-    data.add_argument("--json-keys", nargs="+", default=["text"], help="members that hold text")
-    data.add_argument(
-        "--split-sentences", action="store_true", help="one sequence for each sentence (NLTK)"
-    )
-    data.add_argument("--lang", default="english", help="language of the sentence model")
-    data.add_argument(
-        "--keep-newlines", action="store_true", help="keep white space between sentences"
-    )
-    data.add_argument(
-        "--skip-bad-lines", action="store_true", help="leave faulty documents out and count them"
-    )
-
-    text = parser.add_argument_group("tokenizer")
-    text.add_argument(
-        "--tokenizer-type", required=True, metavar="TYPE", help=", ".join(TOKENIZER_TYPES)
-    )
-    text.add_argument("--tokenizer-model", help="file, folder or name of the model")
-    text.add_argument("--vocab-file", help="vocabulary of GPT2BPETokenizer")
-    text.add_argument("--merge-file", help="merges of GPT2BPETokenizer")
-    text.add_argument("--vocab-size", type=int, help="ids of NullTokenizer, limit of TikTokenizer")
-    text.add_argument("--vocab-extra-ids", type=int, default=0, help="added <extra_id_N> tokens")
-    text.add_argument("--tiktoken-pattern", help="v1, v2, or a regular expression")
-    text.add_argument("--tiktoken-num-special-tokens", type=int)
-    text.add_argument("--tiktoken-special-tokens", nargs="+")
-    text.add_argument("--trust-remote-code", action="store_true")
-    text.add_argument(
-        "--tokenizer-backend",
-        choices=[one.value for one in TokenizerBackend],
-        default="auto",
-        help="auto takes gigatoken where it is installed and gives the same ids",
-    )
-    text.add_argument("--append-eod", action="store_true", help="end every document with a token")
-
-    middle = parser.add_argument_group("fill in the middle")
-    middle.add_argument("--fim-rate", type=float, default=0.0, help="share of documents cut")
-    middle.add_argument("--fim-spm-rate", type=float, default=0.5, help="of those, suffix first")
-    middle.add_argument("--fim-seed", type=int, default=1234)
-    middle.add_argument("--fim-tokens", nargs=3, metavar=("PREFIX", "MIDDLE", "SUFFIX"))
-
-    output = parser.add_argument_group("output")
-    output.add_argument("--output-prefix", required=True, help="path without _KEY_document.bin")
-    output.add_argument("--report", metavar="FILE", help="lengths of documents: .html or .png")
-    output.add_argument(
-        "--restart", action="store_true", help="forget an unfinished run and a finished output"
-    )
-    output.add_argument("--dataset-impl", default="mmap", choices=["mmap"], help=argparse.SUPPRESS)
-
-    many = parser.add_argument_group("many machines")
-    many.add_argument("--num-shards", type=int, help="outputs that the input is cut into")
-    many.add_argument("--rank", type=int, help="of this process; SLURM's variables if not given")
-    many.add_argument("--world-size", type=int, help="processes that share the shards")
-
-    run = parser.add_argument_group("running")
-    run.add_argument(
-        "--workers", type=int, required=True, help="processes that tokenize; 0: this one"
-    )
-    run.add_argument(
-        "--partitions",
-        type=int,
-        default=1,
-        help="accepted, without effect: the workers share one ordered stream",
-    )
-    run.add_argument(
-        "--keep-sequential-samples",
-        action="store_true",
-        help="accepted: documents always stay in the order of the input",
-    )
-    run.add_argument("--log-interval", type=int, default=1000, help="documents between reports")
-    run.add_argument(
-        "--journal-interval", type=float, default=5.0, help="seconds of work a kill can cost"
-    )
-    run.add_argument(
-        "--find-optimal-num-workers",
-        action="store_true",
-        help="measure --workers-to-check on the first --max-documents and write nothing",
-    )
-    run.add_argument("--workers-to-check", type=int, nargs="+", default=[1, 2, 4, 8, 16])
-    run.add_argument("--max-documents", type=int, default=100_000)
-    return parser.parse_args(argv)
+    return parse_flags(argv, TOKENIZER_TYPES, [one.value for one in TokenizerBackend])
 
 
 def load_tokenizer(args: argparse.Namespace) -> TextTokenizer:
@@ -166,24 +79,28 @@ def load_tokenizer(args: argparse.Namespace) -> TextTokenizer:
     )
 
 
-def make_encoder(args: argparse.Namespace, files: Sequence[InputFile]) -> Encoder:
+def make_encoder(
+    args: argparse.Namespace, files: Sequence[InputFile]
+) -> Encoder | ConversationEncoder:
     """Load the tokenizer and everything else that a worker needs."""
-    if args.workers < 0:
-        raise ConfigError(
-            f"--workers {args.workers}.", rule="0 (this process) or more", flags=["--workers"]
-        )
-    is_text = [f for f in files if f.format in (InputFormat.text, InputFormat.text_lines)]
-    if is_text and len(args.json_keys) > 1:
-        raise ConfigError(
-            f"--json-keys {' '.join(args.json_keys)}, and {is_text[0].path} is plain text.",
-            rule="plain text has one key",
-            flags=["--json-keys", "--input-format"],
-            fix="give one key, which names the output",
-        )
+    check_flags(args, files)
     tokenizer = load_tokenizer(args)
     engine, reason = make_engine(tokenizer, TokenizerBackend(args.tokenizer_backend))
     print(f"tokenizing with {reason}", file=sys.stderr)
-    is_fast = isinstance(engine, GigatokenEngine)
+    checked = CheckedEngine(engine, tokenizer) if isinstance(engine, GigatokenEngine) else engine
+    end = tokenizer.special_id("eod", purpose="--append-eod") if args.append_eod else None
+    dtype = DType.optimal_dtype(tokenizer.vocab_size)
+    if args.sft:
+        return ConversationEncoder(
+            engine=checked,
+            template=find_chat_template(args.chat_template, args.tokenizer_model),
+            key=args.json_keys[0],
+            dtype=dtype,
+            vocab_size=tokenizer.vocab_size,
+            end_of_document=end,
+            pack_length=args.pack_length,
+            identity=tokenizer.unique_identifiers,
+        )
     splitter = None
     if args.split_sentences:
         splitter = SentenceSplitter(args.lang, keep_newlines=args.keep_newlines)
@@ -198,27 +115,40 @@ def make_encoder(args: argparse.Namespace, files: Sequence[InputFile]) -> Encode
             names=args.fim_tokens,
         )
     return Encoder(
-        engine=CheckedEngine(engine, tokenizer) if is_fast else engine,
+        engine=checked,
         keys=args.json_keys,
-        dtype=DType.optimal_dtype(tokenizer.vocab_size),
+        dtype=dtype,
         vocab_size=tokenizer.vocab_size,
-        end_of_document=(
-            tokenizer.special_id("eod", purpose="--append-eod") if args.append_eod else None
-        ),
+        end_of_document=end,
         split=splitter,
         transform=middle,
         identity=tokenizer.unique_identifiers,
     )
 
 
-def settings_of(args: argparse.Namespace, encoder: Encoder) -> dict[str, Any]:
+def settings_of(args: argparse.Namespace, encoder: Encoder | ConversationEncoder) -> dict[str, Any]:
     """Return what decides the output besides the files."""
+    if isinstance(encoder, ConversationEncoder):
+        return {
+            "tokenizer": encoder.identity,
+            "chat_template": encoder.template.source,
+            "json_keys": args.json_keys,
+            "append_eod": args.append_eod,
+            "pack_length": args.pack_length,
+        }
     names = "json_keys split_sentences append_eod fim_rate"
     if args.split_sentences:
         names += " lang keep_newlines"
     if args.fim_rate:
         names += " fim_spm_rate fim_seed fim_tokens"
     return {"tokenizer": encoder.identity, **{name: getattr(args, name) for name in names.split()}}
+
+
+def corpus_prefix(output: str, name: str, level: str, keys: Sequence[str]) -> str:
+    """Return the path of one output corpus without its suffix."""
+    if name not in keys:  # the mask beside a corpus
+        return f"{output}_{name.removesuffix(MASK_SUFFIX)}_{level}{MASK_SUFFIX}"
+    return f"{output}_{name}_{level}"
 
 
 def preprocess(args: argparse.Namespace) -> list[Tally]:
@@ -236,7 +166,9 @@ def preprocess(args: argparse.Namespace) -> list[Tally]:
     tallies = []
     for shard in shards_of(rank, world_size, num_shards):
         output = shard_name(args.output_prefix, shard, num_shards)
-        prefixes = {name: f"{output}_{name}_{level}" for name in encoder.corpora}
+        prefixes = {
+            name: corpus_prefix(output, name, level, args.json_keys) for name in encoder.corpora
+        }
         job = Job(
             files=share_of(files, shard, num_shards),
             keys=args.json_keys,
@@ -249,6 +181,7 @@ def preprocess(args: argparse.Namespace) -> list[Tally]:
             restart=args.restart,
             log_interval=args.log_interval,
             journal_interval_s=args.journal_interval,
+            unit_bytes=unit_bytes_for(args.pack_length),
         )
         begun = time.perf_counter()
         tally = job.run()

@@ -30,6 +30,7 @@ EXTRA_OF = {
     "pyarrow": "data",
     "fsspec": "data",
     "gigatoken": "fast",
+    "jinja2": "data",
     "psutil": "logging",
 }
 """Import name -> extra of the `megatron-lattice` distribution that brings it."""

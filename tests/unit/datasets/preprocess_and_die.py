@@ -10,7 +10,6 @@ import io
 import json
 import os
 import sys
-from functools import partial
 from pathlib import Path
 
 from megatron.core.datasets.preprocessing import job
@@ -81,7 +80,8 @@ def main() -> int:
     """Die at every operation in turn."""
     folder = Path(sys.argv[1])
     os.fsync = lambda descriptor: None  # slow, and a killed process does not need it
-    job.read_units = partial(job.read_units, unit_bytes=16384)
+    real = job.read_units
+    job.read_units = lambda *a, **k: real(*a, **{**k, "unit_bytes": 16384})
     write_input(folder / "in.jsonl")
     assert in_child(lambda: preprocess(folder, "whole")) == 0
     expected, deaths = outputs(folder, "whole"), 0

@@ -21,7 +21,7 @@ TEXTS = [f"Zeile {i} über 漢字 {'x' * (i % 50)}" for i in range(200)]
 @pytest.fixture(autouse=True)
 def small_units(monkeypatch):
     real = job.read_units
-    monkeypatch.setattr(job, "read_units", lambda *a, **k: real(*a, unit_bytes=512, **k))
+    monkeypatch.setattr(job, "read_units", lambda *a, **k: real(*a, **{**k, "unit_bytes": 512}))
 
 
 def run(tmp_path, *inputs, flags=()):

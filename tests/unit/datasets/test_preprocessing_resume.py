@@ -22,7 +22,7 @@ BYTES = ["--tokenizer-type", "ByteTokenizer", "--workers", "0"]
 @pytest.fixture(autouse=True)
 def small_units(monkeypatch):
     real = job.read_units
-    monkeypatch.setattr(job, "read_units", lambda *a, **k: real(*a, unit_bytes=256, **k))
+    monkeypatch.setattr(job, "read_units", lambda *a, **k: real(*a, **{**k, "unit_bytes": 256}))
 
 
 def write_documents(path, count, *, faulty=None):

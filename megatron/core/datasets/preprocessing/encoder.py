@@ -53,6 +53,8 @@ class EncodedPart:
     sequences: Sequences
     num_empty: int = 0
     """Documents without a single token; they are left out."""
+    num_cut: int = 0
+    """Conversations that were longer than a pack."""
     text_bytes: int = 0
 
 

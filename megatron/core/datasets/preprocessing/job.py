@@ -24,7 +24,12 @@ from megatron.core.datasets.preprocessing.unfinished import (
     UnfinishedCorpus,
     finish_corpus,
 )
-from megatron.core.datasets.preprocessing.units import lines_before, read_units, sizes_are_known
+from megatron.core.datasets.preprocessing.units import (
+    UNIT_BYTES,
+    lines_before,
+    read_units,
+    sizes_are_known,
+)
 from megatron.core.datasets.preprocessing.workers import Work, encode_in_order
 from megatron.core.datasets.token_file import WholeFile
 from megatron.core.errors import DataError
@@ -50,6 +55,7 @@ class Job:
         restart: forget an unfinished run and a finished output.
         log_interval: documents between two progress lines.
         journal_interval_s: seconds of work that a kill can cost.
+        unit_bytes: size of the pieces that a process works on.
     """
 
     files: Sequence[InputFile]
@@ -63,6 +69,7 @@ class Job:
     restart: bool = False
     log_interval: int = 1000
     journal_interval_s: float = 5.0
+    unit_bytes: int = UNIT_BYTES
     tally: Tally = field(default_factory=Tally)
     was_finished: bool = False
     """The output of the same settings and files was there already."""
@@ -130,7 +137,7 @@ class Job:
         try:
             for name, (prefix, dtype) in self.corpora.items():
                 outputs[name] = UnfinishedCorpus(prefix, dtype, sizes.get(name))
-            units = read_units(self.files, keys=self.keys, start=start)
+            units = read_units(self.files, keys=self.keys, start=start, unit_bytes=self.unit_bytes)
             next_note = time.perf_counter() + self.journal_interval_s
             with closing(encode_in_order(units, self.encoder, self.num_workers)) as encoded:
                 for unit in encoded:

@@ -29,6 +29,7 @@ class CorpusTally:
     tokens: int = 0
     text_bytes: int = 0
     empty: int = 0
+    cut: int = 0
     shortest: int = 0
     longest: int = 0
     buckets: list[int] = field(default_factory=list)
@@ -83,6 +84,7 @@ class Tally:
             corpus.tokens += len(part.sequences.tokens)
             corpus.text_bytes += part.text_bytes
             corpus.empty += part.num_empty
+            corpus.cut += part.num_cut
             corpus.add_lengths(part.sequences.document_lengths())
 
     @property
@@ -226,6 +228,8 @@ def summary(tally: Tally, prefixes: dict[str, str], dtypes: dict[str, str], seco
                 f"  tokens/document   {corpus.tokens / corpus.documents:>14.1f}  "
                 f"(half, 90 %, 99 % below about {quantiles}; longest {corpus.longest:,})",
             ]
+        if corpus.cut:
+            lines.append(f"  cut to a pack     {corpus.cut:>14,}")
         if corpus.empty:
             lines.append(f"  empty, left out   {corpus.empty:>14,}")
     for reason, count in sorted(tally.skipped.items()):

@@ -18,7 +18,7 @@ from concurrent.futures.process import BrokenProcessPool
 
 from megatron.core.datasets.preprocessing.encoder import EncodedUnit
 from megatron.core.datasets.preprocessing.units import Unit
-from megatron.core.errors import DataError
+from megatron.core.errors import DataError, MegatronError
 
 Work = Callable[[Unit], EncodedUnit]
 
@@ -35,7 +35,8 @@ def encode_in_order(
         DataError: a worker died.
     """
     if num_workers == 0:
-        yield from map(work, units)
+        for unit in units:
+            yield _explained(work, unit)
         return
     # Forked children share the loaded tokenizer; this process has no threads and no torch.
     start = "fork" if sys.platform == "linux" else "spawn"
@@ -62,10 +63,8 @@ def _result(unit: Unit, future: Future[EncodedUnit]) -> EncodedUnit:
     try:
         return future.result()
     except BrokenProcessPool as error:
-        place = "rows" if unit.rows is not None else "bytes"
         raise DataError(
-            f"a worker process died; the oldest unfinished work was {place} {unit.start:,} to "
-            f"{unit.end:,} of {unit.path}.",
+            f"a worker process died; the oldest unfinished work was {_place(unit)} of {unit.path}.",
             rule="a worker that is killed (most often for memory) cannot be replaced",
             flags=["--workers"],
             fix="start again with fewer --workers (the run goes on where it stopped), or look "
@@ -100,4 +99,24 @@ def _die_with(parent: int) -> None:
 
 def _work_on(unit: Unit) -> EncodedUnit:
     assert _work is not None
-    return _work(unit)
+    return _explained(_work, unit)
+
+
+def _explained(work: Work, unit: Unit) -> EncodedUnit:
+    """Work on a unit; say where in the input an unforeseen error came from."""
+    try:
+        return work(unit)
+    except (MegatronError, KeyboardInterrupt, SystemExit, MemoryError):
+        raise
+    except BaseException as error:  # a panic of Rust code is no Exception
+        raise DataError(
+            f"{_place(unit)} of {unit.path}: {type(error).__name__}: {error}.",
+            rule="whatever the input holds is encoded, or refused by its line",
+            flags=["--input", "--tokenizer-backend"],
+            fix="look for an odd document there; --tokenizer-backend library may take it",
+        ) from error
+
+
+def _place(unit: Unit) -> str:
+    kind = "rows" if unit.rows is not None else "bytes"
+    return f"{kind} {unit.start:,} to {unit.end:,}"

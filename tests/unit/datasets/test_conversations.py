@@ -1,0 +1,211 @@
+"""Conversations: the text of the template, a mask over the answers, packs that lose nothing."""
+
+import json
+import random
+
+import numpy as np
+import pytest
+
+from megatron.core.datasets.indexed_dataset import IndexedDataset
+from megatron.core.datasets.preprocessing import job
+from megatron.core.datasets.preprocessing.chat_template import ChatTemplate
+from megatron.core.datasets.preprocessing.conversations import pack
+from megatron.core.datasets.preprocessing.documents import BadDocumentError
+from megatron.core.errors import DataError
+from tools import preprocess_data
+
+CHATML = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+BRACKETS = """{{ bos_token }}
+{%- for message in messages %}
+  {%- if message.role == 'user' %}
+    {{- '[INST] ' + message.content + ' [/INST]' }}
+  {%- elif message.role == 'assistant' %}
+    {% generation %} {{- message.content + eos_token }}{% endgeneration %}
+  {%- else %}
+    {{- raise_exception('role ' + message.role) }}
+  {%- endif %}
+{%- endfor %}"""
+THINKING = """{% for m in messages %}{{ m.role }}: {% if loop.last or m.role != 'assistant' %}
+{{ m.content }}{% else %}{{ m.content.split('</think>')[-1] }}{% endif %};{% endfor %}
+{% if add_generation_prompt %}assistant: {% endif %}"""
+SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
+
+
+def talk(*contents):
+    roles = ("user", "assistant")
+    return [{"role": roles[i % 2], "content": content} for i, content in enumerate(contents)]
+
+
+@pytest.mark.parametrize("source", [CHATML, BRACKETS])
+def test_templates_write_what_transformers_writes(source, bpe):
+    transformers = pytest.importorskip("transformers")
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=bpe, chat_template=source, **SPECIAL
+    )
+    template = ChatTemplate(source, SPECIAL)
+    for messages in (talk("Hi"), talk("Hi", "Hello\n", " more? ", "Ünï 漢字")):
+        for prompt in (False, True):
+            expected = tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=prompt
+            )
+            assert template.render(messages, to_be_answered=prompt) == expected
+
+
+@pytest.fixture(scope="module")
+def bpe():
+    tokenizers = pytest.importorskip("tokenizers")
+    bpe = tokenizers.ByteLevelBPETokenizer()
+    special = ["<|im_start|>", "<|im_end|>", "<s>", "</s>"]
+    bpe.train_from_iterator(
+        ["some words of no great length"], special_tokens=special, show_progress=False
+    )
+    return bpe._tokenizer
+
+
+def test_answers_are_learned_and_the_rest_is_given():
+    segments = ChatTemplate(CHATML, {}).segments(talk("Hi", "Hello", "More", "No"))
+    assert "".join(segments[1::2]) == "Hello<|im_end|>\nNo<|im_end|>\n"
+    assert segments[0] == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    whole = ChatTemplate(CHATML, {}).render(talk("Hi", "Hello", "More", "No"), to_be_answered=False)
+    assert "".join(segments) == whole
+    assert ChatTemplate(BRACKETS, SPECIAL).segments(talk("a", "b", "c")) == [
+        "<s>[INST] a [/INST]", "b</s>", "[INST] c [/INST]",
+    ]  # fmt: skip
+
+
+def test_a_template_that_rewrites_earlier_answers_is_refused():
+    template = ChatTemplate(THINKING, {})
+    assert template.segments(talk("a", "<think>x</think>b"))[1].startswith("<think>")
+    with pytest.raises(BadDocumentError) as caught:
+        template.segments(talk("a", "<think>x</think>b", "c", "d"))
+    assert caught.value.detail == "message 2 is written otherwise when others follow it"
+
+
+def test_a_template_cannot_reach_out_of_its_sandbox():
+    template = ChatTemplate("{{ ''.__class__.__mro__[1].__subclasses__() }}", {})
+    with pytest.raises(BadDocumentError, match="refused by the chat template"):
+        template.render(talk("a"), to_be_answered=False)
+    with pytest.raises(DataError, match="not valid at line 1"):
+        ChatTemplate("{% for %}", {})
+
+
+def test_packs_hold_every_item_once_and_are_well_filled():
+    source = random.Random(3)
+    for capacity in (10, 100, 1000):
+        lengths = [source.randint(1, capacity) for _ in range(400)]
+        packs = pack(lengths, capacity)
+        assert sorted(item for one in packs for item in one) == list(range(400))
+        sums = [sum(lengths[item] for item in one) for one in packs]
+        assert max(sums) <= capacity
+        assert [one[0] for one in packs] == sorted(one[0] for one in packs)
+        # Two half-empty packs would have been one.
+        assert sum(2 * size <= capacity for size in sums) <= 1
+        assert sum(sums) / len(sums) > 0.85 * capacity
+    assert pack([], 5) == []
+    assert pack([4, 3, 1, 2], 5) == [[0, 2], [1, 3]]
+
+
+# --- the tool -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def folder(tmp_path, bpe):
+    (tmp_path / "model").mkdir()
+    bpe.save(str(tmp_path / "model/tokenizer.json"))
+    (tmp_path / "model/tokenizer_config.json").write_text(
+        json.dumps({"chat_template": CHATML, "eos_token": "</s>"})
+    )
+    return tmp_path
+
+
+def run(folder, lines, *flags):
+    (folder / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return preprocess_data.main(
+        ["--input", str(folder / "in.jsonl"), "--output-prefix", str(folder / "out"), "--sft",
+         "--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(folder / "model"),
+         "--workers", "0", *flags]
+    )  # fmt: skip
+
+
+def written(folder):
+    tokens = IndexedDataset(str(folder / "out_messages_document"))
+    masks = IndexedDataset(str(folder / "out_messages_document_mask"))
+    assert masks.dtype == np.uint8
+    assert np.array_equal(tokens.sequence_lengths, masks.sequence_lengths)
+    assert np.array_equal(tokens.document_indices, masks.document_indices)
+    return tokens, masks
+
+
+def test_tokens_and_mask_are_written_side_by_side(folder, bpe):
+    conversations = [talk("Hi", "Hello"), talk("a", "b", "c", "d")]
+    shared = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]
+    assert run(folder, [*({"messages": c} for c in conversations), {"messages": shared}]) == 0
+    tokens, masks = written(folder)
+    assert len(tokens) == 3
+    for at, conversation in enumerate([*conversations, conversations[0]]):
+        text = ChatTemplate(CHATML, {}).render(conversation, to_be_answered=False)
+        assert bpe.decode(tokens[at].tolist(), skip_special_tokens=False) == text
+        learned = bpe.decode(tokens[at][masks[at] == 1].tolist(), skip_special_tokens=False)
+        answers = [m["content"] + "<|im_end|>\n" for m in conversation if m["role"] == "assistant"]
+        assert learned == "".join(answers)
+
+
+def test_packs_are_documents_of_whole_conversations(folder, capsys):
+    source = random.Random(1)
+    conversations = [
+        talk("q" * source.randint(1, 60), "a" * source.randint(1, 60)) for _ in "x" * 50
+    ]
+    long = talk("q", "a" * 500)
+    lines = [{"messages": one} for one in [*conversations, long]]
+    assert run(folder, lines, "--append-eod") == 0
+    alone = {bytes(one.tobytes()) for one in written(folder)[0][:]}
+    assert run(folder, lines, "--append-eod", "--pack-length", "200") == 0
+    tokens, masks = written(folder)
+    packs = np.split(tokens.sequence_lengths, tokens.document_indices[1:-1])
+    assert max(int(one.sum()) for one in packs) <= 200
+    assert np.mean([int(one.sum()) for one in packs]) > 180
+    packed = {bytes(one.tobytes()) for one in tokens[:]}
+    assert len(alone - packed) == len(packed - alone) == 1  # the long one was cut
+    assert "cut to a pack                  1" in capsys.readouterr().out
+    assert all(masks[at][-1] == 1 for at in range(len(masks)))
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ({"messages": "text"}, "'messages' is not a list of messages (found str)"),
+        ({"messages": []}, "'messages' is not a list of messages (found list)"),
+        ({"messages": [{"role": "user"}, 7]}, "is not a list of messages (message 2)"),
+        ({"text": "a"}, "no key 'messages'"),
+        ({"messages": [{"role": "user", "content": None}]}, "refused by the chat template"),
+    ],
+)
+def test_what_is_no_conversation_is_named(folder, capsys, line, message):
+    assert run(folder, [{"messages": talk("a", "b")}, line]) == 1
+    told = capsys.readouterr().err
+    assert "in.jsonl, line 2: " in told
+    assert message in told
+
+
+def test_flags_that_do_not_go_together_are_named_at_once(folder, capsys):
+    flags = ["--split-sentences", "--fim-rate", "0.5", "--pack-length", "1"]
+    assert run(folder, [], *flags) == 1
+    told = capsys.readouterr().err
+    for part in ("--sft with --split-sentences", "--sft with --fim-rate", "--pack-length 1"):
+        assert part in told
+
+
+def test_the_workers_and_a_template_file_change_nothing(folder, monkeypatch):
+    (folder / "mine.jinja").write_text(CHATML)
+    lines = [{"messages": talk(f"question {i}", "answer " * (i % 9))} for i in range(300)]
+    assert run(folder, lines, "--pack-length", "64") == 0
+    before = (folder / "out_messages_document.bin").read_bytes()
+    template = ["--chat-template", str(folder / "mine.jinja")]
+    assert run(folder, lines, "--pack-length", "64", "--restart", *template) == 0
+    assert (folder / "out_messages_document.bin").read_bytes() == before
+    assert job.FORMAT_VERSION == 1
