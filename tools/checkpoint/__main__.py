@@ -7,6 +7,7 @@
     python tools/checkpoint reshard SAVE OUT [--files N]        whole tensors in N files
     python tools/checkpoint average OUT SAVE SAVE ...           mean of the weights
     python tools/checkpoint prune SAVE [--keep-last N] [--yes]  delete old ones
+    python tools/checkpoint export SAVE OUT [--weights]         write it for Megatron-LM
 
 SAVE is one checkpoint (SAVE/iter_0000100) or a save directory, whose newest one is taken.
 
@@ -28,7 +29,7 @@ import importlib
 
 from megatron.core.errors import MegatronError
 
-COMMANDS = ("inspect", "diff", "verify", "digest", "reshard", "average", "prune")
+COMMANDS = ("inspect", "diff", "verify", "digest", "reshard", "average", "prune", "export")
 """Names of commands, which are names of files here."""
 
 

@@ -8,7 +8,8 @@ from typing import Any
 
 from megatron.core.agreement import SingleProcess
 from megatron.core.dist_checkpointing import commit
-from megatron.core.dist_checkpointing.loader import Contents, open_contents
+from megatron.core.dist_checkpointing.foreign.opening import open_any, recognise
+from megatron.core.dist_checkpointing.loader import Contents
 from megatron.core.dist_checkpointing.manifest import METADATA_NAME
 from megatron.core.dist_checkpointing.object_store import Place
 from megatron.core.errors import CheckpointError
@@ -18,7 +19,7 @@ OPTIMIZER_PREFIX = "optimizer."
 
 def checkpoint_in(path: Place) -> Place:
     """Return `path` if it is a checkpoint, else the newest one in it."""
-    if is_checkpoint(path):
+    if is_checkpoint(path) or recognise(path) is not None:
         return path
     found = commit.list_checkpoints(path).checkpoints
     if not found:
@@ -33,7 +34,7 @@ def is_checkpoint(path: Place) -> bool:
 
 def opened(path: Place) -> Contents:
     """Open a checkpoint in this process alone."""
-    return open_contents(checkpoint_in(path), peers=SingleProcess())
+    return open_any(checkpoint_in(path), peers=SingleProcess())
 
 
 def settings_of(state: dict[str, Any]) -> dict[str, Any]:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -46,6 +47,19 @@ from megatron.core.errors import CheckpointError, MegatronError
 logger = logging.getLogger(__name__)
 
 
+class SliceReader(AbstractContextManager, Protocol):
+    """Reads boxes of stored shards into tensors."""
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes of tensors read so far."""
+        ...
+
+    def read(self, tensor: StoredTensor, read: Read, into: Tensor) -> None:
+        """Fill `into` (the shape of `read`, any float dtype for stored floats, any device)."""
+        ...
+
+
 @dataclass
 class Contents:
     """A checkpoint, opened: the manifest and the values that are not tensors."""
@@ -60,6 +74,10 @@ class Contents:
     def common_state(self) -> dict[str, Any]:
         """Return the plain values that were saved."""
         return typed_json.decode(self.common)
+
+    def open_reader(self) -> SliceReader:
+        """Return what reads boxes of the stored tensors; a context manager."""
+        return ShardReader(self.directory, self.manifest)
 
 
 @dataclass
@@ -172,7 +190,7 @@ def load_state(
 
 def _read(jobs: list[_Job], contents: Contents) -> int:
     """Fill all tensors, in file order so that the disk sees one pass; return the bytes read."""
-    with ShardReader(contents.directory, contents.manifest) as reader:
+    with contents.open_reader() as reader:
         work = [(r.shard.file, r.shard.begin, i, r) for i, j in enumerate(jobs) for r in j.reads]
         for _, _, index, read in sorted(work, key=lambda w: w[:3]):
             job = jobs[index]

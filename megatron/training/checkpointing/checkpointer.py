@@ -18,18 +18,19 @@ from megatron.core.dist_checkpointing.durable import (
     describe_os_error,
 )
 from megatron.core.dist_checkpointing.exchange import together
+from megatron.core.dist_checkpointing.foreign.contents import ForeignContents
+from megatron.core.dist_checkpointing.foreign.opening import open_any
 from megatron.core.dist_checkpointing.lease import Lease
-from megatron.core.dist_checkpointing.loader import (
-    Contents,
-    Loaded,
-    load_state,
-    open_contents,
-)
+from megatron.core.dist_checkpointing.loader import Contents, Loaded, load_state
 from megatron.core.dist_checkpointing.object_store import Place, place_of
 from megatron.core.dist_checkpointing.own_state import as_own_state
 from megatron.core.dist_checkpointing.retention import apply_retention
 from megatron.core.dist_checkpointing.validation import parse_strict_handling
 from megatron.core.errors import CheckpointError, MegatronError
+from megatron.training.checkpointing.foreign_state import (
+    check_foreign,
+    complete_foreign_state,
+)
 from megatron.training.checkpointing.global_tier import GlobalTier
 from megatron.training.checkpointing.local_tier import LocalTier
 from megatron.training.checkpointing.restored import Restored, take_over
@@ -254,7 +255,7 @@ class Checkpointer:
         problems: list[CheckpointError] = []
         for found in selection.candidates:
             try:
-                contents = open_contents(found.path, peers=self.peers)
+                contents = open_any(found.path, peers=self.peers)
                 restored = self._load_contents(contents, is_finetuning=is_finetuning)
             except DamagedCheckpointError as error:
                 # Raised by all ranks alike, so all go on to the same next candidate.
@@ -318,6 +319,10 @@ class Checkpointer:
         settings = self.settings
         with_optimizer = not (is_finetuning or settings.no_load_optim)
         with_rng = not (is_finetuning or settings.no_load_rng)
+        has_optimizer = self.parts.optimizer is not None
+        if isinstance(contents, ForeignContents):
+            for line in check_foreign(contents, needs_moments=with_optimizer and has_optimizer):
+                self._say(f"  {line}")
         template = self._template(with_optimizer=with_optimizer, with_rng=with_rng)
         strict = parse_strict_handling(settings.dist_ckpt_strictness)
         note = compare_heads(template, contents, strict, peers=self.peers)
@@ -333,6 +338,8 @@ class Checkpointer:
             strict=strict,
             source_of=stored_source,
         )
+        if isinstance(contents, ForeignContents) and with_optimizer and has_optimizer:
+            complete_foreign_state(self.parts, loaded.state, template["optimizer"], contents)
         flags = {"with_optimizer": with_optimizer, "with_rng": with_rng}
         return self._take_over(contents, loaded, **flags, is_finetuning=is_finetuning)
 

@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from megatron.core.agreement import SingleProcess
-from megatron.core.dist_checkpointing.loader import open_contents
+from megatron.core.dist_checkpointing.foreign.opening import open_any
 from megatron.core.dist_checkpointing.object_store import place_of
 from megatron.core.errors import CheckpointError
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -160,7 +160,7 @@ def stored_args(
         return None
     for found in select_checkpoints(place_of(directory), ckpt_step, save=save).candidates:
         try:
-            state = open_contents(found.path, peers=SingleProcess()).common_state()
+            state = open_any(found.path, peers=SingleProcess()).common_state()
         except CheckpointError:
             continue
         args = state.get("args")

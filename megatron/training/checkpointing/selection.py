@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatron.core.dist_checkpointing import commit
+from megatron.core.dist_checkpointing.foreign.opening import find_deepspeed, recognise
 from megatron.core.dist_checkpointing.lease import LEASE_NAME
 from megatron.core.dist_checkpointing.manifest import METADATA_NAME
 from megatron.core.dist_checkpointing.object_store import Place
@@ -46,13 +47,14 @@ def select_checkpoints(
     selection = Selection()
     if isinstance(directory, Path):
         _refuse_a_file(directory)
-    if _holds(directory, METADATA_NAME):  # --load names one checkpoint itself
+    if _holds(directory, METADATA_NAME) or recognise(directory) is not None:
+        # --load names one checkpoint itself.
         selection.candidates.append(commit.Found(directory, commit.RELEASE))
         return selection
     listing, tracker = commit.list_checkpoints(directory), commit.read_tracker(directory)
     selection.notes += [f"ignoring {p}: an interrupted save or deletion" for p in listing.leftovers]
     selection.notes += [f"ignoring {p}: {why}" for p, why in listing.refused]
-    selection.candidates = listing.checkpoints
+    selection.candidates = listing.checkpoints or find_deepspeed(directory)
     if ckpt_step is not None:
         _only_step(selection, directory, ckpt_step)
     if not selection.candidates:
@@ -116,8 +118,6 @@ def _refuse_if_something_was_here(
         return
     left = {path.name for path in listing.leftovers} | {LEASE_NAME}
     names = {entry.name for entry in directory.iterdir()} - left
-    if "latest" in names and any(name.startswith("global_step") for name in names):
-        raise _unusable(directory, "it is a DeepSpeed checkpoint, which is not read yet")
     if {"config.json", "model.safetensors"} <= names or "model.safetensors.index.json" in names:
         raise _unusable(directory, "it is a Hugging Face checkpoint: convert it first")
     strange = sorted(n for n in names if not is_own or n.endswith(_WEIGHT_FILES))

@@ -1,0 +1,284 @@
+"""A checkpoint of another program, under this one's names: tensors made of views into its files.
+
+A reader of a format (`torch_dist`, `legacy`, `deepspeed`) fills a `ForeignDraft`; what comes out
+is the same description that a native checkpoint has, so that the loader needs to know no format:
+it asks for boxes of global tensors, and only the bytes around them are read.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from argparse import Namespace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.core.dist_checkpointing import typed_json
+from megatron.core.dist_checkpointing.durable import DamagedCheckpointError
+from megatron.core.dist_checkpointing.flat_ranges import coverage_problem
+from megatron.core.dist_checkpointing.foreign.pickles import Admitted, AttributeDict, Record
+from megatron.core.dist_checkpointing.foreign.stored_view import StoredView, ViewReader
+from megatron.core.dist_checkpointing.foreign.torch_file import read_torch_range
+from megatron.core.dist_checkpointing.loader import Contents
+from megatron.core.dist_checkpointing.manifest import Manifest, Shard, StoredTensor
+from megatron.core.dist_checkpointing.planner import Read
+from megatron.core.dist_checkpointing.shard_file import dtype_name
+from megatron.core.errors import CheckpointError
+
+PADDED_KEYS = ("embedding.word_embeddings.weight", "output_layer.weight")
+"""Their first dimension is padded for the tensor-parallel size."""
+_INDEXED_LAYER = re.compile(r"(.*\blayers)\.(\d+)\.(.+)", re.ASCII)
+
+
+@dataclass(frozen=True)
+class SavedTensor:
+    """A tensor that was saved as a file of its own inside a file; opened when it is read."""
+
+    path: Path
+    begin: int
+    length: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class ForeignShard(Shard):
+    """A box of a global tensor, and where it is."""
+
+    source: StoredView | SavedTensor = field(kw_only=True)
+    """Of the box's shape; leading axes of size 1 may be absent."""
+
+    @classmethod
+    def of(cls, offset: tuple[int, ...], source: StoredView | SavedTensor) -> ForeignShard:
+        """Describe the box at `offset` that `source` fills."""
+        place = source.storage if isinstance(source, StoredView) else source
+        shape = (1,) * (len(offset) - len(source.shape)) + tuple(source.shape)
+        return cls(offset, shape, str(place.path), place.begin, (), source=source)
+
+
+@dataclass
+class ForeignContents(Contents):
+    """A foreign checkpoint, opened."""
+
+    kind: str = ""
+    """Name of the format, for people."""
+    notes: list[str] = field(default_factory=list)
+    """What is worth saying about it."""
+    optimizer_step: int = 0
+    no_optimizer: str | None = None
+    """Why the optimizer state cannot be read, if so."""
+
+    def open_reader(self) -> ForeignReader:
+        """Return a reader of its shards."""
+        return ForeignReader()
+
+    @property
+    def has_optimizer(self) -> bool:
+        """Whether moments are among the tensors."""
+        return any(key.startswith("optimizer.state.exp_avg.") for key in self.manifest.tensors)
+
+
+class ForeignReader:
+    """Fills boxes from foreign shards. Use as a context manager."""
+
+    def __init__(self) -> None:
+        self._views = ViewReader()
+        self._opened: dict[SavedTensor, StoredView] = {}
+
+    def __enter__(self) -> ForeignReader:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._views.__exit__(kind, error, trace)
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes of tensors read so far."""
+        return self._views.bytes_read
+
+    def read(self, tensor: StoredTensor, read: Read, into: Tensor) -> None:
+        """Fill `into`, of the shape of `read`."""
+        shard = read.shard
+        assert isinstance(shard, ForeignShard)
+        view = shard.source
+        if isinstance(view, SavedTensor):
+            view = self._open(view)
+        missing = len(shard.shape) - len(view.shape)
+        if missing:
+            view = replace(view, shape=shard.shape, stride=(0,) * missing + view.stride)
+        self._views.read(view.narrow(read.in_shard), into)
+
+    def _open(self, saved: SavedTensor) -> StoredView:
+        if saved not in self._opened:
+            descriptor = self._views.descriptor(saved.path)
+            view = read_torch_range(descriptor, saved.path, saved.begin, saved.length)
+            if (
+                not isinstance(view, StoredView)
+                or view.shape != saved.shape
+                or view.dtype != saved.dtype
+            ):
+                raise DamagedCheckpointError(
+                    f"{saved.path} is damaged: at byte {saved.begin} there is no tensor of shape "
+                    f"{saved.shape} and {saved.dtype}, as the metadata says.",
+                    rule="metadata and data files belong together",
+                    fix="use another checkpoint",
+                )
+            self._opened[saved] = view
+        return self._opened[saved]
+
+
+class ForeignDraft:
+    """What a reader has found so far."""
+
+    def __init__(self, directory: Path, kind: str) -> None:
+        self.directory, self.kind = directory, kind
+        self.notes: list[str] = []
+        self.optimizer_step = 0
+        self.no_optimizer: str | None = None
+        self.layout: dict[str, Any] = {}
+        self._tensors: dict[str, tuple[str, tuple[int, ...], list[ForeignShard]]] = {}
+
+    def declare(self, key: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+        """Say that there is a tensor; a second declaration must agree."""
+        name = dtype_name(dtype)
+        known = self._tensors.setdefault(key, (name, tuple(shape), []))
+        if known[:2] != (name, tuple(shape)):
+            raise DamagedCheckpointError(
+                f"{self.directory}: {key!r:.120} is {known[0]} of shape {known[1]} in one file and "
+                f"{name} of shape {tuple(shape)} in another.",
+                rule="all files of a checkpoint describe one model",
+            )
+
+    def add(self, key: str, offset: tuple[int, ...], source: StoredView | SavedTensor) -> None:
+        """Add a box of a declared tensor."""
+        self._tensors[key][2].append(ForeignShard.of(offset, source))
+
+    def add_whole(self, key: str, source: StoredView) -> None:
+        """Declare a tensor that one view holds."""
+        self.declare(key, source.dtype, source.shape)
+        self.add(key, (0,) * len(source.shape), source)
+
+    def finish(self, state: Mapping[str, Any], run: Mapping[str, Any]) -> ForeignContents:
+        """Return the contents.
+
+        Args:
+            state: plain values of the foreign checkpoint to keep, in this program's names.
+            run: the settings (args) of the run that saved it.
+        """
+        tensors: dict[str, StoredTensor] = {}
+        for key, (dtype, shape, shards) in self._tensors.items():
+            problem = coverage_problem(shape, [shard.box for shard in shards])
+            if problem is not None:
+                raise DamagedCheckpointError(
+                    f"{self.directory} is incomplete or damaged: {key!r:.120}: {problem}.",
+                    rule="the pieces of a tensor make it up exactly once",
+                    fix="use another checkpoint, or fetch the files that are missing",
+                )
+            tensors[key] = StoredTensor(dtype, shape, tuple(shards), key.endswith(PADDED_KEYS))
+        tensors |= _stacked(tensors)
+        args = plain_values(run)
+        common = plain_values(state) | {"args": Namespace(**args)}
+        return ForeignContents(
+            self.directory,
+            Manifest(self.directory.name, "", {}, tensors, {"layout": self.layout}),
+            typed_json.encode(common, where="common"),
+            {},
+            kind=self.kind,
+            notes=self.notes,
+            optimizer_step=self.optimizer_step,
+            no_optimizer=self.no_optimizer,
+        )
+
+
+def _stacked(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """Return stacks of layers that are stored one by one: `layers.<name>`, layer axis first."""
+    groups: dict[str, dict[int, StoredTensor]] = {}
+    for key, tensor in tensors.items():
+        match = _INDEXED_LAYER.fullmatch(key)
+        if match is not None:
+            groups.setdefault(f"{match[1]}.{match[3]}", {})[int(match[2])] = tensor
+    stacks = {}
+    for key, layers in groups.items():
+        first = layers.get(0)
+        if first is None or key in tensors or set(layers) != set(range(len(layers))):
+            continue
+        if any((t.dtype, t.shape) != (first.dtype, first.shape) for t in layers.values()):
+            continue
+        shards = [
+            replace(shard, offset=(i, *shard.offset), shape=(1, *shard.shape))
+            for i, tensor in layers.items()
+            for shard in tensor.shards
+        ]
+        stacks[key] = StoredTensor(first.dtype, (len(layers), *first.shape), tuple(shards))
+    return stacks
+
+
+def plain_values(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what can be kept of foreign values: numbers, text and containers of them.
+
+    A tensor of one element becomes a number; other tensors are left out; an object becomes the
+    name of its class.
+    """
+    with ViewReader() as reader:
+        return {
+            str(name): _plain(value, reader)
+            for name, value in values.items()
+            if not (isinstance(value, StoredView) and math.prod(value.shape) != 1)
+        }
+
+
+def _plain(value: Any, reader: ViewReader) -> Any:
+    if isinstance(value, StoredView):
+        if math.prod(value.shape) == 1:
+            return reader.read_whole(value).reshape(()).item()
+        return None
+    if isinstance(value, (dict, AttributeDict)):
+        items = value.items()
+        return {k if isinstance(k, (str, int)) else str(k): _plain(v, reader) for k, v in items}
+    if isinstance(value, (list, set, frozenset)):
+        return [_plain(item, reader) for item in value]
+    if isinstance(value, tuple):
+        return tuple(_plain(item, reader) for item in value)
+    if isinstance(value, Record):
+        return _enum_value(value)
+    if isinstance(value, Admitted):
+        return value.name.replace(" ", ".")
+    if isinstance(value, torch.dtype):
+        return str(value)
+    if value is None or isinstance(value, (bool, int, float, str, bytes)):
+        return value
+    return str(type(value).__name__)
+
+
+def _enum_value(record: Record) -> str:
+    argument = record.args[0] if len(record.args) == 1 else None
+    shown = f"({argument})" if isinstance(argument, (int, str)) else ""
+    return f"{record.kind}{shown}"
+
+
+def listed(directory: Path) -> list[str]:
+    """Return the names in a directory; none if it is not one."""
+    return sorted(os.listdir(directory)) if directory.is_dir() else []
+
+
+def not_readable(directory: Path, found: str, fix: str) -> CheckpointError:
+    """Return the error for a foreign checkpoint of a kind that cannot be read."""
+    return CheckpointError(
+        f"{directory} cannot be loaded: {found}.",
+        rule="Megatron-LM checkpoints of the formats torch_dist and torch, and DeepSpeed's ZeRO "
+        "checkpoints, are read",
+        flags=["--load"],
+        fix=fix,
+    )

@@ -1,0 +1,179 @@
+"""Read Megatron-LM's `torch_dist` checkpoints: torch's distributed format with Megatron's keys.
+
+    metadata.json    {"sharded_backend": "torch_dist", ...}
+    .metadata        a pickle: of every tensor its shape and chunks, of every chunk its file, place
+    __R_W.distcp     chunks, each a file of torch.save; and plain values, likewise
+    common.pt        plain state (in newer versions the entry common_state/shard_0_1)
+
+Keys are global and hold no layout, as ours: layers are stacked along a leading axis, a gated first
+MLP layer is [gate; up]. So a chunk is a box of the tensor that this program stores too.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+
+from megatron.core.dist_checkpointing.durable import (
+    DamagedCheckpointError,
+    open_inside,
+    read_inside,
+)
+from megatron.core.dist_checkpointing.foreign.admitted import lookup
+from megatron.core.dist_checkpointing.foreign.contents import (
+    ForeignContents,
+    ForeignDraft,
+    SavedTensor,
+    listed,
+)
+from megatron.core.dist_checkpointing.foreign.megatron_state import (
+    common_values,
+    describe_layout,
+    learn_from_optimizer,
+)
+from megatron.core.dist_checkpointing.foreign.pickles import Record, load_pickle
+from megatron.core.dist_checkpointing.foreign.torch_file import read_torch_file, read_torch_range
+from megatron.core.dist_checkpointing.shard_file import DTYPES
+
+METADATA_LIMIT = 1 << 31
+_DATA_FILE = re.compile(r"__\d+_\d+\.distcp", re.ASCII)
+_CHAIN = re.compile(r"(?:optimizer\.)?chained_\d+\.", re.ASCII)
+_MAIN_WEIGHT = "optimizer.state.param."
+_COMMON_ENTRY = "common_state/shard_0_1"
+_BY_BUFFER = "optimizer.distributed."
+
+
+def open_torch_dist(directory: Path) -> ForeignContents:
+    """Open a checkpoint of the format.
+
+    Raises:
+        DamagedCheckpointError: a file is missing, damaged or hostile.
+    """
+    metadata = _Metadata(directory)
+    draft = ForeignDraft(directory, "Megatron-LM torch_dist")
+    has_buffers = False
+    for key, entry in metadata.tensors.items():
+        has_buffers |= _BY_BUFFER in key
+        own_key, dtype = _own_key(key), metadata.dtype(key, entry)
+        if dtype not in DTYPES.values() or key in metadata.flattened:
+            continue
+        shape = _sizes(entry["size"])
+        draft.declare(own_key, dtype, shape)
+        for chunk in entry["chunks"]:
+            offset, sizes = _sizes(chunk["offsets"]), _sizes(chunk["sizes"])
+            begin, length, name = metadata.place(key, offset)
+            saved = SavedTensor(directory / name, begin, length, dtype, sizes)
+            draft.add(own_key, offset, saved)
+    common = _common_state(directory, metadata)
+    learn_from_optimizer(draft, common.get("optimizer"))
+    if has_buffers or metadata.flattened:
+        draft.no_optimizer = (
+            "its optimizer state is stored by internal buffer (dp_reshardable or older), not by "
+            "parameter: saving it there with --dist-ckpt-optim-fully-reshardable makes it readable"
+        )
+    values, run = common_values(common)
+    draft.layout = describe_layout(run)
+    return draft.finish(values, run)
+
+
+class _Metadata:
+    """The file `.metadata`, with types checked on access."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory, self.path = directory, directory / ".metadata"
+        data = read_inside(directory, ".metadata", limit_bytes=METADATA_LIMIT)
+        root = load_pickle(data, lookup, what=str(self.path))
+        if not isinstance(root, Record) or not root.kind.endswith(".Metadata"):
+            self.damaged("it holds no metadata")
+        entries, places = root["state_dict_metadata"], root["storage_data"]
+        if not isinstance(entries, dict) or not isinstance(places, dict):
+            self.damaged("it does not list tensors and places")
+        self.tensors = {
+            str(k): v
+            for k, v in entries.items()
+            if isinstance(v, Record) and v.kind.endswith(".TensorStorageMetadata")
+        }
+        self._places: dict[tuple[str, tuple[int, ...] | None], Record] = {}
+        for index, info in places.items():
+            if isinstance(index, Record) and isinstance(info, Record):
+                offset = index.get("offset")
+                self._places[index["fqn"], None if offset is None else _sizes(offset)] = info
+        extra = root.get("mcore_data") or {}
+        self.flattened = {
+            key
+            for key, facts in (extra.items() if isinstance(extra, dict) else ())
+            if isinstance(facts, dict) and "nd_reformulated_orig_global_shape" in facts
+        }
+        """Keys of older versions whose chunks are ranges of flattened shards."""
+        self._files = {name for name in listed(directory) if _DATA_FILE.fullmatch(name)}
+
+    def dtype(self, key: str, entry: Record) -> torch.dtype:
+        properties = entry["properties"]
+        state = properties.state if isinstance(properties, Record) else None
+        dtype = state[0] if isinstance(state, tuple) and state else None
+        if isinstance(state, dict):
+            dtype = state.get("dtype")
+        if not isinstance(dtype, torch.dtype):
+            self.damaged(f"{key!r:.120} has no dtype")
+        return dtype
+
+    def place(self, key: str, offset: tuple[int, ...] | None) -> tuple[int, int, str]:
+        """Return (first byte, length, file) of a chunk or, without offset, of a plain value."""
+        info = self._places.get((key, offset))
+        if info is None:
+            self.damaged(f"a chunk of {key!r:.120} is in no file")
+        name, begin, length = info["relative_path"], info["offset"], info["length"]
+        if type(name) is not str or name not in self._files:
+            raise DamagedCheckpointError(
+                f"CKPT_UNSAFE file={self.path}: {key!r:.120} is said to be in {name!r:.120}, which "
+                f"is not a data file of {self.directory}.",
+                rule="chunks are in files __RANK_WRITER.distcp of the same directory",
+            )
+        if type(begin) is not int or type(length) is not int or begin < 0 or length <= 0:
+            self.damaged(f"the place of {key!r:.120} is no range of bytes")
+        if info.get("transform_descriptors"):
+            self.damaged(f"{key!r:.120} is compressed or encrypted")
+        return begin, length, name
+
+    def plain_value(self, key: str) -> Any:
+        """Read a plain value; None if there is none of that key."""
+        if (key, None) not in self._places:
+            return None
+        begin, length, name = self.place(key, None)
+        with open_inside(self.directory, name) as (descriptor, size):
+            length = min(length, size - begin)
+            return read_torch_range(descriptor, self.directory / name, begin, length)
+
+    def damaged(self, what: str) -> NoReturn:
+        raise DamagedCheckpointError(
+            f"{self.path} is damaged: {what}.",
+            rule="it describes every chunk of every tensor",
+            fix="use another checkpoint",
+        )
+
+
+def _common_state(directory: Path, metadata: _Metadata) -> dict[str, Any]:
+    if "common.pt" in listed(directory):
+        common = read_torch_file(directory / "common.pt")
+    else:
+        common = metadata.plain_value(_COMMON_ENTRY)
+    return common if isinstance(common, dict) else {}
+
+
+def _own_key(key: str) -> str:
+    """Return this program's key: one optimizer, and main weights under their own name."""
+    chain = _CHAIN.match(key)
+    if chain is not None:
+        key = key[chain.end() :]
+    if key.startswith(_MAIN_WEIGHT):
+        return "optimizer.state.fp32_param." + key.removeprefix(_MAIN_WEIGHT)
+    return key
+
+
+def _sizes(value: Any) -> tuple[int, ...]:
+    if type(value) is not tuple or any(type(n) is not int or not 0 <= n < 1 << 62 for n in value):
+        raise DamagedCheckpointError(f"{value!r:.80} is not a shape or offset.")
+    return value

@@ -1,0 +1,68 @@
+"""What a run takes over from a checkpoint of another program besides its tensors.
+
+Weights, moments and main weights are tensors under our keys already; settings of the update rule
+(learning rate, weight decay, ...) stay those of this run, since the other program groups its
+parameters in another way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megatron.core.dist_checkpointing.foreign.contents import ForeignContents
+from megatron.core.errors import CheckpointError
+from megatron.training.checkpointing.run_state import RunParts
+
+
+def check_foreign(contents: ForeignContents, *, needs_moments: bool) -> list[str]:
+    """Return what to say about a checkpoint before it is loaded.
+
+    Raises:
+        CheckpointError: moments are needed and cannot be read; on every rank alike, since all
+            hold the same description.
+    """
+    why = contents.no_optimizer
+    if why is None and not contents.has_optimizer:
+        why = "it holds no optimizer state"
+    if needs_moments and why is not None:
+        raise CheckpointError(
+            f"{contents.directory}: {why}.",
+            rule="a run goes on only with the optimizer state it stopped with",
+            flags=["--load", "--no-load-optim", "--finetune"],
+            fix="give --no-load-optim to go on with fresh moments, or --finetune to start at step "
+            "0",
+        )
+    return [f"{contents.directory} is a checkpoint of {contents.kind}", *contents.notes]
+
+
+def complete_foreign_state(
+    parts: RunParts, state: dict[str, Any], template: Any, contents: ForeignContents
+) -> None:
+    """Fill in, in place, the plain values that optimizer and schedule expect.
+
+    Args:
+        state: the loaded state of the run.
+        template: the declaration of the optimizer's.
+    """
+    _complete_optimizer(state["optimizer"], template, contents)
+    if parts.scheduler is not None and "opt_param_scheduler" not in state:
+        parts.scheduler.step(increment=int(state.get("consumed_train_samples", 0)))
+
+
+def _complete_optimizer(state: Any, template: Any, contents: ForeignContents) -> None:
+    """Fill in, in place, the plain values that the optimizer expects beside its tensors.
+
+    Args:
+        state: the loaded optimizer state.
+        template: its declaration, with the settings of this run; chained optimizers are nested.
+    """
+    if not isinstance(template, Mapping):
+        return
+    if "param_groups" not in template:
+        for name, inner in template.items():
+            _complete_optimizer(state.setdefault(name, {}), inner, contents)
+        return
+    state["param_groups"] = [dict(group) for group in template["param_groups"]]
+    state.setdefault("state", {})["step"] = contents.optimizer_step
+    state["grad_scaler"] = contents.common_state().get("grad_scaler", {})
