@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron.core.agreement import SingleProcess
 from megatron.core.dist_checkpointing import commit
-from megatron.core.dist_checkpointing.foreign.opening import open_any, recognise
+from megatron.core.dist_checkpointing.foreign.opening import find_deepspeed, open_any, recognise
 from megatron.core.dist_checkpointing.loader import Contents
 from megatron.core.dist_checkpointing.manifest import METADATA_NAME
 from megatron.core.dist_checkpointing.object_store import Place
@@ -21,7 +21,7 @@ def checkpoint_in(path: Place) -> Place:
     """Return `path` if it is a checkpoint, else the newest one in it."""
     if is_checkpoint(path) or recognise(path) is not None:
         return path
-    found = commit.list_checkpoints(path).checkpoints
+    found = commit.list_checkpoints(path).checkpoints or find_deepspeed(path)
     if not found:
         raise CheckpointError(f"{path} holds no checkpoint.", fix="give SAVE or SAVE/iter_NNNNNNN")
     return found[0].path

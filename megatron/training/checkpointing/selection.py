@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatron.core.dist_checkpointing import commit
-from megatron.core.dist_checkpointing.foreign.opening import find_deepspeed, recognise
+from megatron.core.dist_checkpointing.foreign.opening import LATEST_NAME, find_deepspeed, recognise
 from megatron.core.dist_checkpointing.lease import LEASE_NAME
 from megatron.core.dist_checkpointing.manifest import METADATA_NAME
 from megatron.core.dist_checkpointing.object_store import Place
@@ -118,6 +118,8 @@ def _refuse_if_something_was_here(
         return
     left = {path.name for path in listing.leftovers} | {LEASE_NAME}
     names = {entry.name for entry in directory.iterdir()} - left
+    if LATEST_NAME in names and any(name.startswith("global_step") for name in names):
+        raise _unusable(directory, "it is DeepSpeed's, and no tag in it is complete")
     if {"config.json", "model.safetensors"} <= names or "model.safetensors.index.json" in names:
         raise _unusable(directory, "it is a Hugging Face checkpoint: convert it first")
     strange = sorted(n for n in names if not is_own or n.endswith(_WEIGHT_FILES))

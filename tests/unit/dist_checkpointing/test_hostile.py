@@ -83,7 +83,7 @@ def test_code_in_files_of_other_formats_never_runs(extra: str, ram_path: Path) -
         with pytest.raises(CheckpointError):
             load(ram_path / "run")
         (foreign / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
-        with pytest.raises(CheckpointError, match="Megatron-LM checkpoint"):
+        with pytest.raises(CheckpointError, match="is intact|cannot be loaded"):
             load(ram_path / "run")
         (foreign / "metadata.json").unlink()
     assert not canary.exists()
