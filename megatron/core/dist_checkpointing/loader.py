@@ -59,6 +59,14 @@ class SliceReader(AbstractContextManager, Protocol):
         """Fill `into` (the shape of `read`, any float dtype for stored floats, any device)."""
         ...
 
+    def start(self, tensor: StoredTensor, read: Read, into: Tensor) -> None:
+        """Do as `read`, but `into` may be filled only when `finish` returns."""
+        ...
+
+    def finish(self) -> None:
+        """Wait for all that was started."""
+        ...
+
 
 @dataclass
 class Contents:

@@ -108,6 +108,13 @@ class ForeignReader:
         """Bytes of tensors read so far."""
         return self._views.bytes_read
 
+    def start(self, tensor: StoredTensor, read: Read, into: Tensor) -> None:
+        """See `read`; it is done when this returns."""
+        self.read(tensor, read, into)
+
+    def finish(self) -> None:
+        """Nothing is left to wait for."""
+
     def read(self, tensor: StoredTensor, read: Read, into: Tensor) -> None:
         """Fill `into`, of the shape of `read`."""
         shard = read.shard

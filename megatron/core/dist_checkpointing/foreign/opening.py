@@ -22,6 +22,7 @@ from megatron.core.dist_checkpointing.foreign.legacy import is_legacy, open_lega
 from megatron.core.dist_checkpointing.foreign.torch_dist import open_torch_dist
 from megatron.core.dist_checkpointing.loader import Contents, open_contents
 from megatron.core.dist_checkpointing.manifest import BACKEND, METADATA_NAME
+from megatron.core.dist_checkpointing.object_store import Place, place_of
 from megatron.core.errors import CheckpointError, MegatronError
 
 Opener = Callable[[Path], ForeignContents]
@@ -31,12 +32,16 @@ LATEST_NAME = "latest"
 _TAG = re.compile(r"[\w.-]{1,200}", re.ASCII)
 
 
-def recognise(directory: Path) -> Opener | None:
+def recognise(directory: Place) -> Opener | None:
     """Return what opens a foreign checkpoint; None if it is not one.
+
+    Foreign checkpoints are read from file systems, not from object stores.
 
     Raises:
         CheckpointError: it is one of a kind that cannot be read.
     """
+    if not isinstance(directory, Path):
+        return None
     names = set(listed(directory))
     backend = _backend(directory) if METADATA_NAME in names else None
     if backend == "torch_dist" or (backend is None and ".metadata" in names):
@@ -56,9 +61,9 @@ def recognise(directory: Path) -> Opener | None:
     return None
 
 
-def find_deepspeed(directory: Path) -> list[Found]:
+def find_deepspeed(directory: Place) -> list[Found]:
     """Return the tags of a DeepSpeed save directory, best first: the newest, then older ones."""
-    if LATEST_NAME not in listed(directory):
+    if not isinstance(directory, Path) or LATEST_NAME not in listed(directory):
         return []
     try:
         latest = read_inside(directory, LATEST_NAME, limit_bytes=4096).decode("utf-8").strip()
@@ -88,7 +93,7 @@ def _backend(directory: Path) -> str | None:
     return backend if isinstance(backend, str) else BACKEND
 
 
-def open_any(directory: str | os.PathLike[str], *, peers: Peers) -> Contents:
+def open_any(directory: str | os.PathLike[str] | Place, *, peers: Peers) -> Contents:
     """Open a checkpoint, whoever wrote it: collective.
 
     The coordinator recognises it and reads its description; every rank goes on with the same.
@@ -96,12 +101,13 @@ def open_any(directory: str | os.PathLike[str], *, peers: Peers) -> Contents:
     Raises:
         CheckpointError: on every rank.
     """
-    path, problem, contents = Path(directory), None, None
+    path, problem, contents = place_of(directory), None, None
     if peers.rank == 0:
         try:
-            path = path.resolve() if path.is_symlink() else path
-            opener = recognise(path)
-            contents = None if opener is None else opener(path)
+            if isinstance(path, Path):
+                path = path.resolve() if path.is_symlink() else path
+                opener = recognise(path)
+                contents = None if opener is None else opener(path)
         except MegatronError as error:
             problem = error
         except Exception as error:  # agreed on like every other problem: a lone raise is a hang
