@@ -109,6 +109,21 @@ class _Metadata:
         }
         """Keys of older versions whose chunks are ranges of flattened shards."""
         self._files = {name for name in listed(directory) if _DATA_FILE.fullmatch(name)}
+        self._check_places()
+
+    def _check_places(self) -> None:
+        """Refuse chunks that share bytes: nothing else would tell a changed place from a true one,
+        since the format has no checksum of its metadata."""
+        spans: dict[str, list[tuple[int, int, str]]] = {}
+        for key, offset in self._places:
+            begin, length, name = self.place(key, offset)
+            spans.setdefault(name, []).append((begin, begin + length, key))
+        for name, places in spans.items():
+            end, before = 0, ""
+            for begin, stop, key in sorted(places):
+                if begin < end:
+                    self.damaged(f"{before!r:.120} and {key!r:.120} share bytes of {name}")
+                end, before = stop, key
 
     def dtype(self, key: str, entry: Record) -> torch.dtype:
         properties = entry["properties"]
