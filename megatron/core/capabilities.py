@@ -31,6 +31,8 @@ EXTRA_OF = {
     "fsspec": "data",
     "gigatoken": "fast",
     "jinja2": "data",
+    "datatrove": "cluster",
+    "ray": "ray",
     "psutil": "logging",
 }
 """Import name -> extra of the `megatron-lattice` distribution that brings it."""

@@ -1,0 +1,151 @@
+"""Preprocess on many machines through datatrove's executors: this one, SLURM or Ray.
+
+    python tools/preprocess_on_cluster.py --executor slurm --tasks 64 --partition cpu \
+        --time 04:00:00 --cpus-per-task 8 --logging-dir /shared/logs/corpus -- \
+        --input '/shared/corpus/*.jsonl.zst' --output-prefix /shared/data/corpus \
+        --tokenizer-type HuggingFaceTokenizer --tokenizer-model /shared/tokenizer --workers 8
+
+What stands after `--` are the flags of tools/preprocess_data.py. Each task writes one shard; a task
+that is killed is run again by giving the same command, and goes on where it stopped. The bytes of a
+shard depend on the input and on the number of shards alone, whatever ran it. Join them with
+tools/merge_datasets.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+ROOT = os.path.abspath(os.path.join(os.path.dirname(os.path.abspath(__file__)), os.pardir))
+sys.path.append(ROOT)
+
+from megatron.core.capabilities import require
+from megatron.core.errors import ConfigError, MegatronError
+
+
+class ShardTask:
+    """A step of a datatrove pipeline: one shard in a process of its own.
+
+    A process of its own, because datatrove's workers may not start processes themselves, and
+    because nothing of theirs should be able to change what is written.
+    """
+
+    name = "preprocess"
+    type = "megatron-lattice"
+
+    def __init__(self, python: str, flags: Sequence[str], num_shards: int) -> None:
+        self.python = python
+        self.script = os.path.join(ROOT, "tools", "preprocess_data.py")
+        self.flags = list(flags)
+        self.num_shards = num_shards
+
+    def __call__(self, data: Any, rank: int = 0, world_size: int = 1) -> list[Any]:
+        """Write the shards of a rank; a failure fails the task."""
+        # Pickled by value, the class comes to the machines without the globals of this file.
+        import subprocess
+        import sys
+
+        place = ["--num-shards", str(self.num_shards), "--rank", str(rank)]
+        command = [self.python, self.script, *self.flags, *place, "--world-size", str(world_size)]
+        done = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False)
+        sys.stderr.write(done.stderr)
+        if done.returncode:
+            raise RuntimeError(f"shard of rank {rank} failed:\n{done.stderr[-2000:]}")
+        return []
+
+
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Read the command line; what follows `--` is kept for preprocess_data.py."""
+    parser = argparse.ArgumentParser(
+        description="Preprocess on many machines through datatrove's executors.",
+        allow_abbrev=False,
+        usage="%(prog)s --executor {local,slurm,ray} --tasks N --logging-dir DIR [...] -- FLAGS",
+    )
+    parser.add_argument("--executor", required=True, choices=["local", "slurm", "ray"])
+    parser.add_argument("--tasks", type=int, required=True, help="tasks, each one shard")
+    parser.add_argument(
+        "--logging-dir", required=True, help="logs and which tasks are done; shared by all machines"
+    )
+    parser.add_argument("--at-once", type=int, default=-1, help="tasks that run at one time")
+    parser.add_argument("--python", default=sys.executable, help="interpreter on the machines")
+    parser.add_argument("--cpus-per-task", type=int, default=1, help="SLURM, Ray")
+    parser.add_argument("--mem-per-cpu-gb", type=int, default=2, help="SLURM, Ray")
+    parser.add_argument("--partition", help="SLURM")
+    parser.add_argument("--time", default="24:00:00", help="SLURM: limit of a task")
+    parser.add_argument("--qos", default="normal", help="SLURM")
+    parser.add_argument("--env-command", help="SLURM: run before each task, to set up Python")
+    parser.add_argument("flags", nargs="+", metavar="-- FLAGS", help="of preprocess_data.py")
+    return parser.parse_args(argv)
+
+
+def make_executor(args: argparse.Namespace) -> Any:
+    """Return datatrove's executor for the command line.
+
+    Raises:
+        ConfigError: flags that the tasks decide themselves, or SLURM without a partition.
+        MissingExtraError: datatrove (or Ray) is not installed.
+    """
+    own = {"--num-shards", "--rank", "--world-size"} & set(args.flags)
+    if own:
+        raise ConfigError(
+            f"{', '.join(sorted(own))} after --.",
+            rule="each task is given its shard",
+            flags=["--tasks"],
+            fix="leave it out; --tasks says how many shards there are",
+        )
+    if args.executor == "slurm" and not args.partition:
+        raise ConfigError(
+            "--executor slurm without a partition.",
+            rule="SLURM runs the tasks in a partition",
+            flags=["--partition"],
+            fix="name one that `sinfo` lists",
+        )
+    pipeline = [ShardTask(args.python, args.flags, args.tasks)]
+    common = {"pipeline": pipeline, "tasks": args.tasks, "logging_dir": args.logging_dir}
+    purpose = f"--executor {args.executor}"
+    if args.executor == "local":
+        library = require("datatrove.executor.local", purpose=purpose)
+        return library.LocalPipelineExecutor(**common, workers=args.at_once)
+    of_machines = {
+        "cpus_per_task": args.cpus_per_task,
+        "mem_per_cpu_gb": args.mem_per_cpu_gb,
+        "workers": args.at_once,
+    }
+    if args.executor == "ray":
+        require("ray", purpose=purpose)
+        library = require("datatrove.executor.ray", purpose=purpose)
+        return library.RayPipelineExecutor(**common, **of_machines)
+    library = require("datatrove.executor.slurm", purpose=purpose)
+    return library.SlurmPipelineExecutor(
+        **common,
+        **of_machines,
+        time=args.time,
+        partition=args.partition,
+        qos=args.qos,
+        env_command=args.env_command,
+        job_name="preprocess",
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run or submit the tasks; return the exit status."""
+    try:
+        make_executor(parse_args(argv)).run()
+    except MegatronError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+    except FileNotFoundError as error:  # no sbatch
+        print(f"{error.filename}: no such command on this machine", file=sys.stderr)
+        return 1
+    except (RuntimeError, subprocess.CalledProcessError) as error:  # a task, or sbatch, failed
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
