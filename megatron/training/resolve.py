@@ -216,6 +216,8 @@ def _precision(v: _Derived) -> None:
         v["params_dtype"] = dtype
     else:
         v.note("params_dtype", dtype, "--bf16" if v["bf16"] else "--fp16")
+    if v["main_grads_dtype"] == "bf16" and v["bf16"] and not v["grad_reduce_in_bf16"]:
+        v.note("grad_reduce_in_bf16", True, "--main-grads-dtype bf16")
     if v["bf16"] and not v["grad_reduce_in_bf16"]:
         v.note(
             "accumulate_allreduce_grads_in_fp32",

@@ -29,7 +29,7 @@ from megatron.core.optimizer.param_groups import (
     group_key,
     rule_of,
 )
-from megatron.core.optimizer.update_rules import ModelParts, build_update_rule
+from megatron.core.optimizer.update_rules import ModelParts, build_update_rule, streams_state
 from megatron.core.process_groups_config import Group, ProcessGroupCollection
 
 
@@ -53,7 +53,7 @@ def get_megatron_optimizer(
     """
     groups = pg_collection or ProcessGroupCollection.current()
     _check_agreement(config, model_chunks)
-    shards, reader = _collect_shards(model_chunks, groups)
+    shards, reader = _collect_shards(model_chunks, groups, is_streamed=streams_state(config))
     named = [pair for chunk in model_chunks for pair in _named_parameters(chunk)]
     tables = {id(p) for chunk in model_chunks for p in _lookup_tables(chunk)}
     keys = {
@@ -104,7 +104,7 @@ def build_grad_scaler(config: OptimizerConfig) -> ConstantGradScaler | None:
 
 
 def _collect_shards(
-    model_chunks: Sequence[nn.Module], groups: ProcessGroupCollection
+    model_chunks: Sequence[nn.Module], groups: ProcessGroupCollection, *, is_streamed: bool
 ) -> tuple[list[OptimizedShard], GradientReader]:
     spans, loose, parameters = [], [], []
     shard_groups: tuple[Group, Group] = (None, None)
@@ -120,7 +120,9 @@ def _collect_shards(
             loose += [ParameterShard(name, p, 0, p.numel(), p, None, Mesh()) for name, p in named]
     reader = GradientReader(spans, loose, parameters, groups, shard_groups)
     shards = [
-        OptimizedShard(shard, main_weight_of(shard), place[id(shard.parameter)])
+        OptimizedShard(
+            shard, main_weight_of(shard, is_streamed=is_streamed), place[id(shard.parameter)]
+        )
         for shard in reader.shards
     ]
     return shards, reader

@@ -16,7 +16,8 @@ class OptimizedShard:
 
     shard: ParameterShard
     main: nn.Parameter
-    """The model's own values if they are fp32 (a view if only a part is owned), else a copy."""
+    """The model's own values if they are fp32 (a view if only a part is owned), else a copy. With
+    streamed state the model's own values in any case: a main weight is a part of the state."""
     place: tuple[int, int]
     """(model chunk, number of the parameter in it)."""
 
@@ -26,9 +27,9 @@ class OptimizedShard:
         return self.main.data_ptr() != self.shard.values.data_ptr()
 
 
-def main_weight_of(shard: ParameterShard) -> nn.Parameter:
+def main_weight_of(shard: ParameterShard, *, is_streamed: bool = False) -> nn.Parameter:
     """Return the tensor to be optimized for a shard."""
-    if shard.values.dtype != torch.float32:
+    if shard.values.dtype != torch.float32 and not is_streamed:
         return nn.Parameter(shard.values.detach().float())
     if shard.values is shard.parameter:
         return shard.parameter

@@ -26,6 +26,7 @@ from megatron.core.optimizer.state_declarations import (
     settings_of_groups,
     step_count,
 )
+from megatron.core.optimizer.streamed_rule import StreamedRule
 from megatron.core.utils import get_pg_rank
 
 CLIP_EPSILON = 1e-6
@@ -64,9 +65,16 @@ class MegatronOptimizer:
         self.model_chunks = list(model_chunks)
         self.nonfinite: str | None = None
         """What the last step found in the gradient, if it was not finite."""
-        self._scales_in_update = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
         self.num_updates = step_count(optimizer)
         """Updates that the weights have seen; equal on all ranks, also on those without shards."""
+        self._rules = getattr(optimizer, "rules", [optimizer])
+        self._streamed = {
+            main: rule
+            for rule in self._rules
+            if isinstance(rule, StreamedRule)
+            for main in rule.mains
+        }
+        """id of a main tensor -> the rule that takes its gradient in any dtype."""
         copies = [item for item in self.shards if item.is_copy]
         self._copies = [(item.shard.values.detach(), item.main) for item in copies]
 
@@ -124,12 +132,8 @@ class MegatronOptimizer:
             # A parameter that no forward pass has read may still be on its way.
             chunk.finish_param_sync()
         self._attach_gradients()
-        if factor != 1.0 and not self._scales_in_update:
-            torch._foreach_mul_(
-                [p.grad for p in self.get_parameters() if p.grad is not None], factor
-            )
-            factor = 1.0
-        self._update(factor)
+        for rule in self._rules:
+            _update(rule, factor)
         self.num_updates += 1
         self._detach_gradients()
         if self._copies:
@@ -141,25 +145,16 @@ class MegatronOptimizer:
     def _replicated_chunks(self) -> list[DistributedDataParallel]:
         return [chunk for chunk in self.model_chunks if isinstance(chunk, DistributedDataParallel)]
 
-    def _update(self, factor: float) -> None:
-        if factor == 1.0:
-            self.optimizer.step()
-            return
-        # The protocol of torch.amp.GradScaler: the fused kernel divides as it reads.
-        device = next((p.device for p in self.get_parameters()), None)
-        self.optimizer.grad_scale = torch.tensor(1.0 / factor, device=device)
-        self.optimizer.found_inf = torch.tensor(0.0, device=device)
-        try:
-            self.optimizer.step()
-        finally:
-            del self.optimizer.grad_scale, self.optimizer.found_inf
-
     def _attach_gradients(self) -> None:
         for item in self.shards:
             gradient = item.shard.gradient
             if gradient is None:
                 gradient = item.shard.parameter.grad
-            if gradient is not None and item.main.grad is not gradient:
+            streamed = self._streamed.get(id(item.main))
+            if streamed is not None:
+                if gradient is not None:
+                    streamed.take_gradient(item.main, gradient)
+            elif gradient is not None and item.main.grad is not gradient:
                 item.main.grad = gradient.to(item.main.dtype)
 
     def _detach_gradients(self) -> None:
@@ -182,6 +177,9 @@ class MegatronOptimizer:
         """Take the main weights from the model: after it was loaded without optimizer state."""
         for values, main in self._copies:
             main.data.copy_(values)
+        for rule in self._rules:
+            if isinstance(rule, StreamedRule):
+                rule.reload_main()
 
     # State ----------------------------------------------------------------------------------
 
@@ -330,6 +328,31 @@ def step_together(
     for optimizer in optimizers:
         optimizer.apply(factor)
     return True, norm, num_zeros
+
+
+def _update(rule: Any, factor: float) -> None:
+    """Let one rule update from `factor` times the gradients."""
+    if isinstance(rule, StreamedRule):
+        rule.step(factor)
+        return
+    if factor == 1.0:
+        rule.step()
+        return
+    tensors = [p for group in rule.param_groups for p in group["params"]]
+    if not getattr(rule, "_step_supports_amp_scaling", False):
+        gradients = [p.grad for p in tensors if p.grad is not None]
+        if gradients:
+            torch._foreach_mul_(gradients, factor)
+        rule.step()
+        return
+    # The protocol of torch.amp.GradScaler: the fused kernel divides as it reads.
+    device = next((p.device for p in tensors), None)
+    rule.grad_scale = torch.tensor(1.0 / factor, device=device)
+    rule.found_inf = torch.tensor(0.0, device=device)
+    try:
+        rule.step()
+    finally:
+        del rule.grad_scale, rule.found_inf
 
 
 def clip_factor(norm: float, max_norm: float) -> float:

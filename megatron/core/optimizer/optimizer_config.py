@@ -13,6 +13,12 @@ from megatron.core.errors import ConfigError, MegatronError
 RULES = ("adam", "sgd", "lion", "muon")
 SCALE_MODES = ("spectral", "unit_rms_norm", "shape_scaling")
 TP_MODES = ("duplicated", "distributed", "blockwise")
+STATE_DTYPES = {
+    "main_params_dtype": (torch.float32, torch.float16),
+    "exp_avg_dtype": (torch.float32, torch.bfloat16, torch.float16, torch.uint8),
+    "exp_avg_sq_dtype": (torch.float32, torch.bfloat16, torch.float16, torch.uint8),
+}
+"""uint8 stands for fp8, as in Megatron."""
 NONFINITE_POLICIES = ("raise", "skip")
 FLOOR_POLICIES = ("raise", "skip", "warn")
 
@@ -44,15 +50,16 @@ class OptimizerConfig:
     params_dtype: torch.dtype = torch.float32
     """Dtype of the model's weights."""
     use_precision_aware_optimizer: bool = False
-    """Not supported: moments in low precision."""
+    """Keep moments and main weights in the dtypes below. With fp32 main weights, a bf16 model keeps
+    only what its own weights lack of them: two bytes, and nothing is lost."""
     main_grads_dtype: torch.dtype = torch.float32
     """Dtype of main gradients; the data-parallel wrapper decides it (grad_reduce_in_fp32)."""
     main_params_dtype: torch.dtype = torch.float32
-    """Dtype of main weights."""
+    """Dtype of main weights: float32, or float16 with a scale per block."""
     exp_avg_dtype: torch.dtype = torch.float32
-    """Dtype of the first moment."""
+    """Dtype of the first moment: float32, bfloat16, float16 or uint8 (which stands for fp8)."""
     exp_avg_sq_dtype: torch.dtype = torch.float32
-    """Dtype of the second moment."""
+    """Dtype of the second moment; the same choice."""
 
     loss_scale: float | None = None
     """Constant loss scale; None scales dynamically with fp16, and not at all otherwise."""
@@ -111,9 +118,13 @@ class OptimizerConfig:
     overlap_param_gather_with_optimizer_step: bool = False
     """Accepted: gathers start right after the update."""
     optimizer_cpu_offload: bool = False
-    """Not supported: optimizer state in host memory."""
+    """Keep optimizer state in host memory, and update there."""
+    optimizer_offload_path: str | None = None
+    """Keep it in a file in this directory instead; takes a few MiB of host memory."""
     optimizer_offload_fraction: float = 1.0
-    """Share of it."""
+    """Share of the parameters whose state is offloaded."""
+    overlap_cpu_optimizer_d2h_h2d: bool = False
+    """Accepted: copies to and from an accelerator are not overlapped yet; files always are."""
 
     clip_grad: float = 1.0
     """Largest global gradient norm; 0 does not clip."""
@@ -126,9 +137,14 @@ class OptimizerConfig:
     config_logger_dir: str = ""
     """Accepted."""
 
+    @property
+    def offloads_optimizer(self) -> bool:
+        """Whether optimizer state leaves the device."""
+        return self.optimizer_cpu_offload or self.optimizer_offload_path is not None
+
     def __post_init__(self) -> None:
         """Raise all problems together."""
-        check_all(self, [_check_update, _check_precision, _check_supported])
+        check_all(self, [_check_update, _check_precision, _check_state])
 
 
 def _check_update(config: OptimizerConfig) -> list[MegatronError]:
@@ -220,30 +236,55 @@ def _check_precision(config: OptimizerConfig) -> list[MegatronError]:
     return problems
 
 
-def _check_supported(config: OptimizerConfig) -> list[MegatronError]:
+def _check_state(config: OptimizerConfig) -> list[MegatronError]:
+    """Where and in which bytes state is kept."""
     problems: list[MegatronError] = []
-    unsupported = {
-        "use_precision_aware_optimizer": "--use-precision-aware-optimizer",
-        "optimizer_cpu_offload": "--optimizer-cpu-offload",
-    }
-    for name, flag in unsupported.items():
-        if getattr(config, name):
+    for name, known in STATE_DTYPES.items():
+        value = getattr(config, name)
+        flag = "--" + name.replace("_", "-")
+        if value not in known:
             problems.append(
                 ConfigError(
-                    f"{name} is not supported.",
-                    rule="optimizer state is kept in fp32 on the device",
+                    f"{name}={value}.",
+                    rule=f"{name} is one of {', '.join(map(str, known))}",
                     flags=[flag],
-                    fix="use --use-distributed-optimizer to shard it over data-parallel ranks",
+                    fix=f"drop {flag} to use float32",
                 )
             )
-    for name in ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"):
-        if getattr(config, name) != torch.float32:
+        elif value != torch.float32 and not config.use_precision_aware_optimizer:
             problems.append(
                 ConfigError(
-                    f"{name}={getattr(config, name)} is not supported.",
-                    rule="optimizer state is kept in fp32",
-                    flags=["--" + name.replace("_", "-")],
-                    fix=f"drop --{name.replace('_', '-')}",
+                    f"{name}={value} without use_precision_aware_optimizer.",
+                    rule="state in other types than fp32 is an optimizer of its own",
+                    flags=[flag, "--use-precision-aware-optimizer"],
+                    fix="add --use-precision-aware-optimizer",
                 )
             )
+    if config.use_precision_aware_optimizer and config.optimizer == "muon":
+        problems.append(
+            ConfigError(
+                "use_precision_aware_optimizer with optimizer='muon'.",
+                rule="Muon orthogonalises fp32 momentum; only elementwise rules work in few bytes",
+                flags=["--use-precision-aware-optimizer", "--optimizer"],
+                fix="drop --use-precision-aware-optimizer, or use --optimizer lion",
+            )
+        )
+    if config.offloads_optimizer and config.optimizer == "muon":
+        problems.append(
+            ConfigError(
+                "offloaded optimizer state with optimizer='muon'.",
+                rule="matrices are orthogonalised on the device, where their momentum must be",
+                flags=["--optimizer-cpu-offload", "--optimizer-offload-path", "--optimizer"],
+                fix="use --use-distributed-optimizer to shard it over data-parallel ranks",
+            )
+        )
+    if not 0.0 <= config.optimizer_offload_fraction <= 1.0:
+        problems.append(
+            ConfigError(
+                f"optimizer_offload_fraction={config.optimizer_offload_fraction}.",
+                rule="a share lies in [0, 1]",
+                flags=["--optimizer-offload-fraction"],
+                fix="drop it to offload everything",
+            )
+        )
     return problems

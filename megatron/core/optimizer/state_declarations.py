@@ -21,6 +21,7 @@ from megatron.core.dist_checkpointing.mapping import (
 )
 from megatron.core.errors import CheckpointError
 from megatron.core.optimizer.optimized_shard import OptimizedShard
+from megatron.core.optimizer.streamed_rule import StreamedRule
 from megatron.core.utils import get_pg_rank
 
 Declaration = ShardedTensor | ShardedTensorFactory
@@ -43,6 +44,7 @@ def declare_state(
             would tell.
     """
     initialize_state(rule)
+    state_of = rule.state
     of_parameter = {id(d.data): d for d in _declarations(model_sharded_state_dict)}
     by_address = {d.data.data_ptr(): d for d in of_parameter.values() if d.data is not None}
     declared: dict[str, Any] = {"step": num_updates}
@@ -57,7 +59,7 @@ def declare_state(
                 rule="optimizer state is stored under the key of its parameter",
                 fix="let sharded_state_dict() of its module declare it, with the parameter as data",
             )
-        tensors = _tensors(rule, item)
+        tensors = _tensors(state_of, item)
         declared[str(number)] = {
             name: _declare(declaration, item, tensor, name) for name, tensor in tensors.items()
         }
@@ -70,16 +72,30 @@ def load_declared_state(
     """Take loaded declarations (plain tensors in their places) over into the state."""
     initialize_state(rule)
     state = state_dict["state"]
+    state_of = rule.state
+    streamed = {
+        main: each
+        for each in getattr(rule, "rules", [rule])
+        if isinstance(each, StreamedRule)
+        for main in each.mains
+    }
     for number, item in enumerate(shards):
         loaded = state.get(str(number), {})
-        for name, tensor in _tensors(rule, item).items():
+        tensors = _tensors(state_of, item)
+        if id(item.main) in streamed:
+            found = {n: t for n, t in loaded.items() if n in tensors and isinstance(t, Tensor)}
+            streamed[id(item.main)].put_state(item, found)
+            continue
+        for name, tensor in tensors.items():
             stored = loaded.get(name)
             if isinstance(stored, Tensor) and stored.data_ptr() != tensor.data_ptr():
                 tensor.copy_(stored.view_as(tensor))
         if item.is_copy:
             item.shard.values.detach().copy_(item.main.detach())
     step = state["step"]
-    for entry in rule.state.values():
+    for each in streamed.values():
+        each.num_steps = int(step)
+    for entry in state_of.values():
         if "step" in entry:
             entry["step"] = torch.full_like(torch.as_tensor(entry["step"]), float(step))
     here, there = len(rule.param_groups), len(state_dict["param_groups"])
@@ -106,8 +122,13 @@ def settings_of_groups(param_groups: list[dict[str, Any]]) -> list[dict[str, Any
 
 def step_count(rule: Any) -> int:
     """Return how many updates the state has seen."""
-    counts = [int(entry["step"]) for entry in rule.state.values() if "step" in entry]
-    return max(counts, default=0)
+    counts = [0]
+    for each in getattr(rule, "rules", [rule]):
+        if isinstance(each, StreamedRule):
+            counts.append(each.num_steps)
+        else:
+            counts += [int(entry["step"]) for entry in each.state.values() if "step" in entry]
+    return max(counts)
 
 
 def initialize_state(rule: Any) -> None:
@@ -115,7 +136,7 @@ def initialize_state(rule: Any) -> None:
     for each in getattr(rule, "rules", [rule]):
         if hasattr(each, "initialize_state"):
             each.initialize_state()
-        else:
+        elif not isinstance(each, StreamedRule):
             _initialize_torch_rule(each)
 
 
@@ -137,9 +158,11 @@ def _initialize_torch_rule(rule: torch.optim.Optimizer) -> None:
                 }
 
 
-def _tensors(rule: Any, item: OptimizedShard) -> dict[str, Tensor]:
+def _tensors(
+    state_of: Mapping[Tensor, Mapping[str, Any]], item: OptimizedShard
+) -> dict[str, Tensor]:
     """Return the state tensors of one shard by name, the main weight among them."""
-    entry = rule.state.get(item.main, {})
+    entry = state_of.get(item.main, {})
     found = {
         name: value
         for name, value in entry.items()

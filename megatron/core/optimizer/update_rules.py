@@ -14,6 +14,7 @@ from megatron.core.optimizer.lion import Lion
 from megatron.core.optimizer.muon import Muon, MuonSettings
 from megatron.core.optimizer.optimized_shard import OptimizedShard
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
+from megatron.core.optimizer.streaming import build_streamed_rule
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 
@@ -59,6 +60,11 @@ class JoinedRules:
             rule.load_state_dict(state_dict[str(number)])
 
 
+def streams_state(config: OptimizerConfig) -> bool:
+    """Return whether state is visited chunk by chunk instead of lying in fp32 on the device."""
+    return config.use_precision_aware_optimizer or config.offloads_optimizer
+
+
 def build_update_rule(
     config: OptimizerConfig, param_groups: list[dict[str, Any]], parts: ModelParts
 ) -> Any:
@@ -82,16 +88,18 @@ def build_update_rule(
 
 def _build(
     name: str, config: OptimizerConfig, param_groups: list[dict[str, Any]], parts: ModelParts
-) -> torch.optim.Optimizer:
+) -> Any:
     """Return a rule, fused where the device has a kernel for it.
 
     Fused, one pass reads and writes everything. On CPU (one thread, 20 million weights) AdamW
     takes 12 ms fused, 35 ms as a loop over tensors and 74 ms with foreach.
     """
     options: dict[str, Any] = {"lr": config.lr or 0.0, "weight_decay": config.weight_decay}
+    mine = {id(tensor) for group in param_groups for tensor in group["params"]}
+    shards = [item for item in parts.shards if id(item.main) in mine]
+    if streams_state(config):
+        return build_streamed_rule(name, config, param_groups, shards)
     if name == "muon":
-        mine = {id(tensor) for group in param_groups for tensor in group["params"]}
-        shards = [item for item in parts.shards if id(item.main) in mine]
         return Muon(
             param_groups, shards, parts.matrices, parts.groups, parts.meshes,
             _muon_settings(config), **options,

@@ -77,10 +77,9 @@ class OptimizationConfig:
     """Dropout probability of attention weights."""
     hidden_dropout: float = 0.1
     """Dropout probability of the embedding and of residual branches."""
-    use_precision_aware_optimizer: bool = flag(
-        False, refuse="use --use-distributed-optimizer to save memory of optimizer state"
-    )
-    """Keep optimizer state in low precision."""
+    use_precision_aware_optimizer: bool = False
+    """Keep optimizer state in the types below, with random rounding and a scale per block; fp32
+    main weights of a bf16 model take two bytes."""
     exp_avg_dtype: str = flag(
         "fp32", choices=("fp32", "fp16", "bf16", "fp8"), part_of="use_precision_aware_optimizer"
     )
@@ -97,7 +96,16 @@ class OptimizationConfig:
         "fp32", choices=("fp32", "fp16"), part_of="use_precision_aware_optimizer"
     )
     """Precision of main weights."""
-    optimizer_cpu_offload: bool = flag(False, refuse="use --use-distributed-optimizer")
-    """Keep optimizer state in host memory."""
-    optimizer_offload_fraction: float = flag(1.0, part_of="optimizer_cpu_offload")
-    """Share of it."""
+    optimizer_cpu_offload: bool = False
+    """Keep optimizer state in host memory, and update there."""
+    optimizer_offload_path: str | None = None
+    """Directory on a local disk: keep optimizer state in a file there, read ahead and written back
+    beside the update. Takes a few MiB of host memory."""
+    optimizer_offload_fraction: float = 1.0
+    """Share of the parameters whose state is offloaded."""
+    overlap_cpu_optimizer_d2h_h2d: bool = flag(
+        False,
+        note="copies between an accelerator and host memory are not overlapped yet; files are"
+        " read ahead and written back beside the update in any case",
+    )
+    """Copy between device and host beside the update."""

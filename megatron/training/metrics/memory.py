@@ -70,6 +70,22 @@ def layer_activation_bytes(settings: Mapping[str, Any], size: ModelSize) -> floa
     return s * b * h * (outside + attention + mlp + scores)
 
 
+def optimizer_bytes_per_parameter(settings: Mapping[str, Any]) -> float:
+    """Return the bytes of moments and main weights on the device, before sharding."""
+    item = {"fp32": 4.0, "bf16": 2.0, "fp16": 2 + 4 / 128, "fp8": 1 + 4 / 128}
+    first, second = item[settings["exp_avg_dtype"]], item[settings["exp_avg_sq_dtype"]]
+    main = 0.0
+    if settings["bf16"] or settings["fp16"]:
+        main = item[settings["main_params_dtype"]]
+        if settings["use_precision_aware_optimizer"] and settings["bf16"] and main == 4.0:
+            main = 2.0  # what the weights lack of fp32
+    # The parameters of Muon that another rule updates are few.
+    total = main + first + (second if settings["optimizer"] == "adam" else 0.0)
+    if settings["optimizer_cpu_offload"] or settings["optimizer_offload_path"]:
+        total *= 1.0 - settings["optimizer_offload_fraction"]
+    return total
+
+
 def estimate_memory(
     settings: Mapping[str, Any],
     size: ModelSize,

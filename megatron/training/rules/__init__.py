@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from megatron.core.errors import raise_together
 from megatron.training.resolve import ResolvedRun
-from megatron.training.rules import batch, data, model, parallelism, run_control  # noqa: F401
+from megatron.training.rules import (  # noqa: F401
+    batch,
+    data,
+    model,
+    optimizer,
+    parallelism,
+    run_control,
+)
 from megatron.training.rules.registry import broken_rules
 from megatron.training.rules.support import notes, refusals
 

@@ -1,4 +1,4 @@
-"""Rules about optimizer, precision, checkpoints, logs and profiles."""
+"""Rules about checkpoints, logs and profiles."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ from collections.abc import Iterator
 
 from megatron.core.dist_checkpointing.durable import describe_os_error
 from megatron.core.dist_checkpointing.object_store import place_of
-from megatron.core.errors import ConfigError, MegatronError
-from megatron.core.optimizer.param_groups import parse_rule
+from megatron.core.errors import MegatronError
 from megatron.training.checkpointing.selection import (
     missing,
     missing_pretrained,
@@ -16,111 +15,6 @@ from megatron.training.checkpointing.selection import (
 from megatron.training.config.flag import kebab
 from megatron.training.resolve import ResolvedRun
 from megatron.training.rules.registry import problem, rule
-
-
-@rule
-def optimizer_numbers(run: ResolvedRun) -> Iterator[MegatronError]:
-    """Ranges of the optimizer's constants."""
-    for name in ("adam_beta1", "adam_beta2", "sgd_momentum", "lion_beta1", "lion_beta2",
-                 "muon_momentum"):  # fmt: skip
-        value = run.values[name]
-        if not 0 <= value < 1:
-            yield problem(f"{kebab(name)} {value:g}.", "it lies in [0, 1)", kebab(name),
-                          fix=f"use {kebab(name)} 0.9")  # fmt: skip
-    if run.muon_num_ns_steps < 1:
-        yield problem(f"--muon-num-ns-steps {run.muon_num_ns_steps}.", "it is at least 1",
-                      "--muon-num-ns-steps", fix="use --muon-num-ns-steps 5")  # fmt: skip
-    for text in run.param_rules:
-        try:
-            parse_rule(text)
-        except ConfigError as error:
-            yield error
-    for name in ("adam_eps", "weight_decay", "clip_grad", "muon_extra_scale_factor"):
-        value = run.values[name]
-        if not value >= 0:
-            yield problem(f"{kebab(name)} {value:g}.", "it is not negative", kebab(name),
-                          fix=f"drop {kebab(name)}")  # fmt: skip
-
-
-@rule
-def loss_scaling_belongs_to_fp16(run: ResolvedRun) -> Iterator[MegatronError]:
-    """A constant loss scale without fp16 would be ignored."""
-    if run.loss_scale is not None and not run.fp16:
-        yield problem(
-            f"--loss-scale {run.loss_scale:g} without --fp16.",
-            "only fp16 has so few exponents that the loss is scaled",
-            "--loss-scale",
-            "--fp16",
-            fix="drop --loss-scale",
-        )
-
-
-@rule
-def loss_scale_has_room(run: ResolvedRun) -> Iterator[MegatronError]:
-    """Ranges of the constants of loss scaling."""
-    if run.loss_scale is not None and not run.loss_scale > 0:
-        yield problem(f"--loss-scale {run.loss_scale:g}.", "a loss scale is positive",
-                      "--loss-scale", fix="drop it to scale dynamically")  # fmt: skip
-    if not 0 < run.min_loss_scale <= run.initial_loss_scale:
-        yield problem(
-            f"--min-loss-scale {run.min_loss_scale:g} with --initial-loss-scale"
-            f" {run.initial_loss_scale:g}.",
-            "the dynamic scale begins at or above its positive floor",
-            "--min-loss-scale",
-            "--initial-loss-scale",
-            fix=f"use --min-loss-scale {min(1.0, max(run.initial_loss_scale, 2.0**-10)):g}",
-        )
-    for name in ("loss_scale_window", "hysteresis"):
-        value = run.values[name]
-        if value < 1:
-            yield problem(f"{kebab(name)} {value:g}.", "it counts steps and is at least 1",
-                          kebab(name), fix=f"drop {kebab(name)}")  # fmt: skip
-
-
-@rule
-def short_lived_checkpoints_are_complete(run: ResolvedRun) -> Iterator[MegatronError]:
-    """An interval, a kind and a place belong together."""
-    interval, kind = run.non_persistent_save_interval, run.non_persistent_ckpt_type
-    if interval is not None and interval < 1:
-        yield problem(f"--non-persistent-save-interval {interval}.", "it is a positive number",
-                      "--non-persistent-save-interval",
-                      fix="drop --non-persistent-save-interval")  # fmt: skip
-    if interval is not None and run.save is None:
-        yield problem(
-            "--non-persistent-save-interval without --save.",
-            "short-lived checkpoints come between those that stay",
-            "--non-persistent-save-interval", "--save",
-            fix="add --save DIRECTORY",
-        )  # fmt: skip
-    if interval is not None and kind is None:
-        yield problem(
-            "--non-persistent-save-interval without --non-persistent-ckpt-type.",
-            "short-lived checkpoints are global or local",
-            "--non-persistent-ckpt-type",
-            fix="add --non-persistent-ckpt-type local",
-        )
-    if kind == "local" and run.non_persistent_local_ckpt_dir is None:
-        yield problem(
-            "--non-persistent-ckpt-type local without a directory.",
-            "local checkpoints lie on each node's own storage",
-            "--non-persistent-local-ckpt-dir",
-            fix="add --non-persistent-local-ckpt-dir /dev/shm/NAME",
-        )
-    if run.replication and kind != "local":
-        yield problem(
-            "--replication without local checkpoints.",
-            "copies are made of local checkpoints; others are not lost with a node",
-            "--replication", "--non-persistent-ckpt-type",
-            fix="add --non-persistent-ckpt-type local",
-        )  # fmt: skip
-    if run.replication_factor < 2 or (run.replication_jump or 1) < 1:
-        yield problem(
-            f"--replication-factor {run.replication_factor}, "
-            f"--replication-jump {run.replication_jump}.",
-            "at least one copy, on another rank",
-            "--replication-factor", "--replication-jump",
-            fix="use --replication-factor 2",
-        )  # fmt: skip
 
 
 @rule

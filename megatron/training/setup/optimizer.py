@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
@@ -13,20 +14,23 @@ from megatron.core.optimizer.param_groups import parse_rule
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.process_groups_config import ProcessGroupCollection
 
+DTYPES = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp8": torch.uint8,
+}
+"""What flags call the dtypes of optimizer state."""
+
 
 def optimizer_config(settings: Mapping[str, Any]) -> OptimizerConfig:
     """Return the optimizer's settings: its fields have the flags' names."""
-    skipped = (
-        "timers",
-        "main_grads_dtype",
-        "main_params_dtype",
-        "exp_avg_dtype",
-        "exp_avg_sq_dtype",
-    )
     fields = {
-        field.name: settings[field.name]
+        field.name: DTYPES.get(settings[field.name], settings[field.name])
+        if field.name.endswith("_dtype")
+        else settings[field.name]
         for field in dataclasses.fields(OptimizerConfig)
-        if field.name not in skipped and settings.get(field.name) is not None
+        if field.name != "timers" and settings.get(field.name) is not None
     }
     if not settings["check_for_nan_in_loss_and_grad"]:
         fields["on_nonfinite_grad"] = "skip"

@@ -283,12 +283,17 @@ def train_and_save(groups, layout: Layout, model: Model, directory: Path, num_st
 
 
 def load_each_and_save_again(
-    groups, layout: Layout, model: Model, sources: list[tuple[Path, Path]]
+    groups,
+    layout: Layout,
+    model: Model,
+    sources: list[tuple[Path, Path]],
+    optimizer: Mapping[str, Any] | None = None,
 ) -> None:
     """Load checkpoints of other layouts into one run, one after another, and save each again."""
     for source, target in sources:
         # Another seed: nothing of the model may be left from its own initialisation.
-        run = Run(groups, layout, model, seed=1, load=str(source), save=str(target))
+        settings: dict[str, Any] = {"load": str(source), "save": str(target)}
+        run = Run(groups, layout, model, seed=1, optimizer=optimizer, **settings)
         assert run.load() is not None
         run.save()
         run.checkpointer.close()

@@ -21,6 +21,7 @@ SCALING = {"initial_loss_scale": 2.0**26, "loss_scale_window": 3, "hysteresis": 
 
 LAYOUTS = [
     Layout(dp=2, zero=1),
+    Layout(dp=2, zero=3),
     Layout(dp=2, zero=2),
     Layout(tp=2),
     Layout(pp=2),

@@ -118,6 +118,7 @@ def test_other_rules_are_those_of_one_process(rule: str) -> None:
 WAYS: list[dict[str, Any]] = [
     {"use_distributed_optimizer": True, "bucket_size": 700, "overlap_param_gather": True},
     {"data_parallel_sharding_strategy": "optim_grads", "bucket_size": 3000},
+    {"data_parallel_sharding_strategy": "optim_grads_params"},
 ]
 
 

@@ -1,0 +1,121 @@
+"""What each place and precision of optimizer state costs: `python -m benchmarks.optimizer_state`.
+
+One process, one thread, weights of `--millions` million elements. For each way a process of its own
+updates them a few times; the table shows the median time of an update beside that of fp32 state in
+memory, measured in turns, the bytes of state in memory, and the peak resident memory of the process
+above what it had before the optimizer was built. About 40 seconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+MIB = 2**20
+COMPACT = {"use_precision_aware_optimizer": True}
+WAYS: list[tuple[str, torch.dtype, dict[str, Any]]] = [
+    ("fp32 model, fp32 state", torch.float32, {}),
+    (
+        "  bf16 moments",
+        torch.float32,
+        COMPACT | {"exp_avg_dtype": torch.bfloat16, "exp_avg_sq_dtype": torch.bfloat16},
+    ),
+    ("  in host memory", torch.float32, {"optimizer_cpu_offload": True}),
+    ("  in a file", torch.float32, {"optimizer_offload_path": ""}),
+    ("bf16 model, fp32 state", torch.bfloat16, {}),
+    ("  main weights as remainders", torch.bfloat16, COMPACT),
+    (
+        "  fp8 and fp16 moments",
+        torch.bfloat16,
+        COMPACT | {"exp_avg_dtype": torch.uint8, "exp_avg_sq_dtype": torch.float16},
+    ),
+    ("  in a file", torch.bfloat16, {"optimizer_offload_path": ""}),
+]
+
+
+def status_bytes(name: str) -> int:
+    """Return a line of /proc/self/status in bytes."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(name)) * 1024
+
+
+def measure(
+    connection: Any, dtype: torch.dtype, settings: dict[str, Any], num_weights: int, directory: str
+) -> None:
+    """Build an optimizer; update whenever asked; tell times and memory."""
+    torch.set_num_threads(1)
+    if "optimizer_offload_path" in settings:
+        settings = settings | {"optimizer_offload_path": directory}
+    groups = ProcessGroupCollection.single()
+    layer = nn.Linear(4096, num_weights // 4096, bias=False).to(dtype)
+    ddp_config = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
+    ddp = DistributedDataParallel(SimpleNamespace(), ddp_config, layer, pg_collection=groups)
+    (buffer,) = ddp.gradient_buffers
+    buffer.owned_gradients()[0].normal_()
+    Path("/proc/self/clear_refs").write_text("5")  # the peak is measured from here on
+    before = status_bytes("VmRSS")
+    config = OptimizerConfig(lr=1e-4, bf16=dtype == torch.bfloat16, **settings)
+    optimizer = get_megatron_optimizer(config, [ddp], pg_collection=groups)
+    optimizer.step()
+    connection.send(status_bytes("VmHWM") - before)
+    while connection.recv():
+        began = time.perf_counter()
+        optimizer.step()
+        connection.send(time.perf_counter() - began)
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--millions", type=int, default=16)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--directory", default=tempfile.gettempdir(), help="for the file")
+    options = parser.parse_args()
+    context = multiprocessing.get_context("spawn")
+    num_weights = options.millions * 1_000_000 // 4096 * 4096
+    memory: list[int] = []
+    times: list[list[float]] = [[] for _ in WAYS]
+    pipes: list[Any] = []
+    processes: list[Any] = []
+    for _, dtype, settings in WAYS:
+        ours, theirs = context.Pipe()
+        process = context.Process(
+            target=measure, args=(theirs, dtype, settings, num_weights, options.directory)
+        )
+        process.start()
+        memory.append(ours.recv())
+        pipes.append(ours)
+        processes.append(process)
+    for _ in range(options.rounds):
+        for pipe, found in zip(pipes, times, strict=True):
+            pipe.send(True)
+            found.append(pipe.recv())
+    for pipe, process in zip(pipes, processes, strict=True):
+        pipe.send(False)
+        process.join()
+    plain = statistics.median(times[0])
+    print(f"{num_weights:,} weights; median of {options.rounds} updates")
+    print(f"{'':<30}{'s / update':>11}{'of the first':>14}{'peak MiB':>10}{'bytes / weight':>16}")
+    for (name, _, _), held, found in zip(WAYS, memory, times, strict=True):
+        median = statistics.median(found)
+        print(
+            f"{name:<30}{median:>11.4f}{median / plain:>14.2f}{held / MIB:>10.0f}"
+            f"{held / num_weights:>16.2f}"
+        )
+
+
+if __name__ == "__main__":
+    main()

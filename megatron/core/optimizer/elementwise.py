@@ -1,0 +1,170 @@
+"""Update rules on flat pieces of parameters, for state that is visited piece by piece.
+
+The same kernels as the whole-tensor rules use, so the bits are the same: pieces begin at multiples
+of 128 elements, and no element depends on another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.optim.adam import adam
+from torch.optim.adamw import adamw
+from torch.optim.sgd import sgd
+
+from megatron.core.optimizer.lion import lion_update
+from megatron.core.optimizer.optimizer_config import OptimizerConfig
+
+States = Mapping[str, Sequence[Tensor]]
+"""name -> one flat fp32 tensor per piece."""
+
+
+class ElementwiseRule(Protocol):
+    """Updates pieces in place."""
+
+    @property
+    def state_names(self) -> tuple[str, ...]:
+        """Names of the state tensors, as in checkpoints."""
+        ...
+
+    def update(
+        self,
+        weights: list[Tensor],
+        gradients: list[Tensor],
+        states: States,
+        settings: Mapping[str, Any],
+        step: int,
+        factor: float,
+    ) -> None:
+        """Apply one update.
+
+        Args:
+            weights, gradients: flat fp32 pieces; gradients may be changed.
+            settings: "lr" and "weight_decay" of the pieces' group.
+            step: updates before this one.
+            factor: on the gradients.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class ElementwiseAdam:
+    """Adam, with decoupled weight decay or without."""
+
+    betas: tuple[float, float]
+    eps: float
+    decouples_decay: bool
+    state_names: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
+
+    def update(
+        self,
+        weights: list[Tensor],
+        gradients: list[Tensor],
+        states: States,
+        settings: Mapping[str, Any],
+        step: int,
+        factor: float,
+    ) -> None:
+        """See `ElementwiseRule`."""
+        device = weights[0].device
+        (adamw if self.decouples_decay else adam)(
+            weights,
+            gradients,
+            list(states["exp_avg"]),
+            list(states["exp_avg_sq"]),
+            [],
+            [torch.full((), float(step), device=device) for _ in weights],
+            fused=True,
+            amsgrad=False,
+            beta1=self.betas[0],
+            beta2=self.betas[1],
+            lr=settings["lr"],
+            weight_decay=settings["weight_decay"],
+            eps=self.eps,
+            maximize=False,
+            **_scaling(factor, device),
+        )
+
+
+@dataclass(frozen=True)
+class ElementwiseSGD:
+    """SGD with momentum."""
+
+    momentum: float
+    state_names: tuple[str, ...] = ("momentum_buffer",)
+
+    def update(
+        self,
+        weights: list[Tensor],
+        gradients: list[Tensor],
+        states: States,
+        settings: Mapping[str, Any],
+        step: int,
+        factor: float,
+    ) -> None:
+        """See `ElementwiseRule`."""
+        sgd(
+            weights,
+            gradients,
+            list(states["momentum_buffer"]),
+            fused=True,
+            weight_decay=settings["weight_decay"],
+            momentum=self.momentum,
+            lr=settings["lr"],
+            dampening=0.0,
+            nesterov=False,
+            maximize=False,
+            **_scaling(factor, weights[0].device),
+        )
+
+
+@dataclass(frozen=True)
+class ElementwiseLion:
+    """Lion."""
+
+    betas: tuple[float, float]
+    state_names: tuple[str, ...] = ("exp_avg",)
+
+    def update(
+        self,
+        weights: list[Tensor],
+        gradients: list[Tensor],
+        states: States,
+        settings: Mapping[str, Any],
+        step: int,
+        factor: float,
+    ) -> None:
+        """See `ElementwiseRule`."""
+        for weight, gradient, moment in zip(weights, gradients, states["exp_avg"], strict=True):
+            lion_update(
+                weight,
+                gradient if factor == 1.0 else gradient.mul_(factor),
+                moment,
+                lr=settings["lr"],
+                betas=self.betas,
+                weight_decay=settings["weight_decay"],
+            )
+
+
+def elementwise_rule(name: str, config: OptimizerConfig) -> ElementwiseRule:
+    """Return the rule of a group's "optimizer"."""
+    if name == "lion":
+        return ElementwiseLion((config.lion_beta1, config.lion_beta2))
+    if name == "sgd":
+        return ElementwiseSGD(config.sgd_momentum)
+    betas = (config.adam_beta1, config.adam_beta2)
+    return ElementwiseAdam(betas, config.adam_eps, config.decoupled_weight_decay)
+
+
+def _scaling(factor: float, device: torch.device) -> dict[str, Any]:
+    """Return the arguments by which a fused kernel divides gradients as it reads them."""
+    if factor == 1.0:
+        return {}
+    return {
+        "grad_scale": torch.tensor(1.0 / factor, device=device),
+        "found_inf": torch.tensor(0.0, device=device),
+    }

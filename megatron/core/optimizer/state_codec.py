@@ -1,0 +1,185 @@
+"""Optimizer state in fewer bytes than fp32, in blocks of 128 elements.
+
+Two things go wrong if moments are simply rounded to a small type. A moving average with decay
+0.999 changes by a thousandth a step, which is less than half the spacing of bf16 (2^-9) and of fp8
+(2^-4): rounded to nearest it never moves again. So values are rounded up or down at random, with
+the probability that makes the expectation exact (S. Gupta et al., "Deep Learning with Limited
+Numerical Precision", section 3, arXiv 1502.02551). And a type of few exponents underflows: fp16 and
+fp8 carry a power of two per block (as T. Dettmers et al., "8-bit Optimizers via Block-wise
+Quantization", arXiv 2110.02861), and the second moment is stored as its root, which halves the
+range; a second moment that is not zero is never rounded to zero, because the update divides by it.
+
+The random bits are a hash of the element's place in its parameter and of the step, so they do not
+depend on how state is sharded, where it lies, or whether the run was resumed. Decoded values are
+encoded without a change: a checkpoint of fp32 values brings back the same bytes.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from megatron.core.distributed.sharding_arithmetic import BLOCK
+
+SCALE_BYTES = 4
+
+
+class Codec(Protocol):
+    """Turns blocks of fp32 values into bytes and back."""
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a block of `BLOCK` elements."""
+        ...
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether the bytes are fp32 values, to be changed in place."""
+        ...
+
+    def decode(self, stored: Tensor) -> Tensor:
+        """Return fp32 [blocks, BLOCK] from uint8 [blocks, block_bytes]; a view if exact."""
+        ...
+
+    def encode(self, values: Tensor, stored: Tensor, noise: Tensor | None) -> None:
+        """Write fp32 [blocks, BLOCK] to uint8 [blocks, block_bytes].
+
+        Args:
+            noise: int32 [blocks, BLOCK] of random bits; None rounds to nearest.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Exact:
+    """fp32: the bytes are the values."""
+
+    block_bytes: int = 4 * BLOCK
+    is_exact: bool = True
+
+    def decode(self, stored: Tensor) -> Tensor:
+        """See `Codec`."""
+        return stored.view(torch.float32)
+
+    def encode(self, values: Tensor, stored: Tensor, noise: Tensor | None) -> None:
+        """See `Codec`."""
+        place = stored.view(torch.float32)
+        if place.data_ptr() != values.data_ptr():
+            place.copy_(values)
+
+
+@dataclass(frozen=True)
+class Brain16:
+    """bf16, which has the exponents of fp32 and needs no scale."""
+
+    block_bytes: int = 2 * BLOCK
+    is_exact: bool = False
+
+    def decode(self, stored: Tensor) -> Tensor:
+        """See `Codec`."""
+        return stored.view(torch.bfloat16).float()
+
+    def encode(self, values: Tensor, stored: Tensor, noise: Tensor | None) -> None:
+        """See `Codec`."""
+        if noise is not None:
+            values = _round_at_random(values, noise, dropped_bits=16)
+        stored.view(torch.bfloat16).copy_(values)
+
+
+@dataclass(frozen=True)
+class Scaled:
+    """A small type with a power of two per block, in four bytes behind the block's values."""
+
+    dtype: torch.dtype
+    dropped_bits: int
+    """Bits of the fp32 significand that the type does not have."""
+    smallest_normal: float
+    largest: float
+    stores_root: bool = False
+    """Values are not negative, and stored as their square roots."""
+    is_exact: bool = False
+
+    @property
+    def block_bytes(self) -> int:
+        """See `Codec`."""
+        return BLOCK * self.dtype.itemsize + SCALE_BYTES
+
+    def decode(self, stored: Tensor) -> Tensor:
+        """See `Codec`."""
+        values = self._values(stored).float().mul_(_scales(stored))
+        return values.square_() if self.stores_root else values
+
+    def encode(self, values: Tensor, stored: Tensor, noise: Tensor | None) -> None:
+        """See `Codec`."""
+        is_positive = values > 0
+        values = values.sqrt() if self.stores_root else values
+        largest = values.abs().amax(dim=1, keepdim=True)
+        fraction, exponent = torch.frexp(largest)  # largest = fraction * 2^exponent, [0.5, 1)
+        top_fraction, top_exponent = math.frexp(self.largest)
+        exponent = exponent - top_exponent + (fraction > top_fraction).int()
+        # Within the normal fp32 numbers, so that neither the scale nor its inverse is rounded.
+        scale = torch.ldexp(torch.ones_like(largest), exponent.clamp_(-120, 120))
+        scaled = values / scale
+        if noise is not None:
+            scaled = self._round(scaled, noise)
+        if self.stores_root:
+            smallest = self.smallest_normal * 2.0 ** (self.dropped_bits - 23)
+            scaled = torch.where(is_positive, scaled.clamp_min(smallest), scaled)
+        self._values(stored).copy_(scaled.clamp_(-self.largest, self.largest))
+        _scales(stored).copy_(scale)
+
+    def _round(self, scaled: Tensor, noise: Tensor) -> Tensor:
+        """Round to the values of the type, up or down at random."""
+        normal = _round_at_random(scaled, noise, self.dropped_bits)
+        # Below the smallest normal number values are evenly spaced.
+        spacing = self.smallest_normal * 2.0 ** (self.dropped_bits - 23)
+        uniform = (noise & 0xFFFF).float().mul_(2.0**-16)
+        even = (scaled.abs() / spacing).add_(uniform).floor_().mul_(spacing).copysign_(scaled)
+        return torch.where(scaled.abs() < self.smallest_normal, even, normal)
+
+    def _values(self, stored: Tensor) -> Tensor:
+        return stored[:, : BLOCK * self.dtype.itemsize].view(self.dtype)
+
+
+def codec_of(dtype: torch.dtype, *, is_second_moment: bool = False) -> Codec:
+    """Return the codec of state kept in `dtype`; uint8 stands for fp8 in Megatron's configs."""
+    if dtype == torch.float32:
+        return Exact()
+    if dtype == torch.bfloat16:
+        return Brain16()
+    if dtype == torch.float16:
+        return Scaled(torch.float16, 13, 2.0**-14, 65504.0, is_second_moment)
+    assert dtype in (torch.uint8, torch.float8_e4m3fn), dtype
+    return Scaled(torch.float8_e4m3fn, 20, 2.0**-6, 448.0, is_second_moment)
+
+
+def random_bits(places: Tensor, step: int, salt: int) -> Tensor:
+    """Hash int32 places to int32 random bits, another set for each step and salt.
+
+    Rounds of multiply and shift, with constants from C. Wellons' search for such functions.
+    """
+    mixed = places * _as_int32(0x9E3779B1) + _as_int32(step * 0x85EBCA6B + salt)
+    for shift, factor in ((16, 0x21F0AAAD), (15, 0x735A2D97)):
+        mixed ^= (mixed >> shift) & ((1 << (32 - shift)) - 1)
+        mixed *= _as_int32(factor)
+    return mixed.bitwise_xor_((mixed >> 15) & 0x1FFFF)
+
+
+def _as_int32(number: int) -> int:
+    return (number + 2**31) % 2**32 - 2**31
+
+
+def _round_at_random(values: Tensor, noise: Tensor, dropped_bits: int) -> Tensor:
+    """Cut low bits off fp32 values after adding random ones below the cut."""
+    mask = (1 << dropped_bits) - 1
+    bits = values.contiguous().view(torch.int32) + (noise & mask)
+    return bits.bitwise_and_(~mask).view(torch.float32)
+
+
+def _scales(stored: Tensor) -> Tensor:
+    """Return the scales [blocks, 1]."""
+    return stored[:, -SCALE_BYTES:].view(torch.float32)

@@ -1,0 +1,249 @@
+"""Shards whose optimizer state lies in the columns of one store, and is updated chunk by chunk."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.core.distributed.sharding_arithmetic import BLOCK
+from megatron.core.offload.memory_columns import ColumnStore
+from megatron.core.optimizer.elementwise import ElementwiseRule
+from megatron.core.optimizer.main_remainder import join_remainder, split_remainder
+from megatron.core.optimizer.optimized_shard import OptimizedShard
+from megatron.core.optimizer.state_codec import Codec, random_bits
+from megatron.core.rng import derive_seed
+
+MAIN = "fp32_param"
+"""Name of the main weight among the state tensors."""
+
+
+@dataclass(frozen=True)
+class StateField:
+    """One state tensor of every shard: a column of the store."""
+
+    name: str
+    codec: Codec
+    is_remainder: bool = False
+    """The column holds what bf16 model weights lack of fp32 main weights."""
+
+
+@dataclass(frozen=True)
+class _Segment:
+    """What of a shard lies in a chunk."""
+
+    item: OptimizedShard
+    begin: int
+    end: int
+    """[begin, end) of the shard's elements."""
+    offset: int
+    """Element of the chunk at which it begins."""
+
+    def of_chunk(self, flat: Tensor) -> Tensor:
+        """Return its part of a flat tensor over the chunk."""
+        return flat[self.offset : self.offset + self.end - self.begin]
+
+    def of_shard(self, tensor: Tensor) -> Tensor:
+        """Return its part of a tensor of the shard's shape."""
+        return tensor.view(-1)[self.begin : self.end]
+
+
+class StreamedPart:
+    """State of some shards, laid out one after another in blocks of `BLOCK` elements."""
+
+    def __init__(
+        self,
+        shards: Sequence[OptimizedShard],
+        fields: Sequence[StateField],
+        make_store: Callable[[list[int], int], ColumnStore],
+    ) -> None:
+        """
+        Args:
+            fields: those of the rule, and `MAIN` if model weights are not updated in place.
+            make_store: called with the bytes of a block in each column and the number of blocks.
+        """
+        self.shards, self.fields = list(shards), list(fields)
+        self.has_main = any(field.name == MAIN for field in fields)
+        self._starts: dict[int, int] = {}
+        """id of the main tensor -> first block."""
+        num_blocks, places = 0, []
+        for item in shards:
+            length = -(-item.main.numel() // BLOCK)
+            self._starts[id(item.main)] = num_blocks
+            num_blocks += length
+            # Places of elements in the whole parameter: equal however it is sharded.
+            first = item.shard.begin // BLOCK + derive_seed("rounding", item.shard.name) % (1 << 24)
+            places.append(torch.arange(first, first + length, dtype=torch.int32))
+        self._places = torch.cat(places)
+        self.store = make_store([field.codec.block_bytes for field in fields], num_blocks)
+        self._segments = [self._segments_of(begin, end) for begin, end in self.store.chunks]
+        if self.has_main:
+            self.reload_main()
+
+    def _segments_of(self, begin: int, end: int) -> list[_Segment]:
+        """Return what lies in blocks [begin, end)."""
+        found = []
+        for item in self.shards:
+            first, numel = self._starts[id(item.main)], item.main.numel()
+            start = max(0, (begin - first) * BLOCK)
+            stop = min(numel, (end - first) * BLOCK)
+            if start < stop:
+                offset = (first - begin) * BLOCK + start
+                found.append(_Segment(item, start, stop, offset))
+        return found
+
+    def update(
+        self,
+        rule: ElementwiseRule,
+        gradient_of: Mapping[int, Tensor],
+        settings_of: Mapping[int, Mapping[str, Any]],
+        step: int,
+        factor: float,
+    ) -> None:
+        """Update state and weights of all shards.
+
+        Args:
+            gradient_of, settings_of: by the id of the main tensor; without gradient: no update.
+        """
+        for number, columns in self.store.sweep():
+            begin, end = self.store.chunks[number]
+            works = self._decode(number, columns)
+            by_group: dict[int, list[_Segment]] = {}
+            for segment in self._segments[number]:
+                if id(segment.item.main) in gradient_of:
+                    group = settings_of[id(segment.item.main)]
+                    by_group.setdefault(id(group), []).append(segment)
+            for segments in by_group.values():
+                self._update_segments(rule, segments, works, gradient_of, settings_of, step, factor)
+            noise = None
+            for salt, (field, column) in enumerate(zip(self.fields, columns, strict=True)):
+                if field.is_remainder:
+                    self._write_remainder(number, works[field.name], column)
+                elif not field.codec.is_exact:
+                    noise = self._noise(begin, end, step, salt)
+                    field.codec.encode(works[field.name], column, noise)
+            if self.has_main:
+                self._publish(number, works[MAIN])
+
+    def _update_segments(
+        self,
+        rule: ElementwiseRule,
+        segments: Sequence[_Segment],
+        works: Mapping[str, Tensor],
+        gradient_of: Mapping[int, Tensor],
+        settings_of: Mapping[int, Mapping[str, Any]],
+        step: int,
+        factor: float,
+    ) -> None:
+        device = self.store.device
+        weights = [
+            s.of_chunk(works[MAIN].view(-1)) if self.has_main else s.of_shard(s.item.main.detach())
+            for s in segments
+        ]
+        gradients = [
+            s.of_shard(gradient_of[id(s.item.main)]).to(device, torch.float32) for s in segments
+        ]
+        states = {
+            name: [s.of_chunk(works[name].view(-1)) for s in segments] for name in rule.state_names
+        }
+        settings = settings_of[id(segments[0].item.main)]
+        rule.update(weights, gradients, states, settings, step, factor)
+
+    def _decode(self, number: int, columns: Sequence[Tensor]) -> dict[str, Tensor]:
+        """Return the fp32 values [blocks, BLOCK] of a chunk by name."""
+        return {
+            field.name: (
+                self._read_remainder(number, column)
+                if field.is_remainder
+                else field.codec.decode(column)
+            )
+            for field, column in zip(self.fields, columns, strict=True)
+        }
+
+    def _noise(self, begin: int, end: int, step: int, salt: int) -> Tensor:
+        blocks = self._places[begin:end].to(self.store.device)
+        within = torch.arange(BLOCK, dtype=torch.int32, device=self.store.device)
+        return random_bits(blocks.unsqueeze(1) * BLOCK + within, step, salt)
+
+    # Main weights ---------------------------------------------------------------------------
+
+    def _publish(self, number: int, main: Tensor) -> None:
+        """Write the model's weights from the main weights of a chunk."""
+        if any(field.is_remainder for field in self.fields):
+            return
+        for segment in self._segments[number]:
+            values = segment.of_shard(segment.item.shard.values.detach())
+            values.copy_(segment.of_chunk(main.view(-1)))
+
+    def _write_remainder(self, number: int, main: Tensor, column: Tensor) -> None:
+        low = column.view(torch.int16).view(-1)
+        for segment in self._segments[number]:
+            upper, lower = split_remainder(segment.of_chunk(main.view(-1)))
+            segment.of_shard(segment.item.shard.values.detach()).copy_(upper)
+            segment.of_chunk(low).copy_(lower)
+
+    def _read_remainder(self, number: int, column: Tensor) -> Tensor:
+        low = column.view(torch.int16).view(-1)
+        main = torch.zeros(low.numel(), dtype=torch.float32, device=low.device)
+        for segment in self._segments[number]:
+            values = segment.of_shard(segment.item.shard.values.detach()).to(low.device)
+            segment.of_chunk(main).copy_(join_remainder(values, segment.of_chunk(low)))
+        return main.view(-1, BLOCK)
+
+    def reload_main(self) -> None:
+        """Take the main weights from the model."""
+        place = [field.name for field in self.fields].index(MAIN)
+        field = self.fields[place]
+        for number, columns in self.store.sweep():
+            if field.is_remainder:
+                columns[place].zero_()
+                continue
+            begin, end = self.store.chunks[number]
+            main = torch.zeros((end - begin) * BLOCK, device=self.store.device)
+            for segment in self._segments[number]:
+                segment.of_chunk(main).copy_(segment.of_shard(segment.item.shard.values.detach()))
+            field.codec.encode(main.view(-1, BLOCK), columns[place], None)
+
+    # State ----------------------------------------------------------------------------------
+
+    def states(self) -> Iterator[tuple[OptimizedShard, dict[str, Tensor]]]:
+        """Yield each shard with its state tensors, fp32, of its shape.
+
+        State that is stored as fp32 is shown as it lies there (in a file: page by page); other
+        state is decoded.
+        """
+        for item in self.shards:
+            yield item, {field.name: self._state(item, i) for i, field in enumerate(self.fields)}
+
+    def put_state(self, item: OptimizedShard, values: Mapping[str, Tensor]) -> None:
+        """Store state tensors of a shard, by name, and publish its main weight."""
+        for place, field in enumerate(self.fields):
+            if field.name not in values:
+                continue
+            value = values[field.name]
+            if field.is_remainder:
+                upper, lower = split_remainder(value.reshape(-1))
+                item.shard.values.detach().view(-1).copy_(upper)
+                self._rows(item, place).view(torch.int16).view(-1)[: lower.numel()].copy_(lower)
+                continue
+            rows = self._rows(item, place)
+            padded = torch.zeros(rows.shape[0] * BLOCK, device=rows.device)
+            padded[: value.numel()].copy_(value.reshape(-1))
+            field.codec.encode(padded.view(-1, BLOCK), rows, None)
+            if field.name == MAIN:
+                item.shard.values.detach().copy_(value.view_as(item.shard.values))
+
+    def _rows(self, item: OptimizedShard, place: int) -> Tensor:
+        first = self._starts[id(item.main)]
+        return self.store.column(place)[first : first + -(-item.main.numel() // BLOCK)]
+
+    def _state(self, item: OptimizedShard, place: int) -> Tensor:
+        field, rows = self.fields[place], self._rows(item, place)
+        if field.is_remainder:
+            values = item.shard.values.detach().view(-1).to(rows.device)
+            low = rows.view(torch.int16).view(-1)[: values.numel()]
+            return join_remainder(values, low).view(item.main.shape)
+        return field.codec.decode(rows).view(-1)[: item.main.numel()].view(item.main.shape)

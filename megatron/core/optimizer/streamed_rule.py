@@ -1,0 +1,105 @@
+"""An update rule whose state is visited chunk by chunk: in few bytes, in host memory or in files.
+
+Optimizer states in host memory: J. Ren et al., "ZeRO-Offload: Democratizing Billion-Scale Model
+Training", section 4, arXiv 2101.06840. State stays where it is and the update is computed there;
+what travels is the gradient and the new weight. On a device that is the host, nothing travels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.core.optimizer.elementwise import ElementwiseRule
+from megatron.core.optimizer.optimized_shard import OptimizedShard
+from megatron.core.optimizer.streamed_part import MAIN, StreamedPart
+
+
+class StreamedRule:
+    """The interface of a `torch.optim.Optimizer`, as far as `MegatronOptimizer` uses it.
+
+    Gradients come through `take_gradient`, because they need not have the dtype of the tensors
+    that they belong to: those are the model's own weights.
+    """
+
+    def __init__(
+        self,
+        rule: ElementwiseRule,
+        param_groups: Sequence[dict[str, Any]],
+        parts: Sequence[StreamedPart],
+    ) -> None:
+        """
+        Args:
+            param_groups: "params" are the `main` tensors of the parts' shards.
+        """
+        self.rule, self.param_groups, self.parts = rule, list(param_groups), list(parts)
+        self.num_steps = 0
+        """Updates so far."""
+        self._gradients: dict[int, Tensor] = {}
+        self._part_of = {id(item.main): part for part in parts for item in part.shards}
+
+    @property
+    def mains(self) -> set[int]:
+        """Ids of the tensors that this rule updates."""
+        return set(self._part_of)
+
+    def take_gradient(self, main: Tensor, gradient: Tensor) -> None:
+        """Keep a gradient for the next update."""
+        self._gradients[id(main)] = gradient
+
+    @torch.no_grad()
+    def step(self, factor: float = 1.0) -> None:
+        """Update with `factor` times the gradients taken, and forget them."""
+        settings_of = {id(main): group for group in self.param_groups for main in group["params"]}
+        for part in self.parts:
+            part.update(self.rule, self._gradients, settings_of, self.num_steps, factor)
+        self._gradients.clear()
+        self.num_steps += 1
+
+    @property
+    def state(self) -> Mapping[Tensor, dict[str, Any]]:
+        """State tensors of each shard, by its `main`, decoded; a snapshot where that copies."""
+        return {item.main: values for item, values in self._states()}
+
+    def _states(self) -> Iterator[tuple[OptimizedShard, dict[str, Any]]]:
+        for part in self.parts:
+            yield from part.states()
+
+    def put_state(self, item: OptimizedShard, values: Mapping[str, Tensor]) -> None:
+        """Store state tensors of one shard."""
+        self._part_of[id(item.main)].put_state(item, values)
+
+    def reload_main(self) -> None:
+        """Take the main weights from the model."""
+        for part in self.parts:
+            if part.has_main:
+                part.reload_main()
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of all state, wherever it lies."""
+        return sum(
+            field.codec.block_bytes * part.store.chunks[-1][1]
+            for part in self.parts
+            for field in part.fields
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the columns of all parts, and the number of updates."""
+        columns = [
+            [part.store.column(i).clone() for i, _ in enumerate(part.fields)] for part in self.parts
+        ]
+        return {"columns": columns, "num_steps": self.num_steps}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Continue from `state_dict()`, of the same settings; the model is loaded already."""
+        self.num_steps = int(state_dict["num_steps"])
+        for part, columns in zip(self.parts, state_dict["columns"], strict=True):
+            for number, column in enumerate(columns):
+                part.store.column(number).copy_(column)
+            if part.has_main:
+                for item, values in part.states():
+                    part.put_state(item, {MAIN: values[MAIN]})
