@@ -13,17 +13,23 @@ import torch
 from torch import Tensor
 
 from megatron.core import device
+from megatron.core.context_parallel import get_batch_on_this_cp_rank
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.document_masks import attention_mask
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
 from megatron.core.enums import ModelType
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training import get_args, get_timers, get_tokenizer, pretrain
 from megatron.training.arguments import core_transformer_config_from_args
 from megatron.training.blends import blends_of
 from megatron.training.setup.layer_spec import layer_spec
 from megatron.training.setup.stages import reads_data
+
+BATCH = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids", "document_starts")
+"""Entries of a micro batch; those that the data lack are None."""
 
 
 def model_provider(
@@ -36,9 +42,13 @@ def model_provider(
     """Build one chunk of the model: all of it without pipeline parallelism."""
     args = get_args()
     config = config or core_transformer_config_from_args(args)
+    layers = layer_spec(args, config, vp_stage)
     return GPTModel(
         config=config,
-        transformer_layer_spec=layer_spec(args, config, vp_stage),
+        transformer_layer_spec=layers,
+        mtp_block_spec=get_gpt_mtp_block_spec(
+            config, layers, args.transformer_impl == "transformer_engine"
+        ),
         vocab_size=args.padded_vocab_size,
         max_sequence_length=args.max_position_embeddings,
         pre_process=pre_process,
@@ -59,18 +69,19 @@ def get_batch(data_iterator: Iterator[dict[str, Tensor]] | None) -> dict[str, An
     """Take the next micro batch; a stage between the first and the last needs none.
 
     Every rank that needs tokens reads them itself: the corpus is memory-mapped and the order of
-    samples is arithmetic, so tensor-parallel ranks read the same bytes without a broadcast.
+    samples is arithmetic, so tensor-parallel ranks read the same bytes without a broadcast, and
+    context-parallel ranks keep their positions of it.
     """
-    names = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
     if data_iterator is None:
-        return dict.fromkeys(names)
+        return dict.fromkeys(BATCH)
     batch = next(data_iterator)
     where = device.current_device()
-    wanted = (*names, "document_starts")
-    moved = {n: batch[n].to(where, non_blocking=True) for n in wanted if n in batch}
-    if "document_starts" in moved:
-        moved["attention_mask"] = attention_mask(moved["document_starts"])
-    return {name: moved.get(name) for name in names}
+    moved = {n: batch[n].to(where, non_blocking=True) if n in batch else None for n in BATCH}
+    starts = moved["document_starts"]
+    if starts is not None and get_args().transformer_impl != "local":
+        # Transformer Engine wants the [s, s] mask; the local attention is told the documents.
+        moved["attention_mask"], moved["document_starts"] = attention_mask(starts), None
+    return get_batch_on_this_cp_rank(moved)
 
 
 def loss_func(loss_mask: Tensor, output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
@@ -92,8 +103,13 @@ def forward_step(data_iterator: Iterator[dict[str, Tensor]] | None, model: Any) 
     timers("batch-generator", log_level=2).start()
     batch = get_batch(data_iterator)
     timers("batch-generator").stop()
+    documents = batch["document_starts"]
     output = model(
-        batch["tokens"], batch["position_ids"], batch["attention_mask"], labels=batch["labels"]
+        batch["tokens"],
+        batch["position_ids"],
+        batch["attention_mask"],
+        labels=batch["labels"],
+        packed_seq_params=None if documents is None else PackedSeqParams(seq_idx=documents),
     )
     return output, partial(loss_func, batch["loss_mask"])
 

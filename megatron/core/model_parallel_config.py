@@ -29,6 +29,9 @@ class ModelParallelConfig:
     """Ranks over which the sequence is split everywhere, attention included."""
     hierarchical_context_parallel_sizes: list[int] | None = None
     """Sizes of the levels of hierarchical context parallelism, innermost first."""
+    cp_comm_type: str | list[str] | None = None
+    """How ranks that share a sequence see each other's keys: "p2p", "all_gather", "a2a" or
+    "a2a+p2p", or one of them per layer. None means "p2p"."""
     expert_model_parallel_size: int = 1
     """Ranks over which routed experts are distributed."""
     expert_tensor_parallel_size: int | None = None

@@ -1,18 +1,26 @@
-"""How several sequences lie back to back in one row of tokens."""
+"""How several sequences lie back to back in one row of tokens.
+
+Attention needs to know only which sequence ("document") each position belongs to. The whole row
+is split over context-parallel ranks like one sequence: lengths need not divide by anything.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
+
+from megatron.core.errors import DataError
 
 
 @dataclass
 class PackedSeqParams:
-    """Descriptor of packed sequences for attention. Backends that take it say so.
+    """Descriptor of packed sequences for attention.
 
-    `cu_seqlens_*`: int32 [number of sequences + 1], running sums of the lengths.
+    `cu_seqlens_*`: int32 [number of sequences + 1], running sums of the lengths, from 0 to the
+    length of the whole row, before any rank takes its part.
     """
 
     qkv_format: str | None = None
@@ -28,7 +36,61 @@ class PackedSeqParams:
     cp_group: Any = None
     total_tokens: int | None = None
     seq_idx: Tensor | None = None
-    """int32 [1, t]: which sequence each token belongs to."""
+    """int32 [1, t] or [b, s]: which sequence each token belongs to, never falling along a row.
+    Alone it describes the packing; `cu_seqlens_*` are then not needed."""
     tokens_per_sample: Any = None
     pad_between_seqs: bool | None = None
     cp_scatter_cache: Any = None
+
+    def document_ids(self, batch: int, total: int, device: torch.device) -> Tensor:
+        """Return which document each position of the whole sequence belongs to.
+
+        Args:
+            batch, total: b and s of the micro batch, s before context parallelism.
+        Returns:
+            int32 [b, s], never falling along a row.
+        Raises:
+            DataError: the lengths do not add up to s, or do not describe this batch. They are
+                alike on all ranks that share the micro batch, which raise alike.
+        """
+        if self.seq_idx is not None:
+            return self._given(batch, total, device)
+        borders = self.cu_seqlens_q_padded
+        if borders is None:
+            borders = self.cu_seqlens_q
+        if borders is None:
+            raise _problem("neither lengths nor seq_idx are given")
+        other = (
+            self.cu_seqlens_kv if self.cu_seqlens_q_padded is None else self.cu_seqlens_kv_padded
+        )
+        if other is not None and not torch.equal(other, borders):
+            raise _problem("the lengths of keys differ from those of queries")
+        if batch != 1:
+            raise _problem(f"cu_seqlens describe one row of tokens, the micro batch has {batch}")
+        steps = borders.diff()
+        if len(borders) < 2 or int(borders[0]) != 0 or bool((steps < 0).any()):
+            raise _problem("cu_seqlens do not rise from 0")
+        if int(borders[-1]) != total:
+            raise _problem(f"the lengths add up to {int(borders[-1])}, the row has {total} tokens")
+        documents = torch.arange(len(steps), dtype=torch.int32, device=borders.device)
+        return documents.repeat_interleave(steps.long()).view(1, total).to(device)
+
+    def _given(self, batch: int, total: int, device: torch.device) -> Tensor:
+        ids = self.seq_idx
+        assert ids is not None
+        if ids.dim() != 2 or ids.shape[1] != total or ids.shape[0] not in (1, batch):
+            raise _problem(f"seq_idx has shape {tuple(ids.shape)}, the batch {(batch, total)}")
+        # On the CPU only: elsewhere it would wait for the device in every layer.
+        if ids.is_cpu and bool((ids.diff(dim=1) < 0).any()):
+            raise _problem("seq_idx falls: a document is in two pieces")
+        return ids.expand(batch, total).to(device)
+
+
+def _problem(found: str) -> DataError:
+    return DataError(
+        f"packed sequences: {found}.",
+        rule="the documents follow each other and fill the whole sequence, before it is split"
+        " over context-parallel ranks",
+        flags=["--seq-length", "--context-parallel-size"],
+        fix="give cu_seqlens from 0 to the number of tokens, or seq_idx [b, s], to every rank",
+    )

@@ -25,6 +25,9 @@ MAX_ROW_BLOCKS = 64
 """Most blocks that the rows of one sample are cut into: enough for tp * cp * 2 <= 64."""
 MAX_ATTENTION_ROW_BLOCKS = 16
 """The same for the query rows of an attention matrix, which only context parallelism splits."""
+MAX_ATTENTION_BLOCK_ELEMENTS = 2**20
+"""Blocks of an attention matrix hold whole rows; longer sequences are cut into more of them, so
+that a block's memory does not grow with the square of the length."""
 
 
 def derive_seed(*key: int | str) -> int:
@@ -49,11 +52,44 @@ class SequenceRows:
         """All rows: no sequence or context parallelism."""
         return SequenceRows(((0, total),), total)
 
+    @staticmethod
+    def zigzag(total: int, rank: int, size: int) -> SequenceRows:
+        """Rank `rank`'s part under context parallelism: chunks rank and 2 * size - 1 - rank.
+
+        The sequence is cut into 2 * size chunks. Under a causal mask the early chunk sees little
+        and the late one much, and every rank's pair sees equally much. `total` is a multiple of
+        2 * size.
+        """
+        if size == 1:
+            return SequenceRows.whole(total)
+        chunk, last = total // (2 * size), 2 * size - 1
+        pair = ((i * chunk, (i + 1) * chunk) for i in (rank, last - rank))
+        return SequenceRows(tuple(pair), total)
+
+    def index_of(self, position: int) -> int | None:
+        """Return the local row of an absolute position, None where another rank holds it."""
+        before = 0
+        for begin, end in self.ranges:
+            if begin <= position < end:
+                return before + position - begin
+            before += end - begin
+        return None
+
+    @property
+    def length(self) -> int:
+        """Number of rows held."""
+        return sum(end - begin for begin, end in self.ranges)
+
+    def positions(self, device: torch.device | None = None) -> Tensor:
+        """Return the absolute position of every local row, int64 [length]."""
+        parts = [torch.arange(begin, end, device=device) for begin, end in self.ranges]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
     def shard(self, rank: int, size: int) -> SequenceRows:
         """The rank-th of `size` equal consecutive pieces (sequence parallelism)."""
         if size == 1:
             return self
-        length = sum(end - begin for begin, end in self.ranges) // size
+        length = self.length // size
         skip, need, kept = rank * length, length, []
         for begin, end in self.ranges:
             if skip >= end - begin:
@@ -190,7 +226,7 @@ def keyed_keep_mask(x: Tensor, keep_probability: float) -> Tensor:
     state = rng_state()
     first_sample, rows = state.first_sample, state.scope.rows
     key = state.next_key()
-    if rows is None or sum(e - b for b, e in rows.ranges) != x.shape[0]:
+    if rows is None or rows.length != x.shape[0]:
         rows = SequenceRows.whole(x.shape[0])
     mask = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     tail = x.shape[2:]
@@ -205,6 +241,51 @@ def keyed_keep_mask(x: Tensor, keep_probability: float) -> Tensor:
     return mask
 
 
+@dataclass(frozen=True)
+class AttentionKeepMask:
+    """A keep mask of attention probabilities that is drawn piece by piece, at any time.
+
+    Keyed by (seed, scope, call, sample, global head, block of query rows). A kernel that never
+    holds the whole matrix draws the piece that it needs, forward and again backward.
+
+    num_keys: length of the whole sequence, also where a rank holds a part of the keys.
+    """
+
+    key: tuple[int | str, ...]
+    first_sample: int
+    keep_probability: float
+    num_keys: int
+
+    @staticmethod
+    def next(keep_probability: float, num_keys: int) -> AttentionKeepMask:
+        """Take the next draw at the current place of the computation."""
+        state = rng_state()
+        return AttentionKeepMask(state.next_key(), state.first_sample, keep_probability, num_keys)
+
+    def most_blocks(self, num_queries: int) -> int:
+        """Return the most blocks that the query rows of a sequence are cut into."""
+        most = MAX_ATTENTION_ROW_BLOCKS
+        while num_queries * self.num_keys > most * MAX_ATTENTION_BLOCK_ELEMENTS:
+            most *= 2
+        return most
+
+    def draw(
+        self, sample: int, head: int, rows: SequenceRows, dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
+        """Return [rows, num_keys], 1 where kept, 0 where dropped.
+
+        Args:
+            sample: index in the micro batch; head: index in the whole model.
+        """
+        pieces = []
+        for index, block_rows, first, used in rows.blocks(self.most_blocks(rows.total)):
+            generator = seeded_generator(device, *self.key, self.first_sample + sample, head, index)
+            block = torch.empty((block_rows, self.num_keys), dtype=dtype, device=device)
+            block.bernoulli_(self.keep_probability, generator=generator)
+            pieces.append(block[first : first + used])
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+
 def keyed_attention_keep_mask(
     shape: tuple[int, int, int, int],
     keep_probability: float,
@@ -214,28 +295,18 @@ def keyed_attention_keep_mask(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Tensor:
-    """Draw a keep mask for attention probabilities [b, n/tp, sq, sk].
+    """Draw a whole keep mask for attention probabilities [b, n/tp, sq, sk].
 
-    Keyed by (seed, scope, call, sample, global head, block of query rows); `first_head` is the
-    global index of the first local head.
+    Args:
+        first_head: global index of the first local head.
     """
-    state = rng_state()
-    first_sample = state.first_sample
-    key = state.next_key()
     batch, heads, num_queries, num_keys = shape
     rows = query_rows or SequenceRows.whole(num_queries)
+    draws = AttentionKeepMask.next(keep_probability, num_keys)
     mask = torch.empty(shape, dtype=dtype, device=device)
     for sample in range(batch):
         for head in range(heads):
-            row = 0
-            for index, block_rows, first, used in rows.blocks(MAX_ATTENTION_ROW_BLOCKS):
-                generator = seeded_generator(
-                    device, *key, first_sample + sample, first_head + head, index
-                )
-                block = torch.empty((block_rows, num_keys), dtype=dtype, device=device)
-                block.bernoulli_(keep_probability, generator=generator)
-                mask[sample, head, row : row + used] = block[first : first + used]
-                row += used
+            mask[sample, head] = draws.draw(sample, first_head + head, rows, dtype, device)
     return mask
 
 

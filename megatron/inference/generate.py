@@ -1,4 +1,4 @@
-"""Continue prompts with a model in any layout of tensor, pipeline and sequence parallelism.
+"""Continue prompts with a model in any layout of tensor, pipeline and context parallelism.
 
 Every new token runs the whole sequence through the forward-only schedule: there is no cache of
 keys and values. That is slow for long texts and right for looking at what a run has learned; for
@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.core import device
+from megatron.core.context_parallel import get_batch_on_this_cp_rank, rows_of_rank
 from megatron.core.errors import ConfigError
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -47,8 +48,8 @@ def generate(
         sampling: how to choose; None takes the most likely token.
         eod: a row ends before this token; None never ends early.
     Communication:
-        per new token the forward-only schedule, an all-gather of b x v logits on tp, and a
-        broadcast of b ids on pp.
+        per new token the forward-only schedule, a sum of b x v/tp logits on cp, an all-gather of
+        b x v on tp, and a broadcast of b ids on pp.
     Raises:
         ConfigError: a prompt is empty or too long, or holds an id outside the vocabulary.
     """
@@ -60,7 +61,8 @@ def generate(
     # Interleaved schedules run whole groups of micro batches; one batch is enough otherwise.
     num_parts = get_pg_size(groups.pp) if len(chunks) > 1 else 1
     num_rows = -(-len(prompts) // num_parts) * num_parts
-    pieces = get_pg_size(groups.tp) * get_pg_size(groups.cp)
+    cp_size = get_pg_size(groups.cp)
+    pieces = get_pg_size(groups.tp) * (2 * cp_size if cp_size > 1 else 1)
     width = -(-(longest + max_new_tokens) // pieces) * pieces
     tokens = torch.zeros((num_rows, width), dtype=torch.long, device=device.current_device())
     for row, prompt in enumerate(prompts):
@@ -101,17 +103,21 @@ def _last_logits(
 ) -> Tensor | None:
     """Return the logits [b, v] that follow `position`, on ranks of the last stage only."""
     parts = tokens.chunk(num_parts)
+    held = rows_of_rank(tokens.shape[1] // get_pg_size(groups.cp), groups.cp)
+    index = held.index_of(position)
 
     def collect(output: Tensor, non_loss_data: bool = True) -> Tensor:
-        logits = gather_from_tensor_model_parallel_region(
-            output[:, position].contiguous(), groups.tp
-        )
+        own = output[:, index or 0].contiguous()
+        if get_pg_size(groups.cp) > 1:
+            # One context-parallel rank holds the position; the others add zeros.
+            own = own if index is not None else torch.zeros_like(own)
+            dist.all_reduce(own, group=groups.cp)
+        logits = gather_from_tensor_model_parallel_region(own, groups.tp)
         return logits[:, :vocab_size]
 
     def forward_step(iterator: Iterator[Tensor], chunk: Any) -> tuple[Tensor, Any]:
-        rows = next(iterator)
-        position_ids = torch.arange(rows.shape[1], device=rows.device)[None]
-        return chunk(rows, position_ids, None), collect
+        batch = get_batch_on_this_cp_rank({"tokens": next(iterator)}, groups.cp)
+        return chunk(batch["tokens"], held.positions(tokens.device)[None], None), collect
 
     iterators = [iter(parts) for _ in chunks]
     collected = get_forward_backward_func()(

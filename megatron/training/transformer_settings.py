@@ -50,6 +50,8 @@ def transformer_fields(
         setting = RENAMED_FIELDS.get(field.name, field.name)
         if field.name not in _NOT_SETTINGS and settings.get(setting) is not None:
             found[field.name] = settings[setting]
+    if len(found.get("cp_comm_type", ())) == 1:
+        found["cp_comm_type"] = found["cp_comm_type"][0]
     found["activation_func"], found["gated_linear_unit"] = activation_of(settings)
     fuses_activation = (
         settings.get("bias_swiglu_fusion", True)

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from megatron.core.context_parallel import get_batch_on_this_cp_rank
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_pg_size, unwrap_model
 from megatron.training.metrics.params_norm import params_norm
@@ -16,6 +17,7 @@ from megatron.training.printing import is_last_rank, is_rank_0, print_rank_0, pr
 __all__ = [
     "average_losses_across_data_parallel_group",
     "calc_params_l2_norm",
+    "get_batch_on_this_cp_rank",
     "is_last_rank",
     "is_rank_0",
     "print_rank_0",

@@ -22,11 +22,19 @@ class LayoutCase:
     samples: int = 8
     """Samples of a step."""
     micro_batch_size: int = 1
+    cp: int = 1
+    cp_kind: str | list[str] = "p2p"
+    levels: tuple[int, ...] = ()
+    """Sizes of the levels of hierarchical context parallelism."""
+    tiled: bool = False
+    """Compute MLP and loss for a few tokens at a time."""
+    recomputes: bool = False
+    """Form all activations again in backward."""
 
     @property
     def world_size(self) -> int:
         """Number of ranks."""
-        return self.tp * self.pp * self.dp
+        return self.tp * self.pp * self.cp * self.dp
 
     @property
     def num_microbatches(self) -> int:
@@ -42,6 +50,10 @@ class LayoutCase:
         parts = [f"tp{self.tp}{'+sp' if self.sp else ''}", f"pp{self.pp}"]
         if self.pp > 1:
             parts.append(f"vp{self.vp}")
+        if self.cp > 1:
+            kind = "mixed" if isinstance(self.cp_kind, list) else self.cp_kind
+            parts.append(f"cp{self.cp} {kind}")
+        parts += ["tiled"] * self.tiled + ["recompute"] * self.recomputes
         parts.append(f"dp{self.dp}{f'+zero{self.stage}' if self.stage else ''}")
         if self.instances > 1:
             parts.append(f"x{self.instances}")
@@ -56,12 +68,23 @@ class ModelCase:
 
     family: str
     """"gpt2" (LayerNorm, GELU, biases, learned positions) or "llama" (RMSNorm, SwiGLU, RoPE,
-    two key/value heads, no biases)."""
+    two key/value heads, no biases), or "latent" (the same with multi-latent attention and YaRN)."""
     tied: bool
     dropout: float
+    packed: bool = False
+    """Attention, and what positions are counted from, end with each document."""
+    window: int | None = None
+    """Keys to the left that a query sees."""
+    sink: bool = False
+    """Each head learns the score of a key without value."""
+    later_tokens: int = 0
+    """Tokens after the next one that are predicted too."""
 
     def __str__(self) -> str:
-        return f"{self.family} {'tied' if self.tied else 'untied'} dropout {self.dropout:g}"
+        name = f"{self.family} {'tied' if self.tied else 'untied'} dropout {self.dropout:g}"
+        window = "" if self.window is None else f" window {self.window}"
+        later = f" +{self.later_tokens} tokens" if self.later_tokens else ""
+        return name + " packed" * self.packed + window + " sink" * self.sink + later
 
 
 def all_layouts(max_ranks: int = 8) -> list[LayoutCase]:

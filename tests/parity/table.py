@@ -19,23 +19,17 @@ from tests.parity.compare import Errors, compare
 from tests.parity.layouts import LayoutCase, ModelCase, all_layouts, all_models
 from tests.parity.training_case import Run, assemble, train
 
-HEADER = (
-    f"{'layout':<28}{'loss':>10}{'gradient':>10}{'grad norm':>11}{'weight':>10}  worst gradient"
-)
+FIGURES = f"{'loss':>10}{'gradient':>10}{'grad norm':>11}{'weight':>10}  worst gradient"
+HEADER = f"{'layout':<28}{FIGURES}"
 
 
 def run_case(layout: LayoutCase, model: ModelCase) -> Run:
     """Train in `layout` on worker processes and return the assembled model."""
-    reports = run_distributed(
-        train,
-        layout.world_size,
-        layout,
-        model,
-        tp=layout.tp,
-        pp=layout.pp,
-        vp=layout.vp,
-        num_distributed_optimizer_instances=layout.instances,
-    )
+    sizes = {"tp": layout.tp, "pp": layout.pp, "vp": layout.vp, "cp": layout.cp}
+    sizes["num_distributed_optimizer_instances"] = layout.instances
+    if layout.levels:
+        sizes["hierarchical_cp"] = list(layout.levels)
+    reports = run_distributed(train, layout.world_size, layout, model, **sizes)
     return assemble(reports)
 
 
@@ -52,8 +46,13 @@ def exceeds(errors: Errors) -> list[str]:
 
 def row(layout: LayoutCase, errors: Errors) -> str:
     """Format one line of the table."""
+    return f"{layout!s:<28}{figures(errors)}"
+
+
+def figures(errors: Errors) -> str:
+    """Format the errors of one line."""
     return (
-        f"{layout!s:<28}{errors.loss:>10.1e}{errors.gradient:>10.1e}{errors.grad_norm:>11.1e}"
+        f"{errors.loss:>10.1e}{errors.gradient:>10.1e}{errors.grad_norm:>11.1e}"
         f"{errors.weight:>10.1e}  {errors.worst_gradient}"
     )
 

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron.core.context_parallel import get_batch_on_this_cp_rank
 from megatron.core.distributed import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
@@ -22,9 +23,13 @@ from megatron.core.distributed import (
 )
 from megatron.core.distributed.distributed_data_parallel_config import SHARDING_STRATEGIES
 from megatron.core.initialization import canonical_names
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_mtp_block_spec,
+)
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.param_meta import ParamMeta, get_param_meta, unshard
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -72,9 +77,9 @@ class Run:
 
 def transformer_config(layout: LayoutCase, model: ModelCase) -> TransformerConfig:
     """Return the config of a 12-layer model of width 32 in `layout`."""
-    is_llama = model.family == "llama"
-    family = (
-        dict(
+    family: dict[str, Any] = {"ffn_hidden_size": 64}
+    if model.family != "gpt2":
+        family = dict(
             normalization="RMSNorm",
             gated_linear_unit=True,
             activation_func=F.silu,
@@ -82,9 +87,20 @@ def transformer_config(layout: LayoutCase, model: ModelCase) -> TransformerConfi
             num_query_groups=2,
             ffn_hidden_size=48,
         )
-        if is_llama
-        else dict(ffn_hidden_size=64)
-    )
+    if model.family == "latent":
+        family |= dict(
+            num_query_groups=None,
+            multi_latent_attention=True,
+            q_lora_rank=12,
+            kv_lora_rank=10,
+            qk_head_dim=6,
+            qk_pos_emb_head_dim=4,
+            v_head_dim=5,
+            qk_layernorm=True,
+            rotary_scaling_factor=4,
+            original_max_position_embeddings=8,
+            mscale_all_dim=0.5,
+        )
     return TransformerConfig(
         num_layers=NUM_LAYERS,
         hidden_size=32,
@@ -94,6 +110,18 @@ def transformer_config(layout: LayoutCase, model: ModelCase) -> TransformerConfi
         unpadded_vocab_size=VOCABULARY,
         tensor_model_parallel_size=layout.tp,
         sequence_parallel=layout.sp,
+        context_parallel_size=layout.cp,
+        cp_comm_type=layout.cp_kind,
+        hierarchical_context_parallel_sizes=list(layout.levels) or None,
+        recompute_granularity="full" if layout.recomputes else None,
+        recompute_method="uniform" if layout.recomputes else None,
+        recompute_num_layers=1 if layout.recomputes else None,
+        mlp_chunks_for_training=3 if layout.tiled else 1,
+        cross_entropy_loss_fusion=layout.tiled,
+        mtp_num_layers=model.later_tokens or None,
+        mtp_loss_scaling_factor=0.5,
+        softmax_type="learnable" if model.sink else "vanilla",
+        window_size=None if model.window is None else (model.window, 0),
         pipeline_model_parallel_size=layout.pp,
         virtual_pipeline_model_parallel_size=layout.vp if layout.vp > 1 else None,
         pipeline_model_parallel_layout=UNEVEN_EIGHT_STAGES if layout.pp * layout.vp == 8 else None,
@@ -108,17 +136,22 @@ def build_chunks(
     """Build this rank's model chunks."""
     padded = -(-VOCABULARY // (8 * layout.tp)) * 8 * layout.tp
     pp_rank, pp_size = get_pg_rank(groups.pp), get_pg_size(groups.pp)
-    spec = get_gpt_layer_local_spec(normalization=config.normalization)
+    spec = get_gpt_layer_local_spec(
+        normalization=config.normalization,
+        qk_layernorm=config.qk_layernorm,
+        multi_latent_attention=config.multi_latent_attention,
+    )
     return [
         GPTModel(
             config,
             spec,
             vocab_size=padded,
             max_sequence_length=SEQUENCE,
+            mtp_block_spec=get_gpt_mtp_block_spec(config, spec, False),
             pre_process=pp_rank == 0 and stage == 0,
             post_process=pp_rank == pp_size - 1 and stage == layout.vp - 1,
             share_embeddings_and_output_weights=model.tied,
-            position_embedding_type="rope" if model.family == "llama" else "learned_absolute",
+            position_embedding_type="learned_absolute" if model.family == "gpt2" else "rope",
             pg_collection=groups,
             vp_stage=stage if layout.vp > 1 else None,
         )
@@ -127,18 +160,39 @@ def build_chunks(
 
 
 def global_batch(step: int, samples: int) -> dict[str, Tensor]:
-    """Return tokens, labels [samples, s] and loss mask of one step: the same in every layout."""
+    """Return the samples [samples, s] of one step: the same in every layout."""
     generator = torch.Generator().manual_seed(1000 + step)
     text = torch.randint(VOCABULARY, (samples, SEQUENCE + 1), generator=generator)
     mask = (torch.rand(samples, SEQUENCE, generator=generator) > 0.2).float()
-    return {"tokens": text[:, :-1].contiguous(), "labels": text[:, 1:].contiguous(), "mask": mask}
+    ends = torch.rand(samples, SEQUENCE, generator=generator) < 0.2
+    positions = torch.arange(SEQUENCE).expand(samples, -1)
+    begins = torch.zeros(samples, SEQUENCE, dtype=torch.bool)
+    begins[:, 1:] = ends[:, :-1]
+    starts = torch.where(begins, positions, 0).cummax(1).values
+    return {
+        "tokens": text[:, :-1].contiguous(),
+        "labels": text[:, 1:].contiguous(),
+        "mask": mask,
+        "position_ids": positions,
+        "document_starts": starts.int(),
+        "position_in_document": positions - starts,
+    }
 
 
-def local_micro_batches(step: int, layout: LayoutCase, dp_rank: int):
-    """Yield the micro batches of one data-parallel rank, in order."""
+def local_micro_batches(step: int, layout: LayoutCase, dp_rank: int, is_packed: bool = False):
+    """Yield the micro batches of one data-parallel rank, in order.
+
+    Ranks that share a sequence keep their positions of it.
+    """
     batch, size = global_batch(step, layout.samples), layout.micro_batch_size
+    counted_from_document = batch.pop("position_in_document")
+    if is_packed:
+        batch["position_ids"] = counted_from_document
+    else:
+        del batch["document_starts"]
     for row in range(dp_rank, layout.samples // size, layout.dp):
-        yield {name: value[row * size : (row + 1) * size] for name, value in batch.items()}
+        one = {name: value[row * size : (row + 1) * size] for name, value in batch.items()}
+        yield get_batch_on_this_cp_rank(one)
 
 
 def masked_loss(mask: Tensor, output: Tensor):
@@ -151,8 +205,14 @@ def masked_loss(mask: Tensor, output: Tensor):
 def forward_step(iterator, model):
     """Run one micro batch through one model chunk."""
     batch = next(iterator)
-    positions = torch.arange(SEQUENCE).unsqueeze(0)
-    output = model(batch["tokens"], positions, None, labels=batch["labels"])
+    documents = batch.get("document_starts")
+    output = model(
+        batch["tokens"],
+        batch["position_ids"],
+        None,
+        labels=batch["labels"],
+        packed_seq_params=None if documents is None else PackedSeqParams(seq_idx=documents),
+    )
     return output, partial(masked_loss, batch["mask"])
 
 
@@ -202,7 +262,7 @@ def train(
         for chunk in wrapped:
             chunk.zero_grad_buffer()
         optimizer.zero_grad()
-        iterators = [local_micro_batches(step, layout, dp_rank) for _ in wrapped]
+        iterators = [local_micro_batches(step, layout, dp_rank, model.packed) for _ in wrapped]
         reported = schedule(
             forward_step_func=forward_step,
             data_iterator=iterators if len(iterators) > 1 else iterators[0],
@@ -248,7 +308,10 @@ def _whole_gradient(chunk: DistributedDataParallel, parameter: torch.nn.Paramete
 
 def _mean_loss(reported, groups) -> float:
     """Sum (loss, tokens) over micro batches, each micro batch weighing the same, and over DP."""
-    means = torch.stack([r["lm loss"][0] / r["lm loss"][1] for r in reported]).double()
+    pairs = torch.stack([r["lm loss"] for r in reported]).double()
+    if get_pg_size(groups.cp) > 1:
+        torch.distributed.all_reduce(pairs, group=groups.cp)
+    means = pairs[:, 0] / pairs[:, 1]
     total = torch.tensor([means.sum(), len(means)], dtype=torch.float64)
     if get_pg_size(groups.dp) > 1:
         torch.distributed.all_reduce(total, group=groups.dp)

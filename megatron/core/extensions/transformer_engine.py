@@ -13,9 +13,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from megatron.core.capabilities import has, require
+from megatron.core.device import device_type
 from megatron.core.initialization import initialization_is_deferred
 from megatron.core.param_meta import ParamMeta, set_param_meta
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -245,6 +247,7 @@ class TEDotProductAttention(_DotProductAttention):  # type: ignore[misc,valid-ty
     ) -> None:
         tp = _group(None, pg_collection)
         dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+        context = _context_parallel_options(pg_collection, cp_comm_type)
         super().__init__(
             config.num_attention_heads,
             config.kv_channels,
@@ -260,6 +263,7 @@ class TEDotProductAttention(_DotProductAttention):  # type: ignore[misc,valid-ty
             layer_number=layer_number,
             attention_type=attention_type,
             softmax_scale=softmax_scale,
+            **context,
         )
 
     def forward(
@@ -285,6 +289,21 @@ class TEDotProductAttention(_DotProductAttention):  # type: ignore[misc,valid-ty
                 "core_attention_bias": attention_bias,
             }
         return super().forward(query, key, value, **options)
+
+
+def _context_parallel_options(
+    pg_collection: ProcessGroupCollection | None, kind: str | None
+) -> dict[str, Any]:
+    """Return how the library's attention shares a sequence between ranks; {} for one rank."""
+    groups = pg_collection or ProcessGroupCollection.current()
+    if get_pg_size(groups.cp) == 1:
+        return {}
+    return {
+        "cp_group": groups.hcp if kind == "a2a+p2p" else groups.cp,
+        "cp_global_ranks": torch.distributed.get_process_group_ranks(groups.cp),
+        "cp_stream": torch.get_device_module(device_type()).Stream(),
+        "cp_comm_type": kind or "p2p",
+    }
 
 
 class TransformerEngineBackend:

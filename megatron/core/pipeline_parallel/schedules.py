@@ -141,7 +141,7 @@ def forward_backward(
     reported = Reported()
     loss = LossSettings(
         num_microbatches=num_microbatches,
-        cp_size=get_pg_size(groups.cp),
+        cp_group=groups.cp,
         per_token=config.calculate_per_token_loss,
         collect_non_loss_data=collect_non_loss_data,
         scale=config.grad_scale_func,

@@ -20,7 +20,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from megatron.core import device
 from megatron.core.errors import ConfigError
-from megatron.core.utils import get_attr_wrapped_model, unwrap_model
+from megatron.core.utils import get_attr_wrapped_model, get_pg_size, unwrap_model
 
 
 @dataclass(kw_only=True)
@@ -29,15 +29,15 @@ class LossSettings:
 
     Attributes:
         num_microbatches: the loss is divided by it, unless `per_token`.
-        cp_size: factor of losses that are already means (each context-parallel rank averages
-            over its own tokens, and gradients are averaged over these ranks later).
+        cp_group: ranks that share each micro batch's tokens, or None. Gradients are averaged over
+            them later, so a rank's share of a mean over all their tokens counts cp times.
         per_token: gradients will be divided by the number of tokens of the whole batch instead.
         collect_non_loss_data: call the loss function with `non_loss_data=True` and only collect.
         scale: applied to the loss before its backward (fp16), or None.
     """
 
     num_microbatches: int
-    cp_size: int = 1
+    cp_group: Any = None
     per_token: bool = False
     collect_non_loss_data: bool = False
     scale: Callable[[Tensor], Tensor] | None = None
@@ -181,6 +181,7 @@ class Stage:
     ) -> list[Tensor]:
         """Compute the loss of one micro batch, and remember it for backward."""
         settings, reported = self._loss, self._reported
+        cp_size = get_pg_size(settings.cp_group)
         if settings.collect_non_loss_data:
             reported.entries.append(loss_function(output, non_loss_data=True))
             return []
@@ -195,11 +196,12 @@ class Stage:
                 reported.num_tokens = counted if total is None else total + counted
             else:
                 # A micro batch without a token to learn from has loss 0, not 0 / 0.
-                loss = loss / num_tokens.clamp(min=1) / settings.num_microbatches
+                shared = self._over_context_parallel(num_tokens)
+                loss = loss * cp_size / shared.clamp(min=1) / settings.num_microbatches
         elif len(result) == 2:
             loss, entry = result
-            if settings.cp_size > 1:
-                loss = loss * settings.cp_size
+            if cp_size > 1:
+                loss = loss * cp_size
             loss = loss / settings.num_microbatches
         else:
             raise ConfigError(
@@ -214,6 +216,17 @@ class Stage:
                 self._inputs[microbatch] = inputs
             self._edges[microbatch] = [loss]
         return []
+
+    def _over_context_parallel(self, num_tokens: Tensor) -> Tensor:
+        """Return the tokens that count in the whole micro batch, of which ranks hold parts.
+
+        A mean of the ranks' means would weigh a token by how many others its rank happens to hold.
+        """
+        if get_pg_size(self._loss.cp_group) == 1:
+            return num_tokens
+        total = num_tokens.detach().clone()
+        torch.distributed.all_reduce(total, group=self._loss.cp_group)
+        return total
 
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
         if self._autocast_dtype is None:

@@ -124,7 +124,7 @@ class SelfAttention(MegatronModule):
             config.recompute_modules or []
         )
         skips = config.no_rope_freq
-        self.uses_rotary = not (skips and skips[layer_number - 1])
+        self.uses_rotary = not (skips and skips[min(layer_number, len(skips)) - 1])
 
     def _head_norm(self, spec: Any) -> torch.nn.Module | None:
         if spec is None:

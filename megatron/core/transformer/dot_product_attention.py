@@ -1,7 +1,8 @@
 """Core attention of the local backend: softmax(q k^T * scale + mask) v.
 
-Three ways to the same numbers, chosen per call:
+Four ways to the same numbers, chosen per call:
 
+- `context_parallel.attend_over_sequence` where ranks share the sequence, or documents do;
 - torch's `scaled_dot_product_attention` (flash kernels on GPUs);
 - `blocked_attention` on the CPU;
 - the explicit formula where neither applies: dropout with a layout-independent mask on
@@ -13,20 +14,26 @@ Legend: s sequence, b micro-batch, n heads, g key/value groups, d head dim; head
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
+from megatron.core.context_parallel import attend_over_sequence
+from megatron.core.context_parallel.attention import ContextGroups
+from megatron.core.context_parallel.tiles import Visibility
+from megatron.core.device import current_device
 from megatron.core.errors import ConfigError
+from megatron.core.initialization import initialization_is_deferred
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.param_meta import ParamMeta, set_param_meta, shard_of
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.rng import keyed_attention_keep_mask
 from megatron.core.transformer.blocked_attention import blocked_attention, hidden_keys
 from megatron.core.transformer.enums import AttnBackend, AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.utils import get_pg_rank
+from megatron.core.utils import divide, get_pg_rank, get_pg_size
 
 CAUSAL_TYPES = (
     AttnMaskType.causal,
@@ -36,9 +43,14 @@ CAUSAL_TYPES = (
 
 
 class DotProductAttention(MegatronModule):
-    """Scaled dot-product attention over this rank's heads; no parameters, no communication.
+    """Scaled dot-product attention over this rank's heads.
+
+    Its only parameter is `softmax_offset` [n/tp], with `softmax_type` "learnable".
+
+    Communicates only under context parallelism, on `cp` or its levels `hcp`.
 
     Args:
+        cp_comm_type: how ranks that share a sequence see each other's keys; None is "p2p".
         layer_number: 1-based, global; used by `apply_query_key_layer_scaling`.
         attn_mask_type: default mask of `forward`.
         attention_type: "self" or "cross"; makes no difference here.
@@ -68,6 +80,11 @@ class DotProductAttention(MegatronModule):
             config.attention_dropout if attention_dropout is None else attention_dropout
         )
         scale = softmax_scale if softmax_scale is not None else config.softmax_scale
+        self.cp_comm_type = cp_comm_type or "p2p"
+        self.context_groups = ContextGroups(
+            self.pg_collection.cp, tuple(self.pg_collection.hcp or ())
+        )
+        self.softmax_offset = self._new_sink()
         assert config.kv_channels
         self.softmax_scale = 1.0 / math.sqrt(config.kv_channels) if scale is None else scale
 
@@ -79,29 +96,31 @@ class DotProductAttention(MegatronModule):
         attention_mask: Tensor | None,
         attn_mask_type: AttnMaskType | None = None,
         attention_bias: Tensor | None = None,
-        packed_seq_params: Any = None,
+        packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
         """Attend.
 
         Args:
-            query: [sq, b, n, d].
+            query: [sq, b, n, d]; under context parallelism this rank's zigzag part, like the keys.
             key, value: [sk, b, g, d]; query head i uses group i // (n/g).
             attention_mask: bool, True where a key is hidden, broadcastable to [b, n, sq, sk];
                 added to what `attn_mask_type` hides. None where the type says everything.
             attention_bias: added to the scaled scores, broadcastable to [b, n, sq, sk].
+            packed_seq_params: which document each position of the whole sequence belongs to; a
+                query sees its own.
         Returns:
             [sq, b, n*d].
         """
-        if packed_seq_params is not None:
-            raise ConfigError(
-                "packed sequences (packed_seq_params) reached the local attention.",
-                rule="the local attention takes batches of equally long sequences",
-                flags=["--attention-backend"],
-                fix="pass an attention_mask that separates the documents instead",
-            )
         mask_type = attn_mask_type or self.attn_mask_type
         window = self._window(mask_type)
         dropout = self.attention_dropout if self.training else 0.0
+        is_split = get_pg_size(self.context_groups.cp) > 1
+        # The other kernels for the CPU know one width of heads; multi-latent attention has two.
+        has_two_widths = attention_mask is None and query.shape[-1] != value.shape[-1]
+        uses_blocks = is_split or has_two_widths or self.softmax_offset is not None
+        if packed_seq_params is not None or uses_blocks:
+            _refuse_matrices(attention_mask, attention_bias)
+            return self._over_sequence(query, key, value, packed_seq_params, window, dropout)
         backend = self.config.attention_backend
         explicit = (
             backend in (AttnBackend.unfused, AttnBackend.local)
@@ -118,6 +137,58 @@ class DotProductAttention(MegatronModule):
                 query, key, value, attention_mask, attention_bias, mask_type, dropout
             )
         return self._fused(query, key, value, attention_mask, attention_bias, mask_type)
+
+    def _over_sequence(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        packed_seq_params: PackedSeqParams | None,
+        window: tuple[int, int],
+        dropout: float,
+    ) -> Tensor:
+        """Attend by blocks, with keys of other ranks and within documents."""
+        s, b, n, _ = query.shape
+        documents = None
+        if packed_seq_params is not None:
+            total = s * get_pg_size(self.context_groups.cp)
+            documents = packed_seq_params.document_ids(b, total, query.device)
+        return attend_over_sequence(
+            query,
+            key,
+            value,
+            scale=self.softmax_scale,
+            sees=Visibility(window, documents),
+            kind=self.cp_comm_type,
+            groups=self.context_groups,
+            dropout=dropout,
+            first_head=get_pg_rank(self.pg_collection.tp) * n,
+            sink=self.softmax_offset,
+        )
+
+    def _new_sink(self) -> Tensor | None:
+        """Return the scores [n/tp] of a key that every query sees and nothing comes from, or None.
+
+        Learned ones are drawn like weights; each tensor-parallel rank owns those of its heads.
+        """
+        config, tp = self.config, self.pg_collection.tp
+        if config.softmax_type == "vanilla":
+            return None
+        count, size = config.num_attention_heads, get_pg_size(tp)
+        where = torch.device("cpu") if config.use_cpu_initialization else current_device()
+        scores = torch.zeros(divide(count, size), dtype=config.params_dtype, device=where)
+        if config.softmax_type == "off-by-one":
+            return scores
+        meta = ParamMeta(split_dim=0, split_axis="tp", init_method=config.init_method)
+        sink = nn.Parameter(scores)
+        set_param_meta(sink, meta)
+        if config.perform_initialization and not initialization_is_deferred():
+            assert config.init_method is not None
+            full = torch.empty(count, device=where)
+            with torch.no_grad():
+                config.init_method(full)
+                sink.copy_(shard_of(full, meta, get_pg_rank(tp), size))
+        return sink
 
     def _window(self, mask_type: AttnMaskType) -> tuple[int, int]:
         left, right = self.config.window_size or (-1, -1)
@@ -217,3 +288,16 @@ class DotProductAttention(MegatronModule):
             probabilities = probabilities * self._keep_mask(query, key, dropout)
         out = torch.bmm(probabilities.view(b * n, sq, sk), v)
         return out.view(b, n, sq, d).permute(2, 0, 1, 3).reshape(sq, b, n * d)
+
+
+def _refuse_matrices(attention_mask: Tensor | None, attention_bias: Tensor | None) -> None:
+    """Raise if a [sq, sk] mask or bias came where no such matrix is ever formed."""
+    if attention_mask is not None or attention_bias is not None:
+        name = "an attention_mask" if attention_mask is not None else "an attention_bias"
+        raise ConfigError(
+            f"{name} reached an attention over a split or packed sequence.",
+            rule="there, and with a softmax_type of its own, the mask is told by its type, the"
+            " window and the documents: a matrix [s, s] would outgrow everything else",
+            flags=["--context-parallel-size", "--reset-attention-mask", "--softmax-type"],
+            fix="pass the documents as packed_seq_params (PackedSeqParams(seq_idx=...))",
+        )

@@ -11,9 +11,12 @@ from dataclasses import dataclass
 from megatron.core.errors import ConfigError, MegatronError, raise_together
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.transformer.config.block import BlockConfig
+from megatron.core.transformer.config.context_parallel import context_parallel_problems
 from megatron.core.transformer.config.initialization import InitializationConfig
+from megatron.core.transformer.config.latent_attention import LatentAttentionConfig
 from megatron.core.transformer.config.position import PositionConfig
 from megatron.core.transformer.config.precision import PrecisionConfig
+from megatron.core.transformer.config.prediction import PredictionConfig
 from megatron.core.transformer.config.recompute import RecomputeConfig
 from megatron.core.transformer.config.shape import ShapeConfig
 from megatron.core.transformer.config.stages import StageConfig
@@ -27,6 +30,8 @@ class TransformerConfig(
     PrecisionConfig,
     InitializationConfig,
     PositionConfig,
+    LatentAttentionConfig,
+    PredictionConfig,
     BlockConfig,
     ShapeConfig,
     ModelParallelConfig,
@@ -46,6 +51,8 @@ class TransformerConfig(
             *self.check_shape(),
             *self.check_parallel(),
             *self.check_block(),
+            *self.check_latent_attention(),
+            *self.check_prediction(),
             *self.check_recompute(self.sequence_parallel),
         ]
         if not problems:
@@ -89,4 +96,13 @@ class TransformerConfig(
                     fix=f"use --ffn-hidden-size {-(-self.ffn_hidden_size // tp) * tp}",
                 )
             )
-        return problems
+        return [*problems, *context_parallel_problems(self)]
+
+
+@dataclass
+class MLATransformerConfig(TransformerConfig):
+    """The config of a model with multi-latent attention, with Megatron's defaults for one."""
+
+    multi_latent_attention: bool = True
+    q_lora_rank: int | None = 512
+    normalization: str = "RMSNorm"

@@ -11,8 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from megatron.core.context_parallel import rows_of_rank
 from megatron.core.dist_checkpointing.mapping import RankOffset, ShardedStateDict
 from megatron.core.pipeline_parallel.layout import pipeline_layout
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -23,7 +25,7 @@ from megatron.core.transformer.module import GraphableMegatronModule
 from megatron.core.transformer.sharded_state import replace_key_prefixes
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module, get_module
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.utils import get_pg_rank, get_pg_size
+from megatron.core.utils import get_pg_rank
 
 
 def get_transformer_layer_offset(
@@ -104,6 +106,7 @@ class TransformerLayer(GraphableMegatronModule):
             config=config,
             layer_number=self.layer_number,
             pg_collection=self.pg_collection,
+            **self._context_parallel_options(),
         )
         self.self_attn_bda = build_module(submodules.self_attn_bda)
         self.has_cross_attention = get_module(submodules.cross_attention) is not IdentityOp
@@ -134,6 +137,7 @@ class TransformerLayer(GraphableMegatronModule):
         self.recomputes_mlp_norm = (
             recomputes_norms
             and not self.recomputes_mlp
+            and config.mlp_chunks_for_training == 1
             and not isinstance(self.pre_mlp_layernorm, IdentityOp)
         )
 
@@ -155,7 +159,7 @@ class TransformerLayer(GraphableMegatronModule):
         *,
         inference_params: Any = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Run the layer on [s, b, h] ([s/tp, b, h] under sequence parallelism).
+        """Run the layer on [s/cp, b, h] ([s/cp/tp, b, h] under sequence parallelism).
 
         Args:
             context: what cross attention attends to; returned unchanged.
@@ -177,13 +181,19 @@ class TransformerLayer(GraphableMegatronModule):
                 hidden_states = self._forward_cross_attention(hidden_states, context, context_mask)
             return self._forward_mlp(hidden_states), context
 
+    def _context_parallel_options(self) -> dict[str, Any]:
+        """Return what an attention is told of context parallelism, if there is any."""
+        kinds = self.config.cp_comm_type
+        if self.config.context_parallel_size == 1 or kinds is None:
+            return {}
+        # Layers that predict later tokens count on behind the last one, and do as it does.
+        kind = kinds if isinstance(kinds, str) else kinds[min(self.layer_number, len(kinds)) - 1]
+        return {"cp_comm_type": kind}
+
     def _rows(self, hidden_states: Tensor) -> SequenceRows:
         """Return which positions of the sequence the local rows are."""
-        tp = self.pg_collection.tp
-        if not self.config.sequence_parallel:
-            return SequenceRows.whole(hidden_states.shape[0])
-        size = get_pg_size(tp)
-        return SequenceRows.whole(hidden_states.shape[0] * size).shard(get_pg_rank(tp), size)
+        sp = self.pg_collection.tp if self.config.sequence_parallel else None
+        return rows_of_rank(hidden_states.shape[0], self.pg_collection.cp, sp)
 
     def _residual(self, hidden_states: Tensor, normed: Tensor) -> Tensor:
         post_norm = self.config.apply_residual_connection_post_layernorm
@@ -223,13 +233,21 @@ class TransformerLayer(GraphableMegatronModule):
         normed, dropped = self._normed(
             self.pre_mlp_layernorm, hidden_states, self.recomputes_mlp_norm
         )
-        if self.recomputes_mlp and self.training:
+        if self.config.mlp_chunks_for_training > 1 and self.training:
+            output = self._mlp_in_chunks(normed)
+        elif self.recomputes_mlp and self.training:
             output = checkpoint(self.mlp, False, normed)
         else:
             output = self.mlp(normed)
         if dropped is not None:
             dropped.discard_output_and_register_recompute(output[0])
         return self._add(self.mlp_bda, output, self._residual(hidden_states, normed))
+
+    def _mlp_in_chunks(self, normed: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Run the MLP on one run of rows after the other; backward forms each run again."""
+        runs = normed.chunk(self.config.mlp_chunks_for_training)
+        outputs = [checkpoint(self.mlp, False, run) for run in runs]
+        return torch.cat([output for output, _ in outputs]), outputs[0][1]
 
     def sharded_state_dict(
         self,

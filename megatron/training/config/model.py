@@ -95,9 +95,8 @@ class ModelConfig:
     softmax_type: str = flag(
         "vanilla",
         choices=("vanilla", "off-by-one", "learnable"),
-        refuse_values={"off-by-one": "use vanilla", "learnable": "use vanilla"},
     )
-    """Denominator of the attention softmax."""
+    """Denominator of the attention softmax: plus one, or plus a learned sink per head."""
     attention_output_gate: bool = flag(False, refuse="train without an output gate")
     """Multiply the attention output by a learned gate."""
     apply_query_key_layer_scaling: bool = False
@@ -132,10 +131,8 @@ class ModelConfig:
 class LatentAttentionConfig:
     """Flags of multi-latent attention (arXiv 2405.04434) and multi-token prediction."""
 
-    multi_latent_attention: bool = flag(
-        False, refuse="use --group-query-attention with few --num-query-groups"
-    )
-    """Attention with compressed keys and values."""
+    multi_latent_attention: bool = False
+    """Attention whose keys and values are made from one short vector per token."""
     q_lora_rank: int | None = flag(None, part_of="multi_latent_attention")
     """Width of compressed queries."""
     kv_lora_rank: int = flag(32, part_of="multi_latent_attention")
@@ -150,7 +147,7 @@ class LatentAttentionConfig:
     """YaRN scale (arXiv 2309.00071)."""
     mscale: float = flag(1.0, part_of="multi_latent_attention")
     """YaRN attention temperature."""
-    mtp_num_layers: int | None = flag(None, refuse="train with the next token only")
-    """Extra predictors of later tokens (arXiv 2404.19737)."""
+    mtp_num_layers: int | None = None
+    """Further tokens that are predicted, each by one more layer (arXiv 2412.19437)."""
     mtp_loss_scaling_factor: float = flag(0.1, part_of="mtp_num_layers")
     """Weight of their loss."""

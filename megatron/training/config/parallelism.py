@@ -40,16 +40,15 @@ class ParallelismConfig:
     """Count the loss as one layer of the last stage."""
     sequence_parallel: bool = False
     """Split norms, dropouts and residuals along the sequence (arXiv 2205.05198)."""
-    context_parallel_size: int = flag(
-        1, refuse="use --tensor-model-parallel-size with --sequence-parallel for long sequences"
-    )
-    """Ranks over which the sequence is split everywhere."""
+    context_parallel_size: int = 1
+    """Ranks over which the sequence is split everywhere, attention included (arXiv 2310.01889)."""
     cp_comm_type: list[str] = flag(["p2p"], nargs="+", part_of="context_parallel_size")
-    """Algorithm of context parallelism, one or one per layer."""
+    """How attention sees the keys of other ranks: p2p (ring), all_gather, a2a (Ulysses, arXiv
+    2309.14509) or a2a+p2p; one, or one per layer."""
     hierarchical_context_parallel_sizes: list[int] | None = flag(
         None, nargs="+", part_of="context_parallel_size"
     )
-    """Sizes of its levels."""
+    """Sizes of the two levels of a2a+p2p: near ranks that exchange heads, then the ring."""
     expert_model_parallel_size: int = flag(1, refuse="drop it: there are no routed experts")
     """Ranks over which experts are distributed."""
     expert_tensor_parallel_size: int | None = flag(None, part_of="num_experts")

@@ -65,6 +65,9 @@ class PrecisionConfig:
     """Selective: any of core_attn, mlp, layernorm. Default core_attn."""
     distribute_saved_activations: bool = False
     """Shard the saved layer inputs over the tensor-parallel ranks."""
+    mlp_chunks_for_training: int = 1
+    """Compute the MLP for so many runs of tokens one after the other, each again in backward: its
+    wide activations exist for one run at a time (arXiv 2506.13996)."""
     cpu_offloading_num_layers: int = flag(0, refuse=_USE_RECOMPUTE)
     """Layers whose activations wait in host memory."""
     fine_grained_activation_offloading: bool = flag(False, refuse=_USE_RECOMPUTE)

@@ -41,9 +41,10 @@ def mean_keys(seq_length: int, window: int | None, convention: FlopConvention) -
 def forward_flops_per_token(size: ModelSize, convention: FlopConvention) -> float:
     """Return the operations of the forward pass of one token."""
     keys = mean_keys(size.seq_length, size.window, convention)
-    attention = 2 * 2 * keys * size.attention_width  # queries with keys, weights with values
+    attention = 2 * keys * size.score_width  # queries with keys, weights with values
     layer = 2 * size.layer_matrices + attention
-    return size.num_layers * layer + 2 * size.head_matrix
+    later = layer + 2 * 2 * size.hidden_size**2 + 2 * size.head_matrix
+    return size.num_layers * layer + 2 * size.head_matrix + size.num_later_tokens * later
 
 
 def training_flops_per_token(size: ModelSize, convention: FlopConvention) -> float:

@@ -52,7 +52,8 @@ def gibibytes(num_bytes: float) -> str:
 
 def layer_activation_bytes(settings: Mapping[str, Any], size: ModelSize) -> float:
     """Return what one layer keeps of one micro batch for its backward."""
-    s, b, h = size.seq_length, settings["micro_batch_size"], size.hidden_size
+    cp = settings["context_parallel_size"]
+    s, b, h = size.seq_length / cp, settings["micro_batch_size"], size.hidden_size
     tp = settings["tensor_model_parallel_size"]
     item = 4 if not (settings["bf16"] or settings["fp16"]) else 2
     shard = tp if settings["sequence_parallel"] else 1
@@ -66,7 +67,7 @@ def layer_activation_bytes(settings: Mapping[str, Any], size: ModelSize) -> floa
     scores = 0.0
     if settings["attention_dropout"] > 0 and settings["recompute_granularity"] is None:
         # Dropout on the weights keeps the probabilities and their mask.
-        scores = 2 * item * size.num_attention_heads * s / (h * tp)
+        scores = 2 * item * size.num_attention_heads * size.seq_length / (h * tp)
     return s * b * h * (outside + attention + mlp + scores)
 
 
@@ -108,7 +109,8 @@ def estimate_memory(
     gradient_bytes: float = 4 if not is_half or settings["grad_reduce_in_fp32"] else 2
     moments = 8 if settings["optimizer"] == "adam" else 4  # those of Muon's other rule are few
     optimizer_bytes: float = moments + (4 if is_half else 0)
-    num_shards = dp / settings["num_distributed_optimizer_instances"]
+    num_shards = dp * settings["context_parallel_size"]
+    num_shards /= settings["num_distributed_optimizer_instances"]
     rung = SHARDING_STRATEGIES.index(settings["data_parallel_sharding_strategy"])
     if rung >= 1:
         optimizer_bytes /= num_shards
@@ -121,6 +123,7 @@ def estimate_memory(
     logits = 0.0
     if any(last for _, _, last in chunks):
         tokens = size.seq_length * settings["micro_batch_size"]
+        tokens /= settings["context_parallel_size"]
         if not settings["cross_entropy_loss_fusion"]:
             logits = tokens * size.vocab_size / tp * (item + 4)
     return MemoryEstimate(

@@ -12,6 +12,39 @@ from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True)
+class LatentSizes:
+    """Widths of multi-latent attention; see `megatron.core.transformer.multi_latent_attention`."""
+
+    query_latent: int
+    """0 if queries are projected in one step."""
+    latent: int
+    plain: int
+    """Part of a query/key head without position."""
+    rotary: int
+    value: int
+
+    @property
+    def query(self) -> int:
+        """Width of a query head."""
+        return self.plain + self.rotary
+
+    @property
+    def per_head(self) -> int:
+        """Width of a head's query, key and value."""
+        return 2 * self.query + self.value
+
+    def matrices(self, hidden: int, heads: int) -> int:
+        """Elements of the projections to queries, keys and values."""
+        queries = heads * self.query
+        if self.query_latent:
+            down_and_up = hidden * self.query_latent + self.query_latent * queries
+        else:
+            down_and_up = hidden * queries
+        keys = hidden * (self.latent + self.rotary)
+        return down_and_up + keys + self.latent * heads * (self.plain + self.value)
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelSize:
     """The sizes that parameters and FLOPs follow from."""
 
@@ -33,6 +66,10 @@ class ModelSize:
     has_qk_norm: bool = False
     window: int | None = None
     """Keys to the left that a query sees besides itself; None is all."""
+    num_later_tokens: int = 0
+    """Layers that predict tokens after the next one."""
+    latent: LatentSizes | None = None
+    """Sizes of multi-latent attention."""
 
     @staticmethod
     def from_settings(settings: Mapping[str, Any], vocab_size: int | None = None) -> ModelSize:
@@ -55,24 +92,48 @@ class ModelSize:
             has_linear_bias=settings["add_bias_linear"],
             has_qkv_bias=settings["add_bias_linear"] or settings["add_qkv_bias"],
             has_qk_norm=settings["qk_layernorm"],
+            num_later_tokens=settings["mtp_num_layers"] or 0,
+            latent=LatentSizes(
+                query_latent=settings["q_lora_rank"] or 0,
+                latent=settings["kv_lora_rank"],
+                plain=settings["qk_head_dim"],
+                rotary=settings["qk_pos_emb_head_dim"],
+                value=settings["v_head_dim"],
+            )
+            if settings["multi_latent_attention"]
+            else None,
             window=window[0] if window is not None and window[0] >= 0 else None,
         )
 
     @property
     def qkv_width(self) -> int:
-        """Rows of the fused projection, (n + 2g) d."""
+        """Width of what a token projects to for attention: (n + 2g) d, or by way of latents."""
+        if self.latent is not None:
+            return self.num_attention_heads * self.latent.per_head
         return (self.num_attention_heads + 2 * self.num_query_groups) * self.kv_channels
 
     @property
     def attention_width(self) -> int:
-        """Width of all query heads together, n d."""
+        """Width of the attention's output, n d, or n times the width of a value head."""
+        if self.latent is not None:
+            return self.num_attention_heads * self.latent.value
         return self.num_attention_heads * self.kv_channels
 
     @property
     def layer_matrices(self) -> int:
         """Elements of the matrices of one layer: what its matrix products multiply with."""
         h, f = self.hidden_size, self.ffn_hidden_size
-        return h * self.qkv_width + self.attention_width * h + (3 if self.is_gated else 2) * h * f
+        projections = h * self.qkv_width
+        if self.latent is not None:
+            projections = self.latent.matrices(h, self.num_attention_heads)
+        return projections + self.attention_width * h + (3 if self.is_gated else 2) * h * f
+
+    @property
+    def score_width(self) -> int:
+        """Products of a query with one key and of its weight with one value, over all heads."""
+        if self.latent is not None:
+            return self.num_attention_heads * (self.latent.query + self.latent.value)
+        return 2 * self.attention_width
 
     @property
     def head_matrix(self) -> int:
@@ -91,11 +152,20 @@ class ModelSize:
         count = self.layer_matrices + 2 * self.norm_parameters
         if self.has_linear_bias:
             count += h + f * (2 if self.is_gated else 1) + h
+        if self.latent is not None:
+            norms = self.latent.latent + self.latent.query_latent
+            return count + norms * self.has_qk_norm * (2 if self.norm_has_bias else 1)
         if self.has_qkv_bias:
             count += self.qkv_width
         if self.has_qk_norm:
             count += 2 * self.kv_channels * (2 if self.norm_has_bias else 1)
         return count
+
+    @property
+    def later_token_parameters(self) -> int:
+        """Parameters of all layers that predict later tokens: joining matrix and norms besides."""
+        joining = 2 * self.hidden_size**2 + 3 * self.norm_parameters
+        return self.num_later_tokens * (self.layer_parameters + joining)
 
     @property
     def embedding_parameters(self) -> int:
@@ -107,6 +177,7 @@ class ModelSize:
         """All parameters of the model; a tied head counts once."""
         head = 0 if self.is_tied else self.head_matrix
         layers = self.num_layers * self.layer_parameters
+        layers += self.later_token_parameters
         return layers + self.embedding_parameters + self.norm_parameters + head
 
     def stage_parameters(self, num_layers: int, *, has_embedding: bool, has_loss: bool) -> int:
@@ -118,7 +189,9 @@ class ModelSize:
         if has_embedding:
             count += self.embedding_parameters
         if has_loss:
-            count += self.norm_parameters
+            count += self.norm_parameters + self.later_token_parameters
+            if self.num_later_tokens and not has_embedding and not self.is_tied:
+                count += self.head_matrix  # a copy of the embedding
             if not (self.is_tied and has_embedding):
                 count += self.head_matrix
         return count

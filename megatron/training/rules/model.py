@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -91,17 +92,30 @@ def positions_reach_the_sequence(run: ResolvedRun) -> Iterator[MegatronError]:
 
 
 @rule
-def the_sequence_splits_over_tensor_ranks(run: ResolvedRun) -> Iterator[MegatronError]:
-    """Sequence parallelism cuts the sequence into equal parts."""
-    tp, length = run.tensor_model_parallel_size, run.seq_length
-    if run.sequence_parallel and length and length % tp:
+def the_sequence_splits_over_ranks(run: ResolvedRun) -> Iterator[MegatronError]:
+    """Context parallelism cuts the sequence into pairs of chunks, sequence parallelism further."""
+    tp, cp, length = run.tensor_model_parallel_size, run.context_parallel_size, run.seq_length
+    if not length or cp < 1:
+        return
+    pieces = 2 * cp if cp > 1 else 1
+    if cp > 1 and length % pieces:
         yield problem(
-            f"--seq-length {length} cannot be split over tensor-parallel size {tp}.",
+            f"--seq-length {length} cannot be split over context-parallel size {cp}.",
+            "each context-parallel rank holds two equal chunks of the sequence",
+            "--seq-length",
+            "--context-parallel-size",
+            fix=f"use --seq-length {-(-length // pieces) * pieces}",
+        )
+    elif run.sequence_parallel and length // cp % tp:
+        step = math.lcm(pieces, cp * tp)
+        yield problem(
+            f"--seq-length {length} cannot be split over tensor-parallel size {tp}"
+            + (f" and context-parallel size {cp}." if cp > 1 else "."),
             "with --sequence-parallel each tensor-parallel rank holds an equal part of the"
             " sequence",
             "--seq-length",
             "--sequence-parallel",
-            fix=f"use --seq-length {-(-length // tp) * tp}",
+            fix=f"use --seq-length {-(-length // step) * step}",
         )
 
 
@@ -143,6 +157,43 @@ def layers_without_rotary_embedding(run: ResolvedRun) -> Iterator[MegatronError]
             "--no-rope-freq",
             "--position-embedding-type",
             fix="use --position-embedding-type rope",
+        )
+
+
+@rule
+def latent_attention_is_complete(run: ResolvedRun) -> Iterator[MegatronError]:
+    """Multi-latent attention brings its own heads and positions."""
+    if not run.multi_latent_attention:
+        return
+    for name, wanted in (("position_embedding_type", "rope"), ("transformer_impl", "local")):
+        if run.values[name] != wanted:
+            yield problem(
+                f"--multi-latent-attention with {kebab(name)} {run.values[name]}.",
+                "part of its heads rotates, and only local layers have it",
+                "--multi-latent-attention",
+                kebab(name),
+                fix=f"use {kebab(name)} {wanted}",
+            )
+    if run.group_query_attention:
+        yield problem(
+            "--multi-latent-attention with --group-query-attention.",
+            "every head has keys and values of its own, made from one latent",
+            "--multi-latent-attention",
+            "--group-query-attention",
+            fix="drop --group-query-attention",
+        )
+
+
+@rule
+def only_local_layers_have_sinks(run: ResolvedRun) -> Iterator[MegatronError]:
+    """The engine's attention is not told of another denominator."""
+    if run.softmax_type != "vanilla" and run.transformer_impl != "local":
+        yield problem(
+            f"--softmax-type {run.softmax_type} with --transformer-impl {run.transformer_impl}.",
+            "only the local attention has a denominator of its own",
+            "--softmax-type",
+            "--transformer-impl",
+            fix="use --transformer-impl local",
         )
 
 

@@ -29,6 +29,7 @@ def tiny_gpt(groups, num_chunks=1, sequence_parallel=False):
         pipeline_model_parallel_size=pp,
         virtual_pipeline_model_parallel_size=num_chunks if num_chunks > 1 else None,
         sequence_parallel=sequence_parallel,
+        context_parallel_size=get_pg_size(groups.cp),
         pipeline_dtype=torch.float32,
         # Wide enough that the most likely token is not a matter of rounding.
         init_method_std=0.5,
@@ -86,6 +87,7 @@ def test_every_layout_writes_the_same_text(sampling):
         (2, (1, True), {"tp": 2}),
         (4, (), {"tp": 2, "pp": 2}),
         (2, (2,), {"pp": 2, "vp": 2}),
+        (4, (1, True), {"tp": 2, "cp": 2}),
     ):
         results = run_distributed(continue_prompts, size, sampling, *arguments, **layout)
         assert results == [serial] * size, layout

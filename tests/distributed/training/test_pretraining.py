@@ -43,9 +43,24 @@ def test_every_layout_trains_along_the_curve_of_one_process(tmp_path):
          {"num_distributed_optimizer_instances": 2}),
         ("--use-megatron-fsdp --pipeline-model-parallel-size 2 --log-params-norm"
          " --eval-interval 2 --eval-iters 1 --recompute-activations", {"pp": 2}),
+        ("--context-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel"
+         " --cp-comm-type p2p a2a all_gather p2p", {"cp": 2, "tp": 2}),
     ):  # fmt: skip
         found = losses(tmp_path, 4, flags, **layout)
         assert_close(found, expected, FP32_REORDERED_SUM, flags)
+
+
+def test_documents_and_a_checkpoint_cross_context_parallel_sizes(tmp_path):
+    """Half of the run on two ranks that share sequences, the other half on one."""
+    documents = "--reset-attention-mask --reset-position-ids --eod-mask-loss"
+    expected = losses(tmp_path, 1, documents)
+    assert losses(tmp_path, 1, "") != expected
+    saved = tmp_path / "run"
+    saving = f"{documents} --save {saved} --save-interval 2 --exit-interval 2"
+    first = losses(tmp_path, 2, f"{saving} --context-parallel-size 2", cp=2)
+    rest = losses(tmp_path, 1, f"{documents} --load {saved}")
+    assert len(first) == 2
+    assert_close([*first, *rest], expected, FP32_REORDERED_SUM, "losses")
 
 
 @pytest.mark.parametrize(

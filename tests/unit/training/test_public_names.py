@@ -59,7 +59,7 @@ def test_a_public_name_exists(name):
         ("initialize", ["initialize_megatron", "_set_random_seed"]),
         ("training", ["pretrain", "get_model", "setup_model_and_optimizer", "train_step"]),
         ("utils", ["print_rank_0", "print_rank_last", "unwrap_model", "calc_params_l2_norm",
-                   "average_losses_across_data_parallel_group"]),
+                   "average_losses_across_data_parallel_group", "get_batch_on_this_cp_rank"]),
     ],
 )  # fmt: skip
 def test_modules_have_the_names_of_megatron(module, names):

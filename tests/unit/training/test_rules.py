@@ -33,6 +33,39 @@ def problems(*words: str, world_size: int = 1, base=SMALL) -> list[str]:
 @pytest.mark.parametrize(
     ("words", "world_size", "expected"),
     [
+        (["--context-parallel-size", "3"], 3, "--seq-length 32 cannot be split over context"),
+        (["--context-parallel-size", "2", "--cp-comm-type", "ring"], 2, "type 'ring' is unknown"),
+        (
+            ["--context-parallel-size", "2", "--cp-comm-type", "p2p", "a2a"],
+            2,
+            "2 communication types for 4 layers",
+        ),
+        (["--context-parallel-size", "8", "--cp-comm-type", "a2a"], 8, "4 query heads of a tensor"),
+        (["--context-parallel-size", "4", "--cp-comm-type", "a2a+p2p"], 4, "without the sizes"),
+        (
+            ["--context-parallel-size", "4", "--hierarchical-context-parallel-sizes", "2", "4"],
+            4,
+            "sizes [2, 4] for context-parallel size 4",
+        ),
+        (
+            ["--context-parallel-size", "4", "--tensor-model-parallel-size", "4"]
+            + ["--sequence-parallel", "--seq-length", "40"],
+            16,
+            "--seq-length 40 cannot be split over tensor-parallel size 4 and context-parallel",
+        ),
+        (["--multi-latent-attention"], 1, "with --position-embedding-type learned_absolute"),
+        (
+            ["--multi-latent-attention", "--position-embedding-type", "rope"]
+            + ["--group-query-attention", "--num-query-groups", "2"],
+            1,
+            "--multi-latent-attention with --group-query-attention",
+        ),
+        (
+            ["--multi-latent-attention", "--position-embedding-type", "rope"]
+            + ["--qk-pos-emb-head-dim", "5"],
+            1,
+            "qk_pos_emb_head_dim=5",
+        ),
         (["--global-batch-size", "7"], 1, "--global-batch-size 7 cannot be split"),
         (["--tensor-model-parallel-size", "3"], 3, "num_attention_heads=4 cannot be split"),
         (["--pipeline-model-parallel-size", "3"], 3, "4 layers cannot be split over 3"),
@@ -165,8 +198,6 @@ def test_missing_data_names_the_files_and_what_is_near(tmp_path):
     ("words", "instead"),
     [
         (["--num-experts", "8"], "dense model"),
-        (["--context-parallel-size", "2"], "--sequence-parallel"),
-        (["--multi-latent-attention"], "--group-query-attention"),
         (["--optimizer", "soap"], "--optimizer muon"),
         (["--fp8-format", "hybrid"], "use --bf16"),
         (["--outer-dp-sharding-strategy", "optim"], "--num-distributed-optimizer-instances"),

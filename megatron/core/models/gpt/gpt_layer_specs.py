@@ -12,6 +12,15 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.local_backend import LocalBackend
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.multi_latent_attention import (
+    MLASelfAttention,
+    MLASelfAttentionSubmodules,
+)
+from megatron.core.transformer.multi_token_prediction import (
+    MultiTokenPredictionBlock,
+    MultiTokenPredictionBlockSubmodules,
+)
+from megatron.core.transformer.replicated_linear import ReplicatedLinear
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import (
     TransformerBlockSubmodules,
@@ -31,24 +40,19 @@ FUSED_NORM_KEYS = {
 so one checkpoint serves every backend."""
 
 
-def gpt_layer_submodules(backend: Backend, *, qk_layernorm: bool = False) -> Any:
+def gpt_layer_submodules(
+    backend: Backend, *, qk_layernorm: bool = False, multi_latent_attention: bool = False
+) -> Any:
     """Return the parts of a dense GPT layer made of a backend's classes."""
     fused = backend.norm_column_linear()
     norm = backend.norm() if fused is None else IdentityOp
-    head_norm = backend.norm(for_qk=True) if qk_layernorm else None
+    attention = _latent_attention if multi_latent_attention else _attention
+    norm_keys = dict(FUSED_NORM_KEYS)
+    if multi_latent_attention:
+        del norm_keys["input_layernorm."]  # two layers are behind it: it keeps its own name
     return TransformerLayerSubmodules(
         input_layernorm=norm,
-        self_attention=ModuleSpec(
-            module=SelfAttention,
-            params={"attn_mask_type": AttnMaskType.causal},
-            submodules=SelfAttentionSubmodules(
-                linear_qkv=fused or backend.column_linear(),
-                core_attention=backend.core_attention(),
-                linear_proj=backend.row_linear(),
-                q_layernorm=head_norm,
-                k_layernorm=head_norm,
-            ),
-        ),
+        self_attention=attention(backend, qk_layernorm),
         self_attn_bda=get_bias_dropout_add,
         pre_mlp_layernorm=norm,
         mlp=ModuleSpec(
@@ -58,7 +62,42 @@ def gpt_layer_submodules(backend: Backend, *, qk_layernorm: bool = False) -> Any
             ),
         ),
         mlp_bda=get_bias_dropout_add,
-        sharded_state_dict_keys_map=dict(FUSED_NORM_KEYS) if fused is None else {},
+        sharded_state_dict_keys_map={} if fused is not None else norm_keys,
+    )
+
+
+def _attention(backend: Backend, qk_layernorm: bool) -> ModuleSpec:
+    head_norm = backend.norm(for_qk=True) if qk_layernorm else None
+    return ModuleSpec(
+        module=SelfAttention,
+        params={"attn_mask_type": AttnMaskType.causal},
+        submodules=SelfAttentionSubmodules(
+            linear_qkv=backend.norm_column_linear() or backend.column_linear(),
+            core_attention=backend.core_attention(),
+            linear_proj=backend.row_linear(),
+            q_layernorm=head_norm,
+            k_layernorm=head_norm,
+        ),
+    )
+
+
+def _latent_attention(backend: Backend, qk_layernorm: bool) -> ModuleSpec:
+    """Attention through latents, which `qk_layernorm` norms."""
+    latent_norm = backend.norm() if qk_layernorm else IdentityOp
+    return ModuleSpec(
+        module=MLASelfAttention,
+        params={"attn_mask_type": AttnMaskType.causal},
+        submodules=MLASelfAttentionSubmodules(
+            linear_q_proj=backend.column_linear(),
+            linear_q_down_proj=ReplicatedLinear,
+            linear_q_up_proj=backend.column_linear(),
+            linear_kv_down_proj=ReplicatedLinear,
+            linear_kv_up_proj=backend.column_linear(),
+            core_attention=backend.core_attention(),
+            linear_proj=backend.row_linear(),
+            q_layernorm=latent_norm,
+            kv_layernorm=latent_norm,
+        ),
     )
 
 
@@ -77,8 +116,10 @@ def get_gpt_layer_local_submodules(
     Args:
         normalization: accepted for compatibility; the config's `normalization` decides.
     """
-    _refuse_unsupported(num_experts, multi_latent_attention, fp8, qk_l2_norm, options)
-    return gpt_layer_submodules(LocalBackend(), qk_layernorm=qk_layernorm)
+    _refuse_unsupported(num_experts, False, fp8, qk_l2_norm, options)
+    return gpt_layer_submodules(
+        LocalBackend(), qk_layernorm=qk_layernorm, multi_latent_attention=multi_latent_attention
+    )
 
 
 def get_gpt_layer_local_spec(*args: Any, **kwargs: Any) -> ModuleSpec:
@@ -125,7 +166,11 @@ def get_gpt_decoder_layer_specs(
         if use_transformer_engine
         else get_gpt_layer_local_spec
     )
-    spec = make(qk_layernorm=config.qk_layernorm, qk_l2_norm=qk_l2_norm)
+    spec = make(
+        qk_layernorm=config.qk_layernorm,
+        multi_latent_attention=config.multi_latent_attention,
+        qk_l2_norm=qk_l2_norm,
+    )
     return [spec] * config.num_layers
 
 
@@ -150,6 +195,26 @@ def get_gpt_decoder_block_spec(
     return TransformerBlockSubmodules(layer_specs=specs[:count], layer_norm=backend.norm())
 
 
+def get_gpt_mtp_block_spec(
+    config: TransformerConfig,
+    spec: TransformerBlockSubmodules | ModuleSpec,
+    use_transformer_engine: bool,
+    vp_stage: int | None = None,
+    pp_rank: int | None = None,
+) -> ModuleSpec | None:
+    """Return the spec of the layers that predict later tokens; None if there are none.
+
+    Args:
+        spec: of one layer, or of the layers of a stage, whose last one is repeated.
+    """
+    if not config.mtp_num_layers:
+        return None
+    layers = spec.layer_specs if isinstance(spec, TransformerBlockSubmodules) else [spec]
+    layer = (layers or get_gpt_decoder_layer_specs(config, use_transformer_engine))[-1]
+    parts = MultiTokenPredictionBlockSubmodules(transformer_layer=layer, norm=LocalBackend().norm())
+    return ModuleSpec(module=MultiTokenPredictionBlock, submodules=parts)
+
+
 def _refuse_unsupported(
     num_experts: int | None,
     multi_latent_attention: bool,
@@ -170,7 +235,7 @@ def _refuse_unsupported(
     if wanted:
         raise ConfigError(
             f"a layer spec was asked for {', '.join(wanted)}.",
-            rule="layers are dense, with multi-head or grouped-query attention",
+            rule="layers are dense; multi-latent attention exists in the local backend",
             flags=["--num-experts", "--multi-latent-attention", "--fp8-format"],
             fix="leave these out",
         )

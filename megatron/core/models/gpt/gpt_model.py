@@ -8,6 +8,7 @@ Legend: s sequence, b micro-batch, h hidden, v padded vocabulary.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,9 +19,12 @@ from megatron.core.initialization import deferred_initialization, initialize_par
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.common.language_module.language_module import LanguageModule
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.pipeline_parallel.layout import pipeline_layout
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.rng import rng_state
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlock
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import (
     TransformerBlock,
@@ -48,6 +52,7 @@ class GPTModel(LanguageModule):
         parallel_output: return logits split over the vocabulary, [.., v/tp], not gathered.
         share_embeddings_and_output_weights: tie the head to the word embedding.
         position_embedding_type: "learned_absolute", "rope" or "none".
+        mtp_block_spec: layers that predict later tokens, or None.
         scatter_embedding_sequence_parallel: under sequence parallelism, cut the embedding's
             output into rows (off if the caller does it).
     """
@@ -76,7 +81,7 @@ class GPTModel(LanguageModule):
         vp_stage: int | None = None,
     ) -> None:
         super().__init__(config, pg_collection)
-        _check_arguments(position_embedding_type, mtp_block_spec)
+        _check_arguments(position_embedding_type, config)
         assert config.kv_channels
         self.transformer_layer_spec = transformer_layer_spec
         self.vocab_size = vocab_size
@@ -87,18 +92,22 @@ class GPTModel(LanguageModule):
         self.share_embeddings_and_output_weights = share_embeddings_and_output_weights
         self.position_embedding_type = position_embedding_type
         self.vp_stage = vp_stage
+        self.mtp_process = post_process and mtp_block_spec is not None
 
         with deferred_initialization():
-            if pre_process:
+            if pre_process or self.mtp_process:
                 self.embedding = LanguageModelEmbedding(
                     config=config,
                     vocab_size=vocab_size,
                     max_sequence_length=max_sequence_length,
-                    position_embedding_type=position_embedding_type,
+                    position_embedding_type=position_embedding_type if pre_process else "none",
                     scatter_to_sequence_parallel=scatter_embedding_sequence_parallel,
                     pg_collection=self.pg_collection,
                 )
-            if position_embedding_type == "rope":
+            self.has_rotary = position_embedding_type == "rope" and not (
+                config.multi_latent_attention  # turns part of its heads by itself
+            )
+            if self.has_rotary:
                 self.rotary_pos_emb = RotaryEmbedding(
                     kv_channels=config.kv_channels,
                     rotary_percent=rotary_percent,
@@ -118,6 +127,10 @@ class GPTModel(LanguageModule):
                 pg_collection=self.pg_collection,
                 vp_stage=vp_stage,
             )
+            if self.mtp_process and mtp_block_spec is not None:
+                self.mtp = MultiTokenPredictionBlock(
+                    config, mtp_block_spec, self.pg_collection, vp_stage
+                )
             if post_process:
                 is_tied = share_embeddings_and_output_weights
                 init_method = config.embedding_init_method if is_tied else config.init_method
@@ -130,7 +143,7 @@ class GPTModel(LanguageModule):
                     bias=False,
                     skip_bias_add=False,
                     gather_output=not parallel_output,
-                    skip_weight_param_allocation=pre_process and is_tied,
+                    skip_weight_param_allocation=is_tied and (pre_process or self.mtp_process),
                     tp_group=self.pg_collection.tp,
                     pg_collection=self.pg_collection,
                 )
@@ -163,7 +176,7 @@ class GPTModel(LanguageModule):
         decoder_input: Tensor | None = None,
         labels: Tensor | None = None,
         inference_context: Any = None,
-        packed_seq_params: Any = None,
+        packed_seq_params: PackedSeqParams | None = None,
         extra_block_kwargs: dict[str, Any] | None = None,
         runtime_gather_output: bool | None = None,
         *,
@@ -174,25 +187,30 @@ class GPTModel(LanguageModule):
         """Run this stage.
 
         Args:
-            input_ids: [b, s]; read by the first stage only.
-            position_ids: [b, s], [1, s], or None for 0 ... s-1; used by learned positions.
+            input_ids: [b, s/cp], this rank's positions; read by the first stage only.
+            position_ids: [b, s/cp], [1, s/cp], or None for the absolute positions of these rows;
+                used by learned positions.
             attention_mask: bool, True where a key is hidden, or None for a causal model.
-            decoder_input: [s, b, h] instead of embedded ids.
-            labels: [b, s]; with them the last stage returns the loss.
-            loss_mask: [b, s], the weights with which the caller will sum the losses. It changes no
-                number here; the fused loss saves work by knowing it.
+            decoder_input: [s/cp, b, h] instead of embedded ids.
+            packed_seq_params: documents of the whole sequence, the same on all ranks of `cp`.
+            labels: [b, s/cp]; with them the last stage returns the loss.
+            loss_mask: [b, s/cp], the weights with which the caller will sum the losses. It changes
+                no number here; the fused loss saves work by knowing it.
         Returns:
-            the stage's hidden states [s, b, h]; on the last stage the loss of every token [b, s]
-            in fp32, or logits [b, s, v/tp] without labels.
+            the stage's hidden states [s/cp, b, h]; on the last stage the loss of every token
+            [b, s/cp] in fp32, or logits [b, s/cp, v/tp] without labels.
         """
         if decoder_input is None and self.pre_process:
             decoder_input = self.embedding(input_ids=input_ids, position_ids=position_ids)
         angles = None
-        if self.position_embedding_type == "rope":
-            length = self.rotary_pos_emb.get_rotary_seq_len(
+        if packed_seq_params is not None or self.has_rotary:
+            length = RotaryEmbedding.get_rotary_seq_len(
                 inference_context, self.decoder, decoder_input, self.config, packed_seq_params
             )
-            angles = self.rotary_pos_emb(length)
+            if packed_seq_params is not None:
+                packed_seq_params = self._with_documents(packed_seq_params, decoder_input, length)
+            if self.has_rotary:
+                angles = self.rotary_pos_emb(length)
         hidden_states = self.decoder(
             hidden_states=decoder_input,
             attention_mask=attention_mask,
@@ -206,21 +224,53 @@ class GPTModel(LanguageModule):
         weight = self.output_layer.weight  # None where the embedding on this stage is the head
         if weight is None:
             weight = self.shared_embedding_or_output_weight()
-        if labels is not None and self.config.cross_entropy_loss_fusion:
-            assert weight is not None
-            return self.compute_fused_loss(labels, hidden_states, weight, loss_mask)
         if labels is not None:
-            # The loss wants logits split over the vocabulary, whatever the caller gets otherwise.
-            logits, _ = self.output_layer(hidden_states, weight=weight, runtime_gather_output=False)
-            return self.compute_language_model_loss(labels, logits, overwrite_logits=True)
+            loss = self._loss(hidden_states, labels, weight, loss_mask)
+            if not (self.mtp_process and self.training and torch.is_grad_enabled()):
+                return loss
+            return self.mtp(
+                loss,
+                hidden_states,
+                labels,
+                embed=self.embedding.embed_words,
+                loss_of=lambda states, tokens: self._loss(states, tokens, weight),
+                attention_mask=attention_mask,
+                rotary_pos_emb=angles,
+                packed_seq_params=packed_seq_params,
+                **(extra_block_kwargs or {}),
+            )
         logits, _ = self.output_layer(
             hidden_states, weight=weight, runtime_gather_output=runtime_gather_output
         )
         logits = logits.transpose(0, 1).contiguous()
         return logits if self.logit_dtype is None else logits.to(self.logit_dtype)
 
+    def _loss(
+        self,
+        hidden_states: Tensor,
+        labels: Tensor,
+        weight: Tensor | None,
+        loss_mask: Tensor | None = None,
+    ) -> Tensor:
+        """Return the loss of every token, [b, s/cp], with the head's `weight`."""
+        if self.config.cross_entropy_loss_fusion:
+            assert weight is not None
+            return self.compute_fused_loss(labels, hidden_states, weight, loss_mask)
+        # The loss wants logits split over the vocabulary, whatever the caller gets otherwise.
+        logits, _ = self.output_layer(hidden_states, weight=weight, runtime_gather_output=False)
+        return self.compute_language_model_loss(labels, logits, overwrite_logits=True)
 
-def _check_arguments(position_embedding_type: str, mtp_block_spec: Any) -> None:
+    def _with_documents(
+        self, packed: PackedSeqParams, decoder_input: Tensor | None, length: int
+    ) -> PackedSeqParams:
+        """Say once for all layers which document each position belongs to, and check it."""
+        states = self.decoder.input_tensor if decoder_input is None else decoder_input
+        assert states is not None, "no input: call set_input_tensor first"
+        ids = packed.document_ids(states.shape[1], length, states.device)
+        return replace(packed, seq_idx=ids)
+
+
+def _check_arguments(position_embedding_type: str, config: TransformerConfig) -> None:
     if position_embedding_type not in POSITION_EMBEDDING_TYPES:
         raise ConfigError(
             f"position_embedding_type={position_embedding_type!r} is not supported.",
@@ -228,10 +278,13 @@ def _check_arguments(position_embedding_type: str, mtp_block_spec: Any) -> None:
             flags=["--position-embedding-type"],
             fix="use --position-embedding-type rope",
         )
-    if mtp_block_spec is not None:
+    layout = pipeline_layout(config)
+    last = layout.mtp_layers(layout.num_ranks - 1, layout.num_chunks - 1)
+    if config.pipeline_model_parallel_layout and len(last) != (config.mtp_num_layers or 0):
         raise ConfigError(
-            "a multi-token-prediction block was given.",
-            rule="multi-token prediction is not supported yet",
-            flags=["--mtp-num-layers"],
-            fix="drop --mtp-num-layers",
+            f"the stage of the loss has {len(last)} of {config.mtp_num_layers} layers that predict"
+            f" later tokens:\n{layout.describe()}",
+            rule="they use the head, so they are on its stage",
+            flags=["--pipeline-model-parallel-layout", "--mtp-num-layers"],
+            fix="end the layout with m for each of them and L, in one stage",
         )

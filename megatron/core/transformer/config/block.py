@@ -11,6 +11,8 @@ import torch.nn.functional as F
 from megatron.core.errors import ConfigError, MegatronError
 from megatron.core.transformer.enums import AttnBackend
 
+SOFTMAX_TYPES = ("vanilla", "off-by-one", "learnable")
+
 
 @dataclass
 class BlockConfig:
@@ -47,6 +49,9 @@ class BlockConfig:
     """Compute the unfused softmax in fp32."""
     apply_query_key_layer_scaling: bool = False
     """Divide the logits by the layer number before, and multiply after, rounding to half."""
+    softmax_type: str = "vanilla"
+    """Denominator of the attention weights: "vanilla"; "off-by-one" adds 1, a key of score zero
+    that nothing comes from; "learnable" gives each head a score for it (arXiv 2309.17453)."""
     window_size: tuple[int, int] | None = None
     """Sliding window: keys (left, right) of a query it may see; -1 is unlimited."""
     attention_backend: AttnBackend = AttnBackend.auto
@@ -62,6 +67,15 @@ class BlockConfig:
                     rule="known norms are LayerNorm and RMSNorm",
                     flags=["--normalization"],
                     fix="use --normalization RMSNorm",
+                )
+            )
+        if self.softmax_type not in SOFTMAX_TYPES:
+            problems.append(
+                ConfigError(
+                    f"softmax_type={self.softmax_type!r} is unknown.",
+                    rule=f"known types are {', '.join(SOFTMAX_TYPES)}",
+                    flags=["--softmax-type"],
+                    fix="use --softmax-type vanilla",
                 )
             )
         for name in ("hidden_dropout", "attention_dropout"):

@@ -24,6 +24,10 @@ class RecomputeConfig:
     """For "selective": any of core_attn, mlp, layernorm; None means core_attn."""
     distribute_saved_activations: bool = False
     """Shard the saved layer inputs over the tensor-parallel ranks."""
+    mlp_chunks_for_training: int = 1
+    """Runs of tokens that the MLP is computed for one after the other, each again in backward, so
+    that the wide activations of one run exist at a time (tiled MLP: arXiv 2506.13996, section
+    3.1)."""
 
     def derive_recompute(self) -> None:
         """Fill the default module list."""
@@ -62,6 +66,15 @@ class RecomputeConfig:
                     rule="a method belongs to full recomputation",
                     flags=["--recompute-method", "--recompute-granularity"],
                     fix="use --recompute-granularity full or drop --recompute-method",
+                )
+            )
+        if self.mlp_chunks_for_training < 1:
+            problems.append(
+                ConfigError(
+                    f"mlp_chunks_for_training={self.mlp_chunks_for_training}.",
+                    rule="it is a positive number",
+                    flags=["--mlp-chunks-for-training"],
+                    fix="use --mlp-chunks-for-training 1",
                 )
             )
         unknown = set(self.recompute_modules or []) - set(RECOMPUTE_MODULES)

@@ -10,12 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megatron.core.context_parallel import rows_of_rank
 from megatron.core.device import current_device
 from megatron.core.errors import ConfigError
 from megatron.core.initialization import initialization_is_deferred
 from megatron.core.param_meta import ParamMeta, set_param_meta
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.rng import SequenceRows, keyed_dropout, rng_state
+from megatron.core.rng import keyed_dropout, rng_state
 from megatron.core.tensor_parallel.layers import VocabParallelEmbedding
 from megatron.core.tensor_parallel.mappings import scatter_to_sequence_parallel_region
 from megatron.core.transformer.module import MegatronModule
@@ -52,6 +53,7 @@ class LanguageModelEmbedding(MegatronModule):
                 fix="use num_tokentypes=0",
             )
         self.pg_collection = pg_collection or ProcessGroupCollection.current()
+        self.cp_group = self.pg_collection.cp
         self.tp_group = tp_group if tp_group is not None else self.pg_collection.tp
         self.max_sequence_length = max_sequence_length
         self.add_position_embedding = position_embedding_type == "learned_absolute"
@@ -84,23 +86,37 @@ class LanguageModelEmbedding(MegatronModule):
                 init_method(embedding.weight)
         return embedding
 
+    def _words(self, input_ids: Tensor) -> Tensor:
+        """[b, s/cp] -> [s/cp, b, h]; this rank's rows of it if the lookup cuts them."""
+        if self.reduce_scatter_embeddings:
+            return self.word_embeddings(input_ids)
+        # Ids are transposed instead of embeddings: [s, b, h] comes out without a copy.
+        return self.word_embeddings(input_ids.t())
+
+    def embed_words(self, input_ids: Tensor) -> Tensor:
+        """Embed without positions and dropout: [b, s/cp] -> [s/cp, b, h] ([s/cp/tp, b, h])."""
+        hidden = self._words(input_ids)
+        if self.config.fp32_residual_connection:
+            hidden = hidden.float()
+        if self.scatters and not self.reduce_scatter_embeddings:
+            hidden = scatter_to_sequence_parallel_region(hidden, group=self.tp_group)
+        return hidden
+
     def forward(
         self, input_ids: Tensor, position_ids: Tensor | None, tokentype_ids: Tensor | None = None
     ) -> Tensor:
         """Embed.
 
         Args:
-            input_ids: [b, s].
-            position_ids: [b, s], or [1, s] for all samples alike, or None for 0 ... s-1.
+            input_ids: [b, s/cp], this rank's zigzag part.
+            position_ids: [b, s/cp], or [1, s/cp] for all samples alike, or None for the absolute
+                positions of these rows.
         Returns:
-            [s, b, h]; under sequence parallelism this rank's rows, [s/tp, b, h].
+            [s/cp, b, h]; under sequence parallelism this rank's rows, [s/cp/tp, b, h].
         """
-        length = input_ids.shape[1]
-        if self.reduce_scatter_embeddings:
-            hidden = self.word_embeddings(input_ids)
-        else:
-            # Ids are transposed instead of embeddings: [s, b, h] comes out without a copy.
-            hidden = self.word_embeddings(input_ids.t())
+        rows = rows_of_rank(input_ids.shape[1], self.cp_group)
+        length = rows.total
+        hidden = self._words(input_ids)
         if self.add_position_embedding:
             if length > self.max_sequence_length:
                 raise ConfigError(
@@ -111,13 +127,14 @@ class LanguageModelEmbedding(MegatronModule):
                     fix=f"use --max-position-embeddings {length}",
                 )
             if position_ids is None:
-                positions = self.position_embeddings.weight[:length].unsqueeze(1)
+                table = self.position_embeddings.weight
+                pieces = [table[begin:end] for begin, end in rows.ranges]
+                positions = (pieces[0] if len(pieces) == 1 else torch.cat(pieces)).unsqueeze(1)
             else:
                 positions = self.position_embeddings(position_ids.t())
             hidden = hidden + positions
         if self.config.fp32_residual_connection:
             hidden = hidden.float()
-        rows = SequenceRows.whole(length)
         if self.scatters:
             rows = rows.shard(get_pg_rank(self.tp_group), get_pg_size(self.tp_group))
             if not self.reduce_scatter_embeddings:

@@ -14,11 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megatron.core.context_parallel import rows_of_rank
 from megatron.core.device import current_device
 from megatron.core.errors import ConfigError
 from megatron.core.transformer.rotary import cos_sin, rotate
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.utils import get_pg_size
+from megatron.core.utils import get_pg_rank, get_pg_size
 
 ORIGINAL_CONTEXT = 8192
 """Context that Llama 3 was pretrained with: band limits are relative to it."""
@@ -77,13 +78,7 @@ class RotaryEmbedding(nn.Module):
                 flags=["--rotary-percent", "--kv-channels"],
                 fix="choose a percentage that gives a positive even number of channels",
             )
-        if get_pg_size(cp_group) > 1:
-            raise ConfigError(
-                "rotary positions of a sequence split over context-parallel ranks.",
-                rule="context parallelism is not supported yet",
-                flags=["--context-parallel-size"],
-                fix="use --context-parallel-size 1",
-            )
+        self.cp_group = cp_group
         self.rotary_interleaved = rotary_interleaved
         self.seq_len_interpolation_factor = seq_len_interpolation_factor
         inverse = inverse_frequencies(num_channels, rotary_base)
@@ -91,19 +86,25 @@ class RotaryEmbedding(nn.Module):
             inverse = scale_by_frequency_band(inverse, rope_scaling_factor)
         # Not a buffer: converting the model to half precision must not round the angles.
         self.inv_freq = inverse if use_cpu_initialization else inverse.to(current_device())
-        self._cached: tuple[tuple[int, int], Tensor] | None = None
+        self._cached: tuple[tuple[int, ...], Tensor] | None = None
 
     def forward(
         self, max_seq_len: int, offset: int = 0, packed_seq: bool = False, cp_group: Any = None
     ) -> Tensor:
         """Return the angles of positions offset ... offset + max_seq_len - 1.
 
+        Args:
+            packed_seq: return all of them also under context parallelism, where otherwise a rank
+                gets those of its zigzag part.
+            cp_group: overrides the group of the constructor.
         Returns:
-            [max_seq_len, 1, 1, r] fp32; entry i is the angle of channel i of a head.
+            [max_seq_len/cp, 1, 1, r] fp32; entry i is the angle of channel i of a head.
         """
-        wanted = (max_seq_len, offset)
+        group = None if packed_seq else cp_group or self.cp_group
+        wanted = (max_seq_len, offset, get_pg_rank(group), get_pg_size(group))
         if self._cached is None or self._cached[0] != wanted:
-            positions = torch.arange(max_seq_len, device=self.inv_freq.device) + offset
+            rows = rows_of_rank(max_seq_len // get_pg_size(group), group)
+            positions = rows.positions(self.inv_freq.device) + offset
             self._cached = (wanted, self.angles(positions))
         return self._cached[1]
 
@@ -119,8 +120,8 @@ class RotaryEmbedding(nn.Module):
             angles = torch.cat((angles, angles), dim=1)
         return angles[:, None, None, :]
 
+    @staticmethod
     def get_rotary_seq_len(
-        self,
         inference_context: Any,
         transformer: Any,
         transformer_input: Tensor | None,

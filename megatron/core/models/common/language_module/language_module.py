@@ -29,7 +29,8 @@ class LanguageModule(MegatronModule):
     """Base of models that read tokens and predict tokens.
 
     Subclasses set `pre_process`, `post_process`, `share_embeddings_and_output_weights`,
-    `embedding` (first stage) and `output_layer` (last stage).
+    `mtp_process` (whether this stage predicts later tokens), `embedding` (first stage, and where
+    later tokens are predicted) and `output_layer` (last stage).
     """
 
     pre_process: bool
@@ -49,6 +50,7 @@ class LanguageModule(MegatronModule):
         self.tp_group = FakeGroup(0, 1) if tp is None else tp
         self.vp_stage: int | None = None
         self.fused_loss = LinearCrossEntropy()
+        self.mtp_process = False
 
     def setup_embeddings_and_output_layer(self) -> None:
         """Write down the facts of embedding and head: what they are, and which one is a copy.
@@ -57,10 +59,14 @@ class LanguageModule(MegatronModule):
         without communication; the sum of their gradients keeps them equal.
         """
         is_tied = self.share_embeddings_and_output_weights
-        if self.pre_process:
+        if self.pre_process or self.mtp_process:
             weight = self.embedding.word_embeddings.weight
-            set_param_meta(weight, replace(get_param_meta(weight), is_embedding_or_output=True))
-            if is_tied:
+            facts = replace(get_param_meta(weight), is_embedding_or_output=True)
+            if not self.pre_process:
+                # Later tokens are embedded where they are predicted, by a copy.
+                facts = replace(facts, tied_to=WORD_EMBEDDING)
+            set_param_meta(weight, facts)
+            if self.pre_process and (is_tied or self.config.mtp_num_layers):
                 weight.shared_embedding = True
         if self.post_process and self.output_layer.weight is not None:
             weight = self.output_layer.weight
@@ -76,7 +82,7 @@ class LanguageModule(MegatronModule):
         """
         if not self.share_embeddings_and_output_weights:
             return None
-        if self.pre_process:
+        if self.pre_process or self.mtp_process:
             return self.embedding.word_embeddings.weight
         return self.output_layer.weight if self.post_process else None
 
@@ -139,6 +145,12 @@ class LanguageModule(MegatronModule):
         """Declare the model's state; a tied head is a copy of the embedding, not stored twice."""
         declared = super().sharded_state_dict(prefix, sharded_offsets, metadata)
         name = f"{prefix}output_layer.weight"
+        embedding = prefix + WORD_EMBEDDING
+        if embedding in declared and not self.pre_process:
+            weight = self.embedding.word_embeddings.weight
+            declared[embedding] = declare_tensor(
+                embedding, weight, self.pg_collection, sharded_offsets, metadata, copy=1
+            )
         if name in declared and self.share_embeddings_and_output_weights:
             declared[name] = declare_tensor(
                 prefix + WORD_EMBEDDING,

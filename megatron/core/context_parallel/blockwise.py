@@ -1,0 +1,222 @@
+"""Attention by blocks, in plain PyTorch, from pieces that can be added up.
+
+A block of queries looks at a run of keys: scores, softmax, product, and the logarithm of the
+softmax's denominator ("lse"). Results over several runs of keys are merged by their lse (online
+softmax: M. Milakov, N. Gimelshein, "Online normalizer calculation for softmax", section 3, arXiv
+1805.02867; T. Dao et al., "FlashAttention", section 3.1, arXiv 2205.14135). Backward forms the
+probabilities again from the final lse, as in section 3.1 and appendix B of the same, so that
+nothing of size [s, s] ever exists: memory grows with s.
+
+Legend: s sequence, b micro batch, g key/value groups, r query heads per group, d width of a
+query/key head, e width of a value head, z = b*g. Queries are [z, sq*r, d]: a position, and inside
+it the heads that share a key.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron.core.context_parallel.tiles import Tile, Visibility, hidden_in, tiles
+from megatron.core.rng import AttentionKeepMask, SequenceRows
+
+MAX_BLOCK_ROWS = 128
+"""Query positions per block: smaller wastes less on the diagonal, larger feeds longer products."""
+MAX_TILE_ELEMENTS = 2**24
+"""Scores that exist at a time: longer runs of keys meet fewer queries at once."""
+
+
+@dataclass(frozen=True)
+class AttentionRule:
+    """What does not change between the pieces of one attention.
+
+    Attributes:
+        sees: which keys a query sees.
+        scale: factor on the scores.
+        batch, groups, heads_per_group: b, g and r of the tensors.
+        dropout: keep mask of the probabilities, or None; first_head: the first local query head's
+            index in the whole model, by which the mask is keyed.
+    """
+
+    sees: Visibility
+    scale: float
+    batch: int
+    groups: int
+    heads_per_group: int
+    dropout: AttentionKeepMask | None = None
+    first_head: int = 0
+
+    def block_rows(self, num_keys: int) -> int:
+        """Return how many query positions to take at a time."""
+        per_row = self.batch * self.groups * self.heads_per_group * max(num_keys, 1)
+        rows = max(16, MAX_TILE_ELEMENTS // per_row)
+        return min(MAX_BLOCK_ROWS, 1 << (rows.bit_length() - 1))
+
+
+@dataclass
+class PartialAttention:
+    """Attention over the keys seen so far.
+
+    out: fp32 [z, sq*r, e]; lse: fp32 [z, sq*r], minus infinity where nothing was seen.
+    """
+
+    out: Tensor
+    lse: Tensor
+
+    @staticmethod
+    def empty(queries: Tensor, width: int) -> PartialAttention:
+        """Start with no key seen; `width` is e."""
+        shape, where = queries.shape[:2], queries.device
+        lse = torch.full(shape, float("-inf"), dtype=torch.float32, device=where)
+        out = torch.zeros((*shape, width), dtype=torch.float32, device=where)
+        return PartialAttention(out, lse)
+
+    def add(self, here: slice, out: Tensor, lse: Tensor) -> None:
+        """Merge what the queries `here` found among other keys.
+
+        out: [z, rows, e], normalised; lse: fp32 [z, rows].
+        """
+        before = self.lse[:, here]
+        joined = torch.logaddexp(before, lse)
+        # Where nothing was seen on either side both weights are zero, not exp(inf - inf).
+        base = joined.clamp_min(_LOWEST)
+        held = self.out[:, here]
+        held.mul_((before - base).exp_().unsqueeze(-1))
+        held.addcmul_(out.float(), (lse - base).exp_().unsqueeze(-1))
+        self.lse[:, here] = joined
+
+    def add_sink(self, sink: Tensor, rule: AttentionRule) -> None:
+        """Count one more key, of score `sink` [g*r] and value zero, for every query.
+
+        G. Xiao et al., "Efficient Streaming Language Models with Attention Sinks", section 3.2,
+        arXiv 2309.17453, as a learned score per head.
+        """
+        joined = torch.logaddexp(self.lse, sink_rows(sink, rule, self.lse))
+        self.out.mul_((self.lse - joined).exp_().unsqueeze(-1))
+        self.lse = joined
+
+
+_LOWEST = torch.finfo(torch.float32).min
+
+
+def sink_rows(sink: Tensor, rule: AttentionRule, lse: Tensor) -> Tensor:
+    """Lay the sinks [g*r] out like an lse [z, sq*r]."""
+    by_group = sink.float().view(1, rule.groups, 1, rule.heads_per_group)
+    rows = lse.shape[1] // rule.heads_per_group
+    return by_group.expand(rule.batch, rule.groups, rows, rule.heads_per_group).reshape(lse.shape)
+
+
+def attend(
+    result: PartialAttention,
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    query_rows: SequenceRows,
+    key_rows: SequenceRows,
+    rule: AttentionRule,
+) -> None:
+    """Let the queries see one more set of keys.
+
+    Args:
+        result: what they have seen so far; updated.
+        queries: [z, sq*r, d]; keys: [z, sk, d]; values: [z, sk, e].
+        query_rows, key_rows: which positions these are.
+    """
+    r = rule.heads_per_group
+    positions = key_rows.positions(keys.device)
+    for tile in tiles(query_rows, key_rows, rule.sees, rule.block_rows(key_rows.length)):
+        here = slice(tile.query.start * r, tile.query.stop * r)
+        scores = _scores(queries[:, here], keys[:, tile.key], tile, positions, rule)
+        highest = scores.amax(-1)
+        p = torch.softmax(scores, -1)
+        if tile.may_be_blind:
+            p.masked_fill_((highest == float("-inf")).unsqueeze(-1), 0.0)
+        # The largest probability is exp(highest score - lse), and never tiny: at least 1 / keys.
+        lse = highest - p.amax(-1).log().nan_to_num_(neginf=0.0)
+        if rule.dropout is not None:
+            p = _dropped(p, tile, positions, rule)
+        result.add(here, torch.bmm(p.to(values.dtype), values[:, tile.key]), lse)
+
+
+def attend_backward(
+    grad_out: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    query_rows: SequenceRows,
+    key_rows: SequenceRows,
+    rule: AttentionRule,
+    gradients: tuple[Tensor, Tensor, Tensor],
+) -> None:
+    """Add the gradients that flow through one set of keys.
+
+    Args:
+        grad_out: [z, sq*r, e]; lse: [z, sq*r] over *all* keys (finite); delta: fp32 [z, sq*r],
+            sum over e of out * grad_out.
+        gradients: of queries, keys and values, fp32, added to.
+    """
+    r = rule.heads_per_group
+    grad_queries, grad_keys, grad_values = gradients
+    positions = key_rows.positions(keys.device)
+    for tile in tiles(query_rows, key_rows, rule.sees, rule.block_rows(key_rows.length)):
+        here = slice(tile.query.start * r, tile.query.stop * r)
+        block, seen = queries[:, here], keys[:, tile.key]
+        p = _scores(block, seen, tile, positions, rule)
+        p = p.sub_(lse[:, here].unsqueeze(-1)).exp_()
+        block_grad = grad_out[:, here]
+        grad_p = torch.bmm(block_grad, values[:, tile.key].transpose(1, 2)).float()
+        dropped = p
+        if rule.dropout is not None:
+            factors = _dropped(torch.ones_like(p), tile, positions, rule)
+            dropped = p * factors
+            grad_p.mul_(factors)
+        half = keys.dtype
+        _add_product(grad_values[:, tile.key], dropped.to(half).transpose(1, 2), block_grad)
+        grad_scores = grad_p.sub_(delta[:, here].unsqueeze(-1)).mul_(p).mul_(rule.scale).to(half)
+        _add_product(grad_queries[:, here], grad_scores, seen)
+        _add_product(grad_keys[:, tile.key], grad_scores.transpose(1, 2), block)
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """Add a @ b to an fp32 total: half-precision products are rounded once, sums not at all."""
+    if a.dtype == total.dtype:
+        total.baddbmm_(a, b)
+    else:
+        total.add_(torch.bmm(a, b))
+
+
+def _scores(
+    block: Tensor, seen: Tensor, tile: Tile, positions: Tensor, rule: AttentionRule
+) -> Tensor:
+    """Return the scaled scores of a tile in fp32, minus infinity where hidden: [z, rows*r, run]."""
+    z, count, run = block.shape[0], block.shape[1], seen.shape[1]
+    unused = block.new_empty(1).expand(z, count, run)
+    scores = torch.baddbmm(unused, block, seen.transpose(1, 2), beta=0, alpha=rule.scale).float()
+    r = rule.heads_per_group
+    by_head = scores.view(rule.batch, rule.groups, count // r, r, run)
+    for part, mask in hidden_in(tile, rule.sees, positions):
+        # Window masks [rows, run] hold for all samples, document masks [b, rows, run] for one.
+        spread = mask.view(-1, 1, mask.shape[-2], 1, mask.shape[-1])
+        by_head[..., part].masked_fill_(spread, float("-inf"))
+    return scores
+
+
+def _dropped(p: Tensor, tile: Tile, positions: Tensor, rule: AttentionRule) -> Tensor:
+    """Return the probabilities with dropout: draws of whole rows, cut to the tile's keys."""
+    assert rule.dropout is not None
+    count = tile.query.stop - tile.query.start
+    total = rule.dropout.num_keys
+    rows = SequenceRows(((tile.first_query, tile.first_query + count),), total)
+    seen = positions[tile.key]
+    r = rule.heads_per_group
+    by_head = p.view(rule.batch, rule.groups, count, r, p.shape[-1]).clone()
+    for sample in range(rule.batch):
+        for head in range(rule.groups * r):
+            draw = rule.dropout.draw(sample, rule.first_head + head, rows, p.dtype, p.device)
+            factors = draw[:, seen].div_(rule.dropout.keep_probability)
+            by_head[sample, head // r, :, head % r].mul_(factors)
+    return by_head.view(p.shape)

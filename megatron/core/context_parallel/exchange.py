@@ -1,0 +1,200 @@
+"""How queries come to see the keys of other ranks: nobody's, all at once, or round a ring.
+
+An exchange hands out sets of keys and values, one after the other; backward it hands them out
+again, each with a buffer for its gradient, and sees to it that the gradients come home.
+
+Ring: H. Liu, M. Zaharia, P. Abbeel, "Ring Attention with Blockwise Transformers for
+Near-Infinite Context", section 3, arXiv 2310.01889. Gathered keys: "The Llama 3 Herd of Models",
+section 3.3.2, arXiv 2407.21783.
+
+Legend: s whole sequence, z = b*g, d and e widths of key and value heads, cp size of the group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron.core.context_parallel.partition import join_zigzag, split_zigzag
+from megatron.core.process_groups_config import Group
+from megatron.core.rng import SequenceRows
+from megatron.core.tensor_parallel import collectives
+
+
+@dataclass(frozen=True)
+class KeysAndValues:
+    """Keys [z, n, d] and values [z, n, e] of n positions, in one piece of memory.
+
+    One message moves both.
+    """
+
+    flat: Tensor
+    keys: Tensor
+    values: Tensor
+
+    @staticmethod
+    def of(keys: Tensor, values: Tensor) -> KeysAndValues:
+        """Copy keys and values into one piece."""
+        flat = torch.cat((keys.flatten(), values.flatten()))
+        return KeysAndValues.over(flat, keys.shape, values.shape)
+
+    @staticmethod
+    def over(flat: Tensor, key_shape: torch.Size, value_shape: torch.Size) -> KeysAndValues:
+        """View a piece of memory as keys and values."""
+        cut = key_shape.numel()
+        return KeysAndValues(flat, flat[:cut].view(key_shape), flat[cut:].view(value_shape))
+
+    def like(self, flat: Tensor) -> KeysAndValues:
+        """View other memory in the same shapes."""
+        return self.over(flat, self.keys.shape, self.values.shape)
+
+    def zeros(self) -> KeysAndValues:
+        """Return a buffer for gradients, fp32."""
+        return self.like(torch.zeros_like(self.flat, dtype=torch.float32))
+
+
+class Exchange(Protocol):
+    """Brings the keys of all ranks to this rank's queries, and their gradients home."""
+
+    def visits(self, own: KeysAndValues) -> Iterator[tuple[KeysAndValues, SequenceRows]]:
+        """Yield all sets of keys and which positions they are."""
+
+    def visits_back(
+        self, own: KeysAndValues, gradient: KeysAndValues
+    ) -> Iterator[tuple[KeysAndValues, SequenceRows, KeysAndValues]]:
+        """Yield all sets again, each with an fp32 buffer to add its gradient to.
+
+        Args:
+            gradient: zeros; when the iterator ends it holds the gradient of `own` from all ranks.
+        """
+
+
+@dataclass(frozen=True)
+class NoExchange:
+    """This rank holds all keys; no communication."""
+
+    rows: SequenceRows
+
+    def visits(self, own: KeysAndValues) -> Iterator[tuple[KeysAndValues, SequenceRows]]:
+        """Yield the rank's own keys."""
+        yield own, self.rows
+
+    def visits_back(
+        self, own: KeysAndValues, gradient: KeysAndValues
+    ) -> Iterator[tuple[KeysAndValues, SequenceRows, KeysAndValues]]:
+        """Yield them again with the gradient itself."""
+        yield own, self.rows, gradient
+
+
+@dataclass(frozen=True)
+class Gather:
+    """All keys at once: an all-gather before, and a reduce-scatter of their gradient.
+
+    Only the own keys are kept between forward and backward, which gathers once more: held memory
+    is [s/cp], as on the ring. Communication per rank, in units of (cp - 1) times the bytes of own
+    keys and values: forward 1, backward 2 (the gradient in the dtype of the keys).
+    """
+
+    group: Group
+    total: int
+
+    def _gathered(self, own: KeysAndValues) -> KeysAndValues:
+        size = self.group.size()
+        pieces = collectives.all_gather(own.flat, self.group).view(size, -1)
+        cut = own.keys.numel()
+        keys = join_zigzag(pieces[:, :cut].view(size, *own.keys.shape), dim=2)
+        values = join_zigzag(pieces[:, cut:].reshape(size, *own.values.shape), dim=2)
+        return KeysAndValues(pieces, keys, values)
+
+    def visits(self, own: KeysAndValues) -> Iterator[tuple[KeysAndValues, SequenceRows]]:
+        """Yield the keys of all ranks in one set."""
+        yield self._gathered(own), SequenceRows.whole(self.total)
+
+    def visits_back(
+        self, own: KeysAndValues, gradient: KeysAndValues
+    ) -> Iterator[tuple[KeysAndValues, SequenceRows, KeysAndValues]]:
+        """Yield that set again; then sum the gradients and keep the own part."""
+        size, held = self.group.size(), self._gathered(own)
+        grad_keys = torch.zeros_like(held.keys, dtype=torch.float32)
+        grad_values = torch.zeros_like(held.values, dtype=torch.float32)
+        buffer = KeysAndValues(held.flat, grad_keys, grad_values)
+        yield held, SequenceRows.whole(self.total), buffer
+        parts = [split_zigzag(g.to(own.flat.dtype), size, dim=1) for g in (grad_keys, grad_values)]
+        message = torch.cat([part.reshape(size, -1) for part in parts], dim=1)
+        gradient.flat.copy_(collectives.reduce_scatter(message.flatten(), self.group))
+
+
+@dataclass(frozen=True)
+class Ring:
+    """Keys travel from rank to rank while those at hand are worked on.
+
+    Communication per rank, in units of (cp - 1) times the bytes of own keys and values: forward
+    1; backward 2, the keys and their gradient, which travels one step behind and is rounded to
+    the dtype of the keys at each step.
+    """
+
+    group: Group
+    total: int
+
+    def visits(self, own: KeysAndValues) -> Iterator[tuple[KeysAndValues, SequenceRows]]:
+        """Yield own keys, then those of the ranks before, nearest first."""
+        for held, source in self._travel(own):
+            yield held, SequenceRows.zigzag(self.total, source, self.group.size())
+
+    def visits_back(
+        self, own: KeysAndValues, gradient: KeysAndValues
+    ) -> Iterator[tuple[KeysAndValues, SequenceRows, KeysAndValues]]:
+        """Yield them again; the gradient of a set follows it and ends at its owner."""
+        size = self.group.size()
+        coming: _Transfer | None = None
+        for step, (held, source) in enumerate(self._travel(own)):
+            rows = SequenceRows.zigzag(self.total, source, size)
+            if step == 0:
+                yield held, rows, gradient
+                continue
+            buffer = own.zeros()
+            yield held, rows, buffer
+            if coming is not None:
+                # What the ranks before found for this set.
+                buffer.flat.add_(coming.wait())
+            coming = _Transfer(buffer.flat.to(own.flat.dtype), self.group)
+        if coming is not None:
+            gradient.flat.add_(coming.wait())
+
+    def _travel(self, own: KeysAndValues) -> Iterator[tuple[KeysAndValues, int]]:
+        """Yield (set, owner); the next set is under way while one is worked on."""
+        size, rank = self.group.size(), self.group.rank()
+        held = own
+        for step in range(size):
+            coming = _Transfer(held.flat, self.group) if step + 1 < size else None
+            yield held, (rank - step) % size
+            if coming is not None:
+                held = own.like(coming.wait())
+
+
+class _Transfer:
+    """A message to the next rank of a ring and one from the rank before, both under way."""
+
+    def __init__(self, message: Tensor, group: Group) -> None:
+        size, rank = group.size(), group.rank()
+        self._sent, self._received = message, torch.empty_like(message)
+        following = dist.get_global_rank(group, (rank + 1) % size)
+        preceding = dist.get_global_rank(group, (rank - 1) % size)
+        # One batch: separate calls deadlock on NCCL when every rank sends first.
+        self._works: list[Any] = dist.batch_isend_irecv(
+            [
+                dist.P2POp(dist.isend, self._sent, following, group),
+                dist.P2POp(dist.irecv, self._received, preceding, group),
+            ]
+        )
+
+    def wait(self) -> Tensor:
+        """Return what was received; the message sent may be overwritten afterwards."""
+        for work in self._works:
+            work.wait()
+        return self._received

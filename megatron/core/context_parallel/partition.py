@@ -1,0 +1,99 @@
+"""Who holds which positions of a sequence: the zigzag partition.
+
+The sequence is cut into 2 * cp chunks and rank r holds chunks r and 2*cp-1-r. Under a causal mask
+a query sees what lies before it, so an early chunk is cheap and a late one dear; every such pair
+costs the same (S. Brandon et al., "Striped Attention", section 3, arXiv 2311.09431, states the
+imbalance that this removes; the pairing is that of zigzag ring attention).
+
+Legend: s whole sequence, b micro batch, cp size of the context-parallel group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.core.errors import DataError
+from megatron.core.process_groups_config import Group, ProcessGroupCollection
+from megatron.core.rng import SequenceRows
+from megatron.core.utils import get_pg_rank, get_pg_size
+
+SEQUENCE_DIMENSION = {"attention_mask": 2}
+"""Where the rows of a batch entry lie if not in dimension 1."""
+WHOLE_ENTRIES = frozenset({"document_starts"})
+"""Batch entries that every rank keeps whole: attention compares local rows with all others."""
+
+
+def rows_of_rank(num_local_rows: int, cp: Group, sp: Group = None) -> SequenceRows:
+    """Return which positions of the whole sequence this rank's activations hold.
+
+    Args:
+        num_local_rows: rows of the local activation, s/cp, or s/cp/tp with `sp`.
+        cp: context-parallel group; None is one rank.
+        sp: tensor-parallel group, if sequence parallelism cuts the rows once more.
+    """
+    size, cuts = get_pg_size(cp), get_pg_size(sp)
+    rows = SequenceRows.zigzag(num_local_rows * size * cuts, get_pg_rank(cp), size)
+    return rows.shard(get_pg_rank(sp), cuts)
+
+
+def get_batch_on_this_cp_rank(batch: Mapping[str, Any], cp_group: Group = None) -> dict[str, Any]:
+    """Cut a micro batch to this rank's positions.
+
+    Args:
+        batch: tensors [b, s] (`attention_mask` [b, 1, s, s], of which the query rows are cut);
+            None stays None, and `document_starts` stays whole.
+        cp_group: None is the context-parallel group of the current collection.
+    Returns:
+        the entries as [b, s/cp] ([b, 1, s/cp, s]), contiguous.
+    Raises:
+        DataError: s is not a multiple of 2 * cp. All ranks see the same length and raise alike.
+    """
+    group = ProcessGroupCollection.current().cp if cp_group is None else cp_group
+    size = get_pg_size(group)
+    if size == 1:
+        return dict(batch)
+    return {
+        name: value
+        if value is None or name in WHOLE_ENTRIES
+        else take_rows(value, SEQUENCE_DIMENSION.get(name, 1), get_pg_rank(group), size, name)
+        for name, value in batch.items()
+    }
+
+
+def take_rows(x: Tensor, dim: int, rank: int, size: int, name: str = "tensor") -> Tensor:
+    """Return rank `rank`'s rows of `x`, whose dimension `dim` is the whole sequence."""
+    length = x.shape[dim]
+    if length % (2 * size):
+        raise DataError(
+            f"{name} has {length} positions, to be split over {size} context-parallel ranks.",
+            rule="each rank holds two equal chunks of the sequence",
+            flags=["--seq-length", "--context-parallel-size"],
+            fix=f"use a sequence length that divides by {2 * size}, for example"
+            f" {-(-length // (2 * size)) * 2 * size}",
+        )
+    ranges = SequenceRows.zigzag(length, rank, size).ranges
+    return torch.cat([x.narrow(dim, begin, end - begin) for begin, end in ranges], dim)
+
+
+def join_zigzag(parts: Tensor, dim: int = 1) -> Tensor:
+    """Put the pieces of consecutive ranks in ascending order of position.
+
+    Args:
+        parts: [ranks, ...], the rows of each rank in dimension `dim` (counted with the first).
+            All ranks of the group, or a run of neighbours.
+    Returns:
+        without the first dimension, with as many times the rows in dimension dim - 1.
+    """
+    early, late = parts.chunk(2, dim)
+    pieces = [*early.unbind(0), *late.flip(0).unbind(0)]
+    return torch.cat(pieces, dim - 1)
+
+
+def split_zigzag(whole: Tensor, size: int, dim: int = 0) -> Tensor:
+    """Undo `join_zigzag`: rows in ascending order to [size, ...], one piece per rank."""
+    pieces = whole.chunk(2 * size, dim)
+    return torch.stack([torch.cat((pieces[i], pieces[2 * size - 1 - i]), dim) for i in range(size)])

@@ -1,0 +1,146 @@
+"""Which pieces of the attention matrix have to be computed, and what is hidden inside them.
+
+Integers and masks only. Rows are described by `SequenceRows` with ascending ranges, so the keys
+that a run of queries may see under a causal mask or a window are one run of local keys, whatever
+chunks a rank happens to hold.
+
+Legend: s whole sequence, b micro batch, sq and sk local queries and keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron.core.rng import SequenceRows
+
+
+@dataclass(frozen=True)
+class Visibility:
+    """Which keys a query sees, told in absolute positions.
+
+    Attributes:
+        window: keys to the left and right of a query that it may see, -1 is unlimited; (-1, 0) is
+            causal.
+        document_ids: [b, s] of the whole sequence, never falling along s; a query sees keys of
+            its own document only. None: one document.
+    """
+
+    window: tuple[int, int]
+    document_ids: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A block of queries and the run of keys that it has to look at.
+
+    Attributes:
+        query: [begin, end) in local rows; key: the same of local keys.
+        first_query: absolute position of the first query; the others follow it.
+        far_until, ahead_from: local keys before the one may lie left of a query's window, from the
+            other on right of it.
+        may_be_blind: whether a query may see none of these keys.
+    """
+
+    query: slice
+    key: slice
+    first_query: int
+    far_until: int
+    ahead_from: int
+    may_be_blind: bool
+
+
+def tiles(
+    queries: SequenceRows, keys: SequenceRows, sees: Visibility, block_rows: int
+) -> Iterator[Tile]:
+    """Yield the tiles of a pair of row sets; pairs that see nothing of each other yield none."""
+    left, right = sees.window
+    reach = _DocumentReach(sees.document_ids)
+    local = 0
+    for begin, end in queries.ranges:
+        for first in range(begin, end, block_rows):
+            last = min(first + block_rows, end)
+            from_position, to_position = reach.of(first, last)
+            if left >= 0:
+                from_position = max(from_position, first - left)
+            if right >= 0:
+                to_position = min(to_position, last + right)
+            key = slice(num_below(keys, from_position), num_below(keys, to_position))
+            query = slice(local, local + last - first)
+            local = query.stop
+            if key.start >= key.stop:
+                continue
+            far_until = num_below(keys, last - 1 - left) if left >= 0 else key.start
+            ahead_from = num_below(keys, first + right + 1) if right >= 0 else key.stop
+            far_until = min(max(far_until, key.start), key.stop)
+            ahead_from = min(max(ahead_from, key.start), key.stop)
+            all_see_some = sees.document_ids is None and far_until < ahead_from
+            may_be_blind = not (all_see_some or _covers(keys, first, last))
+            yield Tile(query, key, first, far_until, ahead_from, may_be_blind)
+
+
+def num_below(rows: SequenceRows, position: int) -> int:
+    """Return how many of the rows lie before `position`."""
+    return sum(min(max(position - begin, 0), end - begin) for begin, end in rows.ranges)
+
+
+def _covers(rows: SequenceRows, first: int, last: int) -> bool:
+    return any(begin <= first and last <= end for begin, end in rows.ranges)
+
+
+def hidden_in(tile: Tile, sees: Visibility, keys: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    """Yield (run of the tile's keys, mask) pairs: what is hidden there.
+
+    Args:
+        keys: int64 [sk], absolute positions of the local keys.
+    Yields:
+        runs counted from the tile's first key; masks bool [rows, run] (window) or
+        [b, rows, run] (documents), True where hidden.
+    """
+    left, right = sees.window
+    start = tile.key.start
+    count = tile.query.stop - tile.query.start
+    query = torch.arange(tile.first_query, tile.first_query + count, device=keys.device)
+    if right >= 0 and tile.ahead_from < tile.key.stop:
+        run = keys[tile.ahead_from : tile.key.stop]
+        part = slice(tile.ahead_from - start, tile.key.stop - start)
+        yield part, run.unsqueeze(0) > query.unsqueeze(1) + right
+    if left >= 0 and tile.far_until > start:
+        run = keys[start : tile.far_until]
+        yield slice(0, tile.far_until - start), run.unsqueeze(0) < query.unsqueeze(1) - left
+    if sees.document_ids is not None:
+        of_query = sees.document_ids[:, tile.first_query : tile.first_query + count]
+        of_key = sees.document_ids[:, keys[tile.key]]
+        if not keys.is_cpu or not _is_one_document(of_query, of_key):
+            whole = slice(0, tile.key.stop - start)
+            yield whole, of_query.unsqueeze(2) != of_key.unsqueeze(1)
+
+
+def _is_one_document(of_query: Tensor, of_key: Tensor) -> bool:
+    """Return whether no key lies in another document; ids never fall, so ends suffice."""
+    lowest, highest = torch.minimum(of_query[:, 0], of_key[:, 0]), of_query[:, -1]
+    return bool((lowest == torch.maximum(highest, of_key[:, -1])).all())
+
+
+class _DocumentReach:
+    """From where to where the documents of a run of queries extend.
+
+    On accelerators it would cost a wait per block to know: there, the mask alone hides.
+    """
+
+    def __init__(self, document_ids: Tensor | None) -> None:
+        self.document_ids = None
+        if document_ids is not None and document_ids.is_cpu:
+            self.document_ids = document_ids.contiguous()
+
+    def of(self, first: int, last: int) -> tuple[int, int]:
+        """Return [begin, end) of the positions that queries first ... last - 1 may see."""
+        ids = self.document_ids
+        if ids is None:
+            return 0, 2**62
+        begin = torch.searchsorted(ids, ids[:, first : first + 1].contiguous())
+        end = torch.searchsorted(ids, ids[:, last - 1 : last].contiguous(), right=True)
+        return int(begin.min()), int(end.max())

@@ -1,0 +1,31 @@
+"""What a model predicts besides the next token."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron.core.errors import ConfigError, MegatronError
+
+
+@dataclass
+class PredictionConfig:
+    """Multi-token prediction (DeepSeek-V3, section 2.2, arXiv 2412.19437)."""
+
+    mtp_num_layers: int | None = None
+    """Further tokens that are predicted, each by one more layer; None or 0 is none."""
+    mtp_loss_scaling_factor: float = 0.1
+    """Weight of the mean of their losses beside the loss of the next token."""
+
+    def check_prediction(self) -> list[MegatronError]:
+        """Return the problems of these settings."""
+        if (self.mtp_num_layers or 0) >= 0 and self.mtp_loss_scaling_factor >= 0:
+            return []
+        return [
+            ConfigError(
+                f"mtp_num_layers={self.mtp_num_layers} with"
+                f" mtp_loss_scaling_factor={self.mtp_loss_scaling_factor}.",
+                rule="neither is negative",
+                flags=["--mtp-num-layers", "--mtp-loss-scaling-factor"],
+                fix="use --mtp-num-layers 1 --mtp-loss-scaling-factor 0.1",
+            )
+        ]

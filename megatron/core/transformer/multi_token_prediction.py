@@ -1,0 +1,170 @@
+"""Multi-token prediction: further layers that predict the tokens after the next one.
+
+DeepSeek-AI, "DeepSeek-V3 Technical Report", section 2.2, arXiv 2412.19437. Depth k joins the
+hidden state of depth k-1 at a position with the embedding of the token k positions later, passes
+them through one transformer layer, and predicts the token after that one, with the model's own
+embedding and head.
+
+The losses of the depths enter through backward alone: the loss of a token stays that of the next
+token, and its gradient flows, weighted, into those of the depths too. So they are scaled, masked
+and normalised exactly as the loss function does it, in every layout.
+
+Legend: s sequence, b micro batch, h hidden, D number of depths.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron.core.context_parallel import from_later, rows_of_rank
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.replicated_linear import ReplicatedLinear
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+@dataclass
+class MultiTokenPredictionBlockSubmodules:
+    """What a depth is made of: a transformer layer, and the class of its norms."""
+
+    transformer_layer: ModuleSpec | type | Any = None
+    norm: ModuleSpec | type | Any = None
+
+
+class MultiTokenPredictionLayer(MegatronModule):
+    """One depth.
+
+    Args:
+        depth: 1 for the token after the next.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        submodules: MultiTokenPredictionBlockSubmodules,
+        depth: int,
+        pg_collection: ProcessGroupCollection,
+        vp_stage: int | None = None,
+    ) -> None:
+        super().__init__(config)
+
+        def norm() -> nn.Module:
+            return build_module(
+                submodules.norm,
+                config=config,
+                hidden_size=config.hidden_size,
+                eps=config.layernorm_epsilon,
+            )
+
+        self.enorm, self.hnorm = norm(), norm()
+        self.eh_proj = ReplicatedLinear(
+            2 * config.hidden_size,
+            config.hidden_size,
+            config=config,
+            init_method=config.init_method,
+            pg_collection=pg_collection,
+            tp_group=pg_collection.tp,
+        )
+        self.transformer_layer = build_module(
+            submodules.transformer_layer,
+            config=config,
+            layer_number=config.num_layers + depth,
+            pg_collection=pg_collection,
+            vp_stage=vp_stage,
+            is_mtp_layer=True,
+            add_layer_offset=False,
+        )
+        self.final_layernorm = norm()
+
+    def forward(self, hidden_states: Tensor, embedded: Tensor, **attention: Any) -> Tensor:
+        """Join hidden states and embedded tokens [s/cp, b, h] and run the layer."""
+        joined = torch.cat((self.enorm(embedded), self.hnorm(hidden_states)), -1)
+        projected, _ = self.eh_proj(joined)
+        output, _ = self.transformer_layer(projected, **attention)
+        return self.final_layernorm(output)
+
+
+class MultiTokenPredictionBlock(MegatronModule):
+    """All depths, on the stage that holds the head.
+
+    Args:
+        spec: its submodules, or a spec with them.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        spec: ModuleSpec | MultiTokenPredictionBlockSubmodules,
+        pg_collection: ProcessGroupCollection | None = None,
+        vp_stage: int | None = None,
+    ) -> None:
+        super().__init__(config)
+        self.pg_collection = pg_collection or ProcessGroupCollection.current()
+        parts: Any = spec.submodules if isinstance(spec, ModuleSpec) else spec
+        self.layers = nn.ModuleList(
+            MultiTokenPredictionLayer(config, parts, depth, self.pg_collection, vp_stage)
+            for depth in range(1, (config.mtp_num_layers or 0) + 1)
+        )
+
+    def forward(
+        self,
+        loss: Tensor,
+        hidden_states: Tensor,
+        labels: Tensor,
+        *,
+        embed: Callable[[Tensor], Tensor],
+        loss_of: Callable[[Tensor, Tensor], Tensor],
+        packed_seq_params: PackedSeqParams | None = None,
+        **attention: Any,
+    ) -> Tensor:
+        """Let the gradient of the loss flow into the predictions of later tokens too.
+
+        Args:
+            loss: [b, s/cp], the loss of every token.
+            hidden_states: [s/cp, b, h] ([s/cp/tp, b, h] under sequence parallelism), of the model.
+            labels: [b, s/cp], the next tokens: also the input of depth 1.
+            embed: tokens [b, s/cp] to embeddings shaped like the hidden states.
+            loss_of: (hidden states, labels) to a loss [b, s/cp].
+        Returns:
+            `loss`, with more behind it.
+        Communication:
+            per depth an all-gather of b * s token ids on `cp`, besides that of a layer.
+        """
+        cp = self.pg_collection.cp
+        rows = rows_of_rank(labels.shape[1], cp)
+        positions = rows.positions(labels.device)
+        documents = None if packed_seq_params is None else packed_seq_params.seq_idx
+        tokens, weight = labels, self.config.mtp_loss_scaling_factor / len(self.layers)
+        for depth, layer in enumerate(self.layers, 1):
+            hidden_states = layer(
+                hidden_states, embed(tokens), packed_seq_params=packed_seq_params, **attention
+            )
+            tokens = from_later(labels, depth, cp)
+            counts = (positions + depth < rows.total).expand_as(labels)
+            if documents is not None:
+                later = (positions + depth).clamp(max=rows.total - 1)
+                counts = counts & (documents[:, later] == documents[:, positions])
+            loss = _WithGradientFor.apply(loss, loss_of(hidden_states, tokens), counts, weight)
+        return loss
+
+
+class _WithGradientFor(torch.autograd.Function):
+    """Return a loss whose gradient also reaches another one, where that counts."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, other: Tensor, counts: Tensor, weight: float) -> Tensor:
+        ctx.save_for_backward(counts)
+        ctx.weight = weight
+        return loss.view_as(loss)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        (counts,) = ctx.saved_tensors
+        return grad, grad * counts * ctx.weight, None, None

@@ -1,0 +1,89 @@
+"""Print the peak memory of attention: `python -m tests.distributed.context_parallel.memory`.
+
+One layer's attention, forward and backward, causal, two query heads and one key head of width 16
+in fp32, for sequences up to 65,536 on ranks that share a machine. The figure is the growth of a
+rank's resident memory between before and its peak, read from the kernel (VmHWM). Exits with status
+1 if doubling the sequence more than doubles it (with a tenth for the allocator).
+
+Takes about three minutes on two cores; --longest 16384 takes ten seconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from megatron.core.context_parallel.attention import ContextGroups, attend_over_sequence
+from megatron.core.context_parallel.tiles import Visibility
+from megatron.core.utils import get_pg_size
+from tests.harness.distributed import run_distributed
+
+HEADS, KEY_HEADS, WIDTH = 2, 1, 16
+ALLOWED_GROWTH = 2.2
+KINDS = (("p2p", 2), ("all_gather", 2), ("a2a", 2), ("a2a+p2p", 4))
+
+
+def resident_bytes(name: str) -> int:
+    """Return a memory figure of this process: VmRSS now, or VmHWM, its peak."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(name):
+            return int(line.split()[1]) * 1024
+    raise OSError(f"no {name} in /proc/self/status")
+
+
+def peak_of_attention(groups, kind: str, length: int) -> int:
+    """Return by how many bytes forward and backward of one attention raise this rank's peak."""
+    local = length // get_pg_size(groups.cp)
+    shapes = ((HEADS, WIDTH), (KEY_HEADS, WIDTH), (KEY_HEADS, WIDTH))
+    inputs = [torch.randn(local, 1, *shape, requires_grad=True) for shape in shapes]
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
+    before = resident_bytes("VmRSS")
+    out = attend_over_sequence(
+        *inputs,
+        scale=0.25,
+        sees=Visibility((-1, 0)),
+        kind=kind,
+        groups=ContextGroups(groups.cp, tuple(groups.hcp or ())),
+    )
+    out.backward(torch.ones_like(out))
+    return resident_bytes("VmHWM") - before
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--longest", type=int, default=65536, help="longest sequence")
+    parser.add_argument("--shortest", type=int, default=8192, help="shortest sequence")
+    options = parser.parse_args()
+    lengths = []
+    length = options.shortest
+    while length <= options.longest:
+        lengths.append(length)
+        length *= 2
+    print("peak MiB per rank" + "".join(f"{length:>10}" for length in lengths) + "   seconds")
+    matrix = "".join(f"{4 * length**2 / 2**20:>10.0f}" for length in lengths)
+    print(f"{'one [s, s] matrix':<17}{matrix}")
+    failed = False
+    for kind, cp in KINDS:
+        started = time.time()
+        layout = {"cp": cp} | ({"hierarchical_cp": [2, 2]} if kind == "a2a+p2p" else {})
+        peaks = [
+            max(run_distributed(peak_of_attention, cp, kind, n, timeout_s=600, **layout))
+            for n in lengths
+        ]
+        shown = "".join(f"{peak / 2**20:>10.0f}" for peak in peaks)
+        grows = [b / a for a, b in zip(peaks, peaks[1:], strict=False)]
+        verdict = "" if all(ratio <= ALLOWED_GROWTH for ratio in grows) else "  NOT LINEAR"
+        failed |= bool(verdict)
+        name = f"{kind} cp {cp}"
+        print(f"{name:<17}{shown}{time.time() - started:>10.0f}{verdict}", flush=True)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

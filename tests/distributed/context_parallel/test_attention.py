@@ -1,0 +1,110 @@
+"""Attention of a split sequence equals attention of the whole one, output and gradients."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron.core.context_parallel.attention import ContextGroups, attend_over_sequence
+from megatron.core.context_parallel.partition import take_rows
+from megatron.core.context_parallel.tiles import Visibility
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.rng import rng_state
+from megatron.core.utils import get_pg_rank, get_pg_size
+from tests.harness.distributed import run_distributed
+from tests.harness.tolerances import BF16_REORDERED_SUM, FP32_REORDERED_SUM, assert_close
+
+LENGTH, BATCH = 48, 2
+
+
+def attention_case(
+    heads, key_heads, window, with_documents, dropout, with_sink, dtype=torch.float32
+):
+    """Return inputs of a whole sequence, the gradient of its output, and the options."""
+    generator = torch.Generator().manual_seed(3)
+
+    def draw(*shape):
+        return torch.randn(shape, generator=generator).to(dtype)
+
+    tensors = {
+        "query": draw(LENGTH, BATCH, heads, 8),
+        "key": draw(LENGTH, BATCH, key_heads, 8),
+        "value": draw(LENGTH, BATCH, key_heads, 6),  # another width than the keys, as in MLA
+    }
+    documents = None
+    if with_documents:
+        starts = torch.rand(BATCH, LENGTH, generator=generator) < 0.08
+        documents = starts.cumsum(1).int()
+    options = {
+        "scale": 0.3, "sees": Visibility(window, documents), "dropout": dropout,
+        "sink": draw(heads) if with_sink else None,
+    }  # fmt: skip
+    return tensors, draw(LENGTH, BATCH, heads * 6), options
+
+
+def output_and_gradients(groups, kind, case):
+    """Attend with this rank's rows; return rows of output and gradients, and the sink's."""
+    rng_state().set_seed(11)
+    tensors, grad, options = attention_case(*case)
+    rank, size = get_pg_rank(groups.cp), get_pg_size(groups.cp)
+    if size > 1:
+        tensors = {name: take_rows(t, 0, rank, size) for name, t in tensors.items()}
+        grad = take_rows(grad, 0, rank, size)
+    for tensor in tensors.values():
+        tensor.requires_grad_()
+    if options["sink"] is not None:
+        options["sink"].requires_grad_()
+    context = ContextGroups(groups.cp, tuple(groups.hcp or ()))
+    with rng_state().at("test"):
+        out = attend_over_sequence(**tensors, **options, kind=kind, groups=context)
+    out.backward(grad)
+    found = {name: tensor.grad for name, tensor in tensors.items()} | {"output": out.detach()}
+    return found, None if options["sink"] is None else options["sink"].grad
+
+
+CAUSAL, WINDOW, EVERYTHING = (-1, 0), (13, 0), (-1, -1)
+CASES = {
+    "causal": (4, 4, CAUSAL, False, 0.0, False),
+    "shared key heads": (4, 2, CAUSAL, False, 0.0, False),
+    "dropout": (4, 2, CAUSAL, False, 0.25, False),
+    "window and sink": (8, 4, WINDOW, False, 0.0, True),
+    "documents": (4, 1, CAUSAL, True, 0.0, False),
+    "documents, window, dropout, sink": (4, 2, WINDOW, True, 0.25, True),
+    "both directions, documents": (4, 2, EVERYTHING, True, 0.0, True),
+    "uneven key heads": (12, 3, CAUSAL, False, 0.25, True),
+}
+LAYOUTS = [
+    ("p2p", {"cp": 2}), ("p2p", {"cp": 4}), ("all_gather", {"cp": 2}), ("all_gather", {"cp": 4}),
+    ("a2a", {"cp": 2}), ("a2a", {"cp": 4}),
+    ("a2a+p2p", {"cp": 4, "hierarchical_cp": [2, 2]}),
+]  # fmt: skip
+
+
+def assert_equals_whole(kind, layout, case, tolerance=FP32_REORDERED_SUM):
+    """Compare every rank's rows with those of one process."""
+    serial = ProcessGroupCollection.single()
+    expected, expected_sink = output_and_gradients(serial, kind, case)
+    size = layout["cp"]
+    results = run_distributed(output_and_gradients, size, kind, case, **layout)
+    for rank, (found, _) in enumerate(results):
+        for name, whole in expected.items():
+            rows = take_rows(whole, 0, rank, size)
+            assert_close(found[name], rows, tolerance, f"{name} {rank}")
+    if expected_sink is not None:
+        total = sum(sink for _, sink in results)
+        assert_close(total, expected_sink, FP32_REORDERED_SUM, "gradient of the sink")
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("case", list(CASES))
+@pytest.mark.parametrize(("kind", "layout"), LAYOUTS, ids=[f"{k}-{v['cp']}" for k, v in LAYOUTS])
+def test_every_rank_holds_its_rows_of_the_whole_attention(kind, layout, case):
+    assert_equals_whole(kind, layout, CASES[case])
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(("kind", "layout"), [LAYOUTS[1], LAYOUTS[3], LAYOUTS[6]])
+def test_half_precision_is_merged_in_full(kind, layout):
+    """In bf16 only what travels is rounded: gradients of keys, once per rank they pass."""
+    case = (4, 2, CAUSAL, True, 0.0, False, torch.bfloat16)
+    assert_equals_whole(kind, layout, case, BF16_REORDERED_SUM)

@@ -1,0 +1,104 @@
+"""Every kind of context parallelism sends exactly the bytes that theory says, and no more."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron.core.context_parallel.attention import ContextGroups, attend_over_sequence
+from megatron.core.context_parallel.tiles import Visibility
+from megatron.core.tensor_parallel import collectives
+from tests.harness.distributed import run_distributed
+
+LOCAL, BATCH, WIDTH, VALUE_WIDTH = 16, 2, 8, 6
+
+
+class SentBytes:
+    """Counts what this rank sends to others, at the calls of torch.distributed."""
+
+    def __init__(self) -> None:
+        self.total = 0
+
+    def _count(self, tensor, num_others, num_parts=1):
+        self.total += tensor.numel() * tensor.element_size() * num_others // num_parts
+
+    def patches(self):
+        """Return patches of everything that moves bytes."""
+        send_receive, gather = dist.batch_isend_irecv, collectives._all_gather_single
+        exchange = dist.all_to_all_single
+
+        def counted_send_receive(operations):
+            for operation in operations:
+                if operation.op is dist.isend:
+                    self._count(operation.tensor, 1)
+            return send_receive(operations)
+
+        def counted_gather(out, piece, group, **options):
+            self._count(piece, group.size() - 1)
+            return gather(out, piece, group=group, **options)
+
+        def counted_exchange(out, pieces, *sizes, group, **options):
+            assert sizes in ((), (None, None)), "equal pieces"
+            self._count(pieces, group.size() - 1, group.size())
+            return exchange(out, pieces, *sizes, group=group, **options)
+
+        return (
+            mock.patch.object(dist, "batch_isend_irecv", counted_send_receive),
+            mock.patch.object(collectives, "_all_gather_single", counted_gather),
+            mock.patch.object(dist, "all_to_all_single", counted_exchange),
+        )
+
+
+def bytes_of_a_layer(groups, kind, heads, key_heads):
+    """Return (bytes sent forward, bytes sent backward)."""
+    shapes = ((heads, WIDTH), (key_heads, WIDTH), (key_heads, VALUE_WIDTH))
+    inputs = [torch.randn(LOCAL, BATCH, *shape, requires_grad=True) for shape in shapes]
+    sent = SentBytes()
+    first, second, third = sent.patches()
+    with first, second, third:
+        out = attend_over_sequence(
+            *inputs,
+            scale=1.0,
+            sees=Visibility((-1, 0)),
+            kind=kind,
+            groups=ContextGroups(groups.cp, tuple(groups.hcp or ())),
+        )
+        forward = sent.total
+        out.sum().backward()
+    return forward, sent.total - forward
+
+
+def theory(kind, cp, levels, heads, key_heads):
+    """Return (forward, backward) in bytes: what docs/context_parallelism.md says."""
+    tokens = 4 * LOCAL * BATCH
+    keys = tokens * key_heads * (WIDTH + VALUE_WIDTH)
+    if kind in ("p2p", "all_gather"):
+        return (cp - 1) * keys, 2 * (cp - 1) * keys
+    u, ring = (cp, 1) if kind == "a2a" else levels
+    keys = max(1, u // key_heads) * keys  # replicated to where they are used
+    exchanged = keys + tokens * heads * (WIDTH + VALUE_WIDTH)  # keys, values, queries, output
+    through_heads = exchanged * (u - 1) // u
+    return through_heads + (ring - 1) * keys, through_heads + 2 * (ring - 1) * keys
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("kind", "cp", "levels", "heads", "key_heads"),
+    [
+        ("p2p", 4, None, 4, 2),
+        ("all_gather", 4, None, 4, 2),
+        ("a2a", 2, None, 4, 4),
+        ("a2a", 4, None, 8, 2),
+        ("a2a+p2p", 4, [2, 2], 4, 2),
+        ("a2a+p2p", 4, [2, 2], 4, 1),
+    ],
+)
+def test_bytes_of_a_layer_are_those_of_theory(kind, cp, levels, heads, key_heads):
+    layout = {"cp": cp} | ({"hierarchical_cp": levels} if levels else {})
+    expected = theory(kind, cp, levels, heads, key_heads)
+    assert (
+        run_distributed(bytes_of_a_layer, cp, kind, heads, key_heads, **layout) == [expected] * cp
+    )

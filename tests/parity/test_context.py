@@ -1,0 +1,57 @@
+"""A pairwise sample of the table of context parallelism.
+
+All of it is `python -m tests.parity.context`.
+"""
+
+import functools
+
+import pytest
+
+from tests.parity.compare import compare
+from tests.parity.context import MIXED, MODELS, context_layouts
+from tests.parity.layouts import LayoutCase
+from tests.parity.table import exceeds, run_case
+
+serial_run = functools.cache(functools.partial(run_case, LayoutCase()))
+
+TIED, PACKED, WINDOWED, LATENT, LATER = MODELS
+HIERARCHY = {"cp_kind": "a2a+p2p", "levels": (2, 2)}
+
+SAMPLE = [
+    (LayoutCase(tp=2, sp=True, pp=2, vp=2, cp=2, cp_kind="p2p"), TIED),
+    (LayoutCase(tp=2, cp=4, cp_kind="all_gather"), TIED),
+    (LayoutCase(pp=2, cp=4, **HIERARCHY), TIED),
+    (LayoutCase(cp=2, stage=1, cp_kind="a2a"), TIED),
+    (LayoutCase(tp=2, sp=True, cp=4, cp_kind="p2p", stage=1), PACKED),
+    (LayoutCase(tp=2, pp=2, vp=1, cp=2, cp_kind="a2a", tiled=True), PACKED),
+    (LayoutCase(cp=4, pp=2, vp=2, cp_kind=MIXED), PACKED),
+    (LayoutCase(tp=2, sp=True, cp=4, **HIERARCHY), WINDOWED),
+    (LayoutCase(tp=1, pp=2, vp=2, cp=2, cp_kind="all_gather", tiled=True), WINDOWED),
+    (LayoutCase(tp=2, cp=2, dp=2, cp_kind=MIXED, recomputes=True, stage=3), WINDOWED),
+    (LayoutCase(tp=2, sp=True, pp=2, vp=2, cp=2, cp_kind=MIXED), LATENT),
+    (LayoutCase(tp=4, pp=2, cp=1), LATENT),
+    (LayoutCase(tp=2, cp=4, cp_kind="a2a"), LATENT),
+    (LayoutCase(tp=2, sp=True, pp=2, vp=2, cp=2, cp_kind="p2p"), LATER),
+    (LayoutCase(cp=2, stage=1, cp_kind="all_gather", tiled=True), LATER),
+]
+
+
+@pytest.mark.parametrize(
+    ("layout", "model"), SAMPLE, ids=[f"{model}: {layout}" for layout, model in SAMPLE]
+)
+def test_a_split_sequence_trains_like_one_process(layout, model):
+    errors = compare(run_case(layout, model), serial_run(model))
+    assert not exceeds(errors), errors
+
+
+def test_the_table_holds_every_kind_in_every_layout():
+    layouts = [layout for layout in context_layouts() if layout.cp > 1]
+    assert len({str(layout) for layout in layouts}) == len(layouts)
+    assert {layout.world_size for layout in layouts} == {2, 4, 8}
+    for size, kinds in ((2, 4), (4, 5)):
+        places = {}
+        for layout in layouts:
+            if layout.cp == size and layout.dp == 1:
+                key = (layout.tp, layout.sp, layout.pp, layout.vp, layout.stage)
+                places.setdefault(key, set()).add(str(layout.cp_kind))
+        assert {len(found) for found in places.values()} == {kinds}

@@ -1,0 +1,114 @@
+"""Later tokens are predicted as section 2.2 of the DeepSeek-V3 report says."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron.core.context_parallel import from_later
+from megatron.core.errors import ConfigError
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_mtp_block_spec,
+)
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.transformer_config import TransformerConfig
+from tests.harness.tolerances import FP32_REORDERED_SUM, assert_close
+
+LENGTH, BATCH, VOCABULARY, WEIGHT = 12, 2, 40, 0.3
+
+
+def make_model(depths=2, is_tied=False, **fields):
+    config = TransformerConfig(
+        num_layers=2, hidden_size=16, num_attention_heads=2, hidden_dropout=0.0,
+        attention_dropout=0.0, mtp_num_layers=depths, mtp_loss_scaling_factor=WEIGHT,
+        init_method_std=0.2, **fields,
+    )  # fmt: skip
+    spec = get_gpt_layer_local_spec()
+    return GPTModel(
+        config, spec, vocab_size=VOCABULARY, max_sequence_length=LENGTH,
+        position_embedding_type="rope", share_embeddings_and_output_weights=is_tied,
+        mtp_block_spec=get_gpt_mtp_block_spec(config, spec, False),
+    )  # fmt: skip
+
+
+def by_hand(model, text, documents):
+    """Return the loss of the next tokens and the weighted sum of the other losses."""
+    tokens, labels = text[:, :LENGTH], text[:, 1:]
+    packed = None if documents is None else PackedSeqParams(seq_idx=documents)
+    angles = model.rotary_pos_emb(LENGTH)
+    states = model.decoder(
+        model.embedding(tokens, None), None, rotary_pos_emb=angles, packed_seq_params=packed
+    )
+    head = model.shared_embedding_or_output_weight()
+    head = model.output_layer.weight if head is None else head
+
+    def cross_entropy(hidden, targets):
+        return torch.nn.functional.cross_entropy(
+            (hidden @ head.T).flatten(0, 1), targets.t().flatten(), reduction="none"
+        ).view(LENGTH, BATCH)
+
+    main, extra = cross_entropy(states, labels).sum(), 0.0
+    for k, layer in enumerate(model.mtp.layers, 1):
+        ahead = torch.zeros_like(labels)
+        ahead[:, : LENGTH - k] = labels[:, k:]
+        inputs = torch.zeros_like(labels)
+        inputs[:, : LENGTH - k + 1] = labels[:, k - 1 :]
+        joined = torch.cat(
+            (layer.enorm(model.embedding.word_embeddings(inputs.t())), layer.hnorm(states)), -1
+        )
+        states, _ = layer.transformer_layer(
+            joined @ layer.eh_proj.weight.T, None, rotary_pos_emb=angles, packed_seq_params=packed
+        )
+        states = layer.final_layernorm(states)
+        for sample in range(BATCH):
+            for position in range(LENGTH - k):
+                same = documents is None or bool(
+                    documents[sample, position] == documents[sample, position + k]
+                )
+                if same:
+                    extra = extra + cross_entropy(states, ahead)[position, sample]
+    return main, extra * WEIGHT / len(model.mtp.layers)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("is_tied", [False, True])
+@pytest.mark.parametrize("has_documents", [False, True])
+def test_the_gradient_is_that_of_all_losses_and_the_loss_that_of_the_next_token(
+    has_documents, is_tied, fused
+):
+    model = make_model(is_tied=is_tied, cross_entropy_loss_fusion=fused)
+    text = torch.randint(VOCABULARY, (BATCH, LENGTH + 1))
+    documents = None
+    if has_documents:
+        documents = torch.tensor([[0] * 5 + [5] * 7, [0] * 9 + [9] * 3], dtype=torch.int32)
+    main, extra = by_hand(model, text, documents)
+    names = [name for name, _ in model.named_parameters()]
+    expected = torch.autograd.grad(main + extra, list(model.parameters()))
+    packed = None if documents is None else PackedSeqParams(seq_idx=documents)
+    loss = model(text[:, :LENGTH], None, None, labels=text[:, 1:], packed_seq_params=packed)
+    assert_close(loss.sum(), main, FP32_REORDERED_SUM, "loss")
+    loss.sum().backward()
+    for name, parameter, wanted in zip(names, model.parameters(), expected, strict=True):
+        assert_close(parameter.grad, wanted, FP32_REORDERED_SUM, f"gradient of {name}")
+
+
+def test_evaluation_predicts_the_next_token_only():
+    model = make_model().eval()
+    text = torch.randint(VOCABULARY, (BATCH, LENGTH + 1))
+    model.mtp.forward = None  # would fail if called
+    with torch.no_grad():
+        loss = model(text[:, :LENGTH], None, None, labels=text[:, 1:])
+    assert loss.shape == (BATCH, LENGTH)
+
+
+def test_later_positions_end_with_the_sequence():
+    x = torch.arange(6).view(1, 6)
+    assert from_later(x, 2, None).tolist() == [[2, 3, 4, 5, 0, 0]]
+    assert from_later(x, 9, None).tolist() == [[0] * 6]
+
+
+def test_a_layout_that_predicts_without_the_head_is_refused():
+    with pytest.raises(ConfigError, match="stage of the loss has 0 of 1"):
+        make_model(1, pipeline_model_parallel_size=2, pipeline_model_parallel_layout="Ettm|L")

@@ -1,0 +1,112 @@
+"""Multi-latent attention and YaRN: the formulas of their papers."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer.spec_utils import build_module
+from megatron.core.transformer.transformer_config import MLATransformerConfig
+from megatron.core.transformer.yarn import yarn_attention_factor, yarn_inverse_frequencies
+from tests.harness.tolerances import FP32_REORDERED_SUM, FP32_ROUNDED_ONCE, assert_close
+
+HEADS, PLAIN, ROTARY, VALUE, LATENT = 3, 8, 4, 6, 10
+
+
+def make_attention(q_lora_rank=None, **fields):
+    config = MLATransformerConfig(
+        num_layers=1, hidden_size=24, num_attention_heads=HEADS, kv_lora_rank=LATENT,
+        q_lora_rank=q_lora_rank, qk_head_dim=PLAIN, qk_pos_emb_head_dim=ROTARY, v_head_dim=VALUE,
+        qk_layernorm=True, attention_dropout=0.0, add_bias_linear=False, init_method_std=0.3,
+        **{"rope_type": "rope", **fields},
+    )  # fmt: skip
+    layer = get_gpt_layer_local_spec(multi_latent_attention=True, qk_layernorm=True)
+    return build_module(layer.submodules.self_attention, config=config, layer_number=1)
+
+
+def turned(x, position, base=10000):
+    """Rotate the halves of x [..., ROTARY] by the angles of one position."""
+    half = ROTARY // 2
+    angle = position / base ** (torch.arange(half).double() * 2 / ROTARY)
+    first, second = x[..., :half], x[..., half:]
+    return torch.cat(
+        (first * angle.cos() - second * angle.sin(), second * angle.cos() + first * angle.sin()), -1
+    )
+
+
+def rms_norm(x, eps=1e-5):
+    return x / (x.square().mean(-1, keepdim=True) + eps).sqrt()
+
+
+@pytest.mark.parametrize("q_lora_rank", [None, 14])
+def test_a_head_attends_as_in_section_2_1_of_the_paper(q_lora_rank):
+    module = make_attention(q_lora_rank)
+    s = 7
+    x = torch.randn(s, 1, 24)
+    found = module(x, None)[0]
+    w = {name: p.detach().double() for name, p in module.named_parameters()}
+    h = x[:, 0].double()
+    if q_lora_rank is None:
+        queries = h @ w["linear_q_proj.weight"].T
+    else:
+        latent = rms_norm(h @ w["linear_q_down_proj.weight"].T)
+        queries = latent @ w["linear_q_up_proj.weight"].T
+    joined = h @ w["linear_kv_down_proj.weight"].T
+    up = rms_norm(joined[:, :LATENT]) @ w["linear_kv_up_proj.weight"].T
+    shared = torch.stack([turned(joined[t, LATENT:], t) for t in range(s)])
+    heads = []
+    for head in range(HEADS):
+        q = queries.view(s, HEADS, -1)[:, head]
+        key_part, value = up.view(s, HEADS, -1)[:, head].split([PLAIN, VALUE], -1)
+        out = torch.zeros(s, VALUE, dtype=torch.float64)
+        for t in range(s):
+            plain = key_part[: t + 1] @ q[t, :PLAIN]
+            rotary = shared[: t + 1] @ turned(q[t, PLAIN:], t)
+            weights = ((plain + rotary) / math.sqrt(PLAIN + ROTARY)).softmax(0)
+            out[t] = weights @ value[: t + 1]
+        heads.append(out)
+    expected = torch.cat(heads, -1) @ w["linear_proj.weight"].T
+    assert_close(found[:, 0], expected, FP32_REORDERED_SUM, "output")
+
+
+def test_gradients_reach_every_weight():
+    module = make_attention(q_lora_rank=14, rope_type="yarn")
+    x = torch.randn(5, 2, 24, requires_grad=True)
+    module(x, None)[0].square().sum().backward()
+    for name, parameter in [("input", x), *module.named_parameters()]:
+        assert parameter.grad is not None, name
+        assert parameter.grad.abs().max() > 0, name
+
+
+def test_yarn_keeps_fast_channels_and_slows_slow_ones_down():
+    settings = {"original_context": 4096, "beta_fast": 32.0, "beta_slow": 1.0}
+    plain = 1.0 / 10000 ** (torch.arange(0, 64, 2) / 64)
+    found = yarn_inverse_frequencies(64, 10000.0, factor=40.0, **settings)
+    turns = 4096 * plain / (2 * math.pi)
+    assert torch.equal(found[turns > 40], plain[turns > 40])
+    assert_close(found[turns < 0.8], plain[turns < 0.8] / 40, FP32_ROUNDED_ONCE, "slow channels")
+    share = found / plain
+    assert bool((share.diff() <= 1e-7).all()), "monotonic in between"
+    one = yarn_inverse_frequencies(64, 10000.0, factor=1.0, **settings)
+    assert_close(one, plain, FP32_ROUNDED_ONCE, "no extension")
+
+
+def test_yarn_equals_another_implementation():
+    rope = pytest.importorskip("transformers.modeling_rope_utils")
+    llama = pytest.importorskip("transformers").LlamaConfig(
+        hidden_size=64, num_attention_heads=1, max_position_embeddings=16384,
+        rope_theta=10000.0,
+        rope_scaling={
+            "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096,
+            "beta_fast": 32.0, "beta_slow": 1.0, "rope_theta": 10000.0,
+        },
+    )  # fmt: skip
+    inverse, factor = rope.ROPE_INIT_FUNCTIONS["yarn"](llama, torch.device("cpu"))
+    found = yarn_inverse_frequencies(
+        64, 10000.0, factor=4.0, original_context=4096, beta_fast=32.0, beta_slow=1.0
+    )
+    assert_close(found, inverse, FP32_ROUNDED_ONCE, "inverse frequencies")
+    assert yarn_attention_factor(4.0) == pytest.approx(factor)
