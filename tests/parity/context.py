@@ -1,8 +1,9 @@
 """Print how far context parallelism is from one process: `python -m tests.parity.context`.
 
-TP {1,2} x CP {1,2,4} x PP {1,2} x VPP {1,2} x SP x ZeRO {0,1}, and some with ZeRO-3, of up to 8 ranks, every kind of
-communication, for models with and without documents, window and dropout. What is compared, and
-how, is as in `tests.parity.table`. Exits with status 1 if any error exceeds its tolerance.
+TP {1,2} x CP {1,2,4} x PP {1,2} x VPP {1,2} x SP x ZeRO {0,1} of up to 8 ranks, some with ZeRO-3,
+every kind of communication; for models with and without documents, window, sink, dropout,
+multi-latent attention and multi-token prediction. What is compared, and how, is as in
+`tests.parity.table`. Exits with status 1 if any error exceeds its tolerance.
 """
 
 from __future__ import annotations

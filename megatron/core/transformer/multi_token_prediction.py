@@ -106,10 +106,11 @@ class MultiTokenPredictionBlock(MegatronModule):
         vp_stage: int | None = None,
     ) -> None:
         super().__init__(config)
-        self.pg_collection = pg_collection or ProcessGroupCollection.current()
+        groups = pg_collection or ProcessGroupCollection.current()
+        self.cp_group = groups.cp
         parts: Any = spec.submodules if isinstance(spec, ModuleSpec) else spec
         self.layers = nn.ModuleList(
-            MultiTokenPredictionLayer(config, parts, depth, self.pg_collection, vp_stage)
+            MultiTokenPredictionLayer(config, parts, depth, groups, vp_stage)
             for depth in range(1, (config.mtp_num_layers or 0) + 1)
         )
 
@@ -137,7 +138,7 @@ class MultiTokenPredictionBlock(MegatronModule):
         Communication:
             per depth an all-gather of b * s token ids on `cp`, besides that of a layer.
         """
-        cp = self.pg_collection.cp
+        cp = self.cp_group
         rows = rows_of_rank(labels.shape[1], cp)
         positions = rows.positions(labels.device)
         documents = None if packed_seq_params is None else packed_seq_params.seq_idx
