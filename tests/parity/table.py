@@ -29,7 +29,7 @@ def run_case(layout: LayoutCase, model: ModelCase) -> Run:
     sizes["num_distributed_optimizer_instances"] = layout.instances
     if layout.levels:
         sizes["hierarchical_cp"] = list(layout.levels)
-    reports = run_distributed(train, layout.world_size, layout, model, **sizes)
+    reports = run_distributed(train, layout.world_size, layout, model, timeout_s=180.0, **sizes)
     return assemble(reports)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from unittest import mock
 
 import pytest
@@ -17,7 +18,10 @@ LOCAL, BATCH, WIDTH, VALUE_WIDTH = 16, 2, 8, 6
 
 
 class SentBytes:
-    """Counts what this rank sends to others, at the calls of torch.distributed."""
+    """Counts what this rank hands to others, at the door of the collectives.
+
+    How a backend moves it (ranks of one host may share memory) is another matter.
+    """
 
     def __init__(self) -> None:
         self.total = 0
@@ -27,8 +31,8 @@ class SentBytes:
 
     def patches(self):
         """Return patches of everything that moves bytes."""
-        send_receive, gather = dist.batch_isend_irecv, collectives._all_gather_single
-        exchange = dist.all_to_all_single
+        send_receive, gather = dist.batch_isend_irecv, collectives.all_gather
+        reduce, exchange = collectives.reduce_scatter, collectives.all_to_all
 
         def counted_send_receive(operations):
             for operation in operations:
@@ -36,20 +40,27 @@ class SentBytes:
                     self._count(operation.tensor, 1)
             return send_receive(operations)
 
-        def counted_gather(out, piece, group, **options):
+        def counted_gather(piece, group):
             self._count(piece, group.size() - 1)
-            return gather(out, piece, group=group, **options)
+            return gather(piece, group)
 
-        def counted_exchange(out, pieces, *sizes, group, **options):
-            assert sizes in ((), (None, None)), "equal pieces"
+        def counted_reduce(pieces, group):
             self._count(pieces, group.size() - 1, group.size())
-            return exchange(out, pieces, *sizes, group=group, **options)
+            return reduce(pieces, group)
 
-        return (
-            mock.patch.object(dist, "batch_isend_irecv", counted_send_receive),
-            mock.patch.object(collectives, "_all_gather_single", counted_gather),
-            mock.patch.object(dist, "all_to_all_single", counted_exchange),
-        )
+        def counted_exchange(pieces, group):
+            self._count(pieces, group.size() - 1, group.size())
+            return exchange(pieces, group)
+
+        stack = contextlib.ExitStack()
+        stack.enter_context(mock.patch.object(dist, "batch_isend_irecv", counted_send_receive))
+        for name, counted in (
+            ("all_gather", counted_gather),
+            ("reduce_scatter", counted_reduce),
+            ("all_to_all", counted_exchange),
+        ):
+            stack.enter_context(mock.patch.object(collectives, name, counted))
+        return stack
 
 
 def bytes_of_a_layer(groups, kind, heads, key_heads):
@@ -57,8 +68,7 @@ def bytes_of_a_layer(groups, kind, heads, key_heads):
     shapes = ((heads, WIDTH), (key_heads, WIDTH), (key_heads, VALUE_WIDTH))
     inputs = [torch.randn(LOCAL, BATCH, *shape, requires_grad=True) for shape in shapes]
     sent = SentBytes()
-    first, second, third = sent.patches()
-    with first, second, third:
+    with sent.patches():
         out = attend_over_sequence(
             *inputs,
             scale=1.0,
