@@ -22,7 +22,6 @@ from megatron.core.dist_checkpointing.loader import Contents
 from megatron.core.dist_checkpointing.object_store import place_of
 from megatron.core.dist_checkpointing.rewrite import Produced, read_whole, write_whole_tensors
 from megatron.core.dist_checkpointing.shard_file import DTYPES
-from megatron.core.dist_checkpointing.shard_reader import ShardReader
 from megatron.core.errors import CheckpointError
 from megatron.training.checkpointing.sources import MAIN_WEIGHT_PREFIX
 from tools.checkpoint.opening import OPTIMIZER_PREFIX, checkpoint_in, opened, settings_of
@@ -59,7 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
     lease = Lease.acquire(out)
     try:
         with ExitStack() as stack:
-            readers = [stack.enter_context(ShardReader(c.directory, c.manifest)) for c in every]
+            readers = [stack.enter_context(c.open_reader()) for c in every]
 
             def average(key: str) -> Tensor:
                 total = None

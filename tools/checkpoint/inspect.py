@@ -6,6 +6,7 @@ import argparse
 from collections import Counter
 
 from megatron.core.dist_checkpointing import commit
+from megatron.core.dist_checkpointing.foreign.contents import ForeignContents
 from megatron.core.dist_checkpointing.object_store import place_of
 from tools.checkpoint.opening import (
     OPTIMIZER_PREFIX,
@@ -44,8 +45,11 @@ def run(arguments: argparse.Namespace) -> int:
     for name in ("iteration", "consumed_train_samples", "num_floating_point_operations_so_far"):
         if name in state:
             print(f"  {name}: {state[name]}")
-    files = manifest.files.values()
-    print(f"  files: {len(manifest.files)}, {size_text(sum(f.size for f in files))}")
+    if isinstance(contents, ForeignContents):
+        print(f"  format: {contents.kind}")
+    else:
+        files = manifest.files.values()
+        print(f"  files: {len(manifest.files)}, {size_text(sum(f.size for f in files))}")
     weights = [t for key, t in tensors.items() if not key.startswith(OPTIMIZER_PREFIX)]
     rest = [t for key, t in tensors.items() if key.startswith(OPTIMIZER_PREFIX)]
     for what, group in (("weights", weights), ("optimizer", rest)):

@@ -2,7 +2,8 @@
 
 No run needs this: every checkpoint loads in every layout. It is for people who carry checkpoints
 around: thousands of shard files become a few, each tensor lies in one piece that any safetensors
-reader understands, and optimizer state can be left out. The digest stays the same.
+reader understands, and optimizer state can be left out. The digest stays the same. The weights of a
+checkpoint of Megatron-LM or DeepSpeed become a checkpoint of this program.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import argparse
 from pathlib import Path
 
 from megatron.core.dist_checkpointing import commit
+from megatron.core.dist_checkpointing.foreign.contents import ForeignContents
 from megatron.core.dist_checkpointing.lease import Lease
 from megatron.core.dist_checkpointing.object_store import place_of
 from megatron.core.dist_checkpointing.rewrite import (
@@ -19,7 +21,7 @@ from megatron.core.dist_checkpointing.rewrite import (
     read_whole,
     write_whole_tensors,
 )
-from megatron.core.dist_checkpointing.shard_reader import ShardReader
+from megatron.core.errors import CheckpointError
 from tools.checkpoint.opening import OPTIMIZER_PREFIX, add_path, opened, size_text
 
 
@@ -37,9 +39,18 @@ def run(arguments: argparse.Namespace) -> int:
     found = contents.manifest.tensors
     out = Path(arguments.out)
     final = out / contents.directory.name
+    if isinstance(contents, ForeignContents):
+        if not arguments.weights:
+            raise CheckpointError(
+                f"{contents.directory} is a checkpoint of {contents.kind}.",
+                rule="settings of another program's optimizer are taken over only by a run",
+                flags=["--weights"],
+                fix="give --weights, or --load it in a run and save there",
+            )
+        final = out / commit.iteration_directory(contents.common_state().get("iteration", 0))
     lease = Lease.acquire(out)
     try:
-        with ShardReader(contents.directory, contents.manifest) as reader:
+        with contents.open_reader() as reader:
             tensors = {
                 key: Produced(
                     t.dtype, t.shape, t.is_padded, lambda t=t: read_whole(contents, t, reader)

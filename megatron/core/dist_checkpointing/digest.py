@@ -15,12 +15,12 @@ from typing import Any
 import torch
 
 from megatron.core.agreement import SingleProcess
-from megatron.core.dist_checkpointing.loader import Contents, open_contents
+from megatron.core.dist_checkpointing.foreign.opening import open_any
+from megatron.core.dist_checkpointing.loader import Contents, SliceReader
 from megatron.core.dist_checkpointing.manifest import StoredTensor
 from megatron.core.dist_checkpointing.object_store import ObjectDirectory
 from megatron.core.dist_checkpointing.planner import ShardIndex
 from megatron.core.dist_checkpointing.shard_file import DTYPES, as_bytes, hash_of
-from megatron.core.dist_checkpointing.shard_reader import ShardReader
 from megatron.core.dist_checkpointing.typed_json import dump_bytes
 
 _ROWS_BYTES = 64 << 20
@@ -42,7 +42,7 @@ def checkpoint_digest(
         only: which tensor keys take part.
         with_plain_state: include the plain values, other than `LAYOUT_DEPENDENT`.
     """
-    contents = open_contents(directory, peers=SingleProcess())
+    contents = open_any(directory, peers=SingleProcess())
     total = hashlib.sha256()
     for key, digest in tensor_digests(contents):
         if only(key):
@@ -55,13 +55,13 @@ def checkpoint_digest(
 def tensor_digests(contents: Contents) -> Iterator[tuple[str, str]]:
     """Yield (key, digest) of every tensor in key order."""
     rows = _rows_of_padded(contents)
-    with ShardReader(contents.directory, contents.manifest) as reader:
+    with contents.open_reader() as reader:
         for key, tensor in sorted(contents.manifest.tensors.items()):
             limit = rows if tensor.is_padded else None
             yield key, _tensor_digest(tensor, reader, limit)
 
 
-def _tensor_digest(tensor: StoredTensor, reader: ShardReader, num_rows: int | None) -> str:
+def _tensor_digest(tensor: StoredTensor, reader: SliceReader, num_rows: int | None) -> str:
     """Hash dtype, shape and row-major contents; a padded tensor counts to `num_rows`."""
     shape = list(tensor.shape)
     if shape and num_rows is not None:

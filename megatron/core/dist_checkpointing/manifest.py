@@ -172,9 +172,9 @@ def read_manifest_bytes(directory: Place) -> bytes:
     if isinstance(backend, str) and backend in ("torch_dist", "zarr", "fsdp_dtensor", "torch_dcp"):
         raise CheckpointError(
             f"{directory} is a Megatron-LM checkpoint of format {backend!r}.",
-            rule="this loader reads checkpoints of the format 'lattice'",
+            rule="this function opens checkpoints of the format 'lattice' alone",
             flags=["--load", "--ckpt-format"],
-            fix="it cannot be read here: its metadata is a pickle, which is never opened",
+            fix="--load and tools/checkpoint open it; from a program, dist_checkpointing.load",
         )
     if backend != BACKEND:
         _damaged(directory / METADATA_NAME, "it does not say that this is a checkpoint")

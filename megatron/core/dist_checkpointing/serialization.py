@@ -12,7 +12,8 @@ from torch import Tensor
 from megatron.core.agreement import SingleProcess, peers_of
 from megatron.core.dist_checkpointing import commit, typed_json
 from megatron.core.dist_checkpointing.async_save import AsyncSave
-from megatron.core.dist_checkpointing.loader import Contents, Loaded, load_state, open_contents
+from megatron.core.dist_checkpointing.foreign.opening import open_any
+from megatron.core.dist_checkpointing.loader import Contents, Loaded, load_state
 from megatron.core.dist_checkpointing.manifest import BACKEND, METADATA_NAME
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor
 from megatron.core.dist_checkpointing.object_store import ObjectDirectory, place_of
@@ -118,7 +119,7 @@ def load_with_report(
 ) -> Loaded:
     """Do as `load`, and also report keys that did not match and the bytes read."""
     peers = peers_of(process_group)
-    contents = open_contents(checkpoint_dir, peers=peers)
+    contents = open_any(checkpoint_dir, peers=peers)
     return load_state(sharded_state_dict, contents, peers=peers, strict=strict)
 
 
@@ -177,7 +178,7 @@ def check_is_distributed_checkpoint(checkpoint_dir: str | os.PathLike[str]) -> b
 
 
 def _open_alone(checkpoint_dir: str | os.PathLike[str]) -> Contents:
-    return open_contents(checkpoint_dir, peers=SingleProcess())
+    return open_any(checkpoint_dir, peers=SingleProcess())
 
 
 def _check_strategy(strategy: Any) -> None:

@@ -194,7 +194,7 @@ class ForeignDraft:
                     fix="use another checkpoint, or fetch the files that are missing",
                 )
             tensors[key] = StoredTensor(dtype, shape, tuple(shards), key.endswith(PADDED_KEYS))
-        tensors |= _stacked(tensors)
+        tensors = _with_stacks(tensors)
         args = plain_values(run)
         common = plain_values(state) | {"args": Namespace(**args)}
         return ForeignContents(
@@ -209,27 +209,34 @@ class ForeignDraft:
         )
 
 
-def _stacked(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """Return stacks of layers that are stored one by one: `layers.<name>`, layer axis first."""
-    groups: dict[str, dict[int, StoredTensor]] = {}
-    for key, tensor in tensors.items():
+def _with_stacks(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """Add stacks of layers that are stored one by one: `layers.<name>`, layer axis first.
+
+    Where all layers are alike the stacks take the place of the layers; otherwise both are kept,
+    since a model of different layers asks for each by its number.
+    """
+    groups: dict[str, dict[int, str]] = {}
+    for key in tensors:
         match = _INDEXED_LAYER.fullmatch(key)
         if match is not None:
-            groups.setdefault(f"{match[1]}.{match[3]}", {})[int(match[2])] = tensor
-    stacks = {}
-    for key, layers in groups.items():
-        first = layers.get(0)
-        if first is None or key in tensors or set(layers) != set(range(len(layers))):
-            continue
-        if any((t.dtype, t.shape) != (first.dtype, first.shape) for t in layers.values()):
+            groups.setdefault(f"{match[1]}.{match[3]}", {})[int(match[2])] = key
+    stacks: dict[str, StoredTensor] = {}
+    for stack, keys in groups.items():
+        layers = [tensors[keys[i]] for i in sorted(keys)]
+        is_whole = sorted(keys) == list(range(len(keys))) and stack not in tensors
+        if not is_whole or len({(t.dtype, t.shape) for t in layers}) > 1:
             continue
         shards = [
             replace(shard, offset=(i, *shard.offset), shape=(1, *shard.shape))
-            for i, tensor in layers.items()
+            for i, tensor in enumerate(layers)
             for shard in tensor.shards
         ]
-        stacks[key] = StoredTensor(first.dtype, (len(layers), *first.shape), tuple(shards))
-    return stacks
+        shape = (len(layers), *layers[0].shape)
+        stacks[stack] = StoredTensor(layers[0].dtype, shape, tuple(shards))
+    if len(stacks) < len(groups) or len({len(keys) for keys in groups.values()}) > 1:
+        return {**tensors, **stacks}
+    single = {key for keys in groups.values() for key in keys.values()}
+    return {key: t for key, t in tensors.items() if key not in single} | stacks
 
 
 def plain_values(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from megatron.core.agreement import SingleProcess
+from megatron.core.dist_checkpointing.digest import checkpoint_digest
 from megatron.core.dist_checkpointing.foreign.contents import ForeignContents
 from megatron.core.dist_checkpointing.foreign.opening import open_any
 from megatron.core.dist_checkpointing.loader import load_state
@@ -247,3 +248,36 @@ def test_an_export_loads_again_with_equal_state(ram_path: Path, capsys) -> None:
         assert torch.equal(item.main.detach().view_as(expected), expected)
     assert tool.main(["export", str(ram_path / "zero"), str(ram_path / "out")]) == 1
     assert "exists already" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("form", WRITERS)
+def test_equal_moments_have_one_digest_in_every_format(form: str, ram_path: Path) -> None:
+    digests = {
+        checkpoint_digest(place, only=lambda key: "exp_avg" in key, with_plain_state=False)
+        for place in (
+            files.write_torch_dist(ram_path / "reference"), WRITERS[form](ram_path / "other"),
+        )
+    }  # fmt: skip
+    assert len(digests) == 1
+
+
+def test_the_tools_open_foreign_checkpoints(ram_path: Path, capsys) -> None:
+    from tools.checkpoint import __main__ as tool
+
+    files.write_deepspeed(ram_path / "zero", stage=3)
+    assert tool.main(["inspect", str(ram_path / "zero"), "--tensors"]) == 0
+    said = capsys.readouterr().out
+    assert "format: DeepSpeed, ZeRO stage 3" in said
+    assert "decoder.layers.mlp.linear_fc1.weight" in said
+    assert "decoder.layers.0." not in said  # all layers are alike: stacks alone
+    command = ["reshard", str(ram_path / "zero"), str(ram_path / "native")]
+    assert tool.main(command) == 1
+    assert "--weights" in capsys.readouterr().err
+    assert tool.main([*command, "--weights"]) == 0
+    assert tool.main(["verify", str(ram_path / "native")]) == 0
+    parts = parts_of()
+    settings = CheckpointSettings(load=str(ram_path / "native"), no_load_optim=True)
+    assert Checkpointer(settings, parts).load() is not None
+    for item in parts.optimizer.shards:
+        expected = files.weights()[canonical(item.shard.name)]
+        assert torch.equal(item.main.detach().view_as(expected), expected)
