@@ -8,6 +8,7 @@
     python tools/checkpoint average OUT SAVE SAVE ...           mean of the weights
     python tools/checkpoint prune SAVE [--keep-last N] [--yes]  delete old ones
     python tools/checkpoint export SAVE OUT [--weights]         write it for Megatron-LM
+    python tools/checkpoint convert SAVE DIRECTORY              write a Hugging Face model
 
 SAVE is one checkpoint (SAVE/iter_0000100) or a save directory, whose newest one is taken.
 
@@ -29,7 +30,17 @@ import importlib
 
 from megatron.core.errors import MegatronError
 
-COMMANDS = ("inspect", "diff", "verify", "digest", "reshard", "average", "prune", "export")
+COMMANDS = (
+    "inspect",
+    "diff",
+    "verify",
+    "digest",
+    "reshard",
+    "average",
+    "prune",
+    "export",
+    "convert",
+)
 """Names of commands, which are names of files here."""
 
 

@@ -32,6 +32,7 @@ from megatron.training.checkpointing.foreign_state import (
     complete_foreign_state,
 )
 from megatron.training.checkpointing.global_tier import GlobalTier
+from megatron.training.checkpointing.hugging_face import open_together, write_together
 from megatron.training.checkpointing.local_tier import LocalTier
 from megatron.training.checkpointing.restored import Restored, take_over
 from megatron.training.checkpointing.run_state import (
@@ -207,10 +208,28 @@ class Checkpointer:
             for path in apply_retention(directory, iteration, interval, _RUN, peers=self.peers):
                 self._say(f"  deleted {path} (--save-retain-interval {interval})")
 
+    def export_model(self, directory: Path) -> None:
+        """Write the newest checkpoint of this run as a Hugging Face model.
+
+        With `--load-hf`, the tokenizer of that model goes along.
+        """
+        self.finish()
+        assert self.settings.save is not None, "export_model() without --save"
+        newest = commit.iteration_directory(self.last_committed or 0)
+        began_with = self.settings.load_hf
+        written = write_together(
+            place_of(self.settings.save) / newest,
+            directory,
+            companion=None if began_with is None else Path(began_with),
+            peers=self.peers,
+        )
+        self._say(f"  successfully wrote a {written.family} model to {directory}")
+
     # Loading --------------------------------------------------------------------------------
 
     def load(self) -> Restored | None:
-        """Load the newest intact checkpoint of `--load`, or weights of `--pretrained-checkpoint`.
+        """Load the newest intact checkpoint of `--load`, or the weights of `--load-hf` or
+        `--pretrained-checkpoint`.
 
         Returns:
             what was restored; None if there is nothing to load, which only an empty or absent
@@ -225,6 +244,8 @@ class Checkpointer:
             )
             if restored is not None:
                 return restored
+        if settings.load_hf is not None:
+            return self._load_model(Path(settings.load_hf))
         if settings.pretrained_checkpoint is not None:
             restored = self._load_from(
                 place_of(settings.pretrained_checkpoint), None, is_finetuning=True
@@ -272,6 +293,12 @@ class Checkpointer:
         if problems:
             raise no_intact_checkpoint(directory, problems)
         return None
+
+    def _load_model(self, directory: Path) -> Restored:
+        """Load the weights of a Hugging Face model."""
+        restored = self._load_contents(open_together(directory, self.peers), is_finetuning=True)
+        self._say(f"  successfully loaded weights from {directory}")
+        return restored
 
     def _select(self, directory: Place, ckpt_step: int | None) -> Selection:
         """Decide on the coordinator, for all."""

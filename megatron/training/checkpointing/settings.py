@@ -15,6 +15,7 @@ class CheckpointSettings:
     save: str | None = None
     load: str | None = None
     pretrained_checkpoint: str | None = None
+    load_hf: str | None = None
     save_retain_interval: int | None = None
     ckpt_step: int | None = None
     finetune: bool = False

@@ -134,8 +134,9 @@ def parse_command_line(
 ) -> ParsedCommand:
     """Read the command line and the YAML file that it may name.
 
-    Precedence, highest first: command line, YAML file, preset, `args_defaults` of the script,
-    defaults of the fields.
+    Precedence, highest first: command line, YAML file, Hugging Face model or preset,
+    `args_defaults` of the script, defaults of the fields. Flags that contradict the model of
+    --load-hf are refused.
 
     Raises:
         ConfigError: with all problems of the command line and the file.
@@ -154,6 +155,9 @@ def parse_command_line(
         from_yaml = read_yaml(command_line["yaml_cfg"], problems)
     preset = command_line.get("preset") or from_yaml.get("preset")
     from_preset = _preset_values(preset, problems) if preset else {}
+    model_directory = command_line.get("load_hf") or from_yaml.get("load_hf")
+    if model_directory:
+        from_preset |= _model_values(model_directory, {**from_yaml, **command_line}, problems)
     raise_together(problems, summary="this command line")
     defaults = {n: v for n, v in (args_defaults or {}).items() if n in all_flags()}
     merged = {**defaults, **from_preset, **from_yaml, **command_line}
@@ -205,6 +209,18 @@ def _preset_values(name: str, problems: list[MegatronError]) -> dict[str, Any]:
 
     try:
         return preset_values(name)
+    except MegatronError as problem:
+        problems.append(problem)
+        return {}
+
+
+def _model_values(
+    directory: str, given: Mapping[str, Any], problems: list[MegatronError]
+) -> dict[str, Any]:
+    from megatron.training.cli.hugging_face import model_values
+
+    try:
+        return model_values(directory, given)
     except MegatronError as problem:
         problems.append(problem)
         return {}

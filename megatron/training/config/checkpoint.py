@@ -35,6 +35,11 @@ class CheckpointConfig:
     """Load weights only and start at step 0."""
     pretrained_checkpoint: str | None = None
     """Directory of weights to start from when --load holds nothing yet."""
+    load_hf: str | None = None
+    """Directory of a Hugging Face model to start from: its shape, its weights and, without
+    --tokenizer-type, its tokenizer. A checkpoint in --load comes first, so a run resumes."""
+    save_hf: str | None = None
+    """Write the weights as a Hugging Face model into this directory when training ends."""
     no_load_optim: bool = False
     """Do not load optimizer state."""
     no_load_rng: bool = False

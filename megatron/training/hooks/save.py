@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from megatron.training.checkpointing import Checkpointer
 from megatron.training.hooks.base import Hook
 from megatron.training.resilience.progress import RunProgress
@@ -71,3 +73,19 @@ class SaveCheckpoints(Hook):
         """
         if self._has_ended:
             self.checkpointer.close()
+
+
+class ExportModel(Hook):
+    """Writes the weights as a Hugging Face model once all steps are done."""
+
+    def __init__(self, checkpointer: Checkpointer, directory: str, progress: RunProgress) -> None:
+        self.checkpointer = checkpointer
+        self.directory = Path(directory)
+        self.progress = progress
+
+    def after_training(self, state: TrainState, stop: StopReason) -> TrainState:
+        """Export the checkpoint that was saved last."""
+        if stop is StopReason.FINISHED:
+            with self.progress.at("exporting the model"):
+                self.checkpointer.export_model(self.directory)
+        return state

@@ -19,7 +19,7 @@ from megatron.training.hooks.housekeeping import (
 )
 from megatron.training.hooks.log import LogLine
 from megatron.training.hooks.progress import TrackProgress
-from megatron.training.hooks.save import SaveCheckpoints
+from megatron.training.hooks.save import ExportModel, SaveCheckpoints
 from megatron.training.hooks.scalars import ProgressBar, Scalars, sinks_here
 from megatron.training.hooks.stop import ExitDuration, ExitInterval, ExitOnSignal, StepBudget
 from megatron.training.parts import StepPlan, TrainingParts
@@ -79,6 +79,8 @@ def standard_hooks(
                 short_lived_interval=run.non_persistent_save_interval,
             )
         )
+        if run.save_hf is not None:
+            hooks.append(ExportModel(checkpointer, run.save_hf, progress))
     save_directory = local_save_directory(run)
     if run.log_progress and save_directory is not None and is_rank_0():
         hooks.append(ProgressFile(save_directory, run.world_size))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 from megatron.core.dist_checkpointing.durable import describe_os_error
@@ -25,6 +26,21 @@ def checkpoints_have_a_place(run: ResolvedRun) -> Iterator[MegatronError]:
         if value is not None and value < 1:
             yield problem(f"{kebab(name)} {value}.", "it is a positive number", kebab(name),
                           fix=f"drop {kebab(name)}")  # fmt: skip
+    if run.save_hf is not None and run.save is None:
+        yield problem(
+            "--save-hf without --save.",
+            "a model is exported from a checkpoint of the run",
+            "--save-hf",
+            "--save",
+            fix="add --save DIRECTORY",
+        )
+    if run.save_hf is not None and os.path.exists(run.save_hf):
+        yield problem(
+            f"--save-hf {run.save_hf} exists already.",
+            "an export never writes over files",
+            "--save-hf",
+            fix="name a new directory",
+        )
     if run.save_interval is not None and run.save is None:
         yield problem(
             "--save-interval without --save.",

@@ -57,7 +57,7 @@ def assemble(
 
 def load_state(run: ResolvedRun, checkpointer: Checkpointer, progress: RunProgress) -> TrainState:
     """Load what --load or --pretrained-checkpoint name, and return where the run stands."""
-    if run.load is None and run.pretrained_checkpoint is None:
+    if run.load is None and run.pretrained_checkpoint is None and run.load_hf is None:
         return TrainState()
     restored = checkpointer.load()
     if restored is None:

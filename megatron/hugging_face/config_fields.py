@@ -1,0 +1,137 @@
+"""Read a `config.json` field by field, so that none is dropped unseen."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megatron.core.errors import ConfigError, MegatronError, raise_together
+
+WITHOUT_EFFECT = frozenset({
+    # Where the file comes from.
+    "architectures", "model_type", "transformers_version", "_name_or_path", "auto_map",
+    "_commit_hash", "license", "task_specific_params", "id2label", "label2id",
+    # How the weights are stored, and with which values training would begin.
+    "torch_dtype", "dtype", "initializer_range", "quantization",
+    # Generation and its caches.
+    "use_cache", "bos_token_id", "eos_token_id", "pad_token_id", "cls_token_id", "sep_token_id",
+    "decoder_start_token_id", "cache_implementation", "max_length", "min_length", "do_sample",
+    # How Transformers executes the model, and tasks other than language modelling.
+    "pretraining_tp", "attn_implementation", "_attn_implementation", "gradient_checkpointing",
+    "output_attentions", "output_hidden_states", "output_past", "return_dict", "torchscript",
+    "use_return_dict", "chunk_size_feed_forward", "problem_type", "is_encoder_decoder",
+    "is_decoder", "add_cross_attention", "cross_attention_hidden_size", "tie_encoder_decoder",
+    "finetuning_task", "prefix", "pruned_heads", "tf_legacy_loss", "tokenizer_class",
+    "use_bfloat16",
+})  # fmt: skip
+"""Fields that change no logit of the model: they may stay unread."""
+
+_REQUIRED = object()
+
+
+class ConfigFields:
+    """The fields of a config, each to be taken or checked once; `finish` refuses the rest."""
+
+    def __init__(self, fields: Mapping[str, Any], source: str) -> None:
+        self.source = source
+        self._fields = dict(fields)
+        self._unread = set(fields) - WITHOUT_EFFECT
+        self._problems: list[MegatronError] = []
+
+    def take(self, name: str, default: Any = _REQUIRED) -> Any:
+        """Return a field; null counts as absent.
+
+        Raises:
+            ConfigError: it is absent and there is no default.
+        """
+        self._unread.discard(name)
+        value = self._fields.get(name)
+        if value is not None:
+            return value
+        if default is _REQUIRED:
+            raise ConfigError(
+                f"{self.source} has no {name!r}.",
+                rule="the config of a model states its sizes",
+                flags=["--load-hf"],
+                fix="give the directory that save_pretrained() wrote",
+            )
+        return default
+
+    def only(self, name: str, *allowed: Any) -> Any:
+        """Check a field that may be absent and otherwise must have one of the `allowed` values."""
+        value = self.take(name, None)
+        if value is not None and value not in allowed:
+            values = " or ".join(repr(v) for v in allowed) if allowed else "absent"
+            self._refuse(name, value, f"the model here is built for {name} = {values}")
+        return value
+
+    def finish(self) -> None:
+        """Refuse what nobody took: a field that is not understood could change the model.
+
+        Raises:
+            ConfigError: with all problems of this config.
+        """
+        for name in sorted(self._unread):
+            value = self._fields[name]
+            if value is not None and value is not False:
+                self._refuse(name, value, "every field of a config acts, or is refused")
+        raise_together(self._problems, summary=f"in {self.source}")
+
+    def _refuse(self, name: str, value: Any, rule: str) -> None:
+        self._problems.append(
+            ConfigError(
+                f"{self.source}: {name} = {value!r} is not supported.",
+                rule=rule,
+                flags=["--load-hf"],
+                fix="use a model without it",
+            )
+        )
+
+
+def rope_settings(config: ConfigFields, *, default_base: float = 10000.0) -> dict[str, Any]:
+    """Return the rotary settings, from `rope_theta` and `rope_scaling` or `rope_parameters`."""
+    both = dict(config.take("rope_parameters", {}))
+    both.update(config.take("rope_scaling", None) or {})
+    base = config.take("rope_theta", None)
+    base = both.pop("rope_theta", default_base) if base is None else base
+    both.pop("rope_theta", None)
+    scaling = ConfigFields(both, f"rope_scaling in {config.source}")
+    kind = scaling.take("rope_type", None) or scaling.take("type", "default")
+    scaling.take("type", None)
+    settings: dict[str, Any] = {
+        "position_embedding_type": "rope",
+        "rotary_base": int(base) if float(base).is_integer() else base,
+    }
+    percent = scaling.take("partial_rotary_factor", 1.0)
+    if percent != 1.0:
+        settings["rotary_percent"] = percent
+    if kind == "llama3":
+        settings["use_rope_scaling"] = True
+        settings["rope_scaling_factor"] = float(scaling.take("factor"))
+        scaling.only("low_freq_factor", 1.0)
+        scaling.only("high_freq_factor", 4.0)
+        scaling.only("original_max_position_embeddings", 8192)
+    elif kind == "linear":
+        settings["rotary_seq_len_interpolation_factor"] = scaling.take("factor")
+    else:
+        scaling.only("rope_type", "default")
+        scaling.only("type", "default")
+    scaling.finish()
+    return settings
+
+
+def rope_fields(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the config fields of rotary settings, in the older, widely read spelling."""
+    fields: dict[str, Any] = {"rope_theta": float(settings["rotary_base"]), "rope_scaling": None}
+    if settings.get("use_rope_scaling"):
+        fields["rope_scaling"] = {
+            "rope_type": "llama3",
+            "factor": settings["rope_scaling_factor"],
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        }
+    elif settings.get("rotary_seq_len_interpolation_factor"):
+        factor = float(settings["rotary_seq_len_interpolation_factor"])
+        fields["rope_scaling"] = {"rope_type": "linear", "factor": factor}
+    return fields

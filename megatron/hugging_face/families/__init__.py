@@ -1,0 +1,68 @@
+"""The families of models that are known: one short file each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megatron.core.errors import ConfigError
+from megatron.hugging_face.config_fields import ConfigFields
+from megatron.hugging_face.families import gpt2, llama, phi3
+from megatron.hugging_face.families.family import Family, differences
+
+FAMILIES: tuple[Family, ...] = (
+    gpt2.GPT2,
+    llama.LLAMA,
+    llama.MISTRAL,
+    llama.QWEN2,
+    llama.QWEN3,
+    phi3.PHI3,
+)
+"""In the order in which a family is looked for that can express a model."""
+
+
+def family_of_config(fields: Mapping[str, Any], source: str) -> Family:
+    """Return the family of a `config.json`.
+
+    Raises:
+        ConfigError: the file names a kind of model that is not known here.
+    """
+    kind = fields.get("model_type")
+    for family in FAMILIES:
+        if family.model_type == kind:
+            return family
+    known = ", ".join(family.model_type for family in FAMILIES)
+    raise ConfigError(
+        f"{source}: model_type {kind!r} is not known.",
+        rule=f"known kinds of models are {known}",
+        flags=["--load-hf"],
+        fix="use a model of one of these kinds",
+    )
+
+
+def family_of_settings(settings: Mapping[str, Any]) -> Family:
+    """Return the first family that can express a model of these settings exactly.
+
+    Raises:
+        ConfigError: none can; the differences from each are listed.
+    """
+    reasons = []
+    for family in FAMILIES:
+        wrong = family_misfit(family, settings)
+        if not wrong:
+            return family
+        reasons.append(f"{family.model_type}: {', '.join(wrong[:4])}")
+    raise ConfigError(
+        "no family of Transformers' models can express this model: " + "; ".join(reasons) + ".",
+        rule="an exported model computes what the trained one does",
+        fix="train a model of one of these families to export it",
+    )
+
+
+def family_misfit(family: Family, settings: Mapping[str, Any]) -> list[str]:
+    """Return in which settings a model would differ after a way out and back; none if it fits."""
+    fields = family.fields(settings)
+    return differences(settings, family.settings(ConfigFields(fields, "the exported config")))
+
+
+__all__ = ["FAMILIES", "Family", "family_misfit", "family_of_config", "family_of_settings"]

@@ -1,0 +1,122 @@
+"""What a family of models has to say about itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.hugging_face.config_fields import ConfigFields
+from megatron.hugging_face.rules import Geometry, Rule
+
+Settings = Mapping[str, Any]
+"""Settings by the names of their flags (`num_layers`, `rotary_base`, ...)."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """One kind of model of Transformers.
+
+    `settings` and `fields` are inverse: a model can be exported as this family if its settings
+    come back unchanged.
+    """
+
+    model_type: str
+    architecture: str
+    """Class named in the config for causal language modelling."""
+    settings: Callable[[ConfigFields], dict[str, Any]]
+    """From the fields of `config.json`; every field is taken or refused."""
+    fields: Callable[[Settings], dict[str, Any]]
+    """From settings to the fields of `config.json`."""
+    rules: Callable[[Settings], list[Rule]]
+    prefixes: tuple[str, ...] = ("",)
+    """What may stand before all names in the files, written first to last."""
+    without_meaning: tuple[str, ...] = ()
+    """Patterns of tensors that older files hold besides weights."""
+
+
+PLAIN: dict[str, Any] = {
+    "position_embedding_type": "learned_absolute",
+    "rotary_base": 10000,
+    "rotary_percent": 1.0,
+    "rotary_interleaved": False,
+    "rotary_seq_len_interpolation_factor": None,
+    "use_rope_scaling": False,
+    "rope_scaling_factor": 8.0,
+    "no_rope_freq": None,
+    "normalization": "LayerNorm",
+    "norm_epsilon": 1e-5,
+    "apply_layernorm_1p": False,
+    "apply_residual_connection_post_layernorm": False,
+    "swiglu": False,
+    "squared_relu": False,
+    "quick_geglu": False,
+    "openai_gelu": False,
+    "add_bias_linear": True,
+    "add_qkv_bias": False,
+    "qk_layernorm": False,
+    "window_size": None,
+    "softmax_type": "vanilla",
+    "multi_latent_attention": False,
+    "num_experts": None,
+    "mtp_num_layers": None,
+}
+"""Settings that decide what a model computes, besides its sizes, with what absence means."""
+
+SIZES = (
+    "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels",
+    "max_position_embeddings", "untie_embeddings_and_output_weights",
+)  # fmt: skip
+
+
+def groups_of(settings: Settings) -> int:
+    """Return the number of key/value heads."""
+    shares = settings.get("group_query_attention")
+    return int(settings["num_query_groups"] if shares else settings["num_attention_heads"])
+
+
+def geometry_of(settings: Settings) -> Geometry:
+    """Return the numbers that rules need."""
+    return Geometry(
+        num_layers=settings["num_layers"],
+        num_heads=settings["num_attention_heads"],
+        num_groups=groups_of(settings),
+        head_dim=head_dim_of(settings),
+    )
+
+
+def head_dim_of(settings: Settings) -> int:
+    """Return the width of a head."""
+    given = settings.get("kv_channels")
+    return int(given or settings["hidden_size"] // settings["num_attention_heads"])
+
+
+def differences(one: Settings, other: Settings) -> list[str]:
+    """Return in words where two models of these settings would differ."""
+    found = []
+    both = [_meaning(settings) for settings in (one, other)]
+    for name, value in both[0].items():
+        if value != both[1][name]:
+            found.append(f"{name} {value!r} would become {both[1][name]!r}")
+    return found
+
+
+def _meaning(settings: Settings) -> dict[str, Any]:
+    """Return what decides the computation, without settings that have no effect."""
+    meaning = {name: settings.get(name) for name in SIZES}
+    meaning["kv_channels"] = head_dim_of(settings)
+    meaning["key/value heads"] = groups_of(settings)
+    for name, plain in PLAIN.items():
+        value = settings.get(name)
+        meaning[name] = plain if value is None else value
+    if meaning["position_embedding_type"] != "rope":
+        for name in PLAIN:
+            if name.startswith(("rotary", "rope", "use_rope")):
+                meaning[name] = PLAIN[name]
+    if not meaning["use_rope_scaling"]:
+        meaning["rope_scaling_factor"] = PLAIN["rope_scaling_factor"]
+    if meaning["add_bias_linear"]:
+        meaning["add_qkv_bias"] = False  # implied
+    window = meaning["window_size"]
+    meaning["window_size"] = None if window is None else tuple(window)
+    return meaning

@@ -1,0 +1,101 @@
+"""GPT-2: learned positions, LayerNorm, biases, a fused projection stored [in, out]."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron.hugging_face.config_fields import ConfigFields
+from megatron.hugging_face.families.family import Family, Settings
+from megatron.hugging_face.rules import (
+    Rule,
+    fused_query_key_value,
+    same,
+    transposed,
+    vocabulary,
+)
+
+_ACTIVATIONS = {"gelu_new": True, "gelu_pytorch_tanh": True, "gelu": False}
+"""Name -> whether it is the tanh form."""
+_WITHOUT_EFFECT = (
+    "embd_pdrop", "summary_activation", "summary_first_dropout",
+    "summary_proj_to_labels", "summary_type", "summary_use_proj", "n_ctx", "n_special",
+    "predict_special_tokens", "reorder_and_upcast_attn",
+)  # fmt: skip
+
+
+def _settings(config: ConfigFields) -> dict[str, Any]:
+    for name in _WITHOUT_EFFECT:
+        config.take(name, None)
+    config.only("scale_attn_weights", True)
+    config.only("scale_attn_by_inverse_layer_idx", False)
+    activation = config.only("activation_function", *_ACTIVATIONS)
+    hidden = config.take("n_embd")
+    return {
+        "num_layers": config.take("n_layer"),
+        "hidden_size": hidden,
+        "num_attention_heads": config.take("n_head"),
+        "ffn_hidden_size": config.take("n_inner", 4 * hidden),
+        "max_position_embeddings": config.take("n_positions"),
+        "norm_epsilon": config.take("layer_norm_epsilon", 1e-5),
+        "openai_gelu": _ACTIVATIONS.get(activation or "gelu_new", True),
+        "position_embedding_type": "learned_absolute",
+        "untie_embeddings_and_output_weights": not config.take("tie_word_embeddings", True),
+        "hidden_dropout": config.take("resid_pdrop", 0.1),
+        "attention_dropout": config.take("attn_pdrop", 0.1),
+        "unpadded_vocab_size": config.take("vocab_size"),
+    }
+
+
+def _fields(settings: Settings) -> dict[str, Any]:
+    return {
+        "n_layer": settings["num_layers"],
+        "n_embd": settings["hidden_size"],
+        "n_head": settings["num_attention_heads"],
+        "n_inner": settings["ffn_hidden_size"],
+        "n_positions": settings["max_position_embeddings"],
+        "layer_norm_epsilon": settings["norm_epsilon"],
+        "activation_function": "gelu_new" if settings.get("openai_gelu") else "gelu",
+        "tie_word_embeddings": not settings["untie_embeddings_and_output_weights"],
+        "vocab_size": settings["unpadded_vocab_size"],
+    }
+
+
+def _rules(settings: Settings) -> list[Rule]:
+    ours, theirs = "decoder.layers.{}.", "h.{}."
+    rules = [
+        vocabulary("embedding.word_embeddings.weight", "wte.weight"),
+        same("embedding.position_embeddings.weight", "wpe.weight"),
+        fused_query_key_value(
+            ours + "self_attention.linear_qkv.weight",
+            theirs + "attn.c_attn.weight",
+            is_transposed=True,
+        ),
+        fused_query_key_value(ours + "self_attention.linear_qkv.bias", theirs + "attn.c_attn.bias"),
+    ]
+    for here, there in (
+        ("self_attention.linear_proj", "attn.c_proj"),
+        ("mlp.linear_fc1", "mlp.c_fc"),
+        ("mlp.linear_fc2", "mlp.c_proj"),
+    ):
+        rules.append(transposed(f"{ours}{here}.weight", f"{theirs}{there}.weight"))
+        rules.append(same(f"{ours}{here}.bias", f"{theirs}{there}.bias"))
+    for here, there in (
+        (ours + "self_attention.linear_qkv.layer_norm_", theirs + "ln_1"),
+        (ours + "mlp.linear_fc1.layer_norm_", theirs + "ln_2"),
+        ("decoder.final_layernorm.", "ln_f"),
+    ):
+        rules += [same(f"{here}{kind}", f"{there}.{kind}") for kind in ("weight", "bias")]
+    if settings["untie_embeddings_and_output_weights"]:
+        rules.append(vocabulary("output_layer.weight", "/lm_head.weight"))
+    return rules
+
+
+GPT2 = Family(
+    model_type="gpt2",
+    architecture="GPT2LMHeadModel",
+    settings=_settings,
+    fields=_fields,
+    rules=_rules,
+    prefixes=("transformer.", ""),
+    without_meaning=(r"h\.\d+\.attn\.(masked_)?bias",),
+)

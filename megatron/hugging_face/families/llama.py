@@ -1,0 +1,163 @@
+"""Llama and its relatives: RMSNorm, rotary positions, SwiGLU, grouped key/value heads.
+
+Mistral adds a sliding window, Qwen 2 biases on query, key and value, Qwen 3 norms on query and
+key heads.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron.hugging_face.config_fields import ConfigFields, rope_fields, rope_settings
+from megatron.hugging_face.families.family import Family, Settings, groups_of, head_dim_of
+from megatron.hugging_face.rules import Rule, query_key_value, same, stacked, vocabulary
+
+_LAYER, _THEIRS = "decoder.layers.{}.", "model.layers.{}."
+
+
+def _common_settings(config: ConfigFields) -> dict[str, Any]:
+    config.only("hidden_act", "silu")
+    config.only("mlp_bias", False)
+    heads, hidden = config.take("num_attention_heads"), config.take("hidden_size")
+    groups = config.take("num_key_value_heads", heads)
+    return {
+        "num_layers": config.take("num_hidden_layers"),
+        "hidden_size": hidden,
+        "num_attention_heads": heads,
+        "group_query_attention": groups != heads,
+        "num_query_groups": groups,
+        "kv_channels": config.take("head_dim", hidden // heads),
+        "ffn_hidden_size": config.take("intermediate_size"),
+        "max_position_embeddings": config.take("max_position_embeddings"),
+        "normalization": "RMSNorm",
+        "norm_epsilon": config.take("rms_norm_eps"),
+        "swiglu": True,
+        "add_bias_linear": False,
+        "untie_embeddings_and_output_weights": not config.take("tie_word_embeddings", False),
+        "unpadded_vocab_size": config.take("vocab_size"),
+        "hidden_dropout": 0.0,
+        "attention_dropout": config.take("attention_dropout", 0.0),
+        **rope_settings(config),
+    }
+
+
+def _common_fields(settings: Settings) -> dict[str, Any]:
+    return {
+        "num_hidden_layers": settings["num_layers"],
+        "hidden_size": settings["hidden_size"],
+        "num_attention_heads": settings["num_attention_heads"],
+        "num_key_value_heads": groups_of(settings),
+        "head_dim": head_dim_of(settings),
+        "intermediate_size": settings["ffn_hidden_size"],
+        "max_position_embeddings": settings["max_position_embeddings"],
+        "rms_norm_eps": settings["norm_epsilon"],
+        "hidden_act": "silu",
+        "attention_dropout": 0.0,
+        "tie_word_embeddings": not settings["untie_embeddings_and_output_weights"],
+        "vocab_size": settings["unpadded_vocab_size"],
+        **rope_fields(settings),
+    }
+
+
+def _rules(settings: Settings) -> list[Rule]:
+    attention, theirs = _LAYER + "self_attention.", _THEIRS + "self_attn."
+    rules = [
+        vocabulary("embedding.word_embeddings.weight", "model.embed_tokens.weight"),
+        same(attention + "linear_qkv.layer_norm_weight", _THEIRS + "input_layernorm.weight"),
+        _projections("weight"),
+        same(attention + "linear_proj.weight", theirs + "o_proj.weight"),
+        same(
+            _LAYER + "mlp.linear_fc1.layer_norm_weight",
+            _THEIRS + "post_attention_layernorm.weight",
+        ),
+        stacked(
+            _LAYER + "mlp.linear_fc1.weight",
+            _THEIRS + "mlp.gate_proj.weight",
+            _THEIRS + "mlp.up_proj.weight",
+        ),
+        same(_LAYER + "mlp.linear_fc2.weight", _THEIRS + "mlp.down_proj.weight"),
+        same("decoder.final_layernorm.weight", "model.norm.weight"),
+    ]
+    if settings.get("add_qkv_bias"):
+        rules.append(_projections("bias"))
+    if settings.get("qk_layernorm"):
+        rules.append(same(attention + "q_layernorm.weight", theirs + "q_norm.weight"))
+        rules.append(same(attention + "k_layernorm.weight", theirs + "k_norm.weight"))
+    if settings["untie_embeddings_and_output_weights"]:
+        rules.append(vocabulary("output_layer.weight", "lm_head.weight"))
+    return rules
+
+
+def _projections(kind: str) -> Rule:
+    names = [f"{_THEIRS}self_attn.{part}_proj.{kind}" for part in "qkv"]
+    return query_key_value(f"{_LAYER}self_attention.linear_qkv.{kind}", *names)
+
+
+def _llama_settings(config: ConfigFields) -> dict[str, Any]:
+    config.only("attention_bias", False)
+    return _common_settings(config)
+
+
+def _llama_fields(settings: Settings) -> dict[str, Any]:
+    return {**_common_fields(settings), "attention_bias": False, "mlp_bias": False}
+
+
+def _mistral_settings(config: ConfigFields) -> dict[str, Any]:
+    window = config.take("sliding_window", None)
+    settings = _common_settings(config)
+    if window is not None:
+        settings["window_size"] = (window - 1, 0)
+    return settings
+
+
+def _mistral_fields(settings: Settings) -> dict[str, Any]:
+    window = settings.get("window_size")
+    return {
+        **_common_fields(settings),
+        "sliding_window": None if window is None else window[0] + 1,
+    }
+
+
+def _qwen_settings(config: ConfigFields) -> dict[str, Any]:
+    # With use_sliding_window off, the window's size and layers have no effect.
+    config.only("use_sliding_window", False)
+    for name in ("sliding_window", "max_window_layers"):
+        config.take(name, None)
+    kinds = config.take("layer_types", [])
+    if any(kind != "full_attention" for kind in kinds):
+        config.only("layer_types", "full_attention")
+    return _common_settings(config)
+
+
+def _qwen2_settings(config: ConfigFields) -> dict[str, Any]:
+    return {**_qwen_settings(config), "add_qkv_bias": True}
+
+
+def _qwen2_fields(settings: Settings) -> dict[str, Any]:
+    return {**_common_fields(settings), "use_sliding_window": False}
+
+
+def _qwen3_settings(config: ConfigFields) -> dict[str, Any]:
+    config.only("attention_bias", False)
+    return {**_qwen_settings(config), "qk_layernorm": True}
+
+
+def _qwen3_fields(settings: Settings) -> dict[str, Any]:
+    return {**_qwen2_fields(settings), "attention_bias": False}
+
+
+def _family(model_type: str, architecture: str, settings: Any, fields: Any) -> Family:
+    return Family(
+        model_type,
+        architecture,
+        settings,
+        fields,
+        _rules,
+        without_meaning=(r".*rotary_emb\.inv_freq",),
+    )
+
+
+LLAMA = _family("llama", "LlamaForCausalLM", _llama_settings, _llama_fields)
+MISTRAL = _family("mistral", "MistralForCausalLM", _mistral_settings, _mistral_fields)
+QWEN2 = _family("qwen2", "Qwen2ForCausalLM", _qwen2_settings, _qwen2_fields)
+QWEN3 = _family("qwen3", "Qwen3ForCausalLM", _qwen3_settings, _qwen3_fields)

@@ -1,0 +1,55 @@
+"""Phi-3: a Llama whose projections are fused: queries, keys, values; gate and up."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from megatron.hugging_face.config_fields import ConfigFields
+from megatron.hugging_face.families.family import Settings
+from megatron.hugging_face.families.llama import MISTRAL
+from megatron.hugging_face.rules import Rule, fused_query_key_value, same
+
+_OURS, _THEIRS = "decoder.layers.{}.", "model.layers.{}."
+_FUSED = {
+    _OURS + "self_attention.linear_qkv.weight": fused_query_key_value(
+        _OURS + "self_attention.linear_qkv.weight", _THEIRS + "self_attn.qkv_proj.weight"
+    ),
+    _OURS + "mlp.linear_fc1.weight": same(
+        _OURS + "mlp.linear_fc1.weight", _THEIRS + "mlp.gate_up_proj.weight"
+    ),
+}
+
+
+def _settings(config: ConfigFields) -> dict[str, Any]:
+    # Dropout that Transformers applies while training only; ours has flags of its own.
+    for name in ("embd_pdrop", "resid_pdrop"):
+        config.take(name, None)
+    # Before and after the longer context of the 128k models; without rope_scaling they are equal.
+    config.take("original_max_position_embeddings", None)
+    percent = config.take("partial_rotary_factor", 1.0)
+    return {**MISTRAL.settings(config), "rotary_percent": percent}
+
+
+def _fields(settings: Settings) -> dict[str, Any]:
+    percent = settings.get("rotary_percent")
+    return {
+        **{name: value for name, value in MISTRAL.fields(settings).items() if name != "head_dim"},
+        "partial_rotary_factor": 1.0 if percent is None else percent,
+        "original_max_position_embeddings": settings["max_position_embeddings"],
+        "pad_token_id": None,
+    }
+
+
+def _rules(settings: Settings) -> list[Rule]:
+    return [_FUSED.get(rule.ours, rule) for rule in MISTRAL.rules(settings)]
+
+
+PHI3 = replace(
+    MISTRAL,
+    model_type="phi3",
+    architecture="Phi3ForCausalLM",
+    settings=_settings,
+    fields=_fields,
+    rules=_rules,
+)

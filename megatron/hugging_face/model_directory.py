@@ -1,0 +1,153 @@
+"""A directory that `save_pretrained()` wrote: its config, its family, and where its tensors lie."""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron.core.dist_checkpointing.foreign.stored_view import (
+    StoredBytes,
+    StoredView,
+    contiguous_stride,
+)
+from megatron.core.dist_checkpointing.shard_file import DTYPES
+from megatron.core.errors import CheckpointError, MegatronError
+from megatron.hugging_face.config_fields import ConfigFields
+from megatron.hugging_face.families import Family, family_of_config
+
+CONFIG_NAME = "config.json"
+SINGLE_NAME = "model.safetensors"
+INDEX_NAME = "model.safetensors.index.json"
+_MOST_JSON_BYTES = 100 << 20
+
+
+@dataclass(frozen=True)
+class ModelDirectory:
+    """A model of Hugging Face's, not read yet."""
+
+    path: Path
+    fields: dict[str, Any]
+    """Of its config.json."""
+    family: Family
+    settings: dict[str, Any]
+    """What the config means here, by names of flags."""
+
+
+def read_model_directory(path: Path) -> ModelDirectory:
+    """Read the config of a model.
+
+    Raises:
+        CheckpointError: there is no such file, or it is not readable.
+        ConfigError: the config describes a model that cannot be built here, with all reasons.
+    """
+    file = path / CONFIG_NAME
+    if not file.is_file():
+        raise CheckpointError(
+            f"{path} holds no {CONFIG_NAME}.",
+            rule="a model of Hugging Face's is a directory with config.json and *.safetensors",
+            flags=["--load-hf"],
+            fix="give the directory that save_pretrained() wrote, or a downloaded snapshot",
+        )
+    fields = _read_json(file)
+    family = family_of_config(fields, str(file))
+    config = ConfigFields(fields, str(file))
+    settings = family.settings(config)
+    config.finish()
+    return ModelDirectory(path, fields, family, settings)
+
+
+def stored_tensors(path: Path) -> dict[str, StoredView]:
+    """Return every tensor of a model by name: where its bytes are, unread.
+
+    Raises:
+        CheckpointError: files are missing, or not what they should be; the message names them.
+    """
+    index = path / INDEX_NAME
+    if index.is_file():
+        places = _read_json(index).get("weight_map")
+        if not isinstance(places, dict) or not all(isinstance(n, str) for n in places.values()):
+            raise _damaged(index, "it has no weight_map from tensors to files")
+        names = sorted(set(places.values()))
+    elif (path / SINGLE_NAME).is_file():
+        names, places = [SINGLE_NAME], None
+    else:
+        raise CheckpointError(
+            f"{path} holds neither {SINGLE_NAME} nor {INDEX_NAME}.",
+            rule="weights are read from safetensors; pickles (*.bin) are not opened",
+            flags=["--load-hf"],
+            fix="save the model again with save_pretrained(..., safe_serialization=True)",
+        )
+    found: dict[str, StoredView] = {}
+    for name in names:
+        if name != Path(name).name:
+            raise _damaged(index, f"it names the file {name!r}, which has a path in it")
+        found.update(_tensors_of_file(path / name))
+    missing = sorted(set(places or ()) - set(found))
+    if missing:
+        raise _damaged(index, f"it names {missing[0]!r}, which no file holds")
+    return found
+
+
+def _tensors_of_file(path: Path) -> dict[str, StoredView]:
+    """Read the header of a safetensors file."""
+    try:
+        # The files of a download cache are links to where their contents are.
+        path = path.resolve(strict=True)
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            if length > min(size - 8, _MOST_JSON_BYTES):
+                raise _damaged(path, f"its header would have {length} bytes")
+            header = json.loads(file.read(length))
+    except OSError as error:
+        raise _damaged(path, str(error)) from error
+    except (struct.error, ValueError, RecursionError) as error:
+        raise _damaged(path, f"its header is not JSON ({error})") from error
+    if not isinstance(header, dict):
+        raise _damaged(path, "its header is not an object")
+    header.pop("__metadata__", None)
+    return {name: _view(path, name, entry, 8 + length, size) for name, entry in header.items()}
+
+
+def _view(path: Path, name: str, entry: Any, data: int, size: int) -> StoredView:
+    try:
+        dtype, shape = DTYPES[entry["dtype"]], tuple(entry["shape"])
+        begin, end = entry["data_offsets"]
+        is_valid = (
+            all(type(n) is int and n >= 0 for n in (*shape, begin, end))
+            and end - begin == math.prod(shape) * dtype.itemsize
+            and data + end <= size
+        )
+    except (KeyError, TypeError, ValueError):
+        is_valid = False
+    if not is_valid:
+        raise _damaged(path, f"its header describes {name!r} as {entry!r:.120}")
+    storage = StoredBytes(path, data + begin, end - begin)
+    return StoredView(storage, dtype, shape, contiguous_stride(shape))
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        if path.stat().st_size > _MOST_JSON_BYTES:
+            raise _damaged(path, "it is too large to be what its name says")
+        value = json.loads(path.read_bytes())
+    except OSError as error:
+        raise _damaged(path, str(error)) from error
+    except (ValueError, RecursionError) as error:
+        raise _damaged(path, f"it is not JSON ({error})") from error
+    if not isinstance(value, dict):
+        raise _damaged(path, "it is not an object")
+    return value
+
+
+def _damaged(path: Path, why: str) -> MegatronError:
+    return CheckpointError(
+        f"{path} cannot be read: {why}.",
+        rule="files of a model are complete and as save_pretrained() writes them",
+        flags=["--load-hf"],
+        fix="download or save the model again",
+    )

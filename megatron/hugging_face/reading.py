@@ -1,0 +1,202 @@
+"""A model of Hugging Face's as a checkpoint of ours: the same boxes, in other files.
+
+The loader asks for the slices that a rank needs, in whatever layout; a slice is found in their
+files by the family's rules. Nothing is converted beforehand, and at most one tensor is held.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from megatron.core.dist_checkpointing.foreign.contents import (
+    ForeignContents,
+    ForeignDraft,
+    ForeignReader,
+    ForeignShard,
+)
+from megatron.core.dist_checkpointing.foreign.stored_view import (
+    StoredBytes,
+    StoredView,
+    ViewReader,
+)
+from megatron.core.dist_checkpointing.manifest import StoredTensor
+from megatron.core.dist_checkpointing.planner import Read
+from megatron.core.errors import CheckpointError
+from megatron.hugging_face.families.family import Family, geometry_of
+from megatron.hugging_face.model_directory import (
+    ModelDirectory,
+    read_model_directory,
+    stored_tensors,
+)
+from megatron.hugging_face.rules import Geometry, Rule
+
+
+class ModelContents(ForeignContents):
+    """A model of Hugging Face's, opened."""
+
+    def open_reader(self) -> ForeignReader:
+        """Return a reader of its tensors."""
+        return _Reader()
+
+
+class _Reader(ForeignReader):
+    """Reads a transposed tensor whole, once, instead of its rows from everywhere in the file."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._whole = ViewReader()
+        self._held: tuple[StoredBytes, Tensor] | None = None
+
+    def __exit__(self, *details: Any) -> None:
+        self._held = None
+        self._whole.__exit__(*details)
+        super().__exit__(*details)
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes of tensors read so far."""
+        return super().bytes_read + self._whole.bytes_read
+
+    def read(self, tensor: StoredTensor, read: Read, into: Tensor) -> None:
+        """Fill `into`, of the shape of `read`."""
+        shard = read.shard
+        assert isinstance(shard, ForeignShard)
+        view = shard.source
+        assert isinstance(view, StoredView)
+        if view.is_contiguous or 1 in view.stride[-1:]:
+            super().read(tensor, read, into)
+            return
+        if self._held is None or self._held[0] != view.storage:
+            self._held = None
+            count = view.storage.num_bytes // view.dtype.itemsize
+            flat = StoredView(view.storage, view.dtype, (count,), (1,))
+            self._held = (view.storage, self._whole.read_whole(flat))
+        missing = len(shard.shape) - len(view.shape)
+        whole = self._held[1].as_strided(view.shape, view.stride, view.offset)
+        whole = whole.reshape((1,) * missing + tuple(view.shape)) if missing else whole
+        offset, shape = read.in_shard
+        for axis, (begin, length) in enumerate(zip(offset, shape, strict=True)):
+            whole = whole.narrow(axis, begin, length)
+        into.copy_(whole)
+
+
+def open_model(path: Path) -> ModelContents:
+    """Open a model for the loader.
+
+    Raises:
+        CheckpointError, ConfigError: it cannot be read, or cannot be built here.
+    """
+    model = read_model_directory(path)
+    draft = ForeignDraft(path, f"Hugging Face ({model.family.model_type})")
+    for key, shape, pieces in arranged(model, stored_tensors(path)):
+        draft.declare(key, pieces[0][1].dtype, shape)
+        for offset, view in pieces:
+            draft.add(key, offset, view)
+    contents = draft.finish({}, model.settings)
+    return ModelContents(**vars(contents))
+
+
+Pieces = list[tuple[tuple[int, ...], StoredView]]
+"""(offset in our tensor, where that box is in their files)."""
+
+
+def arranged(
+    model: ModelDirectory, stored: dict[str, StoredView]
+) -> list[tuple[str, tuple[int, ...], Pieces]]:
+    """Return (our name, shape, pieces) of every parameter.
+
+    Raises:
+        CheckpointError: tensors are missing, or some are not understood.
+    """
+    geometry, family = geometry_of(model.settings), model.family
+    rules = family.rules(model.settings)
+    prefix = _prefix(family, rules, stored)
+    found, used = [], set()
+    for rule in rules:
+        shapes: list[tuple[int, ...]] | None = None
+        for ours, theirs in rule.names(geometry):
+            names = [full_name(name, prefix) for name in theirs]
+            missing = [name for name in names if name not in stored]
+            if missing:
+                raise _not_as_expected(model.path, f"there is no tensor {missing[0]!r}")
+            used.update(names)
+            shapes = shapes or [stored[name].shape for name in names]
+            odd = [n for n, s in zip(names, shapes, strict=True) if stored[n].shape != s]
+            if odd:
+                raise _not_as_expected(
+                    model.path,
+                    f"{odd[0]!r} has the shape {stored[odd[0]].shape}, unlike other layers",
+                )
+            found.append((ours, *_pieces(model, rule, names, stored, geometry)))
+    meaningless = [prefix + pattern for pattern in family.without_meaning]
+    if not model.settings["untie_embeddings_and_output_weights"]:
+        meaningless.append("lm_head.weight")  # a copy of the embedding
+    unknown = [
+        name
+        for name in stored
+        if name not in used and not any(re.fullmatch(p, name) for p in meaningless)
+    ]
+    if unknown:
+        raise _not_as_expected(
+            model.path, f"the tensor {unknown[0]!r} is not understood ({len(unknown)} such)"
+        )
+    return found
+
+
+def full_name(name: str, prefix: str) -> str:
+    """Return the name in the file; a leading slash says that it takes no prefix."""
+    return name[1:] if name.startswith("/") else prefix + name
+
+
+def _prefix(family: Family, rules: list[Rule], stored: dict[str, StoredView]) -> str:
+    first = rules[0].theirs[0]
+    known = [prefix for prefix in family.prefixes if full_name(first, prefix) in stored]
+    return known[0] if known else family.prefixes[0]
+
+
+def _pieces(
+    model: ModelDirectory,
+    rule: Rule,
+    names: list[str],
+    stored: dict[str, StoredView],
+    geometry: Geometry,
+) -> tuple[tuple[int, ...], Pieces]:
+    views = [stored[name] for name in names]
+    if rule.is_transposed:
+        views = [replace(v, shape=v.shape[::-1], stride=v.stride[::-1]) for v in views]
+    rest = views[0].shape[1:]
+    if any(v.shape[1:] != rest or v.dtype != views[0].dtype for v in views):
+        raise _not_as_expected(model.path, f"{', '.join(names)} do not fit together")
+    pieces: Pieces = []
+    height = 0
+    for rows in rule.arrangement(geometry, [view.shape[0] for view in views]):
+        view = views[rows.source]
+        if rows.begin + rows.length > view.shape[0]:
+            raise _not_as_expected(
+                model.path, f"{names[rows.source]!r} has {view.shape[0]} rows, too few"
+            )
+        box = ((rows.begin, *(0 for _ in rest)), (rows.length, *rest))
+        pieces.append(((rows.place, *(0 for _ in rest)), view.narrow(box)))
+        height = max(height, rows.place + rows.length)
+    if sum(piece.shape[0] for _, piece in pieces) != sum(view.shape[0] for view in views):
+        raise _not_as_expected(
+            model.path, f"{', '.join(names)} have more rows than the config says"
+        )
+    return (height, *rest), pieces
+
+
+def _not_as_expected(path: Path, what: str) -> CheckpointError:
+    return CheckpointError(
+        f"{path}: {what}.",
+        rule="the tensors of a model are those that its config.json describes",
+        flags=["--load-hf"],
+        fix="download or save the model again; config.json and weights must belong together",
+    )
+
+
+__all__ = ["ModelContents", "arranged", "full_name", "open_model"]

@@ -1,0 +1,126 @@
+"""Which rows of their tensors make which parameter of ours.
+
+Both programs hold the same numbers, in other arrangements: a rule names a parameter of ours (with
+`{}` for the layer), the tensors it is made of, and the ranges of rows that correspond. Nothing is
+computed, so the way back is the same list read the other way, and bit-identical.
+
+Shapes are those of the one-device model. Rows are those of dimension 0; where their tensor is
+transposed, rows of its transpose.
+
+Legend: h hidden, d head dim, q query heads, g key/value heads (groups).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """The numbers that rules need."""
+
+    num_layers: int
+    num_heads: int
+    num_groups: int
+    head_dim: int
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A range of rows, in one of their tensors and in ours."""
+
+    source: int
+    """Index into the rule's tensors."""
+    begin: int
+    """First row there."""
+    place: int
+    """First row here."""
+    length: int
+
+
+Arrangement = Callable[[Geometry, Sequence[int]], list[Rows]]
+"""(geometry, number of rows of each of their tensors) -> the ranges, in the order of our rows."""
+
+
+def _whole(geometry: Geometry, heights: Sequence[int]) -> list[Rows]:
+    """Their tensors above each other."""
+    found, place = [], 0
+    for source, height in enumerate(heights):
+        found.append(Rows(source, 0, place, height))
+        place += height
+    return found
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One parameter of ours."""
+
+    ours: str
+    theirs: tuple[str, ...]
+    arrangement: Arrangement = _whole
+    is_transposed: bool = False
+    """Theirs are [in, out], ours [out, in]."""
+    has_vocabulary_rows: bool = False
+    """Rows are those of the vocabulary; ours may have more, which are padding."""
+
+    def names(self, geometry: Geometry) -> list[tuple[str, tuple[str, ...]]]:
+        """Return (our name, their names), for every layer."""
+        if "{}" not in self.ours:
+            return [(self.ours, self.theirs)]
+        return [
+            (self.ours.format(layer), tuple(name.format(layer) for name in self.theirs))
+            for layer in range(geometry.num_layers)
+        ]
+
+
+def same(ours: str, theirs: str) -> Rule:
+    """One tensor is the other."""
+    return Rule(ours, (theirs,))
+
+
+def transposed(ours: str, theirs: str) -> Rule:
+    """[in, out] there, [out, in] here."""
+    return Rule(ours, (theirs,), is_transposed=True)
+
+
+def vocabulary(ours: str, theirs: str) -> Rule:
+    """Rows of the vocabulary."""
+    return Rule(ours, (theirs,), has_vocabulary_rows=True)
+
+
+def stacked(ours: str, *theirs: str) -> Rule:
+    """Tensors above each other: gate and up of a gated MLP."""
+    return Rule(ours, theirs)
+
+
+def query_key_value(ours: str, query: str, key: str, value: str) -> Rule:
+    """Separate projections there; here rows by group: q/g query heads, one key, one value head."""
+
+    def arrangement(geometry: Geometry, heights: Sequence[int]) -> list[Rows]:
+        return _by_group(geometry, [(0, 0), (1, 0), (2, 0)])
+
+    return Rule(ours, (query, key, value), arrangement)
+
+
+def fused_query_key_value(ours: str, theirs: str, *, is_transposed: bool = False) -> Rule:
+    """All queries, then all keys, then all values in one tensor there."""
+
+    def arrangement(geometry: Geometry, heights: Sequence[int]) -> list[Rows]:
+        keys = geometry.num_heads * geometry.head_dim
+        values = keys + geometry.num_groups * geometry.head_dim
+        return _by_group(geometry, [(0, 0), (0, keys), (0, values)])
+
+    return Rule(ours, (theirs,), arrangement, is_transposed)
+
+
+def _by_group(geometry: Geometry, starts: Sequence[tuple[int, int]]) -> list[Rows]:
+    """Interleave queries, keys and values, which begin at `starts`: (source, row)."""
+    width = geometry.head_dim
+    heights = (geometry.num_heads // geometry.num_groups * width, width, width)
+    found, place = [], 0
+    for group in range(geometry.num_groups):
+        for (source, start), height in zip(starts, heights, strict=True):
+            found.append(Rows(source, start + group * height, place, height))
+            place += height
+    return found

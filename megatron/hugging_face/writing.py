@@ -1,0 +1,264 @@
+"""Write a checkpoint as a model of Hugging Face's, one tensor at a time.
+
+The source is any opened checkpoint: of ours, in whatever layout it was saved, or of another
+program. The directory gets its name when all of it is on the disk.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.core.dist_checkpointing.durable import (
+    describe_os_error,
+    rename_durably,
+    sync_directory,
+    write_all,
+    write_durably,
+)
+from megatron.core.dist_checkpointing.loader import Contents, SliceReader
+from megatron.core.dist_checkpointing.manifest import StoredTensor
+from megatron.core.dist_checkpointing.planner import ShardIndex
+from megatron.core.dist_checkpointing.shard_file import DTYPES, as_bytes, build_header, dtype_name
+from megatron.core.errors import CheckpointError
+from megatron.hugging_face.config_fields import WITHOUT_EFFECT
+from megatron.hugging_face.families import family_of_settings
+from megatron.hugging_face.families.family import Family, Settings, geometry_of
+from megatron.hugging_face.model_directory import CONFIG_NAME, INDEX_NAME, SINGLE_NAME
+from megatron.hugging_face.reading import full_name
+from megatron.hugging_face.rules import Rows, Rule
+
+FILE_BYTES = 5_000_000_000
+"""A file ends before the tensor that would make it longer."""
+CARRIED_ALONG = (
+    "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json",
+    "added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja",
+    "generation_config.json",
+)  # fmt: skip
+"""Files beside the weights that are copied from the model that training began with."""
+_LAYER = re.compile(r"(decoder\.layers)\.(\d+)\.(.+)", re.ASCII)
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where our parameter lies in a checkpoint: a whole tensor, or one layer of a stack."""
+
+    tensor: StoredTensor
+    layer: int | None
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Group:
+    """Tensors of theirs that one parameter of ours makes."""
+
+    rule: Rule
+    source: Source
+    names: tuple[str, ...]
+    rows: tuple[Rows, ...]
+    shapes: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True)
+class Written:
+    """What was written."""
+
+    family: str
+    num_tensors: int
+    num_bytes: int
+    files: tuple[str, ...]
+
+
+def write_model(
+    contents: Contents,
+    target: Path,
+    *,
+    settings: Settings | None = None,
+    dtype: torch.dtype | None = None,
+    companion: Path | None = None,
+    file_bytes: int = FILE_BYTES,
+) -> Written:
+    """Write the weights of a checkpoint and a config.json that describes them.
+
+    Args:
+        contents: the opened checkpoint; its own settings say what the model is.
+        target: directory to make; it must not exist.
+        settings: replaces those of the checkpoint.
+        dtype: of the written weights; None keeps the stored one.
+        companion: directory of the model that training began with: its tokenizer files are
+            copied, and those fields of its config that change no weight.
+        file_bytes: size above which another file begins.
+    Raises:
+        ConfigError: no family can express this model.
+        CheckpointError: weights are missing, or the directory cannot be written.
+    """
+    if settings is None:
+        settings = vars(contents.common_state()["args"])
+    family = family_of_settings(settings)
+    if target.exists():
+        raise CheckpointError(
+            f"{target} exists already.",
+            rule="an export never writes over files",
+            fix="name another directory, or remove this one",
+        )
+    groups = _plan(contents, family, settings)
+    draft = target.with_name(f".{target.name}.unfinished")
+    try:
+        shutil.rmtree(draft, ignore_errors=True)
+        draft.mkdir(parents=True)
+        files, total = _write_weights(contents, groups, draft, dtype, file_bytes)
+        stored = DTYPES[groups[0].source.tensor.dtype] if dtype is None else dtype
+        _write_config(draft, family, settings, stored, companion)
+        sync_directory(draft)
+        rename_durably(draft, target)
+    except OSError as error:
+        raise describe_os_error(error, path=target, doing="writing") from error
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+    count = sum(len(group.names) for group in groups)
+    return Written(family.model_type, count, total, tuple(files))
+
+
+def _plan(contents: Contents, family: Family, settings: Settings) -> list[Group]:
+    """Find the source of every tensor of theirs."""
+    geometry = geometry_of(settings)
+    vocabulary = settings["unpadded_vocab_size"]
+    groups = []
+    for rule in family.rules(settings):
+        for ours, theirs in rule.names(geometry):
+            source = _find(contents, ours)
+            shape = source.shape
+            if rule.has_vocabulary_rows:
+                shape = (vocabulary, *shape[1:])
+                source = Source(source.tensor, source.layer, shape)
+            rows = rule.arrangement(geometry, [shape[0] // len(theirs)] * len(theirs))
+            heights = [
+                max(r.begin + r.length for r in rows if r.source == i) for i in range(len(theirs))
+            ]
+            shapes = [(height, *shape[1:]) for height in heights]
+            if rule.is_transposed:
+                shapes = [shape[::-1] for shape in shapes]
+            names = tuple(full_name(name, family.prefixes[0]) for name in theirs)
+            groups.append(Group(rule, source, names, tuple(rows), tuple(shapes)))
+    return groups
+
+
+def _find(contents: Contents, ours: str) -> Source:
+    tensors = contents.manifest.tensors
+    if ours in tensors:
+        return Source(tensors[ours], None, tensors[ours].shape)
+    match = _LAYER.fullmatch(ours)
+    stack = None if match is None else tensors.get(f"{match[1]}.{match[3]}")
+    if match is None or stack is None or int(match[2]) >= stack.shape[0]:
+        raise CheckpointError(
+            f"{contents.directory} has no {ours}.",
+            rule="an export needs all weights of the model",
+            fix="export a complete checkpoint",
+        )
+    return Source(stack, int(match[2]), stack.shape[1:])
+
+
+def _tensors(
+    contents: Contents, groups: Sequence[Group], dtype: torch.dtype | None
+) -> Iterator[Tensor]:
+    """Yield all tensors of theirs, in order; those of one group are in memory at a time."""
+    with contents.open_reader() as reader:
+        for group in groups:
+            ours = _read(group.source, reader)
+            for index, shape in enumerate(group.shapes):
+                by_rows = shape[::-1] if group.rule.is_transposed else shape
+                theirs = torch.empty(by_rows, dtype=ours.dtype)
+                for rows in group.rows:
+                    if rows.source == index:
+                        part = ours.narrow(0, rows.place, rows.length)
+                        theirs.narrow(0, rows.begin, rows.length).copy_(part)
+                if group.rule.is_transposed:
+                    theirs = theirs.t()
+                yield theirs.to(dtype or theirs.dtype).contiguous()
+
+
+def _read(source: Source, reader: SliceReader) -> Tensor:
+    stacked = () if source.layer is None else (1,)
+    corner = () if source.layer is None else (source.layer,)
+    shape = (*stacked, *source.shape)
+    into = torch.empty(shape, dtype=DTYPES[source.tensor.dtype])
+    wanted = ((*corner, *(0 for _ in source.shape)), shape)
+    for read in ShardIndex(source.tensor).reads(wanted):
+        part = into
+        for axis, (begin, length) in enumerate(zip(*read.in_wanted, strict=True)):
+            part = part.narrow(axis, begin, length)
+        reader.read(source.tensor, read, part)
+    return into.view(source.shape)
+
+
+def _write_weights(
+    contents: Contents,
+    groups: Sequence[Group],
+    draft: Path,
+    dtype: torch.dtype | None,
+    file_bytes: int,
+) -> tuple[list[str], int]:
+    """Write the safetensors files and, of several, their index; return names and bytes."""
+    described = [
+        (name, group.source.tensor.dtype if dtype is None else dtype_name(dtype), shape)
+        for group in groups
+        for name, shape in zip(group.names, group.shapes, strict=True)
+    ]
+    parts: list[list[tuple[str, str, tuple[int, ...]]]] = [[]]
+    size = total = 0
+    for entry in described:
+        length = torch.Size(entry[2]).numel() * DTYPES[entry[1]].itemsize
+        if parts[-1] and size + length > file_bytes:
+            parts.append([])
+            size = 0
+        parts[-1].append(entry)
+        size, total = size + length, total + length
+    count = len(parts)
+    files = [
+        SINGLE_NAME if count == 1 else f"model-{i + 1:05d}-of-{count:05d}.safetensors"
+        for i in range(count)
+    ]
+    tensors = _tensors(contents, groups, dtype)
+    for file, part in zip(files, parts, strict=True):
+        descriptor = os.open(draft / file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+        try:
+            write_all(descriptor, build_header(part, {"format": "pt"}))
+            for _ in part:
+                write_all(descriptor, as_bytes(next(tensors)))
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    if count > 1:
+        places = {e[0]: file for file, part in zip(files, parts, strict=True) for e in part}
+        index = {"metadata": {"total_size": total}, "weight_map": places}
+        write_durably(draft / INDEX_NAME, json.dumps(index, indent=2).encode())
+    return files, total
+
+
+def _write_config(
+    draft: Path, family: Family, settings: Settings, dtype: torch.dtype, companion: Path | None
+) -> None:
+    carried: Mapping[str, Any] = {}
+    if companion is not None:
+        carried = json.loads((companion / CONFIG_NAME).read_bytes())
+        for name in CARRIED_ALONG:
+            if (companion / name).is_file():
+                shutil.copyfile(companion / name, draft / name)
+    fields = {name: carried[name] for name in sorted(WITHOUT_EFFECT & set(carried))}
+    fields |= family.fields(settings)
+    fields |= {
+        "model_type": family.model_type,
+        "architectures": [family.architecture],
+        "torch_dtype": str(dtype).removeprefix("torch."),
+    }
+    fields.pop("dtype", None)
+    write_durably(draft / CONFIG_NAME, (json.dumps(fields, indent=2) + "\n").encode())

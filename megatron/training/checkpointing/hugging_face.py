@@ -1,0 +1,48 @@
+"""Hugging Face models at the two ends of a run: all ranks act on what the coordinator finds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from megatron.core.agreement import Peers, agree
+from megatron.core.dist_checkpointing.exchange import as_checkpoint_error
+from megatron.core.dist_checkpointing.loader import open_contents
+from megatron.core.dist_checkpointing.object_store import Place
+from megatron.core.errors import MegatronError
+from megatron.hugging_face import ModelContents, Written, open_model, write_model
+
+
+def open_together(directory: Path, peers: Peers) -> ModelContents:
+    """Open a model for the loader: collective."""
+    contents = _on_coordinator(peers, f"opening {directory}", lambda: open_model(directory))
+    assert isinstance(contents, ModelContents)
+    return contents
+
+
+def write_together(
+    checkpoint: Place, directory: Path, *, companion: Path | None, peers: Peers
+) -> Written:
+    """Write a checkpoint as a model: collective; the coordinator writes."""
+    contents = open_contents(checkpoint, peers=peers)
+    written = _on_coordinator(
+        peers,
+        f"writing {directory}",
+        lambda: write_model(contents, directory, companion=companion),
+    )
+    assert isinstance(written, Written)
+    return written
+
+
+def _on_coordinator(peers: Peers, doing: str, action: Callable[[], Any]) -> Any:
+    """Return on every rank what `action` returned on the coordinator, or raise its error."""
+    result: Any = None
+    problem: MegatronError | None = None
+    if peers.rank == 0:
+        try:
+            result = action()
+        except Exception as error:  # agreed on like every other problem: a lone raise is a hang
+            problem = as_checkpoint_error(error, doing)
+    agree(problem, peers)
+    return peers.broadcast(result)

@@ -1,0 +1,60 @@
+"""Flags from a Hugging Face model, for --load-hf."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron.core.errors import ConfigError, raise_together
+from megatron.hugging_face import read_model_directory
+from megatron.training.config.flag import kebab
+
+_FREE = {"max_position_embeddings", "hidden_dropout", "attention_dropout"}
+"""Settings of a model that a run may choose otherwise without changing its weights' meaning."""
+
+
+def model_values(directory: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return field name -> value for the model in `directory`.
+
+    Args:
+        given: what the command line says; it may repeat the model's values, not change them.
+    Raises:
+        CheckpointError, ConfigError: the model cannot be read, cannot be built here, or is not
+            the one that the flags describe.
+    """
+    path = Path(directory)
+    values = dict(read_model_directory(path).settings)
+    values["vocab_size"] = values.pop("unpadded_vocab_size")
+    free = (
+        _FREE
+        if values["position_embedding_type"] == "rope"
+        else _FREE - {"max_position_embeddings"}
+    )
+    problems = [
+        ConfigError(
+            f"{kebab(name)} {given[name]} is not that of the model in {directory}: {value}.",
+            rule="the weights of a model fit its own shape only",
+            flags=["--load-hf", kebab(name)],
+            fix=f"drop {kebab(name)}",
+        )
+        for name, value in values.items()
+        if name in given and given[name] != value and name not in free
+    ]
+    if given.get("preset"):
+        problems.append(
+            ConfigError(
+                f"--preset {given['preset']} beside --load-hf {directory}.",
+                rule="one of the two says what the model is",
+                flags=["--preset", "--load-hf"],
+                fix="drop --preset",
+            )
+        )
+    raise_together(problems, summary=f"the model in {directory}")
+    if "tokenizer_type" not in given and _has_tokenizer(path):
+        values |= {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": directory}
+    return values
+
+
+def _has_tokenizer(path: Path) -> bool:
+    return any((path / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json"))

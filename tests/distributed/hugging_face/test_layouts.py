@@ -1,0 +1,49 @@
+"""`--load-hf` in several layouts: the losses of one process; `--save-hf` gives the model back."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.harness.distributed import run_distributed
+from tests.harness.tolerances import FP32_AFTER_OPTIMIZER, FP32_REORDERED_SUM, assert_close
+from tests.parity.training_run import read_metrics, train_with_flags
+from tests.unit.hugging_face.models import flags_for, saved
+
+FLAGS = (
+    "--global-batch-size 4 --micro-batch-size 1 --train-iters 3 --lr 1e-3 --adam-eps 1e-5"
+    " --num-workers 0 --log-interval 1"
+)
+LAYOUTS = {
+    "gpt2": (4, "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"
+                " --sequence-parallel", {"tp": 2, "pp": 2}),
+    "qwen3": (2, "--use-distributed-optimizer", {}),
+}  # fmt: skip
+
+
+def train(directory, tmp_path, name, world_size=1, flags="", **layout):
+    """Train three steps from the model; return the losses and the exported weights."""
+    metrics, out = tmp_path / f"{name}.jsonl", tmp_path / f"{name}-out"
+    words = [
+        *flags_for(directory), *FLAGS.split(), *flags.split(), "--metrics-jsonl", str(metrics),
+        "--save", str(tmp_path / f"{name}-save"), "--save-hf", str(out),
+    ]  # fmt: skip
+    run_distributed(train_with_flags, world_size, words, timeout_s=240.0, **layout)
+    losses = [line["lm loss"] for line in read_metrics(metrics)]
+    return losses, load_file(out / "model.safetensors")
+
+
+@pytest.mark.parametrize("case", LAYOUTS)
+def test_a_published_model_goes_on_training_in_other_layouts(case, tmp_path):
+    saved(case, tmp_path / "model")
+    expected, weights = train(tmp_path / "model", tmp_path, "one")
+    before = load_file(tmp_path / "model" / "model.safetensors")
+    assert before.keys() == weights.keys()
+    assert not all(torch.equal(before[name], weights[name]) for name in before)
+    world_size, flags, layout = LAYOUTS[case]
+    losses, found = train(tmp_path / "model", tmp_path, "many", world_size, flags, **layout)
+    assert_close(losses, expected, FP32_REORDERED_SUM, "losses")
+    assert found.keys() == weights.keys()
+    for tensor in weights:
+        assert_close(found[tensor], weights[tensor], FP32_AFTER_OPTIMIZER, tensor)

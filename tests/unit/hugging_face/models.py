@@ -1,0 +1,125 @@
+"""Small models of Transformers with every special feature on, and ours built from them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from megatron.core.agreement import SingleProcess
+from megatron.core.dist_checkpointing.loader import load_state
+from megatron.core.dist_checkpointing.validation import parse_strict_handling
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.sharded_state import sharded_state_dict_of
+from megatron.hugging_face import open_model
+from megatron.training.cli.parser import parse_command_line
+from megatron.training.resolve import resolve
+from megatron.training.transformer_settings import transformer_config
+
+VOCAB, LENGTH = 97, 24
+_SIZES = {
+    "vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-6,
+}  # fmt: skip
+_LLAMA3_ROPE = {
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192, "rope_theta": 500000.0,
+}  # fmt: skip
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt2": (
+        "GPT2Config",
+        {"vocab_size": VOCAB, "n_embd": 64, "n_layer": 4, "n_head": 4, "n_positions": 64,
+         "bos_token_id": 1, "eos_token_id": 2, "layer_norm_epsilon": 1e-6},
+    ),
+    "gpt2, untied, another width": (
+        "GPT2Config",
+        {"vocab_size": VOCAB, "n_embd": 64, "n_layer": 4, "n_head": 4, "n_positions": 64,
+         "n_inner": 96, "tie_word_embeddings": False, "activation_function": "gelu",
+         "bos_token_id": 1, "eos_token_id": 2},
+    ),
+    "llama": ("LlamaConfig", {**_SIZES, "rope_theta": 5000.0}),
+    "llama 3.1, tied": (
+        "LlamaConfig",
+        {**_SIZES, "max_position_embeddings": 32768, "tie_word_embeddings": True,
+         "rope_parameters": _LLAMA3_ROPE},
+    ),
+    "llama, interpolated": (
+        "LlamaConfig",
+        {**_SIZES, "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}},
+    ),
+    "mistral, sliding window": ("MistralConfig", {**_SIZES, "sliding_window": 7, "head_dim": 32}),
+    "qwen2, tied": ("Qwen2Config", {**_SIZES, "tie_word_embeddings": True}),
+    "qwen3": ("Qwen3Config", {**_SIZES, "head_dim": 32}),
+    "phi3, partly rotated": (
+        "Phi3Config",
+        {**_SIZES, "sliding_window": 9, "partial_rotary_factor": 0.5, "pad_token_id": None,
+         "bos_token_id": 1, "eos_token_id": 2, "original_max_position_embeddings": 64},
+    ),
+}  # fmt: skip
+"""Name -> config class of Transformers and its arguments."""
+
+
+def their_model(case: str) -> Any:
+    """Build a model of Transformers with random weights, norms and biases included."""
+    kind, fields = CASES[case]
+    config = getattr(transformers, kind)(**fields)
+    torch.manual_seed(3)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0, 0.08)
+            else:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    return model.eval()
+
+
+def saved(case: str, directory: Path) -> Any:
+    """Build such a model, save it in `directory`, and return it."""
+    model = their_model(case)
+    model.save_pretrained(directory)
+    return model
+
+
+def flags_for(directory: Path) -> list[str]:
+    """Return the command line that starts from a model, with a dropout of 0."""
+    return [
+        "--load-hf", str(directory), "--seq-length", str(LENGTH), "--micro-batch-size", "1",
+        "--hidden-dropout", "0", "--attention-dropout", "0", "--transformer-impl", "local",
+        "--train-iters", "1", "--lr", "1e-3", "--mock-data", "--tokenizer-type", "NullTokenizer",
+    ]  # fmt: skip
+
+
+def our_model(directory: Path) -> tuple[GPTModel, dict[str, Any]]:
+    """Build the model that the settings of a directory describe, and load it; one process."""
+    config = parse_command_line(flags_for(directory)).config
+    run = resolve(config, world_size=1)
+    settings = {**run.values, "unpadded_vocab_size": run.vocab_size}
+    groups = ProcessGroupCollection.single()
+    model = GPTModel(
+        transformer_config(settings),
+        get_gpt_layer_local_spec(qk_layernorm=run.qk_layernorm, normalization=run.normalization),
+        vocab_size=128,
+        max_sequence_length=run.max_position_embeddings,
+        share_embeddings_and_output_weights=not run.untie_embeddings_and_output_weights,
+        position_embedding_type=run.position_embedding_type,
+        rotary_base=run.rotary_base,
+        rotary_percent=run.rotary_percent,
+        seq_len_interpolation_factor=run.rotary_seq_len_interpolation_factor,
+        rope_scaling=run.use_rope_scaling,
+        rope_scaling_factor=run.rope_scaling_factor,
+        pg_collection=groups,
+    )
+    load_state(
+        sharded_state_dict_of(model, pg_collection=groups),
+        open_model(directory),
+        peers=SingleProcess(),
+        strict=parse_strict_handling("raise_unexpected"),
+    )
+    return model, settings

@@ -1,0 +1,153 @@
+"""Directories that are not what they should be, and models that cannot be built, are refused."""
+
+from __future__ import annotations
+
+import json
+import struct
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from megatron.core.errors import CheckpointError, ConfigError, MegatronError
+from megatron.hugging_face import family_of_settings, open_model, read_model_directory
+from megatron.training.cli.parser import parse_command_line
+from tests.unit.hugging_face.models import flags_for, saved
+
+WEIGHTS = "model.safetensors"
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("model")
+    saved("llama", directory)
+    return directory
+
+
+@pytest.fixture
+def model(original, tmp_path):
+    for name in ("config.json", WEIGHTS):
+        (tmp_path / name).write_bytes((original / name).read_bytes())
+    return tmp_path
+
+
+def change_config(model, **fields):
+    path = model / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"model_type": "mamba"}, "mamba"),
+        ({"attention_bias": True}, "attention_bias"),
+        ({"hidden_act": "gelu"}, "hidden_act"),
+        ({"a_field_of_tomorrow": 3}, "a_field_of_tomorrow"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_type"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 2.0}},
+         "low_freq_factor"),
+        ({"num_hidden_layers": None}, "num_hidden_layers"),
+    ],
+)  # fmt: skip
+def test_a_config_that_is_not_understood_is_refused(model, fields, named):
+    change_config(model, **fields)
+    with pytest.raises(ConfigError, match=named):
+        read_model_directory(model)
+
+
+def test_all_problems_of_a_config_come_in_one_message(model):
+    change_config(model, attention_bias=True, hidden_act="gelu", new_field=1)
+    with pytest.raises(ConfigError) as caught:
+        read_model_directory(model)
+    for name in ("attention_bias", "hidden_act", "new_field"):
+        assert name in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (lambda t: t.pop("model.layers.1.mlp.up_proj.weight"), "up_proj"),
+        (lambda t: t.update({"model.layers.0.extra.weight": torch.ones(2)}), "extra"),
+        (lambda t: t.update({"model.layers.2.mlp.up_proj.weight": torch.ones(95, 64)}),
+         r"shape \(95, 64\)"),
+        (lambda t: t.update({n: torch.ones(16, 64) for n in t if "k_proj" in n}), "k_proj"),
+        (lambda t: t.update({n: torch.ones(64, 64) for n in t if "k_proj" in n}), "more rows"),
+    ],
+)  # fmt: skip
+def test_weights_that_do_not_belong_to_the_config_are_refused(model, change, named):
+    tensors = load_file(model / WEIGHTS)
+    change(tensors)
+    save_file(tensors, model / WEIGHTS)
+    with pytest.raises(MegatronError, match=named):
+        _load(model)
+
+
+def _load(model):
+    from tests.unit.hugging_face.models import our_model
+
+    our_model(model)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"1234567",
+        struct.pack("<Q", 1 << 60) + b"{}",
+        struct.pack("<Q", 2) + b"[]",
+        struct.pack("<Q", 4) + b"{nul",
+        struct.pack("<Q", 60) + b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4000000]}}',
+        struct.pack("<Q", 54) + b'{"a":{"dtype":"F32","shape":[-1],"data_offsets":[4,0]}}',
+        struct.pack("<Q", 54) + b'{"a":{"dtype":"X32","shape":[1],"data_offsets":[0,4]} }',
+    ],
+)
+def test_a_file_that_is_not_safetensors_is_refused(model, content):
+    (model / WEIGHTS).write_bytes(content)
+    with pytest.raises(CheckpointError, match=WEIGHTS):
+        open_model(model)
+
+
+def test_a_truncated_file_is_refused(model):
+    whole = (model / WEIGHTS).read_bytes()
+    (model / WEIGHTS).write_bytes(whole[:-1])
+    with pytest.raises(CheckpointError, match=WEIGHTS):
+        open_model(model)
+
+
+def test_an_index_cannot_lead_out_of_the_directory(model):
+    (model / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": {"lm_head.weight": "../elsewhere.safetensors"}})
+    )
+    with pytest.raises(CheckpointError, match="has a path in it"):
+        open_model(model)
+
+
+def test_pickled_weights_are_not_opened(model):
+    (model / WEIGHTS).rename(model / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match="safe_serialization"):
+        open_model(model)
+
+
+def test_a_directory_without_a_model_is_refused(tmp_path):
+    with pytest.raises(CheckpointError, match=r"config\.json"):
+        open_model(tmp_path / "nothing")
+
+
+def test_flags_may_repeat_the_model_but_not_change_it(model):
+    words = flags_for(model)
+    parse_command_line([*words, "--num-layers", "4"])
+    with pytest.raises(ConfigError) as caught:
+        parse_command_line([*words, "--num-layers", "5", "--rotary-base", "7", "--preset", "gpt2"])
+    for flag in ("--num-layers 5", "--rotary-base 7", "--preset"):
+        assert flag in str(caught.value)
+
+
+def test_a_model_that_no_family_can_express_is_not_exported():
+    settings = {
+        "num_layers": 1, "hidden_size": 8, "num_attention_heads": 2, "ffn_hidden_size": 16,
+        "max_position_embeddings": 8, "untie_embeddings_and_output_weights": True,
+        "squared_relu": True, "norm_epsilon": 1e-5, "rotary_base": 10000,
+        "unpadded_vocab_size": 16,
+    }  # fmt: skip
+    with pytest.raises(ConfigError, match="squared_relu"):
+        family_of_settings(settings)
