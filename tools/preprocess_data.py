@@ -6,7 +6,7 @@
 
 writes data/corpus_text_document.bin and .idx. The same input gives the same bytes with any number
 of workers. Nothing appears under the final names before everything is written; a run that was
-killed goes on where it stopped when the same command is given again. See docs/data.md.
+killed goes on where it stopped when the same command is given again. See docs/preprocessing.md.
 """
 
 from __future__ import annotations
