@@ -51,13 +51,18 @@ class Session:
 ReadCommand = Callable[[], ParsedCommand]
 
 
-def read_settings(read: ReadCommand, world_size: int) -> ResolvedRun:
+def read_settings(read: ReadCommand, world_size: int, progress: RunProgress) -> ResolvedRun:
     """Read, derive and check the settings; nothing is started.
 
+    Args:
+        progress: told where the run saves, for the report if the settings are refused.
     Raises:
         ConfigError: with all problems.
     """
     command = read()
+    save = command.config.checkpoint.save
+    if save is not None and not is_url(save):
+        progress.save_directory = save
     config = with_checkpoint_shape(command.config)
     run = resolve(config, world_size=world_size, extra=command.extra)
     check_run(run)
@@ -91,10 +96,8 @@ def start_session(
     run: ResolvedRun | None = None
     mine: dict[str, Any] | MegatronError
     try:
-        run = read_settings(read, place.world_size)
+        run = read_settings(read, place.world_size, progress)
         mine = comparable(run.config, run.extra)
-        if run.save is not None and not is_url(run.save):
-            progress.save_directory = run.save
     except MegatronError as error:
         mine = error
     agree_on_settings(store, place.rank, place.world_size, mine, timeout=START_TIMEOUT)

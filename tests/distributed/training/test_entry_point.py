@@ -131,4 +131,4 @@ def test_failure_json_tells_what_went_wrong(tmp_path):
     record = json.loads((tmp_path / "failure.json").read_text())
     assert done.returncode == record["exit_code"] == 12
     assert record["class"] == "CHECKPOINT"
-    assert record["where"] == "loading a checkpoint"
+    assert record["where"] == "reading the settings"
