@@ -164,6 +164,9 @@ def bench(rank: int, size: int, arguments: argparse.Namespace, root: str, ports:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(ports[0])}
     os.environ["LOCAL_WORLD_SIZE"] = str(size)
     dist.init_process_group("gloo", rank=rank, world_size=size)
+    # Before anything else, while this process has no buffers yet.
+    small = Candidates(make_state(max(13, arguments.million_parameters // 4), size), Path(root))
+    extra, growth = memory_of_saves(small, arguments.growth_saves)
     candidates = Candidates(make_state(arguments.million_parameters, size), Path(root))
     peer = None
     if arguments.megatron:
@@ -173,8 +176,6 @@ def bench(rank: int, size: int, arguments: argparse.Namespace, root: str, ports:
     if peer is not None:
         peer.close()
     slowdown = slowdown_of_steps(candidates)
-    small = Candidates(make_state(max(12, arguments.million_parameters // 4), size), Path(root))
-    extra, growth = memory_of_saves(small, arguments.growth_saves)
     if rank == 0:
         print(f"\n== {size} rank{'s' * (size > 1)}")
         show(rows, candidates.num_bytes * size, arguments.repeats)

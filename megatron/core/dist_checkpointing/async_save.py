@@ -6,6 +6,8 @@ flight. "Saved" is said only after the commit; a writer's error surfaces at the 
 
 from __future__ import annotations
 
+import contextlib
+import os
 import threading
 from collections.abc import Callable
 
@@ -13,6 +15,9 @@ from megatron.core.dist_checkpointing.exchange import as_checkpoint_error
 from megatron.core.dist_checkpointing.saver import SaveInProgress
 from megatron.core.dist_checkpointing.snapshot import SnapshotBuffer
 from megatron.core.errors import CheckpointError
+
+NICENESS = 10
+"""Where cores are scarce, training computes and the writer takes what is left."""
 
 _BUFFER = SnapshotBuffer()
 _IN_FLIGHT: AsyncSave | None = None
@@ -25,7 +30,7 @@ class AsyncSave:
         self._saving = saving
         self._after_commit: list[Callable[[], None]] = []
         # Not a daemon: the interpreter waits for the bytes instead of cutting them off.
-        self._thread = threading.Thread(target=saving.write, name="checkpoint-writer")
+        self._thread = threading.Thread(target=self._write, name="checkpoint-writer")
         self._is_finished = False
 
     @classmethod
@@ -48,6 +53,12 @@ class AsyncSave:
         handle = _IN_FLIGHT = cls(saving)
         handle._thread.start()
         return handle
+
+    def _write(self) -> None:
+        # Linux gives each thread a priority of its own, which the threads it starts inherit.
+        with contextlib.suppress(OSError, AttributeError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+        self._saving.write()
 
     def add_finalize_fn(self, function: Callable[[], None]) -> None:
         """Call `function` on this rank once the checkpoint is committed, in order."""

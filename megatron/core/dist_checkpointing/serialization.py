@@ -82,7 +82,7 @@ def save(
 
 def load(
     sharded_state_dict: ShardedStateDict,
-    checkpoint_dir: str | os.PathLike[str],
+    checkpoint_dir: str | os.PathLike[str] | ObjectDirectory,
     sharded_strategy: Any = None,
     validate_access_integrity: bool = True,
     strict: str | StrictHandling = StrictHandling.ASSUME_OK_UNEXPECTED,
@@ -112,7 +112,7 @@ def load(
 
 def load_with_report(
     sharded_state_dict: ShardedStateDict,
-    checkpoint_dir: str | os.PathLike[str],
+    checkpoint_dir: str | os.PathLike[str] | ObjectDirectory,
     *,
     strict: StrictHandling = StrictHandling.ASSUME_OK_UNEXPECTED,
     process_group: Any = None,

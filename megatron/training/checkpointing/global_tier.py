@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from megatron.core import dist_checkpointing
 from megatron.core.agreement import Peers
 from megatron.core.dist_checkpointing import commit
-from megatron.core.dist_checkpointing.durable import remove_tree
 from megatron.core.dist_checkpointing.exchange import together
 from megatron.core.dist_checkpointing.loader import Contents, open_contents
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
+from megatron.core.dist_checkpointing.object_store import Place
 
 
 class GlobalTier:
     """The one short-lived checkpoint of a run; loads in any layout. Methods are collectives."""
 
-    def __init__(self, directory: Path, layout: Mapping[str, Any], peers: Peers) -> None:
+    def __init__(self, directory: Place, layout: Mapping[str, Any], peers: Peers) -> None:
         self.directory, self.layout, self.peers = directory, dict(layout), peers
 
     def save(self, state: ShardedStateDict, iteration: int) -> None:
@@ -32,9 +31,8 @@ class GlobalTier:
             if self.peers.rank == 0:
                 commit.remove_leftovers(self.directory)
                 for found in commit.list_checkpoints(self.directory).checkpoints:
-                    assert isinstance(found.path, Path), found.path
                     if found.path != final:
-                        remove_tree(found.path, retired_as=Path(f"{found.path}.deleting-0"))
+                        commit.remove_checkpoint(found, "0")
 
         together(self.peers, "deleting short-lived checkpoints", delete_others)
 

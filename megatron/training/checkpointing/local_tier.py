@@ -54,6 +54,18 @@ class Restorable:
     """Rank without intact files of its own -> number of the ring whose copy is intact."""
 
 
+_GROUP: list[tuple[dist.ProcessGroup | None, GroupPeers]] = []
+
+
+def _own_group() -> GroupPeers:
+    """Return a group on the host's network whose messages never meet those of training: made once
+    for all tiers of the processes' group."""
+    world = dist.group.WORLD
+    if not _GROUP or _GROUP[0][0] is not world:
+        _GROUP[:] = [(world, GroupPeers(dist.new_group(backend="gloo")))]
+    return _GROUP[0][1]
+
+
 def _check_rings(settings: LocalSettings, size: int) -> None:
     for number in range(1, min(settings.num_copies, size - 1) + 1):
         if number * settings.distance % size == 0:
@@ -80,8 +92,7 @@ class LocalTier:
         self._group: GroupPeers | None = None
         if peers.size > 1:
             _check_rings(settings, peers.size)
-            # Of its own, on the host's network: its messages never meet those of training.
-            self._group = GroupPeers(dist.new_group(backend="gloo"))
+            self._group = _own_group()
 
     def save(self, state: ShardedStateDict, iteration: int) -> None:
         """Save what this rank holds, copy it to the neighbours, then drop older iterations.

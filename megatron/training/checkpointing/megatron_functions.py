@@ -63,7 +63,8 @@ def save_checkpoint(
     """Save the run into `args.save`: collective.
 
     Counters come from `args.consumed_train_samples` and its kin. The rank arguments of Megatron's
-    function are accepted and not needed: every rank declares its own place.
+    function are accepted and not needed: every rank declares its own place. With
+    `non_persistent_ckpt` the short-lived checkpoint of `args.non_persistent_ckpt_type` is replaced.
     """
     args = get_args() if args is None else args
     maybe_finalize_async_save(blocking=True)
@@ -75,6 +76,9 @@ def save_checkpoint(
         skipped_train_samples=getattr(args, "skipped_train_samples", 0),
         flops_so_far=num_floating_point_operations_so_far,
     )
+    if non_persistent_ckpt:
+        checkpointer.save_short_lived(progress)
+        return
     checkpointer.save(progress)
     if checkpointer.has_save_in_flight:
         _IN_FLIGHT.append(checkpointer)

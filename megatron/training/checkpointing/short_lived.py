@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core.agreement import Peers
+from megatron.core.dist_checkpointing.object_store import place_of
 from megatron.training.checkpointing.global_tier import GlobalTier
 from megatron.training.checkpointing.local_tier import LocalSettings, LocalTier
 from megatron.training.checkpointing.settings import CheckpointSettings
@@ -20,7 +21,7 @@ def make_tier(
     home = settings.save or settings.load or ""
     if settings.non_persistent_ckpt_type == "global":
         directory = settings.non_persistent_global_ckpt_dir or os.path.join(home, "non_persistent")
-        return GlobalTier(Path(directory), layout, peers)
+        return GlobalTier(place_of(directory), layout, peers)
     if settings.non_persistent_ckpt_type != "local":
         return None
     assert settings.non_persistent_local_ckpt_dir is not None

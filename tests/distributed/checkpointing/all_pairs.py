@@ -66,6 +66,11 @@ class Table:
         self.counts: dict[str, int] = {}
         self.different: list[str] = []
 
+    def show(self) -> None:
+        """Print the counts so far."""
+        counts = ", ".join(f"{kind}: {count}" for kind, count in self.counts.items())
+        print(f"{counts}; {len(self.different)} differ", flush=True)
+
     def compare(self, kind: str, is_equal: bool, what: str) -> None:
         """Count one comparison."""
         self.counts[kind] = self.counts.get(kind, 0) + 1
@@ -129,7 +134,7 @@ def main() -> int:
     """Run all pairs and print what was found."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--max-ranks", type=int, default=4)
-    parser.add_argument("--stages", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--stages", type=int, nargs="+", default=[0, 1, 2, 3])
     arguments = parser.parse_args()
     every, started_at = layouts(arguments.max_ranks, tuple(arguments.stages)), time.monotonic()
     table, worst = Table(), 0.0
@@ -138,13 +143,13 @@ def main() -> int:
         for is_tied in (True, False):
             model, where = Model(is_tied=is_tied), root / ("tied" if is_tied else "untied")
             check_pairs(every, model, where, table)
+            table.show()
             worst = max(worst, check_further_steps(every, model, where, table))
+            table.show()
         check_untying(every, root, table)
     print(f"{len(every)} layouts, {time.monotonic() - started_at:.0f} s")
-    for kind, count in table.counts.items():
-        print(f"  {kind}: {count}")
-    print(f"  largest relative error of a loss in {STEPS_AFTER} further steps: {worst:.1e}")
-    print(f"{len(table.different)} differ")
+    table.show()
+    print(f"largest relative error of a loss in {STEPS_AFTER} further steps: {worst:.1e}")
     for what in table.different:
         print(f"  {what}")
     return int(bool(table.different))

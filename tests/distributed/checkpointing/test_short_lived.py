@@ -17,7 +17,7 @@ from tests.parity.resume import CASES, words_of
 from tests.parity.training_run import read_metrics, train_with_flags
 from tests.unit.dist_checkpointing.test_corruption import damage
 
-LAYOUT, MODEL = Layout(tp=2, dp=2, zero=1), Model()
+LAYOUT, MODEL = Layout(tp=2, dp=2, zero=3), Model()
 SHARD = "__0_0.safetensors"
 
 

@@ -254,10 +254,11 @@ def test_saved_is_said_only_after_the_commit_and_nothing_is_visible_before(
 ) -> None:
     from megatron.core.dist_checkpointing import destination as saver_module
 
-    may_write = threading.Event()
+    may_write, niceness = threading.Event(), []
     honest = saver_module.write_shard_file
 
     def slow(*args, **options):
+        niceness.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
         may_write.wait(20)
         return honest(*args, **options)
 
@@ -272,6 +273,8 @@ def test_saved_is_said_only_after_the_commit_and_nothing_is_visible_before(
     saver.close()
     assert load(ram_path) == 1
     assert "successfully saved" in capsys.readouterr().out
+    # The writer gives way to training; the other threads are as they were.
+    assert niceness == [os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) + 10]
 
 
 def test_an_error_of_the_background_writer_surfaces_at_a_step(ram_path: Path, monkeypatch) -> None:

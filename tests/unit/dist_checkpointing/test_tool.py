@@ -182,3 +182,8 @@ def test_megatrons_functions_save_and_load_by_args(ram_path: Path) -> None:
     assert stored.lr == 0.5
     assert load_args_from_checkpoint(Namespace(load=str(ram_path / "absent")))[1] is None
     checkpointer(ram_path, model).close()
+    args.non_persistent_ckpt_type = other.non_persistent_ckpt_type = "local"
+    args.non_persistent_local_ckpt_dir = other.non_persistent_local_ckpt_dir = f"{where}/node"
+    save_checkpoint(12, [TinyModel(3.0)], None, None, 2e15, non_persistent_ckpt=True, args=args)
+    assert load_checkpoint([model], None, None, args=other) == (12, 2e15)
+    assert model.value() == 3.0
