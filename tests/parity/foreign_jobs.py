@@ -81,13 +81,17 @@ def load_here(groups: ProcessGroupCollection, exchange: Exchange, directory: str
     assert restored is not None
     assert restored.progress.iteration == 3
     assert restored.progress.consumed_train_samples == 24
-    found = {"logits": logits_of(parts.model[0], groups)}
-    if exchange.optimizer:
-        for item in parts.optimizer.shards:
-            state = parts.optimizer.state[item.main]
-            assert int(state["step"]) == 2
-            for kind in ("exp_avg", "exp_avg_sq"):
-                found[f"{kind}.{item.shard.name}"] = state[kind].view(item.shard.parameter.shape)
+    return state_of(parts, exchange, num_updates=2)
+
+
+def state_of(parts: RunParts, exchange: Exchange, *, num_updates: int) -> dict:
+    """Return the logits and, where they are exchanged, the moments by name."""
+    found = {"logits": logits_of(parts.model[0], parts.groups)}
+    for item in parts.optimizer.shards if exchange.optimizer else ():
+        state = parts.optimizer.state[item.main]
+        assert int(state["step"]) == num_updates
+        for kind in ("exp_avg", "exp_avg_sq"):
+            found[f"{kind}.{item.shard.name}"] = state[kind].view(item.shard.parameter.shape)
     return found
 
 
@@ -102,4 +106,4 @@ def save_here(groups: ProcessGroupCollection, exchange: Exchange, directory: str
     checkpointer = Checkpointer(CheckpointSettings(save=directory), parts)
     checkpointer.save(TrainState(iteration=3, consumed_train_samples=24))
     checkpointer.close()
-    return {"logits": logits_of(parts.model[0], groups)}
+    return state_of(parts, exchange, num_updates=1)

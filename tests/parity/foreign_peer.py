@@ -148,7 +148,7 @@ def work(rank: int, arguments: argparse.Namespace, port: int) -> None:
 
 
 def _optimizer(config, model, arguments):
-    """Return Megatron's optimizer after two updates with made-up gradients."""
+    """Return Megatron's optimizer; one that is saved has made two updates."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
@@ -159,7 +159,7 @@ def _optimizer(config, model, arguments):
         OptimizerConfig(optimizer="adam", lr=1e-3, use_distributed_optimizer=True), [wrapped]
     )
     generator = torch.Generator().manual_seed(31)
-    for _ in range(2 if arguments.command == "save" else 1):
+    for _ in range(2 if arguments.command == "save" else 0):
         for parameter in model.parameters():
             drawn = torch.empty(parameter.shape).normal_(0, 0.1, generator=generator)
             parameter.main_grad.copy_(drawn)

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from megatron.core.dist_checkpointing import typed_json
 from megatron.core.dist_checkpointing.durable import DamagedCheckpointError
-from megatron.core.dist_checkpointing.flat_ranges import coverage_problem
+from megatron.core.dist_checkpointing.flat_ranges import Box, coverage_problem
 from megatron.core.dist_checkpointing.foreign.pickles import Admitted, AttributeDict, Record
 from megatron.core.dist_checkpointing.foreign.stored_view import StoredView, ViewReader
 from megatron.core.dist_checkpointing.foreign.torch_file import read_torch_range
@@ -49,16 +49,38 @@ class SavedTensor:
 
 
 @dataclass(frozen=True)
+class SavedPart:
+    """A box of what a run of elements of a flat saved tensor makes up."""
+
+    saved: SavedTensor
+    first: int
+    count: int
+    whole: tuple[int, ...]
+    """Shape of the run of elements."""
+    box: Box
+    """Which box of that shape."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the box."""
+        return self.box[1]
+
+
+Source = StoredView | SavedTensor | SavedPart
+
+
+@dataclass(frozen=True)
 class ForeignShard(Shard):
     """A box of a global tensor, and where it is."""
 
-    source: StoredView | SavedTensor = field(kw_only=True)
+    source: Source = field(kw_only=True)
     """Of the box's shape; leading axes of size 1 may be absent."""
 
     @classmethod
-    def of(cls, offset: tuple[int, ...], source: StoredView | SavedTensor) -> ForeignShard:
+    def of(cls, offset: tuple[int, ...], source: Source) -> ForeignShard:
         """Describe the box at `offset` that `source` fills."""
-        place = source.storage if isinstance(source, StoredView) else source
+        saved = source.saved if isinstance(source, SavedPart) else source
+        place = saved.storage if isinstance(saved, StoredView) else saved
         shape = (1,) * (len(offset) - len(source.shape)) + tuple(source.shape)
         return cls(offset, shape, str(place.path), place.begin, (), source=source)
 
@@ -117,15 +139,21 @@ class ForeignReader:
 
     def read(self, tensor: StoredTensor, read: Read, into: Tensor) -> None:
         """Fill `into`, of the shape of `read`."""
-        shard = read.shard
-        assert isinstance(shard, ForeignShard)
-        view = shard.source
-        if isinstance(view, SavedTensor):
-            view = self._open(view)
+        assert isinstance(read.shard, ForeignShard)
+        self.read_box(read.shard, read.in_shard, into)
+
+    def read_box(self, shard: ForeignShard, box: Box, into: Tensor) -> None:
+        """Fill `into` from a box of a shard."""
+        source = shard.source
+        if isinstance(source, SavedPart):
+            run = self._open(source.saved).narrow(((source.first,), (source.count,)))
+            view = run.reshaped(source.whole).narrow(source.box)
+        else:
+            view = self._open(source) if isinstance(source, SavedTensor) else source
         missing = len(shard.shape) - len(view.shape)
         if missing:
             view = replace(view, shape=shard.shape, stride=(0,) * missing + view.stride)
-        self._views.read(view.narrow(read.in_shard), into)
+        self._views.read(view.narrow(box), into)
 
     def _open(self, saved: SavedTensor) -> StoredView:
         if saved not in self._opened:
@@ -168,9 +196,13 @@ class ForeignDraft:
                 rule="all files of a checkpoint describe one model",
             )
 
-    def add(self, key: str, offset: tuple[int, ...], source: StoredView | SavedTensor) -> None:
+    def add(self, key: str, offset: tuple[int, ...], source: Source) -> None:
         """Add a box of a declared tensor."""
         self._tensors[key][2].append(ForeignShard.of(offset, source))
+
+    def stored(self) -> dict[str, StoredTensor]:
+        """Return what is described so far."""
+        return {k: StoredTensor(d, s, tuple(v)) for k, (d, s, v) in self._tensors.items()}
 
     def add_whole(self, key: str, source: StoredView) -> None:
         """Declare a tensor that one view holds."""

@@ -35,10 +35,15 @@ def common_values(common: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, 
 
 def learn_from_optimizer(draft: ForeignDraft, optimizer: Any) -> None:
     """Take over how many updates the optimizer has made."""
+    draft.optimizer_step = steps_in(optimizer)
+
+
+def steps_in(optimizer: Any) -> int:
+    """Return how many updates an optimizer's plain state says that it has made; 0 if nothing."""
     found = [value for name in ("step", "common_step") for value in _found(optimizer, name)]
     numbers = plain_values({str(i): value for i, value in enumerate(found)}).values()
     steps = [value for value in numbers if isinstance(value, (int, float))]
-    draft.optimizer_step = int(max(steps, default=0))
+    return int(max(steps, default=0))
 
 
 def describe_layout(run: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,6 +12,7 @@ MLP layer is [gate; up]. So a chunk is a box of the tensor that this program sto
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -23,6 +24,8 @@ from megatron.core.dist_checkpointing.durable import (
     read_inside,
 )
 from megatron.core.dist_checkpointing.foreign.admitted import lookup
+from megatron.core.dist_checkpointing.foreign.buffer_state import KEY as BUFFER_KEY
+from megatron.core.dist_checkpointing.foreign.buffer_state import Buckets, Layout, add_buffers
 from megatron.core.dist_checkpointing.foreign.contents import (
     ForeignContents,
     ForeignDraft,
@@ -33,6 +36,7 @@ from megatron.core.dist_checkpointing.foreign.megatron_state import (
     common_values,
     describe_layout,
     learn_from_optimizer,
+    steps_in,
 )
 from megatron.core.dist_checkpointing.foreign.pickles import Record, load_pickle
 from megatron.core.dist_checkpointing.foreign.torch_file import read_torch_file, read_torch_range
@@ -42,6 +46,12 @@ METADATA_LIMIT = 1 << 31
 _DATA_FILE = re.compile(r"__\d+_\d+\.distcp", re.ASCII)
 _CHAIN = re.compile(r"(?:optimizer\.)?chained_\d+\.", re.ASCII)
 _MAIN_WEIGHT = "optimizer.state.param."
+_BUFFER_GROUPS = re.compile(r".*optimizer\.distributed\.dp_group_idx_\d+\.optimizer/shard_\S+")
+_LAYOUT_ARGS = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "virtual_pipeline_model_parallel_size",
+)
 _COMMON_ENTRY = "common_state/shard_0_1"
 _BY_BUFFER = "optimizer.distributed."
 
@@ -54,27 +64,38 @@ def open_torch_dist(directory: Path) -> ForeignContents:
     """
     metadata = _Metadata(directory)
     draft = ForeignDraft(directory, "Megatron-LM torch_dist")
-    has_buffers = False
+    buffers: dict[tuple[int, int], Buckets] = {}
+    has_unknown_buffers = False
     for key, entry in metadata.tensors.items():
-        has_buffers |= _BY_BUFFER in key
-        own_key, dtype = _own_key(key), metadata.dtype(key, entry)
+        dtype = metadata.dtype(key, entry)
+        if _BY_BUFFER in key:
+            match = BUFFER_KEY.fullmatch(key)
+            has_unknown_buffers |= match is None
+            if match is not None:
+                rows = [(offset[0], saved) for offset, saved in metadata.chunks(key, entry, dtype)]
+                buckets = buffers.setdefault((int(match[1]), int(match[2])), {})
+                buckets.setdefault(int(match[4]), {})[match[5]] = sorted(rows, key=lambda r: r[0])
+            continue
+        own_key = _own_key(key)
         if dtype not in DTYPES.values() or key in metadata.flattened:
             continue
         shape = _sizes(entry["size"])
         draft.declare(own_key, dtype, shape)
-        for chunk in entry["chunks"]:
-            offset, sizes = _sizes(chunk["offsets"]), _sizes(chunk["sizes"])
-            begin, length, name = metadata.place(key, offset)
-            saved = SavedTensor(directory / name, begin, length, dtype, sizes)
+        for offset, saved in metadata.chunks(key, entry, dtype):
             draft.add(own_key, offset, saved)
     common = _common_state(directory, metadata)
     learn_from_optimizer(draft, common.get("optimizer"))
-    if has_buffers or metadata.flattened:
-        draft.no_optimizer = (
-            "its optimizer state is stored by internal buffer (dp_reshardable or older), not by "
-            "parameter: saving it there with --dist-ckpt-optim-fully-reshardable makes it readable"
-        )
     values, run = common_values(common)
+    why = "it is of an older form" if has_unknown_buffers or metadata.flattened else None
+    if buffers and why is None:
+        layout = Layout(*(run.get(name) or 1 for name in _LAYOUT_ARGS))
+        why = add_buffers(draft, buffers, layout)
+        draft.optimizer_step = metadata.step_of_buffers(draft.optimizer_step)
+    if why is not None:
+        draft.no_optimizer = (
+            f"its optimizer state is stored by internal buffer, not by parameter, and {why}: "
+            "saving it there with --dist-ckpt-optim-fully-reshardable makes it readable"
+        )
     draft.layout = describe_layout(run)
     return draft.finish(values, run)
 
@@ -152,6 +173,22 @@ class _Metadata:
         if info.get("transform_descriptors"):
             self.damaged(f"{key!r:.120} is compressed or encrypted")
         return begin, length, name
+
+    def chunks(
+        self, key: str, entry: Record, dtype: torch.dtype
+    ) -> Iterator[tuple[tuple[int, ...], SavedTensor]]:
+        """Yield (offset, chunk) of a tensor."""
+        for chunk in entry["chunks"]:
+            offset, sizes = _sizes(chunk["offsets"]), _sizes(chunk["sizes"])
+            begin, length, name = self.place(key, offset)
+            yield offset, SavedTensor(self.directory / name, begin, length, dtype, sizes)
+
+    def step_of_buffers(self, known: int) -> int:
+        """Return the number of updates, which stands beside the buffers."""
+        for key, offset in self._places:
+            if offset is None and _BUFFER_GROUPS.fullmatch(key):
+                known = max(known, steps_in(self.plain_value(key)))
+        return known
 
     def plain_value(self, key: str) -> Any:
         """Read a plain value; None if there is none of that key."""

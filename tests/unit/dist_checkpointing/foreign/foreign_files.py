@@ -87,6 +87,34 @@ def write_torch_dist(directory: Path, *, with_optimizer: bool = True) -> Path:
     return place
 
 
+def write_by_buffer(directory: Path, *, tp: int = 1, pp: int = 1, is_te: bool = False) -> Path:
+    """Write the distributed format with moments by internal buffer, in two buckets each."""
+    place = directory / f"iter_{ITERATION:07d}"
+    state: dict[str, Any] = dict(stacked(weights()))
+    kinds = {"param": weights()} | moments()
+    for i in range(tp * pp):
+        names = list(stage_names(i // tp, 0, pp, 1, is_te=is_te).values())[::-1]
+        half = len(names) // 2
+        for bucket, part in enumerate((names[:half], names[half:])):
+            for kind, tensors in kinds.items():
+                row: list[Tensor] = []
+                for name in part:
+                    flat = shard(name, tensors[name], i % tp, tp).flatten()
+                    row.append(torch.cat([flat, torch.zeros(-len(flat) % 64)]))
+                key = f"optimizer.distributed.dp_group_idx_{i}.gbuf_idx_0.dtype_x"
+                state[f"{key}.bucket_idx_{bucket}.{kind}"] = torch.cat(row)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        save(state, storage_writer=FileSystemWriter(place), no_dist=True)
+    run = args()
+    run.tensor_model_parallel_size, run.pipeline_model_parallel_size = tp, pp
+    group = {"lr": 1e-3, "step": STEP}
+    common = {"args": run, "iteration": ITERATION, "optimizer": {"param_groups": [group]}}
+    torch.save(common, place / "common.pt")
+    (place / "metadata.json").write_text(json.dumps({"sharded_backend": "torch_dist"}))
+    return place
+
+
 def shard(name: str, tensor: Tensor, rank: int, size: int) -> Tensor:
     """Return a tensor-parallel rank's part."""
     if tensor.dim() == 1 or size == 1:
@@ -105,14 +133,19 @@ def stage_of(p: int, chunk: int, pp: int, vp: int) -> list[int]:
     return list(range(first, first + per_stage))
 
 
-def stage_names(p: int, chunk: int, pp: int, vp: int) -> dict[str, str]:
+def stage_names(p: int, chunk: int, pp: int, vp: int, *, is_te: bool = False) -> dict[str, str]:
     """Return the parameters of a virtual stage in model order: local name -> canonical name."""
     is_first, is_last = p == 0 and chunk == 0, p == pp - 1 and chunk == vp - 1
     names = {}
     if is_first:
         names["embedding.word_embeddings.weight"] = "embedding.word_embeddings.weight"
     for local, layer in enumerate(stage_of(p, chunk, pp, vp)):
-        for name in LAYER_SHAPES:
+        order = list(LAYER_SHAPES)
+        if is_te:  # Transformer Engine holds a norm in the linear layer behind it
+            order = [order[2], *order[:2], *order[3:]]
+        else:
+            order = [order[0], order[2], order[1], *order[3:]]
+        for name in order:
             # The local spec keeps norms beside the linear layers.
             short = name.replace("self_attention.linear_qkv.layer_norm_", "input_layernorm.")
             short = short.replace("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm.")
