@@ -16,7 +16,7 @@ from megatron.core import device
 from megatron.core.context_parallel import get_batch_on_this_cp_rank
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.document_masks import attention_mask
-from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
+from megatron.core.datasets.gpt_dataset import GPTDataset, MockGPTDataset
 from megatron.core.enums import ModelType
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
@@ -24,7 +24,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training import get_args, get_timers, get_tokenizer, pretrain
 from megatron.training.arguments import core_transformer_config_from_args
-from megatron.training.blends import blends_of
+from megatron.training.blends import gpt_dataset_config
 from megatron.training.setup.layer_spec import layer_spec
 from megatron.training.setup.stages import reads_data
 
@@ -117,23 +117,7 @@ def forward_step(data_iterator: Iterator[dict[str, Tensor]] | None, model: Any) 
 def datasets_provider(num_samples: Sequence[int | None], vp_stage: int | None = None) -> list:
     """Build the train, valid and test datasets on the ranks that read data."""
     args = get_args()
-    config = GPTDatasetConfig(
-        random_seed=args.seed,
-        sequence_length=args.seq_length,
-        **blends_of(args),
-        num_dataset_builder_threads=args.num_dataset_builder_threads,
-        path_to_cache=args.data_cache_path,
-        mmap_bin_files=args.mmap_bin_files,
-        tokenizer=get_tokenizer(),
-        reset_position_ids=args.reset_position_ids,
-        reset_attention_mask=args.reset_attention_mask,
-        eod_mask_loss=args.eod_mask_loss,
-        create_attention_mask=False,
-        document_starts=args.reset_attention_mask,
-        sample_order=args.sample_order,
-        mid_level_dataset_surplus=args.mid_level_dataset_surplus,
-        vocab_size=args.unpadded_vocab_size,
-    )
+    config = gpt_dataset_config(args, get_tokenizer())
     kind = MockGPTDataset if args.mock_data else GPTDataset
     return BlendedMegatronDatasetBuilder(
         kind, num_samples, partial(reads_data, args, vp_stage), config

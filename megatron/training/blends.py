@@ -1,4 +1,4 @@
-"""From the data flags to the blends of a dataset config."""
+"""From the data flags to a dataset config."""
 
 from __future__ import annotations
 
@@ -7,8 +7,32 @@ import json
 from pathlib import Path
 from typing import Any
 
-from megatron.core.datasets.utils import Split, get_blend_from_list
+from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
+from megatron.core.datasets.utils import Blend, Split, get_blend_from_list
 from megatron.core.errors import DataError
+
+
+def gpt_dataset_config(args: argparse.Namespace, tokenizer: Any) -> GPTDatasetConfig:
+    """Return what the data flags of `pretrain_gpt.py` say, also to tools that prepare a run."""
+    return GPTDatasetConfig(
+        random_seed=args.seed,
+        sequence_length=args.seq_length,
+        **blends_of(args),
+        multiple_validation_sets=args.multiple_validation_sets,
+        num_dataset_builder_threads=args.num_dataset_builder_threads,
+        path_to_cache=args.data_cache_path,
+        mmap_bin_files=args.mmap_bin_files,
+        tokenizer=tokenizer,
+        reset_position_ids=args.reset_position_ids,
+        reset_attention_mask=args.reset_attention_mask,
+        eod_mask_loss=args.eod_mask_loss,
+        create_attention_mask=False,
+        document_starts=args.reset_attention_mask,
+        mid_level_dataset_surplus=args.mid_level_dataset_surplus,
+        sample_order=args.sample_order,
+        vocab_size=args.unpadded_vocab_size,
+        builder=(args.rank, args.world_size),
+    )
 
 
 def blends_of(args: argparse.Namespace) -> dict[str, Any]:
@@ -18,25 +42,80 @@ def blends_of(args: argparse.Namespace) -> dict[str, Any]:
     """
     if args.mock_data:
         return {"split": args.split}
-    if args.data_path or args.data_args_path:
-        words = args.data_path or Path(args.data_args_path).read_text().split()
-        return {"blend": get_blend_from_list(words), "split": args.split}
+    if args.data_path:
+        return {"blend": get_blend_from_list(args.data_path), "split": args.split}
+    if args.data_args_path:
+        return {"blend": _blend_in_file(args.data_args_path), "split": args.split}
     if args.per_split_data_args_path:
-        lists = _lists_of(args.per_split_data_args_path)
-    else:
-        lists = [args.train_data_path, args.valid_data_path, args.test_data_path]
+        return {"blend_per_split": _blends_in_file(args.per_split_data_args_path)}
+    lists = [args.train_data_path, args.valid_data_path, args.test_data_path]
     return {"blend_per_split": [get_blend_from_list(words) for words in lists]}
 
 
-def _lists_of(path: str) -> list[list[str] | None]:
-    """Read {"train": [...], "valid": [...], "test": [...]}."""
+def _blend_in_file(path: str) -> Blend:
+    """Read a blend: the words of --data-path, or one of the JSON forms of `_blend_of`."""
+    flag, text = "--data-args-path", Path(path).read_text()
+    if text.lstrip()[:1] in ("[", "{"):
+        return _blend_of(_json(path, text, flag), path, flag)
+    blend = get_blend_from_list(text.split())
+    if not blend or not blend[0]:
+        raise DataError(
+            f"{path} names no corpus.",
+            rule="it holds what --data-path would",
+            flags=[flag],
+            fix="write prefixes, or weights and prefixes in turn",
+        )
+    return blend
+
+
+def _blends_in_file(path: str) -> list[Blend | None]:
+    """Read {"train": BLEND, "valid": BLEND, "test": BLEND}; a part may be missing or null."""
+    flag = "--per-split-data-args-path"
+    found = _json(path, Path(path).read_text(), flag)
+    names = [split.name for split in Split]
+    if not isinstance(found, dict) or not set(found) <= set(names) or not any(found.values()):
+        keys = f"the keys {', '.join(map(repr, found))}" if isinstance(found, dict) else "no object"
+        raise DataError(
+            f"{path} holds {keys}.",
+            rule=f"an object with any of {', '.join(names)}, each a blend",
+            flags=[flag],
+            fix='for example {"train": ["0.3", "a", "0.7", "b"], "valid": ["c"]}',
+        )
+    return [_blend_of(found[name], path, flag) if found.get(name) else None for name in names]
+
+
+def _blend_of(value: Any, path: str, flag: str) -> Blend:
+    """Turn JSON into a blend.
+
+    Args:
+        value: a list as --data-path has it (weights may be numbers), or {prefix: weight, ...}.
+    """
+    is_words = isinstance(value, list) and all(
+        isinstance(word, str | int | float) and not isinstance(word, bool) for word in value
+    )
+    if is_words and value:
+        blend = get_blend_from_list([str(word) for word in value])
+        assert blend is not None
+        return blend
+    if isinstance(value, dict) and value:
+        weights = list(value.values())
+        if all(isinstance(w, int | float) and not isinstance(w, bool) for w in weights):
+            return list(value), [float(weight) for weight in weights]
+    raise DataError(
+        f"{path}: {json.dumps(value)[:80]} is not a blend.",
+        rule="a list of prefixes, of weights and prefixes in turn, or {prefix: weight}",
+        flags=[flag],
+        fix='for example {"data/a": 0.3, "data/b": 0.7}',
+    )
+
+
+def _json(path: str, text: str, flag: str) -> Any:
     try:
-        found = json.loads(Path(path).read_text())
+        return json.loads(text)
     except ValueError as error:
         raise DataError(
             f"{path} is not JSON: {error}.",
-            rule='it holds {"train": [...], "valid": [...], "test": [...]}',
-            flags=["--per-split-data-args-path"],
+            rule="it is read as JSON",
+            flags=[flag],
             fix="correct the file",
         ) from None
-    return [found.get(split.name) for split in Split]

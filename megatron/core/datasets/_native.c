@@ -13,7 +13,7 @@
 #include <stdint.h>
 #include <string.h>
 
-#define MOST_BUFFERS 5
+#define MOST_BUFFERS 7
 
 typedef struct {
     Py_buffer views[MOST_BUFFERS];
@@ -192,58 +192,83 @@ static void copy_tokens(int code, const char *source, int64_t count, int64_t pad
 
 static const int SIZE_OF_CODE[] = {0, 1, 1, 2, 4, 8, 0, 0, 2};
 
-/* gather(tokens, code, pointers, lengths, documents, first, first_offset, last, end, pad, out):
- * copy the tokens from first_offset of documents[first] up to `end` of documents[last] into out,
- * int64. Return (tokens copied, lowest or 0, highest or 0, how many equal pad). */
+/* Read entry `at` of an array of 8-byte integers if wide, else of 4-byte ones. */
+static int64_t load(const void *array, int64_t at, int wide, int is_signed) {
+    if (wide) return load64(array, at);
+    int32_t value = load32(array, at);
+    return is_signed ? value : (int64_t)(uint32_t)value;
+}
+
+/* gather(tokens, code, pointers, lengths, documents, samples, samples_are_wide, shuffle,
+ *        shuffle_is_wide, idx, extra, pad, out):
+ * copy the tokens of sample shuffle[idx] into out, int64. Return (tokens copied, lowest or 0,
+ * highest or 0, how many equal pad). */
 static PyObject *gather(PyObject *self, PyObject *const *args, Py_ssize_t nargs) {
     (void)self;
-    if (nargs != 11) {
-        PyErr_Format(PyExc_TypeError, "gather takes 11 arguments, not %zd", nargs);
+    if (nargs != 13) {
+        PyErr_Format(PyExc_TypeError, "gather takes 13 arguments, not %zd", nargs);
         return NULL;
     }
     int64_t numbers[6];
-    static const int places[6] = {1, 5, 6, 7, 8, 9};
+    static const int places[6] = {1, 6, 8, 9, 10, 11};
     for (int i = 0; i < 6; i++) {
         numbers[i] = PyLong_AsLongLong(args[places[i]]);
         if (numbers[i] == -1 && PyErr_Occurred()) return NULL;
     }
-    int code = (int)numbers[0];
-    int64_t first = numbers[1], first_offset = numbers[2], last = numbers[3], end = numbers[4];
-    int64_t pad = numbers[5];
+    int code = (int)numbers[0], samples_wide = (int)numbers[1], shuffle_wide = (int)numbers[2];
+    int64_t idx = numbers[3], extra = numbers[4], pad = numbers[5];
     if (code < 1 || code > 8 || !SIZE_OF_CODE[code]) {
         PyErr_Format(PyExc_ValueError, "tokens of dtype code %d are not integers", code);
         return NULL;
     }
     Buffers buffers = {.held = 0};
-    const char *tokens = memory(&buffers, args[0], 0, 0);
-    const char *pointers = tokens ? memory(&buffers, args[2], 0, 0) : NULL;
-    const char *lengths = pointers ? memory(&buffers, args[3], 0, 0) : NULL;
-    const char *documents = lengths ? memory(&buffers, args[4], 0, 0) : NULL;
-    int64_t *out = documents ? memory(&buffers, args[10], 0, 1) : NULL;
+    const char *arrays[6];
+    static const int array_places[6] = {0, 2, 3, 4, 5, 7};
+    for (int i = 0; i < 6; i++) {
+        arrays[i] = memory(&buffers, args[array_places[i]], 0, 0);
+        if (!arrays[i]) break;
+    }
+    int64_t *out = PyErr_Occurred() ? NULL : memory(&buffers, args[12], 0, 1);
     if (!out) {
         let_go(&buffers);
         return NULL;
     }
+    const char *tokens = arrays[0], *pointers = arrays[1], *lengths = arrays[2];
+    const char *documents = arrays[3], *samples = arrays[4], *order = arrays[5];
     int64_t num_bytes = buffers.views[0].len, num_sequences = buffers.views[1].len / 8;
-    int64_t num_positions = buffers.views[3].len / 4, capacity = buffers.views[4].len / 8;
+    int64_t num_positions = buffers.views[3].len / 4;
+    int64_t num_rows = buffers.views[4].len / (samples_wide ? 16 : 8);
+    int64_t num_samples = buffers.views[5].len / (shuffle_wide ? 8 : 4);
+    int64_t capacity = buffers.views[6].len / 8;
     int64_t size = SIZE_OF_CODE[code], filled = 0;
     Seen seen = {0, 0, 0};
-    int is_wrong = first < 0 || last >= num_positions;
     if (buffers.views[2].len / 4 < num_sequences) num_sequences = buffers.views[2].len / 4;
-    for (int64_t position = first; position <= last && !is_wrong; position++) {
-        int32_t document = load32(documents, position);
-        if (document < 0 || document >= num_sequences) {
-            is_wrong = 1;
-            break;
+    if (idx < 0) idx += num_samples; /* as arrays do */
+    int is_wrong = idx < 0 || idx >= num_samples;
+    int64_t sample = is_wrong ? 0 : load(order, idx, shuffle_wide, 0);
+    is_wrong = is_wrong || sample < 0 || sample + 1 >= num_rows;
+    if (!is_wrong) {
+        int64_t first = load(samples, 2 * sample, samples_wide, 1);
+        int64_t first_offset = load(samples, 2 * sample + 1, samples_wide, 1);
+        int64_t last = load(samples, 2 * sample + 2, samples_wide, 1);
+        int64_t end = load(samples, 2 * sample + 3, samples_wide, 1) + extra;
+        is_wrong = first < 0 || last >= num_positions;
+        for (int64_t position = first; position <= last && !is_wrong; position++) {
+            int32_t document = load32(documents, position);
+            if (document < 0 || document >= num_sequences) {
+                is_wrong = 1;
+                break;
+            }
+            int64_t length = load32(lengths, document), at = load64(pointers, document);
+            int64_t begin = position == first ? first_offset : 0;
+            int64_t stop = position == last ? end : length;
+            is_wrong = begin < 0 || stop < begin || stop > length ||
+                       filled + stop - begin > capacity || at < 0 || at + stop * size > num_bytes;
+            if (is_wrong) break;
+            const char *source = tokens + at + begin * size;
+            copy_tokens(code, source, stop - begin, pad, out + filled, &seen);
+            filled += stop - begin;
         }
-        int64_t length = load32(lengths, document), at = load64(pointers, document);
-        int64_t begin = position == first ? first_offset : 0;
-        int64_t stop = position == last ? end : length;
-        is_wrong = begin < 0 || stop < begin || stop > length || filled + stop - begin > capacity ||
-                   at < 0 || at + stop * size > num_bytes;
-        if (is_wrong) break;
-        copy_tokens(code, tokens + at + begin * size, stop - begin, pad, out + filled, &seen);
-        filled += stop - begin;
     }
     let_go(&buffers);
     if (is_wrong) {
@@ -251,6 +276,47 @@ static PyObject *gather(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
         return NULL;
     }
     return Py_BuildValue("LLLL", (long long)filled, (long long)seen.lowest,
+                         (long long)seen.highest, (long long)seen.num_pads);
+}
+
+/* copy(tokens, code, first, count, pad, out): copy `count` tokens from number `first` of the file
+ * into out, int64; return as gather does. */
+static PyObject *copy(PyObject *self, PyObject *const *args, Py_ssize_t nargs) {
+    (void)self;
+    if (nargs != 6) {
+        PyErr_Format(PyExc_TypeError, "copy takes 6 arguments, not %zd", nargs);
+        return NULL;
+    }
+    int64_t numbers[4];
+    for (int i = 0; i < 4; i++) {
+        numbers[i] = PyLong_AsLongLong(args[1 + i]);
+        if (numbers[i] == -1 && PyErr_Occurred()) return NULL;
+    }
+    int code = (int)numbers[0];
+    int64_t first = numbers[1], count = numbers[2];
+    if (code < 1 || code > 8 || !SIZE_OF_CODE[code]) {
+        PyErr_Format(PyExc_ValueError, "tokens of dtype code %d are not integers", code);
+        return NULL;
+    }
+    Buffers buffers = {.held = 0};
+    const char *tokens = memory(&buffers, args[0], 0, 0);
+    int64_t *out = tokens ? memory(&buffers, args[5], 0, 1) : NULL;
+    if (!out) {
+        let_go(&buffers);
+        return NULL;
+    }
+    int64_t num_tokens = buffers.views[0].len / SIZE_OF_CODE[code];
+    int is_wrong = first < 0 || count < 0 || first > num_tokens || count > num_tokens - first ||
+                   count > buffers.views[1].len / 8;
+    Seen seen = {0, 0, 0};
+    const char *source = tokens + (is_wrong ? 0 : first * SIZE_OF_CODE[code]);
+    if (!is_wrong) copy_tokens(code, source, count, numbers[3], out, &seen);
+    let_go(&buffers);
+    if (is_wrong) {
+        PyErr_SetString(PyExc_IndexError, "a sample reaches outside the file");
+        return NULL;
+    }
+    return Py_BuildValue("LLLL", (long long)count, (long long)seen.lowest,
                          (long long)seen.highest, (long long)seen.num_pads);
 }
 
@@ -366,6 +432,7 @@ static PyMethodDef METHODS[] = {
     {"walk_blend", walk_blend, METH_VARARGS, "Choose the datasets of a run of samples."},
     {"index_end", index_end, METH_VARARGS, "Check an index."},
     {"shuffle", shuffle, METH_VARARGS, "Shuffle as RandomState does."},
+    {"copy", (PyCFunction)(void (*)(void))copy, METH_FASTCALL, "Copy a stretch of tokens."},
     {"gather", (PyCFunction)(void (*)(void))gather, METH_FASTCALL, "Copy the tokens of a sample."},
     {NULL, NULL, 0, NULL},
 };

@@ -147,14 +147,21 @@ class BlendedMegatronDatasetBuilder:
         shares: SplitMatrix,
         sizes: Sequence[Sequence[int | None]],
     ) -> list[list[MegatronDataset | None]]:
-        threads = min(self.config.num_dataset_builder_threads, len(prefixes))
+        rank, num_builders = self.config.builder
+        count = len(prefixes)
+        first = count * rank // num_builders
+        turn = [*range(first, count), *range(first)]
+
+        def build(number: int) -> list[MegatronDataset | None]:
+            return self._splits_of_corpus(prefixes[number], shares, sizes[number])
+
+        threads = min(self.config.num_dataset_builder_threads, count)
         if threads <= 1:
-            return [
-                self._splits_of_corpus(prefix, shares, wanted)
-                for prefix, wanted in zip(prefixes, sizes, strict=True)
-            ]
-        with ThreadPoolExecutor(max_workers=threads) as pool:
-            return list(pool.map(self._splits_of_corpus, prefixes, [shares] * len(sizes), sizes))
+            built = dict(zip(turn, map(build, turn), strict=True))
+        else:
+            with ThreadPoolExecutor(max_workers=threads) as pool:
+                built = dict(zip(turn, pool.map(build, turn), strict=True))
+        return [built[number] for number in range(count)]
 
     def _splits_of_corpus(
         self, prefix: str | None, shares: SplitMatrix, sizes: Sequence[int | None]

@@ -49,6 +49,9 @@ class BlendedMegatronDatasetConfig:
     """Share by which the datasets of a blend are built larger than their part of it, because the
     greedy rule may take a few samples more than the weight says."""
 
+    builder: tuple[int, int] = (0, 1)
+    """This process, and how many build at once: each begins with other corpora, so that they index
+    a blend together; what another has made is read from the cache."""
     sample_order: str = "megatron"
     """"megatron": documents and samples shuffled by index arrays, equal to Megatron-LM's.
     "native": windows of the corpus and blends that are computed when they are asked for."""

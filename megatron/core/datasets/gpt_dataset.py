@@ -26,12 +26,19 @@ from megatron.core.datasets.index_building import (
 from megatron.core.datasets.index_cache import Expected, IndexCache
 from megatron.core.datasets.indexed_dataset import IndexedDataset, get_bin_path
 from megatron.core.datasets.megatron_dataset import MegatronDataset
-from megatron.core.datasets.sample_order import ShuffledDocuments, ShuffledWindows, TokenStream
+from megatron.core.datasets.sample_order import (
+    ShuffledDocuments,
+    ShuffledWindows,
+    TokenStream,
+    contiguous,
+)
 from megatron.core.datasets.utils import Split
 from megatron.core.errors import ConfigError, DataError
 
 logger = logging.getLogger(__name__)
 
+_WORTH_KEEPING = 100_000
+"""Documents and samples below which building an index (1 ms) costs less than reading a file."""
 _NO_PAD = -1
 """Stands for padding where the tokenizer has no pad id of its own; never a real token."""
 
@@ -122,7 +129,10 @@ class GPTDataset(MegatronDataset):
         self._vocab_size = config.vocab_size or int(config.tokenizer.vocab_size)
         self._eod = self._find_eod()
         self._pad = self._find_pad()
-        self._plain: dict[str, Tensor] | None = None
+        self._plain = self._without_documents(config.sequence_length)
+        resets = config.reset_position_ids or config.reset_attention_mask
+        # Without an end-of-document token a sample is one document.
+        self._looks_at_documents = self._eod is not None and (resets or config.document_starts)
         if config.sample_order == "megatron":
             arrays = self._build_or_load_indices()
             self.document_index = arrays["document_index"]
@@ -131,10 +141,11 @@ class GPTDataset(MegatronDataset):
         self._order = self._make_order()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_order": None, "_plain": None}
+        return {**super().__getstate__(), "_order": None, "_plain": {}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        self._plain = self._without_documents(self.config.sequence_length)
         self._order = self._make_order()
 
     def _make_order(self) -> ShuffledDocuments | ShuffledWindows:
@@ -146,7 +157,7 @@ class GPTDataset(MegatronDataset):
             }
             return ShuffledDocuments(self.dataset, arrays, self._extra_token, self._pad)
         return ShuffledWindows(
-            TokenStream(self.dataset, _as_range(self.indices)),
+            TokenStream(self.dataset, contiguous(self.indices)),
             sequence_length=self.config.sequence_length,
             extra_token=self._extra_token,
             num_samples=self.num_samples or None,
@@ -195,18 +206,21 @@ class GPTDataset(MegatronDataset):
             DataError: a token id outside the vocabulary.
         """
         text = np.empty(self.config.sequence_length + self._extra_token, np.int64)
-        fetched = self._order.read(0 if idx is None else idx, text)
-        if fetched.highest >= self._vocab_size or fetched.lowest < 0:
-            raise self._outside(0 if idx is None else idx, text[: fetched.filled])
-        is_plain = fetched.filled == len(text) and not fetched.num_pads and idx is not None
-        text[fetched.filled :] = self._pad
+        filled, lowest, highest, num_pads = self._order.read(0 if idx is None else idx, text)
+        if highest >= self._vocab_size or lowest < 0:
+            raise self._outside(0 if idx is None else idx, text[:filled])
+        is_plain = filled == len(text) and not num_pads and idx is not None
+        if filled < len(text):
+            text[filled:] = self._pad
         if self._extra_token:
             tokens, labels = text[:-1], text[1:]
         else:
             tokens, labels, is_plain = text, np.append(text[1:], self._pad), False
         sample = {"tokens": torch.from_numpy(tokens), "labels": torch.from_numpy(labels)}
-        sample.update(self._masks_and_positions(sample["tokens"]))
-        if not is_plain or (self.config.eod_mask_loss and self._eod is not None):
+        sample.update(
+            self._masks_and_positions(sample["tokens"]) if self._looks_at_documents else self._plain
+        )
+        if not is_plain or self.config.eod_mask_loss:
             sample["loss_mask"] = self._loss_mask(tokens, labels, counts=idx is not None)
             # The embedding must be able to look padding up; it carries no loss.
             for name in ("tokens", "labels"):
@@ -221,16 +235,10 @@ class GPTDataset(MegatronDataset):
         return torch.from_numpy(mask)
 
     def _masks_and_positions(self, tokens: Tensor) -> dict[str, Tensor]:
-        """Return attention_mask and document_starts as asked, loss_mask of ones, positions."""
+        """Return `_plain` with masks and positions that follow the documents."""
         config = self.config
-        wants_documents = (
-            config.reset_position_ids or config.reset_attention_mask or config.document_starts
-        )
-        if self._plain is None:
-            self._plain = self._without_documents(len(tokens))
-        if not wants_documents or self._eod is None:  # refused together when the dataset was made
-            return self._plain
         made = dict(self._plain)
+        assert self._eod is not None
         starts = document_starts(tokens, self._eod)
         if config.create_attention_mask and config.reset_attention_mask:
             made["attention_mask"] = self._plain["attention_mask"] | across_documents(starts)
@@ -308,6 +316,8 @@ class GPTDataset(MegatronDataset):
             "sample_index": Expected((np.int32, np.int64), (num_samples + 1, 2)),
             "shuffle_index": Expected((np.uint32, np.int64), (num_samples,)),
         }
+        if plan.num_epochs * len(self.indices) + num_samples < _WORTH_KEEPING:
+            return self._build_indices(plan, drop_last)
         return cache.load_or_build(lambda: self._build_indices(plan, drop_last), expected)
 
     def _num_tokens(self, lengths: np.ndarray) -> int:
@@ -375,24 +385,6 @@ class MockGPTDataset(GPTDataset):
     def build_low_level_dataset(dataset_path: str | None, config: Any) -> Any:
         """Return the computed corpus."""
         return MockTokens(config.tokenizer)
-
-
-def _as_range(documents: np.ndarray | range) -> range:
-    """Return contiguous documents as a range.
-
-    Raises:
-        ConfigError: they are not contiguous.
-    """
-    if isinstance(documents, range):
-        return documents
-    if len(documents) and not (np.diff(documents) == 1).all():
-        raise ConfigError(
-            "the documents of a split are not contiguous.",
-            rule="the native order reads a split as one stretch of the token file",
-            flags=["--sample-order"],
-            fix="--sample-order megatron",
-        )
-    return range(int(documents[0]), int(documents[-1]) + 1) if len(documents) else range(0)
 
 
 def _optional_id(tokenizer: Any, name: str) -> int | None:

@@ -13,33 +13,25 @@ No torch import.
 from __future__ import annotations
 
 from bisect import bisect_right
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from megatron.core.datasets import native
 from megatron.core.datasets.index_file import DType
 from megatron.core.datasets.permutation import KeyedPermutation
+from megatron.core.errors import ConfigError
 
-
-class Fetched(NamedTuple):
-    """What `read` put into its array."""
-
-    filled: int
-    """Tokens, from the first on."""
-    lowest: int
-    """Smallest id, or 0 if that is smaller."""
-    highest: int
-    """Largest id, or 0 if that is larger."""
-    num_pads: int
-    """How many equal the pad id."""
+Fetched = tuple[int, int, int, int]
+"""What `read` put into its array: the number of tokens, from the first on; the smallest id, or 0
+if that is smaller; the largest, or 0; how many equal the pad id."""
 
 
 def _seen(tokens: np.ndarray, filled: int, pad: int) -> Fetched:
     got = tokens[:filled]
     num_pads = int(np.count_nonzero(got == pad)) if pad >= 0 else 0
     lowest = int(got.min(initial=0))
-    return Fetched(filled, lowest, int(got.max(initial=0)), num_pads)
+    return filled, lowest, int(got.max(initial=0)), num_pads
 
 
 class ShuffledDocuments:
@@ -62,25 +54,33 @@ class ShuffledDocuments:
         self._shuffle = np.asarray(arrays["shuffle_index"])
         self._extra_token = extra_token
         self._pad = pad
-        buffer = getattr(corpus, "buffer", None)
         self._mapped: tuple[Any, ...] | None = None
-        if native.compiled is not None and buffer is not None and _holds_integers(corpus):
-            code = DType.code_from_dtype(corpus.dtype)
-            self._mapped = (buffer, code, corpus.sequence_pointers, corpus.sequence_lengths)
+        mapped = _mapped_integers(corpus)
+        if mapped is not None:
+            self._mapped = (
+                *mapped,
+                corpus.sequence_pointers,
+                corpus.sequence_lengths,
+                self._documents,
+                self._samples,
+                int(self._samples.itemsize == 8),
+                self._shuffle,
+                int(self._shuffle.itemsize == 8),
+            )
 
     def __len__(self) -> int:
         return len(self._shuffle)
 
     def read(self, idx: int, out: np.ndarray) -> Fetched:
         """Copy sample `idx` to the front of `out`, int64."""
+        if self._mapped is not None:
+            fetched: Fetched = native.compiled.gather(
+                *self._mapped, idx, self._extra_token, self._pad, out
+            )
+            return fetched
         sample = int(self._shuffle[idx])
         (first, offset), (last, end) = self._samples[sample : sample + 2].tolist()
         end += self._extra_token
-        if self._mapped is not None:
-            fetched = native.compiled.gather(
-                *self._mapped, self._documents, first, offset, last, end, self._pad, out
-            )
-            return Fetched(*fetched)
         filled = 0
         for document, begin, count in self._runs(first, offset, last, end):
             out[filled : filled + count] = _read_run(self._corpus, document, begin, count)
@@ -175,6 +175,10 @@ class ShuffledWindows:
         wanted, num_tokens = self._stride + self._extra_token, self._stream.num_tokens
         if self._is_one_epoch:
             wanted = min(wanted, num_tokens - begin)
+        if begin + wanted <= num_tokens:
+            copied = self._stream.copy(begin, wanted, self._pad, out)
+            if copied is not None:
+                return copied
         filled = 0
         while filled < wanted:
             count = min(wanted - filled, num_tokens - begin)
@@ -201,6 +205,7 @@ class TokenStream:
         self._corpus = corpus
         self._documents = documents
         self._ends: np.ndarray | None = None
+        self._mapped = _mapped_integers(corpus)
         pointers = getattr(corpus, "sequence_pointers", None)
         lengths = corpus.sequence_lengths
         if not documents:
@@ -221,6 +226,14 @@ class TokenStream:
             return self._corpus.read_tokens(self._first + begin, count)
         return _read_documents(self._corpus, *self.locate(begin), count)
 
+    def copy(self, begin: int, count: int, pad: int, out: np.ndarray) -> Fetched | None:
+        """Copy tokens into `out`, int64, where compiled code can; else return None."""
+        if self._mapped is None:
+            return None
+        tokens, code = self._mapped
+        fetched: Fetched = native.compiled.copy(tokens, code, self._first + begin, count, pad, out)
+        return fetched
+
     def locate(self, token: int) -> tuple[int, int]:
         """Return (document, position in it) of a token."""
         if self._ends is not None:
@@ -231,6 +244,24 @@ class TokenStream:
         # Not numpy's search: it copies an array that is not aligned, the whole of it.
         document = bisect_right(pointers, at, self._documents.start, self._documents.stop) - 1
         return document, (at - int(pointers[document])) // self._token_bytes
+
+
+def contiguous(documents: np.ndarray | range) -> range:
+    """Return contiguous documents as a range.
+
+    Raises:
+        ConfigError: they are not contiguous.
+    """
+    if isinstance(documents, range):
+        return documents
+    if len(documents) and not (np.diff(documents) == 1).all():
+        raise ConfigError(
+            "the documents of a split are not contiguous.",
+            rule="the native order reads a split as one stretch of the token file",
+            flags=["--sample-order"],
+            fix="--sample-order megatron",
+        )
+    return range(int(documents[0]), int(documents[-1]) + 1) if len(documents) else range(0)
 
 
 def _read_run(corpus: Any, document: int, offset: int, count: int) -> np.ndarray:
@@ -251,5 +282,9 @@ def _read_documents(corpus: Any, document: int, offset: int, count: int) -> np.n
     return np.concatenate(pieces) if pieces else np.empty(0, np.int64)
 
 
-def _holds_integers(corpus: Any) -> bool:
-    return np.issubdtype(corpus.dtype, np.integer)
+def _mapped_integers(corpus: Any) -> tuple[np.ndarray, int] | None:
+    """Return the mapped token file and its dtype code, if compiled code can read them."""
+    buffer = getattr(corpus, "buffer", None)
+    if native.compiled is None or buffer is None or not np.issubdtype(corpus.dtype, np.integer):
+        return None
+    return buffer, DType.code_from_dtype(corpus.dtype)

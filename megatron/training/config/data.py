@@ -34,9 +34,11 @@ class DataConfig:
     test_data_path: list[str] | None = flag(None, nargs="*")
     """Corpora of test alone."""
     data_args_path: str | None = None
-    """File that holds what --data-path would."""
+    """File that holds what --data-path would, or {prefix: weight} as JSON."""
     per_split_data_args_path: str | None = None
-    """JSON file with one list for each of train, valid and test."""
+    """JSON file with one such list, or {prefix: weight}, for each of train, valid and test."""
+    multiple_validation_sets: bool = False
+    """Evaluate each corpus of --valid-data-path by itself."""
     data_cache_path: str | None = None
     """Directory of index files. Default beside the corpus."""
     mock_data: bool = False

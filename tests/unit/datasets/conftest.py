@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.core.datasets import native
+from megatron.core.datasets import blended_dataset, gpt_dataset, native
 
 HAS_COMPILER = shutil.which(shlex.split(sysconfig.get_config_var("CC") or "cc")[0]) is not None
 IMPLEMENTATIONS = ["numpy", "compiled"] if HAS_COMPILER else ["numpy"]
@@ -33,3 +33,10 @@ def implementation(request, monkeypatch):
     module = None if request.param == "numpy" else compiled_here()
     monkeypatch.setattr(native, "compiled", module)
     return request.param
+
+
+@pytest.fixture
+def everything_is_kept(monkeypatch):
+    """Write index files of the smallest corpora, too."""
+    monkeypatch.setattr(gpt_dataset, "_WORTH_KEEPING", 0)
+    monkeypatch.setattr(blended_dataset, "_WORTH_KEEPING", 0)

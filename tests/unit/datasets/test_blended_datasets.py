@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.core.datasets import blended_dataset
 from megatron.core.datasets.blended_dataset import BlendedDataset
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, MockGPTDataset
@@ -146,8 +145,7 @@ def test_bad_weights_and_sizes_are_refused(corpora):
         build([5, 0])
 
 
-def test_a_long_blend_is_cached_and_pickled_by_name(corpora, tmp_path, monkeypatch):
-    monkeypatch.setattr(blended_dataset, "_WORTH_KEEPING", 1)
+def test_a_long_blend_is_cached_and_pickled_by_name(corpora, tmp_path, everything_is_kept):
     settings = {"blend": (corpora, None), "path_to_cache": str(tmp_path / "cache")}
     train, _, _ = build([None, 0, 0], **settings)
     assert len(list((tmp_path / "cache").glob("*-BlendedDataset-train-counts.npy"))) == 1

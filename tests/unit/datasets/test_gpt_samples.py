@@ -201,7 +201,7 @@ def test_loader_workers_return_the_same_samples(tmp_path, workers):
     assert torch.equal(torch.cat([batch["tokens"] for batch in there]), here)
 
 
-def test_a_pickled_dataset_names_its_files_instead_of_copying_them(tmp_path):
+def test_a_pickled_dataset_names_its_files_instead_of_copying_them(tmp_path, everything_is_kept):
     prefix = write_corpus(tmp_path / "c", random_documents(5, 3000))
     dataset = gpt_dataset(prefix)
     assert sum(a.nbytes for a in (dataset.sample_index, dataset.shuffle_index)) > 20_000

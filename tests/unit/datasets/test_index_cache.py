@@ -150,7 +150,9 @@ def test_no_directory_means_memory():
     assert cache.load_or_build(build, EXPECTED)["order"].tolist() == [0, 1, 2, 3, 4]
 
 
-def test_a_dataset_is_indexed_once_and_again_when_anything_changes(tmp_path, monkeypatch, caplog):
+def test_a_dataset_is_indexed_once_and_again_when_anything_changes(
+    tmp_path, monkeypatch, caplog, everything_is_kept
+):
     caplog.set_level(logging.INFO)
     builds = []
     original = gpt_module.build_document_index
@@ -187,7 +189,7 @@ def test_a_dataset_is_indexed_once_and_again_when_anything_changes(tmp_path, mon
     assert len(os.listdir(tmp_path / "elsewhere")) == 6
 
 
-def test_the_file_name_is_the_md5_of_the_description(tmp_path):
+def test_the_file_name_is_the_md5_of_the_description(tmp_path, everything_is_kept):
     import hashlib
     import json
 

@@ -118,12 +118,26 @@ def test_the_compiled_part_refuses_what_lies_outside_its_arrays(implementation):
         return
     tokens, lengths = np.zeros(10, np.uint16), np.array([6, 4], np.int32)
     pointers, documents = np.array([0, 12]), np.array([0, 1], np.int32)
-    out = np.empty(8, np.int64)
-    for first, offset, last, end in [(0, 0, 2, 1), (0, 0, 1, 5), (0, 7, 1, 1), (-1, 0, 1, 1)]:
+    out, order = np.empty(8, np.int64), np.array([0], np.uint32)
+
+    def gather(row, idx=0, code=8, out=out, pointers=pointers):
+        rows = np.array(row, np.int32)
+        arrays = (tokens, code, pointers, lengths, documents, rows, 0, order, 0)
+        return module.gather(*arrays, idx, 0, 0, out)
+
+    assert gather([0, 2, 1, 3]) == (7, 0, 0, 7)
+    for row in ([0, 0, 2, 1], [0, 0, 1, 5], [0, 7, 1, 1], [-1, 0, 1, 1], [0, 0, 1, 4]):
         with pytest.raises(IndexError):
-            module.gather(tokens, 8, pointers, lengths, documents, first, offset, last, end, 0, out)
+            gather(row)
+    for wrong in ({"idx": 1}, {"out": out[:3]}, {"pointers": np.array([0, 16])}):
+        with pytest.raises(IndexError):
+            gather([0, 2, 1, 3], **wrong)
     with pytest.raises(ValueError):
-        module.gather(tokens, 7, pointers, lengths, documents, 0, 0, 1, 1, 0, out)
+        gather([0, 2, 1, 3], code=7)
+    assert module.copy(tokens, 8, 3, 7, 0, out)[0] == 7
+    for first, count in [(4, 7), (-1, 2), (0, 9), (0, -1)]:
+        with pytest.raises(IndexError):
+            module.copy(tokens, 8, first, count, 0, out)
 
 
 def windows_of(dataset, epoch=0):

@@ -1,0 +1,218 @@
+"""Looking into corpora: statistics, exact duplicates, differences.
+
+Everything streams over the token file in order, a block at a time; what is kept is a few bytes
+per document. No torch import.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+_BLOCK_TOKENS = 1 << 22
+
+
+@dataclass(kw_only=True)
+class Statistics:
+    """What a corpus holds; all figures in tokens unless they say otherwise."""
+
+    num_documents: int = 0
+    num_sequences: int = 0
+    num_tokens: int = 0
+    num_bytes: int = 0
+    """Of the token file."""
+    dtype: str = ""
+    num_empty_documents: int = 0
+    shortest: int = 0
+    longest: int = 0
+    mean: float = 0.0
+    percentiles: dict[int, int] = field(default_factory=dict)
+    """Length of the document below which so many percent of the documents lie."""
+    histogram: dict[int, int] = field(default_factory=dict)
+    """Power of two -> documents at least that long and shorter than twice that; 0: empty ones."""
+
+
+def document_lengths(corpus: IndexedDataset) -> np.ndarray:
+    """Return the tokens of each document, int64."""
+    ends = np.concatenate([[0], np.cumsum(corpus.sequence_lengths, dtype=np.int64)])
+    return np.diff(ends[corpus.document_indices])
+
+
+def statistics(corpus: IndexedDataset) -> Statistics:
+    """Return what the index says about the corpus; the tokens are not read."""
+    lengths = document_lengths(corpus)
+    num_tokens = int(lengths.sum())
+    found = Statistics(
+        num_documents=len(lengths),
+        num_sequences=len(corpus),
+        num_tokens=num_tokens,
+        num_bytes=num_tokens * np.dtype(corpus.dtype).itemsize,
+        dtype=np.dtype(corpus.dtype).name,
+    )
+    if len(lengths):
+        found.num_empty_documents = int((lengths == 0).sum())
+        found.shortest, found.longest = int(lengths.min()), int(lengths.max())
+        found.mean = num_tokens / len(lengths)
+        wanted = [1, 5, 25, 50, 75, 95, 99]
+        # "lower" keeps to lengths that occur.
+        values = np.percentile(lengths, wanted, method="lower")
+        found.percentiles = dict(zip(wanted, values.astype(int).tolist(), strict=True))
+        exponents = np.frexp(lengths.astype(np.float64))[1]
+        for exponent, count in zip(*np.unique(exponents, return_counts=True), strict=True):
+            found.histogram[1 << (int(exponent) - 1) if exponent else 0] = int(count)
+    return found
+
+
+@dataclass(frozen=True)
+class BadToken:
+    """A token that does not belong."""
+
+    document: int
+    position: int
+    token: int
+
+
+def blocks(corpus: IndexedDataset) -> Iterator[tuple[int, np.ndarray]]:
+    """Yield (number of the first token, tokens) over the whole token file."""
+    total = int(corpus.sequence_lengths.sum(dtype=np.int64))
+    for first in range(0, total, _BLOCK_TOKENS):
+        yield first, corpus.read_tokens(first, min(_BLOCK_TOKENS, total - first))
+
+
+def tokens_outside(corpus: IndexedDataset, vocab_size: int, most: int = 10) -> list[BadToken]:
+    """Return the first tokens below 0 or not below `vocab_size`; reads every token."""
+    found: list[BadToken] = []
+    ends = np.cumsum(document_lengths(corpus))
+    for first, tokens in blocks(corpus):
+        # The extremes are cheap; most corpora have nothing to look for.
+        if int(tokens.max()) < vocab_size and int(tokens.min()) >= 0:
+            continue
+        for at in np.flatnonzero((tokens < 0) | (tokens >= vocab_size)).tolist():
+            document = int(np.searchsorted(ends, first + at, side="right"))
+            begin = int(ends[document - 1]) if document else 0
+            found.append(BadToken(document, first + at - begin, int(tokens[at])))
+            if len(found) == most:
+                return found
+    return found
+
+
+def documents_without_end(corpus: IndexedDataset, eod: int) -> int:
+    """Return how many documents do not end with `eod`."""
+    lengths = document_lengths(corpus)
+    missing = int((lengths == 0).sum())
+    lasts = np.cumsum(lengths)[lengths > 0] - 1
+    for first, tokens in blocks(corpus):
+        begin, end = np.searchsorted(lasts, [first, first + len(tokens)])
+        missing += int((tokens[lasts[begin:end] - first] != eod).sum())
+    return missing
+
+
+def document_tokens(corpus: IndexedDataset, document: int) -> np.ndarray:
+    """Return all tokens of a document, of all its sequences.
+
+    Raises:
+        IndexError: there is no such document.
+    """
+    if not 0 <= document < len(corpus.document_indices) - 1:
+        raise IndexError(f"document {document} of {len(corpus.document_indices) - 1}")
+    first, last = corpus.document_indices[document : document + 2].tolist()
+    if first == last:
+        return np.empty(0, corpus.dtype)
+    count = int(corpus.sequence_lengths[first:last].sum(dtype=np.int64))
+    begin = int(corpus.sequence_pointers[first]) // np.dtype(corpus.dtype).itemsize
+    return corpus.read_tokens(begin, count)
+
+
+@dataclass(frozen=True)
+class Duplicates:
+    """Documents that equal an earlier one, token by token; empty documents are left out."""
+
+    copies: np.ndarray
+    """int64 [C, 2]: corpus and document of each."""
+    originals: np.ndarray
+    """int64 [C, 2]: the first document with these tokens."""
+    num_documents: int
+    num_tokens_of_copies: int
+
+
+def find_duplicates(corpora: Sequence[IndexedDataset]) -> Duplicates:
+    """Find exact duplicates within and between corpora.
+
+    A document is remembered as 128 bits of BLAKE2b over its tokens as int64, so that corpora of
+    different token types compare; 32 bytes of memory for each document.
+    """
+    counts = [len(corpus.document_indices) - 1 for corpus in corpora]
+    digests = np.empty((sum(counts), 2), np.uint64)
+    lengths = np.concatenate([np.empty(0, np.int64), *map(document_lengths, corpora)])
+    row = 0
+    for corpus, count in zip(corpora, counts, strict=True):
+        for document in range(count):
+            tokens = document_tokens(corpus, document).astype(np.int64)
+            digest = hashlib.blake2b(tokens.data, digest_size=16).digest()
+            digests[row] = np.frombuffer(digest, np.uint64)
+            row += 1
+    places = np.flatnonzero(lengths > 0)
+    in_order = places[np.lexsort((places, digests[places, 1], digests[places, 0]))]
+    sorted_digests = digests[in_order]
+    begins_group = np.ones(len(in_order), bool)
+    begins_group[1:] = (sorted_digests[1:] != sorted_digests[:-1]).any(axis=1)
+    heads = in_order[np.flatnonzero(begins_group)]
+    originals = heads[np.cumsum(begins_group) - 1]
+    copies, firsts = in_order[~begins_group], originals[~begins_group]
+    by_place = np.argsort(copies, kind="stable")
+    copies, firsts = copies[by_place], firsts[by_place]
+    starts = np.cumsum([0, *counts])
+
+    def named(rows: np.ndarray) -> np.ndarray:
+        corpus = np.searchsorted(starts, rows, side="right") - 1
+        return np.stack([corpus, rows - starts[corpus]], 1)
+
+    return Duplicates(named(copies), named(firsts), len(lengths), int(lengths[copies].sum()))
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Where two corpora part."""
+
+    what: str
+    first: str
+    second: str
+
+
+def compare(first: IndexedDataset, second: IndexedDataset) -> Difference | None:
+    """Return the first difference between two corpora, or None if they hold the same.
+
+    The type of the tokens is not part of what they hold.
+    """
+    sizes = [len(corpus.document_indices) - 1 for corpus in (first, second)]
+    lengths = [document_lengths(corpus) for corpus in (first, second)]
+    common = min(sizes)
+    apart = np.flatnonzero(lengths[0][:common] != lengths[1][:common])
+    until = int(apart[0]) if len(apart) else common
+    end = int(lengths[0][:until].sum())
+    ends = np.cumsum(lengths[0][:until])
+    for begin in range(0, end, _BLOCK_TOKENS):
+        count = min(_BLOCK_TOKENS, end - begin)
+        here, there = first.read_tokens(begin, count), second.read_tokens(begin, count)
+        unequal = np.flatnonzero(here.astype(np.int64) != there.astype(np.int64))
+        if len(unequal):
+            at = begin + int(unequal[0])
+            document = int(np.searchsorted(ends, at, side="right"))
+            position = at - (int(ends[document - 1]) if document else 0)
+            tokens = f"token {here[unequal[0]]}", f"token {there[unequal[0]]}"
+            return Difference(f"document {document}, position {position}", *tokens)
+    if len(apart):
+        tokens = f"{lengths[0][until]} tokens", f"{lengths[1][until]} tokens"
+        return Difference(f"length of document {until}", *tokens)
+    if sizes[0] != sizes[1]:
+        return Difference("number of documents", str(sizes[0]), str(sizes[1]))
+    if not np.array_equal(first.sequence_lengths, second.sequence_lengths):
+        return Difference(
+            "sequences within documents", f"{len(first)} sequences", f"{len(second)} sequences"
+        )
+    return None

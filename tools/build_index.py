@@ -1,0 +1,67 @@
+"""Build the index files of a run ahead of time, on a machine without accelerators.
+
+    python tools/build_index.py --data-path 0.3 data/a 0.7 data/b --data-cache-path cache ...
+
+Takes the flags of pretrain_gpt.py, all of them, so that it builds exactly what that command will
+look for; training then maps the files. Started several times at once (an array of jobs on a common
+file system, RANK and WORLD_SIZE set), each begins with other corpora, and none is built twice.
+With --sample-order native there is nothing to build; the corpora are checked.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Sequence
+
+sys.path.append(os.path.join(os.path.dirname(os.path.abspath(__file__)), os.pardir))
+
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.gpt_dataset import GPTDataset
+from megatron.core.datasets.utils import Split
+from megatron.core.errors import MegatronError
+from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
+from megatron.training.blends import gpt_dataset_config
+from megatron.training.cli.dry_run import planned_world_size
+from megatron.training.cli.parser import parse_command_line
+from megatron.training.resolve import resolve, resolve_vocabulary
+from megatron.training.rules import check_run
+from megatron.training.setup.data import sample_counts
+
+
+def _place() -> tuple[int, int]:
+    return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Build everything and say what it is; a wrong setting is one message, not a traceback."""
+    try:
+        begun = time.perf_counter()
+        command = parse_command_line(argv)
+        run = resolve(command.config, world_size=planned_world_size(command.config))
+        check_run(run)
+        tokenizer = build_tokenizer(run)
+        args = resolve_vocabulary(run, int(tokenizer.vocab_size)).namespace()
+        args.rank, args.world_size = _place()
+        config = gpt_dataset_config(args, tokenizer)
+        if config.mock:
+            print("synthetic samples: nothing to build")
+            return 0
+        parts = BlendedMegatronDatasetBuilder(
+            GPTDataset, list(sample_counts(run)), lambda: True, config
+        ).build()
+    except MegatronError as error:
+        print(error, file=sys.stderr)
+        return 2
+    for split, part in zip(Split, parts, strict=True):
+        for dataset in part if isinstance(part, list) else [part]:
+            if dataset is not None:
+                members = len(getattr(dataset, "datasets", [dataset]))
+                print(f"{split.name}: {len(dataset):,} samples of {members} corpora")
+    print(f"done in {time.perf_counter() - begun:.2f} s")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

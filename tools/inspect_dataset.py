@@ -1,0 +1,209 @@
+"""Look into token files: verify, statistics, decode documents, compare, find duplicates.
+
+    python tools/inspect_dataset.py verify data/a data/b --vocab-size 50257 --eod 50256
+    python tools/inspect_dataset.py stats data/a
+    python tools/inspect_dataset.py show data/a --documents 0 17 --tokenizer-type ByteTokenizer
+    python tools/inspect_dataset.py compare data/a data/b
+    python tools/inspect_dataset.py duplicates data/a data/b --list duplicates.jsonl
+
+A name is a corpus without .bin and .idx, or a folder of corpora. The exit status is 0 if all is
+well (of `compare`: equal), 1 if something was found, 2 if a corpus could not be read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import sys
+from collections.abc import Sequence
+
+sys.path.append(os.path.join(os.path.dirname(os.path.abspath(__file__)), os.pardir))
+
+from megatron.core.datasets import inspection
+from megatron.core.datasets.indexed_dataset import IndexedDataset
+from megatron.core.errors import DataError, MegatronError
+from megatron.core.tokenizers.megatron_tokenizer import TOKENIZER_TYPES, make_tokenizer
+
+_SHOWN_TOKENS = 200
+
+
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description="Look into token files.", allow_abbrev=False)
+    commands = parser.add_subparsers(dest="command", required=True)
+
+    def command(name: str, text: str, corpora: str = "+") -> argparse.ArgumentParser:
+        made = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
+        made.add_argument("corpora", nargs=corpora if corpora == "+" else int(corpora))
+        return made
+
+    verify = command("verify", "check that index and tokens fit, and that the tokens are allowed")
+    verify.add_argument("--vocab-size", type=int, help="every id must be below this")
+    verify.add_argument("--eod", type=int, help="every document must end with this id")
+    stats = command("stats", "lengths and sizes")
+    stats.add_argument("--json", action="store_true", help="one JSON object per corpus")
+    show = command("show", "print documents", "1")
+    show.add_argument("--documents", type=int, nargs="+", default=[0], metavar="NUMBER")
+    show.add_argument("--tokens", type=int, default=_SHOWN_TOKENS, help="print so many of each")
+    show.add_argument(
+        "--tokenizer-type", metavar="TYPE", help=f"decode with it: {', '.join(TOKENIZER_TYPES)}"
+    )
+    show.add_argument("--tokenizer-model", help="file, folder or name of the model")
+    show.add_argument("--vocab-file", help="vocabulary of GPT2BPETokenizer")
+    show.add_argument("--merge-file", help="merges of GPT2BPETokenizer")
+    show.add_argument("--vocab-size", type=int, help="ids of NullTokenizer")
+    command("compare", "say whether two corpora hold the same documents", "2")
+    duplicates = command("duplicates", "find documents that equal an earlier one exactly")
+    duplicates.add_argument("--list", metavar="FILE", help="write each copy and its original")
+    return parser.parse_args(argv)
+
+
+def corpora_of(names: Sequence[str]) -> list[str]:
+    """Return the prefixes that the arguments stand for."""
+    prefixes: list[str] = []
+    for name in names:
+        if os.path.isdir(name):
+            found = sorted(entry[:-4] for entry in os.listdir(name) if entry.endswith(".idx"))
+            if not found:
+                raise DataError(f"{name} holds no corpus.", rule="a folder of .bin/.idx pairs")
+            prefixes += [os.path.join(name, entry) for entry in found]
+        else:
+            prefixes.append(name.removesuffix(".idx").removesuffix(".bin"))
+    return prefixes
+
+
+def verify(args: argparse.Namespace) -> int:
+    """Check corpora; every faulty one is named."""
+    faulty = 0
+    for prefix in corpora_of(args.corpora):
+        try:
+            problems = _problems_of(IndexedDataset(prefix), args)
+        except DataError as error:
+            problems = [str(error)]
+        faulty += bool(problems)
+        print(f"{prefix}: {'ok' if not problems else 'FAULTY'}")
+        for problem in problems:
+            print(f"  {problem}")
+    return int(faulty > 0)
+
+
+def _problems_of(corpus: IndexedDataset, args: argparse.Namespace) -> list[str]:
+    problems = []
+    if args.vocab_size is not None:
+        for bad in inspection.tokens_outside(corpus, args.vocab_size):
+            problems.append(
+                f"token {bad.token} at position {bad.position} of document {bad.document} is "
+                f"outside the vocabulary of {args.vocab_size}"
+            )
+    if args.eod is not None:
+        missing = inspection.documents_without_end(corpus, args.eod)
+        if missing:
+            problems.append(f"{missing} documents do not end with {args.eod} (--append-eod)")
+    return problems
+
+
+def stats(args: argparse.Namespace) -> int:
+    """Print lengths and sizes."""
+    for prefix in corpora_of(args.corpora):
+        found = inspection.statistics(IndexedDataset(prefix))
+        if args.json:
+            print(json.dumps({"corpus": prefix, **dataclasses.asdict(found)}))
+            continue
+        print(f"{prefix}: {found.num_documents:,} documents, {found.num_tokens:,} tokens")
+        print(f"  token file            {found.num_bytes:,} bytes of {found.dtype}")
+        if found.num_sequences != found.num_documents:
+            print(f"  sequences             {found.num_sequences:,}")
+        print(f"  tokens per document   mean {found.mean:,.1f}, {found.shortest:,} to ", end="")
+        print(f"{found.longest:,}; {found.num_empty_documents:,} documents are empty")
+        shares = ", ".join(f"{percent} %: {n:,}" for percent, n in found.percentiles.items())
+        print(f"  percentiles           {shares}")
+        most = max(found.histogram.values(), default=1)
+        for length, count in found.histogram.items():
+            print(f"  {length:>12,}+ {count:>14,} {'#' * -(-40 * count // most)}")
+    return 0
+
+
+def show(args: argparse.Namespace) -> int:
+    """Print documents as ids, and as text if a tokenizer is named."""
+    (prefix,) = corpora_of(args.corpora)
+    corpus = IndexedDataset(prefix)
+    tokenizer = None
+    if args.tokenizer_type is not None:
+        tokenizer = make_tokenizer(
+            args.tokenizer_type,
+            tokenizer_model=args.tokenizer_model,
+            vocab_file=args.vocab_file,
+            merge_file=args.merge_file,
+            vocab_size=args.vocab_size,
+        )
+    count = len(corpus.document_indices) - 1
+    for number in args.documents:
+        if not 0 <= number < count:
+            raise DataError(
+                f"{prefix} has no document {number}.",
+                rule=f"it holds documents 0 to {count - 1}",
+                flags=["--documents"],
+            )
+        tokens = inspection.document_tokens(corpus, number)
+        shown = [int(token) for token in tokens[: args.tokens]]
+        rest = f" (the first {len(shown)})" if len(shown) < len(tokens) else ""
+        print(f"document {number}: {len(tokens)} tokens{rest}")
+        print(f"  ids   {' '.join(map(str, shown))}")
+        if tokenizer is not None:
+            print(f"  text  {tokenizer.detokenize(shown)!r}")
+    return 0
+
+
+def compare(args: argparse.Namespace) -> int:
+    """Print the first difference between two corpora."""
+    names = [name.removesuffix(".idx").removesuffix(".bin") for name in args.corpora]
+    first, second = (IndexedDataset(name) for name in names)
+    found = inspection.compare(first, second)
+    if found is None:
+        print(f"equal: {len(first.document_indices) - 1:,} documents")
+        return 0
+    print(f"different: {found.what}: {found.first} in {names[0]}, {found.second} in {names[1]}")
+    return 1
+
+
+def duplicates(args: argparse.Namespace) -> int:
+    """Print how many documents are copies, and list them if asked."""
+    prefixes = corpora_of(args.corpora)
+    found = inspection.find_duplicates([IndexedDataset(prefix) for prefix in prefixes])
+    print(
+        f"{len(found.copies):,} of {found.num_documents:,} documents equal an earlier one "
+        f"({found.num_tokens_of_copies:,} tokens)"
+    )
+    if args.list is not None:
+        with open(args.list, "w") as file:
+            for copy, original in zip(found.copies.tolist(), found.originals.tolist(), strict=True):
+                line = {
+                    "corpus": prefixes[copy[0]],
+                    "document": copy[1],
+                    "original": {"corpus": prefixes[original[0]], "document": original[1]},
+                }
+                file.write(json.dumps(line) + "\n")
+    return int(len(found.copies) > 0)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; an unreadable corpus is one line, not a traceback."""
+    args = parse_args(argv)
+    commands = {
+        "verify": verify,
+        "stats": stats,
+        "show": show,
+        "compare": compare,
+        "duplicates": duplicates,
+    }
+    try:
+        return commands[args.command](args)
+    except MegatronError as error:
+        print(error, file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())
