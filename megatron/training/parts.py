@@ -16,6 +16,18 @@ from megatron.training.resolve import ResolvedRun
 
 
 @dataclass
+class ValidationSet:
+    """One set that is evaluated by itself."""
+
+    name: str
+    """Told in the log; empty if there is one set only."""
+    data: Any
+    """Its iterator, or one for each chunk; None on ranks that read no data."""
+    num_rows: int
+    """Micro batches of all replicas in the set, equal on all ranks; 0 if there is none."""
+
+
+@dataclass
 class DataIterators:
     """Iterators of micro batches; None where a split is not read on this rank.
 
@@ -23,13 +35,11 @@ class DataIterators:
     """
 
     train: Any = None
-    valid: Any = None
+    valid: list[ValidationSet] = field(default_factory=list)
+    """One set, or several with --multiple-validation-sets."""
     test: Any = None
-    num_valid_rows: int = 0
-    """Micro batches of all replicas in the validation set, equal on all ranks; 0 if there is
-    none."""
     num_test_rows: int = 0
-    """The same of the test set."""
+    """Micro batches of all replicas in the test set, equal on all ranks; 0 if there is none."""
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ class StopReason(Enum):
 
     FINISHED = "all steps are done"
     EXIT_INTERVAL = "--exit-interval"
+    PHASE_END = "--phase-transition-iterations"
     EXIT_DURATION = "--exit-duration-in-mins"
     EXIT_SIGNAL = "a signal"
 

@@ -88,7 +88,14 @@ class BlendedMegatronDatasetBuilder:
         sizes: list[int | None] = [0, 0, 0]
         sizes[split.value] = self.sizes[split.value]
         if split is Split.valid and self.config.multiple_validation_sets:
-            prefixes, _ = blend
+            prefixes, weights = blend
+            if weights is not None:
+                raise ConfigError(
+                    "weights were given for validation sets that are evaluated one by one.",
+                    rule="only a blend has weights",
+                    flags=["--valid-data-path", "--multiple-validation-sets"],
+                    fix="leave the weights out",
+                )
             each = [self._blended(([prefix], None), whole, sizes) for prefix in prefixes]
             return [parts[split.value] for parts in each]
         return self._blended(blend, whole, sizes)[split.value]

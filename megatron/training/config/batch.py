@@ -73,6 +73,9 @@ class ScheduleConfig:
     """Evaluate only."""
     full_validation: bool = False
     """Evaluate on the whole validation set each time."""
+    phase_transition_iterations: str | None = None
+    """Iterations, separated by commas, after which training saves and leaves; the command for the
+    next phase names the data of that phase."""
     exit_interval: int | None = None
     """Leave after a step that this divides."""
     exit_duration_in_mins: int | None = None

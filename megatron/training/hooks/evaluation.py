@@ -54,11 +54,14 @@ class Evaluate(Hook):
         return state
 
     def _validate(self, state: TrainState, where: str) -> TrainState:
-        data = self.parts.data
-        found = self._report(
-            data.valid, self._num_rows(data.num_valid_rows), state, where, kind="validation"
-        )
-        return state.evaluated(found.num_samples) if found is not None else state
+        num_samples = 0
+        for each in self.parts.data.valid:
+            kind = f"validation {each.name}" if each.name else "validation"
+            of_set = f"{where} of {each.name}" if each.name else where
+            found = self._report(each.data, self._num_rows(each.num_rows), state, of_set, kind=kind)
+            # All sets advance together: the place in each is this one number.
+            num_samples = max(num_samples, found.num_samples if found is not None else 0)
+        return state.evaluated(num_samples) if num_samples else state
 
     def _num_rows(self, available: int) -> int:
         """Return the micro batches of one evaluation; 0 if there are no data."""

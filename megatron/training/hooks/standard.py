@@ -21,8 +21,15 @@ from megatron.training.hooks.log import LogLine
 from megatron.training.hooks.progress import TrackProgress
 from megatron.training.hooks.save import ExportModel, SaveCheckpoints
 from megatron.training.hooks.scalars import ProgressBar, Scalars, sinks_here
-from megatron.training.hooks.stop import ExitDuration, ExitInterval, ExitOnSignal, StepBudget
+from megatron.training.hooks.stop import (
+    ExitDuration,
+    ExitInterval,
+    ExitOnSignal,
+    PhaseEnd,
+    StepBudget,
+)
 from megatron.training.parts import StepPlan, TrainingParts
+from megatron.training.phases import transitions_of
 from megatron.training.printing import is_last_rank, is_rank_0
 from megatron.training.resilience.progress import RunProgress
 from megatron.training.resilience.signals import SignalFlag
@@ -89,6 +96,8 @@ def standard_hooks(
         hooks.append(ExitOnSignal(signal))
     if run.exit_duration_in_mins is not None:
         hooks.append(ExitDuration(run.exit_duration_in_mins))
+    if transitions := transitions_of(run):
+        hooks.append(PhaseEnd(transitions))
     if run.exit_interval is not None:
         hooks.append(ExitInterval(run.exit_interval))
     return StandardHooks(hooks, evaluate)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Collection
 
 from megatron.training.hooks.base import Hook
 from megatron.training.meeting import any_rank
@@ -37,6 +38,24 @@ class ExitInterval(Hook):
         """Return EXIT_INTERVAL at a multiple of the interval."""
         is_multiple = state.iteration % self.interval == 0
         return StopReason.EXIT_INTERVAL if self._has_stepped and is_multiple else None
+
+
+class PhaseEnd(Hook):
+    """Leave at the end of a phase of the data (not before the first step of the next one)."""
+
+    def __init__(self, transitions: Collection[int]) -> None:
+        self._transitions = frozenset(transitions)
+        self._has_stepped = False
+
+    def after_step(self, state: TrainState, result: StepResult) -> TrainState:
+        """Remember that this run did something."""
+        self._has_stepped = True
+        return state
+
+    def should_stop(self, state: TrainState) -> StopReason | None:
+        """Return PHASE_END after the last step of a phase."""
+        is_end = self._has_stepped and state.iteration in self._transitions
+        return StopReason.PHASE_END if is_end else None
 
 
 class ExitDuration(Hook):

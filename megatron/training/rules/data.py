@@ -7,6 +7,7 @@ from pathlib import Path
 
 from megatron.core.errors import DataError, MegatronError
 from megatron.training.config.flag import kebab
+from megatron.training.phases import transitions_of
 from megatron.training.resolve import ResolvedRun
 from megatron.training.rules.registry import problem, rule
 
@@ -112,6 +113,48 @@ def split_is_readable(run: ResolvedRun) -> Iterator[MegatronError]:
             "it is up to three shares, of train, validation and test",
             "--split",
             fix="use --split 969,30,1",
+        )
+
+
+@rule
+def validation_sets_are_named(run: ResolvedRun) -> Iterator[MegatronError]:
+    """Several sets are the corpora of the validation part, which then has its own names."""
+    named = run.valid_data_path or run.per_split_data_args_path
+    if run.multiple_validation_sets and not named:
+        yield problem(
+            "--multiple-validation-sets without corpora of validation alone.",
+            "each corpus named for validation is evaluated by itself",
+            "--multiple-validation-sets",
+            "--valid-data-path",
+            fix="name them with --valid-data-path",
+        )
+
+
+@rule
+def phases_are_iterations(run: ResolvedRun) -> Iterator[MegatronError]:
+    """Rising numbers of steps within the run, which all consume as many samples."""
+    if run.phase_transition_iterations is None:
+        return
+    flag = "--phase-transition-iterations"
+    try:
+        steps = transitions_of(run)
+    except ValueError:
+        steps = [0]
+    within = all(0 < step < (run.train_iters or 0) for step in steps)
+    if not within or sorted(set(steps)) != steps:
+        yield problem(
+            f"{flag} {run.phase_transition_iterations!r} with {run.train_iters} steps.",
+            "rising numbers of steps, separated by commas, all before the last step",
+            flag,
+            fix=f"{flag} {max(1, (run.train_iters or 2) // 2)}",
+        )
+    if run.rampup_batch_size:
+        yield problem(
+            f"{flag} with --rampup-batch-size.",
+            "the samples of a phase are its steps times one global batch size",
+            flag,
+            "--rampup-batch-size",
+            fix="drop --rampup-batch-size",
         )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import inspect
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +13,8 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_pg_rank, get_pg_size
 from megatron.training.datasets.loader import build_pretraining_data_loader
 from megatron.training.meeting import max_over_ranks
-from megatron.training.parts import DataIterators
+from megatron.training.parts import DataIterators, ValidationSet
+from megatron.training.phases import phase_of
 from megatron.training.resolve import ResolvedRun
 from megatron.training.state import TrainState
 
@@ -31,9 +33,14 @@ class SampleCounts:
         return iter((self.train, self.valid, self.test))
 
 
-def sample_counts(run: ResolvedRun) -> SampleCounts:
-    """Return how many samples training, all evaluations and the final test consume."""
-    train = 0 if run.skip_train else run.train_samples or 0
+def sample_counts(run: ResolvedRun, consumed_samples: int = 0) -> SampleCounts:
+    """Return how many samples training, all evaluations and the final test consume.
+
+    Args:
+        consumed_samples: tells which phase of the training data it is about.
+    """
+    phase = phase_of(run, consumed_samples)
+    train = 0 if run.skip_train else phase.end - phase.begin
     num_evaluations = 1 + ((run.train_iters or 0) // run.eval_interval if run.eval_interval else 0)
     size = run.eval_iters * run.global_batch_size
     wants_valid = run.eval_iters > 0 and (run.eval_interval is not None or run.skip_train)
@@ -58,23 +65,35 @@ def build_data(
             and decides itself what to build there; otherwise only tensor-parallel rank 0 builds,
             and the forward step is expected to broadcast.
     Communication:
-        two all-reduces of one number, over all processes.
+        an all-reduce of one number for the count of validation sets, for the length of each, and
+        for the length of the test set, over all processes.
     """
     num_chunks = run.virtual_pipeline_model_parallel_size or 1
     per_chunk = [
         _chunk_data(run, provider, groups, state, chunk if num_chunks > 1 else None)
         for chunk in range(num_chunks)
     ]
-    # Only ranks that read data know how long the sets are.
-    num_valid_rows = max_over_ranks(max(chunk.num_valid_rows for chunk in per_chunk))
-    num_test_rows = max_over_ranks(max(chunk.num_test_rows for chunk in per_chunk))
+    # Only ranks that read data know how many sets there are, and how long.
+    num_sets = max_over_ranks(max(len(chunk.valid) for chunk in per_chunk))
+    sets = [
+        _set_of_chunks([chunk.valid[n] for chunk in per_chunk if n < len(chunk.valid)], num_chunks)
+        for n in range(num_sets)
+    ]
+    for each in sets:
+        each.num_rows = max_over_ranks(each.num_rows)
     return DataIterators(
         train=_one_or_list([chunk.train for chunk in per_chunk]),
-        valid=_one_or_list([chunk.valid for chunk in per_chunk]),
+        valid=sets,
         test=_one_or_list([chunk.test for chunk in per_chunk]),
-        num_valid_rows=num_valid_rows,
-        num_test_rows=num_test_rows,
+        num_test_rows=max_over_ranks(max(chunk.num_test_rows for chunk in per_chunk)),
     )
+
+
+def _set_of_chunks(found: list[ValidationSet], num_chunks: int) -> ValidationSet:
+    """Join what the chunks of this rank read of one validation set, maybe nothing."""
+    read: list[Any] = [each.data for each in found] or [None] * num_chunks
+    name = next((each.name for each in found if each.name), "")
+    return ValidationSet(name, _one_or_list(read), max((s.num_rows for s in found), default=0))
 
 
 def _one_or_list(iterators: list[Any]) -> Any:
@@ -95,16 +114,29 @@ def _chunk_data(
     options: dict[str, Any] = {}
     if "vp_stage" in inspect.signature(provider).parameters:
         options["vp_stage"] = vp_stage
-    train, valid, test = provider(list(sample_counts(run)), **options)
+    consumed = state.consumed_train_samples
+    train, valid, test = provider(list(sample_counts(run, consumed)), **options)
     row = run.micro_batch_size * run.data_parallel_size
     consumed_valid = 0 if run.full_validation else state.consumed_valid_samples
+    sets = valid if isinstance(valid, list) else [valid]
     return DataIterators(
-        train=_open(run, groups, train, state.consumed_train_samples),
-        valid=_open(run, groups, valid, consumed_valid, repeats=True),
+        train=_open(run, groups, train, consumed - phase_of(run, consumed).begin),
+        valid=[
+            ValidationSet(
+                _name_of(dataset) if len(sets) > 1 else "",
+                _open(run, groups, dataset, consumed_valid, repeats=True),
+                _num_rows(dataset, row),
+            )
+            for dataset in sets
+        ],
         test=_open(run, groups, test, 0, repeats=True),
-        num_valid_rows=_num_rows(valid, row),
         num_test_rows=_num_rows(test, row),
     )
+
+
+def _name_of(dataset: Any) -> str:
+    path = getattr(dataset, "dataset_path", None)
+    return os.path.basename(path) if path else ""
 
 
 def _num_rows(dataset: Any, row: int) -> int:

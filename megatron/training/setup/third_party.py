@@ -116,7 +116,7 @@ def get_train_valid_test_num_samples() -> list[int | None]:
 def build_train_valid_test_data_iterators(
     build_train_valid_test_datasets_provider: Callable[..., Any],
 ) -> tuple[Any, Any, Any]:
-    """Return the iterators of micro batches of this rank."""
+    """Return the iterators of micro batches of this rank; for several validation sets, a list."""
     args = global_vars.get_args()
     state = TrainState(
         consumed_train_samples=args.consumed_train_samples,
@@ -128,4 +128,5 @@ def build_train_valid_test_data_iterators(
         ProcessGroupCollection.current(),
         state,
     )
-    return data.train, data.valid, data.test
+    valid = [each.data for each in data.valid]
+    return data.train, valid[0] if len(valid) == 1 else valid, data.test
