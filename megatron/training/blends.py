@@ -22,6 +22,7 @@ def gpt_dataset_config(args: argparse.Namespace, tokenizer: Any) -> GPTDatasetCo
         num_dataset_builder_threads=args.num_dataset_builder_threads,
         path_to_cache=args.data_cache_path,
         mmap_bin_files=args.mmap_bin_files,
+        object_storage_cache_path=args.object_storage_cache_path,
         tokenizer=tokenizer,
         reset_position_ids=args.reset_position_ids,
         reset_attention_mask=args.reset_attention_mask,

@@ -49,6 +49,19 @@ def max_over_ranks(value: int) -> int:
     return int(number.item())
 
 
+def of_first_rank(value: Any) -> Any:
+    """Return what rank 0 holds, any picklable value.
+
+    Communication:
+        one broadcast of its pickle; none with one process.
+    """
+    if not _has_peers(None):
+        return value
+    slot = [value]
+    dist.broadcast_object_list(slot, src=0, device=_place(None))
+    return slot[0]
+
+
 def sum_over(values: Sequence[float], group: Any) -> list[float]:
     """Return the sums over `group` of each number, in fp64; equal on all its ranks.
 

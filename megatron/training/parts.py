@@ -38,6 +38,8 @@ class DataIterators:
     valid: list[ValidationSet] = field(default_factory=list)
     """One set, or several with --multiple-validation-sets."""
     test: Any = None
+    train_order: Any = None
+    """`order_identity()` of the training set, where it is read and tells one."""
     num_test_rows: int = 0
     """Micro batches of all replicas in the test set, equal on all ranks; 0 if there is none."""
 

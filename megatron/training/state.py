@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
 
 class StopReason(Enum):
@@ -52,6 +53,8 @@ class TrainState:
     consumed_valid_samples: int = 0
     skipped_train_samples: int = 0
     flops_so_far: float = 0.0
+    data_order: Mapping[str, Any] | None = None
+    """What the order of the training samples follows from; None if the data do not tell."""
 
     def advanced(self, result: StepResult) -> TrainState:
         """Return the state after one more step."""

@@ -21,6 +21,7 @@ from megatron.training.setup.data import build_data
 from megatron.training.setup.distributed import shut_down
 from megatron.training.setup.initialize import Session, start_session
 from megatron.training.setup.model import get_model
+from megatron.training.setup.same_data import with_data_order
 from megatron.training.setup.third_party import (
     build_train_valid_test_data_iterators,
     get_train_valid_test_num_samples,
@@ -154,6 +155,7 @@ def run_session(session: Session, call: PretrainCall) -> None:
     state = load_state(run, checkpointer, progress)
     progress.where = "building data"
     parts.data = build_data(run, call.dataset_provider, session.groups, state)
+    state = with_data_order(run, state, parts.data.train_order)
     hooks = standard_hooks(
         parts,
         progress,

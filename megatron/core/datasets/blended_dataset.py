@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
@@ -100,6 +99,16 @@ class BlendedDataset(Dataset[dict[str, Any]]):
         inner = None if idx is None else number
         return {"dataset_id": dataset_id, **self.datasets[dataset_id][inner]}  # type: ignore[index]
 
+    def order_identity(self) -> dict[str, Any]:
+        """Return what the order of the samples follows from, see `GPTDataset.order_identity`."""
+        identity: dict[str, Any] = {
+            "weights": self.weights,
+            "members": [dataset.order_identity() for dataset in self.datasets],
+        }
+        if self.size is None:
+            identity["samples"] = self._length
+        return identity
+
     @property
     def dataset_index(self) -> np.ndarray:
         """int16 [len], the dataset of every sample; made anew each time, for inspection."""
@@ -155,11 +164,8 @@ class BlendedDataset(Dataset[dict[str, Any]]):
         return identifiers
 
     def _cache(self) -> IndexCache:
-        directory = self.config.path_to_cache
+        directory = self.datasets[0].cache_directory(type(self).__name__)
         stem = "-".join([self.unique_description_hash, type(self).__name__, self.split.name])
-        first_path = self.datasets[0].dataset_path
-        if directory is None and first_path is not None:
-            directory = os.path.join(first_path, "cache", f"{type(self).__name__}_indices")
         return IndexCache(directory=directory, stem=stem, description=self.unique_description)
 
     def _check_sizes(self) -> None:

@@ -41,6 +41,8 @@ class BlendedMegatronDatasetConfig:
     """Directory of the index arrays; None: beside each corpus, in `<prefix>/cache`."""
     mmap_bin_files: bool = True
     """Map the token files; False reads them with positioned reads."""
+    object_storage_cache_path: str | None = None
+    """Folder of local copies of corpora that are named by URL."""
     mock: bool = field(init=False, default=False)
     """Derived: no data was named."""
     tokenizer: Any = None

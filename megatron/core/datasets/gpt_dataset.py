@@ -6,7 +6,6 @@ Shapes: s = sequence length. Items are made on the CPU, one at a time, in loader
 from __future__ import annotations
 
 import logging
-import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +25,7 @@ from megatron.core.datasets.index_building import (
 from megatron.core.datasets.index_cache import Expected, IndexCache
 from megatron.core.datasets.indexed_dataset import IndexedDataset, get_bin_path
 from megatron.core.datasets.megatron_dataset import MegatronDataset
+from megatron.core.datasets.mock_tokens import MockTokens, special_id
 from megatron.core.datasets.sample_order import (
     ShuffledDocuments,
     ShuffledWindows,
@@ -34,6 +34,8 @@ from megatron.core.datasets.sample_order import (
 )
 from megatron.core.datasets.utils import Split
 from megatron.core.errors import ConfigError, DataError
+
+__all__ = ["GPTDataset", "GPTDatasetConfig", "MockGPTDataset", "MockTokens", "causal_mask"]
 
 logger = logging.getLogger(__name__)
 
@@ -148,6 +150,31 @@ class GPTDataset(MegatronDataset):
         self._plain = self._without_documents(self.config.sequence_length)
         self._order = self._make_order()
 
+    def order_identity(self) -> dict[str, Any]:
+        """Return what the order of the samples follows from; equal identities, equal samples.
+
+        Paths are no part of it (a corpus may be moved), nor is the number of samples as long as
+        it leaves the order of the earlier ones alone.
+        """
+        config = self.config
+        identity: dict[str, Any] = {
+            "sample_order": config.sample_order,
+            "seed": config.random_seed,
+            "sequence_length": config.sequence_length,
+            "extra_token": self._extra_token,
+            "corpus": getattr(self.dataset, "fingerprint", lambda: "")(),
+            "documents": [int(self.indices[0]), int(self.indices[-1]), len(self.indices)],
+        }
+        if config.sample_order == "megatron":
+            plan = self._plan()
+            identity["epochs"] = [plan.num_epochs, plan.separate_final_epoch]
+        return identity
+
+    def _plan(self) -> EpochPlan:
+        tokens = self._num_tokens(self.dataset.sequence_lengths)
+        length = self.config.sequence_length
+        return plan_epochs(tokens, length, self._extra_token, self.num_samples)
+
     def _make_order(self) -> ShuffledDocuments | ShuffledWindows:
         if self.config.sample_order == "megatron":
             arrays = {
@@ -178,7 +205,12 @@ class GPTDataset(MegatronDataset):
     @staticmethod
     def build_low_level_dataset(dataset_path: str, config: Any) -> Any:
         """Open and check a corpus."""
-        return IndexedDataset(dataset_path, multimodal=False, mmap=config.mmap_bin_files)
+        return IndexedDataset(
+            dataset_path,
+            multimodal=False,
+            mmap=config.mmap_bin_files,
+            object_storage_cache=config.object_storage_cache_path,
+        )
 
     @staticmethod
     def _key_config_attributes() -> list[str]:
@@ -272,7 +304,7 @@ class GPTDataset(MegatronDataset):
         )
 
     def _find_eod(self) -> int | None:
-        eod = _optional_id(self.config.tokenizer, "eod")
+        eod = special_id(self.config.tokenizer, "eod")
         names = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
         wanted = [name for name in names if getattr(self.config, name)]
         if eod is None and wanted:
@@ -286,26 +318,21 @@ class GPTDataset(MegatronDataset):
         return eod
 
     def _find_pad(self) -> int:
-        pad = _optional_id(self.config.tokenizer, "pad")
+        pad = special_id(self.config.tokenizer, "pad")
         if pad is None:
             return _NO_PAD
-        others = {_optional_id(self.config.tokenizer, name) for name in ("eod", "eos", "bos")}
+        others = {special_id(self.config.tokenizer, name) for name in ("eod", "eos", "bos")}
         if pad in others and self.config.allow_ambiguous_pad_tokens:
             logger.info("pad id %d is also another special id: only real padding is masked", pad)
             return _NO_PAD
         return pad
 
     def _build_or_load_indices(self) -> dict[str, np.ndarray]:
-        lengths = self.dataset.sequence_lengths
-        config = self.config
-        tokens_per_epoch = self._num_tokens(lengths)
-        plan = plan_epochs(
-            tokens_per_epoch, config.sequence_length, self._extra_token, self.num_samples
-        )
+        plan = self._plan()
         drop_last = self._drops_last()
         num_samples = plan.num_samples(drop_last=drop_last)
         cache = IndexCache(
-            directory=self._cache_directory(),
+            directory=self.cache_directory(type(self).__name__),
             stem="-".join(
                 [self.unique_description_hash, type(self).__name__, self.index_split.name]
             ),
@@ -344,39 +371,6 @@ class GPTDataset(MegatronDataset):
             "shuffle_index": shuffle,
         }
 
-    def _cache_directory(self) -> str | None:
-        if self.config.path_to_cache is not None:
-            return self.config.path_to_cache
-        if self.dataset_path is None:
-            return None
-        return os.path.join(self.dataset_path, "cache", f"{type(self).__name__}_indices")
-
-
-class MockTokens:
-    """A corpus that is computed: documents of random length that count 1, 2, 3, ... and end."""
-
-    num_documents = 10_000
-    longest_document = 4096
-
-    def __init__(self, tokenizer: Any) -> None:
-        self._eod = _optional_id(tokenizer, "eod")
-        self._cycle = max(1, min(self.longest_document, int(tokenizer.vocab_size) - 2))
-        random = np.random.default_rng(seed=0)
-        self.sequence_lengths = random.integers(
-            1, self.longest_document, size=self.num_documents, dtype=np.int32
-        )
-
-    def __len__(self) -> int:
-        return self.num_documents
-
-    def get(self, idx: int, offset: int = 0, length: int | None = None) -> np.ndarray:
-        """Return part of document `idx`, int64."""
-        available = int(self.sequence_lengths[idx])
-        tokens = np.arange(available, dtype=np.int64) % self._cycle + 1
-        if self._eod is not None:
-            tokens[-1] = self._eod
-        return tokens[offset:] if length is None else tokens[offset : offset + length]
-
 
 class MockGPTDataset(GPTDataset):
     """`GPTDataset` over computed documents: for trying a layout without any data."""
@@ -385,12 +379,3 @@ class MockGPTDataset(GPTDataset):
     def build_low_level_dataset(dataset_path: str | None, config: Any) -> Any:
         """Return the computed corpus."""
         return MockTokens(config.tokenizer)
-
-
-def _optional_id(tokenizer: Any, name: str) -> int | None:
-    """Return a special id, or None where the tokenizer has none."""
-    try:
-        value = getattr(tokenizer, name, None)
-    except (NotImplementedError, DataError):
-        return None
-    return None if value is None or value < 0 else int(value)

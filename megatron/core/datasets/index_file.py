@@ -148,11 +148,15 @@ def read_index(path: str, *, multimodal: bool = False) -> IndexArrays:
     )
 
 
-def check_index(arrays: IndexArrays, idx_path: str, bin_path: str) -> None:
+def check_index(
+    arrays: IndexArrays, idx_path: str, bin_path: str, num_bytes: int | None = None
+) -> None:
     """Prove that lengths, offsets, documents and the size of the token file agree.
 
     One vectorised pass over the index; the tokens themselves are not read.
 
+    Args:
+        num_bytes: of the tokens; None asks the file system.
     Raises:
         DataError: names the file, the byte, what is there and what belongs there.
     """
@@ -166,7 +170,7 @@ def check_index(arrays: IndexArrays, idx_path: str, bin_path: str) -> None:
             token_bytes,
         )
         if end >= 0:
-            _check_size(bin_path, end, idx_path)
+            _check_size(bin_path, end, idx_path, num_bytes)
             return
     pointers_at = HEADER.size + 4 * num_sequences
     end = 0
@@ -195,11 +199,11 @@ def check_index(arrays: IndexArrays, idx_path: str, bin_path: str) -> None:
             )
         end = int(ends[-1])
     check_documents(arrays.document_indices, num_sequences, idx_path)
-    _check_size(bin_path, end, idx_path)
+    _check_size(bin_path, end, idx_path, num_bytes)
 
 
-def _check_size(bin_path: str, end: int, idx_path: str) -> None:
-    size = num_token_bytes(bin_path)
+def _check_size(bin_path: str, end: int, idx_path: str, num_bytes: int | None) -> None:
+    size = num_token_bytes(bin_path) if num_bytes is None else num_bytes
     if size != end:
         what = "truncated file" if size < end else "bytes left over"
         raise disagreement(

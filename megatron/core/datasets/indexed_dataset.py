@@ -16,6 +16,12 @@ from typing import Any
 
 import numpy as np
 
+from megatron.core.datasets.corpus_paths import (
+    check_pair_exists,
+    get_bin_path,
+    get_idx_path,
+    pair_exists,
+)
 from megatron.core.datasets.index_file import (
     DType,
     IndexArrays,
@@ -28,8 +34,8 @@ from megatron.core.datasets.joined_tokens import (
     num_token_bytes,
     open_tokens,
     token_files,
-    tokens_exist,
 )
+from megatron.core.datasets.object_store import StoredObject, StoredTokens, is_url
 from megatron.core.datasets.token_file import (
     TokenReader,
     WholeFile,
@@ -41,16 +47,6 @@ from megatron.core.errors import DataError
 __all__ = ["DType", "IndexedDataset", "IndexedDatasetBuilder", "get_bin_path", "get_idx_path"]
 
 
-def get_bin_path(path_prefix: str) -> str:
-    """Return the name of the token file of a corpus."""
-    return path_prefix + ".bin"
-
-
-def get_idx_path(path_prefix: str) -> str:
-    """Return the name of the index file of a corpus."""
-    return path_prefix + ".idx"
-
-
 class IndexedDataset:
     """Random access to the sequences of a corpus.
 
@@ -60,6 +56,7 @@ class IndexedDataset:
         path_prefix: path of the pair without `.bin` and `.idx`.
         multimodal: whether the index holds a mode for each sequence, returned with its tokens.
         mmap: map the token file; False reads it with positioned reads.
+        object_storage_cache: folder of local copies, where the prefix is a URL.
         check: prove that both files belong together (one pass over the index).
     Raises:
         DataError: a file is missing or the pair is damaged.
@@ -72,25 +69,35 @@ class IndexedDataset:
         mmap: bool = True,
         *,
         check: bool = True,
+        object_storage_cache: str | None = None,
     ) -> None:
         self.path_prefix = path_prefix
+        self.object_storage_cache = object_storage_cache
         self.multimodal = multimodal
         self.mmap = mmap
         idx_path, bin_path = get_idx_path(path_prefix), get_bin_path(path_prefix)
-        _check_pair_exists(path_prefix)
+        stored = None
+        if is_url(path_prefix):
+            stored = StoredObject(bin_path, object_storage_cache)
+            idx_path = StoredObject(idx_path, object_storage_cache).whole()
+        else:
+            check_pair_exists(path_prefix)
         self._index: IndexArrays = read_index(idx_path, multimodal=multimodal)
+        self._num_bytes = num_token_bytes(bin_path) if stored is None else stored.num_bytes
         if check:
-            check_index(self._index, idx_path, bin_path)
-        self._tokens: TokenReader = open_tokens(bin_path, mmap=mmap)
+            check_index(self._index, idx_path, bin_path, self._num_bytes)
+        self._tokens: TokenReader = (
+            open_tokens(bin_path, mmap=mmap) if stored is None else StoredTokens(stored)
+        )
         self._token_bytes = np.dtype(self._index.dtype).itemsize
 
-    def __getstate__(self) -> tuple[str, bool, bool]:
-        return self.path_prefix, self.multimodal, self.mmap
+    def __getstate__(self) -> tuple[str, bool, bool, str | None]:
+        return self.path_prefix, self.multimodal, self.mmap, self.object_storage_cache
 
-    def __setstate__(self, state: tuple[str, bool, bool]) -> None:
-        path_prefix, multimodal, mmap = state
+    def __setstate__(self, state: tuple[str, bool, bool, str | None]) -> None:
+        *pair, cache = state
         # Checked once already, by the process that opened it first.
-        self.__init__(path_prefix, multimodal, mmap, check=False)  # type: ignore[misc]
+        self.__init__(*pair, check=False, object_storage_cache=cache)  # type: ignore[misc]
 
     def __len__(self) -> int:
         return len(self._index.sequence_lengths)
@@ -182,13 +189,13 @@ class IndexedDataset:
         stride = max(1, len(self) // 8192)
         sampled = np.ascontiguousarray(self._index.sequence_lengths[::stride])
         sizes = f"{np.dtype(self.dtype).name} {len(self)} {len(self.document_indices)} "
-        sizes += str(num_token_bytes(get_bin_path(self.path_prefix)))
+        sizes += str(self._num_bytes)
         return hashlib.blake2b(sizes.encode() + sampled.tobytes(), digest_size=16).hexdigest()
 
     @staticmethod
     def exists(path_prefix: str) -> bool:
         """Return whether both files of a corpus are there."""
-        return os.path.exists(get_idx_path(path_prefix)) and tokens_exist(get_bin_path(path_prefix))
+        return pair_exists(path_prefix)
 
 
 def check_same_type(corpus: IndexedDataset, dtype: type[np.number]) -> None:
@@ -204,38 +211,6 @@ def check_same_type(corpus: IndexedDataset, dtype: type[np.number]) -> None:
             f"tokens of type {np.dtype(corpus.dtype).name}",
             f"{np.dtype(dtype).name}, the type of the corpus it is added to",
         )
-
-
-def _check_pair_exists(path_prefix: str) -> None:
-    bin_path, idx_path = get_bin_path(path_prefix), get_idx_path(path_prefix)
-    missing = [] if tokens_exist(bin_path) else [bin_path]
-    missing += [] if os.path.isfile(idx_path) else [idx_path]
-    if not missing:
-        return
-    if path_prefix.endswith((".bin", ".idx")) and IndexedDataset.exists(path_prefix[:-4]):
-        fix = f"leave out the suffix: {path_prefix[:-4]}"
-    elif path_prefix.startswith(("s3://", "msc://", "gs://", "hdfs://")):
-        fix = "copy the pair to a local or network file system; object stores are not read directly"
-    else:
-        fix = _similar_prefix(path_prefix) or "write the corpus with tools/preprocess_data.py"
-    raise DataError(
-        f"no such corpus: {' and '.join(missing)} not found.",
-        rule="a data path is the common prefix of a .bin and an .idx file",
-        flags=["--data-path"],
-        fix=fix,
-    )
-
-
-def _similar_prefix(path_prefix: str) -> str:
-    """Return a hint when the usual suffix of the preprocessing tool was forgotten."""
-    directory, name = os.path.split(path_prefix)
-    directory = directory or "."
-    if not os.path.isdir(directory):
-        return f"the directory {directory} does not exist"
-    for entry in sorted(os.listdir(directory)):
-        if entry.endswith(".idx") and entry.startswith(name):
-            return f"did you mean {os.path.join(directory, entry[:-4])}?"
-    return ""
 
 
 class IndexedDatasetBuilder:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from typing import Any
@@ -12,6 +13,7 @@ from torch.utils.data import Dataset
 
 from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
 from megatron.core.datasets.index_cache import describe, mapped_from_names, names_for_mapped
+from megatron.core.datasets.object_store import is_url
 from megatron.core.datasets.utils import Split
 
 
@@ -68,6 +70,19 @@ class MegatronDataset(Dataset[dict[str, Any]], ABC):
         if fingerprint is not None:
             identifiers["corpus"] = fingerprint()
         return identifiers
+
+    def cache_directory(self, class_name: str) -> str | None:
+        """Return where index files are kept: as configured, or beside the corpus."""
+        if self.config.path_to_cache is not None or self.dataset_path is None:
+            return self.config.path_to_cache
+        beside = self.dataset_path
+        if is_url(beside):  # nothing is written to a store
+            beside = os.path.join(str(self.config.object_storage_cache_path), "indices")
+        return os.path.join(beside, "cache", f"{class_name}_indices")
+
+    def order_identity(self) -> dict[str, Any]:
+        """Return what the order of the samples follows from, as plain values."""
+        return {"described": self.unique_description_hash}
 
     @staticmethod
     def numel_low_level_dataset(low_level_dataset: Any) -> int:

@@ -86,6 +86,7 @@ def plain_run_state(
         "consumed_train_samples": progress.consumed_train_samples,
         "consumed_valid_samples": progress.consumed_valid_samples,
         "skipped_train_samples": progress.skipped_train_samples,
+        "data_order": progress.data_order,
         "args": plain_args(parts.args),
     }
     if with_optimizer and parts.scheduler is not None:
@@ -117,6 +118,7 @@ def progress_of(state: Mapping[str, Any]) -> TrainState:
         consumed_valid_samples=int(state.get("consumed_valid_samples", 0)),
         skipped_train_samples=int(state.get("skipped_train_samples", 0)),
         flops_so_far=float(state.get("num_floating_point_operations_so_far", 0.0)),
+        data_order=state.get("data_order"),
     )
 
 

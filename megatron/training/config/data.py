@@ -41,6 +41,10 @@ class DataConfig:
     """Evaluate each corpus of --valid-data-path by itself."""
     data_cache_path: str | None = None
     """Directory of index files. Default beside the corpus."""
+    object_storage_cache_path: str | None = None
+    """Folder of local copies of corpora that are named by URL (s3://, gs://, ...)."""
+    allow_changed_data: bool = False
+    """Resume although the order of the training samples is another than that of the checkpoint."""
     mock_data: bool = False
     """Synthetic samples; no files are read."""
     mmap_bin_files: bool = flag(True, "--no-mmap-bin-files")

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from megatron.core.datasets.joined_tokens import tokens_exist
+from megatron.core.datasets.object_store import is_url
 from megatron.core.errors import DataError, MegatronError
 from megatron.training.config.flag import kebab
 from megatron.training.phases import transitions_of
@@ -57,7 +59,18 @@ def corpora_exist(run: ResolvedRun) -> Iterator[MegatronError]:
     """Every prefix has its two files, and every settings file is there."""
     for name in ("data_path", *PER_SPLIT):
         for prefix in _prefixes(run.values[name] or []):
-            missing = [p for p in (f"{prefix}.idx", f"{prefix}.bin") if not Path(p).is_file()]
+            if is_url(prefix):
+                if run.object_storage_cache_path is None:
+                    yield problem(
+                        f"{kebab(name)} {prefix} lies in an object store.",
+                        "its index and the blocks that are read are kept in a local folder",
+                        kebab(name),
+                        "--object-storage-cache-path",
+                        fix="--object-storage-cache-path /a/local/folder",
+                    )
+                continue
+            missing = [] if Path(f"{prefix}.idx").is_file() else [f"{prefix}.idx"]
+            missing += [] if tokens_exist(f"{prefix}.bin") else [f"{prefix}.bin"]
             if missing:
                 yield DataError(
                     f"{kebab(name)} {prefix}: {' and '.join(missing)} not found.",

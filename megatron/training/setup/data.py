@@ -84,6 +84,7 @@ def build_data(
     return DataIterators(
         train=_one_or_list([chunk.train for chunk in per_chunk]),
         valid=sets,
+        train_order=next((c.train_order for c in per_chunk if c.train_order is not None), None),
         test=_one_or_list([chunk.test for chunk in per_chunk]),
         num_test_rows=max_over_ranks(max(chunk.num_test_rows for chunk in per_chunk)),
     )
@@ -120,6 +121,7 @@ def _chunk_data(
     consumed_valid = 0 if run.full_validation else state.consumed_valid_samples
     sets = valid if isinstance(valid, list) else [valid]
     return DataIterators(
+        train_order=getattr(train, "order_identity", lambda: None)(),
         train=_open(run, groups, train, consumed - phase_of(run, consumed).begin),
         valid=[
             ValidationSet(

@@ -125,6 +125,10 @@ def problems(*words: str, world_size: int = 1, base=SMALL) -> list[str]:
         (["--wandb-project", "p"], 1, "without --wandb-exp-name"),
         (["--recompute-granularity", "full"], 1, "it needs a method"),
         (["--adam-beta1", "1"], 1, "--adam-beta1 1"),
+        (["--data-path", "s3://a/b"], 1, "--object-storage-cache-path"),
+        (["--multiple-validation-sets"], 1, "without corpora of validation alone"),
+        (["--phase-transition-iterations", "5,3"], 1, "rising numbers of steps"),
+        (["--phase-transition-iterations", "soon"], 1, "rising numbers of steps"),
         (["--reset-attention-mask", "--no-create-attention-mask-in-dataloader"], 1, "no mask"),
     ],
 )

@@ -1,0 +1,44 @@
+"""A corpus without files, for trying a layout."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from megatron.core.errors import DataError
+
+
+class MockTokens:
+    """A corpus that is computed: documents of random length that count 1, 2, 3, ... and end."""
+
+    num_documents = 10_000
+    longest_document = 4096
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._eod = special_id(tokenizer, "eod")
+        self._cycle = max(1, min(self.longest_document, int(tokenizer.vocab_size) - 2))
+        random = np.random.default_rng(seed=0)
+        self.sequence_lengths = random.integers(
+            1, self.longest_document, size=self.num_documents, dtype=np.int32
+        )
+
+    def __len__(self) -> int:
+        return self.num_documents
+
+    def get(self, idx: int, offset: int = 0, length: int | None = None) -> np.ndarray:
+        """Return part of document `idx`, int64."""
+        available = int(self.sequence_lengths[idx])
+        tokens = np.arange(available, dtype=np.int64) % self._cycle + 1
+        if self._eod is not None:
+            tokens[-1] = self._eod
+        return tokens[offset:] if length is None else tokens[offset : offset + length]
+
+
+def special_id(tokenizer: Any, name: str) -> int | None:
+    """Return a special id, or None where the tokenizer has none."""
+    try:
+        value = getattr(tokenizer, name, None)
+    except (NotImplementedError, DataError):
+        return None
+    return None if value is None or value < 0 else int(value)

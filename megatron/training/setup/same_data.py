@@ -1,0 +1,81 @@
+"""Whether a resumed run continues with the data that it was reading."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from megatron.core.errors import DataError
+from megatron.training.meeting import of_first_rank
+from megatron.training.phases import phase_of, transitions_of
+from megatron.training.printing import print_rank_0
+from megatron.training.resolve import ResolvedRun
+from megatron.training.state import TrainState
+
+_MEANING = {
+    "sample_order": ("--sample-order", "the kind of order"),
+    "seed": ("--seed", "the seed of the shuffles"),
+    "sequence_length": ("--seq-length", "the length of a sample"),
+    "corpus": ("--data-path", "the contents of a corpus"),
+    "documents": ("--split", "the documents of the training part"),
+    "epochs": ("--train-iters", "how often the documents are repeated"),
+    "weights": ("--data-path", "the weights of the blend"),
+    "members": ("--data-path", "the corpora of the blend"),
+}
+
+
+def with_data_order(run: ResolvedRun, state: TrainState, order: Any) -> TrainState:
+    """Compare the order of the training data with that of the checkpoint, and remember it.
+
+    Args:
+        order: `order_identity()` of the training set; None on ranks without it.
+    Raises:
+        DataError: it differs, on all ranks, where samples were consumed already; not at the
+            beginning of a phase, and not with --allow-changed-data.
+    Communication:
+        one broadcast from rank 0.
+    """
+    order = of_first_rank(order)
+    before = state.data_order
+    if order is None:
+        return state
+    consumed = state.consumed_train_samples
+    begins_phase = bool(transitions_of(run)) and phase_of(run, consumed).begin == consumed
+    if before is not None and consumed > 0 and not begins_phase and not run.skip_train:
+        changed = differences(before, order)
+        if changed and not run.allow_changed_data:
+            raise _refusal(changed, consumed)
+        if changed:
+            print_rank_0(f" > the data have changed since the checkpoint: {', '.join(changed)}")
+    return dataclasses.replace(state, data_order=order)
+
+
+def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, str]:
+    """Return name -> what was and what is, of everything that differs."""
+    found: dict[str, str] = {}
+    for name in sorted({*before, *now}):
+        old, new = before.get(name), now.get(name)
+        if old == new:
+            continue
+        if isinstance(old, list) and isinstance(new, list) and name == "members":
+            if len(old) != len(new):
+                found[name] = f"{len(old)} corpora, now {len(new)}"
+                continue
+            for one, other in zip(old, new, strict=True):
+                found |= {k: v for k, v in differences(one, other).items() if k not in found}
+            continue
+        found[name] = f"{old}, now {new}"
+    return found
+
+
+def _refusal(changed: Mapping[str, str], consumed: int) -> DataError:
+    told = [f"{_MEANING.get(n, ('', n))[1]} ({text[:120]})" for n, text in changed.items()]
+    flags = sorted({_MEANING.get(name, ("--data-path", ""))[0] for name in changed})
+    return DataError(
+        f"the checkpoint has consumed {consumed} samples of other data: {'; '.join(told)}.",
+        rule="a resumed run continues one order of samples; another repeats some and skips others",
+        flags=[*flags, "--allow-changed-data"],
+        fix="give the data flags of the saved run, or --allow-changed-data to go on at sample "
+        f"{consumed} of the new data; --phase-transition-iterations plans such a change",
+    )

@@ -1,0 +1,149 @@
+"""What the data flags do to a whole run: orders, masks, validation sets, phases, resumes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.harness.distributed import DistributedFailure, run_distributed
+from tests.parity.training_run import train_with_flags
+from tests.unit.datasets.corpora import write_corpus
+
+SMALL = [
+    "--num-layers",
+    "2",
+    "--hidden-size",
+    "16",
+    "--num-attention-heads",
+    "2",
+    "--seq-length",
+    "16",
+    "--lr",
+    "1e-2",
+    "--micro-batch-size",
+    "2",
+    "--global-batch-size",
+    "4",
+    "--train-iters",
+    "6",
+    "--log-interval",
+    "1",
+    "--hidden-dropout",
+    "0",
+    "--attention-dropout",
+    "0",
+    "--tokenizer-type",
+    "ByteTokenizer",
+    "--num-workers",
+    "0",
+]
+
+
+@pytest.fixture
+def corpora(tmp_path):
+    """Three corpora of documents that end with the byte tokenizer's end of document."""
+    random = np.random.RandomState(0)
+    return [
+        write_corpus(
+            tmp_path / name,
+            [np.append(random.randint(0, 256, random.randint(3, 30)), 256) for _ in range(count)],
+        )
+        for name, count in (("a", 300), ("b", 200), ("c", 60))
+    ]
+
+
+def train(folder: Path, *words: str, world_size: int = 1, **layout: int) -> list[dict]:
+    """Train and return all lines of the metrics."""
+    path = folder / f"{len(list(folder.iterdir()))}.jsonl"
+    flags = [*SMALL, *words, "--metrics-jsonl", str(path)]
+    run_distributed(train_with_flags, world_size, flags, timeout_s=120.0, **layout)
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def losses(lines: list[dict]) -> list[float]:
+    return [line["lm loss"] for line in lines if "lm loss" in line]
+
+
+def test_the_native_order_trains_in_every_layout_and_resumes_to_the_bit(corpora, tmp_path):
+    blend = ["--data-path", "1", corpora[0], "2", corpora[1], "--split", "1"]
+    flags = [*blend, "--sample-order", "native"]
+    whole = losses(train(tmp_path, *flags))
+    assert whole != losses(train(tmp_path, *blend))
+    parallel = train(tmp_path, *flags, "--tensor-model-parallel-size", "2", world_size=2, tp=2)
+    assert losses(parallel) == pytest.approx(whole, rel=1e-5)
+    save = ["--save", str(tmp_path / "run"), "--load", str(tmp_path / "run")]
+    first = losses(train(tmp_path, *flags, *save, "--exit-interval", "2"))
+    second = losses(train(tmp_path, *flags, *save, "--num-workers", "2"))
+    assert first + second == whole
+
+
+def test_documents_are_kept_apart_by_the_mask_made_on_the_device(corpora, tmp_path):
+    flags = ["--data-path", corpora[0], "--split", "1"]
+    resets = ["--reset-attention-mask", "--reset-position-ids", "--eod-mask-loss"]
+    apart = losses(train(tmp_path, *flags, *resets))
+    assert apart != losses(train(tmp_path, *flags))
+    stages = train(
+        tmp_path, *flags, *resets, "--pipeline-model-parallel-size", "2", world_size=2, pp=2
+    )
+    assert losses(stages) == pytest.approx(apart, rel=1e-5)
+
+
+def test_each_validation_set_is_reported_by_its_name(corpora, tmp_path):
+    settings = {"train": {corpora[0]: 1.0}, "valid": corpora[1:]}
+    (tmp_path / "blend.json").write_text(json.dumps(settings))
+    flags = ["--per-split-data-args-path", str(tmp_path / "blend.json"), "--eval-interval", "3"]
+    several = [*flags, "--multiple-validation-sets", "--eval-iters", "2"]
+    lines = train(tmp_path, *several, "--pipeline-model-parallel-size", "2", world_size=2, pp=2)
+    found = [line for line in lines if "lm loss validation b" in line]
+    assert len(found) == 3, "after steps 3 and 6, and at the end"
+    assert len([line for line in lines if "lm loss validation c" in line]) == 3
+    whole = train(tmp_path, *several, "--full-validation", "--train-iters", "3")
+    one = ["--train-data-path", corpora[0], "--valid-data-path", corpora[2], "--eval-interval", "3"]
+    alone = train(tmp_path, *one, "--full-validation", "--eval-iters", "1", "--train-iters", "3")
+    expected = [line["lm loss validation"] for line in alone if "lm loss validation" in line]
+    got = [line["lm loss validation c"] for line in whole if "lm loss validation c" in line]
+    assert got == expected
+
+
+def test_a_phase_ends_the_run_and_the_next_begins_other_data_at_their_first_sample(
+    corpora, tmp_path
+):
+    save = ["--save", str(tmp_path / "run"), "--load", str(tmp_path / "run")]
+    phases = [*save, "--phase-transition-iterations", "2,4", "--split", "1"]
+    seen = []
+    for number, corpus in enumerate(corpora):
+        lines = train(tmp_path, *phases, "--data-path", corpus)
+        steps = [line["iteration"] for line in lines if "lm loss" in line]
+        assert steps == [2 * number + 1, 2 * number + 2]
+        seen += losses(lines)
+    assert losses(train(tmp_path, "--data-path", corpora[0], "--split", "1"))[:2] == seen[:2]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_resume_with_other_data_is_refused_on_all_ranks_unless_allowed(
+    corpora, tmp_path, world_size
+):
+    save = ["--save", str(tmp_path / "run"), "--load", str(tmp_path / "run"), "--split", "1"]
+    blend = ["--data-path", "1", corpora[0], "3", corpora[1]]
+    train(tmp_path, *save, *blend, "--exit-interval", "2", world_size=world_size)
+    for changed, told in (
+        (["--data-path", "1", corpora[0], "2", corpora[1]], "the weights of the blend"),
+        (["--data-path", "1", corpora[0], "3", corpora[2]], "the contents of a corpus"),
+        ([*blend, "--sample-order", "native"], "the kind of order (megatron, now native)"),
+        ([*blend, "--seed", "5"], "the seed of the shuffles (1234, now 5)"),
+    ):
+        with pytest.raises(DistributedFailure) as caught:
+            train(tmp_path, *save, *changed, world_size=world_size)
+        assert len(caught.value.outcomes) == world_size
+        for outcome in caught.value.outcomes:
+            assert "has consumed 8 samples of other data" in outcome.error_message
+            assert told in outcome.error_message
+    for suffix in (".bin", ".idx"):
+        Path(corpora[0] + suffix).rename(tmp_path / f"moved{suffix}")
+    same = ["--data-path", "1", str(tmp_path / "moved"), "3", corpora[1]]
+    assert len(losses(train(tmp_path, *save, *same, "--train-iters", "4"))) == 2
+    other = ["--data-path", corpora[2], "--allow-changed-data"]
+    assert len(losses(train(tmp_path, *save, *other))) == 2
