@@ -5,6 +5,7 @@
     python tools/inspect_dataset.py show data/a --documents 0 17 --tokenizer-type ByteTokenizer
     python tools/inspect_dataset.py compare data/a data/b
     python tools/inspect_dataset.py duplicates data/a data/b --list duplicates.jsonl
+    python tools/inspect_dataset.py audit runs/audit
 
 A name is a corpus without .bin and .idx, or a folder of corpora. The exit status is 0 if all is
 well (of `compare`: equal), 1 if something was found, 2 if a corpus could not be read.
@@ -57,6 +58,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     command("compare", "say whether two corpora hold the same documents", "2")
     duplicates = command("duplicates", "find documents that equal an earlier one exactly")
     duplicates.add_argument("--list", metavar="FILE", help="write each copy and its original")
+    audit = commands.add_parser("audit", help="what a run consumed", allow_abbrev=False)
+    audit.add_argument("folder", help="of --data-audit-path")
     return parser.parse_args(argv)
 
 
@@ -188,6 +191,22 @@ def duplicates(args: argparse.Namespace) -> int:
     return int(len(found.copies) > 0)
 
 
+def audit(args: argparse.Namespace) -> int:
+    """Print what the records of a run prove."""
+    from megatron.training.datasets.audit import read_audit
+
+    found = read_audit(args.folder)
+    print(
+        f"{found.num_samples:,} samples consumed, {found.num_repeated:,} of them again with the "
+        "same tokens"
+    )
+    for first, last in found.missing[:10]:
+        print(f"  samples {first} to {last} are missing")
+    for number in found.contradictions[:10]:
+        print(f"  sample {number} had other tokens the second time")
+    return int(bool(found.missing or found.contradictions))
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; an unreadable corpus is one line, not a traceback."""
     args = parse_args(argv)
@@ -197,6 +216,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "show": show,
         "compare": compare,
         "duplicates": duplicates,
+        "audit": audit,
     }
     try:
         return commands[args.command](args)

@@ -43,6 +43,8 @@ class DataConfig:
     """Directory of index files. Default beside the corpus."""
     object_storage_cache_path: str | None = None
     """Folder of local copies of corpora that are named by URL (s3://, gs://, ...)."""
+    data_audit_path: str | None = None
+    """Folder of a record of every consumed sample, for tools/inspect_dataset.py audit."""
     allow_changed_data: bool = False
     """Resume although the order of the training samples is another than that of the checkpoint."""
     mock_data: bool = False

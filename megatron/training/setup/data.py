@@ -11,6 +11,7 @@ from typing import Any
 
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_pg_rank, get_pg_size
+from megatron.training.datasets.audit import audited
 from megatron.training.datasets.loader import build_pretraining_data_loader
 from megatron.training.meeting import max_over_ranks
 from megatron.training.parts import DataIterators, ValidationSet
@@ -116,13 +117,14 @@ def _chunk_data(
     if "vp_stage" in inspect.signature(provider).parameters:
         options["vp_stage"] = vp_stage
     consumed = state.consumed_train_samples
+    begin = phase_of(run, consumed).begin
     train, valid, test = provider(list(sample_counts(run, consumed)), **options)
     row = run.micro_batch_size * run.data_parallel_size
     consumed_valid = 0 if run.full_validation else state.consumed_valid_samples
     sets = valid if isinstance(valid, list) else [valid]
     return DataIterators(
         train_order=getattr(train, "order_identity", lambda: None)(),
-        train=_open(run, groups, train, consumed - phase_of(run, consumed).begin),
+        train=_open(run, groups, train, consumed - begin, consumed_before=begin),
         valid=[
             ValidationSet(
                 _name_of(dataset) if len(sets) > 1 else "",
@@ -152,11 +154,13 @@ def _open(
     consumed_samples: int,
     *,
     repeats: bool = False,
+    consumed_before: int = 0,
 ) -> Iterator[Any] | None:
     """Return an iterator of micro batches that continues after `consumed_samples`.
 
     Args:
         repeats: begin again at the end: the number of evaluations may grow after a resume.
+        consumed_before: samples of earlier phases, which come before the first of this dataset.
     """
     if dataset is None:
         return None
@@ -174,7 +178,23 @@ def _open(
         data_sharding=run.data_sharding,
         drop_last=not repeats,
     )
-    return _again_and_again(loader) if repeats else _once(loader)
+    if repeats:
+        return _again_and_again(loader)
+    if run.data_audit_path is None or not _records_samples(groups):
+        return _once(loader)
+    first = consumed_before + consumed_samples
+    return audited(
+        _once(loader),
+        run.data_audit_path,
+        first_sample=first + get_pg_rank(groups.dp) * run.micro_batch_size,
+        row_size=run.micro_batch_size * run.data_parallel_size,
+        dp_rank=get_pg_rank(groups.dp),
+    )
+
+
+def _records_samples(groups: ProcessGroupCollection) -> bool:
+    """Return whether this is the rank of its replica that keeps the record."""
+    return all(get_pg_rank(group) == 0 for group in (groups.tp, groups.pp, groups.cp))
 
 
 def _once(loader: Any) -> Iterator[Any]:

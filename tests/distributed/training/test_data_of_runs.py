@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megatron.training.datasets.audit import Audit, read_audit
 from tests.harness.distributed import DistributedFailure, run_distributed
 from tests.parity.training_run import train_with_flags
 from tests.unit.datasets.corpora import write_corpus
@@ -120,6 +121,26 @@ def test_a_phase_ends_the_run_and_the_next_begins_other_data_at_their_first_samp
         assert steps == [2 * number + 1, 2 * number + 2]
         seen += losses(lines)
     assert losses(train(tmp_path, "--data-path", corpora[0], "--split", "1"))[:2] == seen[:2]
+
+
+def test_the_audit_proves_that_resumes_in_other_layouts_consume_each_sample_once(corpora, tmp_path):
+    folder = tmp_path / "audit"
+    flags = ["--data-path", corpora[0], "--split", "1", "--data-audit-path", str(folder)]
+    save = ["--save", str(tmp_path / "run"), "--load", str(tmp_path / "run")]
+    train(tmp_path, *flags, *save, "--exit-interval", "2")
+    train(tmp_path, *flags, *save, "--exit-interval", "4", "--num-workers", "2", world_size=2)
+    tp = ["--tensor-model-parallel-size", "2"]
+    train(tmp_path, *flags, *save, *tp, world_size=2, tp=2)
+    assert read_audit(str(folder)) == Audit(24, 0, [], [])
+    train(tmp_path, *flags, "--train-iters", "1", "--micro-batch-size", "1")
+    assert read_audit(str(folder)) == Audit(24, 4, [], [])
+    train(tmp_path, *flags, "--train-iters", "1", "--seed", "5")
+    found = read_audit(str(folder))
+    assert (found.num_samples, found.num_repeated) == (24, 4)
+    assert found.contradictions == [0, 1, 2, 3]
+    lines = (folder / "dp00000.jsonl").read_text().splitlines(keepends=True)
+    (folder / "dp00000.jsonl").write_text("".join(lines[:3] + lines[4:9]) + "[12, [")
+    assert read_audit(str(folder)).missing
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
