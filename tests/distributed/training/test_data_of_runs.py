@@ -165,6 +165,6 @@ def test_a_resume_with_other_data_is_refused_on_all_ranks_unless_allowed(
     for suffix in (".bin", ".idx"):
         Path(corpora[0] + suffix).rename(tmp_path / f"moved{suffix}")
     same = ["--data-path", "1", str(tmp_path / "moved"), "3", corpora[1]]
-    assert len(losses(train(tmp_path, *save, *same, "--train-iters", "4"))) == 2
+    assert len(losses(train(tmp_path, *save, *same, "--exit-interval", "4"))) == 2
     other = ["--data-path", corpora[2], "--allow-changed-data"]
     assert len(losses(train(tmp_path, *save, *other))) == 2
