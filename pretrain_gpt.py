@@ -16,7 +16,6 @@ from megatron.core import device
 from megatron.core.context_parallel import get_batch_on_this_cp_rank
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.document_masks import attention_mask
-from megatron.core.datasets.gpt_dataset import GPTDataset, MockGPTDataset
 from megatron.core.enums import ModelType
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
@@ -24,7 +23,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training import get_args, get_timers, get_tokenizer, pretrain
 from megatron.training.arguments import core_transformer_config_from_args
-from megatron.training.blends import gpt_dataset_config
+from megatron.training.blends import gpt_dataset_class, gpt_dataset_config
 from megatron.training.setup.layer_spec import layer_spec
 from megatron.training.setup.stages import reads_data
 
@@ -118,7 +117,7 @@ def datasets_provider(num_samples: Sequence[int | None], vp_stage: int | None = 
     """Build the train, valid and test datasets on the ranks that read data."""
     args = get_args()
     config = gpt_dataset_config(args, get_tokenizer())
-    kind = MockGPTDataset if args.mock_data else GPTDataset
+    kind = gpt_dataset_class(args)
     return BlendedMegatronDatasetBuilder(
         kind, num_samples, partial(reads_data, args, vp_stage), config
     ).build()

@@ -18,11 +18,10 @@ from collections.abc import Sequence
 sys.path.append(os.path.join(os.path.dirname(os.path.abspath(__file__)), os.pardir))
 
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
-from megatron.core.datasets.gpt_dataset import GPTDataset
 from megatron.core.datasets.utils import Split
 from megatron.core.errors import MegatronError
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
-from megatron.training.blends import gpt_dataset_config
+from megatron.training.blends import gpt_dataset_class, gpt_dataset_config
 from megatron.training.cli.dry_run import planned_world_size
 from megatron.training.cli.parser import parse_command_line
 from megatron.training.resolve import resolve, resolve_vocabulary
@@ -49,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print("synthetic samples: nothing to build")
             return 0
         parts = BlendedMegatronDatasetBuilder(
-            GPTDataset, list(sample_counts(run)), lambda: True, config
+            gpt_dataset_class(args), list(sample_counts(run)), lambda: True, config
         ).build()
     except MegatronError as error:
         print(error, file=sys.stderr)

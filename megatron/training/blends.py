@@ -7,9 +7,18 @@ import json
 from pathlib import Path
 from typing import Any
 
-from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
+from megatron.core.datasets.megatron_dataset import MegatronDataset
+from megatron.core.datasets.sft_dataset import SFTDataset
 from megatron.core.datasets.utils import Blend, Split, get_blend_from_list
 from megatron.core.errors import DataError
+
+
+def gpt_dataset_class(args: argparse.Namespace) -> type[MegatronDataset]:
+    """Return what the data flags make samples of: documents, conversations, or nothing at all."""
+    if args.mock_data:
+        return MockGPTDataset
+    return SFTDataset if args.sft else GPTDataset
 
 
 def gpt_dataset_config(args: argparse.Namespace, tokenizer: Any) -> GPTDatasetConfig:

@@ -82,9 +82,12 @@ class DataConfig:
     """Sequences of variable length per document."""
     mid_level_dataset_surplus: float = 0.005
     """Share by which members of a blend are built longer than asked for."""
-    sft: bool = flag(False, refuse="pretrain on --data-path")
-    """Supervised finetuning data."""
-    fim_data: bool = flag(False, refuse="pretrain on --data-path")
+    sft: bool = False
+    """Train on packed conversations, with the loss where their mask says; made by
+    tools/preprocess_data.py --sft."""
+    fim_data: bool = flag(
+        False, refuse="tools/preprocess_data.py --fim-rate, once, when the text is tokenized"
+    )
     """Fill-in-the-middle transform."""
     fim_rate: float = flag(0.5, part_of="fim_data")
     """Its probability."""

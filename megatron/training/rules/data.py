@@ -144,6 +144,19 @@ def validation_sets_are_named(run: ResolvedRun) -> Iterator[MegatronError]:
 
 
 @rule
+def conversations_are_read(run: ResolvedRun) -> Iterator[MegatronError]:
+    """There are no synthetic ones, and their masks are what the corpus says."""
+    if run.sft and run.mock_data:
+        yield problem(
+            "--sft with --mock-data.",
+            "conversations are read",
+            "--sft",
+            "--mock-data",
+            fix="name corpora of tools/preprocess_data.py --sft with --data-path",
+        )
+
+
+@rule
 def phases_are_iterations(run: ResolvedRun) -> Iterator[MegatronError]:
     """Rising numbers of steps within the run, which all consume as many samples."""
     if run.phase_transition_iterations is None:

@@ -14,9 +14,9 @@ def reads_data(args: argparse.Namespace, vp_stage: int | None = None) -> bool:
     """Return whether this rank's chunk needs micro batches.
 
     The first stage needs tokens and the last one labels. Masks that follow the documents
-    (--reset-attention-mask) are needed by every stage.
+    (--reset-attention-mask, --sft) are needed by every stage.
     """
-    if args.reset_attention_mask:
+    if args.reset_attention_mask or args.sft:
         return True
     layout = pipeline_layout(transformer_config(vars(args)))
     pp_rank = get_pg_rank(ProcessGroupCollection.current().pp)

@@ -143,10 +143,21 @@ def test_the_audit_proves_that_resumes_in_other_layouts_consume_each_sample_once
     assert read_audit(str(folder)).missing
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_a_resume_with_other_data_is_refused_on_all_ranks_unless_allowed(
-    corpora, tmp_path, world_size
-):
+def test_conversations_train_alike_in_one_and_in_two_stages(tmp_path):
+    random = np.random.RandomState(0)
+    packs = [random.randint(0, 256, random.randint(4, 17)) for _ in range(40)]
+    prefix = write_corpus(tmp_path / "talks", packs)
+    write_corpus(f"{prefix}_mask", [np.arange(len(pack)) > 1 for pack in packs], np.uint8)
+    flags = ["--sft", "--data-path", prefix, "--split", "1", "--train-iters", "3"]
+    whole = losses(train(tmp_path, *flags))
+    stages = ["--pipeline-model-parallel-size", "2"]
+    assert losses(train(tmp_path, *flags, *stages, world_size=2, pp=2)) == pytest.approx(
+        whole, rel=1e-5
+    )
+
+
+def test_a_resume_with_other_data_is_refused_on_all_ranks_unless_allowed(corpora, tmp_path):
+    world_size = 2
     save = ["--save", str(tmp_path / "run"), "--load", str(tmp_path / "run"), "--split", "1"]
     blend = ["--data-path", "1", corpora[0], "3", corpora[1]]
     train(tmp_path, *save, *blend, "--exit-interval", "2", world_size=world_size)

@@ -126,6 +126,7 @@ def problems(*words: str, world_size: int = 1, base=SMALL) -> list[str]:
         (["--recompute-granularity", "full"], 1, "it needs a method"),
         (["--adam-beta1", "1"], 1, "--adam-beta1 1"),
         (["--data-path", "s3://a/b"], 1, "--object-storage-cache-path"),
+        (["--sft"], 1, "--sft with --mock-data"),
         (["--multiple-validation-sets"], 1, "without corpora of validation alone"),
         (["--phase-transition-iterations", "5,3"], 1, "rising numbers of steps"),
         (["--phase-transition-iterations", "soon"], 1, "rising numbers of steps"),

@@ -1,0 +1,163 @@
+"""Packs of conversations as samples, with the loss where their mask says (--sft).
+
+`tools/preprocess_data.py --sft` writes two corpora of one shape: the tokens, and under the same
+prefix with `_mask` a 1 for every token to be learned. A document is a pack of conversations, each
+a sequence, and becomes one sample.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron.core.datasets.document_masks import attention_mask
+from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
+from megatron.core.datasets.indexed_dataset import IndexedDataset
+from megatron.core.datasets.inspection import document_lengths, document_tokens
+from megatron.core.datasets.megatron_dataset import MegatronDataset
+from megatron.core.datasets.permutation import KeyedPermutation
+from megatron.core.datasets.utils import Split
+from megatron.core.errors import DataError
+
+MASK_SUFFIX = "_mask"
+
+
+class Conversations:
+    """The tokens and the mask of packed conversations.
+
+    Args:
+        path_prefix: of the tokens.
+        options: of `IndexedDataset`, for both corpora.
+    Raises:
+        DataError: a corpus is missing, or they are not of one shape.
+    """
+
+    def __init__(self, path_prefix: str, **options: Any) -> None:
+        self.tokens = IndexedDataset(path_prefix, **options)
+        self.mask = IndexedDataset(path_prefix + MASK_SUFFIX, **options)
+        for name in ("sequence_lengths", "document_indices"):
+            if not np.array_equal(getattr(self.tokens, name), getattr(self.mask, name)):
+                raise DataError(
+                    f"{path_prefix} and {path_prefix}{MASK_SUFFIX} differ in their {name}.",
+                    rule="the mask says of each token whether it is learned",
+                    flags=["--sft", "--data-path"],
+                    fix="write both again with tools/preprocess_data.py --sft",
+                )
+
+    def __len__(self) -> int:
+        return len(self.tokens.document_indices) - 1
+
+    def fingerprint(self) -> str:
+        """Return a digest of both, see `IndexedDataset.fingerprint`."""
+        return f"{self.tokens.fingerprint()} {self.mask.fingerprint()}"
+
+
+class SFTDataset(MegatronDataset):
+    """One pack for each sample, in a keyed order that is new in each epoch.
+
+    Args: as of `GPTDataset`; the corpus is a `Conversations`.
+    Raises:
+        DataError: a pack is longer than a sample.
+    """
+
+    config: GPTDatasetConfig
+
+    def __init__(
+        self,
+        dataset: Conversations,
+        dataset_path: str | None,
+        indices: np.ndarray | range,
+        num_samples: int | None,
+        index_split: Split,
+        config: GPTDatasetConfig,
+    ) -> None:
+        super().__init__(dataset, dataset_path, indices, num_samples, index_split, config)
+        self._vocab_size = config.vocab_size or int(config.tokenizer.vocab_size)
+        lengths = document_lengths(dataset.tokens)[np.asarray(indices)]
+        if int(lengths.max(initial=0)) > config.sequence_length:
+            worst = int(np.asarray(indices)[int(lengths.argmax())])
+            raise DataError(
+                f"document {worst} of {dataset_path} is a pack of {int(lengths.max())} tokens.",
+                rule=f"a pack fits into one sample of {config.sequence_length} tokens",
+                flags=["--sft", "--seq-length"],
+                fix=f"preprocess with --pack-length {config.sequence_length}, or train with a "
+                f"longer --seq-length",
+            )
+
+    @staticmethod
+    def build_low_level_dataset(dataset_path: str, config: Any) -> Conversations:
+        """Open the tokens and their mask."""
+        return Conversations(
+            dataset_path,
+            mmap=config.mmap_bin_files,
+            object_storage_cache=config.object_storage_cache_path,
+        )
+
+    def order_identity(self) -> dict[str, Any]:
+        """Return what the order of the samples follows from."""
+        return {
+            "sample_order": "packs",
+            "seed": self.config.random_seed,
+            "corpus": self.dataset.fingerprint(),
+            "documents": [int(self.indices[0]), int(self.indices[-1]), len(self.indices)],
+        }
+
+    def __len__(self) -> int:
+        return self.num_samples or len(self.indices)
+
+    def __getitem__(self, idx: int | None) -> dict[str, Tensor]:
+        """Return one sample; None gives one without loss.
+
+        Returns:
+            tokens and labels, int64 [s]; loss_mask, float32 [s], 1 where the label is learned and
+            belongs to the conversation of its token; position_ids, int64 [s], from 0 in each
+            conversation; document_starts, int32 [s]; attention_mask, bool [1, s, s], if asked for.
+        Raises:
+            DataError: a token id outside the vocabulary.
+        """
+        document = self._document_of(0 if idx is None else idx)
+        pack = document_tokens(self.dataset.tokens, document).astype(np.int64)
+        self._check_ids(pack, document)
+        size, count = self.config.sequence_length, len(pack)
+        tokens, labels = np.zeros(size, np.int64), np.zeros(size, np.int64)
+        tokens[:count], labels[: max(count - 1, 0)] = pack, pack[1:]
+        loss_mask = np.zeros(size, np.float32)
+        starts = np.full(size, count, np.int32)  # padding is a document of its own
+        first, last = self.dataset.tokens.document_indices[document : document + 2].tolist()
+        lengths = self.dataset.tokens.sequence_lengths[first:last].astype(np.int64)
+        begins = np.cumsum(lengths) - lengths
+        starts[:count] = np.repeat(begins, lengths)
+        if idx is not None and count:
+            loss_mask[: count - 1] = document_tokens(self.dataset.mask, document)[1:]
+            loss_mask[begins[begins > 0] - 1] = 0.0  # the label begins the next conversation
+        sample = {
+            "tokens": torch.from_numpy(tokens),
+            "labels": torch.from_numpy(labels),
+            "loss_mask": torch.from_numpy(loss_mask),
+            "position_ids": torch.arange(size) - torch.from_numpy(starts),
+            "document_starts": torch.from_numpy(starts),
+        }
+        if self.config.create_attention_mask:
+            sample["attention_mask"] = attention_mask(sample["document_starts"][None])[0]
+        return sample
+
+    def _document_of(self, idx: int) -> int:
+        if not 0 <= idx < len(self):
+            raise IndexError(f"sample {idx} of {len(self)}")
+        epoch, place = divmod(idx, len(self.indices))
+        order = KeyedPermutation(len(self.indices), "packs", self.config.random_seed, epoch)
+        return int(self.indices[order[place]])
+
+    def _check_ids(self, pack: np.ndarray, document: int) -> None:
+        wrong = np.flatnonzero((pack < 0) | (pack >= self._vocab_size))
+        if len(wrong):
+            raise DataError(
+                f"token {int(pack[wrong[0]])} at position {int(wrong[0])} of document {document} "
+                f"in {self.dataset_path}.bin is outside the vocabulary of {self._vocab_size}.",
+                rule="token ids must lie between 0 and the vocabulary size - 1",
+                flags=["--data-path", "--tokenizer-type", "--tokenizer-model", "--vocab-size"],
+                fix="train with the tokenizer that the corpus was preprocessed with",
+            )
