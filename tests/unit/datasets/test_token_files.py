@@ -263,11 +263,6 @@ def test_a_missing_corpus_is_named_with_a_hint(tmp_path, asked, hint):
     assert hint.format(dir=tmp_path) in str(caught.value)
 
 
-def test_object_stores_are_not_read_directly():
-    with pytest.raises(DataError, match="object stores are not read directly"):
-        IndexedDataset("s3://bucket/corpus")
-
-
 def test_nothing_has_its_final_name_before_finalize(tmp_path):
     builder = IndexedDatasetBuilder(str(tmp_path / "c.bin"), dtype=np.uint16)
     builder.add_item([1, 2])
