@@ -273,13 +273,13 @@ class DistributedDataParallel(nn.Module):
         self.finish_param_sync()
         module: Any = self.module
         declared = module.sharded_state_dict(*args, **kwargs)
-        return declared if self._units is None else declare_shards(declared, self._sharded())
+        return declare_shards(module, declared, self._sharded(), *args[:1])
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
         """Load into the wrapped module; in place, because buffers hold the storage."""
         assert not assign, "parameters are views into buffers and cannot be replaced"
-        if self._units is not None:
-            return take_over_state(self.module, state_dict, self._sharded(), strict=strict)
+        if sharded := self._sharded():
+            return take_over_state(self.module, state_dict, sharded, strict=strict)
         return self.module.load_state_dict(state_dict, strict=strict)
 
     def set_input_tensor(self, input_tensor: Any) -> None:
@@ -321,10 +321,7 @@ class DistributedDataParallel(nn.Module):
             buffer.launch_remaining()
 
     def finish_grad_sync(self, force_all_reduce: bool = False) -> None:
-        """Complete the reduction: afterwards every owned gradient is final.
-
-        Does not sum over tensor-parallel ranks or tied copies: `finalize_model_grads` does.
-        """
+        """Complete the reduction over replicas; `finalize_model_grads` does the other sums."""
         assert not force_all_reduce or not self.ddp_config.use_distributed_optimizer, (
             "gradients of a sharded optimizer are reduced to shards only"
         )
@@ -358,6 +355,10 @@ class DistributedDataParallel(nn.Module):
     def spans(self) -> list[ShardSpan]:
         """Return what this rank updates, with reduced gradients, buffer by buffer."""
         return self._spans
+
+    def loose_shards(self) -> list[ParameterShard]:
+        """Return what this rank updates outside of buffers: nothing."""
+        return []
 
     def shards_of(self, parameter: nn.Parameter) -> list[ParameterShard]:
         """Return the pieces of a parameter that this rank owns; none if it is frozen."""

@@ -126,6 +126,6 @@ def _divide_by_tokens(
 def _reduced(chunk: nn.Module, parameter: nn.Parameter) -> list[Tensor]:
     """Return the pieces of a parameter's gradient that are final on this rank."""
     if isinstance(chunk, DistributedDataParallel):
-        shards = chunk.shards_of(parameter)
-        return [shard.gradient for shard in shards if shard.gradient is not None]
+        found = [shard.reduced_gradient() for shard in chunk.shards_of(parameter)]
+        return [gradient for gradient in found if gradient is not None]
     return [] if parameter.grad is None else [parameter.grad]

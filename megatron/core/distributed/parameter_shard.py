@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -25,6 +26,15 @@ class ParameterShard:
     """The reduced gradient, of the shape of `values`; None: the optimizer reads `.grad`."""
     mesh: Mesh
     """The ranks that hold the other shards, and copies of this one."""
+
+    def reduced_gradient(self) -> Tensor | None:
+        """Return the gradient, of the shape of `values`; None if backward has left none."""
+        if self.gradient is not None:
+            return self.gradient
+        gradient: Any = self.parameter.grad
+        if hasattr(gradient, "to_local"):  # sharded by torch
+            return gradient.to_local().view(self.values.shape)
+        return gradient
 
     @property
     def is_whole(self) -> bool:

@@ -21,20 +21,20 @@ Sharded = Mapping[nn.Parameter, Sequence[ParameterShard]]
 """Parameters whose values are sharded, each with the pieces that this rank owns."""
 
 
-def declare_shards(declared: Mapping[str, Any], sharded: Sharded) -> dict[str, Any]:
+def declare_shards(
+    module: nn.Module, declared: Mapping[str, Any], sharded: Sharded, prefix: str = ""
+) -> dict[str, Any]:
     """Replace declarations of sharded parameters by those of the ranges that this rank owns.
 
     A parameter of which it owns nothing is left out.
     """
-    shards_at = {parameter.data_ptr(): shards for parameter, shards in sharded.items()}
+    parameters = _innermost(module).named_parameters(remove_duplicate=False)
+    shards_of = {prefix + name: sharded[p] for name, p in parameters if p in sharded}
     found: dict[str, Any] = {}
     for name, declaration in declared.items():
-        is_tensor = isinstance(declaration, (ShardedTensor, ShardedTensorFactory))
-        data = declaration.data if is_tensor else None
-        shards = None if data is None else shards_at.get(data.data_ptr())
-        if shards is None:
+        if name not in shards_of:
             found[name] = declaration
-        for shard in shards or ():
+        for shard in shards_of.get(name, ()):
             found[name] = _declare(declaration, shard)  # a unit is one bucket: there is one
     return found
 

@@ -115,6 +115,7 @@ def _collect_shards(
         place |= {id(p): (number, index) for index, (_, p) in enumerate(named)}
         if isinstance(chunk, DistributedDataParallel):
             spans += chunk.spans()
+            loose += chunk.loose_shards()
             shard_groups = (chunk.mesh(False).shard, chunk.mesh(True).shard)
         else:
             loose += [ParameterShard(name, p, 0, p.numel(), p, None, Mesh()) for name, p in named]

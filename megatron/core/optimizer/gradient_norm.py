@@ -128,7 +128,9 @@ class GradientReader:
             torch.segment_reduce(_block_squares(span.gradients, exactly), "sum", lengths=lengths)
             for span, lengths in zip(occupied, self._lengths, strict=True)
         ]
-        parts += [_sum_of_squares(shard.parameter.grad, exactly).view(1) for shard in self.loose]
+        parts += [
+            _sum_of_squares(shard.reduced_gradient(), exactly).view(1) for shard in self.loose
+        ]
         if not parts:
             sums = torch.zeros(0, dtype=torch.float64, device=self._counts.device)
         else:
@@ -144,7 +146,7 @@ class GradientReader:
         """Count the elements of the whole model's gradient that are zero; each counts once."""
         local = torch.zeros(2, dtype=torch.int64, device=self._counts.device)
         for shard, counts in zip(self.shards, self._counts.tolist(), strict=True):
-            gradient = shard.parameter.grad if shard.gradient is None else shard.gradient
+            gradient = shard.reduced_gradient()
             if counts and gradient is not None:
                 zeros = gradient.numel() - torch.count_nonzero(gradient)
                 local[int(get_param_meta(shard.parameter).is_expert)] += zeros

@@ -147,9 +147,7 @@ class MegatronOptimizer:
 
     def _attach_gradients(self) -> None:
         for item in self.shards:
-            gradient = item.shard.gradient
-            if gradient is None:
-                gradient = item.shard.parameter.grad
+            gradient = item.shard.reduced_gradient()
             streamed = self._streamed.get(id(item.main))
             if streamed is not None:
                 if gradient is not None:

@@ -50,9 +50,11 @@ def declare_state(
     declared: dict[str, Any] = {"step": num_updates}
     for number, item in enumerate(shards):
         parameter = item.shard.parameter
-        declaration = of_parameter.get(id(parameter)) or by_address.get(parameter.data_ptr())
         # Where parameters are sharded, the model declares the shards.
-        declaration = declaration or by_address.get(item.shard.values.data_ptr())
+        declaration = of_parameter.get(id(parameter)) or by_address.get(
+            item.shard.values.data_ptr()
+        )
+        declaration = declaration or by_address.get(parameter.data_ptr())
         if declaration is None:
             raise CheckpointError(
                 f"no declaration of parameter {item.shard.name} in the model's sharded state.",

@@ -150,8 +150,8 @@ class ReplicationConfig:
         refuse_values={"optim": "use --num-distributed-optimizer-instances: copies are whole"},
     )
     """What the copies of sharded state share among them."""
-    use_torch_fsdp2: bool = flag(False, refuse="use --use-distributed-optimizer")
-    """Shard with torch's fully_shard."""
+    use_torch_fsdp2: bool = False
+    """Shard parameters, gradients and state with torch's fully_shard, a layer at a time."""
     fsdp_double_buffer: bool = flag(
         False, note="one layer computes and one is gathered in any case, never more"
     )

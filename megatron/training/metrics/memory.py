@@ -112,6 +112,7 @@ def estimate_memory(
     num_shards = dp * settings["context_parallel_size"]
     num_shards /= settings["num_distributed_optimizer_instances"]
     rung = SHARDING_STRATEGIES.index(settings["data_parallel_sharding_strategy"])
+    rung = 3 if settings["use_torch_fsdp2"] else rung
     if rung >= 1:
         optimizer_bytes /= num_shards
     if rung >= 2:

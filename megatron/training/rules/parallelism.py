@@ -124,6 +124,31 @@ def one_rung_of_the_ladder(run: ResolvedRun) -> Iterator[MegatronError]:
 
 
 @rule
+def torch_shards_alone(run: ResolvedRun) -> Iterator[MegatronError]:
+    """torch's FSDP2 excludes our own sharding, copies of state, and pipelines."""
+    if not run.use_torch_fsdp2:
+        return
+    others = {
+        "--pipeline-model-parallel-size": run.pipeline_model_parallel_size > 1,
+        "--num-distributed-optimizer-instances": run.num_distributed_optimizer_instances > 1,
+        "--use-distributed-optimizer": run.config.replication.use_distributed_optimizer,
+        "--use-megatron-fsdp": run.use_megatron_fsdp,
+        "--data-parallel-sharding-strategy": run.config.replication.data_parallel_sharding_strategy
+        not in (None, "no_shard"),
+        "--overlap-param-gather": run.overlap_param_gather,
+    }
+    for flag, is_on in others.items():
+        if is_on:
+            yield problem(
+                f"--use-torch-fsdp2 with {flag}.",
+                "torch shards everything itself, over all replicas, without a pipeline",
+                "--use-torch-fsdp2",
+                flag,
+                fix=f"drop {flag}, or use --use-megatron-fsdp instead of --use-torch-fsdp2",
+            )
+
+
+@rule
 def copies_of_sharded_state(run: ResolvedRun) -> Iterator[MegatronError]:
     """Instances of the distributed optimizer share the replicas evenly."""
     instances, dp = run.num_distributed_optimizer_instances, run.data_parallel_size

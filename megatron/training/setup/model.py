@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from megatron.core import device
+from megatron.core import device, distributed
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.enums import ModelType
 from megatron.core.initialization import parameters_without_memory
@@ -62,7 +62,8 @@ def build_model(
     pp_rank = get_pg_rank(groups.pp)
     chunks = []
     # A model whose parameters will be sharded need not fit as a whole: it is filled unit by unit.
-    shards_parameters = settings["data_parallel_sharding_strategy"] == "optim_grads_params"
+    shards_parameters = settings["use_torch_fsdp2"]
+    shards_parameters |= settings["data_parallel_sharding_strategy"] == "optim_grads_params"
     for chunk in range(num_chunks):
         vp_stage = chunk if num_chunks > 1 else None
         with parameters_without_memory() if shards_parameters and wrap_with_ddp else nullcontext():
@@ -84,8 +85,11 @@ def build_model(
     if not wrap_with_ddp:
         return chunks
     ddp_config = data_parallel_config(settings)
+    wrapper = DistributedDataParallel
+    if settings["use_torch_fsdp2"]:
+        wrapper = distributed.TorchFullyShardedDataParallel
     return [
-        DistributedDataParallel(get_model_config(chunk), ddp_config, chunk, pg_collection=groups)
+        wrapper(get_model_config(chunk), ddp_config, chunk, pg_collection=groups)
         for chunk in chunks
     ]
 

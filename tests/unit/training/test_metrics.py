@@ -139,6 +139,7 @@ def test_memory_of_the_175b_model_is_that_of_the_paper():
         ("optim_grads", 1, 2 + 16 / 8),
         ("optim_grads", 2, 2 + 16 / 4),
         ("optim_grads_params", 1, 18 / 8),
+        ("no_shard --use-torch-fsdp2", 1, 18 / 8),
     ],
 )
 def test_memory_shrinks_with_every_rung_of_the_sharding_ladder(
@@ -148,7 +149,7 @@ def test_memory_shrinks_with_every_rung_of_the_sharding_ladder(
         "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 "
         "--micro-batch-size 1 --bf16 --vocab-size 128"
     )
-    words += ["--data-parallel-sharding-strategy", strategy]
+    words += ["--data-parallel-sharding-strategy", *strategy.split()]
     words += ["--num-distributed-optimizer-instances", str(instances)]
     run = resolve(parse_command_line(words).config, world_size=8)
     size = ModelSize.from_settings(run.values, vocab_size=128)

@@ -86,6 +86,16 @@ def problems(*words: str, world_size: int = 1, base=SMALL) -> list[str]:
         ),
         (["--num-distributed-optimizer-instances", "2"], 2, "copies of sharded"),
         (
+            ["--use-torch-fsdp2", "--pipeline-model-parallel-size", "2"],
+            4,
+            "--use-torch-fsdp2 with --pipeline-model-parallel-size",
+        ),
+        (
+            ["--use-torch-fsdp2", "--use-distributed-optimizer"],
+            2,
+            "--use-torch-fsdp2 with --use-distributed-optimizer",
+        ),
+        (
             ["--use-distributed-optimizer", "--num-distributed-optimizer-instances", "3"],
             4,
             "--num-distributed-optimizer-instances 3 for 4 replicas",

@@ -1,0 +1,199 @@
+"""ZeRO-3 by torch's own `fully_shard` (FSDP2), behind the interface of our wrapper.
+
+Y. Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", arXiv
+2304.11277. torch shards each parameter along its first dimension, gathers and frees layers and
+reduce-scatters gradients; the optimizer, norm, clipping and checkpoints are ours and see the shard
+as a range of the flattened parameter. `DistributedDataParallel` at stage 3 does the same with flat
+buckets, works in pipelines, and adds gradients in rank order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from megatron.core.distributed.communication import Mesh
+from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
+from megatron.core.distributed.distributed_data_parallel_config import (
+    DistributedDataParallelConfig,
+)
+from megatron.core.distributed.model_parameters import names_in_model, units_of
+from megatron.core.distributed.parameter_shard import ParameterShard
+from megatron.core.errors import ConfigError, raise_together
+from megatron.core.initialization import fill_deferred_weights
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.utils import get_pg_rank, get_pg_size
+
+
+class TorchFullyShardedDataParallel(DistributedDataParallel):
+    """A model chunk whose layers are sharded by torch over the data-parallel ranks.
+
+    Units are the children of outermost `nn.ModuleList`s (the layers); embedding, head and the rest
+    stay gathered from forward to backward. Gradients are reduced after every backward pass, also
+    inside `no_sync()`, and are found in `.grad` of the sharded parameters.
+
+    Communication: by torch, on `dp_cp`: an all-gather of each layer before forward and before
+    backward, a reduce-scatter of its gradients.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        ddp_config: DistributedDataParallelConfig,
+        module: nn.Module,
+        sub_modules_to_wrap: Sequence[type[nn.Module]] | None = None,
+        disable_bucketing: bool = False,
+        pg_collection: ProcessGroupCollection | None = None,
+    ) -> None:
+        """
+        Args:
+            ddp_config: `grad_reduce_in_fp32` decides in which dtype gradients travel.
+            sub_modules_to_wrap: classes of the units, instead of the layers.
+            disable_bucketing: accepted; a unit is one message.
+        Raises:
+            ConfigError: the layout or the settings are not torch's.
+        """
+        nn.Module.__init__(self)
+        self.config, self.ddp_config, self.module = config, ddp_config, module
+        self.pg_collection = pg_collection or ProcessGroupCollection.current()
+        raise_together(_problems(ddp_config, self.pg_collection), summary="torch's FSDP2")
+        self.gradient_buffers = []
+        self._param_index, self._spans, self._units = {}, [], None
+        self._gathers_in_forward = False
+        self._syncs_in_backward, self._awaits_end = True, False
+        self._fsdp_modules: list[Any] = []
+        if get_pg_size(self.mesh().shard) > 1:
+            self._shard_modules(sub_modules_to_wrap)
+        self._read_shards()
+
+    def _shard_modules(self, kinds: Sequence[type[nn.Module]] | None) -> None:
+        # torch replaces the parameters and drops the facts on them.
+        facts = {name: dict(vars(p)) for name, p in self.module.named_parameters()}
+        device = next(self.module.parameters()).device
+        mesh = DeviceMesh.from_group(self.mesh().shard, device.type)
+        in_fp32 = self.ddp_config.grad_reduce_in_fp32
+        policy = MixedPrecisionPolicy(reduce_dtype=torch.float32 if in_fp32 else None)
+        if kinds is None:
+            layers = {
+                child
+                for parent in self.module.modules()
+                if isinstance(parent, nn.ModuleList)
+                for child in parent
+            }
+            modules = [unit.entry for unit in units_of(self.module) if unit.entry in layers]
+        else:
+            modules = [m for m in self.module.modules() if isinstance(m, tuple(kinds))]
+        for module in [*modules, self.module]:
+            fill_deferred_weights(self.module, list(module.parameters()))
+            fully_shard(module, mesh=mesh, mp_policy=policy)
+            self._fsdp_modules.append(module)
+        for name, parameter in self.module.named_parameters():
+            vars(parameter).update(facts[name])
+
+    def _read_shards(self) -> None:
+        """Describe the local rows of each parameter as a range of the flattened parameter."""
+        rank, size = get_pg_rank(self.mesh().shard), get_pg_size(self.mesh().shard)
+        names = names_in_model(self.module)
+        self._shards_of = {}
+        for name, parameter in self.module.named_parameters():
+            if not parameter.requires_grad:
+                continue
+            values: Tensor = parameter
+            begin, end = 0, parameter.numel()
+            if isinstance(parameter, DTensor):
+                local = parameter.to_local()
+                rows = parameter.shape[0]
+                row = parameter.numel() // rows
+                begin = min(rank * -(-rows // size), rows) * row
+                end = begin + local.numel()
+                is_whole = local.numel() == parameter.numel()
+                values = local.detach().view(parameter.shape if is_whole else -1)
+            shard = ParameterShard(names[name], parameter, begin, end, values, None, self.mesh())
+            self._shards_of[parameter] = [shard] if begin < end else []
+
+    def mesh(self, is_expert: bool = False) -> Mesh:
+        """Return the ranks over which parameters are sharded."""
+        return Mesh(shard=self.pg_collection.dp_cp)
+
+    def loose_shards(self) -> list[ParameterShard]:
+        """Return what this rank updates: every shard has its gradient in `.grad`."""
+        return [shard for shards in self._shards_of.values() for shard in shards]
+
+    def _sharded(self) -> dict[nn.Parameter, list[ParameterShard]]:
+        return {p: shards for p, shards in self._shards_of.items() if isinstance(p, DTensor)}
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Call the wrapped module."""
+        return self.module(*inputs, **kwargs)
+
+    def zero_grad_buffer(self) -> None:
+        """Begin a step: gradients of the last one are void."""
+        for parameter in self.module.parameters():
+            parameter.grad = None
+
+    def finish_grad_sync(self, force_all_reduce: bool = False) -> None:
+        """Turn torch's average over the ranks into a sum, where tokens are counted."""
+        for parameter in self._shards_of:
+            if parameter.grad is None and parameter.requires_grad:
+                parameter.grad = torch.zeros_like(parameter)
+        if getattr(self.config, "calculate_per_token_loss", False):
+            self.scale_gradients(float(self.mesh().size))
+
+    def scale_gradients(self, scaling_factor: float | Tensor) -> None:
+        """Multiply all reduced gradients."""
+        for shard in self.loose_shards():
+            gradient = shard.reduced_gradient()
+            if gradient is not None:
+                gradient.mul_(scaling_factor)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        """Return the wrapped module's state, without a prefix, every tensor whole."""
+        state = self.module.state_dict(*args, **kwargs)
+        return {k: v.full_tensor() if isinstance(v, DTensor) else v for k, v in state.items()}
+
+    def whole_parameters(self) -> AbstractContextManager[None]:
+        """Inside the returned context all parameters are whole."""
+        return self._unsharded()
+
+    @contextmanager
+    def _unsharded(self) -> Iterator[None]:
+        for module in self._fsdp_modules:
+            module.unshard()
+        try:
+            yield
+        finally:
+            for module in self._fsdp_modules:
+                module.reshard()
+
+
+def _problems(
+    config: DistributedDataParallelConfig, groups: ProcessGroupCollection
+) -> list[ConfigError]:
+    """Return what this layout or these settings ask of torch that it does not do."""
+    problems = []
+    if get_pg_size(groups.pp) > 1:
+        problems.append(
+            ConfigError(
+                f"torch's FSDP2 in a pipeline of {get_pg_size(groups.pp)} stages.",
+                rule="its hooks expect forward and backward of a micro batch to follow each other",
+                flags=["--use-torch-fsdp2", "--pipeline-model-parallel-size"],
+                fix="use --use-megatron-fsdp, which shards the same in pipelines",
+            )
+        )
+    if config.use_distributed_optimizer:
+        problems.append(
+            ConfigError(
+                "torch's FSDP2 with the distributed optimizer.",
+                rule="torch shards parameters, gradients and state already",
+                flags=["--use-torch-fsdp2", "--use-distributed-optimizer"],
+                fix="drop --use-distributed-optimizer",
+            )
+        )
+    return problems

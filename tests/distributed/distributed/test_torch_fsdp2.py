@@ -1,0 +1,105 @@
+"""FSDP2 behind our wrapper trains as replicas do, and declares its state by parameter."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    TorchFullyShardedDataParallel,
+    finalize_model_grads,
+)
+from megatron.core.errors import ConfigError
+from megatron.core.initialization import parameters_without_memory
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.rng import rng_state
+from tests.harness.distributed import distributed
+from tests.harness.tolerances import (
+    FP32_AFTER_OPTIMIZER,
+    FP32_REORDERED_SUM,
+    assert_close,
+)
+from tests.parity.layouts import LayoutCase, ModelCase
+from tests.parity.training_case import build_chunks, global_batch, transformer_config
+
+
+def train(groups, layout, model, wrapper, num_microbatches=2):
+    """Train three steps; return (losses, norms, weights, wrapped model, optimizer)."""
+    rng_state().set_seed(7)
+    config = transformer_config(layout, model)
+    with parameters_without_memory():
+        (chunk,) = build_chunks(config, model, layout, groups)
+    ddp = wrapper(config, DistributedDataParallelConfig(), chunk, pg_collection=groups)
+    optimizer_config = OptimizerConfig(lr=1e-3, adam_eps=1e-5, clip_grad=0.5, weight_decay=0.1)
+    optimizer = get_megatron_optimizer(optimizer_config, [ddp], pg_collection=groups)
+    rank, size = groups.dp.rank(), groups.dp.size()
+    losses, norms = [], []
+    for step in range(3):
+        batch = global_batch(step, 8)
+        rng_state().begin_step(8 * step, micro_batch_size=2, dp_rank=rank, dp_size=size)
+        ddp.zero_grad_buffer()
+        optimizer.zero_grad()
+        for index in range(num_microbatches):
+            rows = slice(2 * (index * size + rank), 2 * (index * size + rank) + 2)
+            rng_state().set_microbatch(index)
+            loss = ddp(batch["tokens"][rows], None, None, labels=batch["labels"][rows]).mean()
+            (loss / num_microbatches).backward()
+            losses.append(float(loss.detach()))
+        finalize_model_grads([ddp], pg_collection=groups)
+        ok, norm, _ = optimizer.step()
+        assert ok
+        norms.append(norm)
+    return losses, norms, ddp.state_dict(), ddp, optimizer
+
+
+def check_equal_to_replicas(groups, layout):
+    for model in (ModelCase("gpt2", True, 0.0), ModelCase("llama", False, 0.1)):
+        plain = train(groups, layout, model, DistributedDataParallel)
+        sharded = train(groups, layout, model, TorchFullyShardedDataParallel)
+        for step, (ours, expected) in enumerate(zip(sharded[0], plain[0], strict=True)):
+            assert_close(ours, expected, FP32_AFTER_OPTIMIZER, f"loss {step}")
+        assert_close(sharded[1], plain[1], FP32_REORDERED_SUM, f"norms {model}")
+        for name, expected in plain[2].items():
+            if isinstance(expected, torch.Tensor):
+                assert_close(sharded[2][name], expected, FP32_AFTER_OPTIMIZER, name)
+
+
+@distributed(world_size=2)
+def test_two_ranks_train_as_replicas(groups):
+    check_equal_to_replicas(groups, LayoutCase(dp=2))
+
+
+@distributed(world_size=4, tp=2)
+def test_it_composes_with_tensor_and_sequence_parallelism(groups):
+    check_equal_to_replicas(groups, LayoutCase(tp=2, sp=True, dp=2))
+
+
+@distributed(world_size=2)
+def test_every_rank_declares_and_updates_its_range_of_each_parameter(groups):
+    model = ModelCase("llama", False, 0.0)
+    *_, ddp, optimizer = train(groups, LayoutCase(dp=2), model, TorchFullyShardedDataParallel)
+    state = {"model": ddp.sharded_state_dict()}
+    declared = optimizer.sharded_state_dict(state)["state"]
+    elements = torch.zeros(2, dtype=torch.int64)
+    for declaration in state["model"].values():
+        if isinstance(declaration, ShardedTensor):
+            elements[0] += declaration.data.numel()
+    for tensors in declared.values():
+        if isinstance(tensors, dict):
+            moment = tensors["exp_avg"]
+            elements[1] += getattr(moment, "data", moment).numel()
+    dist.all_reduce(elements)
+    assert int(elements[1]) == sum(p.numel() for p in ddp.module.parameters())
+    for name, tensor in ddp.state_dict().items():
+        if isinstance(tensor, torch.Tensor):
+            assert not bool(tensor.isnan().any()), name
+
+
+@distributed(world_size=2, pp=2)
+def test_pipelines_are_refused(groups):
+    with pytest.raises(ConfigError, match="pipeline of 2 stages"):
+        TorchFullyShardedDataParallel(
+            None, DistributedDataParallelConfig(), torch.nn.Linear(2, 2), pg_collection=groups
+        )
