@@ -11,6 +11,7 @@ from megatron.core.distributed import (
 )
 from megatron.core.initialization import has_memory, parameters_without_memory
 from megatron.core.rng import rng_state
+from megatron.training.metrics.params_norm import params_norm
 from tests.harness.distributed import distributed
 from tests.harness.tolerances import EXACT, FP32_REORDERED_SUM, assert_close
 from tests.parity.layouts import LayoutCase, ModelCase
@@ -163,6 +164,20 @@ def test_a_whole_state_dict_loads_into_shards(groups):
     for name, tensor in sharded.state_dict().items():
         if isinstance(tensor, torch.Tensor):
             assert_close(tensor, wanted[name], EXACT, name)
+
+
+@distributed(world_size=4, tp=2)
+def test_the_norm_of_sharded_weights_is_that_of_whole_ones(groups):
+    layout = LayoutCase(tp=2, dp=2)
+    found = []
+    for stage in ("no_shard", "optim_grads_params"):
+        rng_state().set_seed(7)
+        config = transformer_config(layout, GPT2)
+        (chunk,) = build_chunks(config, GPT2, layout, groups)
+        ddp_config = DistributedDataParallelConfig(data_parallel_sharding_strategy=stage)
+        ddp = DistributedDataParallel(config, ddp_config, chunk, pg_collection=groups)
+        found.append(params_norm([ddp], groups))
+    assert_close(found[1], found[0], FP32_REORDERED_SUM, "norm of the weights")
 
 
 @distributed(world_size=2)

@@ -41,6 +41,7 @@ def test_every_layout_trains_along_the_curve_of_one_process(tmp_path):
         ("--data-parallel-sharding-strategy optim_grads --num-distributed-optimizer-instances 2"
          " --micro-batch-size 1 --overlap-grad-reduce",
          {"num_distributed_optimizer_instances": 2}),
+        ("--use-torch-fsdp2 --tensor-model-parallel-size 2", {"tp": 2}),
         ("--use-megatron-fsdp --pipeline-model-parallel-size 2 --log-params-norm"
          " --eval-interval 2 --eval-iters 1 --recompute-activations", {"pp": 2}),
         ("--context-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel"

@@ -15,7 +15,10 @@ def random_plan(seed):
     bucket = draw.choice([None, 1, 500, 3000, 10**6])
     shards = draw.choice([1, 2, 3, 4, 7, 8])
     apart = {i for i in range(len(numels)) if draw.random() < 0.2}
-    plan = plan_buffer(numels, bucket_numel=bucket, num_shards=shards, apart=apart)
+    units = None
+    if seed % 2:  # stage 3: buckets are units
+        units = sorted(draw.randint(0, 4) for _ in numels)
+    plan = plan_buffer(numels, bucket_numel=bucket, num_shards=shards, apart=apart, units=units)
     return numels, shards, plan
 
 
@@ -88,3 +91,25 @@ def test_a_large_parameter_spans_several_buckets():
     plan = plan_buffer([10_000, 100], bucket_numel=2_000, num_shards=2)
     assert len(plan.buckets) == 6
     assert [len(plan.slots_in(*bucket)) for bucket in plan.buckets] == [2, 1, 1, 1, 1, 1]
+
+
+@pytest.mark.parametrize("seed", range(0, 100, 20))
+def test_a_unit_is_one_bucket_and_a_bucket_one_unit(seed):
+    for number in range(seed, seed + 20):
+        draw = random.Random(number)
+        numels = [draw.randint(1, 5000) for _ in range(draw.randint(1, 12))]
+        units = sorted(draw.randint(0, 5) for _ in numels)
+        size = draw.choice([1, 2, 3, 8])
+        plan = plan_buffer(numels, bucket_numel=None, num_shards=size, units=units)
+        held = [{units[slot.index] for slot in plan.slots_in(*bucket)} for bucket in plan.buckets]
+        # In buffer order, that is backward.
+        assert held == [{unit} for unit in sorted(set(units), reverse=True)]
+        for bucket, (begin, end) in enumerate(plan.buckets):
+            for rank in range(size):
+                pieces = plan.pieces(*plan.shard(bucket, rank, size))
+                assert len({piece.index for piece in pieces}) == len(pieces)
+            assert (
+                end - begin
+                < sum(n + BLOCK for n, u in zip(numels, units, strict=True) if {u} == held[bucket])
+                + BLOCK * size
+            )
