@@ -6,12 +6,16 @@ from torch import nn
 
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import sharded_tensor_for_parameter
+from megatron.core.distributed import (
+    DistributedDataParallelConfig,
+    TorchFullyShardedDataParallel,
+)
 from megatron.core.errors import CheckpointError
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.param_meta import ParamMeta, get_param_meta, set_param_meta, shard_of
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_pg_rank, get_pg_size
-from tests.distributed.distributed.replicas import wrap
+from tests.distributed.distributed.replicas import CONFIG, wrap
 from tests.harness.distributed import run_distributed
 from tests.harness.tolerances import EXACT, FP32_AFTER_OPTIMIZER, FP32_ROUNDED_ONCE, assert_close
 
@@ -72,16 +76,26 @@ class Layers(nn.Module):
         }
 
 
-def build(groups, is_sharded, dtype, *, is_trained=True):
-    ddp = wrap(
-        groups,
-        model=Layers(groups, dtype).requires_grad_(is_trained),
-        grad_reduce_in_fp32=True,
-        use_distributed_optimizer=is_sharded,
-        bucket_size=1000,
-    )
+def build(groups, way, dtype, *, is_trained=True):
+    """Wrap the layers; `way` is a sharding strategy, or "torch" for FSDP2."""
+    model = Layers(groups, dtype).requires_grad_(is_trained)
+    if way == "torch":
+        ddp = TorchFullyShardedDataParallel(
+            CONFIG, DistributedDataParallelConfig(), model, pg_collection=groups
+        )
+    else:
+        ddp = wrap(
+            groups,
+            model=model,
+            grad_reduce_in_fp32=True,
+            data_parallel_sharding_strategy=way,
+            bucket_size=1000,
+        )
     config = OptimizerConfig(
-        lr=0.05, clip_grad=0.0, bf16=dtype == torch.bfloat16, use_distributed_optimizer=is_sharded
+        lr=0.05,
+        clip_grad=0.0,
+        bf16=dtype == torch.bfloat16,
+        use_distributed_optimizer=ddp.ddp_config.use_distributed_optimizer,
     )
     return ddp, get_megatron_optimizer(config, [ddp], pg_collection=groups)
 
@@ -98,16 +112,17 @@ def declared(ddp, optimizer):
     return {"model": model, "optimizer": optimizer.sharded_state_dict(model)}
 
 
-def train_and_save(groups, is_sharded, dtype, directory):
-    ddp, optimizer = build(groups, is_sharded, dtype)
+def train_and_save(groups, way, dtype, directory):
+    ddp, optimizer = build(groups, way, dtype)
     for number in range(3):
         step(ddp, optimizer, number)
     dist_checkpointing.save(declared(ddp, optimizer), directory)
 
 
-def load_and_train(groups, is_sharded, dtype, source, directory):
-    ddp, optimizer = build(groups, is_sharded, dtype)
+def load_and_train(groups, way, dtype, source, directory):
+    ddp, optimizer = build(groups, way, dtype)
     loaded = dist_checkpointing.load(declared(ddp, optimizer), source, strict="raise_all")
+    ddp.load_state_dict(loaded["model"], strict=False)
     optimizer.load_state_dict(loaded["optimizer"])
     for number in range(3, 5):
         step(ddp, optimizer, number)
@@ -115,22 +130,35 @@ def load_and_train(groups, is_sharded, dtype, source, directory):
 
 
 LAYOUTS = {
-    torch.float32: [(1, {}, False), (4, {"tp": 2}, True), (3, {}, True), (2, {"tp": 2}, False)],
-    torch.bfloat16: [(1, {}, False), (4, {}, True), (2, {"tp": 2}, False)],
+    torch.float32: [
+        (1, {}, "no_shard"),
+        (4, {"tp": 2}, "optim"),
+        (3, {}, "optim_grads_params"),
+        (2, {"tp": 2}, "no_shard"),
+        (3, {}, "torch"),
+        (4, {"tp": 2}, "optim_grads_params"),
+        (4, {"tp": 2}, "torch"),
+    ],
+    torch.bfloat16: [
+        (1, {}, "no_shard"),
+        (4, {}, "optim"),
+        (4, {"tp": 2}, "optim_grads_params"),
+        (2, {"tp": 2}, "no_shard"),
+    ],
 }
-"""(ranks, axes, whether the optimizer is sharded): each is loaded by the next."""
+"""(ranks, axes, what is sharded): each is loaded by the next."""
 
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_any_layout_goes_on_from_any_other(tmp_path, dtype):
     layouts = LAYOUTS[dtype]
-    for number, (size, layout, is_sharded) in enumerate(layouts):
+    for number, (size, layout, way) in enumerate(layouts):
         source = tmp_path / f"from{number}"
-        run_distributed(train_and_save, size, is_sharded, dtype, source, **layout)
-        goal, goal_layout, goal_sharded = layouts[(number + 1) % len(layouts)]
+        run_distributed(train_and_save, size, way, dtype, source, **layout)
+        goal, goal_layout, goal_way = layouts[(number + 1) % len(layouts)]
         result = tmp_path / f"to{number}"
-        run_distributed(load_and_train, goal, goal_sharded, dtype, source, result, **goal_layout)
+        run_distributed(load_and_train, goal, goal_way, dtype, source, result, **goal_layout)
         # A mean over three equal gradients is rounded; over one, two or four it is not.
         tolerance = FP32_AFTER_OPTIMIZER if 3 in (size, goal) else EXACT
         for before, directory in (("from0", source), ("to0", result)):
@@ -146,7 +174,7 @@ def test_any_layout_goes_on_from_any_other(tmp_path, dtype):
 
 def test_a_parameter_that_the_model_did_not_declare_is_named():
     groups = ProcessGroupCollection.single()
-    ddp, optimizer = build(groups, False, torch.float32)
+    ddp, optimizer = build(groups, "no_shard", torch.float32)
     model = ddp.sharded_state_dict()
     del model["row"]
     with pytest.raises(CheckpointError, match="no declaration of parameter row"):
@@ -155,9 +183,9 @@ def test_a_parameter_that_the_model_did_not_declare_is_named():
 
 def test_a_run_that_has_not_begun_can_be_saved_and_loaded(tmp_path):
     groups = ProcessGroupCollection.single()
-    ddp, optimizer = build(groups, False, torch.float32)
+    ddp, optimizer = build(groups, "no_shard", torch.float32)
     dist_checkpointing.save(declared(ddp, optimizer), tmp_path / "start")
-    other, other_optimizer = build(groups, False, torch.float32)
+    other, other_optimizer = build(groups, "no_shard", torch.float32)
     step(other, other_optimizer, 0)
     loaded = dist_checkpointing.load(declared(other, other_optimizer), tmp_path / "start")
     other_optimizer.load_state_dict(loaded["optimizer"])
@@ -170,7 +198,7 @@ def test_a_run_that_has_not_begun_can_be_saved_and_loaded(tmp_path):
 def train_the_second_stage_and_save(groups, directory):
     """Rank 0 holds frozen weights only: its optimizer has no shard to count updates with."""
     is_trained = get_pg_rank(groups.pp) == 1
-    ddp, optimizer = build(groups, False, torch.float32, is_trained=is_trained)
+    ddp, optimizer = build(groups, "no_shard", torch.float32, is_trained=is_trained)
     assert bool(optimizer.shards) == is_trained
     for number in range(3):
         if is_trained:
@@ -186,7 +214,7 @@ def train_the_second_stage_and_save(groups, directory):
 @pytest.mark.distributed
 def test_the_number_of_updates_is_stored_although_rank_0_updates_nothing(tmp_path):
     run_distributed(train_the_second_stage_and_save, 2, tmp_path / "c", pp=2)
-    ddp, optimizer = build(ProcessGroupCollection.single(), False, torch.float32)
+    ddp, optimizer = build(ProcessGroupCollection.single(), "no_shard", torch.float32)
     loaded = dist_checkpointing.load(declared(ddp, optimizer), tmp_path / "c")
     optimizer.load_state_dict(loaded["optimizer"])
     assert {int(entry["step"]) for entry in optimizer.state.values()} == {3}
@@ -195,7 +223,7 @@ def test_the_number_of_updates_is_stored_although_rank_0_updates_nothing(tmp_pat
 
 
 def test_other_groups_of_parameters_than_in_the_checkpoint_are_refused():
-    ddp, optimizer = build(ProcessGroupCollection.single(), False, torch.float32)
+    ddp, optimizer = build(ProcessGroupCollection.single(), "no_shard", torch.float32)
     state = optimizer.sharded_state_dict(ddp.sharded_state_dict())
     state["param_groups"].append(state["param_groups"][0])
     with pytest.raises(CheckpointError, match="3 groups of parameters .* this run has 2") as caught:
