@@ -159,8 +159,10 @@ def test_any_layout_goes_on_from_any_other(tmp_path, dtype):
         goal, goal_layout, goal_way = layouts[(number + 1) % len(layouts)]
         result = tmp_path / f"to{number}"
         run_distributed(load_and_train, goal, goal_way, dtype, source, result, **goal_layout)
-        # A mean over three equal gradients is rounded; over one, two or four it is not.
-        tolerance = FP32_AFTER_OPTIMIZER if 3 in (size, goal) else EXACT
+        # A mean over three equal gradients is rounded; over one, two or four it is not. torch's
+        # shards are rows, not blocks: its elements meet other lanes of the vector kernel.
+        is_rounded = 3 in (size, goal) or "torch" in (way, goal_way)
+        tolerance = FP32_AFTER_OPTIMIZER if is_rounded else EXACT
         for before, directory in (("from0", source), ("to0", result)):
             expected = dist_checkpointing.load_plain_tensors(tmp_path / before)
             found = dist_checkpointing.load_plain_tensors(directory)
