@@ -5,6 +5,7 @@ Shapes: s = sequence length. Items are made on the CPU, one at a time, in loader
 
 from __future__ import annotations
 
+import functools
 import logging
 from dataclasses import dataclass
 from typing import Any
@@ -166,10 +167,11 @@ class GPTDataset(MegatronDataset):
             "documents": [int(self.indices[0]), int(self.indices[-1]), len(self.indices)],
         }
         if config.sample_order == "megatron":
-            plan = self._plan()
+            plan = self._plan
             identity["epochs"] = [plan.num_epochs, plan.separate_final_epoch]
         return identity
 
+    @functools.cached_property
     def _plan(self) -> EpochPlan:
         tokens = self._num_tokens(self.dataset.sequence_lengths)
         length = self.config.sequence_length
@@ -328,7 +330,7 @@ class GPTDataset(MegatronDataset):
         return pad
 
     def _build_or_load_indices(self) -> dict[str, np.ndarray]:
-        plan = self._plan()
+        plan = self._plan
         drop_last = self._drops_last()
         num_samples = plan.num_samples(drop_last=drop_last)
         cache = IndexCache(

@@ -16,6 +16,7 @@ from megatron.training.datasets.loader import build_pretraining_data_loader
 from megatron.training.meeting import max_over_ranks
 from megatron.training.parts import DataIterators, ValidationSet
 from megatron.training.phases import phase_of
+from megatron.training.printing import is_rank_0
 from megatron.training.resolve import ResolvedRun
 from megatron.training.state import TrainState
 
@@ -123,7 +124,7 @@ def _chunk_data(
     consumed_valid = 0 if run.full_validation else state.consumed_valid_samples
     sets = valid if isinstance(valid, list) else [valid]
     return DataIterators(
-        train_order=getattr(train, "order_identity", lambda: None)(),
+        train_order=getattr(train, "order_identity", lambda: None)() if is_rank_0() else None,
         train=_open(run, groups, train, consumed - begin, consumed_before=begin),
         valid=[
             ValidationSet(
