@@ -55,7 +55,7 @@ def test_a_corpus_in_a_store_reads_as_the_file_does_and_each_block_is_fetched_on
 
 def test_damaged_local_copies_are_fetched_again(tmp_path, store):
     expected = opened(tmp_path).read_tokens(0, 100).tolist()
-    kept = sorted((tmp_path / "cache").rglob("0*"))
+    kept = sorted(p for p in (tmp_path / "cache").glob("*/0*") if p.is_file())
     assert kept
     kept[0].write_bytes(b"x" + kept[0].read_bytes()[1:])
     kept[1].write_bytes(kept[1].read_bytes()[:-9])
