@@ -50,7 +50,8 @@ def weights(seed: int = 0) -> dict[str, Tensor]:
 
 def moments() -> dict[str, dict[str, Tensor]]:
     """Return Adam's moments, by kind and name."""
-    return {kind: weights(seed) for seed, kind in enumerate(MOMENTS, start=1)}
+    first, second = weights(1), weights(2)
+    return {"exp_avg": first, "exp_avg_sq": {name: t.square() for name, t in second.items()}}
 
 
 def stacked(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
