@@ -73,6 +73,7 @@ def documents_of(
     """
     found = Documents()
     take = parse or texts_of
+    spellings = [(key, b'"%s"' % key.encode()) for key in keys]
     for path, number, content in _contents(unit, found, longest_line_bytes):
         try:
             if isinstance(content, BadDocumentError):
@@ -81,7 +82,10 @@ def documents_of(
                 texts = take(content, keys)
             elif unit.format is InputFormat.jsonl:
                 document = parse_object(content)
-                refuse_duplicates(content, keys)
+                for key, spelling in spellings:
+                    # Counting bytes is cheap; parsing again is for the few with more of them.
+                    if content.count(spelling) > 1:
+                        refuse_duplicate(content, key)
                 texts = take(document, keys)
             else:
                 texts = {keys[0]: [_decoded(content)]}
@@ -176,21 +180,17 @@ def parse_object(line: bytes) -> dict[str, Any]:
     return document
 
 
-def refuse_duplicates(line: bytes, keys: Sequence[str]) -> None:
+def refuse_duplicate(line: bytes, key: str) -> None:
     """Refuse a line that spells a key twice: which of the two was meant, nobody knows.
-
-    Counting bytes is cheap; parsing again is for the few lines where the name occurs more often.
 
     Raises:
         BadDocumentError: names the key.
     """
-    for key in keys:
-        if line.count(b'"%s"' % key.encode()) > 1:
-            objects: list[list[tuple[str, Any]]] = []
-            json.loads(line, object_pairs_hook=objects.append)
-            # The outermost object ends last.
-            if [name for name, _ in objects[-1]].count(key) > 1:
-                raise BadDocumentError(f"duplicate key {key!r}")
+    objects: list[list[tuple[str, Any]]] = []
+    json.loads(line, object_pairs_hook=objects.append)
+    # The outermost object ends last.
+    if [name for name, _ in objects[-1]].count(key) > 1:
+        raise BadDocumentError(f"duplicate key {key!r}")
 
 
 def _decoded(content: bytes) -> str:
@@ -213,6 +213,8 @@ def _texts(document: dict[str, Any], key: str) -> list[str]:
     if key not in document:
         raise BadDocumentError(f"no key {key!r}", f"keys are {sorted(document)[:8]}")
     value = document[key]
+    if type(value) is str and value.isascii():
+        return [value]
     texts = [value] if isinstance(value, str) else value
     if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
         raise BadDocumentError(f"{key!r} is not text", f"found {type(value).__name__}")
