@@ -127,7 +127,7 @@ class _Rank:
         if self.stage >= 3:
             self.weights = {}  # empty placeholders: the shards hold everything
             self._read_stage_3(states)
-        elif self.stage > 0:
+        elif self.stage > 0 and not any(map(_has_gaps, states)):
             self._read_stage_1_2(states)
 
     @property
@@ -267,6 +267,12 @@ def _cut(row: Sequence[StoredView], first: int, count: int, directory: Path) -> 
     if sum(r.count for r in found) != count:
         _damaged(directory, "the flat shards are shorter than the parameters")
     return found
+
+
+def _has_gaps(state: Mapping[str, Any]) -> bool:
+    """Return whether parameters of the row are padded one by one, at places not described."""
+    groups = state.get("param_alignment_paddings") or ()
+    return any(any(group) for group in groups if isinstance(group, (list, tuple)))
 
 
 def _stage_3_row(state: Mapping[str, Any], kind: str) -> list[StoredView]:
