@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import logging
 from collections import OrderedDict
@@ -74,14 +75,21 @@ class BlendedDataset(Dataset[dict[str, Any]]):
         self.config = config
         self.weights = self._proportions(weights)
         self.unique_identifiers = self._identify()
-        self.unique_description = describe(self.unique_identifiers)
-        self.unique_description_hash = hashlib.md5(
-            self.unique_description.encode("utf-8"), usedforsecurity=False
-        ).hexdigest()
         self._length = sum(map(len, self.datasets)) if size is None else size
         self._table = self._load_or_walk()
         self._order = self._make_order()
         self._check_sizes()
+
+    @functools.cached_property
+    def unique_description(self) -> str:
+        """What the order was made from, as text."""
+        return describe(self.unique_identifiers)
+
+    @functools.cached_property
+    def unique_description_hash(self) -> str:
+        """The md5 that names its files."""
+        text = self.unique_description.encode("utf-8")
+        return hashlib.md5(text, usedforsecurity=False).hexdigest()
 
     def __getstate__(self) -> dict[str, Any]:
         return names_for_mapped({**self.__dict__, "_order": None})

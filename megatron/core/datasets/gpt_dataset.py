@@ -333,6 +333,8 @@ class GPTDataset(MegatronDataset):
         plan = self._plan
         drop_last = self._drops_last()
         num_samples = plan.num_samples(drop_last=drop_last)
+        if plan.num_epochs * len(self.indices) + num_samples < _WORTH_KEEPING:
+            return self._build_indices(plan, drop_last)
         cache = IndexCache(
             directory=self.cache_directory(type(self).__name__),
             stem="-".join(
@@ -345,8 +347,6 @@ class GPTDataset(MegatronDataset):
             "sample_index": Expected((np.int32, np.int64), (num_samples + 1, 2)),
             "shuffle_index": Expected((np.uint32, np.int64), (num_samples,)),
         }
-        if plan.num_epochs * len(self.indices) + num_samples < _WORTH_KEEPING:
-            return self._build_indices(plan, drop_last)
         return cache.load_or_build(lambda: self._build_indices(plan, drop_last), expected)
 
     def _num_tokens(self, lengths: np.ndarray) -> int:

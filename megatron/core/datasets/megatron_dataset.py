@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 from abc import ABC, abstractmethod
@@ -45,10 +46,17 @@ class MegatronDataset(Dataset[dict[str, Any]], ABC):
         self.index_split = index_split
         self.config = config
         self.unique_identifiers = self._identify()
-        self.unique_description = describe(self.unique_identifiers)
-        self.unique_description_hash = hashlib.md5(
-            self.unique_description.encode("utf-8"), usedforsecurity=False
-        ).hexdigest()
+
+    @functools.cached_property
+    def unique_description(self) -> str:
+        """What the index arrays were made from, as text."""
+        return describe(self.unique_identifiers)
+
+    @functools.cached_property
+    def unique_description_hash(self) -> str:
+        """The md5 that names their files."""
+        text = self.unique_description.encode("utf-8")
+        return hashlib.md5(text, usedforsecurity=False).hexdigest()
 
     def __getstate__(self) -> dict[str, Any]:
         return names_for_mapped(self.__dict__)
