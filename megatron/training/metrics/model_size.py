@@ -66,6 +66,8 @@ class ModelSize:
     has_qk_norm: bool = False
     window: int | None = None
     """Keys to the left that a query sees besides itself; None is all."""
+    has_sinks: bool = False
+    """Each head learns the score of a key without value."""
     num_later_tokens: int = 0
     """Layers that predict tokens after the next one."""
     latent: LatentSizes | None = None
@@ -92,6 +94,7 @@ class ModelSize:
             has_linear_bias=settings["add_bias_linear"],
             has_qkv_bias=settings["add_bias_linear"] or settings["add_qkv_bias"],
             has_qk_norm=settings["qk_layernorm"],
+            has_sinks=settings["softmax_type"] == "learnable",
             num_later_tokens=settings["mtp_num_layers"] or 0,
             latent=LatentSizes(
                 query_latent=settings["q_lora_rank"] or 0,
@@ -150,6 +153,7 @@ class ModelSize:
         """All parameters of one layer."""
         h, f = self.hidden_size, self.ffn_hidden_size
         count = self.layer_matrices + 2 * self.norm_parameters
+        count += self.num_attention_heads * self.has_sinks
         if self.has_linear_bias:
             count += h + f * (2 if self.is_gated else 1) + h
         if self.latent is not None:

@@ -7,6 +7,11 @@ from datetime import datetime
 
 import pytest
 
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_decoder_block_spec,
+    get_gpt_mtp_block_spec,
+)
+from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.models.gpt.presets import preset, preset_names
 from megatron.training.cli.parser import parse_command_line
 from megatron.training.metrics.flops import (
@@ -25,6 +30,7 @@ from megatron.training.metrics.memory import estimate_memory
 from megatron.training.metrics.model_size import ModelSize
 from megatron.training.metrics.peak import peak_of_gpu
 from megatron.training.resolve import resolve
+from megatron.training.transformer_settings import transformer_config
 
 
 def words_of(text: str) -> list[str]:
@@ -97,6 +103,39 @@ def test_parameters_of_published_models_are_counted(name):
     count = size_of(found, seq_length=1024).total_parameters
     tolerance = 0 if found.is_exact else 0.08
     assert count == pytest.approx(found.published_parameters, rel=tolerance, abs=0)
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--softmax-type learnable",
+        "--multi-latent-attention --kv-lora-rank 10 --qk-head-dim 6 --qk-pos-emb-head-dim 4"
+        " --v-head-dim 5 --qk-layernorm --normalization RMSNorm --disable-bias-linear --swiglu",
+        "--multi-latent-attention --q-lora-rank 12",
+        "--mtp-num-layers 2",
+        "--mtp-num-layers 1 --normalization RMSNorm --group-query-attention --num-query-groups 2",
+    ],
+)
+def test_the_count_is_that_of_the_model_that_is_built(flags, is_tied):
+    words = (
+        "--num-layers 3 --hidden-size 32 --num-attention-heads 4 --seq-length 8 --mock-data"
+        " --micro-batch-size 1 --train-iters 1 --lr 1e-3 --position-embedding-type rope"
+        f" --transformer-impl local {flags}"
+    ).split()
+    if not is_tied:
+        words.append("--untie-embeddings-and-output-weights")
+    values = resolve(parse_command_line(words).config, world_size=1).values
+    config = transformer_config(values)
+    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False)
+    model = GPTModel(
+        config, spec, vocab_size=64, max_sequence_length=8, position_embedding_type="rope",
+        share_embeddings_and_output_weights=is_tied,
+        mtp_block_spec=get_gpt_mtp_block_spec(config, spec, False),
+    )  # fmt: skip
+    size = ModelSize.from_settings(values, vocab_size=64)
+    assert size.total_parameters == sum(p.numel() for p in model.parameters())
+    assert size.stage_parameters(3, has_embedding=True, has_loss=True) == size.total_parameters
 
 
 def test_stages_hold_all_parameters_between_them():
