@@ -9,6 +9,7 @@ above what it had before the optimizer was built. About 40 seconds.
 from __future__ import annotations
 
 import argparse
+import importlib
 import multiprocessing
 import statistics
 import tempfile
@@ -65,6 +66,7 @@ def measure(
     ddp = DistributedDataParallel(SimpleNamespace(), ddp_config, layer, pg_collection=groups)
     (buffer,) = ddp.gradient_buffers
     buffer.owned_gradients()[0].normal_()
+    importlib.import_module("torch._dynamo")  # torch's own optimizers load it in their first step
     Path("/proc/self/clear_refs").write_text("5")  # the peak is measured from here on
     before = status_bytes("VmRSS")
     config = OptimizerConfig(lr=1e-4, bf16=dtype == torch.bfloat16, **settings)

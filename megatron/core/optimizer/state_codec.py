@@ -157,12 +157,12 @@ def codec_of(dtype: torch.dtype, *, is_second_moment: bool = False) -> Codec:
     return Scaled(torch.float8_e4m3fn, 20, 2.0**-6, 448.0, is_second_moment)
 
 
-def random_bits(places: Tensor, step: int, salt: int) -> Tensor:
-    """Hash int32 places to int32 random bits, another set for each step and salt.
+def random_bits(places: Tensor, step: int) -> Tensor:
+    """Hash int32 places to int32 random bits, another set for each step.
 
     Rounds of multiply and shift, with constants from C. Wellons' search for such functions.
     """
-    mixed = places * _as_int32(0x9E3779B1) + _as_int32(step * 0x85EBCA6B + salt)
+    mixed = places * _as_int32(0x9E3779B1) + _as_int32(step * 0x85EBCA6B)
     for shift, factor in ((16, 0x21F0AAAD), (15, 0x735A2D97)):
         mixed ^= (mixed >> shift) & ((1 << (32 - shift)) - 1)
         mixed *= _as_int32(factor)

@@ -20,6 +20,10 @@ from megatron.core.rng import derive_seed
 MAIN = "fp32_param"
 """Name of the main weight among the state tensors."""
 
+NOISE_SHIFTS = (0, 12, 6)
+"""Which bits of an element's hash round its first, second and third state: no type drops more than
+20 of fp32's, so the first two share 8 of 20, which stand for other powers of two in each."""
+
 
 @dataclass(frozen=True)
 class StateField:
@@ -118,13 +122,13 @@ class StreamedPart:
                     by_group.setdefault(id(group), []).append(segment)
             for segments in by_group.values():
                 self._update_segments(rule, segments, works, gradient_of, settings_of, step, factor)
-            noise = None
-            for salt, (field, column) in enumerate(zip(self.fields, columns, strict=True)):
+            noise: Tensor | None = None
+            for place, (field, column) in enumerate(zip(self.fields, columns, strict=True)):
                 if field.is_remainder:
                     self._write_remainder(number, works[field.name], column)
                 elif not field.codec.is_exact:
-                    noise = self._noise(begin, end, step, salt)
-                    field.codec.encode(works[field.name], column, noise)
+                    noise = self._noise(begin, end, step) if noise is None else noise
+                    field.codec.encode(works[field.name], column, noise >> NOISE_SHIFTS[place])
             if self.has_main:
                 self._publish(number, works[MAIN])
 
@@ -163,10 +167,10 @@ class StreamedPart:
             for field, column in zip(self.fields, columns, strict=True)
         }
 
-    def _noise(self, begin: int, end: int, step: int, salt: int) -> Tensor:
+    def _noise(self, begin: int, end: int, step: int) -> Tensor:
         blocks = self._places[begin:end].to(self.store.device)
         within = torch.arange(BLOCK, dtype=torch.int32, device=self.store.device)
-        return random_bits(blocks.unsqueeze(1) * BLOCK + within, step, salt)
+        return random_bits(blocks.unsqueeze(1) * BLOCK + within, step)
 
     # Main weights ---------------------------------------------------------------------------
 
