@@ -15,6 +15,11 @@ from megatron.core.distributed.communication import (
     finish_all,
     gather_parameters,
 )
+from megatron.core.distributed.compressed_reduction import (
+    CompressedReduction,
+    CompressionSettings,
+    TrafficCount,
+)
 from megatron.core.distributed.parameter_shard import ParameterShard, ShardSpan
 from megatron.core.distributed.sharding_arithmetic import BLOCK, BufferPlan, Piece, plan_buffer
 
@@ -29,6 +34,8 @@ class ReductionPolicy:
     """The collective averages."""
     check_finite: bool = False
     """Look for non-finite local gradients before they are mixed with others."""
+    compression: CompressionSettings = CompressionSettings()
+    """In how many bytes they travel."""
 
 
 class Bucket:
@@ -102,11 +109,32 @@ class BucketedBuffer(ABC):
             self.buckets.append(bucket)
             for index in members:
                 self._buckets_of[index].append(bucket)
+        self.traffic = TrafficCount()
+        """Bytes sent for gradients; counted with compression only."""
+        self._compressions = [self._compression_of(bucket) for bucket in self.buckets]
         self._num_launched = 0
         self._reductions: list[Transfer] = []
         self._gathers: dict[int, Transfer] = {}
         self.nonfinite: str | None = None
         """Name of the first parameter (in backward order) whose local gradient was not finite."""
+
+    def _compression_of(self, bucket: Bucket) -> CompressedReduction | None:
+        """Return how the bucket's gradients are compressed, and find the matrices in it."""
+        settings = self.policy.compression
+        if settings.kind == "none" or self.mesh.size == 1:
+            return None
+        matrices = []
+        for piece in self.plan.pieces(bucket.begin, bucket.end):
+            parameter = self.parameters[piece.index]
+            if parameter.dim() < 2 or not parameter.numel():
+                continue
+            columns = parameter.numel() // parameter.shape[0]
+            # A bucket may begin or end inside of a row: what is left there is no matrix.
+            first, last = -(-piece.begin // columns), piece.end // columns
+            if first < last:
+                begin = piece.offset - bucket.begin + first * columns - piece.begin
+                matrices.append((begin, last - first, columns))
+        return CompressedReduction(settings, matrices, bucket.end - bucket.begin, self.traffic)
 
     def _collect_values(self) -> None:
         self.values = torch.zeros(

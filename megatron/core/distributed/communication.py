@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -72,6 +72,18 @@ class Mesh:
         return piece_of(bucket, self.shard_rank, self.shard_size)
 
 
+class Compression(Protocol):
+    """Another way for the gradients of one bucket to travel; see `compressed_reduction`."""
+
+    def is_on(self, bucket: Tensor, mesh: Mesh) -> bool:
+        """Return whether the reduction that begins is to be compressed. Called once for each."""
+        ...
+
+    def steps(self, bucket: Tensor, mesh: Mesh, factor: float, tag: int) -> Steps:
+        """Leave factor * sum over the mesh in `mesh.own(bucket)`."""
+        ...
+
+
 class Transfer:
     """Communication under way; nothing else may touch its buffer until `finish`."""
 
@@ -110,7 +122,13 @@ def finish_all(transfers: Sequence[Transfer]) -> None:
 
 
 def reduce_gradients(
-    bucket: Tensor, mesh: Mesh, *, scale: float, average: bool, tag: int
+    bucket: Tensor,
+    mesh: Mesh,
+    *,
+    scale: float,
+    average: bool,
+    tag: int,
+    compression: Compression | None = None,
 ) -> Transfer:
     """Sum a bucket of gradients over the mesh, in place.
 
@@ -121,11 +139,12 @@ def reduce_gradients(
         average: let the collective average over the ranks, where the backend can (`scale` then
             does not contain 1/size).
         tag: tells the messages of different buckets apart.
+        compression: that of this bucket, step after step.
     Communication:
         a reduce-scatter on `mesh.shard`, then an all-reduce of the own shard on
         `mesh.replicate`; axes of size 1 cost nothing.
     """
-    return Transfer(reduction_steps(bucket, mesh, scale, average, tag))
+    return Transfer(reduction_steps(bucket, mesh, scale, average, tag, compression))
 
 
 def gather_parameters(bucket: Tensor, mesh: Mesh, *, tag: int) -> Transfer:
@@ -165,8 +184,19 @@ def piece_of(bucket: Tensor, rank: int, size: int) -> Tensor:
     return bucket[rank * length : (rank + 1) * length]
 
 
-def reduction_steps(bucket: Tensor, mesh: Mesh, scale: float, average: bool, tag: int) -> Steps:
+def reduction_steps(
+    bucket: Tensor,
+    mesh: Mesh,
+    scale: float,
+    average: bool,
+    tag: int,
+    compression: Compression | None = None,
+) -> Steps:
     """Yield the handles of `reduce_gradients`, for a caller that goes on with the result."""
+    if compression is not None and compression.is_on(bucket, mesh):
+        factor = scale / mesh.size if average else scale
+        yield from compression.steps(bucket, mesh, factor, tag)
+        return
     sizes = [(mesh.shard, mesh.shard_size), (mesh.replicate, mesh.replicate_size)]
     groups = [group for group, size in sizes if size > 1]
     if all(_is_pairwise(group) for group in groups):
@@ -195,6 +225,49 @@ def reduction_steps(bucket: Tensor, mesh: Mesh, scale: float, average: bool, tag
         bucket = own
     if mesh.replicate_size > 1:
         yield [dist.all_reduce(bucket, operation, mesh.replicate, async_op=True)]
+
+
+# Of a reduction of several steps, ranks reach the later ones in different orders. So these are
+# messages with tags, or (on other backends) collectives that are begun and waited for at once.
+
+
+def all_reduce_steps(flat: Tensor, group: Group, tag: int) -> Steps:
+    """Sum a flat tensor, whose length the size of the group divides, in place."""
+    if _is_pairwise(group):
+        yield from _exchange_and_sum(flat, group, 1.0, tag)
+        yield from _gather(flat, group, tag)
+    else:
+        dist.all_reduce(flat, group=group)
+
+
+def all_to_all_steps(sent: Tensor, received: Tensor, group: Group, tag: int) -> Steps:
+    """Send piece i of a flat tensor to rank i; receive as much from each."""
+    rank, size = get_pg_rank(group), get_pg_size(group)
+    if not _is_pairwise(group):
+        dist.all_to_all_single(received, sent, group=group)
+        return
+    piece_of(received, rank, size).copy_(piece_of(sent, rank, size))
+    others = [other for other in range(size) if other != rank]
+    handles = [
+        dist.irecv(piece_of(received, other, size), _global_rank(group, other), group, tag)
+        for other in others
+    ]
+    handles += [
+        dist.isend(piece_of(sent, other, size), _global_rank(group, other), group, tag)
+        for other in others
+    ]
+    yield handles
+
+
+def all_gather_steps(flat: Tensor, group: Group, tag: int) -> Steps:
+    """Fill a flat tensor with every rank's piece of it, in place."""
+    steps = _gather(flat, group, tag)
+    if _is_pairwise(group):
+        yield from steps
+        return
+    for handles in steps:
+        for handle in handles:
+            handle.wait()
 
 
 def _exchange_and_sum(bucket: Tensor, group: Group, scale: float, tag: int) -> Steps:

@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from megatron.core.distributed.bucketed_buffer import BucketedBuffer, ReductionPolicy
 from megatron.core.distributed.communication import Mesh, broadcast_from_first
+from megatron.core.distributed.compressed_reduction import CompressionSettings
 from megatron.core.distributed.distributed_data_parallel_config import (
     DistributedDataParallelConfig,
     bucket_numel,
@@ -172,11 +173,16 @@ class DistributedDataParallel(nn.Module):
         sum over the tokens of several replicas."""
         num_replicas = get_pg_size(self.pg_collection.dp_cp)
         check = self.ddp_config.check_for_nan_in_grad
+        config = self.ddp_config
+        compression = CompressionSettings(
+            config.grad_compression, config.powersgd_rank, config.grad_compression_warmup
+        )
+        scale, average = 1.0 / num_replicas, False
         if getattr(self.config, "calculate_per_token_loss", False):
-            return ReductionPolicy(check_finite=check)
-        if self.ddp_config.average_in_collective:
-            return ReductionPolicy(mesh.size / num_replicas, average=True, check_finite=check)
-        return ReductionPolicy(1.0 / num_replicas, check_finite=check)
+            scale = 1.0
+        elif config.average_in_collective:
+            scale, average = mesh.size / num_replicas, True
+        return ReductionPolicy(scale, average, check, compression)
 
     def _tied_parameters(self) -> list[nn.Parameter]:
         """Return the parameters that exist on another pipeline stage as well."""

@@ -10,6 +10,7 @@ import torch
 from megatron.core.config_base import check_all
 from megatron.core.errors import ConfigError, MegatronError
 
+COMPRESSIONS = ("none", "bf16", "int8", "powersgd")
 SHARDING_STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 """The ladder: nothing, ZeRO-1, ZeRO-2, ZeRO-3."""
 
@@ -57,6 +58,14 @@ class DistributedDataParallelConfig:
     average_in_collective: bool = False
     """Let the collective average over the ranks, instead of scaling gradients by 1/ranks before.
     Pairwise sums on gloo always scale the sum, which is the more accurate order."""
+    grad_compression: str = "none"
+    """In which form gradients travel between replicas: "none", "bf16", "int8" (blocks of 128 with a
+    scale, errors fed back) or "powersgd" (matrices of low rank, errors fed back). Changes the
+    result; errors that wait to be fed back are not part of a checkpoint."""
+    powersgd_rank: int = 4
+    """Rank of the matrices of "powersgd"."""
+    grad_compression_warmup: int = 0
+    """Reductions of each bucket that are not compressed yet."""
     fp8_param_gather: bool = False
     """Not supported: gather parameters in fp8."""
     fp4_param_gather: bool = False
@@ -73,7 +82,7 @@ class DistributedDataParallelConfig:
                 self.data_parallel_sharding_strategy = "optim"
         if self.data_parallel_sharding_strategy in SHARDING_STRATEGIES[1:]:
             self.use_distributed_optimizer = True
-        check_all(self, [_check_overlap, _check_buckets, _check_supported])
+        check_all(self, [_check_overlap, _check_buckets, _check_compression, _check_supported])
 
     @property
     def shards_gradients(self) -> bool:
@@ -129,6 +138,30 @@ def _check_buckets(config: DistributedDataParallelConfig) -> list[MegatronError]
                 fix="drop one of them",
             )
         )
+    return problems
+
+
+def _check_compression(config: DistributedDataParallelConfig) -> list[MegatronError]:
+    problems: list[MegatronError] = []
+    if config.grad_compression not in COMPRESSIONS:
+        problems.append(
+            ConfigError(
+                f"grad_compression={config.grad_compression!r}.",
+                rule=f"it is one of {', '.join(COMPRESSIONS)}",
+                flags=["--grad-compression"],
+                fix="use bf16",
+            )
+        )
+    for name, least in (("powersgd_rank", 1), ("grad_compression_warmup", 0)):
+        if getattr(config, name) < least:
+            problems.append(
+                ConfigError(
+                    f"{name}={getattr(config, name)}.",
+                    rule=f"{name} is at least {least}",
+                    flags=["--" + name.replace("_", "-")],
+                    fix="drop it",
+                )
+            )
     return problems
 
 

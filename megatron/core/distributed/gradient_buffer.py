@@ -82,6 +82,7 @@ class GradientBuffer(BucketedBuffer):
             scale=self.policy.scale,
             average=self.policy.average,
             tag=self._tag + bucket.number,
+            compression=self._compressions[bucket.number],
         )
 
     def owned_gradients(self) -> list[Tensor]:

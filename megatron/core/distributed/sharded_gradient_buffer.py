@@ -132,7 +132,12 @@ class ShardedGradientBuffer(BucketedBuffer):
         is_first = not self._has_sum[bucket.number]
         self._has_sum[bucket.number] = True
         yield from reduction_steps(
-            whole, self.mesh, self.policy.scale, self.policy.average, self._tag + bucket.number
+            whole,
+            self.mesh,
+            self.policy.scale,
+            self.policy.average,
+            self._tag + bucket.number,
+            self._compressions[bucket.number],
         )
         own, total = self.mesh.own(whole), self._sums[bucket.number]
         if is_first:

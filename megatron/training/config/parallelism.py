@@ -125,6 +125,13 @@ class ReplicationConfig:
     """Elements of one gradient bucket. Default grows with the number of replicas."""
     ddp_num_buckets: int | None = None
     """Number of gradient buckets, instead of their size."""
+    grad_compression: str = flag("none", choices=("none", "bf16", "int8", "powersgd"))
+    """Form in which gradients travel between replicas: rounded to bf16, blocks of int8, or matrices
+    of low rank; errors are fed back, but not kept in checkpoints."""
+    powersgd_rank: int = flag(4, part_of="grad_compression")
+    """Rank of those matrices."""
+    grad_compression_warmup: int = flag(0, part_of="grad_compression")
+    """First reductions that are not compressed."""
     ddp_average_in_collective: bool = False
     """Let the collective average, instead of scaling gradients before it."""
     ddp_pad_buckets_for_high_nccl_busbw: bool = flag(False, note=TUNES_NETWORK)

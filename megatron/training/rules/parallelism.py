@@ -183,7 +183,7 @@ def one_bucket_rule(run: ResolvedRun) -> Iterator[MegatronError]:
             "--ddp-num-buckets",
             fix="keep --ddp-bucket-size",
         )
-    for name in ("ddp_bucket_size", "ddp_num_buckets"):
+    for name in ("ddp_bucket_size", "ddp_num_buckets", "powersgd_rank"):
         value = run.values[name]
         if value is not None and value < 1:
             flag = "--" + name.replace("_", "-")
@@ -200,4 +200,11 @@ def gradient_precision(run: ResolvedRun) -> Iterator[MegatronError]:
             "--accumulate-allreduce-grads-in-fp32",
             "--grad-reduce-in-bf16",
             fix="keep --accumulate-allreduce-grads-in-fp32",
+        )
+    if run.grad_compression_warmup < 0:
+        yield problem(
+            f"--grad-compression-warmup {run.grad_compression_warmup}.",
+            "it is a number of reductions",
+            "--grad-compression-warmup",
+            fix="drop it",
         )

@@ -38,6 +38,9 @@ def data_parallel_config(settings: Mapping[str, Any]) -> DistributedDataParallel
         num_distributed_optimizer_instances=settings["num_distributed_optimizer_instances"],
         bucket_size=settings["ddp_bucket_size"],
         num_buckets=settings["ddp_num_buckets"],
+        grad_compression=settings["grad_compression"],
+        powersgd_rank=settings["powersgd_rank"],
+        grad_compression_warmup=settings["grad_compression_warmup"],
         average_in_collective=settings["ddp_average_in_collective"],
     )
 

@@ -111,6 +111,8 @@ def problems(*words: str, world_size: int = 1, base=SMALL) -> list[str]:
         (["--optimizer-offload-path", "/no/where"], 1, "mkdir -p /no/where"),
         (["--optimizer-offload-fraction", "0.5"], 1, "without offload"),
         (["--optimizer-cpu-offload", "--optimizer-offload-fraction", "2"], 1, "a share lies in"),
+        (["--grad-compression", "powersgd", "--powersgd-rank", "0"], 1, "--powersgd-rank 0"),
+        (["--grad-compression-warmup", "-1"], 1, "a number of reductions"),
         (["--main-grads-dtype", "bf16"], 1, "--main-grads-dtype bf16 without --bf16"),
         (["--main-params-dtype", "fp16"], 1, "fp32 weights are their own"),
         (["--optimizer", "dist_muon"], 1, "use --optimizer muon --use-distributed-optimizer"),
