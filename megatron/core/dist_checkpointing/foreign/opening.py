@@ -27,6 +27,8 @@ from megatron.core.errors import CheckpointError, MegatronError
 
 Opener = Callable[[Path], ForeignContents]
 
+MEGATRON_FORMATS = ("torch_dist", "zarr", "torch_dcp", "fsdp_dtensor")
+"""Names in Megatron-LM's metadata.json."""
 LATEST_NAME = "latest"
 """DeepSpeed's tracker: the name of a directory."""
 _TAG = re.compile(r"[\w.-]{1,200}", re.ASCII)
@@ -90,7 +92,8 @@ def _backend(directory: Path) -> str | None:
     except (CheckpointError, ValueError, RecursionError):
         return BACKEND  # the native reader says what is wrong with it
     backend = form.get("sharded_backend") if isinstance(form, dict) else None
-    return backend if isinstance(backend, str) else BACKEND
+    # A name that nobody uses is damage, of which the native reader speaks, too.
+    return backend if backend in MEGATRON_FORMATS else BACKEND
 
 
 def open_any(directory: str | os.PathLike[str] | Place, *, peers: Peers) -> Contents:
