@@ -41,10 +41,12 @@ class SelfAttentionSubmodules:
     k_layernorm: ModuleSpec | type | Any = None
 
 
-class SelfAttention(MegatronModule):
-    """Attention of a sequence to itself.
+class Attention(MegatronModule):
+    """Projections to queries, keys and values, the attention core, and the projection back.
 
-    A subclass with other projections overrides `get_query_key_value_tensors`.
+    A subclass builds its projections in `build_projections`, sets there `output_width` (of all
+    heads together) and, if it has one of its own, `softmax_scale`, and says what they give in
+    `get_query_key_value_tensors`.
 
     Args:
         layer_number: 1-based number of the layer in the whole model.
@@ -52,11 +54,13 @@ class SelfAttention(MegatronModule):
     """
 
     pg_collection: ProcessGroupCollection
+    output_width: int
+    softmax_scale: float | None
 
     def __init__(
         self,
         config: TransformerConfig,
-        submodules: SelfAttentionSubmodules,
+        submodules: Any,
         layer_number: int,
         attn_mask_type: AttnMaskType = AttnMaskType.padding,
         cp_comm_type: str | None = None,
@@ -68,34 +72,11 @@ class SelfAttention(MegatronModule):
         self.layer_number = layer_number
         self.attn_mask_type = attn_mask_type
         self.pg_collection = pg_collection or ProcessGroupCollection.current()
-        tp = self.pg_collection.tp
-        tp_size, groups, head = get_pg_size(tp), config.num_query_groups, config.kv_channels
-        assert groups and head
-        self.hidden_size_per_attention_head = head
-        self.num_attention_heads_per_partition = divide(config.num_attention_heads, tp_size)
-        self.num_query_groups_per_partition = max(1, groups // tp_size)
-        self.queries_per_group = config.num_attention_heads // groups
-
-        self.linear_qkv = build_module(
-            submodules.linear_qkv,
-            config.hidden_size,
-            (config.num_attention_heads + 2 * groups) * head,
-            config=config,
-            init_method=config.init_method,
-            gather_output=False,
-            bias=config.add_bias_linear or config.add_qkv_bias,
-            skip_bias_add=False,
-            is_expert=False,
-            tp_comm_buffer_name="qkv",
-            tp_group=tp,
-            pg_collection=self.pg_collection,
+        self.num_attention_heads_per_partition = divide(
+            config.num_attention_heads, get_pg_size(self.pg_collection.tp)
         )
-        weight = getattr(self.linear_qkv, "weight", None)
-        if weight is not None:
-            rows = (self.queries_per_group * head, head, head)
-            set_param_meta(weight, replace(get_param_meta(weight), stacked_rows=rows))
-        self.q_layernorm = self._head_norm(submodules.q_layernorm)
-        self.k_layernorm = self._head_norm(submodules.k_layernorm)
+        self.softmax_scale = config.softmax_scale
+        self.build_projections(submodules)
         self.core_attention = build_module(
             submodules.core_attention,
             config=config,
@@ -103,44 +84,157 @@ class SelfAttention(MegatronModule):
             attn_mask_type=attn_mask_type,
             attention_type="self",
             cp_comm_type=cp_comm_type,
-            softmax_scale=config.softmax_scale,
+            softmax_scale=self.softmax_scale,
             pg_collection=self.pg_collection,
         )
-        self.linear_proj = build_module(
+        self.linear_proj = self.linear(
             submodules.linear_proj,
-            config.num_attention_heads * head,
+            self.output_width,
             config.hidden_size,
-            config=config,
             init_method=config.output_layer_init_method,
             bias=config.add_bias_linear,
             input_is_parallel=True,
             skip_bias_add=True,
             is_expert=False,
             tp_comm_buffer_name="proj",
-            tp_group=tp,
-            pg_collection=self.pg_collection,
         )
         self.recomputes_core = config.recompute_granularity == "selective" and "core_attn" in (
             config.recompute_modules or []
         )
-        skips = config.no_rope_freq
-        self.uses_rotary = not (skips and skips[min(layer_number, len(skips)) - 1])
 
-    def _head_norm(self, spec: Any) -> torch.nn.Module | None:
+    def build_projections(self, submodules: Any) -> None:
+        """Build what `get_query_key_value_tensors` uses."""
+        raise NotImplementedError
+
+    def linear(self, spec: Any, rows: int, columns: int, **options: Any) -> Any:
+        """Build a linear layer from its spec."""
+        options.setdefault("init_method", self.config.init_method)
+        return build_module(
+            spec,
+            rows,
+            columns,
+            config=self.config,
+            tp_group=self.pg_collection.tp,
+            pg_collection=self.pg_collection,
+            **options,
+        )
+
+    def norm(self, spec: Any, width: int, *, sees_part: bool) -> Any:
+        """Build a norm of the last `width` channels from its spec; None without one.
+
+        Args:
+            sees_part: each tensor-parallel rank norms other rows or heads, so that the gradients
+                of its weights are partial sums.
+        """
         if spec is None:
             return None
         norm = build_module(
-            spec,
-            config=self.config,
-            hidden_size=self.hidden_size_per_attention_head,
-            eps=self.config.layernorm_epsilon,
+            spec, config=self.config, hidden_size=width, eps=self.config.layernorm_epsilon
         )
-        for parameter in norm.parameters():
-            # Each tensor-parallel rank normalises its own heads, with or without sequence
-            # parallelism.
-            meta = get_param_meta(parameter)
-            set_param_meta(parameter, replace(meta, grad_sum_axes=("tp",)))
+        if sees_part:
+            for parameter in norm.parameters():
+                meta = get_param_meta(parameter)
+                set_param_meta(parameter, replace(meta, grad_sum_axes=("tp",)))
         return norm
+
+    def get_query_key_value_tensors(
+        self, hidden_states: Tensor, key_value_states: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Project hidden states to this rank's heads."""
+        raise NotImplementedError
+
+    def add_positions(
+        self, query: Tensor, key: Tensor, angles: Any, cos: Tensor | None, sin: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Turn queries and keys by the angles that the model gives its layers."""
+        return query, key
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None,
+        key_value_states: Tensor | None = None,
+        inference_context: Any = None,
+        rotary_pos_emb: Tensor | tuple[Tensor, Tensor] | None = None,
+        rotary_pos_cos: Tensor | None = None,
+        rotary_pos_sin: Tensor | None = None,
+        rotary_pos_cos_sin: Tensor | None = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: Any = None,
+        sequence_len_offset: Any = None,
+        *,
+        inference_params: Any = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attend.
+
+        Args:
+            hidden_states: [s, b, h] ([s/tp, b, h] under sequence parallelism).
+            attention_mask: bool, True where a key is hidden; see the core attention.
+            rotary_pos_emb: angles [s, 1, 1, r] of the positions that the rows of the sequence
+                have, or None. `rotary_pos_cos` and `_sin`, if given, are their cosine and sine,
+                computed once for all layers.
+        Returns:
+            (output of the input's shape, bias [h] that is still to be added, or None).
+        """
+        if inference_context is not None or inference_params is not None:
+            raise ConfigError(
+                "an inference context reached the attention.",
+                rule="the model has no key/value cache: it recomputes the whole prefix",
+                fix="call the model without inference_context",
+            )
+        query, key, value = self.get_query_key_value_tensors(hidden_states, key_value_states)
+        query, key = self.add_positions(query, key, rotary_pos_emb, rotary_pos_cos, rotary_pos_sin)
+
+        def core(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+            return self.core_attention(
+                query,
+                key,
+                value,
+                mask,
+                attn_mask_type=self.attn_mask_type,
+                attention_bias=attention_bias,
+                packed_seq_params=packed_seq_params,
+            )
+
+        if self.recomputes_core and self.training:
+            attended = checkpoint(core, False, query, key, value, attention_mask)
+        else:
+            attended = core(query, key, value, attention_mask)
+        return self.linear_proj(attended)
+
+
+class SelfAttention(Attention):
+    """Attention of a sequence to itself through one projection to queries, keys and values."""
+
+    def build_projections(self, submodules: SelfAttentionSubmodules) -> None:
+        """Build `linear_qkv` and the norms of heads."""
+        config = self.config
+        tp_size = get_pg_size(self.pg_collection.tp)
+        groups, head = config.num_query_groups, config.kv_channels
+        assert groups and head
+        self.hidden_size_per_attention_head = head
+        self.num_query_groups_per_partition = max(1, groups // tp_size)
+        self.queries_per_group = config.num_attention_heads // groups
+        self.output_width = config.num_attention_heads * head
+        self.linear_qkv = self.linear(
+            submodules.linear_qkv,
+            config.hidden_size,
+            (config.num_attention_heads + 2 * groups) * head,
+            gather_output=False,
+            bias=config.add_bias_linear or config.add_qkv_bias,
+            skip_bias_add=False,
+            is_expert=False,
+            tp_comm_buffer_name="qkv",
+        )
+        weight = getattr(self.linear_qkv, "weight", None)
+        if weight is not None:
+            rows = (self.queries_per_group * head, head, head)
+            set_param_meta(weight, replace(get_param_meta(weight), stacked_rows=rows))
+        # Each tensor-parallel rank normalises its own heads, with or without sequence parallelism.
+        self.q_layernorm = self.norm(submodules.q_layernorm, head, sees_part=True)
+        self.k_layernorm = self.norm(submodules.k_layernorm, head, sees_part=True)
+        skips = config.no_rope_freq
+        self.uses_rotary = not (skips and skips[min(self.layer_number, len(skips)) - 1])
 
     def get_query_key_value_tensors(
         self, hidden_states: Tensor, key_value_states: Tensor | None = None
@@ -183,61 +277,14 @@ class SelfAttention(MegatronModule):
         )
         return query, key, value
 
-    def forward(
-        self,
-        hidden_states: Tensor,
-        attention_mask: Tensor | None,
-        key_value_states: Tensor | None = None,
-        inference_context: Any = None,
-        rotary_pos_emb: Tensor | tuple[Tensor, Tensor] | None = None,
-        rotary_pos_cos: Tensor | None = None,
-        rotary_pos_sin: Tensor | None = None,
-        rotary_pos_cos_sin: Tensor | None = None,
-        attention_bias: Tensor | None = None,
-        packed_seq_params: Any = None,
-        sequence_len_offset: Any = None,
-        *,
-        inference_params: Any = None,
-    ) -> tuple[Tensor, Tensor | None]:
-        """Attend.
-
-        Args:
-            hidden_states: [s, b, h] ([s/tp, b, h] under sequence parallelism).
-            attention_mask: bool, True where a key is hidden; see the core attention.
-            rotary_pos_emb: angles [s, 1, 1, r] of the positions that the rows of the sequence
-                have, or None. `rotary_pos_cos` and `_sin`, if given, are their cosine and sine,
-                computed once for all layers.
-        Returns:
-            (output of the input's shape, bias [h] that is still to be added, or None).
-        """
-        if inference_context is not None or inference_params is not None:
-            raise ConfigError(
-                "an inference context reached the attention.",
-                rule="the model has no key/value cache: it recomputes the whole prefix",
-                fix="call the model without inference_context",
-            )
-        query, key, value = self.get_query_key_value_tensors(hidden_states, key_value_states)
-        if rotary_pos_emb is not None and self.uses_rotary:
-            if rotary_pos_cos is None or rotary_pos_sin is None:
-                angles = rotary_pos_emb[0] if isinstance(rotary_pos_emb, tuple) else rotary_pos_emb
-                rotary_pos_cos, rotary_pos_sin = cos_sin(angles, query.dtype)
-            interleaved = self.config.rotary_interleaved
-            query = rotate(query, rotary_pos_cos, rotary_pos_sin, interleaved)
-            key = rotate(key, rotary_pos_cos, rotary_pos_sin, interleaved)
-
-        def core(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-            return self.core_attention(
-                query,
-                key,
-                value,
-                mask,
-                attn_mask_type=self.attn_mask_type,
-                attention_bias=attention_bias,
-                packed_seq_params=packed_seq_params,
-            )
-
-        if self.recomputes_core and self.training:
-            attended = checkpoint(core, False, query, key, value, attention_mask)
-        else:
-            attended = core(query, key, value, attention_mask)
-        return self.linear_proj(attended)
+    def add_positions(
+        self, query: Tensor, key: Tensor, angles: Any, cos: Tensor | None, sin: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Turn queries and keys, unless this layer has no positions."""
+        if angles is None or not self.uses_rotary:
+            return query, key
+        if cos is None or sin is None:
+            angles = angles[0] if isinstance(angles, tuple) else angles
+            cos, sin = cos_sin(angles, query.dtype)
+        interleaved = self.config.rotary_interleaved
+        return rotate(query, cos, sin, interleaved), rotate(key, cos, sin, interleaved)

@@ -14,27 +14,23 @@ the rotary part, e of a value head, c width of a latent.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from megatron.core.context_parallel import rows_of_rank
-from megatron.core.param_meta import get_param_meta, set_param_meta
-from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
 )
-from megatron.core.tensor_parallel.random import checkpoint
-from megatron.core.transformer.enums import AttnMaskType
-from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.attention import Attention
 from megatron.core.transformer.rotary import cos_sin, rotate
-from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.yarn import yarn_attention_factor, yarn_inverse_frequencies
-from megatron.core.utils import divide, get_pg_size
+from megatron.core.utils import get_pg_size
 
 
 @dataclass
@@ -52,60 +48,37 @@ class MLASelfAttentionSubmodules:
     kv_layernorm: ModuleSpec | type | Any = None
 
 
-class MLASelfAttention(MegatronModule):
-    """Attention of a sequence to itself through latents.
+class MLASelfAttention(Attention):
+    """Attention of a sequence to itself through latents; the rotary part has its own angles."""
 
-    Args:
-        layer_number: 1-based number of the layer in the whole model.
-    """
-
-    pg_collection: ProcessGroupCollection
-
-    def __init__(
-        self,
-        config: TransformerConfig,
-        submodules: MLASelfAttentionSubmodules,
-        layer_number: int,
-        attn_mask_type: AttnMaskType = AttnMaskType.padding,
-        cp_comm_type: str | None = None,
-        pg_collection: ProcessGroupCollection | None = None,
-        pp_layer_offset: int | None = None,
-        name: str | None = None,
-    ) -> None:
-        super().__init__(config)
-        self.layer_number, self.attn_mask_type = layer_number, attn_mask_type
-        self.pg_collection = pg_collection or ProcessGroupCollection.current()
-        tp, heads = self.pg_collection.tp, config.num_attention_heads
-        self.num_attention_heads_per_partition = divide(heads, get_pg_size(tp))
+    def build_projections(self, submodules: MLASelfAttentionSubmodules) -> None:
+        """Build the projections down to the latents and up from them."""
+        config, heads = self.config, self.config.num_attention_heads
         self.q_head_dim = config.qk_head_dim + config.qk_pos_emb_head_dim
-
-        def linear(spec: Any, rows: int, columns: int, **options: Any) -> Any:
-            init_method = options.pop("init_method", config.init_method)
-            return build_module(
-                spec, rows, columns, config=config, init_method=init_method, tp_group=tp,
-                pg_collection=self.pg_collection, **options,
-            )  # fmt: skip
-
+        self.output_width = heads * config.v_head_dim
         column = {"gather_output": False, "bias": False, "skip_bias_add": False}
         queries = heads * self.q_head_dim
+        sees_part = config.sequence_parallel
         if config.q_lora_rank is None:
-            self.linear_q_proj = linear(
+            self.linear_q_proj = self.linear(
                 submodules.linear_q_proj, config.hidden_size, queries, **column
             )
         else:
-            self.linear_q_down_proj = linear(
+            self.linear_q_down_proj = self.linear(
                 submodules.linear_q_down_proj, config.hidden_size, config.q_lora_rank
             )
-            self.q_layernorm = self._latent_norm(submodules.q_layernorm, config.q_lora_rank)
-            self.linear_q_up_proj = linear(
+            self.q_layernorm = self.norm(
+                submodules.q_layernorm, config.q_lora_rank, sees_part=sees_part
+            )
+            self.linear_q_up_proj = self.linear(
                 submodules.linear_q_up_proj, config.q_lora_rank, queries, **column
             )
         latent = config.kv_lora_rank
-        self.linear_kv_down_proj = linear(
+        self.linear_kv_down_proj = self.linear(
             submodules.linear_kv_down_proj, config.hidden_size, latent + config.qk_pos_emb_head_dim
         )
-        self.kv_layernorm = self._latent_norm(submodules.kv_layernorm, latent)
-        self.linear_kv_up_proj = linear(
+        self.kv_layernorm = self.norm(submodules.kv_layernorm, latent, sees_part=sees_part)
+        self.linear_kv_up_proj = self.linear(
             submodules.linear_kv_up_proj,
             latent,
             heads * (config.qk_head_dim + config.v_head_dim),
@@ -113,38 +86,7 @@ class MLASelfAttention(MegatronModule):
         )
         inverse, self.rotary_factor, scale = _rotary_settings(config)
         self.inverse_frequencies = inverse  # not a buffer: half precision must not round it
-        self.core_attention = build_module(
-            submodules.core_attention,
-            config=config,
-            layer_number=layer_number,
-            attn_mask_type=attn_mask_type,
-            attention_type="self",
-            cp_comm_type=cp_comm_type,
-            softmax_scale=self.q_head_dim**-0.5 * scale,
-            pg_collection=self.pg_collection,
-        )
-        self.linear_proj = linear(
-            submodules.linear_proj,
-            heads * config.v_head_dim,
-            config.hidden_size,
-            init_method=config.output_layer_init_method,
-            bias=config.add_bias_linear,
-            input_is_parallel=True,
-            skip_bias_add=True,
-        )
-        self.recomputes_core = config.recompute_granularity == "selective" and "core_attn" in (
-            config.recompute_modules or []
-        )
-
-    def _latent_norm(self, spec: Any, width: int) -> nn.Module:
-        norm = build_module(
-            spec, config=self.config, hidden_size=width, eps=self.config.layernorm_epsilon
-        )
-        if self.config.sequence_parallel:
-            for parameter in norm.parameters():
-                meta = get_param_meta(parameter)
-                set_param_meta(parameter, replace(meta, grad_sum_axes=("tp",)))
-        return norm
+        self.softmax_scale = self.q_head_dim**-0.5 * scale
 
     def get_query_key_value_tensors(
         self, hidden_states: Tensor, key_value_states: Tensor | None = None
@@ -200,42 +142,6 @@ class MLASelfAttention(MegatronModule):
             angles = torch.cat((angles, angles), dim=1)
         cos, sin = cos_sin(angles[:, None, None, :], torch.float32)
         return (cos * self.rotary_factor).to(like.dtype), (sin * self.rotary_factor).to(like.dtype)
-
-    def forward(
-        self,
-        hidden_states: Tensor,
-        attention_mask: Tensor | None,
-        key_value_states: Tensor | None = None,
-        inference_context: Any = None,
-        rotary_pos_emb: Any = None,
-        rotary_pos_cos: Tensor | None = None,
-        rotary_pos_sin: Tensor | None = None,
-        rotary_pos_cos_sin: Tensor | None = None,
-        attention_bias: Tensor | None = None,
-        packed_seq_params: Any = None,
-        sequence_len_offset: Any = None,
-        *,
-        inference_params: Any = None,
-    ) -> tuple[Tensor, Tensor | None]:
-        """Attend: arguments and results of `SelfAttention`; the rotary part has its own angles."""
-        query, key, value = self.get_query_key_value_tensors(hidden_states)
-
-        def core(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-            return self.core_attention(
-                query,
-                key,
-                value,
-                mask,
-                attn_mask_type=self.attn_mask_type,
-                attention_bias=attention_bias,
-                packed_seq_params=packed_seq_params,
-            )
-
-        if self.recomputes_core and self.training:
-            attended = checkpoint(core, False, query, key, value, attention_mask)
-        else:
-            attended = core(query, key, value, attention_mask)
-        return self.linear_proj(attended)
 
 
 def _rotary_settings(config: TransformerConfig) -> tuple[Tensor, float, float]:
