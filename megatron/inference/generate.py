@@ -1,29 +1,22 @@
-"""Continue prompts with a model in any layout of tensor, pipeline and context parallelism.
+"""Continue prompts with a model in any layout.
 
-Every new token runs the whole sequence through the forward-only schedule: there is no cache of
-keys and values. That is slow for long texts and right for looking at what a run has learned; for
-serving, export the weights.
-
-Legend: b rows, s sequence, v padded vocabulary.
+Keys and values of what was written are kept. Where the ranks of a layout share the sequence
+(sequence and context parallelism) there is no cache, and every new token runs the whole sequence
+through the model: slow for long texts, right for looking at what a run has learned.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
-import torch
-import torch.distributed as dist
-from torch import Tensor
-
-from megatron.core import device
-from megatron.core.context_parallel import get_batch_on_this_cp_rank, rows_of_rank
-from megatron.core.errors import ConfigError
-from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
-from megatron.core.utils import as_list, get_pg_size
-from megatron.inference.sampling import Sampling, choose_tokens
+from megatron.core.utils import as_list
+from megatron.inference.engine import Engine, Request, check_prompt
+from megatron.inference.forward import CachedModel, has_cache
+from megatron.inference.recompute import continue_without_cache
+from megatron.inference.sampling import Sampling
 
 
 def generate(
@@ -35,6 +28,8 @@ def generate(
     max_sequence_length: int,
     sampling: Sampling | None = None,
     eod: int | None = None,
+    max_rows: int = 32,
+    uses_cache: bool | None = None,
     pg_collection: ProcessGroupCollection | None = None,
 ) -> list[list[int]]:
     """Return each prompt with its continuation, the same on every rank.
@@ -47,125 +42,73 @@ def generate(
         max_sequence_length: longest row the model has positions for.
         sampling: how to choose; None takes the most likely token.
         eod: a row ends before this token; None never ends early.
+        max_rows: rows that the cache has room for; more prompts wait until others have ended.
+        uses_cache: None keeps keys and values wherever the layout can.
     Communication:
-        per new token the forward-only schedule, a sum of b x v/tp logits on cp, an all-gather of
-        b x v on tp, and a broadcast of b ids on pp.
+        see `CachedModel.next_tokens` and `continue_without_cache`.
     Raises:
         ConfigError: a prompt is empty or too long, or holds an id outside the vocabulary.
     """
     groups = pg_collection or ProcessGroupCollection.current()
     sampling = sampling or Sampling()
-    chunks = as_list(model)
-    longest = _check(prompts, max_new_tokens, vocab_size, max_sequence_length)
-    lengths = [len(prompt) for prompt in prompts]
-    # Interleaved schedules run whole groups of micro batches; one batch is enough otherwise.
-    num_parts = get_pg_size(groups.pp) if len(chunks) > 1 else 1
-    num_rows = -(-len(prompts) // num_parts) * num_parts
-    cp_size = get_pg_size(groups.cp)
-    pieces = get_pg_size(groups.tp) * (2 * cp_size if cp_size > 1 else 1)
-    width = -(-(longest + max_new_tokens) // pieces) * pieces
-    tokens = torch.zeros((num_rows, width), dtype=torch.long, device=device.current_device())
-    for row, prompt in enumerate(prompts):
-        tokens[row, : len(prompt)] = torch.tensor(prompt)
+    problems = [
+        check_prompt(prompt, max_new_tokens, vocab_size, max_sequence_length)
+        for prompt in prompts or [[]]
+    ]
+    for problem in problems:
+        if problem is not None:
+            raise problem
+    if uses_cache is None:
+        uses_cache = has_cache(model)
+    with evaluating(model):
+        if not uses_cache:
+            return continue_without_cache(
+                model,
+                prompts,
+                max_new_tokens=max_new_tokens,
+                vocab_size=vocab_size,
+                sampling=sampling,
+                eod=eod,
+                groups=groups,
+            )
+        cached = CachedModel(
+            model,
+            vocab_size=vocab_size,
+            max_rows=min(max_rows, len(prompts)),
+            max_length=max(map(len, prompts)) + max_new_tokens,
+            groups=groups,
+        )
+        engine = Engine(cached)
+        rows = [list(prompt) for prompt in prompts]
+        stop = frozenset(() if eod is None else (eod,))
+        row_of = {
+            engine.add(
+                Request(
+                    tokens=prompt,
+                    max_new_tokens=max_new_tokens,
+                    sampling=sampling,
+                    sequence=number,
+                    stop_tokens=stop,
+                )
+            ): rows[number]
+            for number, prompt in enumerate(prompts)
+        }
+        while not engine.is_idle:
+            for event in engine.step():
+                if event.finish_reason != "stop":
+                    row_of[event.request].append(event.token)
+        return rows
 
+
+@contextmanager
+def evaluating(model: Any) -> Iterator[None]:
+    """Switch a model to evaluation for a while."""
+    chunks = as_list(model)
     was_training = [chunk.training for chunk in chunks]
     for chunk in chunks:
         chunk.eval()
-    ended_at = [length + max_new_tokens for length in lengths]
     try:
-        for position in range(min(lengths), longest + max_new_tokens):
-            logits = _last_logits(chunks, tokens, position - 1, num_parts, vocab_size, groups)
-            chosen = torch.zeros(num_rows, dtype=torch.long, device=tokens.device)
-            if logits is not None:
-                chosen = choose_tokens(logits, position, sampling)
-            _broadcast_from_last_stage(chosen, groups)
-            for row, token in enumerate(chosen[: len(prompts)].tolist()):
-                if lengths[row] <= position < ended_at[row]:
-                    tokens[row, position] = token
-                    if token == eod:
-                        ended_at[row] = position
-            if position + 1 >= max(ended_at):
-                break
+        yield
     finally:
         for chunk, training in zip(chunks, was_training, strict=True):
             chunk.train(training)
-    return [tokens[row, : ended_at[row]].tolist() for row in range(len(prompts))]
-
-
-@torch.no_grad()
-def _last_logits(
-    chunks: Sequence[Any],
-    tokens: Tensor,
-    position: int,
-    num_parts: int,
-    vocab_size: int,
-    groups: ProcessGroupCollection,
-) -> Tensor | None:
-    """Return the logits [b, v] that follow `position`, on ranks of the last stage only."""
-    parts = tokens.chunk(num_parts)
-    held = rows_of_rank(tokens.shape[1] // get_pg_size(groups.cp), groups.cp)
-    index = held.index_of(position)
-
-    def collect(output: Tensor, non_loss_data: bool = True) -> Tensor:
-        own = output[:, index or 0].contiguous()
-        if get_pg_size(groups.cp) > 1:
-            # One context-parallel rank holds the position; the others add zeros.
-            own = own if index is not None else torch.zeros_like(own)
-            dist.all_reduce(own, group=groups.cp)
-        logits = gather_from_tensor_model_parallel_region(own, groups.tp)
-        return logits[:, :vocab_size]
-
-    def forward_step(iterator: Iterator[Tensor], chunk: Any) -> tuple[Tensor, Any]:
-        batch = get_batch_on_this_cp_rank({"tokens": next(iterator)}, groups.cp)
-        return chunk(batch["tokens"], held.positions(tokens.device)[None], None), collect
-
-    iterators = [iter(parts) for _ in chunks]
-    collected = get_forward_backward_func()(
-        forward_step_func=forward_step,
-        data_iterator=iterators if len(chunks) > 1 else iterators[0],
-        model=list(chunks) if len(chunks) > 1 else chunks[0],
-        num_microbatches=num_parts,
-        seq_length=tokens.shape[1],
-        micro_batch_size=len(parts[0]),
-        forward_only=True,
-        collect_non_loss_data=True,
-        pg_collection=groups,
-    )
-    return torch.cat(collected) if collected else None
-
-
-def _broadcast_from_last_stage(chosen: Tensor, groups: ProcessGroupCollection) -> None:
-    if get_pg_size(groups.pp) > 1:
-        source = dist.get_global_rank(groups.pp, get_pg_size(groups.pp) - 1)
-        dist.broadcast(chosen, src=source, group=groups.pp)
-
-
-def _check(
-    prompts: Sequence[Sequence[int]], max_new_tokens: int, vocab_size: int, max_length: int
-) -> int:
-    """Return the length of the longest prompt, or raise for one that cannot be continued."""
-    if not prompts or not all(prompts):
-        raise ConfigError(
-            "a prompt is empty.",
-            rule="the model continues at least one token",
-            flags=["--prompt"],
-            fix="begin with a word, or with the end-of-document token",
-        )
-    longest = max(map(len, prompts))
-    if longest + max_new_tokens > max_length:
-        raise ConfigError(
-            f"{longest} prompt tokens and {max_new_tokens} new ones are more than the model's "
-            f"{max_length} positions.",
-            rule="prompt and continuation share the context",
-            flags=["--max-new-tokens", "--max-position-embeddings"],
-            fix=f"use at most --max-new-tokens {max(max_length - longest, 0)}",
-        )
-    wrong = [token for prompt in prompts for token in prompt if not 0 <= token < vocab_size]
-    if wrong:
-        raise ConfigError(
-            f"token id {wrong[0]} is outside the vocabulary of {vocab_size}.",
-            rule="prompts use the tokenizer the model was trained with",
-            flags=["--tokenizer-type", "--tokenizer-model", "--vocab-file"],
-            fix="pass the tokenizer flags of the training run",
-        )
-    return longest

@@ -1,20 +1,21 @@
-"""Choose the next token from logits.
+"""Choose the next tokens from logits.
 
-Draws are keyed by (seed, row, position), so a continuation does not depend on the layout, on the
-rows beside it or on where in the batch generation started.
+Draws are keyed by (seed, sequence, position), so a continuation does not depend on the layout, on
+the rows beside it or on where in the batch it stands.
 
 Legend: b rows, v vocabulary.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from megatron.core.errors import ConfigError
-from megatron.core.rng import seeded_generator
+from megatron.core.rng import derive_seed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,31 +45,85 @@ class Sampling:
                 raise ConfigError(f"{found} cannot be used.", rule=rule, flags=[flag], fix=fix)
 
 
-def choose_tokens(logits: Tensor, position: int, sampling: Sampling) -> Tensor:
-    """Return the chosen ids [b] for `position` of each row.
+@dataclass(frozen=True)
+class Draw:
+    """One choice to make."""
+
+    sampling: Sampling
+    sequence: int
+    """Which of the sequences that share a seed."""
+    position: int
+    """Place of the token in its sequence."""
+
+    def uniform(self) -> float:
+        """Return this choice's number in [0, 1)."""
+        key = derive_seed(self.sampling.seed, "sample", self.sequence, self.position)
+        return (key >> 10) / 2**53
+
+
+def choose_tokens(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
+    """Return the chosen ids [b].
 
     Args:
         logits: [b, v], any float dtype; -inf where a token must not be chosen.
+        draws: one a row; each row may be chosen in its own way.
     """
-    if sampling.temperature == 0:
-        return logits.argmax(dim=-1)
-    scaled = logits.float() / sampling.temperature
-    if 0 < sampling.top_k < scaled.shape[-1]:
-        threshold = scaled.topk(sampling.top_k, dim=-1).values[:, -1:]
-        scaled = scaled.masked_fill(scaled < threshold, -torch.inf)
-    probabilities = scaled.softmax(dim=-1)
-    if sampling.top_p < 1:
+    best = logits.argmax(dim=-1)
+    sampled = [row for row, draw in enumerate(draws) if draw.sampling.temperature > 0]
+    if not sampled:
+        return best
+    rows = torch.tensor(sampled, device=logits.device)
+    best[rows] = _sample(logits[rows].float(), [draws[row] for row in sampled])
+    return best
+
+
+def _sample(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
+    """Return a drawn id for every row of fp32 logits [b, v]."""
+    settings = [draw.sampling for draw in draws]
+
+    def column(values: Sequence[float]) -> Tensor:
+        return torch.tensor(values, dtype=torch.float32, device=logits.device).unsqueeze(1)
+
+    logits = logits / column([s.temperature for s in settings])
+    v = logits.shape[-1]
+    limits = [min(s.top_k or v, v) for s in settings]
+    widest = max((limit for limit in limits if limit < v), default=0)
+    if widest:
+        values = logits.topk(widest, dim=-1).values
+        at = torch.tensor([min(k, widest) - 1 for k in limits], device=logits.device)
+        threshold = values.gather(1, at.unsqueeze(1))
+        unlimited = torch.tensor([k == v for k in limits], device=logits.device)
+        threshold.masked_fill_(unlimited.unsqueeze(1), -torch.inf)
+        logits = logits.masked_fill(logits < threshold, -torch.inf)
+    probabilities = logits.softmax(dim=-1)
+    if any(s.top_p < 1 for s in settings):
         ordered, order = probabilities.sort(dim=-1, descending=True)
         # What comes before a token must not have reached top_p yet; the first always stays.
-        ordered[ordered.cumsum(dim=-1) - ordered >= sampling.top_p] = 0
+        before = ordered.cumsum(dim=-1) - ordered
+        ordered[before >= column([s.top_p if s.top_p < 1 else 2.0 for s in settings])] = 0
         probabilities = torch.zeros_like(probabilities).scatter(-1, order, ordered)
-    return torch.stack(
-        [
-            torch.multinomial(
-                row,
-                num_samples=1,
-                generator=seeded_generator(row.device, sampling.seed, "sample", index, position),
-            )[0]
-            for index, row in enumerate(probabilities)
-        ]
+    # The inverse of the distribution at one number a row. fp64: a sum over a large vocabulary.
+    reached = probabilities.double().cumsum(dim=-1)
+    numbers = torch.tensor([draw.uniform() for draw in draws], dtype=torch.float64)
+    target = numbers.to(logits.device).unsqueeze(1) * reached[:, -1:]
+    # `right`: a token of probability 0 adds nothing to the sum, so no number falls on it.
+    return torch.searchsorted(reached, target, right=True).squeeze(1).clamp_(max=v - 1)
+
+
+def log_probabilities(logits: Tensor, chosen: Tensor, num_best: int) -> tuple[Tensor, Tensor]:
+    """Return what the model itself thinks, whatever the sampling.
+
+    Args:
+        logits: [b, v].
+        chosen: ids [b].
+        num_best: how many of the most likely tokens to list besides.
+    Returns:
+        ids [b, 1 + num_best] and their natural logarithms of probability, fp32; the chosen first.
+    """
+    logs = logits.float().log_softmax(dim=-1)
+    best = logs.topk(min(num_best, logs.shape[-1]), dim=-1)
+    chosen = chosen.unsqueeze(1)
+    return (
+        torch.cat((chosen, best.indices), dim=1),
+        torch.cat((logs.gather(1, chosen), best.values), dim=1),
     )

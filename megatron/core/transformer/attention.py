@@ -22,6 +22,8 @@ from megatron.core.param_meta import get_param_meta, set_param_meta
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.mappings import all_gather_last_dim_from_tensor_parallel_region
 from megatron.core.tensor_parallel.random import checkpoint
+from megatron.core.transformer.cached_attention import cached_attention
+from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.rotary import cos_sin, rotate
@@ -138,9 +140,16 @@ class Attention(MegatronModule):
         return norm
 
     def get_query_key_value_tensors(
-        self, hidden_states: Tensor, key_value_states: Tensor | None = None
+        self,
+        hidden_states: Tensor,
+        key_value_states: Tensor | None = None,
+        positions: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Project hidden states to this rank's heads."""
+        """Project hidden states to this rank's heads.
+
+        Args:
+            positions: [s, b] in the sequence, where they are not those of the rows as they come.
+        """
         raise NotImplementedError
 
     def add_positions(
@@ -170,20 +179,22 @@ class Attention(MegatronModule):
         Args:
             hidden_states: [s, b, h] ([s/tp, b, h] under sequence parallelism).
             attention_mask: bool, True where a key is hidden; see the core attention.
-            rotary_pos_emb: angles [s, 1, 1, r] of the positions that the rows of the sequence
+            inference_context: a cache of keys and values, or None; new ones are added to it.
+            rotary_pos_emb: angles [s, 1 or b, 1, r] of the positions that the rows of the sequence
                 have, or None. `rotary_pos_cos` and `_sin`, if given, are their cosine and sine,
                 computed once for all layers.
         Returns:
             (output of the input's shape, bias [h] that is still to be added, or None).
         """
-        if inference_context is not None or inference_params is not None:
-            raise ConfigError(
-                "an inference context reached the attention.",
-                rule="the model has no key/value cache: it recomputes the whole prefix",
-                fix="call the model without inference_context",
-            )
-        query, key, value = self.get_query_key_value_tensors(hidden_states, key_value_states)
+        context = inference_context if inference_context is not None else inference_params
+        query, key, value = self.get_query_key_value_tensors(
+            hidden_states, key_value_states, None if context is None else context.positions
+        )
         query, key = self.add_positions(query, key, rotary_pos_emb, rotary_pos_cos, rotary_pos_sin)
+        if context is not None:
+            keys, values = context.store(self.layer_number, key, value)
+            if not context.is_fresh:
+                return self.linear_proj(self._attend_to_cache(query, keys, values, context))
 
         def core(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
             return self.core_attention(
@@ -201,6 +212,26 @@ class Attention(MegatronModule):
         else:
             attended = core(query, key, value, attention_mask)
         return self.linear_proj(attended)
+
+    def _attend_to_cache(self, query: Tensor, keys: Tensor, values: Tensor, context: Any) -> Tensor:
+        """Attend to what the cache holds: [s, b, n, d] -> [s, b, n*e]."""
+        core = self.core_attention
+        if not isinstance(core, DotProductAttention):
+            raise ConfigError(
+                f"{type(core).__name__} was asked to attend to a cache.",
+                rule="the attention of the local backend knows how to read it",
+                flags=["--transformer-impl"],
+                fix="use --transformer-impl local to generate; checkpoints are the same",
+            )
+        left, _ = core.window(self.attn_mask_type)
+        return cached_attention(
+            query,
+            keys,
+            values,
+            scale=core.softmax_scale,
+            hidden=context.hidden_keys(left),
+            sink=core.softmax_offset,
+        )
 
 
 class SelfAttention(Attention):
@@ -237,7 +268,10 @@ class SelfAttention(Attention):
         self.uses_rotary = not (skips and skips[min(self.layer_number, len(skips)) - 1])
 
     def get_query_key_value_tensors(
-        self, hidden_states: Tensor, key_value_states: Tensor | None = None
+        self,
+        hidden_states: Tensor,
+        key_value_states: Tensor | None = None,
+        positions: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Project to this rank's heads, QK norm applied, before rotation.
 

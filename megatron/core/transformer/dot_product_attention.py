@@ -112,7 +112,7 @@ class DotProductAttention(MegatronModule):
             [sq, b, n*d].
         """
         mask_type = attn_mask_type or self.attn_mask_type
-        window = self._window(mask_type)
+        window = self.window(mask_type)
         dropout = self.attention_dropout if self.training else 0.0
         is_split = get_pg_size(self.context_groups.cp) > 1
         # The other kernels for the CPU know one width of heads; multi-latent attention has two.
@@ -190,7 +190,8 @@ class DotProductAttention(MegatronModule):
                 sink.copy_(shard_of(full, meta, get_pg_rank(tp), size))
         return sink
 
-    def _window(self, mask_type: AttnMaskType) -> tuple[int, int]:
+    def window(self, mask_type: AttnMaskType) -> tuple[int, int]:
+        """Return how many keys to its left and right a query may see; -1 is unlimited."""
         left, right = self.config.window_size or (-1, -1)
         return left, (0 if mask_type in CAUSAL_TYPES else right)
 
@@ -200,7 +201,7 @@ class DotProductAttention(MegatronModule):
         """Return [sq, sk], True where type and window hide a key; None if nowhere."""
         first = num_keys - num_queries if mask_type == AttnMaskType.causal_bottom_right else 0
         end = first + num_queries
-        return hidden_keys(first, end, 0, num_keys, self._window(mask_type), device)
+        return hidden_keys(first, end, 0, num_keys, self.window(mask_type), device)
 
     def _keep_mask(self, query: Tensor, key: Tensor, dropout: float) -> Tensor:
         """Return [b, n, sq, sk]: 0 where a probability is dropped, 1/(1-p) elsewhere."""
@@ -227,7 +228,7 @@ class DotProductAttention(MegatronModule):
         """Attend through torch's kernel, which takes any strides: [s, b, n, d] is not copied."""
         sq, b, n, d = query.shape
         sk, g = key.shape[0], key.shape[2]
-        is_causal = self._window(mask_type) == (-1, 0) and sq == sk and attention_mask is None
+        is_causal = self.window(mask_type) == (-1, 0) and sq == sk and attention_mask is None
         is_causal = is_causal and attention_bias is None
         mask = None
         if not is_causal:

@@ -89,12 +89,16 @@ class MLASelfAttention(Attention):
         self.softmax_scale = self.q_head_dim**-0.5 * scale
 
     def get_query_key_value_tensors(
-        self, hidden_states: Tensor, key_value_states: Tensor | None = None
+        self,
+        hidden_states: Tensor,
+        key_value_states: Tensor | None = None,
+        positions: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Project to this rank's heads and rotate.
 
         Args:
             hidden_states: [s/cp, b, h] ([s/cp/tp, b, h] under sequence parallelism).
+            positions: [s, b] in the sequence; None are those of this rank's rows.
         Returns:
             query and key [s/cp, b, n/tp, d+p], value [s/cp, b, n/tp, e].
         """
@@ -113,7 +117,9 @@ class MLASelfAttention(Attention):
         s, b = query.shape[:2]
         query = query.view(s, b, heads, d + p)
         key, value = keys_and_values.view(s, b, heads, d + e).split([d, e], -1)
-        cos, sin = self._angles(s, query)
+        if positions is None:
+            positions = rows_of_rank(s, self.pg_collection.cp).positions(query.device)[:, None]
+        cos, sin = self._angles(positions, query)
         interleaved = config.rotary_interleaved
         turned = rotate(query[..., d:], cos, sin, interleaved)
         shared_key = rotate(shared_key.unsqueeze(2), cos, sin, interleaved)
@@ -130,17 +136,16 @@ class MLASelfAttention(Attention):
             return gather_from_sequence_parallel_region(shared_key, group=tp)
         return copy_to_tensor_model_parallel_region(shared_key, group=tp)
 
-    def _angles(self, num_rows: int, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Return cosine and sine [s/cp, 1, 1, p] of the positions that the rows have."""
-        positions = rows_of_rank(num_rows, self.pg_collection.cp).positions(like.device).float()
+    def _angles(self, positions: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Return cosine and sine [s, b, 1, p] of positions [s, b]."""
         if self.inverse_frequencies.device != like.device:
             self.inverse_frequencies = self.inverse_frequencies.to(like.device)
-        angles = torch.outer(positions, self.inverse_frequencies)
+        angles = positions.float()[:, :, None, None] * self.inverse_frequencies
         if self.config.rotary_interleaved:
-            angles = angles.repeat_interleave(2, dim=1)
+            angles = angles.repeat_interleave(2, dim=-1)
         else:
-            angles = torch.cat((angles, angles), dim=1)
-        cos, sin = cos_sin(angles[:, None, None, :], torch.float32)
+            angles = torch.cat((angles, angles), dim=-1)
+        cos, sin = cos_sin(angles, torch.float32)
         return (cos * self.rotary_factor).to(like.dtype), (sin * self.rotary_factor).to(like.dtype)
 
 

@@ -18,13 +18,14 @@ CONTEXT = 32
 PROMPTS = [[5, 17, 3], [11], [80, 2, 2, 9, 41]]
 
 
-def tiny_gpt(groups, num_chunks=1, sequence_parallel=False):
+def tiny_gpt(groups, num_chunks=1, sequence_parallel=False, num_query_groups=None):
     pp, tp = get_pg_size(groups.pp), get_pg_size(groups.tp)
     rng_state().set_seed(42)
     config = TransformerConfig(
         num_layers=4,
         hidden_size=32,
         num_attention_heads=4,
+        num_query_groups=num_query_groups,
         tensor_model_parallel_size=tp,
         pipeline_model_parallel_size=pp,
         virtual_pipeline_model_parallel_size=num_chunks if num_chunks > 1 else None,
@@ -112,3 +113,40 @@ def test_a_row_ends_before_the_end_of_document_token():
 )
 def test_prompts_that_cannot_be_continued_are_refused(prompts, max_new_tokens, message):
     assert message in run_distributed(raised_by, 1, prompts, max_new_tokens)[0]
+
+
+def tokens_and_tokens_without_a_cache(groups, layout):
+    model = tiny_gpt(groups, layout.get("chunks", 1), num_query_groups=layout.get("groups"))
+    options = {"max_new_tokens": 8, "vocab_size": VOCABULARY, "max_sequence_length": CONTEXT}
+    return [
+        generate(model, PROMPTS, **options, pg_collection=groups, **way)
+        for way in ({"uses_cache": False}, {"max_rows": 2}, {"max_rows": 1})
+    ]
+
+
+@pytest.mark.parametrize(
+    ("size", "layout", "settings"),
+    [
+        (1, {}, {}),
+        (4, {"tp": 4}, {"groups": 2}),  # ranks that share a group of keys
+        (2, {"pp": 2, "vp": 2}, {"chunks": 2}),
+    ],
+)
+def test_neither_the_cache_nor_the_batch_changes_the_text(size, layout, settings):
+    for ways in run_distributed(tokens_and_tokens_without_a_cache, size, settings, **layout):
+        assert ways[0] == ways[1] == ways[2]
+
+
+def refusal_of_a_cache(groups):
+    with pytest.raises(ConfigError) as caught:
+        generate(
+            tiny_gpt(groups, sequence_parallel=True), PROMPTS, max_new_tokens=2,
+            vocab_size=VOCABULARY, max_sequence_length=CONTEXT, uses_cache=True,
+            pg_collection=groups,
+        )  # fmt: skip
+    return str(caught.value)
+
+
+def test_ranks_that_share_the_sequence_have_no_cache():
+    for message in run_distributed(refusal_of_a_cache, 2, tp=2):
+        assert "build the model without them to generate" in message

@@ -4,11 +4,16 @@ import pytest
 import torch
 
 from megatron.core.errors import ConfigError
-from megatron.inference.sampling import Sampling, choose_tokens
+from megatron.inference.sampling import Draw, Sampling
+from megatron.inference.sampling import choose_tokens as choose_from_draws
 
 
 def logits(rows=5, vocabulary=50):
     return torch.randn(rows, vocabulary, generator=torch.Generator().manual_seed(1))
+
+
+def choose_tokens(x, position, sampling):
+    return choose_from_draws(x, [Draw(sampling, row, position) for row in range(len(x))])
 
 
 def test_temperature_zero_takes_the_most_likely():
@@ -47,6 +52,19 @@ def test_a_row_does_not_depend_on_the_rows_after_it():
     x, sampling = logits(), Sampling(temperature=1.0, seed=9)
     assert choose_tokens(x[:2], 7, sampling).equal(choose_tokens(x, 7, sampling)[:2])
     assert not choose_tokens(x, 8, sampling).equal(choose_tokens(x, 7, sampling))
+
+
+def test_rows_may_be_chosen_in_ways_of_their_own():
+    x = logits(rows=4)
+    ways = [
+        Sampling(),
+        Sampling(temperature=1.0, seed=3),
+        Sampling(temperature=2.0, top_k=4),
+        Sampling(temperature=1.0, top_p=0.5),
+    ]
+    draws = [Draw(way, row, 11) for row, way in enumerate(ways)]
+    alone = [choose_from_draws(x[row : row + 1], [draw]) for row, draw in enumerate(draws)]
+    assert choose_from_draws(x, draws).equal(torch.cat(alone))
 
 
 def test_forbidden_tokens_are_never_chosen():

@@ -193,6 +193,8 @@ class GPTModel(LanguageModule):
             attention_mask: bool, True where a key is hidden, or None for a causal model.
             decoder_input: [s/cp, b, h] instead of embedded ids.
             packed_seq_params: documents of the whole sequence, the same on all ranks of `cp`.
+            inference_context: a `StaticInferenceContext`: the tokens continue what it holds. All of
+                them are at places of their own: pass `position_ids` that say so.
             labels: [b, s/cp]; with them the last stage returns the loss.
             loss_mask: [b, s/cp], the weights with which the caller will sum the losses. It changes
                 no number here; the fused loss saves work by knowing it.
@@ -200,10 +202,15 @@ class GPTModel(LanguageModule):
             the stage's hidden states [s/cp, b, h]; on the last stage the loss of every token
             [b, s/cp] in fp32, or logits [b, s/cp, v/tp] without labels.
         """
+        context = inference_context if inference_context is not None else inference_params
+        if context is not None:
+            self._check_cache()
         if decoder_input is None and self.pre_process:
             decoder_input = self.embedding(input_ids=input_ids, position_ids=position_ids)
         angles = None
-        if packed_seq_params is not None or self.has_rotary:
+        if context is not None:
+            angles = self._enter(context, decoder_input)
+        elif packed_seq_params is not None or self.has_rotary:
             length = RotaryEmbedding.get_rotary_seq_len(
                 inference_context, self.decoder, decoder_input, self.config, packed_seq_params
             )
@@ -215,12 +222,14 @@ class GPTModel(LanguageModule):
             hidden_states=decoder_input,
             attention_mask=attention_mask,
             rotary_pos_emb=angles,
-            inference_context=inference_context or inference_params,
+            inference_context=context,
             packed_seq_params=packed_seq_params,
             **(extra_block_kwargs or {}),
         )
         if not self.post_process:
             return hidden_states
+        if context is not None:
+            hidden_states = context.last_tokens(hidden_states)
         weight = self.output_layer.weight  # None where the embedding on this stage is the head
         if weight is None:
             weight = self.shared_embedding_or_output_weight()
@@ -259,6 +268,26 @@ class GPTModel(LanguageModule):
         # The loss wants logits split over the vocabulary, whatever the caller gets otherwise.
         logits, _ = self.output_layer(hidden_states, weight=weight, runtime_gather_output=False)
         return self.compute_language_model_loss(labels, logits, overwrite_logits=True)
+
+    def _check_cache(self) -> None:
+        """Raise if this model cannot keep keys and values."""
+        if self.config.sequence_parallel or self.config.context_parallel_size > 1:
+            raise ConfigError(
+                "a cache of keys and values reached a model whose ranks share the sequence.",
+                rule="a pass over one new token has no sequence to share",
+                flags=["--sequence-parallel", "--context-parallel-size"],
+                fix="build the model without them to generate; the weights are the same",
+            )
+
+    def _enter(self, context: Any, decoder_input: Tensor | None) -> Tensor | None:
+        """Prepare a pass with a cache; return the angles [s, b, 1, r] of its tokens, or None."""
+        states = self.decoder.input_tensor if decoder_input is None else decoder_input
+        assert states is not None, "no input: call set_input_tensor first"
+        context.enter(states.shape[0], states.shape[1], states.device)
+        if not self.has_rotary:
+            return None
+        table = self.rotary_pos_emb(context.max_sequence_length)
+        return table.squeeze(1)[context.positions]
 
     def _with_documents(
         self, packed: PackedSeqParams, decoder_input: Tensor | None, length: int

@@ -1,0 +1,1 @@
+"""What a model keeps between tokens while it writes."""

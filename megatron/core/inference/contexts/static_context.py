@@ -1,0 +1,184 @@
+"""A cache of keys and values of fixed size: one row a sequence, one place a token.
+
+The rows of a forward pass are neighbouring rows of the cache. Each may be at a place of its own
+in its sequence: shorter rows of a batch are padded behind, and what padding leaves in the cache
+is hidden until a real token takes its place.
+
+Legend: s new tokens, b rows of this pass, S places, g key/value groups of this rank, d head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from megatron.core.errors import ConfigError
+
+
+class StaticInferenceContext:
+    """Keys and values of up to `max_batch_size` sequences, for the layers of this rank.
+
+    Megatron's loop works with it: pass it as `inference_context`, then add the number of new
+    tokens to `sequence_len_offset`. Rows at different places are announced by `set_rows`.
+
+    A layer's memory, two tensors [rows, g, S, d], is taken when the layer first stores.
+
+    Args:
+        max_batch_size: rows.
+        max_sequence_length: places, for prompt and continuation together.
+    """
+
+    def __init__(self, max_batch_size: int, max_sequence_length: int) -> None:
+        self.max_batch_size = max_batch_size
+        self.max_sequence_length = max_sequence_length
+        self.key_value_memory_dict: dict[int, tuple[Tensor, Tensor]] = {}
+        self.materialize_only_last_token_logits = False
+        """Give logits [b, 1, v/tp] of the last real token of each row instead of all."""
+        self.batch_size_offset = 0
+        self.positions = torch.empty(0, 0, dtype=torch.long)
+        """[s, b]: the place of each token of this pass in its sequence."""
+        self.is_fresh = True
+        """Whether the rows hold nothing yet, so that attention among the new tokens is all."""
+        self._offset = 0
+        self._offsets: tuple[int, ...] | None = None
+        self._lengths: tuple[int, ...] | None = None
+        self._entered: tuple[int, int] | None = None
+        self._num_keys = 0
+        self._slots: dict[int, Tensor] = {}
+        self._masks: dict[int, Tensor | None] = {}
+
+    @property
+    def sequence_len_offset(self) -> int:
+        """Tokens that every row holds already; setting it forgets `set_rows`."""
+        return self._offset
+
+    @sequence_len_offset.setter
+    def sequence_len_offset(self, offset: int) -> None:
+        self._offset, self._offsets, self._lengths, self._entered = offset, None, None, None
+
+    def reset(self) -> None:
+        """Begin with empty rows; the memory is kept."""
+        self.batch_size_offset = 0
+        self.sequence_len_offset = 0
+
+    def set_rows(self, first: int, offsets: Sequence[int], lengths: Sequence[int]) -> None:
+        """Say what the next pass holds.
+
+        Args:
+            first: row of the cache of the first row of the batch.
+            offsets: per row, the tokens it holds already.
+            lengths: per row, the new tokens that are real.
+        """
+        self.batch_size_offset = first
+        self._offsets, self._lengths, self._entered = tuple(offsets), tuple(lengths), None
+
+    def enter(self, num_tokens: int, num_rows: int, device: torch.device) -> None:
+        """Prepare a pass over [s, b]; every chunk of a model calls it, the first one counts.
+
+        Raises:
+            ConfigError: more rows or places than there are.
+        """
+        if self._entered == (num_tokens, num_rows):
+            return
+        offsets = self._offsets or (self._offset,) * num_rows
+        assert len(offsets) == num_rows, (len(offsets), num_rows)
+        self._num_keys = max(offsets) + num_tokens
+        rows = self.batch_size_offset + num_rows
+        if self._num_keys > self.max_sequence_length or rows > self.max_batch_size:
+            raise ConfigError(
+                f"{rows} rows of {self._num_keys} tokens for a cache of {self.max_batch_size} rows"
+                f" of {self.max_sequence_length}.",
+                rule="the cache has a place for every token of prompt and continuation",
+                flags=["--max-batch-size", "--max-new-tokens"],
+                fix="make it larger, or ask for less",
+            )
+        steps = torch.arange(num_tokens, device=device).unsqueeze(1)
+        self.positions = steps + torch.tensor(offsets, device=device)
+        self.is_fresh = not any(offsets)
+        self._uniform = len(set(offsets)) == 1
+        self._slots, self._masks = {}, {}
+        self._entered = (num_tokens, num_rows)
+
+    def store(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Keep what a layer made of this pass.
+
+        Args:
+            layer: 1-based number of the layer in the whole model.
+            key: [s, b, g, d].
+            value: [s, b, g, e].
+        Returns:
+            keys [b, g, k, d] and values [b, g, k, e] of all places up to the last of this pass;
+            views of the cache.
+        """
+        s, b, g, _ = key.shape
+        if layer not in self.key_value_memory_dict:
+            shape = (self.max_batch_size, g, self.max_sequence_length)
+            self.key_value_memory_dict[layer] = (
+                # Zeros: a hidden place takes part with weight 0, and 0 * NaN is NaN.
+                torch.zeros(*shape, key.shape[-1], dtype=key.dtype, device=key.device),
+                torch.zeros(*shape, value.shape[-1], dtype=value.dtype, device=value.device),
+            )
+        first = self.batch_size_offset
+        seen = []
+        for memory, new in zip(self.key_value_memory_dict[layer], (key, value), strict=True):
+            rows = memory[first : first + b]
+            if self._uniform:
+                rows[:, :, self._num_keys - s : self._num_keys] = new.permute(1, 2, 0, 3)
+            else:
+                flat = memory.view(-1, memory.shape[-1])
+                source = new.permute(1, 2, 0, 3).reshape(-1, memory.shape[-1])
+                flat.index_copy_(0, self._slots_of(g), source)
+            seen.append(rows[:, :, : self._num_keys])
+        return seen[0], seen[1]
+
+    def _slots_of(self, groups: int) -> Tensor:
+        """Return [b*g*s]: places of the new tokens in a memory flattened to [rows*g*S, d]."""
+        if groups not in self._slots:
+            device = self.positions.device
+            s, b = self.positions.shape
+            first = self.batch_size_offset
+            rows = torch.arange(first, first + b, device=device).view(b, 1, 1) * groups
+            heads = (rows + torch.arange(groups, device=device).view(1, groups, 1)) * (
+                self.max_sequence_length
+            )
+            self._slots[groups] = (heads + self.positions.t().unsqueeze(1)).reshape(-1)
+        return self._slots[groups]
+
+    def hidden_keys(self, left: int) -> Tensor | None:
+        """Return [b, 1, s, 1, k], True where a key lies ahead of its query or too far behind.
+
+        Args:
+            left: keys to the left of a query that it may see; -1 is unlimited.
+        Returns:
+            the mask, the same object for all layers that ask; None if nothing is hidden.
+        """
+        if left not in self._masks:
+            s, _ = self.positions.shape
+            sees_all = s == 1 and self._uniform and (left < 0 or left >= self._num_keys - 1)
+            mask = None
+            if not sees_all:
+                keys = torch.arange(self._num_keys, device=self.positions.device)
+                query = self.positions.t()[:, None, :, None, None]
+                mask = keys > query
+                if left >= 0:
+                    mask |= keys < query - left
+            self._masks[left] = mask
+        return self._masks[left]
+
+    def last_tokens(self, hidden_states: Tensor) -> Tensor:
+        """Cut [s, b, h] to the last real token of each row, [1, b, h], if only that is wanted."""
+        if not self.materialize_only_last_token_logits or hidden_states.shape[0] == 1:
+            return hidden_states
+        if self._lengths is None:
+            return hidden_states[-1:]
+        rows = torch.arange(hidden_states.shape[1], device=hidden_states.device)
+        last = torch.tensor(self._lengths, device=hidden_states.device) - 1
+        return hidden_states[last, rows].unsqueeze(0)
+
+    def move_row(self, source: int, target: int, length: int) -> None:
+        """Copy the first `length` places of a row over another row, in all layers."""
+        for memories in self.key_value_memory_dict.values():
+            for memory in memories:
+                memory[target, :, :length] = memory[source, :, :length]

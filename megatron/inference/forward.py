@@ -1,0 +1,138 @@
+"""One pass of a model with a cache, through the stages of a pipeline.
+
+Legend: b rows, s new tokens, h hidden, v real vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron.core import device
+from megatron.core.inference.contexts import StaticInferenceContext
+from megatron.core.pipeline_parallel.p2p_communication import Message, P2PCommunicator
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
+from megatron.core.utils import as_list, get_model_config, get_pg_rank, get_pg_size, unwrap_model
+from megatron.inference.sampling import Draw, choose_tokens, log_probabilities
+
+
+def has_cache(model: Any) -> bool:
+    """Whether a model can keep keys and values: its ranks must not share the sequence."""
+    config = get_model_config(as_list(model)[0])
+    return not config.sequence_parallel and config.context_parallel_size == 1
+
+
+class CachedModel:
+    """A model, its cache, and the way through its stages. All ranks call alike.
+
+    Args:
+        model: this rank's model chunk, or its list of chunks.
+        vocab_size: number of real tokens; logits of padding beyond it are ignored.
+        max_rows, max_length: size of the cache.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        vocab_size: int,
+        max_rows: int,
+        max_length: int,
+        groups: ProcessGroupCollection,
+    ) -> None:
+        self.groups = groups
+        self.vocab_size = vocab_size
+        self.chunks = [unwrap_model(chunk) for chunk in as_list(model)]
+        self.config = get_model_config(self.chunks[0])
+        self.context = StaticInferenceContext(max_rows, max_length)
+        self.context.materialize_only_last_token_logits = True
+        self._stage, self._num_stages = get_pg_rank(groups.pp), get_pg_size(groups.pp)
+        self._channel = P2PCommunicator(groups.pp, self.config) if self._num_stages > 1 else None
+
+    @torch.no_grad()
+    def next_tokens(
+        self,
+        rows: Sequence[Sequence[int]],
+        draws: Sequence[Draw],
+        *,
+        first_row: int,
+        offsets: Sequence[int],
+        num_best: int | None = None,
+    ) -> tuple[list[int], list[list[tuple[int, float]]] | None]:
+        """Let the rows continue what the cache holds, and choose the token behind each.
+
+        Args:
+            rows: new tokens, at least one a row.
+            draws: how to choose.
+            first_row: row of the cache of the first row; the others follow.
+            offsets: tokens that each row of the cache holds already.
+            num_best: with log-probabilities of the chosen and of so many of the best tokens.
+        Returns:
+            ids, and lists of (id, log-probability), the chosen one first, or None; the same on
+            every rank.
+        Communication:
+            hidden states [s, b, h] from stage to stage on pp; on the last an all-gather of
+            [b, v] on tp; a broadcast of what was chosen on pp.
+        """
+        lengths = [len(row) for row in rows]
+        width = max(lengths)
+        where = device.current_device()
+        padded = [[*row, *[0] * (width - len(row))] for row in rows]
+        tokens = torch.tensor(padded, device=where)
+        places = torch.tensor(offsets, device=where).unsqueeze(1)
+        places = places if width == 1 else places + torch.arange(width, device=where)
+        self.context.set_rows(first_row, offsets, lengths)
+        logits = self._run(tokens, places)
+        shape = (len(rows), 1 if num_best is None else 1 + num_best)
+        ids = torch.zeros(shape, dtype=torch.long, device=where)
+        logs = torch.zeros(shape, dtype=torch.float32, device=where)
+        if logits is not None:
+            chosen = choose_tokens(logits, draws)
+            if num_best is None:
+                ids = chosen.unsqueeze(1)
+            else:
+                ids, logs = log_probabilities(logits, chosen, num_best)
+        self._broadcast(ids)
+        if num_best is None:
+            return ids[:, 0].tolist(), None
+        self._broadcast(logs)
+        listed = [
+            list(zip(*pair, strict=True)) for pair in zip(ids.tolist(), logs.tolist(), strict=True)
+        ]
+        return ids[:, 0].tolist(), listed
+
+    def _run(self, tokens: Tensor, places: Tensor) -> Tensor | None:
+        """Return the logits [b, v] behind each row on the ranks of the last stage."""
+        last = len(self.chunks) - 1
+        shape = (tokens.shape[1], tokens.shape[0], self.config.hidden_size)
+        for number, chunk in enumerate(self.chunks):
+            boundary = number * self._num_stages + self._stage
+            if boundary:
+                chunk.set_input_tensor(self._receive(shape, boundary))
+            output = chunk(tokens, places, None, inference_context=self.context)
+            if number == last and self._stage == self._num_stages - 1:
+                logits = gather_from_tensor_model_parallel_region(output[:, 0], self.groups.tp)
+                return logits[:, : self.vocab_size]
+            self._send(output, boundary + 1)
+        return None
+
+    def _receive(self, shape: tuple[int, ...], boundary: int) -> Tensor:
+        assert self._channel is not None
+        source = (self._stage - 1) % self._num_stages
+        message = Message(False, 0, boundary)
+        return self._channel.receive([shape], source, message, requires_grad=False).wait()[0]
+
+    def _send(self, hidden_states: Tensor, boundary: int) -> None:
+        assert self._channel is not None
+        target = (self._stage + 1) % self._num_stages
+        self._channel.send([hidden_states], target, Message(False, 0, boundary)).wait()
+
+    def _broadcast(self, chosen: Tensor) -> None:
+        if self._num_stages > 1:
+            source = dist.get_global_rank(self.groups.pp, self._num_stages - 1)
+            dist.broadcast(chosen, src=source, group=self.groups.pp)

@@ -1,0 +1,119 @@
+"""Continue prompts without a cache: every new token runs the whole sequence through the model.
+
+For models whose ranks share the sequence (sequence and context parallelism), and as the measure of
+the cache: both give the same tokens.
+
+Legend: b rows, s sequence, v padded vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron.core import device
+from megatron.core.context_parallel import get_batch_on_this_cp_rank, rows_of_rank
+from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
+from megatron.core.utils import as_list, get_pg_size
+from megatron.inference.sampling import Draw, Sampling, choose_tokens
+
+
+def continue_without_cache(
+    model: Any,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    vocab_size: int,
+    sampling: Sampling,
+    eod: int | None,
+    groups: ProcessGroupCollection,
+) -> list[list[int]]:
+    """Return each prompt with its continuation; arguments as in `generate`.
+
+    Communication:
+        per new token the forward-only schedule, a sum of b x v/tp logits on cp, an all-gather of
+        b x v on tp, and a broadcast of b ids on pp.
+    """
+    chunks = as_list(model)
+    lengths = [len(prompt) for prompt in prompts]
+    longest = max(lengths)
+    # Interleaved schedules run whole groups of micro batches; one batch is enough otherwise.
+    num_parts = get_pg_size(groups.pp) if len(chunks) > 1 else 1
+    num_rows = -(-len(prompts) // num_parts) * num_parts
+    cp_size = get_pg_size(groups.cp)
+    pieces = get_pg_size(groups.tp) * (2 * cp_size if cp_size > 1 else 1)
+    width = -(-(longest + max_new_tokens) // pieces) * pieces
+    tokens = torch.zeros((num_rows, width), dtype=torch.long, device=device.current_device())
+    for row, prompt in enumerate(prompts):
+        tokens[row, : len(prompt)] = torch.tensor(prompt)
+
+    ended_at = [length + max_new_tokens for length in lengths]
+    for position in range(min(lengths), longest + max_new_tokens):
+        logits = _last_logits(chunks, tokens, position - 1, num_parts, vocab_size, groups)
+        chosen = torch.zeros(num_rows, dtype=torch.long, device=tokens.device)
+        if logits is not None:
+            draws = [Draw(sampling, row, position) for row in range(num_rows)]
+            chosen = choose_tokens(logits, draws)
+        _broadcast_from_last_stage(chosen, groups)
+        for row, token in enumerate(chosen[: len(prompts)].tolist()):
+            if lengths[row] <= position < ended_at[row]:
+                tokens[row, position] = token
+                if token == eod:
+                    ended_at[row] = position
+        if position + 1 >= max(ended_at):
+            break
+    return [tokens[row, : ended_at[row]].tolist() for row in range(len(prompts))]
+
+
+@torch.no_grad()
+def _last_logits(
+    chunks: Sequence[Any],
+    tokens: Tensor,
+    position: int,
+    num_parts: int,
+    vocab_size: int,
+    groups: ProcessGroupCollection,
+) -> Tensor | None:
+    """Return the logits [b, v] that follow `position`, on ranks of the last stage only."""
+    parts = tokens.chunk(num_parts)
+    held = rows_of_rank(tokens.shape[1] // get_pg_size(groups.cp), groups.cp)
+    index = held.index_of(position)
+
+    def collect(output: Tensor, non_loss_data: bool = True) -> Tensor:
+        own = output[:, index or 0].contiguous()
+        if get_pg_size(groups.cp) > 1:
+            # One context-parallel rank holds the position; the others add zeros.
+            own = own if index is not None else torch.zeros_like(own)
+            dist.all_reduce(own, group=groups.cp)
+        logits = gather_from_tensor_model_parallel_region(own, groups.tp)
+        return logits[:, :vocab_size]
+
+    def forward_step(iterator: Iterator[Tensor], chunk: Any) -> tuple[Tensor, Any]:
+        batch = get_batch_on_this_cp_rank({"tokens": next(iterator)}, groups.cp)
+        return chunk(batch["tokens"], held.positions(tokens.device)[None], None), collect
+
+    iterators = [iter(parts) for _ in chunks]
+    collected = get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=iterators if len(chunks) > 1 else iterators[0],
+        model=list(chunks) if len(chunks) > 1 else chunks[0],
+        num_microbatches=num_parts,
+        seq_length=tokens.shape[1],
+        micro_batch_size=len(parts[0]),
+        forward_only=True,
+        collect_non_loss_data=True,
+        pg_collection=groups,
+    )
+    return torch.cat(collected) if collected else None
+
+
+def _broadcast_from_last_stage(chosen: Tensor, groups: ProcessGroupCollection) -> None:
+    if get_pg_size(groups.pp) > 1:
+        source = dist.get_global_rank(groups.pp, get_pg_size(groups.pp) - 1)
+        dist.broadcast(chosen, src=source, group=groups.pp)
