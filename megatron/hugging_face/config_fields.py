@@ -75,7 +75,7 @@ class ConfigFields:
             value = self._fields[name]
             if value is not None and value is not False:
                 self._refuse(name, value, "every field of a config acts, or is refused")
-        raise_together(self._problems, summary=f"in {self.source}")
+        raise_together(self._problems, summary=self.source)
 
     def _refuse(self, name: str, value: Any, rule: str) -> None:
         self._problems.append(
@@ -88,14 +88,40 @@ class ConfigFields:
         )
 
 
-def rope_settings(config: ConfigFields, *, default_base: float = 10000.0) -> dict[str, Any]:
-    """Return the rotary settings, from `rope_theta` and `rope_scaling` or `rope_parameters`."""
+def rope_settings(
+    config: ConfigFields,
+    *,
+    default_base: float = 10000.0,
+    base_name: str = "rope_theta",
+    percent_name: str = "partial_rotary_factor",
+    default_percent: float = 1.0,
+) -> dict[str, Any]:
+    """Return the rotary settings, from older fields of the config or from `rope_parameters`.
+
+    Args:
+        base_name, percent_name: what older configs of the family call base and rotated share;
+            the scaling is `rope_scaling` there.
+        default_base, default_percent: what absence means.
+    """
     both = dict(config.take("rope_parameters", {}))
     both.update(config.take("rope_scaling", None) or {})
-    base = config.take("rope_theta", None)
-    base = both.pop("rope_theta", default_base) if base is None else base
-    both.pop("rope_theta", None)
-    scaling = ConfigFields(both, f"rope_scaling in {config.source}")
+    for name, older, default in (
+        ("rope_theta", base_name, default_base),
+        ("partial_rotary_factor", percent_name, default_percent),
+    ):
+        value = config.take(older, None)
+        both[name] = both.get(name, default) if value is None else value
+    return rope_parameters(both, f"rope_scaling in {config.source}")
+
+
+def rope_parameters(fields: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """Return the rotary settings of one `rope_parameters`.
+
+    Raises:
+        ConfigError: they ask for a scaling that does not exist here.
+    """
+    scaling = ConfigFields(fields, source)
+    base = scaling.take("rope_theta")
     kind = scaling.take("rope_type", None) or scaling.take("type", "default")
     scaling.take("type", None)
     settings: dict[str, Any] = {

@@ -34,6 +34,8 @@ def activation_of(settings: Mapping[str, Any]) -> tuple[Callable[..., Any], bool
         return F.silu, True
     if settings.get("quick_geglu"):
         return quick_gelu, True
+    if settings.get("geglu"):
+        return fast_gelu, True
     if settings.get("squared_relu"):
         return squared_relu, False
     if settings.get("openai_gelu"):

@@ -108,6 +108,7 @@ def attend_over_sequence(
     dropout: float = 0.0,
     first_head: int = 0,
     sink: Tensor | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """Attend to the whole sequence, of which this rank holds its zigzag part.
 
@@ -120,6 +121,7 @@ def attend_over_sequence(
         dropout: of the probabilities, drawn independently of the layout.
         first_head: index in the whole model of this tensor-parallel rank's first query head.
         sink: [n], scores of a key without value, or None.
+        softcap: bound c of the scaled scores, c * tanh(score / c), or None.
     Returns:
         [s/cp, b, n*e], contiguous.
     Communication:
@@ -152,6 +154,7 @@ def attend_over_sequence(
         heads_per_group=query.shape[2] // key.shape[2],
         dropout=keep_mask,
         first_head=first_head,
+        softcap=softcap,
     )
     out = _attend_rows(query, key, value, sink, rule, plan)
     if ranks > 1:

@@ -36,6 +36,7 @@ class AttentionRule:
         sees: which keys a query sees.
         scale: factor on the scores.
         batch, groups, heads_per_group: b, g and r of the tensors.
+        softcap: bound c of the scaled scores, which become c * tanh(score / c), or None.
         dropout: keep mask of the probabilities, or None; first_head: the first local query head's
             index in the whole model, by which the mask is keyed.
     """
@@ -47,6 +48,7 @@ class AttentionRule:
     heads_per_group: int
     dropout: AttentionKeepMask | None = None
     first_head: int = 0
+    softcap: float | None = None
 
     def block_rows(self, num_keys: int) -> int:
         """Return how many query positions to take at a time."""
@@ -166,6 +168,10 @@ def attend_backward(
         here = slice(tile.query.start * r, tile.query.stop * r)
         block, seen = queries[:, here], keys[:, tile.key]
         p = _scores(block, seen, tile, positions, rule)
+        slope = None
+        if rule.softcap is not None:
+            # tanh' = 1 - tanh^2; hidden scores are minus infinity, and pass no gradient anyway.
+            slope = p.div(rule.softcap).square_().neg_().add_(1).clamp_min_(0)
         p = p.sub_(lse[:, here].unsqueeze(-1)).exp_()
         block_grad = grad_out[:, here]
         grad_p = torch.bmm(block_grad, values[:, tile.key].transpose(1, 2)).float()
@@ -176,7 +182,8 @@ def attend_backward(
             grad_p.mul_(factors)
         half = keys.dtype
         _add_product(grad_values[:, tile.key], dropped.to(half).transpose(1, 2), block_grad)
-        grad_scores = grad_p.sub_(delta[:, here].unsqueeze(-1)).mul_(p).mul_(rule.scale).to(half)
+        grad_scores = grad_p.sub_(delta[:, here].unsqueeze(-1)).mul_(p).mul_(rule.scale)
+        grad_scores = (grad_scores if slope is None else grad_scores.mul_(slope)).to(half)
         _add_product(grad_queries[:, here], grad_scores, seen)
         _add_product(grad_keys[:, tile.key], grad_scores.transpose(1, 2), block)
 
@@ -196,6 +203,8 @@ def _scores(
     z, count, run = block.shape[0], block.shape[1], seen.shape[1]
     unused = block.new_empty(1).expand(z, count, run)
     scores = torch.baddbmm(unused, block, seen.transpose(1, 2), beta=0, alpha=rule.scale).float()
+    if rule.softcap is not None:
+        scores.div_(rule.softcap).tanh_().mul_(rule.softcap)
     r = rule.heads_per_group
     by_head = scores.view(rule.batch, rule.groups, count // r, r, run)
     for part, mask in hidden_in(tile, rule.sees, positions):

@@ -255,7 +255,7 @@ class TEDotProductAttention(_DotProductAttention):  # type: ignore[misc,valid-ty
             attention_dropout=dropout,
             qkv_format="sbhd",
             attn_mask_type=attn_mask_type.name,
-            window_size=config.window_size,
+            window_size=config.window_of(layer_number),
             sequence_parallel=config.sequence_parallel,
             tp_group=tp,
             tp_size=get_pg_size(tp),

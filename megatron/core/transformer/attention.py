@@ -231,6 +231,7 @@ class Attention(MegatronModule):
             scale=core.softmax_scale,
             hidden=context.hidden_keys(left),
             sink=core.softmax_offset,
+            softcap=self.config.attn_logit_softcapping,
         )
 
 

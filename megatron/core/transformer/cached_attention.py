@@ -21,6 +21,7 @@ def cached_attention(
     scale: float,
     hidden: Tensor | None,
     sink: Tensor | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """Attend.
 
@@ -29,6 +30,7 @@ def cached_attention(
         keys: [b, g, k, d], and values: [b, g, k, e]; views of a cache.
         hidden: [b, 1, s, 1, k], True where a key is hidden; None if none is.
         sink: [n], score of a key that every query sees and nothing comes from, or None.
+        softcap: bound c of the scaled scores, c * tanh(score / c), or None.
     Returns:
         [s, b, n*e].
     """
@@ -41,6 +43,8 @@ def cached_attention(
         rows = query.view(s, b, g, r, d).permute(1, 2, 0, 3, 4).reshape(b * g, s * r, d)
     unused = rows.new_empty(1).expand(b * g, s * r, k)
     scores = torch.baddbmm(unused, rows, keys.flatten(0, 1).transpose(1, 2), beta=0, alpha=scale)
+    if softcap is not None:
+        scores.div_(softcap).tanh_().mul_(softcap)
     if hidden is not None:
         scores.view(b, g, s, r, k).masked_fill_(hidden, float("-inf"))
     if sink is None:

@@ -2,7 +2,8 @@
 
 Four ways to the same numbers, chosen per call:
 
-- `context_parallel.attend_over_sequence` where ranks share the sequence, or documents do;
+- `context_parallel.attend_over_sequence` where ranks share the sequence, or documents do, and
+  where the softmax has a sink or bounded scores;
 - torch's `scaled_dot_product_attention` (flash kernels on GPUs);
 - `blocked_attention` on the CPU;
 - the explicit formula where neither applies: dropout with a layout-independent mask on
@@ -117,7 +118,8 @@ class DotProductAttention(MegatronModule):
         is_split = get_pg_size(self.context_groups.cp) > 1
         # The other kernels for the CPU know one width of heads; multi-latent attention has two.
         has_two_widths = attention_mask is None and query.shape[-1] != value.shape[-1]
-        uses_blocks = is_split or has_two_widths or self.softmax_offset is not None
+        caps = self.config.attn_logit_softcapping is not None
+        uses_blocks = is_split or has_two_widths or caps or self.softmax_offset is not None
         if packed_seq_params is not None or uses_blocks:
             _refuse_matrices(attention_mask, attention_bias)
             return self._over_sequence(query, key, value, packed_seq_params, window, dropout)
@@ -164,6 +166,7 @@ class DotProductAttention(MegatronModule):
             dropout=dropout,
             first_head=get_pg_rank(self.pg_collection.tp) * n,
             sink=self.softmax_offset,
+            softcap=self.config.attn_logit_softcapping,
         )
 
     def _new_sink(self) -> Tensor | None:
@@ -192,7 +195,7 @@ class DotProductAttention(MegatronModule):
 
     def window(self, mask_type: AttnMaskType) -> tuple[int, int]:
         """Return how many keys to its left and right a query may see; -1 is unlimited."""
-        left, right = self.config.window_size or (-1, -1)
+        left, right = self.config.window_of(self.layer_number) or (-1, -1)
         return left, (0 if mask_type in CAUSAL_TYPES else right)
 
     def _hidden(
@@ -297,8 +300,13 @@ def _refuse_matrices(attention_mask: Tensor | None, attention_bias: Tensor | Non
         name = "an attention_mask" if attention_mask is not None else "an attention_bias"
         raise ConfigError(
             f"{name} reached an attention over a split or packed sequence.",
-            rule="there, and with a softmax_type of its own, the mask is told by its type, the"
-            " window and the documents: a matrix [s, s] would outgrow everything else",
-            flags=["--context-parallel-size", "--reset-attention-mask", "--softmax-type"],
+            rule="there, and with a softmax_type or a bound of scores of its own, the mask is told"
+            " by its type, the window and the documents: a matrix [s, s] would outgrow all else",
+            flags=[
+                "--context-parallel-size",
+                "--reset-attention-mask",
+                "--softmax-type",
+                "--attn-logit-softcapping",
+            ],
             fix="pass the documents as packed_seq_params (PackedSeqParams(seq_idx=...))",
         )

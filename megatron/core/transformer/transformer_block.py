@@ -133,6 +133,7 @@ class TransformerBlock(GraphableMegatronModule):
         padding_mask: Tensor | None = None,
         extract_layer_indices: Any = None,
         *,
+        local_rotary_pos_emb: Tensor | None = None,
         inference_params: Any = None,
         dynamic_inference_decode_only: Any = None,
     ) -> Tensor:
@@ -142,6 +143,7 @@ class TransformerBlock(GraphableMegatronModule):
             hidden_states: [s, b, h] ([s/tp, b, h] with sequence parallelism); not used behind
                 the first stage.
             rotary_pos_emb: angles [s, 1, 1, r] of the whole sequence, or None.
+            local_rotary_pos_emb: those of layers with a window, if they are others.
         Returns:
             hidden states of the same shape; on the last stage behind the final norm.
         """
@@ -154,6 +156,11 @@ class TransformerBlock(GraphableMegatronModule):
             # Once for all layers, in the dtype of queries and keys.
             angles = rotary_pos_emb[0] if isinstance(rotary_pos_emb, tuple) else rotary_pos_emb
             rotary_pos_cos, rotary_pos_sin = cos_sin(angles, self.config.params_dtype)
+        local: dict[str, Any] = {}
+        if local_rotary_pos_emb is not None:
+            cos, sin = cos_sin(local_rotary_pos_emb, self.config.params_dtype)
+            names = ("rotary_pos_emb", "rotary_pos_cos", "rotary_pos_sin")
+            local = dict(zip(names, (local_rotary_pos_emb, cos, sin), strict=True))
         common: dict[str, Any] = {
             "context_mask": context_mask,
             "rotary_pos_emb": rotary_pos_emb,
@@ -167,7 +174,10 @@ class TransformerBlock(GraphableMegatronModule):
         def run(first: int, last: int) -> Callable[..., Any]:
             def layers(hidden: Tensor, mask: Tensor | None, context: Tensor | None) -> Any:
                 for layer in self.layers[first:last]:
-                    hidden, context = layer(hidden, mask, context, **common)
+                    options = common
+                    if local and self.config.window_of(layer.layer_number) is not None:
+                        options = common | local
+                    hidden, context = layer(hidden, mask, context, **options)
                 return hidden, context
 
             return layers

@@ -53,11 +53,49 @@ class TransformerConfig(
             *self.check_block(),
             *self.check_latent_attention(),
             *self.check_prediction(),
+            *self._check_combinations(),
             *self.check_recompute(self.sequence_parallel),
         ]
         if not problems:
             problems = self._check_splits()
         raise_together(problems, summary=type(self).__name__)
+
+    def _check_combinations(self) -> list[MegatronError]:
+        """Return which fields of different groups exclude each other."""
+        problems: list[MegatronError] = []
+        pattern = self.window_attn_skip_freq
+        if isinstance(pattern, list) and (len(pattern) != self.num_layers or set(pattern) - {0, 1}):
+            problems.append(
+                ConfigError(
+                    f"window_attn_skip_freq gives {len(pattern)} layers for a model of"
+                    f" {self.num_layers}.",
+                    rule="the pattern is one 0 or 1 per layer",
+                    flags=["--window-attn-skip-freq", "--num-layers"],
+                    fix="use a number N, or a list expression of the right length",
+                )
+            )
+        if self.cross_entropy_loss_fusion and self.final_logit_softcapping:
+            problems.append(
+                ConfigError(
+                    "cross_entropy_loss_fusion with final_logit_softcapping.",
+                    rule="the fused loss forms its logits by one product, without a bound",
+                    flags=["--cross-entropy-loss-fusion", "--final-logit-softcapping"],
+                    fix="drop --cross-entropy-loss-fusion",
+                )
+            )
+        if self.rotary_base_local is not None and (
+            self.multi_latent_attention or self.mtp_num_layers
+        ):
+            problems.append(
+                ConfigError(
+                    f"rotary_base_local={self.rotary_base_local} with multi-latent attention or"
+                    " multi-token prediction.",
+                    rule="only the layers of a plain decoder have positions by kind of layer",
+                    flags=["--rotary-base-local", "--multi-latent-attention", "--mtp-num-layers"],
+                    fix="drop --rotary-base-local",
+                )
+            )
+        return problems
 
     def _check_splits(self) -> list[MegatronError]:
         """Return what cannot be split over the tensor-parallel ranks."""

@@ -50,6 +50,10 @@ class TransformerLayerSubmodules:
     pre_mlp_layernorm: ModuleSpec | type | Any = IdentityOp
     mlp: ModuleSpec | type | Any = IdentityOp
     mlp_bda: ModuleSpec | type | Any = IdentityFuncOp
+    post_self_attn_layernorm: ModuleSpec | type | Any = IdentityOp
+    """Norm of what attention adds to the residual stream; built with `sandwich_norm`."""
+    post_mlp_layernorm: ModuleSpec | type | Any = IdentityOp
+    """The same behind the MLP."""
     sharded_state_dict_keys_map: dict[str, str] = field(default_factory=dict)
     """Prefixes of checkpoint keys to rename, so that specs with fused norms share checkpoints."""
 
@@ -120,6 +124,9 @@ class TransformerLayer(GraphableMegatronModule):
             )
             self.cross_attn_bda = build_module(submodules.cross_attn_bda)
         self.pre_mlp_layernorm = norm(submodules.pre_mlp_layernorm)
+        if config.sandwich_norm:
+            self.post_self_attn_layernorm = norm(submodules.post_self_attn_layernorm)
+            self.post_mlp_layernorm = norm(submodules.post_mlp_layernorm)
         self.mlp = build_module(submodules.mlp, config=config, pg_collection=self.pg_collection)
         self.mlp_bda = build_module(submodules.mlp_bda)
 
@@ -167,6 +174,7 @@ class TransformerLayer(GraphableMegatronModule):
             (hidden states of the input's shape, context).
         """
         with rng_state().at("decoder", self.layer_number, rows=self._rows(hidden_states)):
+            entered = hidden_states
             hidden_states = self._forward_attention(
                 hidden_states,
                 attention_mask=attention_mask,
@@ -179,7 +187,8 @@ class TransformerLayer(GraphableMegatronModule):
             )
             if self.has_cross_attention:
                 hidden_states = self._forward_cross_attention(hidden_states, context, context_mask)
-            return self._forward_mlp(hidden_states), context
+            seen = entered if self.config.use_parallel_residual else hidden_states
+            return self._forward_mlp(seen, hidden_states), context
 
     def _context_parallel_options(self) -> dict[str, Any]:
         """Return what an attention is told of context parallelism, if there is any."""
@@ -220,6 +229,8 @@ class TransformerLayer(GraphableMegatronModule):
         output = self.self_attention(normed, **kwargs)
         if dropped is not None:
             dropped.discard_output_and_register_recompute(output[0])
+        if self.config.sandwich_norm:
+            output = _normed_branch(self.post_self_attn_layernorm, *output)
         return self._add(self.self_attn_bda, output, self._residual(hidden_states, normed))
 
     def _forward_cross_attention(
@@ -229,10 +240,9 @@ class TransformerLayer(GraphableMegatronModule):
         output = self.cross_attention(normed, attention_mask=context_mask, key_value_states=context)
         return self._add(self.cross_attn_bda, output, self._residual(hidden_states, normed))
 
-    def _forward_mlp(self, hidden_states: Tensor) -> Tensor:
-        normed, dropped = self._normed(
-            self.pre_mlp_layernorm, hidden_states, self.recomputes_mlp_norm
-        )
+    def _forward_mlp(self, seen: Tensor, hidden_states: Tensor) -> Tensor:
+        """Return the residual stream with the MLP of what it sees added."""
+        normed, dropped = self._normed(self.pre_mlp_layernorm, seen, self.recomputes_mlp_norm)
         if self.config.mlp_chunks_for_training > 1 and self.training:
             output = self._mlp_in_chunks(normed)
         elif self.recomputes_mlp and self.training:
@@ -241,6 +251,8 @@ class TransformerLayer(GraphableMegatronModule):
             output = self.mlp(normed)
         if dropped is not None:
             dropped.discard_output_and_register_recompute(output[0])
+        if self.config.sandwich_norm:
+            output = _normed_branch(self.post_mlp_layernorm, *output)
         return self._add(self.mlp_bda, output, self._residual(hidden_states, normed))
 
     def _mlp_in_chunks(self, normed: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -260,3 +272,8 @@ class TransformerLayer(GraphableMegatronModule):
         renames = self.submodules_config.sharded_state_dict_keys_map
         replace_key_prefixes(declared, {prefix + a: prefix + b for a, b in renames.items()})
         return declared
+
+
+def _normed_branch(norm: Any, output: Tensor, bias: Tensor | None) -> tuple[Tensor, None]:
+    """Return the norm of a branch's output, its bias included."""
+    return norm(output if bias is None else output + bias), None

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from megatron.core.transformer.config.block import BlockConfig
 from megatron.hugging_face.config_fields import ConfigFields
 from megatron.hugging_face.rules import Geometry, Rule
 
@@ -44,11 +45,16 @@ PLAIN: dict[str, Any] = {
     "use_rope_scaling": False,
     "rope_scaling_factor": 8.0,
     "no_rope_freq": None,
+    "rotary_base_local": None,
     "normalization": "LayerNorm",
     "norm_epsilon": 1e-5,
     "apply_layernorm_1p": False,
     "apply_residual_connection_post_layernorm": False,
+    "sandwich_norm": False,
+    "use_parallel_residual": False,
+    "embedding_multiplier": 1.0,
     "swiglu": False,
+    "geglu": False,
     "squared_relu": False,
     "quick_geglu": False,
     "openai_gelu": False,
@@ -57,6 +63,8 @@ PLAIN: dict[str, Any] = {
     "qk_layernorm": False,
     "window_size": None,
     "softmax_type": "vanilla",
+    "attn_logit_softcapping": None,
+    "final_logit_softcapping": None,
     "multi_latent_attention": False,
     "num_experts": None,
     "mtp_num_layers": None,
@@ -91,6 +99,14 @@ def head_dim_of(settings: Settings) -> int:
     return int(given or settings["hidden_size"] // settings["num_attention_heads"])
 
 
+def windowed_layers(settings: Settings) -> list[bool]:
+    """Return for every layer whether it has the window, if there is one."""
+    block = BlockConfig(
+        window_size=(0, 0), window_attn_skip_freq=settings.get("window_attn_skip_freq")
+    )
+    return [block.window_of(n + 1) is not None for n in range(settings["num_layers"])]
+
+
 def differences(one: Settings, other: Settings) -> list[str]:
     """Return in words where two models of these settings would differ."""
     found = []
@@ -117,6 +133,9 @@ def _meaning(settings: Settings) -> dict[str, Any]:
         meaning["rope_scaling_factor"] = PLAIN["rope_scaling_factor"]
     if meaning["add_bias_linear"]:
         meaning["add_qkv_bias"] = False  # implied
-    window = meaning["window_size"]
+    window = settings.get("window_size")
+    windowed = [window is not None and has_it for has_it in windowed_layers(settings)]
     meaning["window_size"] = None if window is None else tuple(window)
+    meaning["layers with a window"] = windowed
+    meaning["softmax_scale"] = settings.get("softmax_scale") or head_dim_of(settings) ** -0.5
     return meaning

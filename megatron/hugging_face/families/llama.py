@@ -15,9 +15,8 @@ from megatron.hugging_face.rules import Rule, query_key_value, same, stacked, vo
 _LAYER, _THEIRS = "decoder.layers.{}.", "model.layers.{}."
 
 
-def _common_settings(config: ConfigFields) -> dict[str, Any]:
-    config.only("hidden_act", "silu")
-    config.only("mlp_bias", False)
+def gated_settings(config: ConfigFields) -> dict[str, Any]:
+    """Return the settings that all relatives with RMSNorm and a gated MLP have."""
     heads, hidden = config.take("num_attention_heads"), config.take("hidden_size")
     groups = config.take("num_key_value_heads", heads)
     return {
@@ -31,12 +30,20 @@ def _common_settings(config: ConfigFields) -> dict[str, Any]:
         "max_position_embeddings": config.take("max_position_embeddings"),
         "normalization": "RMSNorm",
         "norm_epsilon": config.take("rms_norm_eps"),
-        "swiglu": True,
         "add_bias_linear": False,
-        "untie_embeddings_and_output_weights": not config.take("tie_word_embeddings", False),
         "unpadded_vocab_size": config.take("vocab_size"),
         "hidden_dropout": 0.0,
         "attention_dropout": config.take("attention_dropout", 0.0),
+    }
+
+
+def _common_settings(config: ConfigFields) -> dict[str, Any]:
+    config.only("hidden_act", "silu")
+    config.only("mlp_bias", False)
+    return {
+        **gated_settings(config),
+        "swiglu": True,
+        "untie_embeddings_and_output_weights": not config.take("tie_word_embeddings", False),
         **rope_settings(config),
     }
 

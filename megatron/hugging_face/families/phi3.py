@@ -27,8 +27,7 @@ def _settings(config: ConfigFields) -> dict[str, Any]:
         config.take(name, None)
     # Before and after the longer context of the 128k models; without rope_scaling they are equal.
     config.take("original_max_position_embeddings", None)
-    percent = config.take("partial_rotary_factor", 1.0)
-    return {**MISTRAL.settings(config), "rotary_percent": percent}
+    return MISTRAL.settings(config)
 
 
 def _fields(settings: Settings) -> dict[str, Any]:

@@ -36,7 +36,9 @@ MODEL_SHAPE_ARGS = (
     "squared_relu", "normalization", "norm_epsilon", "apply_layernorm_1p",
     "untie_embeddings_and_output_weights", "make_vocab_size_divisible_by",
     "unpadded_vocab_size", "tokenizer_type", "tokenizer_model", "vocab_size", "vocab_file",
-    "merge_file", "window_size",
+    "merge_file", "window_size", "window_attn_skip_freq", "rotary_base_local", "geglu",
+    "sandwich_norm", "use_parallel_residual", "embedding_multiplier", "softmax_scale",
+    "attn_logit_softcapping", "final_logit_softcapping",
 )  # fmt: skip
 """What `--use-checkpoint-args` takes over: the model, not the layout and not the schedule."""
 

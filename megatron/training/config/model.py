@@ -60,6 +60,8 @@ class ModelConfig:
     """Factor of --use-rope-scaling."""
     add_position_embedding: bool = flag(True, "--no-position-embedding")
     """Leave out learned positions; rotary ones are not touched."""
+    rotary_base_local: int | None = None
+    """Another base for layers with a window (Gemma 3, arXiv 2503.19786, section 2.1)."""
     no_rope_freq: int | list[int] | None = flag(
         None, parse=layer_pattern, type_text="int or list expr"
     )
@@ -72,10 +74,18 @@ class ModelConfig:
     """Store norm weights minus one, so that weight decay pulls towards the identity."""
     apply_residual_connection_post_layernorm: bool = False
     """Take the residual after the input norm of a layer."""
+    sandwich_norm: bool = False
+    """A norm also behind attention and MLP, before the residual is added (arXiv 2105.13290)."""
+    use_parallel_residual: bool = False
+    """Attention and MLP read the same input (GPT-NeoX-20B, arXiv 2204.06745)."""
+    embedding_multiplier: float = 1.0
+    """Factor on the word embeddings."""
     swiglu: bool = False
     """SiLU-gated MLP (arXiv 2002.05202)."""
     squared_relu: bool = False
     """Squared ReLU as activation (arXiv 2109.08668)."""
+    geglu: bool = False
+    """MLP gated by the tanh approximation of GELU (arXiv 2002.05202)."""
     quick_geglu: bool = False
     """MLP gated by x * sigmoid(1.702 x)."""
     openai_gelu: bool = False
@@ -92,6 +102,16 @@ class ModelConfig:
     """Normalise each query and key head (arXiv 2302.05442)."""
     window_size: tuple[int, int] | None = flag(None, parse=int_pair, type_text="int,int")
     """Sliding window: keys to the left and right that a query may see; -1 is unlimited."""
+    window_attn_skip_freq: int | list[int] | None = flag(
+        None, parse=layer_pattern, type_text="int or list expr"
+    )
+    """Layers without the window: N for every N-th, or a list of 1 (window) and 0 per layer."""
+    softmax_scale: float | None = None
+    """Factor on attention scores. Default 1 / sqrt(kv-channels)."""
+    attn_logit_softcapping: float | None = None
+    """Bound c of attention scores: c * tanh(score / c) (arXiv 2408.00118)."""
+    final_logit_softcapping: float | None = None
+    """Bound c of the model's logits, in the same form."""
     softmax_type: str = flag(
         "vanilla",
         choices=("vanilla", "off-by-one", "learnable"),

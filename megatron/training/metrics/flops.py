@@ -40,7 +40,8 @@ def mean_keys(seq_length: int, window: int | None, convention: FlopConvention) -
 
 def forward_flops_per_token(size: ModelSize, convention: FlopConvention) -> float:
     """Return the operations of the forward pass of one token."""
-    keys = mean_keys(size.seq_length, size.window, convention)
+    windowed, whole = (mean_keys(size.seq_length, w, convention) for w in (size.window, None))
+    keys = size.windowed_share * windowed + (1 - size.windowed_share) * whole
     attention = 2 * keys * size.score_width  # queries with keys, weights with values
     layer = 2 * size.layer_matrices + attention
     later = layer + 2 * 2 * size.hidden_size**2 + 2 * size.head_matrix

@@ -64,8 +64,11 @@ class ModelSize:
     has_linear_bias: bool = True
     has_qkv_bias: bool = True
     has_qk_norm: bool = False
+    num_layer_norms: int = 2
     window: int | None = None
     """Keys to the left that a query sees besides itself; None is all."""
+    windowed_share: float = 1.0
+    """Share of the layers that have the window."""
     has_sinks: bool = False
     """Each head learns the score of a key without value."""
     num_later_tokens: int = 0
@@ -88,12 +91,14 @@ class ModelSize:
             vocab_size=vocab_size or settings["padded_vocab_size"],
             seq_length=settings["seq_length"],
             max_position_embeddings=settings["max_position_embeddings"] if learned else 0,
-            is_gated=settings["swiglu"] or settings["quick_geglu"],
+            is_gated=any(settings[name] for name in ("swiglu", "geglu", "quick_geglu")),
             is_tied=not settings["untie_embeddings_and_output_weights"],
             norm_has_bias=settings["normalization"] == "LayerNorm",
             has_linear_bias=settings["add_bias_linear"],
             has_qkv_bias=settings["add_bias_linear"] or settings["add_qkv_bias"],
             has_qk_norm=settings["qk_layernorm"],
+            num_layer_norms=4 if settings["sandwich_norm"] else 2,
+            windowed_share=_windowed_share(settings),
             has_sinks=settings["softmax_type"] == "learnable",
             num_later_tokens=settings["mtp_num_layers"] or 0,
             latent=LatentSizes(
@@ -152,7 +157,7 @@ class ModelSize:
     def layer_parameters(self) -> int:
         """All parameters of one layer."""
         h, f = self.hidden_size, self.ffn_hidden_size
-        count = self.layer_matrices + 2 * self.norm_parameters
+        count = self.layer_matrices + self.num_layer_norms * self.norm_parameters
         count += self.num_attention_heads * self.has_sinks
         if self.has_linear_bias:
             count += h + f * (2 if self.is_gated else 1) + h
@@ -199,3 +204,10 @@ class ModelSize:
             if not (self.is_tied and has_embedding):
                 count += self.head_matrix
         return count
+
+
+def _windowed_share(settings: Mapping[str, Any]) -> float:
+    pattern, layers = settings["window_attn_skip_freq"], settings["num_layers"]
+    if isinstance(pattern, list):
+        return sum(pattern) / len(pattern)
+    return 1.0 if pattern is None else 1.0 - layers // pattern / layers

@@ -124,7 +124,7 @@ def one_activation(run: ResolvedRun) -> Iterator[MegatronError]:
     """At most one of the activation switches."""
     chosen = [
         name
-        for name in ("swiglu", "quick_geglu", "squared_relu", "openai_gelu")
+        for name in ("swiglu", "geglu", "quick_geglu", "squared_relu", "openai_gelu")
         if run.values[name]
     ]
     if len(chosen) > 1:
@@ -185,16 +185,19 @@ def latent_attention_is_complete(run: ResolvedRun) -> Iterator[MegatronError]:
 
 
 @rule
-def only_local_layers_have_sinks(run: ResolvedRun) -> Iterator[MegatronError]:
-    """The engine's attention is not told of another denominator."""
-    if run.softmax_type != "vanilla" and run.transformer_impl != "local":
-        yield problem(
-            f"--softmax-type {run.softmax_type} with --transformer-impl {run.transformer_impl}.",
-            "only the local attention has a denominator of its own",
-            "--softmax-type",
-            "--transformer-impl",
-            fix="use --transformer-impl local",
-        )
+def only_local_layers_change_scores(run: ResolvedRun) -> Iterator[MegatronError]:
+    """The engine's attention is not told of another denominator or of a bound."""
+    if run.transformer_impl == "local":
+        return
+    for name, plain in (("softmax_type", "vanilla"), ("attn_logit_softcapping", None)):
+        if run.values[name] != plain:
+            yield problem(
+                f"{kebab(name)} {run.values[name]} with --transformer-impl {run.transformer_impl}.",
+                "only the local attention has a denominator or a bound of its own",
+                kebab(name),
+                "--transformer-impl",
+                fix="use --transformer-impl local",
+            )
 
 
 @rule

@@ -18,6 +18,8 @@ FLAGS = (
 LAYOUTS = {
     "gpt2": (4, "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"
                 " --sequence-parallel", {"tp": 2, "pp": 2}),
+    "gemma3": (4, "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"
+                  " --sequence-parallel", {"tp": 2, "pp": 2}),
     "qwen3": (2, "--use-distributed-optimizer", {}),
 }  # fmt: skip
 

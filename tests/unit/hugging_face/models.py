@@ -30,6 +30,10 @@ _LLAMA3_ROPE = {
     "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192, "rope_theta": 500000.0,
 }  # fmt: skip
+_NEOX = {
+    "vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4,
+    "num_attention_heads": 4, "max_position_embeddings": 64, "layer_norm_eps": 1e-6,
+}  # fmt: skip
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": (
@@ -60,6 +64,33 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "Phi3Config",
         {**_SIZES, "sliding_window": 9, "partial_rotary_factor": 0.5, "pad_token_id": None,
          "bos_token_id": 1, "eos_token_id": 2, "original_max_position_embeddings": 64},
+    ),
+    "gpt_neox": (
+        "GPTNeoXConfig",
+        {**_NEOX, "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0,
+                                      "partial_rotary_factor": 0.25}},
+    ),
+    "gpt_neox, one after the other, tied": (
+        "GPTNeoXConfig",
+        {**_NEOX, "use_parallel_residual": False, "tie_word_embeddings": True,
+         "hidden_act": "gelu_fast"},
+    ),
+    "gemma2": (
+        "Gemma2Config",
+        {**_SIZES, "pad_token_id": None, "head_dim": 32, "query_pre_attn_scalar": 24,
+         "sliding_window": 7,
+         "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
+    ),
+    "gemma3": (
+        "Gemma3TextConfig",
+        {**_SIZES, "pad_token_id": None, "head_dim": 32, "query_pre_attn_scalar": 24,
+         "sliding_window": 7,
+         "final_logit_softcapping": 3.0,
+         "layer_types": ["sliding_attention", "full_attention", "full_attention",
+                         "sliding_attention"],
+         "rope_parameters": {
+             "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+             "sliding_attention": {"rope_type": "default", "rope_theta": 5000.0}}},
     ),
 }  # fmt: skip
 """Name -> config class of Transformers and its arguments."""

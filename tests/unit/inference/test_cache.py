@@ -38,6 +38,12 @@ MODELS = {
         {"softmax_type": "learnable", "rotary_interleaved": True},
         {"rotary_percent": 0.5},
     ),
+    "bounded, in turn with and without a window": (
+        TransformerConfig,
+        {"window_size": (3, 0), "window_attn_skip_freq": 2, "rotary_base_local": 100.0,
+         "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0, "sandwich_norm": True},
+        {},
+    ),
     "latents": (
         MLATransformerConfig,
         {"q_lora_rank": 16, "kv_lora_rank": 8, "qk_head_dim": 8, "qk_pos_emb_head_dim": 4,

@@ -62,6 +62,8 @@ def gpt_layer_submodules(
             ),
         ),
         mlp_bda=get_bias_dropout_add,
+        post_self_attn_layernorm=backend.norm(),
+        post_mlp_layernorm=backend.norm(),
         sharded_state_dict_keys_map={} if fused is not None else norm_keys,
     )
 

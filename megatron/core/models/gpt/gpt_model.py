@@ -9,6 +9,7 @@ Legend: s sequence, b micro-batch, h hidden, v padded vocabulary.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -108,17 +109,22 @@ class GPTModel(LanguageModule):
                 config.multi_latent_attention  # turns part of its heads by itself
             )
             if self.has_rotary:
-                self.rotary_pos_emb = RotaryEmbedding(
+                rotary = partial(
+                    RotaryEmbedding,
                     kv_channels=config.kv_channels,
                     rotary_percent=rotary_percent,
                     rotary_interleaved=config.rotary_interleaved,
+                    use_cpu_initialization=config.use_cpu_initialization,
+                    cp_group=self.pg_collection.cp,
+                )
+                self.rotary_pos_emb = rotary(
                     seq_len_interpolation_factor=seq_len_interpolation_factor,
                     rotary_base=rotary_base,
                     rope_scaling=rope_scaling,
                     rope_scaling_factor=rope_scaling_factor,
-                    use_cpu_initialization=config.use_cpu_initialization,
-                    cp_group=self.pg_collection.cp,
                 )
+                if config.rotary_base_local is not None:
+                    self.local_rotary_pos_emb = rotary(rotary_base=config.rotary_base_local)
             self.decoder = TransformerBlock(
                 config=config,
                 spec=transformer_layer_spec,
@@ -207,7 +213,7 @@ class GPTModel(LanguageModule):
             self._check_cache()
         if decoder_input is None and self.pre_process:
             decoder_input = self.embedding(input_ids=input_ids, position_ids=position_ids)
-        angles = None
+        angles: dict[str, Tensor] = {}
         if context is not None:
             angles = self._enter(context, decoder_input)
         elif packed_seq_params is not None or self.has_rotary:
@@ -216,14 +222,13 @@ class GPTModel(LanguageModule):
             )
             if packed_seq_params is not None:
                 packed_seq_params = self._with_documents(packed_seq_params, decoder_input, length)
-            if self.has_rotary:
-                angles = self.rotary_pos_emb(length)
+            angles = self._angles(length)
         hidden_states = self.decoder(
             hidden_states=decoder_input,
             attention_mask=attention_mask,
-            rotary_pos_emb=angles,
             inference_context=context,
             packed_seq_params=packed_seq_params,
+            **angles,
             **(extra_block_kwargs or {}),
         )
         if not self.post_process:
@@ -244,14 +249,14 @@ class GPTModel(LanguageModule):
                 embed=self.embedding.embed_words,
                 loss_of=lambda states, tokens: self._loss(states, tokens, weight),
                 attention_mask=attention_mask,
-                rotary_pos_emb=angles,
+                rotary_pos_emb=angles.get("rotary_pos_emb"),
                 packed_seq_params=packed_seq_params,
                 **(extra_block_kwargs or {}),
             )
         logits, _ = self.output_layer(
             hidden_states, weight=weight, runtime_gather_output=runtime_gather_output
         )
-        logits = logits.transpose(0, 1).contiguous()
+        logits = self._bounded(logits).transpose(0, 1).contiguous()
         return logits if self.logit_dtype is None else logits.to(self.logit_dtype)
 
     def _loss(
@@ -267,7 +272,22 @@ class GPTModel(LanguageModule):
             return self.compute_fused_loss(labels, hidden_states, weight, loss_mask)
         # The loss wants logits split over the vocabulary, whatever the caller gets otherwise.
         logits, _ = self.output_layer(hidden_states, weight=weight, runtime_gather_output=False)
+        logits = self._bounded(logits)
         return self.compute_language_model_loss(labels, logits, overwrite_logits=True)
+
+    def _bounded(self, logits: Tensor) -> Tensor:
+        """Apply `final_logit_softcapping`, if there is one."""
+        bound = self.config.final_logit_softcapping
+        return logits if bound is None else torch.tanh(logits / bound) * bound
+
+    def _angles(self, length: int) -> dict[str, Tensor]:
+        """Return the angles of this rank's rows of a sequence, as arguments of the layers."""
+        if not self.has_rotary:
+            return {}
+        angles = {"rotary_pos_emb": self.rotary_pos_emb(length)}
+        if self.config.rotary_base_local is not None:
+            angles["local_rotary_pos_emb"] = self.local_rotary_pos_emb(length)
+        return angles
 
     def _check_cache(self) -> None:
         """Raise if this model cannot keep keys and values."""
@@ -279,15 +299,13 @@ class GPTModel(LanguageModule):
                 fix="build the model without them to generate; the weights are the same",
             )
 
-    def _enter(self, context: Any, decoder_input: Tensor | None) -> Tensor | None:
-        """Prepare a pass with a cache; return the angles [s, b, 1, r] of its tokens, or None."""
+    def _enter(self, context: Any, decoder_input: Tensor | None) -> dict[str, Tensor]:
+        """Prepare a pass with a cache; return the angles [s, b, 1, r] of its tokens."""
         states = self.decoder.input_tensor if decoder_input is None else decoder_input
         assert states is not None, "no input: call set_input_tensor first"
         context.enter(states.shape[0], states.shape[1], states.device)
-        if not self.has_rotary:
-            return None
-        table = self.rotary_pos_emb(context.max_sequence_length)
-        return table.squeeze(1)[context.positions]
+        tables = self._angles(context.max_sequence_length)
+        return {name: table.squeeze(1)[context.positions] for name, table in tables.items()}
 
     def _with_documents(
         self, packed: PackedSeqParams, decoder_input: Tensor | None, length: int

@@ -29,6 +29,17 @@ class BlockConfig:
     apply_residual_connection_post_layernorm: bool = False
     """Take the residual after the input norm."""
 
+    sandwich_norm: bool = False
+    """Normalise also what each branch adds to the residual stream (CogView, arXiv 2105.13290,
+    section 2.4; Gemma 2, arXiv 2408.00118, section 2)."""
+    use_parallel_residual: bool = False
+    """Feed attention and MLP the same input: x + attention(norm(x)) + mlp(norm'(x)) (GPT-NeoX-20B,
+    section 2.1, arXiv 2204.06745)."""
+    embedding_multiplier: float = 1.0
+    """Factor on the word embeddings."""
+    final_logit_softcapping: float | None = None
+    """Bound c of the logits of the head: c * tanh(logit / c). None is no bound."""
+
     add_bias_linear: bool = True
     """Biases in all linear layers."""
     add_qkv_bias: bool = False
@@ -54,8 +65,24 @@ class BlockConfig:
     that nothing comes from; "learnable" gives each head a score for it (arXiv 2309.17453)."""
     window_size: tuple[int, int] | None = None
     """Sliding window: keys (left, right) of a query it may see; -1 is unlimited."""
+    window_attn_skip_freq: int | list[int] | None = None
+    """Which layers have the window: N for all but every N-th, or per layer 1 (window) or 0. None is
+    all of them."""
+    attn_logit_softcapping: float | None = None
+    """Bound c of the scaled attention scores, c * tanh(score / c) (Gemma 2, arXiv 2408.00118,
+    section 2). None is no bound."""
     attention_backend: AttnBackend = AttnBackend.auto
     """Kernel of the core attention."""
+
+    def window_of(self, layer_number: int) -> tuple[int, int] | None:
+        """Return the window of a layer, by its 1-based number in the whole model."""
+        pattern = self.window_attn_skip_freq
+        if isinstance(pattern, int):
+            is_windowed = layer_number % pattern != 0
+        else:
+            # Layers behind the last one (of later tokens) are as it is.
+            is_windowed = not pattern or bool(pattern[min(layer_number, len(pattern)) - 1])
+        return self.window_size if is_windowed else None
 
     def check_block(self) -> list[MegatronError]:
         """Return the problems of the layer's composition."""
@@ -88,6 +115,39 @@ class BlockConfig:
                         fix=f"use --{name.replace('_', '-')} 0.1",
                     )
                 )
+        for name in ("attn_logit_softcapping", "final_logit_softcapping", "embedding_multiplier"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < float("inf"):
+                problems.append(
+                    ConfigError(
+                        f"{name}={value}.",
+                        rule="it is a positive number",
+                        flags=["--" + name.replace("_", "-")],
+                        fix=f"leave --{name.replace('_', '-')} out",
+                    )
+                )
+        if self.use_parallel_residual and self.apply_residual_connection_post_layernorm:
+            problems.append(
+                ConfigError(
+                    "use_parallel_residual with apply_residual_connection_post_layernorm.",
+                    rule="with two norms of one input there is no single residual behind the norm",
+                    flags=[
+                        "--use-parallel-residual",
+                        "--apply-residual-connection-post-layernorm",
+                    ],
+                    fix="drop one of them",
+                )
+            )
+        pattern = self.window_attn_skip_freq
+        if isinstance(pattern, int) and pattern < 1:
+            problems.append(
+                ConfigError(
+                    f"window_attn_skip_freq={pattern}.",
+                    rule="every N-th layer sees all keys, N at least 1",
+                    flags=["--window-attn-skip-freq"],
+                    fix="use --window-attn-skip-freq 2 for every other layer",
+                )
+            )
         if self.window_size is not None and (
             len(self.window_size) != 2 or min(self.window_size) < -1
         ):

@@ -88,10 +88,12 @@ class LanguageModelEmbedding(MegatronModule):
 
     def _words(self, input_ids: Tensor) -> Tensor:
         """[b, s/cp] -> [s/cp, b, h]; this rank's rows of it if the lookup cuts them."""
-        if self.reduce_scatter_embeddings:
-            return self.word_embeddings(input_ids)
         # Ids are transposed instead of embeddings: [s, b, h] comes out without a copy.
-        return self.word_embeddings(input_ids.t())
+        ids = input_ids if self.reduce_scatter_embeddings else input_ids.t()
+        words = self.word_embeddings(ids)
+        factor = self.config.embedding_multiplier
+        # The factor is rounded as the weights are: so models that have one were trained.
+        return words if factor == 1.0 else words * torch.tensor(factor, dtype=words.dtype)
 
     def embed_words(self, input_ids: Tensor) -> Tensor:
         """Embed without positions and dropout: [b, s/cp] -> [s/cp, b, h] ([s/cp/tp, b, h])."""

@@ -1,0 +1,133 @@
+"""Gemma 2 and 3: norms before and behind each branch, windows in most layers, bounded scores.
+
+Gemma Team, "Gemma 2: Improving Open Language Models at a Practical Size", section 2, arXiv
+2408.00118; "Gemma 3 Technical Report", section 2.1, arXiv 2503.19786. The text models; those of
+Gemma 3 that see images (`gemma3`) are not built.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from megatron.hugging_face.config_fields import (
+    ConfigFields,
+    rope_parameters,
+    rope_settings,
+)
+from megatron.hugging_face.families.family import Family, Settings, windowed_layers
+from megatron.hugging_face.families.llama import LLAMA, gated_settings
+from megatron.hugging_face.rules import Rule, same
+
+_OURS, _THEIRS = "decoder.layers.{}.", "model.layers.{}."
+_SLIDING, _FULL = "sliding_attention", "full_attention"
+_GEMMA3_GLOBAL_BASE, _GEMMA3_LOCAL_BASE, _GEMMA3_PERIOD = 1_000_000.0, 10_000.0, 6
+
+
+def _common_settings(config: ConfigFields, period: int) -> dict[str, Any]:
+    config.only("use_bidirectional_attention", False)
+    config.only("attention_bias", False)
+    for name in ("hidden_act", "hidden_activation"):
+        config.only(name, "gelu_pytorch_tanh", "gelu_tanh")
+    settings = gated_settings(config)
+    layers = settings["num_layers"]
+    kinds = config.take("layer_types", None)
+    pattern = [int((n + 1) % period != 0) for n in range(layers)]
+    if kinds is not None and set(kinds) <= {_SLIDING, _FULL}:
+        pattern = [int(kind == _SLIDING) for kind in kinds]
+    elif kinds is not None:
+        config.only("layer_types", [_SLIDING, _FULL])
+    window = config.take("sliding_window", None)
+    return {
+        **settings,
+        "geglu": True,
+        "untie_embeddings_and_output_weights": not config.take("tie_word_embeddings", True),
+        "apply_layernorm_1p": True,
+        "sandwich_norm": True,
+        "embedding_multiplier": settings["hidden_size"] ** 0.5,
+        "softmax_scale": config.take("query_pre_attn_scalar", 256) ** -0.5,
+        "final_logit_softcapping": config.take("final_logit_softcapping", None),
+        "window_size": None if window is None else (window - 1, 0),
+        "window_attn_skip_freq": None if window is None else pattern,
+    }
+
+
+def _common_fields(settings: Settings) -> dict[str, Any]:
+    window = settings.get("window_size")
+    # Theirs is a whole number; the scale of ours is its inverse root, as nearly as floats can be.
+    scale = settings.get("softmax_scale") or 256**-0.5
+    fields = LLAMA.fields(settings)
+    del fields["hidden_act"], fields["mlp_bias"]
+    kinds = [_SLIDING if windowed and window else _FULL for windowed in windowed_layers(settings)]
+    return {
+        **fields,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": round(scale**-2),
+        "sliding_window": None if window is None else window[0] + 1,
+        "layer_types": kinds,
+        "final_logit_softcapping": settings.get("final_logit_softcapping"),
+        "use_bidirectional_attention": False,
+    }
+
+
+def _gemma2_settings(config: ConfigFields) -> dict[str, Any]:
+    return {
+        **_common_settings(config, 2),
+        "attn_logit_softcapping": config.take("attn_logit_softcapping", None),
+        **rope_settings(config),
+    }
+
+
+def _gemma2_fields(settings: Settings) -> dict[str, Any]:
+    cap = settings.get("attn_logit_softcapping")
+    return {**_common_fields(settings), "attn_logit_softcapping": cap}
+
+
+def _gemma3_settings(config: ConfigFields) -> dict[str, Any]:
+    # Their Gemma 3 has the field, and does not bound its scores.
+    config.take("attn_logit_softcapping", None)
+    # Written by Transformers beside `layer_types`, which then says it.
+    period = config.take("_sliding_window_pattern", _GEMMA3_PERIOD)
+    period = config.take("sliding_window_pattern", period)
+    settings = {**_common_settings(config, period), "qk_layernorm": True}
+    by_kind = config.take("rope_parameters", {})
+    whole = dict(by_kind.get(_FULL) or {}) | dict(config.take("rope_scaling", None) or {})
+    local = dict(by_kind.get(_SLIDING) or {})
+    whole.setdefault("rope_theta", config.take("rope_theta", _GEMMA3_GLOBAL_BASE))
+    local.setdefault("rope_theta", config.take("rope_local_base_freq", _GEMMA3_LOCAL_BASE))
+    local_settings = rope_parameters(local, f"rope_parameters of windows in {config.source}")
+    rope = rope_parameters(whole, f"rope_parameters in {config.source}")
+    return {**settings, **rope, "rotary_base_local": local_settings["rotary_base"]}
+
+
+def _gemma3_fields(settings: Settings) -> dict[str, Any]:
+    local = settings.get("rotary_base_local") or settings["rotary_base"]
+    return {**_common_fields(settings), "rope_local_base_freq": float(local)}
+
+
+def _rules(settings: Settings) -> list[Rule]:
+    """Those of Llama; its second norm is here behind the attention, and two more follow."""
+    before_mlp = _OURS + "mlp.linear_fc1.layer_norm_weight"
+    rules = [rule for rule in LLAMA.rules(settings) if rule.ours != before_mlp]
+    for here, there in (
+        (before_mlp, "pre_feedforward_layernorm"),
+        (_OURS + "post_self_attn_layernorm.weight", "post_attention_layernorm"),
+        (_OURS + "post_mlp_layernorm.weight", "post_feedforward_layernorm"),
+    ):
+        rules.append(same(here, f"{_THEIRS}{there}.weight"))
+    return rules
+
+
+def _family(model_type: str, architecture: str, settings: Any, fields: Any) -> Family:
+    return replace(
+        LLAMA,
+        model_type=model_type,
+        architecture=architecture,
+        settings=settings,
+        fields=fields,
+        rules=_rules,
+    )
+
+
+GEMMA2 = _family("gemma2", "Gemma2ForCausalLM", _gemma2_settings, _gemma2_fields)
+GEMMA3 = _family("gemma3_text", "Gemma3ForCausalLM", _gemma3_settings, _gemma3_fields)

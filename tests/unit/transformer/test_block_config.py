@@ -1,0 +1,45 @@
+"""What a layer is made of: combinations that cannot be are refused, all in one message."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron.core.errors import ConfigError
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+SIZES = {"num_layers": 4, "hidden_size": 32, "num_attention_heads": 4}
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"attn_logit_softcapping": 0.0}, "--attn-logit-softcapping"),
+        ({"final_logit_softcapping": -1.0}, "--final-logit-softcapping"),
+        ({"embedding_multiplier": float("inf")}, "--embedding-multiplier"),
+        ({"window_attn_skip_freq": 0}, "--window-attn-skip-freq"),
+        ({"window_attn_skip_freq": [1, 0]}, "2 layers for a model of 4"),
+        ({"window_attn_skip_freq": [1, 0, 2, 0]}, "one 0 or 1 per layer"),
+        ({"use_parallel_residual": True, "apply_residual_connection_post_layernorm": True},
+         "--use-parallel-residual"),
+        ({"final_logit_softcapping": 30.0, "cross_entropy_loss_fusion": True},
+         "drop --cross-entropy-loss-fusion"),
+        ({"rotary_base_local": 1e4, "mtp_num_layers": 1}, "--rotary-base-local"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_is_refused(fields, named):
+    with pytest.raises(ConfigError, match=named):
+        TransformerConfig(**SIZES, **fields)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "windowed"),
+    [
+        (None, [True, True, True, True]),
+        (1, [False, False, False, False]),
+        (2, [True, False, True, False]),
+        ([0, 1, 1, 0], [False, True, True, False]),
+    ],
+)
+def test_every_nth_layer_sees_all_keys(pattern, windowed):
+    config = TransformerConfig(**SIZES, window_size=(7, 0), window_attn_skip_freq=pattern)
+    assert [config.window_of(n + 1) == (7, 0) for n in range(4)] == windowed
