@@ -174,6 +174,7 @@ class TransformerBlock(GraphableMegatronModule):
         def run(first: int, last: int) -> Callable[..., Any]:
             def layers(hidden: Tensor, mask: Tensor | None, context: Tensor | None) -> Any:
                 for layer in self.layers[first:last]:
+                    assert isinstance(layer.layer_number, int), layer
                     options = common
                     if local and self.config.window_of(layer.layer_number) is not None:
                         options = common | local
