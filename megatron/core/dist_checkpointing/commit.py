@@ -29,14 +29,12 @@ from megatron.core.dist_checkpointing.durable import (
     rename_durably,
     replace_durably,
     sync_directory,
-    write_durably,
 )
 from megatron.core.dist_checkpointing.manifest import (
     MANIFEST_NAME,
     METADATA_NAME,
     Manifest,
     check_sizes,
-    metadata_bytes,
     parse_manifest,
     read_manifest_bytes,
 )
@@ -81,15 +79,12 @@ def make_directory(path: Path) -> None:
         sync_directory(new.parent)
 
 
-def publish(staging: Path, final: Path, manifest: Manifest, run: str) -> None:
+def publish(staging: Path, final: Path, run: str) -> None:
     """Turn a complete staging directory into the checkpoint `final`.
 
-    All other files are written and synced already. The order matters: manifest, metadata, names
-    inside, then the rename that makes it exist.
+    All files are written and synced already. The order matters: the names inside, then the rename
+    that makes it exist.
     """
-    data = manifest.to_bytes()
-    write_durably(staging / MANIFEST_NAME, data)
-    write_durably(staging / METADATA_NAME, metadata_bytes(data))
     sync_directory(staging)
     if not final.exists() or _is_empty(final):
         rename_durably(staging, final)  # also onto an empty directory that the caller made

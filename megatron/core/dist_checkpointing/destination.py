@@ -6,9 +6,10 @@ On a file system: prepared beside its place and renamed. In an object store: in 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Protocol
 
 from torch import Tensor
 
@@ -27,19 +28,40 @@ from megatron.core.dist_checkpointing.manifest import (
 )
 from megatron.core.dist_checkpointing.object_store import ObjectDirectory, Place
 from megatron.core.dist_checkpointing.shard_file import (
+    Sink,
     StoredFile,
+    durable_sink,
     room_for,
-    write_shard_file,
     write_shards,
 )
 
 
-class Destination(Protocol):
+class Destination(ABC):
     """Takes the files of one save. The coordinator prepares, commits or abandons it."""
 
+    @abstractmethod
     def prepare(self, num_bytes: int) -> None:
         """Make a place for so many bytes, or raise `CheckpointError`."""
-        ...
+
+    @abstractmethod
+    def sink(self, name: str, num_bytes: int) -> AbstractContextManager[Sink]:
+        """Open a new file of about so many bytes; it is there, whole, when the block ends."""
+
+    @abstractmethod
+    def put(self, name: str, data: bytes) -> None:
+        """Write a small file."""
+
+    @abstractmethod
+    def size_of(self, name: str) -> int | None:
+        """Return the size of a file that was written, or None if it is not seen here."""
+
+    @abstractmethod
+    def publish(self, num_bytes: int) -> None:
+        """Make the checkpoint exist: all of its files, of so many bytes together, are written."""
+
+    @abstractmethod
+    def abandon(self) -> None:
+        """Leave no trace."""
 
     def write(
         self,
@@ -48,20 +70,18 @@ class Destination(Protocol):
         metadata: dict[str, str],
         num_threads: int,
     ) -> StoredFile:
-        """Write a shard file durably: any rank, also in a thread."""
-        ...
-
-    def size_of(self, name: str) -> int | None:
-        """Return the size of a file that was written, or None if it is not seen here."""
-        ...
+        """Write a shard file durably: any rank, also in a thread. See `write_shards`."""
+        num_bytes = sum(t.numel() * t.element_size() for _, t in tensors)
+        with self.sink(name, num_bytes) as sink:
+            return write_shards(name, tensors, metadata, sink=sink, num_threads=num_threads)
 
     def commit(self, common: bytes, manifest: Manifest) -> None:
-        """Write the remaining files and make the checkpoint exist."""
-        ...
-
-    def abandon(self) -> None:
-        """Leave no trace."""
-        ...
+        """Write the remaining files, `metadata.json` last, and make the checkpoint exist."""
+        data = manifest.to_bytes()
+        self.put(COMMON_NAME, common)
+        self.put(MANIFEST_NAME, data)
+        self.put(METADATA_NAME, metadata_bytes(data))
+        self.publish(sum(file.size for file in manifest.files.values()))
 
 
 def destination_of(final: Place, run: str) -> Destination:
@@ -71,7 +91,7 @@ def destination_of(final: Place, run: str) -> Destination:
     return LocalDestination(final, run)
 
 
-class LocalDestination:
+class LocalDestination(Destination):
     """A directory of a file system."""
 
     def __init__(self, final: Path, run: str) -> None:
@@ -86,39 +106,47 @@ class LocalDestination:
         problem = room_for(self.final, num_bytes)
         if problem is not None:
             raise problem
-        try:
+        with self._errors("preparing to write", self.staging, num_bytes):
             commit.begin(self.final, self.run)
-        except OSError as error:
-            raise describe_os_error(error, path=self.staging, doing="creating") from error
 
-    def write(
-        self,
-        name: str,
-        tensors: Sequence[tuple[str, Tensor]],
-        metadata: dict[str, str],
-        num_threads: int,
-    ) -> StoredFile:
+    @contextmanager
+    def sink(self, name: str, num_bytes: int) -> Iterator[Sink]:
         """See `Destination`."""
-        stored = write_shard_file(self.staging / name, tensors, metadata, num_threads=num_threads)
-        sync_directory(self.staging)
-        return stored
+        with self._errors("writing", self.staging / name, num_bytes):
+            with durable_sink(self.staging / name) as sink:
+                yield sink
+            sync_directory(self.staging)
+
+    def put(self, name: str, data: bytes) -> None:
+        """See `Destination`."""
+        with self._errors("writing", self.staging / name, len(data)):
+            write_durably(self.staging / name, data)
 
     def size_of(self, name: str) -> int | None:
         """See `Destination`."""
         path = self.staging / name
         return path.stat().st_size if path.exists() else None
 
-    def commit(self, common: bytes, manifest: Manifest) -> None:
+    def publish(self, num_bytes: int) -> None:
         """See `Destination`."""
-        write_durably(self.staging / COMMON_NAME, common)
-        commit.publish(self.staging, self.final, manifest, self.run)
+        with self._errors("committing", self.staging, num_bytes):
+            commit.publish(self.staging, self.final, self.run)
 
     def abandon(self) -> None:
         """See `Destination`."""
         commit.abandon(self.staging)
 
+    @contextmanager
+    def _errors(self, doing: str, path: Path, num_bytes: int) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise describe_os_error(
+                error, path=path, doing=doing, needed_bytes=num_bytes
+            ) from error
 
-class ObjectDestination:
+
+class ObjectDestination(Destination):
     """A directory of an object store.
 
     Saving an iteration again deletes the old one first: between the two there is neither.
@@ -132,26 +160,17 @@ class ObjectDestination:
 
     def prepare(self, num_bytes: int) -> None:
         """See `Destination`; a store has no known limit."""
-        self.final.remove(first=METADATA_NAME)
+        self.abandon()
 
-    def write(
-        self,
-        name: str,
-        tensors: Sequence[tuple[str, Tensor]],
-        metadata: dict[str, str],
-        num_threads: int,
-    ) -> StoredFile:
+    @contextmanager
+    def sink(self, name: str, num_bytes: int) -> Iterator[Sink]:
         """See `Destination`."""
-        num_bytes = sum(t.numel() * t.element_size() for _, t in tensors)
         with self.final.writer(name, num_bytes) as write:
-            return write_shards(
-                name,
-                tensors,
-                metadata,
-                write=write,
-                finish=lambda: None,
-                num_threads=num_threads,
-            )
+            yield Sink(write, lambda: None)
+
+    def put(self, name: str, data: bytes) -> None:
+        """See `Destination`."""
+        self.final.write(name, data)
 
     def size_of(self, name: str) -> int | None:
         """See `Destination`."""
@@ -160,12 +179,8 @@ class ObjectDestination:
         with self.final.open(name) as stored:
             return stored.size
 
-    def commit(self, common: bytes, manifest: Manifest) -> None:
-        """See `Destination`."""
-        data = manifest.to_bytes()
-        self.final.write(COMMON_NAME, common)
-        self.final.write(MANIFEST_NAME, data)
-        self.final.write(METADATA_NAME, metadata_bytes(data))
+    def publish(self, num_bytes: int) -> None:
+        """See `Destination`; it exists since `metadata.json` does."""
 
     def abandon(self) -> None:
         """See `Destination`."""

@@ -30,6 +30,7 @@ from megatron.core.dist_checkpointing.shard_file import (
     BLOCK_BYTES,
     DTYPES,
     HASH_NAME,
+    StoredFile,
     element_bytes,
     hash_of,
 )
@@ -93,6 +94,11 @@ class ManifestFile:
     hash: str
     header_size: int | None = None
     """Bytes before the first shard; None for a file that is hashed whole."""
+
+    @staticmethod
+    def of(stored: StoredFile) -> ManifestFile:
+        """Describe a shard file that was written."""
+        return ManifestFile(stored.size, stored.header_hash, stored.header_size)
 
 
 @dataclass(frozen=True)

@@ -8,18 +8,12 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron.core.dist_checkpointing import commit
-from megatron.core.dist_checkpointing.durable import (
-    describe_os_error,
-    sync_directory,
-    write_durably,
-)
+from megatron.core.dist_checkpointing.destination import destination_of
 from megatron.core.dist_checkpointing.flat_ranges import describe_box
 from megatron.core.dist_checkpointing.loader import Contents
 from megatron.core.dist_checkpointing.manifest import (
@@ -29,14 +23,13 @@ from megatron.core.dist_checkpointing.manifest import (
     StoredTensor,
     build_manifest,
 )
+from megatron.core.dist_checkpointing.object_store import Place
 from megatron.core.dist_checkpointing.planner import ShardIndex
 from megatron.core.dist_checkpointing.shard_file import (
     DTYPES,
     element_bytes,
     hash_of,
-    room_for,
     storage_order,
-    write_shard_file,
 )
 from megatron.core.dist_checkpointing.shard_reader import ShardReader
 from megatron.core.dist_checkpointing.typed_json import dump_bytes
@@ -77,7 +70,7 @@ def plain_form(contents: Contents) -> dict[str, Any]:
 
 
 def write_whole_tensors(
-    final: Path,
+    final: Place,
     tensors: Mapping[str, Produced],
     plain: dict[str, Any],
     info: Mapping[str, Any],
@@ -94,38 +87,27 @@ def write_whole_tensors(
         CheckpointError: the storage refused; nothing is left behind.
     """
     run, common = secrets.token_hex(6), dump_bytes(plain)
-    problem = room_for(final, sum(t.num_bytes for t in tensors.values()) + len(common))
-    if problem is not None:
-        raise problem
-    files: dict[str, ManifestFile] = {}
+    files = {COMMON_NAME: ManifestFile(len(common), hash_of(common))}
     shards: dict[str, list[Shard]] = {key: [] for key in tensors}
-    staging = commit.staging_directory(final, run)
+    destination = destination_of(final, run)
+    destination.prepare(sum(t.num_bytes for t in tensors.values()) + len(common))
     try:
-        commit.begin(final, run)
         for number, keys in enumerate(_balanced(tensors, num_files)):
             name = f"__{number}_0.safetensors"
-            stored = write_shard_file(
-                staging / name,
+            stored = destination.write(
+                name,
                 [(key + describe_box(_whole(tensors[key])), tensors[key].produce())
                  for key in keys],
                 {"format": "pt", "checkpoint": final.name, "run": run},
-                num_threads=threads_per_rank(),
+                threads_per_rank(),
             )  # fmt: skip
-            begin = stored.shards[0].begin if stored.shards else stored.size
-            files[name] = ManifestFile(stored.size, stored.header_hash, begin)
+            files[name] = ManifestFile.of(stored)
             for key, shard in zip(keys, stored.shards, strict=True):
                 shards[key].append(Shard(*_whole(tensors[key]), name, shard.begin, shard.hashes))
-        write_durably(staging / COMMON_NAME, common)
-        sync_directory(staging)
-        files[COMMON_NAME] = ManifestFile(len(common), hash_of(common))
         described = {k: (t.dtype, t.shape, t.is_padded) for k, t in tensors.items()}
-        manifest = build_manifest(final.name, run, files, described, shards, info)
-        commit.publish(staging, final, manifest, run)
-    except OSError as error:
-        commit.abandon(staging)
-        raise describe_os_error(error, path=staging, doing="writing") from error
+        destination.commit(common, build_manifest(final.name, run, files, described, shards, info))
     except BaseException:
-        commit.abandon(staging)
+        destination.abandon()
         raise
 
 

@@ -161,8 +161,7 @@ class SaveInProgress:
             if stored is None:
                 continue
             self._check_visible(rank, stored)
-            header_size = stored.shards[0].begin if stored.shards else stored.size
-            files[stored.name] = ManifestFile(stored.size, stored.header_hash, header_size)
+            files[stored.name] = ManifestFile.of(stored)
             for (key, (offset, shape)), s in zip(report.pieces, stored.shards, strict=True):
                 shards[key].append(Shard(offset, shape, stored.name, s.begin, s.hashes))
         files[COMMON_NAME] = ManifestFile(len(self._common), hash_of(self._common))

@@ -18,7 +18,7 @@ import json
 import math
 import os
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +30,6 @@ from torch import Tensor
 from megatron.core.dist_checkpointing.durable import (
     DamagedCheckpointError,
     OpenFile,
-    describe_os_error,
     free_bytes,
     write_all,
 )
@@ -104,8 +103,9 @@ class StoredFile:
 
     name: str
     size: int
+    header_size: int
+    """Bytes before the first shard."""
     header_hash: str
-    """Of the bytes before the first shard."""
     shards: tuple[StoredShard, ...]
 
 
@@ -130,22 +130,24 @@ def storage_order(dtypes: Sequence[str]) -> list[int]:
     return sorted(range(len(dtypes)), key=lambda i: -element_bytes(dtypes[i]))
 
 
-def write_shard_file(
-    path: Path,
-    tensors: Sequence[tuple[str, Tensor]],
-    metadata: dict[str, str],
-    *,
-    num_threads: int = 1,
-) -> StoredFile:
-    """Write tensors to a new file and return when it is on the disk.
+@dataclass(frozen=True)
+class Sink:
+    """Where the bytes of a file go, one piece after another."""
 
-    Args:
-        tensors, metadata, num_threads: see `write_shards`.
+    write: Callable[[memoryview | bytes], object]
+    finish: Callable[[], None]
+    """Called once, after the last byte."""
+
+
+@contextlib.contextmanager
+def durable_sink(path: Path) -> Iterator[Sink]:
+    """Open a new file; what was written is on the disk when `finish` returns.
+
     Raises:
-        CheckpointError: the system refused; the message names the path and the bytes.
+        OSError: the system refused.
     """
     position = started = 0
-    descriptor = -1
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
 
     def write(data: memoryview | bytes) -> None:
         nonlocal position, started
@@ -156,21 +158,9 @@ def write_shard_file(
             started = position
 
     try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
-        try:
-            return write_shards(
-                path.name,
-                tensors,
-                metadata,
-                write=write,
-                finish=lambda: os.fsync(descriptor),
-                num_threads=num_threads,
-            )
-        finally:
-            os.close(descriptor)
-    except OSError as error:
-        size = sum(t.numel() * t.element_size() for _, t in tensors)
-        raise describe_os_error(error, path=path, doing="writing", needed_bytes=size) from error
+        yield Sink(write, lambda: os.fsync(descriptor))
+    finally:
+        os.close(descriptor)
 
 
 def write_shards(
@@ -178,17 +168,16 @@ def write_shards(
     tensors: Sequence[tuple[str, Tensor]],
     metadata: dict[str, str],
     *,
-    write: Callable[[memoryview | bytes], object],
-    finish: Callable[[], None],
+    sink: Sink,
     num_threads: int,
 ) -> StoredFile:
-    """Pass the bytes of a shard file to `write`, block by block, while threads hash them.
+    """Pass the bytes of a shard file to `sink`, block by block, while threads hash them.
 
     Args:
         tensors: (name, tensor) in `storage_order`; on any device, of any strides. One that is
             not contiguous on the CPU is copied there, at most two at a time.
         metadata: text facts for the file's header.
-        finish: called after the last byte, while hashing may still go on.
+        sink: finished while hashing may still go on.
         num_threads: how many hash.
     """
     header = build_header([(n, dtype_name(t.dtype), tuple(t.shape)) for n, t in tensors], metadata)
@@ -196,7 +185,7 @@ def write_shards(
     copied: list[Future[str]] = []
     position = len(header)
     with WorkThreads(num_threads) as threads:
-        write(header)
+        sink.write(header)
         for name, tensor in tensors:
             on_host = tensor.detach().to("cpu").contiguous()
             data = as_bytes(on_host)
@@ -204,18 +193,18 @@ def write_shards(
             for begin in range(0, len(data), BLOCK_BYTES):
                 block = data[begin : begin + BLOCK_BYTES]
                 hashes.append(_start_hash(threads, block))
-                write(block)
+                sink.write(block)
             placed.append((name, position, len(data), hashes))
             position += len(data)
             if on_host.data_ptr() != tensor.data_ptr():
                 wait(copied)
                 copied = hashes
-        finish()
+        sink.finish()
     shards = (
         StoredShard(name, begin, num_bytes, tuple(h.result() for h in hashes))
         for name, begin, num_bytes, hashes in placed
     )
-    return StoredFile(file_name, position, hash_of(header), tuple(shards))
+    return StoredFile(file_name, position, len(header), hash_of(header), tuple(shards))
 
 
 def _start_hash(threads: WorkThreads, block: memoryview) -> Future[str]:

@@ -252,17 +252,17 @@ def test_an_asynchronous_save_keeps_the_state_of_its_moment(ram_path: Path) -> N
 def test_saved_is_said_only_after_the_commit_and_nothing_is_visible_before(
     ram_path: Path, capsys, monkeypatch
 ) -> None:
-    from megatron.core.dist_checkpointing import destination as saver_module
+    from megatron.core.dist_checkpointing import destination as destination_module
 
     may_write, niceness = threading.Event(), []
-    honest = saver_module.write_shard_file
+    honest = destination_module.write_shards
 
     def slow(*args, **options):
         niceness.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
         may_write.wait(20)
         return honest(*args, **options)
 
-    monkeypatch.setattr(saver_module, "write_shard_file", slow)
+    monkeypatch.setattr(destination_module, "write_shards", slow)
     saver = checkpointer(ram_path, TinyModel(1.0), async_save=True)
     saver.save(TrainState(iteration=1, consumed_train_samples=4))
     saver.after_step()
@@ -278,14 +278,14 @@ def test_saved_is_said_only_after_the_commit_and_nothing_is_visible_before(
 
 
 def test_an_error_of_the_background_writer_surfaces_at_a_step(ram_path: Path, monkeypatch) -> None:
-    from megatron.core.dist_checkpointing import destination as saver_module
+    from megatron.core.dist_checkpointing import destination as destination_module
 
     def full(*args, **options):
         raise CheckpointError("ENOSPC while writing")
 
     saver = checkpointer(ram_path, TinyModel(1.0), async_save=True)
     with monkeypatch.context() as patch:
-        patch.setattr(saver_module, "write_shard_file", full)
+        patch.setattr(destination_module, "write_shards", full)
         saver.save(TrainState(iteration=1))
 
         def steps() -> None:

@@ -12,8 +12,9 @@ from megatron.core.dist_checkpointing.durable import DamagedCheckpointError, ope
 from megatron.core.dist_checkpointing.shard_file import (
     BLOCK_BYTES,
     as_bytes,
+    durable_sink,
     read_block,
-    write_shard_file,
+    write_shards,
 )
 from megatron.core.dist_checkpointing.work_threads import WorkThreads, threads_per_rank
 
@@ -46,7 +47,8 @@ def test_hashes_are_those_of_the_blocks_for_any_number_of_threads(
         ("empty", torch.empty(0)),
         ("small", torch.ones(3, dtype=torch.bfloat16)),
     ]
-    stored = write_shard_file(tmp_path / "f", tensors, {}, num_threads=num_threads)
+    with durable_sink(tmp_path / "f") as sink:
+        stored = write_shards("f", tensors, {}, sink=sink, num_threads=num_threads)
     for (name, tensor), shard in zip(tensors, stored.shards, strict=True):
         data = as_bytes(tensor.contiguous())
         blocks = [data[b : b + BLOCK_BYTES] for b in range(0, len(data), BLOCK_BYTES)]
