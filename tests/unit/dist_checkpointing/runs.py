@@ -36,12 +36,42 @@ class TinyModel(nn.Module):
 
 
 def checkpointer(
-    directory: Path | str, model: nn.Module, *, peers: Any = None, **settings: Any
+    directory: Path | str,
+    model: nn.Module,
+    *,
+    peers: Any = None,
+    groups: ProcessGroupCollection | None = None,
+    **settings: Any,
 ) -> Checkpointer:
-    """Return a checkpointer that saves to and loads from one directory."""
-    parts = RunParts(model=[model], groups=ProcessGroupCollection.single(), args={"lr": 0.1})
+    """Return a checkpointer that saves to and loads from one directory.
+
+    Args:
+        groups: where the ranks of a process group hold replicas of the model.
+    """
+    groups = groups or ProcessGroupCollection.single()
+    parts = RunParts(model=[model], groups=groups, args={"lr": 0.1})
     both = {"save": str(directory), "load": str(directory)} | settings
     return Checkpointer(CheckpointSettings(**both), parts, process_group=peers)
+
+
+SAVES: dict[str, tuple[tuple[int, ...], int, dict[str, Any]]] = {
+    "a first save": ((), 10, {}),
+    "a later save": ((5,), 10, {}),
+    "a save of the same iteration": ((10,), 10, {}),
+    "a save that retires old ones": ((3, 5), 10, {"save_retain_interval": 10}),
+}
+"""What a save may meet: iterations that are there, the one that is saved, settings."""
+
+
+def prepare(root: Path, iterations: tuple[int, ...]) -> Path:
+    """Make a save directory with these checkpoints and the leftover of a dead run."""
+    root.mkdir()
+    directory = root / "run"
+    for iteration in iterations:
+        save(directory, iteration)
+    (directory / "iter_0000007.tmp-0badcafe").mkdir(parents=True)
+    (directory / "iter_0000007.tmp-0badcafe" / "__0_0.safetensors").write_bytes(b"half")
+    return directory
 
 
 def save(directory: Path | str, iteration: int, **settings: Any) -> None:

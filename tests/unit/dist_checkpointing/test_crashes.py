@@ -9,26 +9,7 @@ import pytest
 
 from megatron.core.dist_checkpointing import commit
 from tests.unit.dist_checkpointing.disk import Disk, Inode, Killed, fingerprint, lay_out, on_disk
-from tests.unit.dist_checkpointing.runs import load, save
-
-
-def prepare(root: Path, iterations: tuple[int, ...]) -> Path:
-    """Make a save directory with these checkpoints and the leftover of a dead run."""
-    root.mkdir()
-    directory = root / "run"
-    for iteration in iterations:
-        save(directory, iteration)
-    (directory / "iter_0000007.tmp-0badcafe").mkdir(parents=True)
-    (directory / "iter_0000007.tmp-0badcafe" / "__0_0.safetensors").write_bytes(b"half")
-    return directory
-
-
-SAVES = {
-    "a first save": ((), 10, {}),
-    "a later save": ((5,), 10, {}),
-    "a save of the same iteration": ((10,), 10, {}),
-    "a save that retires old ones": ((3, 5), 10, {"save_retain_interval": 10}),
-}
+from tests.unit.dist_checkpointing.runs import SAVES, load, prepare, save
 
 
 @pytest.mark.parametrize("name", SAVES)
