@@ -4,9 +4,9 @@ PYTHON is the interpreter of an environment with megatron-core (`pip install meg
 it must not be this project's environment, since both are imported as `megatron`). For two model
 families and several layouts the other program saves and this one loads, in one process and in two
 tensor-parallel ones, and the logits of both are compared in fp32; then this program saves and
-exports, the other loads, and logits are compared again. Where the other program saves its
-optimizer too, Adam's moments are compared here, exactly. Exits with status 1 if anything differs by
-more than rounding.
+exports, the other loads, and logits are compared again. Where optimizers go along, Adam's moments
+and the number of updates are compared too, exactly. Exits with status 1 if anything differs by more
+than rounding.
 """
 
 from __future__ import annotations
@@ -66,6 +66,7 @@ def run_there(peer: str, command: str, exchange: Exchange, directory: Path) -> d
 def compare(ours: dict, theirs: dict) -> float:
     """Check logits within fp32 rounding and moments exactly; return the largest logit error."""
     assert_close(ours["logits"], theirs["logits"], FP32_REORDERED_SUM, "logits")
+    assert ours.keys() >= theirs.keys(), theirs.keys() - ours.keys()
     for name in theirs.keys() - {"logits"}:
         assert_close(ours[name], theirs[name], EXACT, name)
     return float((ours["logits"] - theirs["logits"]).abs().max())
@@ -82,9 +83,8 @@ def exchange_both_ways(peer: str, exchange: Exchange, directory: Path) -> tuple[
         ["export", str(directory / "own"), str(directory / "export"), *options]
     )
     assert status == 0
-    # Without a GPU the other program cannot load moments by parameter, not even its own: torch's
-    # Adam, which it then uses, counts steps where it does not expect them. Weights alone here.
-    theirs = run_there(peer, "load", replace(exchange, optimizer=""), directory / "export")
+    stored = "fully_reshardable" if exchange.optimizer else ""
+    theirs = run_there(peer, "load", replace(exchange, optimizer=stored), directory / "export")
     return first, compare(ours, theirs)
 
 

@@ -81,15 +81,15 @@ def load_here(groups: ProcessGroupCollection, exchange: Exchange, directory: str
     assert restored is not None
     assert restored.progress.iteration == 3
     assert restored.progress.consumed_train_samples == 24
-    return state_of(parts, exchange, num_updates=2)
+    return state_of(parts, exchange)
 
 
-def state_of(parts: RunParts, exchange: Exchange, *, num_updates: int) -> dict:
-    """Return the logits and, where they are exchanged, the moments by name."""
+def state_of(parts: RunParts, exchange: Exchange) -> dict:
+    """Return the logits and, where they are exchanged, moments by name and number of updates."""
     found = {"logits": logits_of(parts.model[0], parts.groups)}
     for item in parts.optimizer.shards if exchange.optimizer else ():
         state = parts.optimizer.state[item.main]
-        assert int(state["step"]) == num_updates
+        found["num_updates"] = torch.tensor(int(state["step"]))
         for kind in ("exp_avg", "exp_avg_sq"):
             found[f"{kind}.{item.shard.name}"] = state[kind].view(item.shard.parameter.shape)
     return found
@@ -106,4 +106,4 @@ def save_here(groups: ProcessGroupCollection, exchange: Exchange, directory: str
     checkpointer = Checkpointer(CheckpointSettings(save=directory), parts)
     checkpointer.save(TrainState(iteration=3, consumed_train_samples=24))
     checkpointer.close()
-    return state_of(parts, exchange, num_updates=1)
+    return state_of(parts, exchange)

@@ -18,6 +18,7 @@ import warnings
 from pathlib import Path
 
 import foreign_case as case  # this file's directory heads the path of a script
+import foreign_kernels
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -149,6 +150,10 @@ def work(rank: int, arguments: argparse.Namespace, port: int) -> None:
 
 def _optimizer(config, model, arguments):
     """Return Megatron's optimizer; one that is saved has made two updates."""
+    if not torch.cuda.is_available():  # noqa: TID251 - what the other program asks
+        # Only now: the layers, which are built, must not take it for the whole of Apex.
+        assert "megatron.core.optimizer" not in sys.modules
+        foreign_kernels.stand_in_for_apex()
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
@@ -168,10 +173,11 @@ def _optimizer(config, model, arguments):
 
 
 def _moments(optimizer, model) -> dict:
-    """Return Adam's moments by parameter (one rank only)."""
+    """Return Adam's moments by parameter and the number of updates (one rank only)."""
     if optimizer is None:
         return {}
-    found = {}
+    group = optimizer.chained_optimizers[0].optimizer.param_groups[0]
+    found = {"num_updates": torch.tensor(int(group["step"]))}
     for name, parameter in model.named_parameters():
         state = optimizer.chained_optimizers[0]._get_main_param_and_optimizer_states(parameter)
         found |= {f"{kind}.{name}": state[kind].view(parameter.shape).clone()
