@@ -46,8 +46,10 @@ class FusedSGD(torch.optim.SGD):
 
 
 def stand_in_for_apex() -> None:
-    """Let `from apex.optimizers import FusedAdam` find the one above."""
-    apex, optimizers = ModuleType("apex"), ModuleType("apex.optimizers")
+    """Let `from apex.optimizers import FusedAdam` find the one above.
+
+    There is no `apex` to import, so that no layer takes this for the whole of it.
+    """
+    optimizers = ModuleType("apex.optimizers")
     optimizers.FusedAdam, optimizers.FusedSGD = FusedAdam, FusedSGD
-    apex.optimizers = optimizers
-    sys.modules |= {"apex": apex, "apex.optimizers": optimizers}
+    sys.modules["apex.optimizers"] = optimizers

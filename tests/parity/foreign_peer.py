@@ -58,6 +58,7 @@ def work(rank: int, arguments: argparse.Namespace, port: int) -> None:
         gpu.synchronize = lambda *_: None
         gpu.current_device = lambda: "cpu"
         CpuForGpu().__enter__()
+        foreign_kernels.stand_in_for_apex()
     torch.set_num_threads(1)
     size = arguments.tp * arguments.pp
     os.environ |= {
@@ -150,10 +151,6 @@ def work(rank: int, arguments: argparse.Namespace, port: int) -> None:
 
 def _optimizer(config, model, arguments):
     """Return Megatron's optimizer; one that is saved has made two updates."""
-    if not torch.cuda.is_available():  # noqa: TID251 - what the other program asks
-        # Only now: the layers, which are built, must not take it for the whole of Apex.
-        assert "megatron.core.optimizer" not in sys.modules
-        foreign_kernels.stand_in_for_apex()
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 

@@ -38,14 +38,16 @@ CHECKPOINT = f"iter_{STEPS_BEFORE:07d}"
 
 
 def layouts(max_ranks: int, stages: tuple[int, ...]) -> list[Layout]:
-    """TP {1,2,4} x PP {1,2,4} x VPP {1,2} x DP {1,2,4} x ZeRO stages, up to `max_ranks` ranks."""
+    """TP {1,2,4} x PP {1,2,4} x VPP {1,2} x CP {1,2} x DP {1,2,4} x ZeRO stages, up to `max_ranks`
+    ranks; with CP the first and the last stage."""
     found = []
-    for tp, pp, dp in product((1, 2, 4), (1, 2, 4), (1, 2, 4)):
-        if tp * pp * dp > max_ranks:
+    for tp, pp, cp, dp in product((1, 2, 4), (1, 2, 4), (1, 2), (1, 2, 4)):
+        if tp * pp * cp * dp > max_ranks:
             continue
         for vp in (1, 2) if pp == 2 else (1,):
-            for zero in stages if dp > 1 else (0,):
-                found.append(Layout(tp=tp, pp=pp, dp=dp, vp=vp, zero=zero, sp=tp == 4))
+            rungs = stages if cp == 1 else {stages[0], stages[-1]}
+            for zero in sorted(rungs) if cp * dp > 1 else (0,):
+                found.append(Layout(tp=tp, pp=pp, cp=cp, dp=dp, vp=vp, zero=zero, sp=tp == 4))
     return found
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from megatron.core.context_parallel import get_batch_on_this_cp_rank
 from megatron.core.distributed import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
@@ -48,23 +49,26 @@ class Layout:
     zero: int = 0
     """ZeRO stage of optimizer state and, from 2 on, gradients."""
     sp: bool = False
+    cp: int = 1
 
     @property
     def size(self) -> int:
         """Number of ranks."""
-        return self.tp * self.pp * self.dp
+        return self.tp * self.pp * self.cp * self.dp
 
     def __str__(self) -> str:
         text = f"tp{self.tp}{'+sp' if self.sp else ''}-pp{self.pp}-dp{self.dp}"
         return (
             text
             + (f"-vp{self.vp}" if self.vp > 1 else "")
+            + (f"-cp{self.cp}" if self.cp > 1 else "")
             + (f"-zero{self.zero}" * (self.zero > 0))
         )
 
     def axes(self) -> dict[str, int]:
         """Keywords of `run_distributed`."""
-        return {"tp": self.tp, "pp": self.pp} | ({"vp": self.vp} if self.vp > 1 else {})
+        sizes = {"tp": self.tp, "pp": self.pp, "cp": self.cp}
+        return sizes | ({"vp": self.vp} if self.vp > 1 else {})
 
 
 @dataclass(frozen=True)
@@ -183,13 +187,19 @@ class Run:
             self.scales.append(float(self.optimizer.get_loss_scale()))
             if is_updated:
                 self.scheduler.step(increment=GLOBAL_BATCH)
-            self.losses += [float(r["lm loss"][0] / r["lm loss"][1]) for r in reported]
+            self.losses += [self._loss_of(r["lm loss"]) for r in reported]
             self.progress = TrainState(
                 iteration=self.progress.iteration + 1,
                 consumed_train_samples=consumed + GLOBAL_BATCH,
                 skipped_train_samples=self.progress.skipped_train_samples,
             )
             self.checkpointer.after_step()
+
+    def _loss_of(self, sum_and_tokens: torch.Tensor) -> float:
+        """Return the mean loss of a micro batch; ranks that share a sequence add up."""
+        if self.layout.cp > 1:
+            torch.distributed.all_reduce(sum_and_tokens, group=self.groups.cp)
+        return float(sum_and_tokens[0] / sum_and_tokens[1])
 
 
 def _config(layout: Layout, model: Model) -> TransformerConfig:
@@ -219,6 +229,7 @@ def _config(layout: Layout, model: Model) -> TransformerConfig:
         unpadded_vocab_size=VOCABULARY,
         tensor_model_parallel_size=layout.tp,
         sequence_parallel=layout.sp,
+        context_parallel_size=layout.cp,
         pipeline_model_parallel_size=layout.pp,
         virtual_pipeline_model_parallel_size=layout.vp if layout.vp > 1 else None,
         pipeline_dtype=half.get("params_dtype", torch.float32),
@@ -256,17 +267,18 @@ def _samples(consumed: int, dp_rank: int, dp_size: int):
     for sample in range(consumed + dp_rank, consumed + GLOBAL_BATCH, dp_size):
         generator = torch.Generator().manual_seed(9000 + sample)
         text = torch.randint(VOCABULARY, (1, SEQUENCE + 1), generator=generator)
-        yield {
+        batch = {
             "tokens": text[:, :-1].contiguous(),
             "labels": text[:, 1:].contiguous(),
             "mask": torch.ones(1, SEQUENCE),
+            "position_ids": torch.arange(SEQUENCE).unsqueeze(0),
         }
+        yield get_batch_on_this_cp_rank(batch)
 
 
 def _forward_step(iterator, model):
     batch = next(iterator)
-    positions = torch.arange(SEQUENCE).unsqueeze(0)
-    output = model(batch["tokens"], positions, None, labels=batch["labels"])
+    output = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
     return output, partial(masked_loss, batch["mask"])
 
 

@@ -216,10 +216,12 @@ def compare_with_strace(calls: FileCalls, result: Path) -> int:
         root = Path(name) / "watched"
         root.mkdir()
         saves = Saves(calls, root, "a save that retires old ones")
-        os.rename(root / "source", root / "work")  # seen by strace, and not part of the save
+        # Both renames are seen by strace, and not part of the save.
+        os.rename(root / "source", root / "work")
         calls.watch(root / "work")
         saves.run(save_or_say_why)
         result.write_text(str(len(calls.end())))
+        os.rename(root / "work", root / "source")
     return 0
 
 
