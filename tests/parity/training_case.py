@@ -251,7 +251,7 @@ def train(
 
     dp_rank, dp_size = get_pg_rank(groups.dp), get_pg_size(groups.dp)
     report = RankReport(get_pg_rank(groups.tp), dp_rank, [], [], {}, {}, {})
-    named = list(_named_parameters(wrapped))
+    named = list(named_parameters(wrapped))
     for step in range(NUM_STEPS):
         rng_state().begin_step(
             step * layout.samples,
@@ -276,7 +276,7 @@ def train(
         if reported:
             report.losses.append(_mean_loss(reported, groups))
         if step in (0, NUM_STEPS - 1):
-            report.gradients[step] = {name: _whole_gradient(chunk, p) for name, chunk, p in named}
+            report.gradients[step] = {name: whole_gradient(chunk, p) for name, chunk, p in named}
         ok, grad_norm, _ = optimizer.step()
         assert ok
         report.grad_norms.append(float(grad_norm))
@@ -288,14 +288,15 @@ def train(
     return report
 
 
-def _named_parameters(wrapped):
+def named_parameters(wrapped):
+    """Yield (canonical name, chunk, parameter) of wrapped chunks."""
     for chunk in wrapped:
         names = canonical_names(chunk.module)
         for name, parameter in chunk.module.named_parameters():
             yield names[name], chunk, parameter
 
 
-def _whole_gradient(chunk: DistributedDataParallel, parameter: torch.nn.Parameter) -> Tensor:
+def whole_gradient(chunk: DistributedDataParallel, parameter: torch.nn.Parameter) -> Tensor:
     """Join the pieces of a reduced gradient; adding zeros changes no bit."""
     whole = torch.zeros(parameter.numel())
     for shard in chunk.shards_of(parameter):
@@ -318,7 +319,7 @@ def _mean_loss(reported, groups) -> float:
     return float(total[0] / total[1])
 
 
-def assemble(reports: list[RankReport]) -> Run:
+def assemble(reports: list[RankReport], vocabulary: int = VOCABULARY) -> Run:
     """Join the ranks' pieces to the one-device model, and check that replicas agree bit for bit.
 
     Raises:
@@ -329,13 +330,15 @@ def assemble(reports: list[RankReport]) -> Run:
     norms = [r.grad_norms for r in reports]
     assert all(other == norms[0] for other in norms), "ranks disagree on the gradient norm"
     run = Run(losses[0], norms[0])
-    run.weights = _join(reports, lambda r: r.weights, "weight")
+    run.weights = _join(reports, lambda r: r.weights, "weight", vocabulary)
     for step in reports[0].gradients:
-        run.gradients[step] = _join(reports, lambda r, s=step: r.gradients[s], "gradient")
+        run.gradients[step] = _join(
+            reports, lambda r, s=step: r.gradients[s], "gradient", vocabulary
+        )
     return run
 
 
-def _join(reports, choose, what) -> dict[str, Tensor]:
+def _join(reports, choose, what, vocabulary) -> dict[str, Tensor]:
     pieces: dict[str, dict[int, Tensor]] = {}
     metas: dict[str, ParamMeta] = {}
     for report in reports:
@@ -352,5 +355,5 @@ def _join(reports, choose, what) -> dict[str, Tensor]:
                 assert torch.equal(shard, shards[0]), f"tp ranks differ in the {what} of {name}"
         full = unshard(shards, metas[name])
         is_vocabulary = "word_embeddings" in name or "output_layer" in name
-        joined[name] = full[:VOCABULARY] if is_vocabulary else full
+        joined[name] = full[:vocabulary] if is_vocabulary else full
     return joined

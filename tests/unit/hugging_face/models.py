@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from torch import Tensor
 
 from megatron.core.agreement import SingleProcess
 from megatron.core.dist_checkpointing.loader import load_state
@@ -15,10 +17,14 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.sharded_state import sharded_state_dict_of
-from megatron.hugging_face import open_model
+from megatron.core.utils import get_pg_rank, get_pg_size
+from megatron.hugging_face import open_model, read_model_directory
+from megatron.hugging_face.families.family import geometry_of
+from megatron.hugging_face.reading import full_name
 from megatron.training.cli.parser import parse_command_line
 from megatron.training.resolve import resolve
 from megatron.training.transformer_settings import transformer_config
+from tests.harness.tolerances import FP32_REORDERED_SUM, assert_close
 
 VOCAB, LENGTH = 97, 24
 _SIZES = {
@@ -127,17 +133,27 @@ def flags_for(directory: Path) -> list[str]:
     ]  # fmt: skip
 
 
-def our_model(directory: Path) -> tuple[GPTModel, dict[str, Any]]:
-    """Build the model that the settings of a directory describe, and load it; one process."""
-    config = parse_command_line(flags_for(directory)).config
-    run = resolve(config, world_size=1)
+def our_model(
+    directory: Path, groups: ProcessGroupCollection | None = None, *words: str
+) -> tuple[GPTModel, dict[str, Any]]:
+    """Build this rank's part of the model that the settings of a directory describe, and load it.
+
+    Args:
+        groups: of this rank; None is one process.
+        words: further flags, of the layout for example.
+    """
+    groups = groups or ProcessGroupCollection.single()
+    stage, num_stages = get_pg_rank(groups.pp), get_pg_size(groups.pp)
+    config = parse_command_line([*flags_for(directory), *words]).config
+    run = resolve(config, world_size=get_pg_size(groups.tp) * num_stages)
     settings = {**run.values, "unpadded_vocab_size": run.vocab_size}
-    groups = ProcessGroupCollection.single()
     model = GPTModel(
         transformer_config(settings),
         get_gpt_layer_local_spec(qk_layernorm=run.qk_layernorm, normalization=run.normalization),
         vocab_size=128,
         max_sequence_length=run.max_position_embeddings,
+        pre_process=stage == 0,
+        post_process=stage == num_stages - 1,
         share_embeddings_and_output_weights=not run.untie_embeddings_and_output_weights,
         position_embedding_type=run.position_embedding_type,
         rotary_base=run.rotary_base,
@@ -154,3 +170,36 @@ def our_model(directory: Path) -> tuple[GPTModel, dict[str, Any]]:
         strict=parse_strict_handling("raise_unexpected"),
     )
     return model, settings
+
+
+def compare_gradients(directory: Path, theirs: Any, ours: Mapping[str, Tensor]) -> float:
+    """Compare every gradient of a model with that of the same model here.
+
+    Args:
+        theirs: the model of Transformers, after backward.
+        ours: our names -> gradients of the one-device model.
+    Returns:
+        the largest error, relative to the largest gradient of its tensor.
+    Raises:
+        AssertionError: a gradient differs, or one of theirs was compared with none.
+    """
+    names = dict(theirs.named_parameters())
+    if "lm_head.weight" in names:
+        names.setdefault("embed_out.weight", names["lm_head.weight"])  # so GPT-NeoX's file has it
+    model = read_model_directory(directory)
+    geometry = geometry_of(model.settings)
+    compared, worst = 0, 0.0
+    for rule in model.family.rules(model.settings):
+        for mine, others in rule.names(geometry):
+            mine = mine.replace("self_attention.linear_qkv.layer_norm_", "input_layernorm.")
+            mine = mine.replace("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm.")
+            grads = [names[full_name(n, model.family.prefixes[0])].grad for n in others]
+            grads = [g.t() if rule.is_transposed else g for g in grads]
+            for rows in rule.arrangement(geometry, [len(g) for g in grads]):
+                part = grads[rows.source].narrow(0, rows.begin, rows.length)
+                own = ours[mine].narrow(0, rows.place, rows.length)
+                assert_close(own, part, FP32_REORDERED_SUM, mine)
+                error = (own - part).abs().max() / grads[rows.source].abs().max()
+                compared, worst = compared + part.numel(), max(worst, float(error))
+    assert compared == sum(p.numel() for p in theirs.parameters())
+    return worst

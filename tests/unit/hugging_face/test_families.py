@@ -14,10 +14,15 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.sharded_state import sharded_state_dict_of
 from megatron.hugging_face import family_of_settings, read_model_directory, write_model
 from megatron.hugging_face.families import family_misfit
-from megatron.hugging_face.families.family import geometry_of
-from megatron.hugging_face.reading import full_name
 from tests.harness.tolerances import FP32_REORDERED_SUM, assert_close
-from tests.unit.hugging_face.models import CASES, LENGTH, VOCAB, our_model, saved
+from tests.unit.hugging_face.models import (
+    CASES,
+    LENGTH,
+    VOCAB,
+    compare_gradients,
+    our_model,
+    saved,
+)
 
 
 def tokens(seed: int = 0) -> torch.Tensor:
@@ -27,31 +32,15 @@ def tokens(seed: int = 0) -> torch.Tensor:
 @pytest.mark.parametrize("case", CASES)
 def test_logits_and_gradients_are_those_of_transformers(case, tmp_path):
     theirs = saved(case, tmp_path)
-    ours, settings = our_model(tmp_path)
+    ours, _ = our_model(tmp_path)
     ids, labels = tokens(), tokens(1)
     expected = theirs(ids).logits
     assert_close(ours(ids, None, None)[..., :VOCAB], expected, FP32_REORDERED_SUM, "logits")
 
     F.cross_entropy(expected.flatten(0, 1), labels.flatten()).backward()
     ours(ids, None, None, labels=labels).mean().backward()
-    found = dict(ours.named_parameters())
-    names = dict(theirs.named_parameters())
-    if "lm_head.weight" in names:
-        names.setdefault("embed_out.weight", names["lm_head.weight"])  # so GPT-NeoX's file has it
-    model = read_model_directory(tmp_path)
-    compared = 0
-    for rule in model.family.rules(model.settings):
-        for mine, others in rule.names(geometry_of(settings)):
-            mine = mine.replace("self_attention.linear_qkv.layer_norm_", "input_layernorm.")
-            mine = mine.replace("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm.")
-            grads = [names[full_name(n, model.family.prefixes[0])].grad for n in others]
-            grads = [g.t() if rule.is_transposed else g for g in grads]
-            for rows in rule.arrangement(geometry_of(settings), [len(g) for g in grads]):
-                part = grads[rows.source].narrow(0, rows.begin, rows.length)
-                own = found[mine].grad.narrow(0, rows.place, rows.length)
-                assert_close(own, part, FP32_REORDERED_SUM, mine)
-                compared += part.numel()
-    assert compared == sum(p.numel() for p in theirs.parameters())
+    gradients = {name: parameter.grad for name, parameter in ours.named_parameters()}
+    compare_gradients(tmp_path, theirs, gradients)
 
 
 @pytest.mark.parametrize("case", CASES)
