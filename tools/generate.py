@@ -1,94 +1,183 @@
-"""Continue prompts with a trained model, in any layout its checkpoint can be loaded in.
+"""Continue prompts with a trained model, in any layout its weights can be loaded in.
 
     torchrun --nproc-per-node 4 tools/generate.py --load checkpoints \
         --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 \
         --tokenizer-type GPT2BPETokenizer --vocab-file vocab.json --merge-file merges.txt \
         --prompt "To be, or not to be" --max-new-tokens 50 --temperature 0.8 --top-k 50
 
-The shape of the model comes from the checkpoint. Flags of layout, precision and tokenizer are
-those of pretrain_gpt.py. Without --temperature the most likely token is taken.
+With --load-hf DIRECTORY a model of Hugging Face is used as it lies there, with its tokenizer. The
+shape of the model comes with the weights. Flags of layout, precision and tokenizer are those of
+pretrain_gpt.py. Without --temperature the most likely token is taken.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.append(os.path.join(os.path.dirname(os.path.abspath(__file__)), os.pardir))
 
-from megatron.core.errors import ConfigError
+from megatron.core.errors import ConfigError, DataError
+from megatron.inference.engine import Engine, Request
+from megatron.inference.forward import has_cache
 from megatron.inference.generate import generate
 from megatron.inference.sampling import Sampling
+from megatron.inference.session import ModelSession, open_session
+from megatron.inference.text import Continuation, continue_texts
 from megatron.training import launch
-from megatron.training.checkpointing import load_checkpoint
-from megatron.training.initialize import initialize_megatron
 from megatron.training.printing import is_rank_0
 from megatron.training.resilience.failure import failures_reported
 from megatron.training.resilience.progress import RunProgress
 from megatron.training.setup.distributed import shut_down
-from megatron.training.setup.model import build_model
 from pretrain_gpt import model_provider
-
-DEFAULTS = {
-    "use_checkpoint_args": True,
-    "exit_on_missing_checkpoint": True,
-    "no_load_optim": True,
-    "no_load_rng": True,
-    "micro_batch_size": 1,
-    "train_iters": 1,
-    "lr": 0.0,
-    "mock_data": True,
-}
-"""What training asks for and text does not need."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add the flags of this tool to those of training."""
     group = parser.add_argument_group("text generation")
-    group.add_argument("--prompt", action="append", required=True, help="text; may be repeated")
+    group.add_argument("--prompt", action="append", default=[], help="text; may be repeated")
+    group.add_argument(
+        "--prompts-file", type=Path, help="a prompt a line, or JSON lines with a 'prompt'"
+    )
     group.add_argument("--max-new-tokens", type=int, default=50, help="tokens added to each")
     group.add_argument("--temperature", type=float, default=0.0, help="0 takes the most likely")
     group.add_argument("--top-k", type=int, default=0, help="choose among the k most likely")
     group.add_argument("--top-p", type=float, default=1.0, help="choose inside this probability")
+    group.add_argument("--stop", action="append", default=[], help="end before this text")
+    group.add_argument(
+        "--log-probs", type=int, help="with --json: log-probabilities, also of so many best tokens"
+    )
+    group.add_argument("--max-batch-size", type=int, default=32, help="prompts in work at once")
+    group.add_argument("--json", action="store_true", help="write a JSON object a prompt")
     group.add_argument("--output", type=Path, help="file for the text, besides the screen")
     return parser
+
+
+def prompts_of(options: argparse.Namespace) -> list[str]:
+    """Return the prompts of the command line, then those of the file."""
+    prompts = list(options.prompt)
+    if options.prompts_file is not None:
+        try:
+            lines = options.prompts_file.read_text().splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise DataError(
+                f"{options.prompts_file} cannot be read: {error}.",
+                rule="prompts are UTF-8 text, one a line",
+                flags=["--prompts-file"],
+                fix="name a text file",
+            ) from error
+        prompts += [
+            prompt_of_line(line, number) for number, line in enumerate(lines, 1) if line.strip()
+        ]
+    if not prompts:
+        raise ConfigError(
+            "there is no prompt.",
+            rule="the model continues at least one",
+            flags=["--prompt", "--prompts-file"],
+            fix='--prompt "To be, or not to be"',
+        )
+    return prompts
+
+
+def prompt_of_line(line: str, number: int) -> str:
+    """Return the prompt of a line of text, or of a JSON object in it."""
+    if not line.lstrip().startswith("{"):
+        return line
+    try:
+        prompt = json.loads(line)["prompt"]
+        if isinstance(prompt, str):
+            return prompt
+    except (ValueError, KeyError):
+        pass
+    raise DataError(
+        f"line {number} begins like a JSON object and has no text under 'prompt'.",
+        rule="a line is a prompt, or a JSON object with one",
+        flags=["--prompts-file"],
+        fix='{"prompt": "To be, or not to be"}',
+    )
+
+
+def continuations(session: ModelSession, prompts: Sequence[Sequence[int]]) -> list[Continuation]:
+    """Continue tokenized prompts: with a cache, where the layout has one."""
+    options, tokenizer = session.options, session.tokenizer
+    sampling = Sampling(
+        temperature=options.temperature,
+        top_k=options.top_k,
+        top_p=options.top_p,
+        seed=session.run.seed,
+    )
+    if has_cache(session.model):
+        longest = max(map(len, prompts)) + options.max_new_tokens
+        model = session.with_cache(
+            max_rows=min(len(prompts), options.max_batch_size),
+            max_length=min(longest, session.max_sequence_length),
+        )
+        requests = [
+            Request(
+                tokens=prompt,
+                max_new_tokens=options.max_new_tokens,
+                sampling=sampling,
+                sequence=number,
+                stop_tokens=frozenset({tokenizer.eod}),
+                num_best=options.log_probs,
+            )
+            for number, prompt in enumerate(prompts)
+        ]
+        return continue_texts(Engine(model), requests, tokenizer, options.stop)
+    if options.stop or options.log_probs is not None:
+        raise ConfigError(
+            "stop words and log-probabilities were asked of ranks that share the sequence.",
+            rule="they come with the cache of keys and values, which this layout has not",
+            flags=["--stop", "--log-probs", "--sequence-parallel", "--context-parallel-size"],
+            fix="leave out --sequence-parallel and --context-parallel-size",
+        )
+    rows = generate(
+        session.model,
+        prompts,
+        max_new_tokens=options.max_new_tokens,
+        vocab_size=tokenizer.vocab_size,
+        max_sequence_length=session.max_sequence_length,
+        sampling=sampling,
+        eod=tokenizer.eod,
+        pg_collection=session.groups,
+    )
+    found = []
+    for prompt, row in zip(prompts, rows, strict=True):
+        new = row[len(prompt) :]
+        text = tokenizer.detokenize(row)[len(tokenizer.detokenize(prompt)) :]
+        reason = "length" if len(new) == options.max_new_tokens else "stop"
+        found.append(Continuation(text, new, reason))
+    return found
+
+
+def described(prompt: str, found: Continuation) -> str:
+    """Return one JSON line."""
+    shown: dict[str, object] = {"prompt": prompt, "text": found.text}
+    shown |= {"finish_reason": found.finish_reason, "tokens": found.tokens}
+    if found.logs:
+        shown["log_probs"] = [logs[0][1] for logs in found.logs]
+        shown["top_log_probs"] = [dict(logs[1:]) for logs in found.logs]
+    return json.dumps(shown, ensure_ascii=False)
 
 
 def main() -> None:
     """Load, continue, print."""
     progress = RunProgress(rank=launch.place_of_this_process().rank)
     with failures_reported(progress, []):
-        session = initialize_megatron(extra_args_provider=add_arguments, args_defaults=DEFAULTS)
-        run, tokenizer = session.run, session.tokenizer
-        if run.load is None:
-            raise ConfigError(
-                "there is no checkpoint to generate from.",
-                rule="generation needs trained weights",
-                flags=["--load"],
-                fix="--load DIRECTORY, the --save of the training run",
-            )
-        options = run.namespace()
-        model = build_model(vars(options), model_provider, session.groups, wrap_with_ddp=False)
-        load_checkpoint(model, None, None)
-        rows = generate(
-            model,
-            [tokenizer.tokenize(prompt) for prompt in options.prompt],
-            max_new_tokens=options.max_new_tokens,
-            vocab_size=tokenizer.vocab_size,
-            max_sequence_length=run.max_position_embeddings,
-            sampling=Sampling(
-                temperature=options.temperature,
-                top_k=options.top_k,
-                top_p=options.top_p,
-                seed=run.seed,
-            ),
-            eod=tokenizer.eod,
-            pg_collection=session.groups,
-        )
-        text = "\n----------\n".join(tokenizer.detokenize(row) for row in rows)
+        session = open_session(model_provider, add_arguments)
+        options, tokenizer = session.options, session.tokenizer
+        prompts = prompts_of(options)
+        found = continuations(session, [tokenizer.tokenize(prompt) for prompt in prompts])
         if is_rank_0():
+            pairs = list(zip(prompts, found, strict=True))
+            if options.json:
+                text = "\n".join(described(prompt, one) for prompt, one in pairs)
+            else:
+                text = "\n----------\n".join(prompt + one.text for prompt, one in pairs)
             print(text, flush=True)
             if options.output is not None:
                 options.output.write_text(text + "\n")

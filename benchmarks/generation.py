@@ -1,0 +1,128 @@
+r"""Tokens per second of greedy generation, against `generate` of Transformers, on the same weights.
+
+    python -m benchmarks.generation                       # batch 1 and 8, 135 million parameters
+    python -m benchmarks.generation --batches 8 --new-tokens 128 --dtype bf16
+
+A Llama of random weights is saved by Transformers and loaded from its directory. The two take
+turns in one process and on the same threads, every prompt of a batch has the same length, both
+write the same number of tokens, prefill included, and they must write the same ones. The
+median of the turns counts; it exits with status 1 if the tokens differ.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron.core.capabilities import require
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.inference.generate import generate
+from megatron.inference.session import open_session
+from pretrain_gpt import model_provider
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def their_model(directory: Path, options: argparse.Namespace) -> Any:
+    """Save a Llama of the options' size, and return it."""
+    transformers = require("transformers", purpose="this comparison")
+    config = transformers.LlamaConfig(
+        vocab_size=options.vocabulary,
+        hidden_size=options.hidden,
+        intermediate_size=options.ffn,
+        num_hidden_layers=options.layers,
+        num_attention_heads=options.heads,
+        num_key_value_heads=options.kv_heads,
+        max_position_embeddings=2048,
+        tie_word_embeddings=True,
+        eos_token_id=None,
+        bos_token_id=None,
+        # Wide enough that the most likely token is not a matter of rounding.
+        initializer_range=0.06,
+    )
+    torch.manual_seed(3)
+    model = transformers.LlamaForCausalLM(config).to(DTYPES[options.dtype]).eval()
+    model.save_pretrained(directory)
+    return model
+
+
+def our_model(directory: Path, options: argparse.Namespace) -> Any:
+    """Load the saved model."""
+    sys.argv = [
+        sys.argv[0], "--load-hf", str(directory), "--tokenizer-type", "NullTokenizer",
+        "--seq-length", "2048", "--transformer-impl", "local",
+        *(["--bf16"] if options.dtype == "bf16" else []),
+    ]  # fmt: skip
+    return open_session(model_provider, lambda parser: parser).model
+
+
+def main() -> int:
+    """Measure and print; return the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8])
+    parser.add_argument("--prompt-tokens", type=int, default=64)
+    parser.add_argument("--new-tokens", type=int, default=48)
+    parser.add_argument("--dtype", choices=DTYPES, default="fp32")
+    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--layers", type=int, default=30)
+    parser.add_argument("--hidden", type=int, default=576)
+    parser.add_argument("--heads", type=int, default=9)
+    parser.add_argument("--kv-heads", type=int, default=3)
+    parser.add_argument("--ffn", type=int, default=1536)
+    parser.add_argument("--vocabulary", type=int, default=49152)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        theirs = their_model(Path(folder), options)
+        ours = our_model(Path(folder), options)
+    print(f"{options.dtype}, {torch.get_num_threads()} thread(s), prompt {options.prompt_tokens}")
+    is_equal = True
+    for batch in options.batches:
+        generator = torch.Generator().manual_seed(batch)
+        prompts = torch.randint(
+            options.vocabulary, (batch, options.prompt_tokens), generator=generator
+        )
+        times: dict[str, list[float]] = {"theirs": [], "ours": []}
+        written: dict[str, Any] = {}
+        for turn in range(options.turns + 1):
+            for name in times:
+                begin = time.perf_counter()
+                if name == "theirs":
+                    written[name] = theirs.generate(
+                        prompts,
+                        attention_mask=torch.ones_like(prompts),
+                        max_new_tokens=options.new_tokens,
+                        do_sample=False,
+                        pad_token_id=0,
+                    ).tolist()
+                else:
+                    written[name] = generate(
+                        ours,
+                        prompts.tolist(),
+                        max_new_tokens=options.new_tokens,
+                        vocab_size=options.vocabulary,
+                        max_sequence_length=2048,
+                        pg_collection=ProcessGroupCollection.single(),
+                    )
+                if turn:  # the first does not count
+                    times[name].append(time.perf_counter() - begin)
+        rates = {n: batch * options.new_tokens / statistics.median(t) for n, t in times.items()}
+        same = sum(a == b for a, b in zip(written["ours"], written["theirs"], strict=True))
+        is_equal &= same == batch
+        print(
+            f"batch {batch}: Transformers {rates['theirs']:.1f} tokens/s, "
+            f"Lattice {rates['ours']:.1f} tokens/s, {rates['ours'] / rates['theirs']:.2f}x; "
+            f"{same} of {batch} rows equal",
+            flush=True,
+        )
+    return 0 if is_equal else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,104 @@
+"""A trained model, brought up in this layout to be used instead of trained."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from megatron.core.errors import ConfigError
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.inference.forward import CachedModel, has_cache
+from megatron.training.checkpointing import load_checkpoint
+from megatron.training.cli.parser import ExtraArguments
+from megatron.training.initialize import initialize_megatron
+from megatron.training.resolve import ResolvedRun
+from megatron.training.setup.model import ModelProvider, build_model
+
+DEFAULTS = {
+    "no_load_optim": True,
+    "no_load_rng": True,
+    "micro_batch_size": 1,
+    "train_iters": 1,
+    "lr": 0.0,
+    "mock_data": True,
+}
+"""What training asks for and using a model does not need."""
+FROM_CHECKPOINT = {"use_checkpoint_args": True, "exit_on_missing_checkpoint": True}
+"""The shape comes with the weights; a model of Hugging Face brings it without being asked."""
+
+
+@dataclass
+class ModelSession:
+    """What is up: the settings, the ranks, the weights, the tokenizer."""
+
+    run: ResolvedRun
+    groups: ProcessGroupCollection
+    model: list[nn.Module]
+    tokenizer: Any
+
+    @property
+    def options(self) -> Any:
+        """The settings and a tool's own flags, by name."""
+        return self.run.namespace()
+
+    @property
+    def max_sequence_length(self) -> int:
+        """The longest sequence the model has positions for."""
+        return int(self.run.max_position_embeddings)
+
+    def with_cache(self, *, max_rows: int, max_length: int | None = None) -> CachedModel:
+        """Give the model a cache of keys and values.
+
+        Raises:
+            ConfigError: its ranks share the sequence.
+        """
+        if not has_cache(self.model):
+            raise ConfigError(
+                "the model was started in a layout whose ranks share the sequence.",
+                rule="keys and values are kept where a rank sees whole sequences",
+                flags=["--sequence-parallel", "--context-parallel-size"],
+                fix="leave them out: any layout loads any checkpoint",
+            )
+        return CachedModel(
+            self.model,
+            vocab_size=self.tokenizer.vocab_size,
+            max_rows=max_rows,
+            max_length=max_length or self.max_sequence_length,
+            groups=self.groups,
+        )
+
+
+def open_session(
+    provider: ModelProvider, add_arguments: ExtraArguments, **defaults: Any
+) -> ModelSession:
+    """Read the command line, start the ranks, build the model and load it, ready for use.
+
+    Args:
+        provider: builds a chunk of the model, as in training.
+        add_arguments: adds the flags of a tool to those of training.
+        defaults: of settings, before those of the command line.
+    Raises:
+        ConfigError: with all problems of the settings, on all ranks; or nothing is to be loaded.
+    """
+    flags = {argument.split("=")[0] for argument in sys.argv[1:]}
+    shape = FROM_CHECKPOINT if "--load" in flags or "--load-hf" not in flags else {}
+    session = initialize_megatron(
+        extra_args_provider=add_arguments, args_defaults={**DEFAULTS, **shape, **defaults}
+    )
+    run = session.run
+    if run.load is None and run.load_hf is None:
+        raise ConfigError(
+            "there is no trained model.",
+            rule="weights come from a checkpoint or from a model of Hugging Face",
+            flags=["--load", "--load-hf"],
+            fix="--load DIRECTORY, the --save of the training run",
+        )
+    options = vars(run.namespace())
+    model = build_model(options, provider, session.groups, wrap_with_ddp=False)
+    load_checkpoint(model, None, None)
+    for chunk in model:
+        chunk.eval()
+    return ModelSession(run, session.groups, model, session.tokenizer)
