@@ -20,7 +20,8 @@ if str(REPOSITORY) not in sys.path:
     sys.path.insert(0, str(REPOSITORY))
 
 from megatron.core.errors import MegatronError
-from megatron.core.pipeline_parallel.instructions import BACKWARD, FORWARD
+from megatron.core.pipeline_parallel.instructions import FORWARD, WEIGHT_GRAD
+from megatron.core.pipeline_parallel.layout import V_SCHEDULES
 from megatron.core.pipeline_parallel.lower import lower
 from megatron.core.pipeline_parallel.plot import save, timeline_text
 from megatron.core.pipeline_parallel.programs import SCHEDULES, Plan
@@ -60,7 +61,7 @@ def plan_of(options: argparse.Namespace, measured: Trace | None) -> Trace:
     plan = Plan(
         schedule=options.schedule,
         pipeline_size=options.pipeline_size,
-        num_chunks=options.num_chunks,
+        num_chunks=2 if options.schedule in V_SCHEDULES else options.num_chunks,
         num_microbatches=options.num_microbatches,
         group_size=options.group_size,
         forward_only=options.forward_only,
@@ -82,9 +83,10 @@ def plan_of(options: argparse.Namespace, measured: Trace | None) -> Trace:
 
 
 def _mean_duration(trace: Trace, *, backward: bool) -> float:
-    op = BACKWARD if backward else FORWARD
-    durations = [span.end - span.start for span in trace.spans if span.step.op is op]
-    return sum(durations) / len(durations) if durations else 1.0
+    """Return the mean time of a whole forward or backward, both halves of a split one."""
+    spans = [span for span in trace.spans if (span.step.op is not FORWARD) is backward]
+    number = sum(span.step.op is not WEIGHT_GRAD for span in spans)
+    return sum(span.end - span.start for span in spans) / number if number else 1.0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -62,8 +62,11 @@ class ModelParallelConfig:
     """Use only algorithms that give the same bits in every run."""
 
     pipeline_schedule: str = "1f1b"
-    """Order of the pipeline's steps: "1f1b" (interleaved when there are virtual stages) or
-    "gpipe"."""
+    """Order of the pipeline's steps: "1f1b" (interleaved when there are virtual stages), "gpipe",
+    "zb-h1", "zb-v" or "dualpipe-v"; the last two hold the model in a V of two chunks per rank."""
+    pipeline_step_durations: tuple[int, int, int] = (1, 1, 1)
+    """Relative time of a forward, an input gradient and a weight gradient, from which the order
+    of "zb-v" is made."""
     pipeline_dtype: torch.dtype | None = None
     """Dtype of activations sent between stages; params_dtype if None."""
     variable_seq_lengths: bool = False

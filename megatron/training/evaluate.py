@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from megatron.training.losses import LossTable, Report
+from megatron.training.losses import Report
 from megatron.training.parts import StepPlan, TrainingParts
-from megatron.training.step import forward_backward
+from megatron.training.step import forward_backward, loss_table
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def evaluate(
         if with_non_loss and parts.process_non_loss_data is not None:
             non_loss_data = _non_loss_data(parts, data, plan)
     return Evaluation(
-        losses=LossTable.of(reports).means(parts.groups.dp_cp),
+        losses=loss_table(parts, reports).means(parts.groups.dp_cp),
         num_samples=num_rows * row_size,
         non_loss_data=non_loss_data,
     )

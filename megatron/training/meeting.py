@@ -49,16 +49,17 @@ def max_over_ranks(value: int) -> int:
     return int(number.item())
 
 
-def of_first_rank(value: Any) -> Any:
-    """Return what rank 0 holds, any picklable value.
+def of_rank(value: Any, source: int = 0, group: Any = None) -> Any:
+    """Return what rank `source` of `group` (None: all processes) holds, any picklable value.
 
     Communication:
         one broadcast of its pickle; none with one process.
     """
-    if not _has_peers(None):
+    if not _has_peers(group):
         return value
     slot = [value]
-    dist.broadcast_object_list(slot, src=0, device=_place(None))
+    source = source if group is None else dist.get_global_rank(group, source)
+    dist.broadcast_object_list(slot, src=source, group=group, device=_place(group))
     return slot[0]
 
 

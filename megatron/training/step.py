@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,10 +11,11 @@ import torch
 from megatron.core import device
 from megatron.core.agreement import agree
 from megatron.core.errors import NumericsError
+from megatron.core.pipeline_parallel.layout import loss_rank
 from megatron.core.rng import rng_state
-from megatron.core.utils import get_pg_rank, get_pg_size
+from megatron.core.utils import get_model_config, get_pg_rank, get_pg_size
 from megatron.training.losses import LossTable, Report
-from megatron.training.meeting import any_rank
+from megatron.training.meeting import any_rank, of_rank
 from megatron.training.metrics.flops import FlopConvention, training_flops
 from megatron.training.parts import StepPlan, TrainingParts
 from megatron.training.state import StepResult, TrainState
@@ -35,7 +36,7 @@ def train_step(parts: TrainingParts, state: TrainState, plan: StepPlan) -> StepR
         chunk.zero_grad_buffer()  # type: ignore[operator]  # a DistributedDataParallel
     parts.optimizer.zero_grad()
     reports = forward_backward(parts, parts.data.train, state.consumed_train_samples, plan)
-    losses = LossTable.of(reports)
+    losses = loss_table(parts, reports)
     was_nan = _check_losses(parts, state, plan, losses)
     if parts.run.empty_unused_memory_level >= 1:
         _return_cached_memory()
@@ -98,6 +99,17 @@ def forward_backward(
         pg_collection=parts.groups,
         **options,
     )
+
+
+def loss_table(parts: TrainingParts, reports: Sequence[Report]) -> LossTable:
+    """Return the table of losses on the last pipeline rank, which logs them.
+
+    Communication:
+        where another stage computes them (a pipeline in a V), a broadcast on the pipeline group.
+    """
+    table, group = LossTable.of(reports), parts.groups.pp
+    source = loss_rank(get_model_config(parts.model[0]))
+    return table if source == get_pg_size(group) - 1 else of_rank(table, source, group)
 
 
 def _check_losses(

@@ -14,6 +14,7 @@ class LayoutCase:
     sp: bool = False
     pp: int = 1
     vp: int = 1
+    schedule: str = "1f1b"
     dp: int = 1
     stage: int = 0
     """Rung of the sharding ladder: 0 nothing, 1 optimizer state, 2 gradients, 3 parameters."""
@@ -49,7 +50,7 @@ class LayoutCase:
     def __str__(self) -> str:
         parts = [f"tp{self.tp}{'+sp' if self.sp else ''}", f"pp{self.pp}"]
         if self.pp > 1:
-            parts.append(f"vp{self.vp}")
+            parts.append(f"vp{self.vp}" if self.schedule == "1f1b" else self.schedule)
         if self.cp > 1:
             kind = "mixed" if isinstance(self.cp_kind, list) else self.cp_kind
             parts.append(f"cp{self.cp} {kind}")
@@ -96,6 +97,21 @@ def all_layouts(max_ranks: int = 8) -> list[LayoutCase]:
         for sp in (False, True) if tp > 1 else (False,):
             for vp in (1, 2, 3) if pp > 1 else (1,):
                 cases.append(LayoutCase(tp=tp, sp=sp, pp=pp, vp=vp, dp=dp))
+    return cases
+
+
+def zero_bubble_layouts(max_ranks: int = 8) -> list[LayoutCase]:
+    """Every schedule with split backwards x TP, SP x PP {2,4} x DP {1,2}, ZeRO {0,1}."""
+    cases = []
+    for schedule, tp, pp, dp in product(("zb-h1", "zb-v", "dualpipe-v"), (1, 2), (2, 4), (1, 2)):
+        if tp * pp * dp > max_ranks or 8 // dp < 2 * pp:
+            continue
+        vp = 1 if schedule == "zb-h1" else 2
+        for sp in (False, True) if tp > 1 else (False,):
+            for stage in (0, 1) if dp > 1 else (0,):
+                cases.append(
+                    LayoutCase(tp=tp, sp=sp, pp=pp, vp=vp, schedule=schedule, dp=dp, stage=stage)
+                )
     return cases
 
 

@@ -45,6 +45,10 @@ CASES = (
         "pp 2, vp 2", 2, (("pp", 2), ("vp", 2)),
         "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2",
     ),
+    ResumeCase(
+        "pp 2, zb-v", 2, (("pp", 2), ("vp", 2)),
+        "--pipeline-model-parallel-size 2 --pipeline-schedule zb-v",
+    ),
     ResumeCase("dp 2", 2, (), "--overlap-grad-reduce"),
     ResumeCase(
         "dp 2, distributed optimizer", 2, (),

@@ -16,9 +16,16 @@ import traceback
 from tests.harness.distributed import run_distributed
 from tests.harness.tolerances import FP32_AFTER_OPTIMIZER, FP32_REORDERED_SUM, Tolerance
 from tests.parity.compare import Errors, compare
-from tests.parity.layouts import LayoutCase, ModelCase, all_layouts, all_models
+from tests.parity.layouts import (
+    LayoutCase,
+    ModelCase,
+    all_layouts,
+    all_models,
+    zero_bubble_layouts,
+)
 from tests.parity.training_case import Run, assemble, train
 
+LAYOUTS = {"all": all_layouts, "zero-bubble": zero_bubble_layouts}
 FIGURES = f"{'loss':>10}{'gradient':>10}{'grad norm':>11}{'weight':>10}  worst gradient"
 HEADER = f"{'layout':<28}{FIGURES}"
 
@@ -62,10 +69,13 @@ def main() -> int:
     parser.add_argument(
         "--models", default="", help='only models whose name begins so, e.g. "llama tied"'
     )
+    parser.add_argument(
+        "--layouts", choices=sorted(LAYOUTS), default="all", help="which layouts to run"
+    )
     parser.add_argument("--max-ranks", type=int, default=8, help="largest world size")
     options = parser.parse_args()
     started, num_cases, failures = time.time(), 0, []
-    layouts = all_layouts(options.max_ranks)
+    layouts = LAYOUTS[options.layouts](options.max_ranks)
     for model in all_models():
         if not str(model).startswith(options.models):
             continue

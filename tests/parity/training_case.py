@@ -31,6 +31,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.param_meta import ParamMeta, get_param_meta, unshard
+from megatron.core.pipeline_parallel.layout import pipeline_layout
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.rng import rng_state
@@ -123,6 +124,7 @@ def transformer_config(layout: LayoutCase, model: ModelCase) -> TransformerConfi
         softmax_type="learnable" if model.sink else "vanilla",
         window_size=None if model.window is None else (model.window, 0),
         pipeline_model_parallel_size=layout.pp,
+        pipeline_schedule=layout.schedule,
         virtual_pipeline_model_parallel_size=layout.vp if layout.vp > 1 else None,
         pipeline_model_parallel_layout=UNEVEN_EIGHT_STAGES if layout.pp * layout.vp == 8 else None,
         init_method_std=0.1,  # large enough that every layer matters in the loss
@@ -135,7 +137,7 @@ def build_chunks(
 ) -> list[GPTModel]:
     """Build this rank's model chunks."""
     padded = -(-VOCABULARY // (8 * layout.tp)) * 8 * layout.tp
-    pp_rank, pp_size = get_pg_rank(groups.pp), get_pg_size(groups.pp)
+    pp_rank, stages = get_pg_rank(groups.pp), pipeline_layout(config)
     spec = get_gpt_layer_local_spec(
         normalization=config.normalization,
         qk_layernorm=config.qk_layernorm,
@@ -148,8 +150,8 @@ def build_chunks(
             vocab_size=padded,
             max_sequence_length=SEQUENCE,
             mtp_block_spec=get_gpt_mtp_block_spec(config, spec, False),
-            pre_process=pp_rank == 0 and stage == 0,
-            post_process=pp_rank == pp_size - 1 and stage == layout.vp - 1,
+            pre_process=stages.has_embedding(pp_rank, stage),
+            post_process=stages.has_loss(pp_rank, stage),
             share_embeddings_and_output_weights=model.tied,
             position_embedding_type="learned_absolute" if model.family == "gpt2" else "rope",
             pg_collection=groups,

@@ -13,8 +13,9 @@ from megatron.core.distributed.communication import sum_in_place
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.distributed.model_parameters import tied_parameters
 from megatron.core.param_meta import get_param_meta
+from megatron.core.pipeline_parallel.layout import loss_rank
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.utils import get_pg_size
+from megatron.core.utils import get_model_config, get_pg_size
 
 
 def finalize_model_grads(
@@ -92,14 +93,23 @@ def _sum_tied_gradients(model: Sequence[nn.Module], groups: ProcessGroupCollecti
     """Add the gradients of the copies of the tied embedding (first and last stage).
 
     Sharded gradients are added shard by shard: both stages cut the weight at the same places.
+    In a V both stages are on this rank.
     """
     if get_pg_size(groups.embd) == 1:
         return
+    copies = []
     for chunk in model:
         inner = chunk.module if isinstance(chunk, DistributedDataParallel) else chunk
-        for parameter in tied_parameters(inner):
-            for gradient in _reduced(chunk, parameter):
-                sum_in_place(gradient.view(-1), groups.embd)
+        copies += [_reduced(chunk, parameter) for parameter in tied_parameters(inner)]
+    if len(copies) == 1:
+        for gradient in copies[0]:
+            sum_in_place(gradient.view(-1), groups.embd)
+        return
+    for gradients in zip(*copies, strict=True):
+        for gradient in gradients[1:]:
+            gradients[0].add_(gradient)
+        for gradient in gradients[1:]:
+            gradient.copy_(gradients[0])
 
 
 def _divide_by_tokens(
@@ -108,7 +118,7 @@ def _divide_by_tokens(
     total = num_tokens.clone()
     if get_pg_size(groups.pp) > 1:
         # Only the last stage has counted.
-        last = get_pg_size(groups.pp) - 1
+        last = loss_rank(get_model_config(model[0]))
         dist.broadcast(total, dist.get_global_rank(groups.pp, last), groups.pp)
     if get_pg_size(groups.dp_cp) > 1:
         dist.all_reduce(total, group=groups.dp_cp)

@@ -7,13 +7,15 @@ the loop is decided in the constructor.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron.core.errors import ConfigError, ScheduleError
+from megatron.core.deferred_gradients import weight_gradients_may_wait
+from megatron.core.errors import ConfigError
 from megatron.core.pipeline_parallel.grad_sync import GradSync
 from megatron.core.pipeline_parallel.instructions import Op, Placement, Step
 from megatron.core.pipeline_parallel.p2p_communication import (
@@ -92,6 +94,8 @@ class PipelineExecutor:
         do: dict[Op, Callable[[int, int], None]] = {
             Op.FORWARD: self.forward,
             Op.BACKWARD: self.backward,
+            Op.INPUT_GRAD: self.input_grad,
+            Op.WEIGHT_GRAD: self.weight_grad,
             Op.RECV_ACTIVATION: self.receive_activation,
             Op.RECV_GRADIENT: self.receive_gradient,
             Op.SEND_ACTIVATION: self.send_activation,
@@ -101,19 +105,14 @@ class PipelineExecutor:
             Op.PARAM_GATHER: self.gather_parameters,
             Op.GRAD_SYNC: self.open_grad_sync,
         }
-        unknown = sorted({op.name for op, _, _ in steps if op not in do})
-        if unknown:
-            raise ScheduleError(
-                f"the program contains {', '.join(unknown)}.",
-                rule="stages do input and weight gradients in one step",
-                fix="use an order made of FORWARD and BACKWARD",
-            )
+        self.splits_backward = any(op is Op.WEIGHT_GRAD for op, _, _ in steps)
         self.compiled = [(do[op], microbatch, chunk) for op, microbatch, chunk in steps]
 
     def run(self) -> None:
         """Execute the program once."""
-        for function, microbatch, chunk in self.compiled:
-            function(microbatch, chunk)
+        with weight_gradients_may_wait() if self.splits_backward else contextlib.nullcontext():
+            for function, microbatch, chunk in self.compiled:
+                function(microbatch, chunk)
 
     def forward(self, microbatch: int, chunk: int) -> None:
         """Run a chunk forward; waits for its input."""
@@ -132,11 +131,27 @@ class PipelineExecutor:
 
     def backward(self, microbatch: int, chunk: int) -> None:
         """Run a chunk backward; waits for the gradient of its output."""
-        incoming = self.gradients_in[chunk].pop(microbatch, None)
-        output_grads = None if incoming is None else incoming.wait()
-        input_grads = self.stages[chunk].backward(microbatch, output_grads)
+        self._backpropagate(self.stages[chunk].backward, microbatch, chunk)
         if self.grad_sync_state is not None:
             self.grad_sync_state.after_backward()
+
+    def input_grad(self, microbatch: int, chunk: int) -> None:
+        """Do the same, without the weight gradients."""
+        self._backpropagate(self.stages[chunk].input_grad, microbatch, chunk)
+
+    def weight_grad(self, microbatch: int, chunk: int) -> None:
+        """Form the weight gradients that were left out; never waits."""
+        self.stages[chunk].weight_grad(microbatch)
+
+    def _backpropagate(
+        self,
+        backward: Callable[[int, list[Tensor] | None], list[Tensor]],
+        microbatch: int,
+        chunk: int,
+    ) -> None:
+        incoming = self.gradients_in[chunk].pop(microbatch, None)
+        output_grads = None if incoming is None else incoming.wait()
+        input_grads = backward(microbatch, output_grads)
         if self.previous[chunk] is None:
             return
         target = self.previous_here[chunk]

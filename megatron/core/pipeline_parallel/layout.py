@@ -1,7 +1,8 @@
 """Which layers of the model live on which pipeline stage.
 
 Pure integers, no torch. A stage is one model chunk on one pipeline rank; with p ranks and v
-chunks per rank, chunk c of rank r is stage c*p + r. Three ways to cut, from simple to free:
+chunks per rank, chunk c of rank r is stage c*p + r, or in a V, where odd chunks walk back,
+(c+1)*p - 1 - r. Three ways to cut, from simple to free:
 
 - an even split;
 - the even split with a chosen number of layers on the first and last rank, or with the embedding
@@ -16,14 +17,19 @@ Layers are numbered from 0 over the whole model.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from megatron.core.errors import ConfigError
+from megatron.core.pipeline_parallel.instructions import Placement, PlacementShape
 from megatron.core.pipeline_parallel.layout_string import parse_layout
 
 LETTERS = {"E": "embedding", "t": "decoder", "m": "mtp", "L": "loss"}
 _LETTER_OF = {name: letter for letter, name in LETTERS.items()}
+
+V_SCHEDULES = ("zb-v", "dualpipe-v")
+"""Values of `config.pipeline_schedule` that hold the model in a V: the last stage is on the first
+rank, and every rank has two chunks."""
 
 _FLAG_LAYOUT = "--pipeline-model-parallel-layout"
 _FLAG_PP = "--pipeline-model-parallel-size"
@@ -38,6 +44,7 @@ class StageSettings(Protocol):
     """The fields of a config that decide the layout (see `TransformerConfig`)."""
 
     num_layers: int
+    pipeline_schedule: str
     pipeline_model_parallel_size: int
     virtual_pipeline_model_parallel_size: int | None
     num_layers_in_first_pipeline_stage: int | None
@@ -55,18 +62,25 @@ class PipelineLayout:
         num_ranks: p.
         num_chunks: v.
         stages: p*v strings over `EtmL`, in model order.
+        shape: how stages are dealt to ranks.
     """
 
     num_ranks: int
     num_chunks: int
     stages: tuple[str, ...]
+    shape: PlacementShape = PlacementShape.LOOP
+
+    @property
+    def placement(self) -> Placement:
+        """Return where each stage lives."""
+        return Placement(self.num_ranks, self.num_chunks, self.shape)
 
     def stage(self, pp_rank: int, vp_stage: int | None = None) -> int:
         """Return the position in the model of a chunk; `vp_stage` None means the first."""
         chunk = 0 if vp_stage is None else vp_stage
         assert 0 <= pp_rank < self.num_ranks, f"pp_rank={pp_rank} of {self.num_ranks}"
         assert 0 <= chunk < self.num_chunks, f"vp_stage={chunk} of {self.num_chunks}"
-        return chunk * self.num_ranks + pp_rank
+        return self.placement.stage(pp_rank, chunk)
 
     def layers(self, pp_rank: int, vp_stage: int | None = None) -> range:
         """Return the global 0-based ids of the transformer layers of a chunk."""
@@ -105,14 +119,22 @@ def pipeline_layout(config: StageSettings) -> PipelineLayout:
         ConfigError: the layers cannot be dealt out like that; the message says what would fit.
     """
     p, v = config.pipeline_model_parallel_size, config.virtual_pipeline_model_parallel_size or 1
+    shape = placement_shape(config.pipeline_schedule)
+    if shape is PlacementShape.V and p > 1 and v != 2:
+        raise ConfigError(
+            f"the {config.pipeline_schedule} schedule with {v} model chunks per rank.",
+            rule="a pipeline in a V has two chunks on every rank",
+            flags=["--pipeline-schedule", _FLAG_VP, _FLAG_LAYOUT],
+            fix=f"drop {_FLAG_VP}: the schedule decides it",
+        )
     chosen = config.pipeline_model_parallel_layout
     if chosen is None:
         counts = _layers_per_stage(config, p, v)
         contents = ["t" * count for count in counts]
         contents[0] = "E" + contents[0]
         contents[-1] += "L"
-        return PipelineLayout(p, v, tuple(contents))
-    layout = _chosen_layout(chosen, p)
+        return PipelineLayout(p, v, tuple(contents), shape)
+    layout = replace(_chosen_layout(chosen, p), shape=shape)
     if (layout.num_ranks, layout.num_chunks) != (p, v):
         raise ConfigError(
             f"the pipeline layout has {layout.num_ranks * layout.num_chunks} stages for {p} ranks"
@@ -124,6 +146,18 @@ def pipeline_layout(config: StageSettings) -> PipelineLayout:
         )
     check_contents(layout, config.num_layers, getattr(config, "mtp_num_layers", None) or 0)
     return layout
+
+
+def placement_shape(schedule: str) -> PlacementShape:
+    """Return how a schedule deals stages to ranks."""
+    return PlacementShape.V if schedule in V_SCHEDULES else PlacementShape.LOOP
+
+
+def loss_rank(config: StageSettings) -> int:
+    """Return the pipeline rank that computes the loss: the last one, in a V the first one."""
+    shape = placement_shape(config.pipeline_schedule)
+    p = config.pipeline_model_parallel_size
+    return 0 if shape is PlacementShape.V else p - 1
 
 
 def virtual_stages_of(chosen: Any, pipeline_model_parallel_size: int) -> int | None:

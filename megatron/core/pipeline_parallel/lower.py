@@ -240,10 +240,10 @@ def _sync_points(
         use = 0 if position == 0 else first_forward[by_first_use[position - 1]]
         before[use].append(Step(PARAM_GATHER, NO_MICROBATCH, chunk))
     for chunk, ordinal in last_backward.items():
-        if delayed:
-            late = min(ordinal + rank, len(backwards) - 1)
+        index = backwards[ordinal]
+        if delayed or compute[index].op is WEIGHT_GRAD:
+            late = min(ordinal + (rank if delayed else 0), len(backwards) - 1)
             after[backwards[late]].append(Step(GRAD_SYNC, NO_MICROBATCH, chunk))
         else:
-            index = backwards[ordinal]
             before[index].append(Step(GRAD_SYNC, compute[index].microbatch, chunk))
     return before, after

@@ -10,16 +10,22 @@ from typing import NamedTuple
 
 from megatron.core.errors import ScheduleError
 from megatron.core.pipeline_parallel.instructions import Orders, Program, Step
+from megatron.core.pipeline_parallel.layout import V_SCHEDULES, placement_shape
 from megatron.core.pipeline_parallel.lower import lower, lower_rank
+from megatron.core.pipeline_parallel.orders.dualpipe_v import dualpipe_v_orders
 from megatron.core.pipeline_parallel.orders.forward_only import forward_only_orders
 from megatron.core.pipeline_parallel.orders.gpipe import gpipe_orders
 from megatron.core.pipeline_parallel.orders.interleaved import interleaved_orders
 from megatron.core.pipeline_parallel.orders.one_f_one_b import one_f_one_b_orders
+from megatron.core.pipeline_parallel.orders.zero_bubble import zero_bubble_h1_orders
+from megatron.core.pipeline_parallel.orders.zero_bubble_v import zero_bubble_v_orders
 from megatron.core.pipeline_parallel.simulate import Costs, Report, simulate
 from megatron.core.pipeline_parallel.validate import validate, validate_rank
 
-SCHEDULES = ("1f1b", "gpipe")
+SCHEDULES = ("1f1b", "gpipe", "zb-h1", *V_SCHEDULES)
 """Values of `config.pipeline_schedule`. 1F1B with several chunks per rank is interleaved."""
+SPLIT_SCHEDULES = ("zb-h1", *V_SCHEDULES)
+"""Those that form weight gradients apart from input gradients."""
 
 MOST_STEPS_PROVED = 16384
 """Compute steps of all ranks together up to which a program is proved as a whole before it runs:
@@ -38,6 +44,7 @@ class Plan(NamedTuple):
     group_size: int | None = None
     forward_only: bool = False
     prefetch: int = 1
+    durations: tuple[int, int, int] = (1, 1, 1)
 
     def orders(self) -> Orders:
         """Return what every rank computes.
@@ -61,14 +68,20 @@ class Plan(NamedTuple):
                 fix="use 1f1b",
             )
         if self.forward_only:
-            return forward_only_orders(p, m, v, self.group_size)
-        if self.schedule == "gpipe" and v > 1:
+            return forward_only_orders(p, m, v, self.group_size, placement_shape(self.schedule))
+        if self.schedule in ("gpipe", "zb-h1") and v > 1:
             raise ScheduleError(
-                f"the GPipe schedule with {v} model chunks per rank.",
-                rule="GPipe runs one chunk per rank",
+                f"the {self.schedule} schedule with {v} model chunks per rank.",
+                rule="it runs one chunk per rank",
                 flags=["--pipeline-schedule", "--num-virtual-stages-per-pipeline-rank"],
                 fix="use --pipeline-schedule 1f1b (interleaved), or drop the virtual stages",
             )
+        if self.schedule == "zb-v" and p > 1:
+            return zero_bubble_v_orders(p, m, self.durations)
+        if self.schedule == "dualpipe-v" and p > 1:
+            return dualpipe_v_orders(p, m)
+        if self.schedule == "zb-h1" and p > 1:
+            return zero_bubble_h1_orders(p, m)
         if v > 1:
             return interleaved_orders(p, m, v, self.group_size)
         if self.schedule == "gpipe" and p > 1:
@@ -84,7 +97,9 @@ class Plan(NamedTuple):
     def num_steps(self) -> int:
         """Return the number of compute steps of all ranks together."""
         steps = self.pipeline_size * self.num_chunks * self.num_microbatches
-        return steps if self.forward_only else 2 * steps
+        return (
+            steps if self.forward_only else steps * (3 if self.schedule in SPLIT_SCHEDULES else 2)
+        )
 
 
 @functools.lru_cache(maxsize=64)

@@ -104,6 +104,19 @@ class MeasuredStage:
         self._stop("backward-compute", Op.BACKWARD, microbatch, start)
         return grads
 
+    def input_grad(self, microbatch: int, output_grads: Sequence[Tensor] | None) -> list[Tensor]:
+        """Run and measure the first half of a backward."""
+        start = self._start("backward-compute")
+        grads = self._stage.input_grad(microbatch, output_grads)
+        self._stop("backward-compute", Op.INPUT_GRAD, microbatch, start)
+        return grads
+
+    def weight_grad(self, microbatch: int) -> None:
+        """Run and measure the second half of a backward."""
+        start = self._start("backward-compute")
+        self._stage.weight_grad(microbatch)
+        self._stop("backward-compute", Op.WEIGHT_GRAD, microbatch, start)
+
     def _start(self, timer: str) -> float:
         if self._timers is not None:
             self._timers(timer, log_level=2).start()

@@ -110,6 +110,7 @@ def forward_backward(
         group_size=config.microbatch_group_size_per_vp_stage if len(chunks) > 1 else None,
         forward_only=forward_only,
         prefetch=int(config.overlap_p2p_comm and not config.variable_seq_lengths),
+        durations=tuple(config.pipeline_step_durations),
     )
     _check_sizes(plan, len(iterators), expected_pp_size, expected_vp_size)
     if not forward_only and not torch.is_grad_enabled():

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from megatron.core import device
+from megatron.core.deferred_gradients import WeightGradient, collecting
 from megatron.core.errors import ConfigError
 from megatron.core.utils import get_attr_wrapped_model, get_pg_size, unwrap_model
 
@@ -65,6 +66,12 @@ class PipelineStage(Protocol):
     def backward(self, microbatch: int, output_grads: Sequence[Tensor] | None) -> list[Tensor]:
         """Run one micro batch backward."""
 
+    def input_grad(self, microbatch: int, output_grads: Sequence[Tensor] | None) -> list[Tensor]:
+        """Run what the previous stage waits for of one micro batch's backward."""
+
+    def weight_grad(self, microbatch: int) -> None:
+        """Run what `input_grad` has left of one micro batch."""
+
 
 class Stage:
     """A model chunk with the calls of one training step bound to it.
@@ -110,6 +117,7 @@ class Stage:
         self._set_input: Callable[[Any], None] | None = None
         self._inputs: dict[int, list[Tensor]] = {}
         self._edges: dict[int, list[Any]] = {}
+        self._weight_gradients: dict[int, list[WeightGradient]] = {}
 
     def forward(self, microbatch: int, inputs: list[Tensor] | None) -> list[Tensor]:
         """Run the chunk on one micro batch.
@@ -161,6 +169,22 @@ class Stage:
             return []
         grads = [x.grad if x.grad is not None else torch.zeros_like(x) for x in inputs]
         return [grad.detach() for grad in grads]
+
+    def input_grad(self, microbatch: int, output_grads: Sequence[Tensor] | None) -> list[Tensor]:
+        """Do the same, but leave weight gradients of linear layers to `weight_grad`."""
+        calls: list[WeightGradient] = []
+        with collecting(calls):
+            grads = self.backward(microbatch, output_grads)
+        self._weight_gradients[microbatch] = calls
+        return grads
+
+    def weight_grad(self, microbatch: int) -> None:
+        """Accumulate the weight gradients that `input_grad` has left of one micro batch."""
+        calls = self._weight_gradients.pop(microbatch)
+        calls.reverse()
+        with torch.no_grad():
+            while calls:
+                calls.pop()()
 
     def _remember(
         self, microbatch: int, inputs: list[Tensor] | None, outputs: list[Tensor]

@@ -12,12 +12,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron.core import deferred_gradients
 from megatron.core.errors import ConfigError
 from megatron.core.param_meta import accumulate_main_grad, has_main_grad, main_grad_addmm
 from megatron.core.process_groups_config import Group
@@ -85,7 +87,8 @@ def parallel_linear(x: Tensor, weight: Tensor, bias: Tensor | None, plan: Linear
     writes_main_grad = plan.fuses_main_grad and (
         has_main_grad(weight) or (bias is not None and has_main_grad(bias))
     )
-    if not communicates and not (writes_main_grad and torch.is_grad_enabled()):
+    splits = writes_main_grad or deferred_gradients.may_wait()
+    if not communicates and not (splits and torch.is_grad_enabled()):
         # Nothing to do beyond torch's own: its C++ autograd is as fast as it gets.
         return F.linear(x, weight, bias)
     if torch.is_autocast_enabled(x.device.type):
@@ -149,6 +152,10 @@ class _ParallelLinear(torch.autograd.Function):
             grad = collectives.all_gather(grad, plan.group)
         grad_rows = grad.reshape(-1, grad.shape[-1])  # [t, o]
 
+        waits = needs_weight and deferred_gradients.put_off(
+            partial(_late_weight_gradient, ctx.weight, grad_rows, x, plan, input_mode)
+        )
+        needs_weight = needs_weight and not waits
         gathering = None
         if needs_weight and input_mode is InputMode.SEQUENCE_SHARD:
             gathering = collectives.start_all_gather(x, plan.group)
@@ -184,6 +191,23 @@ def _weight_gradient(weight: Tensor, grad: Tensor, x: Tensor, plan: LinearPlan) 
         main_grad_addmm(weight, grad.t(), rows)
         return None
     return grad.t() @ rows
+
+
+def _late_weight_gradient(
+    weight: Tensor, grad: Tensor, x: Tensor, plan: LinearPlan, input_mode: InputMode
+) -> None:
+    """Form a weight gradient after its backward pass, and put it where the pass would have."""
+    if input_mode is InputMode.SEQUENCE_SHARD:
+        x = collectives.all_gather(x, plan.group)
+    total = _weight_gradient(weight, grad, x, plan)
+    if total is None:
+        return
+    if has_main_grad(weight):
+        accumulate_main_grad(weight, total)
+    elif weight.grad is None:
+        weight.grad = total
+    else:
+        weight.grad += total
 
 
 def _bias_gradient(bias: Tensor, grad: Tensor, plan: LinearPlan) -> Tensor | None:

@@ -42,7 +42,9 @@ class TransformerConfig(
         """Derive what follows from other fields, then raise all problems together."""
         self._derive_parallel()
         self.virtual_pipeline_model_parallel_size = self.derived_virtual_stages(
-            self.pipeline_model_parallel_size, self.virtual_pipeline_model_parallel_size
+            self.pipeline_model_parallel_size,
+            self.virtual_pipeline_model_parallel_size,
+            self.pipeline_schedule,
         )
         self.derive_shape()
         self.derive_initialization(self.num_layers)

@@ -103,6 +103,7 @@ def _plan(run: ResolvedRun) -> Plan:
         num_chunks=chunks,
         num_microbatches=run.global_batch_size // (run.micro_batch_size * run.data_parallel_size),
         group_size=run.microbatch_group_size_per_vp_stage if chunks > 1 else None,
+        durations=tuple(run.pipeline_step_durations),
     )
 
 
@@ -111,7 +112,8 @@ def _schedule(run: ResolvedRun) -> list[str]:
     if plan.pipeline_size == 1:
         return ["one stage: no pipeline, no bubble"]
     found = plan_report(plan)
-    name = "interleaved 1F1B" if plan.num_chunks > 1 else plan.schedule
+    is_interleaved = plan.schedule == "1f1b" and plan.num_chunks > 1
+    name = "interleaved 1F1B" if is_interleaved else plan.schedule
     return [
         f"{name}, {plan.num_microbatches} micro batches on {plan.pipeline_size} ranks with"
         f" {plan.num_chunks} chunk(s) each",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megatron.core.pipeline_parallel.programs import SCHEDULES
 from megatron.training.config.flag import flag
 
 TUNES_NETWORK = "tunes the network of NVIDIA clusters and changes no result"
@@ -26,8 +27,11 @@ class ParallelismConfig:
     )
     """Micro batches that pass one chunk before the next chunk's turn. Default the pipeline
     size."""
-    pipeline_schedule: str = flag("1f1b", choices=("1f1b", "gpipe"))
-    """Order of the pipeline's steps; 1f1b is interleaved when there are virtual stages."""
+    pipeline_schedule: str = flag("1f1b", choices=SCHEDULES)
+    """Order of the pipeline's steps; 1f1b is interleaved when there are virtual stages. The zero
+    bubble schedules form weight gradients apart (arXiv 2401.10241)."""
+    pipeline_step_durations: list[int] = flag([1, 1, 1], nargs=3)
+    """Relative time of a forward, an input gradient and a weight gradient, for zb-v."""
     pipeline_model_parallel_layout: str | None = None
     """Explicit stages, for example "Et*3|(tt|)*14,L": E embedding, t layer, L loss."""
     decoder_first_pipeline_num_layers: int | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron.core.errors import MegatronError
+from megatron.core.pipeline_parallel.layout import V_SCHEDULES
 from megatron.core.pipeline_parallel.orders.interleaved import microbatch_groups
 from megatron.training.config.flag import kebab
 from megatron.training.ramp_up import batch_size_at
@@ -41,6 +42,16 @@ def _enough_micro_batches(run: ResolvedRun, num_microbatches: int) -> Iterator[M
     if not run.virtual_pipeline_model_parallel_size:
         return
     pp, group = run.pipeline_model_parallel_size, run.microbatch_group_size_per_vp_stage
+    if run.pipeline_schedule == "dualpipe-v" and num_microbatches < 2 * pp:
+        yield problem(
+            f"{num_microbatches} micro batches per step for DualPipe-V on {pp} pipeline ranks.",
+            "its steady state needs two micro batches per pipeline rank",
+            "--global-batch-size",
+            "--pipeline-schedule",
+            fix=f"use --global-batch-size {2 * pp * _step(run)}, or --pipeline-schedule zb-v",
+        )
+    if run.pipeline_schedule in V_SCHEDULES:
+        return
     try:
         microbatch_groups(pp, num_microbatches, group)
     except MegatronError as error:

@@ -68,6 +68,7 @@ class _StageFields:
 
     def __init__(self, run: ResolvedRun) -> None:
         self.num_layers = run.num_layers
+        self.pipeline_schedule = run.pipeline_schedule
         self.pipeline_model_parallel_size = run.pipeline_model_parallel_size
         self.virtual_pipeline_model_parallel_size = run.virtual_pipeline_model_parallel_size
         self.num_layers_in_first_pipeline_stage = run.decoder_first_pipeline_num_layers

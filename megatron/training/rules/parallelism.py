@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron.core.errors import MegatronError, TopologyError
+from megatron.core.pipeline_parallel.layout import V_SCHEDULES
+from megatron.core.pipeline_parallel.programs import SPLIT_SCHEDULES
 from megatron.core.rank_grid import plan_layout
 from megatron.training.resolve import ResolvedRun
 from megatron.training.rules.registry import problem, rule
@@ -76,15 +78,53 @@ def one_way_to_cut_virtual_stages(run: ResolvedRun) -> Iterator[MegatronError]:
 
 
 @rule
-def gpipe_has_no_virtual_stages(run: ResolvedRun) -> Iterator[MegatronError]:
-    """The GPipe order runs one chunk per rank."""
-    if run.pipeline_schedule == "gpipe" and run.virtual_pipeline_model_parallel_size:
+def virtual_stages_belong_to_interleaved_schedules(run: ResolvedRun) -> Iterator[MegatronError]:
+    """GPipe and ZB-H1 run one chunk per rank; schedules in a V have two of their own accord."""
+    asked = {
+        "--num-layers-per-virtual-pipeline-stage": run.num_layers_per_virtual_pipeline_stage,
+        "--num-virtual-stages-per-pipeline-rank": run.num_virtual_stages_per_pipeline_rank,
+    }
+    given = [name for name, value in asked.items() if value is not None]
+    has_one = run.pipeline_schedule in ("gpipe", "zb-h1")
+    is_v = run.pipeline_schedule in V_SCHEDULES
+    if (has_one and run.virtual_pipeline_model_parallel_size) or (is_v and given):
         yield problem(
-            "--pipeline-schedule gpipe with virtual stages.",
-            "only 1f1b is interleaved",
+            f"--pipeline-schedule {run.pipeline_schedule} with virtual stages.",
+            "only 1f1b is interleaved; zb-v and dualpipe-v have two chunks per rank by themselves",
             "--pipeline-schedule",
-            "--num-virtual-stages-per-pipeline-rank",
-            fix="use --pipeline-schedule 1f1b",
+            *(given or ["--pipeline-model-parallel-layout"]),
+            fix="use --pipeline-schedule 1f1b, or drop the virtual stages",
+        )
+
+
+@rule
+def late_weight_gradients_need_whole_gradients(run: ResolvedRun) -> Iterator[MegatronError]:
+    """Sharded gradients are reduced at the end of a backward pass, which has no weight gradients
+    when these come later."""
+    strategy = run.data_parallel_sharding_strategy
+    if (
+        run.pipeline_schedule in SPLIT_SCHEDULES
+        and run.pipeline_model_parallel_size > 1
+        and strategy in ("optim_grads", "optim_grads_params")
+    ):
+        yield problem(
+            f"--pipeline-schedule {run.pipeline_schedule} with sharded gradients ({strategy}).",
+            "a schedule that puts weight gradients off keeps whole gradients until the step ends",
+            "--pipeline-schedule",
+            "--data-parallel-sharding-strategy",
+            fix="use --data-parallel-sharding-strategy optim, or --pipeline-schedule 1f1b",
+        )
+
+
+@rule
+def durations_are_positive(run: ResolvedRun) -> Iterator[MegatronError]:
+    """A step of a pipeline takes time."""
+    if min(run.pipeline_step_durations) < 1:
+        yield problem(
+            f"--pipeline-step-durations {' '.join(map(str, run.pipeline_step_durations))}.",
+            "they are three whole numbers above 0, in any one unit",
+            "--pipeline-step-durations",
+            fix="measure a forward, an input gradient and a weight gradient, or leave it out",
         )
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
+from megatron.core.pipeline_parallel.programs import SPLIT_SCHEDULES
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.timers import Timers
 from megatron.core.utils import get_model_config
@@ -31,7 +32,9 @@ def install_callbacks(
             config.grad_scale_func = optimizer.scale_loss
         if run.overlap_grad_reduce and wrapped:
             config.no_sync_func = _one_or_list([chunk.no_sync for chunk in wrapped])
-            if run.align_grad_reduce:
+            # A backward without weight gradients cannot tell when they are complete: the schedule
+            # starts their reduction.
+            if run.align_grad_reduce or run.pipeline_schedule in SPLIT_SCHEDULES:
                 config.grad_sync_func = _one_or_list([chunk.start_grad_sync for chunk in wrapped])
     return get_model_config(model[0])
 

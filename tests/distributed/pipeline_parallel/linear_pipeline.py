@@ -9,9 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.model_parallel_config import ModelParallelConfig
+from megatron.core.pipeline_parallel.instructions import Placement
+from megatron.core.pipeline_parallel.layout import placement_shape
 from megatron.core.pipeline_parallel.recorder import PipelineRecorder
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.linear_with_overlap import LinearPlan, parallel_linear
 from megatron.core.utils import get_pg_rank, get_pg_size
 
 SEQUENCE, BATCH, HIDDEN = 6, 2, 5
@@ -57,7 +60,7 @@ class LinearStage(nn.Module):
         x = x if self.input is None else self.input
         self.input = None
         for linear in self.layers:
-            x = torch.tanh(linear(x))
+            x = torch.tanh(parallel_linear(x, linear.weight, linear.bias, LinearPlan()))
         return x
 
 
@@ -73,12 +76,18 @@ def forward_step(iterator: Any, model: nn.Module) -> Any:
 
 
 def build_chunks(groups: ProcessGroupCollection, config: Any, num_chunks: int) -> list[LinearStage]:
-    """Build this rank's chunks; stage = chunk * p + rank."""
-    p, rank = get_pg_size(groups.pp), get_pg_rank(groups.pp)
+    """Build this rank's chunks."""
     return [
-        LinearStage(config, (chunk * p + rank) * LAYERS_PER_STAGE, LAYERS_PER_STAGE)
-        for chunk in range(num_chunks)
+        LinearStage(config, stage * LAYERS_PER_STAGE, LAYERS_PER_STAGE)
+        for stage in stages(groups, config, num_chunks)
     ]
+
+
+def stages(groups: ProcessGroupCollection, config: Any, num_chunks: int) -> list[int]:
+    """Return the position in the model of each chunk of this rank."""
+    shape = placement_shape(config.pipeline_schedule)
+    placement = Placement(get_pg_size(groups.pp), num_chunks, shape)
+    return [placement.stage(get_pg_rank(groups.pp), chunk) for chunk in range(num_chunks)]
 
 
 def run_step(
@@ -134,8 +143,8 @@ def assert_equal_to_serial(
     sequences: list[int] | None = None,
 ) -> None:
     """Fail unless every gradient of this rank equals the serial one bit for bit."""
-    p, rank = get_pg_size(groups.pp), get_pg_rank(groups.pp)
-    expected = serial_gradients(p * len(chunks), num_microbatches, sequences)
-    for chunk, grads in enumerate(gradients(chunks)):
-        for mine, theirs in zip(grads, expected[chunk * p + rank], strict=True):
-            assert torch.equal(mine, theirs), f"rank {rank}, chunk {chunk}: {mine - theirs}"
+    expected = serial_gradients(get_pg_size(groups.pp) * len(chunks), num_microbatches, sequences)
+    here = stages(groups, chunks[0].config, len(chunks))
+    for stage, grads in zip(here, gradients(chunks), strict=True):
+        for mine, theirs in zip(grads, expected[stage], strict=True):
+            assert torch.equal(mine, theirs), f"stage {stage}: {mine - theirs}"

@@ -46,6 +46,13 @@ CASES = [
     (4, "1f1b", 2, 4, {}),
     (4, "1f1b", 2, 7, {}),
     (4, "1f1b", 3, 8, {"overlap_p2p_comm": False}),
+    (2, "zb-h1", 1, 1, {}),
+    (4, "zb-h1", 1, 6, {}),
+    (2, "zb-v", 2, 1, {}),
+    (4, "zb-v", 2, 7, {}),
+    (4, "zb-v", 2, 6, {"pipeline_step_durations": (3, 4, 2), "overlap_p2p_comm": False}),
+    (2, "dualpipe-v", 2, 4, {}),
+    (4, "dualpipe-v", 2, 9, {}),
 ]
 
 

@@ -6,6 +6,7 @@ machine, also on a busy one with fewer cores than ranks.
 
 from __future__ import annotations
 
+import functools
 import statistics
 import time
 from typing import Any
@@ -14,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from megatron.core.deferred_gradients import put_off
 from megatron.core.pipeline_parallel.programs import Plan, plan_report
 from megatron.core.pipeline_parallel.recorder import PipelineRecorder
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
@@ -23,6 +25,8 @@ from tests.harness.distributed import run_distributed
 
 NUM_STEPS = 3
 TOLERANCE = 0.10
+LEAST_TOLERANCE = 0.02
+"""Of the step: where next to nothing is idle, a tenth of it is less than the messages take."""
 FORWARD_S = 0.060
 """Of one chunk and micro batch. A message takes 0.3 ms, and some ms on a machine with more work
 than cores, where processes that wake up queue: both are small against it."""
@@ -42,7 +46,10 @@ class Sleep(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        time.sleep(2 * ctx.forward_s)
+        time.sleep(ctx.forward_s)
+        rest = functools.partial(time.sleep, ctx.forward_s)
+        if not put_off(rest):
+            rest()
         return grad, None
 
 
@@ -97,7 +104,14 @@ def measure(
 
 @pytest.mark.parametrize(
     ("schedule", "num_chunks", "num_microbatches"),
-    [("gpipe", 1, 4), ("1f1b", 1, 4), ("1f1b", 2, 4)],
+    [
+        ("gpipe", 1, 4),
+        ("1f1b", 1, 4),
+        ("1f1b", 2, 4),
+        ("zb-h1", 1, 4),
+        ("zb-v", 2, 4),
+        ("dualpipe-v", 2, 8),
+    ],
 )
 def test_the_measured_bubble_is_the_simulated_one(schedule, num_chunks, num_microbatches):
     costs = Costs(forward=FORWARD_S, backward=2 * FORWARD_S)
@@ -105,6 +119,8 @@ def test_the_measured_bubble_is_the_simulated_one(schedule, num_chunks, num_micr
     arguments = (schedule, num_chunks, num_microbatches)
     results = run_distributed(measure, 4, *arguments, pp=4)
     bubbles, _ = results[0]
-    assert statistics.median(bubbles) == pytest.approx(simulated, rel=TOLERANCE), bubbles
+    assert statistics.median(bubbles) == pytest.approx(
+        simulated, rel=TOLERANCE, abs=LEAST_TOLERANCE
+    ), bubbles
     shares = [share for _, share in results]
     assert max(shares) < MOST_PROCESSOR_SHARE, shares

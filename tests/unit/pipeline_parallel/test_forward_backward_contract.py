@@ -10,14 +10,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from megatron.core.deferred_gradients import weight_gradients_may_wait
 from megatron.core.errors import ConfigError, ScheduleError
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.pipeline_parallel.executor import PipelineExecutor
 from megatron.core.pipeline_parallel.grad_sync import GradSync
-from megatron.core.pipeline_parallel.instructions import NO_MICROBATCH, Op, Placement, Step
-from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.pipeline_parallel.instructions import NO_MICROBATCH
 from megatron.core.pipeline_parallel.schedules import get_tensor_shapes
+from megatron.core.pipeline_parallel.stage import LossSettings, Reported, Stage
 from megatron.core.pipeline_parallel.utils import (
     is_pp_first_stage,
     is_pp_last_stage,
@@ -26,6 +26,7 @@ from megatron.core.pipeline_parallel.utils import (
 )
 from megatron.core.process_groups_config import FakeGroup, ProcessGroupCollection
 from megatron.core.rng import rng_state
+from megatron.core.tensor_parallel.linear_with_overlap import LinearPlan, parallel_linear
 from megatron.core.timers import Timers
 
 WEIGHT = 3.0
@@ -390,8 +391,23 @@ def test_place_in_the_pipeline():
     assert not is_vp_last_stage(0, 2)
 
 
-def test_a_program_with_split_backwards_is_refused_by_stages_that_cannot_split():
-    steps = [Step(Op.FORWARD, 0, 0), Step(Op.INPUT_GRAD, 0, 0), Step(Op.WEIGHT_GRAD, 0, 0)]
-    channels = P2PCommunicator(None, Config())
-    with pytest.raises(ScheduleError, match="contains INPUT_GRAD, WEIGHT_GRAD"):
-        PipelineExecutor(steps, Placement(1), [], channels, receive_shapes=[], send_shapes=[])
+def test_input_gradients_leave_weight_gradients_to_their_own_step():
+    linear = torch.nn.Linear(3, 2)
+    x = torch.randn(4, 3, requires_grad=True)
+    stage = Stage(
+        linear,
+        lambda _, model: (parallel_linear(x, model.weight, model.bias, LinearPlan()), torch.mean),
+        None,
+        is_last=True,
+        loss=LossSettings(num_microbatches=1),
+        reported=Reported(),
+    )
+    seen = []
+    with weight_gradients_may_wait():
+        stage.forward(0, None)
+        stage.input_grad(0, None)
+        seen.append((x.grad is not None, linear.bias.grad is not None, linear.weight.grad))
+        stage.weight_grad(0)
+    assert seen == [(True, True, None)]
+    expected = torch.autograd.grad(linear(x.detach()).mean(), linear.weight)[0]
+    torch.testing.assert_close(linear.weight.grad, expected)

@@ -12,8 +12,10 @@ from hypothesis import strategies as st
 
 from megatron.core.errors import ConfigError
 from megatron.core.pipeline_parallel.layout import (
+    V_SCHEDULES,
     PipelineLayout,
     PipelineParallelLayerLayout,
+    loss_rank,
     pipeline_layout,
 )
 from megatron.core.pipeline_parallel.layout_string import parse_layout
@@ -33,6 +35,7 @@ class Settings:
     account_for_embedding_in_pipeline_split: bool = False
     account_for_loss_in_pipeline_split: bool = False
     pipeline_model_parallel_layout: Any = None
+    pipeline_schedule: str = "1f1b"
 
 
 def layers(layout: PipelineLayout) -> list[list[list[int]]]:
@@ -217,3 +220,17 @@ def test_the_layout_sets_the_virtual_stages_of_a_config_that_leaves_them_out(lay
     )
     assert config.virtual_pipeline_model_parallel_size == chunks
     assert pipeline_layout(config).num_chunks == (chunks or 1)
+
+
+@pytest.mark.parametrize("schedule", V_SCHEDULES)
+def test_a_v_ends_where_it_begins(schedule):
+    settings = Settings(8, 2, 2, pipeline_schedule=schedule)
+    layout = pipeline_layout(settings)
+    assert [list(layout.layers(rank, chunk)) for rank in (0, 1) for chunk in (0, 1)] == [
+        [0, 1], [6, 7], [2, 3], [4, 5],
+    ]  # fmt: skip
+    assert layout.has_embedding(0, 0) and layout.has_loss(0, 1)
+    assert loss_rank(settings) == 0
+    settings.virtual_pipeline_model_parallel_size = 3
+    with pytest.raises(ConfigError, match="two chunks on every rank"):
+        pipeline_layout(settings)

@@ -53,6 +53,25 @@ def problems(*words: str, world_size: int = 1, base=SMALL) -> list[str]:
             16,
             "--seq-length 40 cannot be split over tensor-parallel size 4 and context-parallel",
         ),
+        (
+            ["--pipeline-schedule", "zb-v", "--pipeline-model-parallel-size", "2"]
+            + ["--num-virtual-stages-per-pipeline-rank", "2"],
+            2,
+            "--pipeline-schedule zb-v with virtual stages",
+        ),
+        (
+            ["--pipeline-schedule", "zb-h1", "--pipeline-model-parallel-size", "2"]
+            + ["--data-parallel-sharding-strategy", "optim_grads"],
+            4,
+            "--pipeline-schedule zb-h1 with sharded gradients",
+        ),
+        (
+            ["--pipeline-schedule", "dualpipe-v", "--pipeline-model-parallel-size", "2"]
+            + ["--global-batch-size", "6"],
+            2,
+            "3 micro batches per step for DualPipe-V on 2 pipeline ranks",
+        ),
+        (["--pipeline-step-durations", "1", "0", "1"], 1, "--pipeline-step-durations 1 0 1"),
         (["--multi-latent-attention"], 1, "with --position-embedding-type learned_absolute"),
         (
             ["--multi-latent-attention", "--position-embedding-type", "rope"]

@@ -6,7 +6,13 @@ batch that is still p-1 stages away. Bubble (p-1)/(v*m+p-1).
 
 from __future__ import annotations
 
-from megatron.core.pipeline_parallel.instructions import FORWARD, Orders, Placement, Step
+from megatron.core.pipeline_parallel.instructions import (
+    FORWARD,
+    Orders,
+    Placement,
+    PlacementShape,
+    Step,
+)
 from megatron.core.pipeline_parallel.orders.interleaved import microbatch_groups
 
 
@@ -18,11 +24,17 @@ def forward_only_order(
     return [Step(FORWARD, i, c) for group in groups for c in range(v) for i in group]
 
 
-def forward_only_orders(p: int, m: int, v: int = 1, group_size: int | None = None) -> Orders:
+def forward_only_orders(
+    p: int,
+    m: int,
+    v: int = 1,
+    group_size: int | None = None,
+    shape: PlacementShape = PlacementShape.LOOP,
+) -> Orders:
     """Return the forward-only order of all ranks."""
     return Orders(
         "forward_only",
-        Placement(p, v),
+        Placement(p, v, shape),
         m,
         True,
         lambda rank: forward_only_order(p, rank, m, v, group_size),

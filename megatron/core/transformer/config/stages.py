@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.core.pipeline_parallel.layout import virtual_stages_of
+from megatron.core.pipeline_parallel.layout import V_SCHEDULES, virtual_stages_of
 
 
 @dataclass
@@ -23,8 +23,13 @@ class StageConfig:
     """Explicit layout, for example "Et*3|(tt|)*29,m|L". It also says how many chunks each pipeline
     rank has, unless virtual_pipeline_model_parallel_size does."""
 
-    def derived_virtual_stages(self, pipeline_size: int, given: int | None) -> int | None:
-        """Return virtual_pipeline_model_parallel_size: as given, else as the layout means it."""
+    def derived_virtual_stages(
+        self, pipeline_size: int, given: int | None, schedule: str
+    ) -> int | None:
+        """Return virtual_pipeline_model_parallel_size: as given, else as the schedule or the
+        layout means it."""
+        if given is None and pipeline_size > 1 and schedule in V_SCHEDULES:
+            return 2
         if given is not None or self.pipeline_model_parallel_layout is None:
             return given
         return virtual_stages_of(self.pipeline_model_parallel_layout, pipeline_size)

@@ -1,0 +1,105 @@
+"""DualPipe-V: forwards of one half of the model alternate with backwards of the other half.
+
+The V-shaped half of DualPipe ("DeepSeek-V3 Technical Report", section 3.2.1, arXiv:2412.19437),
+after "Pipeline Parallelism with Controllable Memory", section 3 (arXiv:2405.15362), for p ranks
+with two chunks each: rank r holds stages r and 2p-1-r. With the durations of a chunk, F forward,
+B whole backward and W its weight gradient, the bubble is (p-1)(F+2B-3W), and a rank keeps at most
+2p+1 chunk activations. The steady state pairs a forward with a backward of the other chunk, which
+leaves the exchange of experts' tokens of one beside the arithmetic of the other.
+"""
+
+from __future__ import annotations
+
+from megatron.core.errors import ScheduleError
+from megatron.core.pipeline_parallel.instructions import (
+    BACKWARD,
+    FORWARD,
+    INPUT_GRAD,
+    WEIGHT_GRAD,
+    Op,
+    Orders,
+    Placement,
+    PlacementShape,
+    Step,
+)
+
+
+class _Writer:
+    """Writes steps whose micro batches count up by themselves, per op and chunk."""
+
+    def __init__(self) -> None:
+        self.steps: list[Step] = []
+        self._forwards = [0, 0]
+        self._backwards = [0, 0]
+        self._owed: list[Step] = []  # weight gradients put off, the oldest first
+
+    def forward(self, chunk: int) -> None:
+        self.steps.append(Step(FORWARD, self._forwards[chunk], chunk))
+        self._forwards[chunk] += 1
+
+    def backward(self, chunk: int, *, split: bool = False) -> None:
+        microbatch = self._backwards[chunk]
+        self._backwards[chunk] += 1
+        op: Op = INPUT_GRAD if split else BACKWARD
+        self.steps.append(Step(op, microbatch, chunk))
+        if split:
+            self._owed.append(Step(WEIGHT_GRAD, microbatch, chunk))
+
+    def weight(self) -> None:
+        self.steps.append(self._owed.pop(0))
+
+
+def dualpipe_v_order(p: int, rank: int, m: int) -> list[Step]:
+    """Return the compute steps of one rank: eight runs, three of them to fill, three to drain."""
+    behind = p - rank - 1
+    write = _Writer()
+    for _ in range(2 * behind):
+        write.forward(0)
+    for _ in range(rank + 1):
+        write.forward(0)
+        write.forward(1)
+    for _ in range(behind):
+        write.backward(1, split=True)
+        write.weight()
+        write.forward(1)
+    for _ in range(m - 2 * p + rank + 1):
+        write.forward(0)
+        write.backward(1)
+        write.forward(1)
+        write.backward(0)
+    for _ in range(behind):
+        write.backward(1)
+        write.forward(1)
+        write.backward(0)
+    # From here on nothing comes that could fill a wait but weight gradients: keep some back.
+    for position in range(rank + 1):
+        write.backward(1, split=2 * position >= rank + 1)
+        write.backward(0, split=2 * position + 1 >= rank + 1)
+    for _ in range(behind):
+        write.weight()
+        write.backward(0, split=True)
+    while write._owed:
+        write.weight()
+    return write.steps
+
+
+def dualpipe_v_orders(p: int, m: int) -> Orders:
+    """Return the DualPipe-V order of all ranks.
+
+    Raises:
+        ScheduleError: fewer than 2p micro batches: the two halves would not meet.
+    """
+    if m < 2 * p:
+        raise ScheduleError(
+            f"the DualPipe-V schedule with {m} micro batches on {p} pipeline ranks.",
+            rule="its steady state needs two micro batches per pipeline rank",
+            flags=["--pipeline-schedule", "--global-batch-size", "--pipeline-model-parallel-size"],
+            fix=f"use at least {2 * p} micro batches, or --pipeline-schedule zb-v",
+        )
+    return Orders(
+        "dualpipe-v",
+        Placement(p, 2, PlacementShape.V),
+        m,
+        False,
+        lambda rank: dualpipe_v_order(p, rank, m),
+    )
