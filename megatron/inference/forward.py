@@ -14,6 +14,8 @@ from torch import Tensor
 
 from megatron.core import device
 from megatron.core.inference.contexts import StaticInferenceContext
+from megatron.core.pipeline_parallel.instructions import Placement
+from megatron.core.pipeline_parallel.layout import loss_rank, placement_shape
 from megatron.core.pipeline_parallel.p2p_communication import Message, P2PCommunicator
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
@@ -51,8 +53,12 @@ class CachedModel:
         self.config = get_model_config(self.chunks[0])
         self.context = StaticInferenceContext(max_rows, max_length)
         self.context.materialize_only_last_token_logits = True
-        self._stage, self._num_stages = get_pg_rank(groups.pp), get_pg_size(groups.pp)
-        self._channel = P2PCommunicator(groups.pp, self.config) if self._num_stages > 1 else None
+        self._rank = get_pg_rank(groups.pp)
+        self._placement = Placement(
+            get_pg_size(groups.pp), len(self.chunks), placement_shape(self.config.pipeline_schedule)
+        )
+        has_peers = self._placement.num_ranks > 1
+        self._channel = P2PCommunicator(groups.pp, self.config) if has_peers else None
 
     @torch.no_grad()
     def next_tokens(
@@ -108,31 +114,35 @@ class CachedModel:
 
     def _run(self, tokens: Tensor, places: Tensor) -> Tensor | None:
         """Return the logits [b, v] behind each row on the ranks of the last stage."""
-        last = len(self.chunks) - 1
         shape = (tokens.shape[1], tokens.shape[0], self.config.hidden_size)
+        hidden_states = tokens
         for number, chunk in enumerate(self.chunks):
-            boundary = number * self._num_stages + self._stage
-            if boundary:
-                chunk.set_input_tensor(self._receive(shape, boundary))
+            stage = self._placement.stage(self._rank, number)
+            previous = self._placement.previous(self._rank, number)
+            following = self._placement.next(self._rank, number)
+            if previous is not None:
+                if previous[0] != self._rank:
+                    hidden_states = self._receive(shape, previous[0], stage)
+                chunk.set_input_tensor(hidden_states)
             output = chunk(tokens, places, None, inference_context=self.context)
-            if number == last and self._stage == self._num_stages - 1:
+            if following is None:
                 logits = gather_from_tensor_model_parallel_region(output[:, 0], self.groups.tp)
                 return logits[:, : self.vocab_size]
-            self._send(output, boundary + 1)
+            hidden_states = output
+            if following[0] != self._rank:
+                self._send(output, following[0], stage + 1)
         return None
 
-    def _receive(self, shape: tuple[int, ...], boundary: int) -> Tensor:
+    def _receive(self, shape: tuple[int, ...], source: int, boundary: int) -> Tensor:
         assert self._channel is not None
-        source = (self._stage - 1) % self._num_stages
         message = Message(False, 0, boundary)
         return self._channel.receive([shape], source, message, requires_grad=False).wait()[0]
 
-    def _send(self, hidden_states: Tensor, boundary: int) -> None:
+    def _send(self, hidden_states: Tensor, target: int, boundary: int) -> None:
         assert self._channel is not None
-        target = (self._stage + 1) % self._num_stages
         self._channel.send([hidden_states], target, Message(False, 0, boundary)).wait()
 
     def _broadcast(self, chosen: Tensor) -> None:
-        if self._num_stages > 1:
-            source = dist.get_global_rank(self.groups.pp, self._num_stages - 1)
+        if self._channel is not None:
+            source = dist.get_global_rank(self.groups.pp, loss_rank(self.config))
             dist.broadcast(chosen, src=source, group=self.groups.pp)

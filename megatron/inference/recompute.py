@@ -17,10 +17,11 @@ from torch import Tensor
 
 from megatron.core import device
 from megatron.core.context_parallel import get_batch_on_this_cp_rank, rows_of_rank
+from megatron.core.pipeline_parallel.layout import loss_rank
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
-from megatron.core.utils import as_list, get_pg_size
+from megatron.core.utils import as_list, get_model_config, get_pg_size
 from megatron.inference.sampling import Draw, Sampling, choose_tokens
 
 
@@ -60,7 +61,7 @@ def continue_without_cache(
         if logits is not None:
             draws = [Draw(sampling, row, position) for row in range(num_rows)]
             chosen = choose_tokens(logits, draws)
-        _broadcast_from_last_stage(chosen, groups)
+        _broadcast_from_last_stage(chosen, chunks[0], groups)
         for row, token in enumerate(chosen[: len(prompts)].tolist()):
             if lengths[row] <= position < ended_at[row]:
                 tokens[row, position] = token
@@ -113,7 +114,7 @@ def _last_logits(
     return torch.cat(collected) if collected else None
 
 
-def _broadcast_from_last_stage(chosen: Tensor, groups: ProcessGroupCollection) -> None:
+def _broadcast_from_last_stage(chosen: Tensor, chunk: Any, groups: ProcessGroupCollection) -> None:
     if get_pg_size(groups.pp) > 1:
-        source = dist.get_global_rank(groups.pp, get_pg_size(groups.pp) - 1)
+        source = dist.get_global_rank(groups.pp, loss_rank(get_model_config(chunk)))
         dist.broadcast(chosen, src=source, group=groups.pp)

@@ -6,6 +6,7 @@ import torch
 from megatron.core.errors import ConfigError
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.pipeline_parallel.layout import pipeline_layout
 from megatron.core.rng import rng_state
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_pg_rank, get_pg_size
@@ -18,7 +19,7 @@ CONTEXT = 32
 PROMPTS = [[5, 17, 3], [11], [80, 2, 2, 9, 41]]
 
 
-def tiny_gpt(groups, num_chunks=1, sequence_parallel=False, num_query_groups=None):
+def tiny_gpt(groups, num_chunks=1, sequence_parallel=False, num_query_groups=None, schedule="1f1b"):
     pp, tp = get_pg_size(groups.pp), get_pg_size(groups.tp)
     rng_state().set_seed(42)
     config = TransformerConfig(
@@ -28,6 +29,7 @@ def tiny_gpt(groups, num_chunks=1, sequence_parallel=False, num_query_groups=Non
         num_query_groups=num_query_groups,
         tensor_model_parallel_size=tp,
         pipeline_model_parallel_size=pp,
+        pipeline_schedule=schedule,
         virtual_pipeline_model_parallel_size=num_chunks if num_chunks > 1 else None,
         sequence_parallel=sequence_parallel,
         context_parallel_size=get_pg_size(groups.cp),
@@ -35,15 +37,15 @@ def tiny_gpt(groups, num_chunks=1, sequence_parallel=False, num_query_groups=Non
         # Wide enough that the most likely token is not a matter of rounding.
         init_method_std=0.5,
     )
-    rank = get_pg_rank(groups.pp)
+    rank, layout = get_pg_rank(groups.pp), pipeline_layout(config)
     return [
         GPTModel(
             config,
             get_gpt_layer_local_spec(),
             vocab_size=96,
             max_sequence_length=CONTEXT,
-            pre_process=rank == 0 and chunk == 0,
-            post_process=rank == pp - 1 and chunk == num_chunks - 1,
+            pre_process=layout.has_embedding(rank, chunk),
+            post_process=layout.has_loss(rank, chunk),
             pg_collection=groups,
             vp_stage=chunk if num_chunks > 1 else None,
         )
@@ -51,9 +53,11 @@ def tiny_gpt(groups, num_chunks=1, sequence_parallel=False, num_query_groups=Non
     ]
 
 
-def continue_prompts(groups, sampling, num_chunks=1, sequence_parallel=False, eod=None):
+def continue_prompts(
+    groups, sampling, num_chunks=1, sequence_parallel=False, eod=None, schedule="1f1b"
+):
     return generate(
-        tiny_gpt(groups, num_chunks, sequence_parallel),
+        tiny_gpt(groups, num_chunks, sequence_parallel, schedule=schedule),
         PROMPTS,
         max_new_tokens=8,
         vocab_size=VOCABULARY,
@@ -88,6 +92,7 @@ def test_every_layout_writes_the_same_text(sampling):
         (2, (1, True), {"tp": 2}),
         (4, (), {"tp": 2, "pp": 2}),
         (2, (2,), {"pp": 2, "vp": 2}),
+        (2, (2, False, None, "zb-v"), {"pp": 2, "vp": 2}),
         (4, (1, True), {"tp": 2, "cp": 2}),
     ):
         results = run_distributed(continue_prompts, size, sampling, *arguments, **layout)

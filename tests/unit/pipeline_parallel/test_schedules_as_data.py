@@ -303,7 +303,7 @@ def test_stages_may_turn_back_on_the_last_rank():
     [
         (Plan("1f1b", 2, 1, 0), "0 micro batches"),
         (Plan("zigzag", 2, 1, 4), "'zigzag' is not known"),
-        (Plan("gpipe", 2, 2, 4), "GPipe schedule with 2 model chunks"),
+        (Plan("gpipe", 2, 2, 4), "gpipe schedule with 2 model chunks"),
         (Plan("1f1b", 4, 2, 8, group_size=2), "group of 2 is too small"),
     ],
 )
