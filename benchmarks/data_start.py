@@ -206,15 +206,16 @@ def one(kind: str, folder: str, cache: str, order: str) -> dict[str, Any]:
     return result
 
 
-def measured(python: str, *words: str) -> dict[str, Any]:
+def measured(python: str, kind: str, folder: str, cache: str, order: str) -> dict[str, Any]:
     """Measure one thing in a fresh process of `python`."""
     environment = {**os.environ, "PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1"}
+    environment["TMPDIR"] = cache or folder  # what is remembered of a corpus is part of the cache
     environment.pop("PYTHONPATH", None)
     here = Path(__file__).resolve()
     if python == sys.executable:
         environment["PYTHONPATH"] = str(here.parents[1])
     done = subprocess.run(
-        [python, str(here), "--one", *words],
+        [python, str(here), "--one", kind, folder, cache, order],
         capture_output=True, text=True, env=environment, cwd=tempfile.gettempdir(),
     )  # fmt: skip
     if done.returncode:

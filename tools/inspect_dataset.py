@@ -82,7 +82,9 @@ def verify(args: argparse.Namespace) -> int:
     faulty = 0
     for prefix in corpora_of(args.corpora):
         try:
-            problems = _problems_of(IndexedDataset(prefix), args)
+            corpus = IndexedDataset(prefix, check=False)
+            corpus.check()
+            problems = _problems_of(corpus, args)
         except DataError as error:
             problems = [str(error)]
         faulty += bool(problems)

@@ -19,7 +19,6 @@ from megatron.core.datasets.blended_megatron_dataset_config import (
 from megatron.core.datasets.index_building import (
     sizes_of_blend,
     split_bounds,
-    split_range,
 )
 from megatron.core.datasets.megatron_dataset import MegatronDataset
 from megatron.core.datasets.utils import Blend, Split, normalize
@@ -181,9 +180,7 @@ class BlendedMegatronDatasetBuilder:
             if share is None or size == 0:
                 built.append(None)
                 continue
-            documents: np.ndarray | range = split_bounds(share, count)
-            if self.config.sample_order == "megatron":
-                documents = split_range(share, count)
+            documents = split_bounds(share, count)
             if len(documents) == 0:
                 raise self._empty_split(split, prefix, count)
             built.append(self.cls(corpus, prefix, documents, size, split, self.config))

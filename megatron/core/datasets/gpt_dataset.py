@@ -23,7 +23,7 @@ from megatron.core.datasets.index_building import (
     build_shuffle_index,
     plan_epochs,
 )
-from megatron.core.datasets.index_cache import Expected, IndexCache
+from megatron.core.datasets.index_cache import Expected
 from megatron.core.datasets.indexed_dataset import IndexedDataset, get_bin_path
 from megatron.core.datasets.megatron_dataset import MegatronDataset
 from megatron.core.datasets.mock_tokens import MockTokens, special_id
@@ -132,7 +132,7 @@ class GPTDataset(MegatronDataset):
         self._vocab_size = config.vocab_size or int(config.tokenizer.vocab_size)
         self._eod = self._find_eod()
         self._pad = self._find_pad()
-        self._plain = self._without_documents(config.sequence_length)
+        self._plain = _without_documents(config)
         resets = config.reset_position_ids or config.reset_attention_mask
         # Without an end-of-document token a sample is one document.
         self._looks_at_documents = self._eod is not None and (resets or config.document_starts)
@@ -148,7 +148,7 @@ class GPTDataset(MegatronDataset):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._plain = self._without_documents(self.config.sequence_length)
+        self._plain = _without_documents(self.config)
         self._order = self._make_order()
 
     def order_identity(self) -> dict[str, Any]:
@@ -164,7 +164,7 @@ class GPTDataset(MegatronDataset):
             "sequence_length": config.sequence_length,
             "extra_token": self._extra_token,
             "corpus": getattr(self.dataset, "fingerprint", lambda: "")(),
-            "documents": [int(self.indices[0]), int(self.indices[-1]), len(self.indices)],
+            "documents": self.documents_identity(),
         }
         if config.sample_order == "megatron":
             plan = self._plan
@@ -186,7 +186,7 @@ class GPTDataset(MegatronDataset):
             }
             return ShuffledDocuments(self.dataset, arrays, self._extra_token, self._pad)
         return ShuffledWindows(
-            TokenStream(self.dataset, contiguous(self.indices)),
+            TokenStream(self.dataset, contiguous(self.documents)),
             sequence_length=self.config.sequence_length,
             extra_token=self._extra_token,
             num_samples=self.num_samples or None,
@@ -282,15 +282,6 @@ class GPTDataset(MegatronDataset):
             made["position_ids"] = self._plain["position_ids"] - starts
         return made
 
-    def _without_documents(self, num_tokens: int) -> dict[str, Tensor]:
-        positions = torch.arange(num_tokens)
-        made = {}
-        if self.config.create_attention_mask:
-            made["attention_mask"] = causal_mask(positions)
-        if self.config.document_starts:
-            made["document_starts"] = torch.zeros(num_tokens, dtype=torch.int32)
-        return {**made, "loss_mask": torch.ones(num_tokens), "position_ids": positions}
-
     def _outside(self, idx: int, text: np.ndarray) -> DataError:
         # A vocabulary-parallel embedding would turn such an id into a row of zeros, silently.
         at = int(np.flatnonzero((text >= self._vocab_size) | (text < 0))[0])
@@ -333,36 +324,33 @@ class GPTDataset(MegatronDataset):
         plan = self._plan
         drop_last = self._drops_last()
         num_samples = plan.num_samples(drop_last=drop_last)
-        if plan.num_epochs * len(self.indices) + num_samples < _WORTH_KEEPING:
+        if plan.num_epochs * len(self.documents) + num_samples < _WORTH_KEEPING:
             return self._build_indices(plan, drop_last)
-        cache = IndexCache(
-            directory=self.cache_directory(type(self).__name__),
-            stem="-".join(
-                [self.unique_description_hash, type(self).__name__, self.index_split.name]
-            ),
-            description=self.unique_description,
-        )
+        directory = self.cache_directory(type(self).__name__)
+        cache = self.index_cache(directory, self.index_split.name)
         expected = {
-            "document_index": Expected((np.int32,), (plan.num_epochs * len(self.indices),)),
+            "document_index": Expected((np.int32,), (plan.num_epochs * len(self.documents),)),
             "sample_index": Expected((np.int32, np.int64), (num_samples + 1, 2)),
             "shuffle_index": Expected((np.uint32, np.int64), (num_samples,)),
         }
         return cache.load_or_build(lambda: self._build_indices(plan, drop_last), expected)
 
     def _num_tokens(self, lengths: np.ndarray) -> int:
-        documents = self.indices
+        documents = self.documents
         if isinstance(documents, np.ndarray) and len(documents):
             first, last = int(documents[0]), int(documents[-1])
             if last - first + 1 == len(documents) and bool((documents[1:] > documents[:-1]).all()):
                 documents = range(first, last + 1)  # a plain slice adds up much faster
-        if isinstance(documents, range):
-            return int(lengths[documents.start : documents.stop].sum(dtype=np.int64))
-        return int(lengths[documents].sum(dtype=np.int64))
+        if not isinstance(documents, range):
+            return int(lengths[documents].sum(dtype=np.int64))
+        if isinstance(self.dataset, IndexedDataset):
+            return self.dataset.num_tokens(documents)
+        return int(lengths[documents.start : documents.stop].sum(dtype=np.int64))
 
     def _build_indices(self, plan: EpochPlan, drop_last: bool) -> dict[str, np.ndarray]:
         random = np.random.RandomState(self.config.random_seed)
         # This order of calls is part of the recipe: both shuffles draw from one generator.
-        documents = build_document_index(np.asarray(self.indices), plan, random)
+        documents = build_document_index(self.documents, plan, random)
         samples = build_sample_index(
             self.dataset.sequence_lengths, documents, plan, drop_last=drop_last
         )
@@ -372,6 +360,22 @@ class GPTDataset(MegatronDataset):
             "sample_index": samples,
             "shuffle_index": shuffle,
         }
+
+
+def _without_documents(config: GPTDatasetConfig) -> dict[str, Tensor]:
+    """Return masks and positions of a sample in which the ends of documents do nothing."""
+    return _shared(config.sequence_length, config.create_attention_mask, config.document_starts)
+
+
+@functools.lru_cache(maxsize=8)  # one for all corpora of a blend
+def _shared(num_tokens: int, attention_mask: bool, document_starts: bool) -> dict[str, Tensor]:
+    positions = torch.arange(num_tokens)
+    made = {}
+    if attention_mask:
+        made["attention_mask"] = causal_mask(positions)
+    if document_starts:
+        made["document_starts"] = torch.zeros(num_tokens, dtype=torch.int32)
+    return {**made, "loss_mask": torch.ones(num_tokens), "position_ids": positions}
 
 
 class MockGPTDataset(GPTDataset):

@@ -30,6 +30,8 @@ _UINT32_MAX = int(np.iinfo(np.uint32).max)
 _SEARCH_BLOCK = 1 << 22
 """Samples located at a time: bounds the scratch memory at about 100 MiB."""
 
+_NUMBER = re.compile(r"[.0-9]+")
+
 _SEPARATE_BELOW = 0.80
 """A last epoch that is used to less than this share is shuffled by itself."""
 
@@ -103,17 +105,17 @@ def plan_epochs(
 
 
 def build_document_index(
-    documents: np.ndarray, plan: EpochPlan, random: np.random.RandomState
+    documents: np.ndarray | range, plan: EpochPlan, random: np.random.RandomState
 ) -> np.ndarray:
     """Repeat and shuffle the documents.
 
     Args:
-        documents: [N] ids of the documents of the split.
+        documents: ids of the N documents of the split.
         random: advanced by one shuffle, or by two when the last epoch stands apart.
     Returns:
         int32 [num_epochs * N].
     """
-    order = np.tile(np.asarray(documents, np.int32), plan.num_epochs)
+    order = np.tile(document_ids(documents).astype(np.int32, copy=False), plan.num_epochs)
     if plan.separate_final_epoch:
         split_at = (plan.num_epochs - 1) * len(documents)
         _shuffle(random, order[:split_at])
@@ -216,7 +218,7 @@ def split_boundaries(split: str) -> list[tuple[float, float] | None]:
         DataError: no numbers, more than three, or a sum of zero.
     """
     try:
-        numbers = [float(text) for text in re.findall(r"[.0-9]+", split)]
+        numbers = [float(text) for text in _NUMBER.findall(split)]
     except ValueError:
         numbers = []
     if not 1 <= len(numbers) <= 3 or sum(numbers) <= 0:
@@ -241,10 +243,11 @@ def split_bounds(share: tuple[float, float], num_documents: int) -> range:
     return range(begin, end)
 
 
-def split_range(share: tuple[float, float], num_documents: int) -> np.ndarray:
-    """Return the documents of a share as int32 ids."""
-    bounds = split_bounds(share, num_documents)
-    return np.arange(bounds.start, bounds.stop, dtype=np.int32)
+def document_ids(documents: np.ndarray | range) -> np.ndarray:
+    """Return documents as int32 ids."""
+    if isinstance(documents, range):
+        return np.arange(documents.start, documents.stop, dtype=np.int32)
+    return np.asarray(documents)
 
 
 def sizes_of_blend(weights: Sequence[float], size: int, surplus: float = 0.0) -> list[int]:

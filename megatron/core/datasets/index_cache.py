@@ -6,25 +6,31 @@ nobody waits for a dead process; where the directory cannot be written or locked
 builds for itself in memory. All builders make the same bytes, so a race costs time only.
 
 A cache is never trusted: whoever maps it compares a checksum of every byte first (at memory
-speed), and builds again what differs. So nothing is forced onto the device when it is written.
+speed), and builds again what differs. So nothing is forced onto the device when it is written. The
+checksum is the pair of running sums of Fletcher, "An Arithmetic Checksum for Serial Transmissions"
+(IEEE Transactions on Communications 30(1), 1982), over words of 64 bits: a change within one word
+never escapes it.
 """
 
 from __future__ import annotations
 
 import fcntl
+import functools
+import hashlib
 import json
 import logging
 import os
 import time
-import zlib
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
+from megatron.core.datasets import native
 from megatron.core.datasets.token_file import WholeFile
 from megatron.core.errors import DataError
 
@@ -98,21 +104,9 @@ class IndexCache:
         for name, wanted in expected.items():
             path = self.path(f"{name}.npy")
             try:
-                # numpy cannot map an array without elements.
-                mapped: Literal["r"] | None = "r" if np.prod(wanted.shape) else None
-                array = np.load(path, mmap_mode=mapped, allow_pickle=False)
-            except (ValueError, EOFError, OSError) as error:
+                array = _mapped_array(path, wanted)
+            except (ValueError, OSError) as error:
                 logger.warning("index cache %s cannot be read (%s): built again", path, error)
-                return None
-            if array.dtype not in wanted.dtypes or array.shape != wanted.shape:
-                logger.warning(
-                    "index cache %s holds %s %s where %s %s belongs: built again",
-                    path,
-                    array.dtype,
-                    array.shape,
-                    np.dtype(wanted.dtypes[0]),
-                    wanted.shape,
-                )
                 return None
             if not is_our_own and checksums.get(name) != checksums_of(array):
                 logger.warning("index cache %s has changed on disk: built again", path)
@@ -120,7 +114,7 @@ class IndexCache:
             arrays[name] = array
         return arrays
 
-    def _checksums(self) -> dict[str, list[int]] | None:
+    def _checksums(self) -> dict[str, list[list[int]]] | None:
         """Return what the arrays must sum up to; None where there is no complete cache."""
         try:
             with open(self.path("checksums.json")) as file:
@@ -141,7 +135,8 @@ class IndexCache:
         try:
             for name, array in arrays.items():
                 file = WholeFile(self.path(f"{name}.npy"))
-                np.lib.format.write_array(file, array, allow_pickle=False)
+                file.write(_npy_header(array.dtype, array.shape))
+                file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
                 file.rename()
             self._store_text("description.txt", self.description)
             # Last: its presence says that all files are there.
@@ -174,6 +169,28 @@ class IndexCache:
                 os.close(lock)
 
 
+def _npy_header(dtype: np.dtype | type[np.number], shape: tuple[int, ...]) -> bytes:
+    """Return how an array begins in a file that `numpy.load` reads: 128 bytes."""
+    fields = {"descr": np.dtype(dtype).str, "fortran_order": False, "shape": shape}
+    return b"\x93NUMPY\x01\x00\x76\x00" + repr(fields).encode().ljust(117) + b"\n"
+
+
+def _mapped_array(path: str, wanted: Expected) -> np.ndarray:
+    """Map an array of one of the types that are wanted.
+
+    Raises:
+        ValueError: the file holds another one, or is cut off.
+    """
+    with open(path, "rb") as file:
+        begin = file.read(len(_npy_header(np.int8, ())))
+    for dtype in wanted.dtypes:
+        if begin == _npy_header(dtype, wanted.shape):
+            if 0 in wanted.shape:  # cannot be mapped
+                return np.empty(wanted.shape, dtype)
+            return np.memmap(path, dtype, mode="r", offset=len(begin), shape=wanted.shape)
+    raise ValueError(f"no array {np.dtype(wanted.dtypes[0])} {wanted.shape}")
+
+
 def _wait_for_lock(descriptor: int, path: str) -> None:
     begun = reported = time.monotonic()
     while True:
@@ -189,39 +206,66 @@ def _wait_for_lock(descriptor: int, path: str) -> None:
         time.sleep(_POLL_S)
 
 
-def checksums_of(array: np.ndarray) -> list[int]:
-    """Return the CRC-32 of every 16 MiB of an array, on several threads if there are many."""
-    data = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+def checksums_of(array: np.ndarray) -> list[list[int]]:
+    """Return the two sums of every 16 MiB of an array, on several threads if there are many."""
+    data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
     chunks = [data[at : at + _CHUNK_BYTES] for at in range(0, len(data), _CHUNK_BYTES)]
     if len(chunks) <= 2:
-        return [zlib.crc32(chunk) for chunk in chunks]
+        return [_sums(chunk) for chunk in chunks]
     with ThreadPoolExecutor(max_workers=min(8, len(chunks))) as pool:
-        return list(pool.map(zlib.crc32, chunks))
+        return list(pool.map(_sums, chunks))
 
 
-def describe(identifiers: Mapping[str, object]) -> str:
-    """Return the text whose md5 names a cache entry: indented JSON, in the order given."""
-    return json.dumps(identifiers, indent=4, default=lambda thing: thing.unique_identifiers)
+def _sums(data: np.ndarray) -> list[int]:
+    if native.compiled is not None:
+        return [*native.compiled.checksum(data)]
+    words = np.zeros(-(-len(data) // 8), np.uint64)
+    words.view(np.uint8)[: len(data)] = data
+    running = np.cumsum(words, dtype=np.uint64)
+    return [int(running[-1]), int(running.sum(dtype=np.uint64))]
 
 
-def names_for_mapped(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Replace mapped arrays by the names of their files, for pickling without a copy."""
-    return {
-        key: _MappedFile(str(value.filename))
-        if isinstance(value, np.memmap) and value.filename is not None
-        else value
-        for key, value in state.items()
-    }
+class Described:
+    """A dataset whose index arrays follow from `unique_identifiers`, and are named after them.
 
+    Arrays that are mapped travel by the names of their files when it is pickled, without a copy.
+    """
 
-def mapped_from_names(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Undo `names_for_mapped` in another process."""
-    return {
-        key: np.load(value.path, mmap_mode="r", allow_pickle=False)
-        if isinstance(value, _MappedFile)
-        else value
-        for key, value in state.items()
-    }
+    unique_identifiers: OrderedDict[str, Any]
+    """Everything that the index arrays depend on, in a fixed order."""
+
+    @functools.cached_property
+    def unique_description(self) -> str:
+        """What the index arrays were made from, as text: indented JSON, in the order given."""
+        made_from = self.unique_identifiers
+        return json.dumps(made_from, indent=4, default=lambda thing: thing.unique_identifiers)
+
+    @functools.cached_property
+    def unique_description_hash(self) -> str:
+        """The md5 that names their files."""
+        text = self.unique_description.encode("utf-8")
+        return hashlib.md5(text, usedforsecurity=False).hexdigest()
+
+    def index_cache(self, directory: str | None, split: str) -> IndexCache:
+        """Return the place of the index arrays of one split."""
+        stem = f"{self.unique_description_hash}-{type(self).__name__}-{split}"
+        return IndexCache(directory=directory, stem=stem, description=self.unique_description)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {
+            key: _MappedFile(str(value.filename))
+            if isinstance(value, np.memmap) and value.filename is not None
+            else value
+            for key, value in self.__dict__.items()
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        for key, value in state.items():
+            self.__dict__[key] = (
+                np.load(value.path, mmap_mode="r", allow_pickle=False)
+                if isinstance(value, _MappedFile)
+                else value
+            )
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ import numpy as np
 
 from megatron.core.datasets import native
 from megatron.core.datasets.joined_tokens import num_token_bytes
+from megatron.core.datasets.token_file import mapped
 from megatron.core.errors import DataError
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -114,7 +115,7 @@ def read_index(path: str, *, multimodal: bool = False) -> IndexArrays:
         raise disagreement(
             path, size, "the end of the file", f"a header of {HEADER.size} bytes (truncated file)"
         )
-    buffer = np.memmap(path, mode="r", dtype=np.uint8)
+    buffer = mapped(path)
     magic, version, code, num_sequences, num_entries = HEADER.unpack(
         buffer[: HEADER.size].tobytes()
     )
@@ -170,7 +171,7 @@ def check_index(
             token_bytes,
         )
         if end >= 0:
-            _check_size(bin_path, end, idx_path, num_bytes)
+            check_size(idx_path, bin_path, end, num_bytes)
             return
     pointers_at = HEADER.size + 4 * num_sequences
     end = 0
@@ -199,10 +200,11 @@ def check_index(
             )
         end = int(ends[-1])
     check_documents(arrays.document_indices, num_sequences, idx_path)
-    _check_size(bin_path, end, idx_path, num_bytes)
+    check_size(idx_path, bin_path, end, num_bytes)
 
 
-def _check_size(bin_path: str, end: int, idx_path: str, num_bytes: int | None) -> None:
+def check_size(idx_path: str, bin_path: str, end: int, num_bytes: int | None) -> None:
+    """Prove that a token file ends where its last sequence does."""
     size = num_token_bytes(bin_path) if num_bytes is None else num_bytes
     if size != end:
         what = "truncated file" if size < end else "bytes left over"

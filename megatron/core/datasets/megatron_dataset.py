@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import hashlib
 import os
 from abc import ABC, abstractmethod
 from collections import OrderedDict
@@ -13,12 +11,13 @@ import numpy as np
 from torch.utils.data import Dataset
 
 from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
-from megatron.core.datasets.index_cache import describe, mapped_from_names, names_for_mapped
+from megatron.core.datasets.index_building import document_ids
+from megatron.core.datasets.index_cache import Described
 from megatron.core.datasets.object_store import is_url
 from megatron.core.datasets.utils import Split
 
 
-class MegatronDataset(Dataset[dict[str, Any]], ABC):
+class MegatronDataset(Described, Dataset[dict[str, Any]], ABC):
     """A map from sample number to sample, made from part of a corpus.
 
     Args:
@@ -41,28 +40,16 @@ class MegatronDataset(Dataset[dict[str, Any]], ABC):
     ) -> None:
         self.dataset = dataset
         self.dataset_path = dataset_path
-        self.indices = indices
+        self.documents = indices
         self.num_samples = num_samples
         self.index_split = index_split
         self.config = config
         self.unique_identifiers = self._identify()
 
-    @functools.cached_property
-    def unique_description(self) -> str:
-        """What the index arrays were made from, as text."""
-        return describe(self.unique_identifiers)
-
-    @functools.cached_property
-    def unique_description_hash(self) -> str:
-        """The md5 that names their files."""
-        text = self.unique_description.encode("utf-8")
-        return hashlib.md5(text, usedforsecurity=False).hexdigest()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return names_for_mapped(self.__dict__)
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(mapped_from_names(state))
+    @property
+    def indices(self) -> np.ndarray:
+        """int32 [N], the documents of this split."""
+        return document_ids(self.documents)
 
     def _identify(self) -> OrderedDict[str, Any]:
         """Return everything that the index arrays depend on, in a fixed order."""
@@ -91,6 +78,10 @@ class MegatronDataset(Dataset[dict[str, Any]], ABC):
     def order_identity(self) -> dict[str, Any]:
         """Return what the order of the samples follows from, as plain values."""
         return {"described": self.unique_description_hash}
+
+    def documents_identity(self) -> list[int]:
+        """Return which documents these are, as plain values: first, last, number."""
+        return [int(self.documents[0]), int(self.documents[-1]), len(self.documents)]
 
     @staticmethod
     def numel_low_level_dataset(low_level_dataset: Any) -> int:

@@ -102,11 +102,11 @@ class SFTDataset(MegatronDataset):
             "sample_order": "packs",
             "seed": self.config.random_seed,
             "corpus": self.dataset.fingerprint(),
-            "documents": [int(self.indices[0]), int(self.indices[-1]), len(self.indices)],
+            "documents": self.documents_identity(),
         }
 
     def __len__(self) -> int:
-        return self.num_samples or len(self.indices)
+        return self.num_samples or len(self.documents)
 
     def __getitem__(self, idx: int | None) -> dict[str, Tensor]:
         """Return one sample; None gives one without loss.
@@ -147,9 +147,9 @@ class SFTDataset(MegatronDataset):
     def _document_of(self, idx: int) -> int:
         if not 0 <= idx < len(self):
             raise IndexError(f"sample {idx} of {len(self)}")
-        epoch, place = divmod(idx, len(self.indices))
-        order = KeyedPermutation(len(self.indices), "packs", self.config.random_seed, epoch)
-        return int(self.indices[order[place]])
+        epoch, place = divmod(idx, len(self.documents))
+        order = KeyedPermutation(len(self.documents), "packs", self.config.random_seed, epoch)
+        return int(self.documents[order[place]])
 
     def _check_ids(self, pack: np.ndarray, document: int) -> None:
         wrong = np.flatnonzero((pack < 0) | (pack >= self._vocab_size))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import io
+import mmap
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -31,16 +32,20 @@ class TokenReader(Protocol):
         """Return `count` tokens from byte `offset`; the array may be read-only."""
 
 
+def mapped(path: str) -> np.ndarray:
+    """Map a file: uint8, read-only. A plain array, as slices of a numpy.memmap are slow."""
+    with open(path, "rb") as file:
+        # An empty file cannot be mapped, and a corpus without tokens is a valid pair.
+        if not os.fstat(file.fileno()).st_size:
+            return np.empty(0, np.uint8)
+        return np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
+
+
 class MappedTokens:
     """Tokens through a memory map: pages are shared by all processes of a machine."""
 
     def __init__(self, path: str) -> None:
-        # numpy cannot map an empty file, and a corpus without tokens is a valid pair.
-        empty = os.path.getsize(path) == 0
-        # A plain array over the map: every slice of a numpy.memmap is an object of Python's.
-        self.buffer = (
-            np.empty(0, np.uint8) if empty else np.asarray(np.memmap(path, np.uint8, mode="r"))
-        )
+        self.buffer = mapped(path)
 
     def read(self, dtype: type[np.number], count: int, offset: int) -> np.ndarray:
         """Return a read-only view of the mapped file."""

@@ -86,6 +86,21 @@ def test_checksums_cover_every_chunk(monkeypatch):
         assert checksums_of(changed) != before
 
 
+def test_both_implementations_sum_up_alike(implementation):
+    random = np.random.default_rng(5)
+    for size in [0, 1, 7, 8, 9, 64, 1001]:
+        data = random.integers(0, 256, size, dtype=np.uint8)
+        words = [int.from_bytes(data[at : at + 8].tobytes(), "little") for at in range(0, size, 8)]
+        first = [sum(words[: at + 1]) for at in range(len(words))]
+        expected = [first[-1] % 2**64, sum(first) % 2**64] if words else None
+        assert checksums_of(data) == ([expected] if expected else [])
+
+
+def test_a_cached_array_is_an_ordinary_numpy_file(tmp_path):
+    cache_in(tmp_path).load_or_build(build, EXPECTED)
+    assert np.load(tmp_path / "abc-Thing-train-order.npy").tolist() == [0, 1, 2, 3, 4]
+
+
 def test_a_pickle_in_the_place_of_an_array_is_not_executed(tmp_path):
     class Canary:
         def __reduce__(self):

@@ -9,10 +9,11 @@ from megatron.core.datasets.blending import greedy_blend
 from megatron.core.datasets.index_building import (
     build_sample_index,
     build_shuffle_index,
+    document_ids,
     plan_epochs,
     sizes_of_blend,
     split_boundaries,
-    split_range,
+    split_bounds,
 )
 from megatron.core.datasets.utils import get_blend_from_list, normalize
 from megatron.core.errors import ConfigError, DataError
@@ -113,10 +114,10 @@ def test_bad_split_strings_are_refused(text):
 
 
 def test_split_bounds_are_rounded_half_to_even():
-    assert len(split_range((0.0, 0.5), 5)) == 2
-    assert len(split_range((0.0, 0.5), 7)) == 4
-    assert split_range((0.5, 1.0), 5).dtype == np.int32
-    parts = [split_range(share, 997) for share in split_boundaries("8,1,1")]
+    assert len(split_bounds((0.0, 0.5), 5)) == 2
+    assert len(split_bounds((0.0, 0.5), 7)) == 4
+    assert document_ids(split_bounds((0.5, 1.0), 5)).dtype == np.int32
+    parts = [split_bounds(share, 997) for share in split_boundaries("8,1,1")]
     assert np.concatenate(parts).tolist() == list(range(997))
 
 

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from megatron.core.datasets.indexed_dataset import IndexedDataset
+from megatron.core.datasets.preprocessing import documents
 from megatron.core.datasets.preprocessing.documents import documents_of
 from megatron.core.datasets.preprocessing.encoder import Encoder
 from megatron.core.datasets.preprocessing.inputs import expand_inputs
@@ -158,6 +159,21 @@ def test_a_bad_line_stops_with_file_and_number_and_leaves_nothing(
     assert detail in error
     assert "--skip-bad-lines" in error
     assert outputs(tmp_path) == []
+
+
+def test_the_short_way_through_a_line_finds_what_the_long_one_finds(tmp_path, monkeypatch):
+    odd = [
+        b'{"text": "a"} ', b' {"text": "b"}', b'{"text": "\\ud83d\\ude00 \xc3\xa4"}',
+        b'{"n": {"text": "in"}, "text": "out"}', b'{"text": "a"}{"text": "b"}', b'"text"', b"{}",
+        b'{"title": "t", "text": ["a", "b"], "n": NaN}', b'{"text": []}',
+    ]  # fmt: skip
+    bad = [line for line, _, _ in BAD_LINES]
+    (tmp_path / "in.jsonl").write_bytes(b"\n".join([*odd, *bad, *odd]))
+    (unit,) = read_units(expand_inputs([str(tmp_path / "in.jsonl")]), keys=["text"])
+    short = documents_of(unit, ["text"])
+    monkeypatch.setattr(documents, "_usual_texts", lambda *_: None)
+    assert documents_of(unit, ["text"]) == short
+    assert len(short.texts) == 12
 
 
 def test_bad_lines_can_be_left_out_and_are_counted_by_reason(tmp_path, capsys):

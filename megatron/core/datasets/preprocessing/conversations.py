@@ -121,14 +121,7 @@ class ConversationEncoder:
             )
             for (name, dtype), arrays in zip(self.corpora.items(), (tokens, masks), strict=True)
         }
-        return EncodedUnit(
-            file=unit.file,
-            next_position=unit.next_position,
-            consumed=unit.consumed,
-            parts=parts,
-            num_lines=documents.num_lines,
-            bad=sorted(documents.bad, key=lambda bad: bad.number),
-        )
+        return EncodedUnit.of(unit, documents, parts)
 
     def _conversations(
         self, ids: np.ndarray, mask: np.ndarray, ends: np.ndarray

@@ -6,6 +6,7 @@ No torch import.
 from __future__ import annotations
 
 import json
+import json.scanner
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import IO, Any
@@ -73,8 +74,13 @@ def documents_of(
     """
     found = Documents()
     take = parse or texts_of
+    is_plain = parse is None and unit.format is InputFormat.jsonl
     spellings = [(key, b'"%s"' % key.encode()) for key in keys]
     for path, number, content in _contents(unit, found, longest_line_bytes):
+        if is_plain and type(content) is bytes and (usual := _usual_texts(content, spellings)):
+            found.texts.append(usual)
+            found.places.append((path, number))
+            continue
         try:
             if isinstance(content, BadDocumentError):
                 raise content
@@ -161,6 +167,32 @@ def _bounded_lines(file: IO[bytes], size: int, longest: int) -> Iterator[tuple[b
         while not (is_complete or line.endswith(b"\n") or not line):
             line = file.readline(longest)
             size -= len(line)
+
+
+_scan = json.scanner.make_scanner(json.JSONDecoder())
+
+
+def _usual_texts(line: bytes, spellings: Sequence[tuple[str, bytes]]) -> Texts | None:
+    """Return the texts of a line as most are; None leaves it to the way that names every fault.
+
+    A third of the time of `json.loads`, which looks for white space around the object.
+    """
+    texts = {}
+    try:
+        decoded = line.decode()
+        document, end = _scan(decoded, 0)
+        if end != len(decoded) or type(document) is not dict:
+            return None
+        for key, spelling in spellings:
+            value = document[key]
+            if type(value) is not str or line.count(spelling) > 1:
+                return None
+            if not value.isascii():
+                value.encode()
+            texts[key] = [value]
+    except (ValueError, KeyError, StopIteration, RecursionError):
+        return None
+    return texts
 
 
 def parse_object(line: bytes) -> dict[str, Any]:

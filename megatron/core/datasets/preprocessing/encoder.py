@@ -14,6 +14,7 @@ import numpy as np
 
 from megatron.core.datasets.preprocessing.documents import (
     BadDocument,
+    Documents,
     Texts,
     documents_of,
 )
@@ -69,6 +70,18 @@ class EncodedUnit:
     """Name of the output corpus -> its part."""
     num_lines: int
     bad: list[BadDocument] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, unit: Unit, documents: Documents, parts: dict[str, EncodedPart]) -> EncodedUnit:
+        """Return what became of the documents of a unit."""
+        return cls(
+            file=unit.file,
+            next_position=unit.next_position,
+            consumed=unit.consumed,
+            parts=parts,
+            num_lines=documents.num_lines,
+            bad=sorted(documents.bad, key=lambda bad: bad.number),
+        )
 
 
 @dataclass(kw_only=True)
@@ -129,17 +142,9 @@ class Encoder:
             parts[key] = EncodedPart(
                 sequences=sequences,
                 num_empty=len(texts) - len(sequences.per_document),
-                text_bytes=sum(_num_bytes(text) for d in texts for text in d[key]),
+                text_bytes=_num_bytes("".join(chain.from_iterable(d[key] for d in texts))),
             )
-        documents.bad.sort(key=lambda bad: bad.number)
-        return EncodedUnit(
-            file=unit.file,
-            next_position=unit.next_position,
-            consumed=unit.consumed,
-            parts=parts,
-            num_lines=documents.num_lines,
-            bad=documents.bad,
-        )
+        return EncodedUnit.of(unit, documents, parts)
 
     def _encode(self, texts: list[Texts]) -> dict[str, tuple[np.ndarray, np.ndarray]]:
         found = {}

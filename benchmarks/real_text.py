@@ -1,0 +1,62 @@
+"""Text that lies on a machine as JSON lines, for benchmarks: documentation, sources, dictionaries.
+
+    python -m benchmarks.real_text OUT.jsonl /usr/share/doc/linux-doc-6.1 /usr/lib/python3.11 ...
+
+Takes `.rst`, `.txt` and `.py` files below the folders (gzipped or not), each one document, in an
+order drawn by the digest of their names, so that the beginning of the output is a sample of all.
+Of a `.dict.dz` dictionary each entry is a document. What is not UTF-8 is left out.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+SUFFIXES = (".rst", ".txt", ".py")
+
+
+def files_below(roots: list[str]) -> list[Path]:
+    """Return the text files below folders, and files named themselves, in a fixed mixed order."""
+    found = [
+        path
+        for root in map(Path, roots)
+        for path in ([root] if root.is_file() else root.rglob("*"))
+        if path.name.removesuffix(".gz").endswith((*SUFFIXES, ".dict.dz"))
+        and "site-packages" not in path.parts
+        and path.is_file()
+    ]
+    return sorted(found, key=lambda path: hashlib.blake2b(str(path).encode()).digest())
+
+
+def documents(path: Path) -> Iterator[str]:
+    """Yield the documents of a file."""
+    is_packed = path.suffix in (".gz", ".dz")
+    data = gzip.decompress(path.read_bytes()) if is_packed else path.read_bytes()
+    if path.suffix != ".dz":
+        yield data.decode()
+        return
+    for entry in data.split(b"\n\n"):
+        yield entry.decode(errors="replace")
+
+
+def main() -> None:
+    """Write the file and say what it holds."""
+    target, *roots = sys.argv[1:]
+    count = size = left_out = 0
+    with open(target, "w") as out:
+        for path in files_below(roots):
+            try:
+                for text in documents(path):
+                    out.write(json.dumps({"text": text}, ensure_ascii=False) + "\n")
+                    count, size = count + 1, size + len(text.encode())
+            except UnicodeDecodeError:
+                left_out += 1
+    print(f"{count:,} documents, {size:,} bytes of text; {left_out} files are not UTF-8")
+
+
+if __name__ == "__main__":
+    main()
