@@ -6,7 +6,6 @@ No torch import.
 from __future__ import annotations
 
 import json
-import json.scanner
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import IO, Any
@@ -169,7 +168,8 @@ def _bounded_lines(file: IO[bytes], size: int, longest: int) -> Iterator[tuple[b
             size -= len(line)
 
 
-_scan = json.scanner.make_scanner(json.JSONDecoder())
+_decoder: Any = json.JSONDecoder()
+_scan = _decoder.scan_once
 
 
 def _usual_texts(line: bytes, spellings: Sequence[tuple[str, bytes]]) -> Texts | None:
