@@ -8,15 +8,11 @@ multi-latent attention and multi-token prediction. What is compared, and how, is
 
 from __future__ import annotations
 
-import argparse
 import sys
-import time
-import traceback
 from itertools import product
 
-from tests.parity.compare import compare
 from tests.parity.layouts import LayoutCase, ModelCase
-from tests.parity.table import FIGURES, exceeds, figures, run_case
+from tests.parity.table import run_command
 
 MIXED = ["p2p", "all_gather", "a2a"] * 4
 """Another kind in each layer."""
@@ -55,32 +51,5 @@ def _kinds(cp: int) -> list[dict]:
     return kinds
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--max-ranks", type=int, default=8, help="largest world size")
-    parser.add_argument("--models", default="", help="only models whose name begins so")
-    options = parser.parse_args()
-    started, num_cases, failures = time.time(), 0, []
-    for model in MODELS:
-        if not str(model).startswith(options.models):
-            continue
-        print(f"\n{model}\n{'layout':<40}{FIGURES}", flush=True)
-        serial = run_case(LayoutCase(), model)
-        for layout in context_layouts(options.max_ranks):
-            num_cases += 1
-            try:
-                errors = compare(run_case(layout, model), serial)
-            except Exception:
-                failures.append(f"{model} | {layout}: {traceback.format_exc(limit=-1)}")
-                print(f"{layout!s:<40}  FAILED", flush=True)
-                continue
-            print(f"{layout!s:<40}{figures(errors)}", flush=True)
-            failures += [f"{model} | {layout}: {what}" for what in exceeds(errors)]
-    seconds = time.time() - started
-    print(f"\n{num_cases} cases in {seconds:.0f} s, {len(failures)} above tolerance")
-    print("\n".join(failures))
-    return 1 if failures else 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_command(__doc__.splitlines()[0], MODELS, {"all": context_layouts}))

@@ -9,9 +9,11 @@ Exits with status 1 if any error exceeds its named tolerance.
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
 import time
 import traceback
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from tests.harness.distributed import run_distributed
 from tests.harness.tolerances import FP32_AFTER_OPTIMIZER, FP32_REORDERED_SUM, Tolerance
@@ -27,7 +29,6 @@ from tests.parity.training_case import Run, assemble, train
 
 LAYOUTS = {"all": all_layouts, "zero-bubble": zero_bubble_layouts}
 FIGURES = f"{'loss':>10}{'gradient':>10}{'grad norm':>11}{'weight':>10}  worst gradient"
-HEADER = f"{'layout':<28}{FIGURES}"
 
 
 def run_case(layout: LayoutCase, model: ModelCase) -> Run:
@@ -38,6 +39,14 @@ def run_case(layout: LayoutCase, model: ModelCase) -> Run:
         sizes["hierarchical_cp"] = list(layout.levels)
     reports = run_distributed(train, layout.world_size, layout, model, timeout_s=180.0, **sizes)
     return assemble(reports)
+
+
+serial_run = functools.cache(run_case)
+
+
+def errors_of(layout: LayoutCase, model: ModelCase) -> Errors:
+    """Train in a layout and compare with one process."""
+    return compare(run_case(layout, model), serial_run(layout.serial, model))
 
 
 def exceeds(errors: Errors) -> list[str]:
@@ -51,9 +60,10 @@ def exceeds(errors: Errors) -> list[str]:
     return [f"{name} {value:.1e}" for name, value, limit in limits if value > limit.rtol]
 
 
-def row(layout: LayoutCase, errors: Errors) -> str:
-    """Format one line of the table."""
-    return f"{layout!s:<28}{figures(errors)}"
+def assert_equals_one_process(layout: LayoutCase, model: ModelCase) -> None:
+    """Train in a layout; no error may exceed its tolerance."""
+    errors = errors_of(layout, model)
+    assert not exceeds(errors), errors
 
 
 def figures(errors: Errors) -> str:
@@ -64,38 +74,54 @@ def figures(errors: Errors) -> str:
     )
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--models", default="", help='only models whose name begins so, e.g. "llama tied"'
-    )
-    parser.add_argument(
-        "--layouts", choices=sorted(LAYOUTS), default="all", help="which layouts to run"
-    )
-    parser.add_argument("--max-ranks", type=int, default=8, help="largest world size")
-    options = parser.parse_args()
+def print_table(models: Iterable[ModelCase], layouts: Sequence[LayoutCase]) -> int:
+    """Train every model in every layout and print the errors.
+
+    Returns:
+        The exit status: 1 if a case failed, or an error exceeds its tolerance.
+    """
+    width = max(len(str(layout)) for layout in layouts) + 2
     started, num_cases, failures = time.time(), 0, []
-    layouts = LAYOUTS[options.layouts](options.max_ranks)
-    for model in all_models():
-        if not str(model).startswith(options.models):
-            continue
-        print(f"\n{model}\n{HEADER}", flush=True)
-        serial = run_case(LayoutCase(), model)
+    for model in models:
+        print(f"\n{model}\n{'layout':<{width}}{FIGURES}", flush=True)
         for layout in layouts:
             num_cases += 1
             try:
-                errors = compare(run_case(layout, model), serial)
+                errors = errors_of(layout, model)
             except Exception:
                 failures.append(f"{model} | {layout}: {traceback.format_exc(limit=-1)}")
-                print(f"{layout!s:<28}  FAILED", flush=True)
+                print(f"{layout!s:<{width}}  FAILED", flush=True)
                 continue
-            print(row(layout, errors), flush=True)
+            print(f"{layout!s:<{width}}{figures(errors)}", flush=True)
             failures += [f"{model} | {layout}: {what}" for what in exceeds(errors)]
-    seconds = time.time() - started
-    print(f"\n{num_cases} cases in {seconds:.0f} s, {len(failures)} above tolerance")
+    print(f"\n{num_cases} cases in {time.time() - started:.0f} s, {len(failures)} above tolerance")
     print("\n".join(failures))
     return 1 if failures else 0
 
 
+def run_command(
+    title: str,
+    models: Iterable[ModelCase],
+    layouts_up_to: Mapping[str, Callable[[int], list[LayoutCase]]],
+) -> int:
+    """Print the table that the command line asks for; return the exit status."""
+    parser = argparse.ArgumentParser(description=title)
+    parser.add_argument(
+        "--models", default="", help='only models whose name begins so, e.g. "llama tied"'
+    )
+    parser.add_argument(
+        "--layouts", choices=sorted(layouts_up_to), default="all", help="which layouts to run"
+    )
+    parser.add_argument("--max-ranks", type=int, default=8, help="largest world size")
+    parser.add_argument("--stage", type=int, choices=(0, 1, 2, 3), help="only this sharding stage")
+    options = parser.parse_args()
+    layouts = [
+        layout
+        for layout in layouts_up_to[options.layouts](options.max_ranks)
+        if options.stage in (None, layout.stage)
+    ]
+    return print_table([m for m in models if str(m).startswith(options.models)], layouts)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_command(__doc__.splitlines()[0], all_models(), LAYOUTS))

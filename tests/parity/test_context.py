@@ -3,16 +3,11 @@
 All of it is `python -m tests.parity.context`.
 """
 
-import functools
-
 import pytest
 
-from tests.parity.compare import compare
 from tests.parity.context import MIXED, MODELS, context_layouts
 from tests.parity.layouts import LayoutCase
-from tests.parity.table import exceeds, run_case
-
-serial_run = functools.cache(functools.partial(run_case, LayoutCase()))
+from tests.parity.table import assert_equals_one_process
 
 TIED, PACKED, WINDOWED, LATENT, LATER = MODELS
 HIERARCHY = {"cp_kind": "a2a+p2p", "levels": (2, 2)}
@@ -34,8 +29,7 @@ SAMPLE = [
     ("layout", "model"), SAMPLE, ids=[f"{model}: {layout}" for layout, model in SAMPLE]
 )
 def test_a_split_sequence_trains_like_one_process(layout, model):
-    errors = compare(run_case(layout, model), serial_run(model))
-    assert not exceeds(errors), errors
+    assert_equals_one_process(layout, model)
 
 
 def test_the_table_holds_every_kind_in_every_layout():

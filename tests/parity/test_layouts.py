@@ -3,15 +3,10 @@
 The whole table is `python -m tests.parity.table`.
 """
 
-import functools
-
 import pytest
 
-from tests.parity.compare import compare
 from tests.parity.layouts import LayoutCase, ModelCase, all_layouts, all_models
-from tests.parity.table import exceeds, run_case
-
-serial_run = functools.cache(functools.partial(run_case, LayoutCase()))
+from tests.parity.table import assert_equals_one_process
 
 SAMPLE = [
     (LayoutCase(tp=2, sp=True, pp=2, vp=3, dp=2), ModelCase("llama", True, 0.1)),
@@ -38,8 +33,7 @@ SAMPLE = [
     ("layout", "model"), SAMPLE, ids=[f"{model}: {layout}" for layout, model in SAMPLE]
 )
 def test_training_in_this_layout_equals_one_process(layout, model):
-    errors = compare(run_case(layout, model), serial_run(model))
-    assert not exceeds(errors), errors
+    assert_equals_one_process(layout, model)
 
 
 def test_the_table_covers_every_product_of_up_to_eight_ranks():

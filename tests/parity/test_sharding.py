@@ -5,11 +5,11 @@ The whole table is `python -m tests.parity.sharding`.
 
 import pytest
 
-from tests.parity.layouts import LayoutCase, ModelCase
-from tests.parity.sharding import all_cases, errors_of
-from tests.parity.table import exceeds
+from tests.parity.layouts import LayoutCase
+from tests.parity.sharding import MODELS, all_cases
+from tests.parity.table import assert_equals_one_process
 
-GPT2, LLAMA = ModelCase("gpt2", True, 0.1), ModelCase("llama", False, 0.0)
+GPT2, LLAMA = MODELS
 
 SAMPLE = [
     (LayoutCase(pp=2, vp=2, dp=2, stage=2), GPT2),
@@ -25,5 +25,4 @@ SAMPLE = [
 )
 def test_training_at_this_stage_equals_one_process(layout, model):
     assert layout in all_cases()
-    errors = errors_of(layout, model)
-    assert not exceeds(errors), errors
+    assert_equals_one_process(layout, model)

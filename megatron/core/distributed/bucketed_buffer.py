@@ -11,9 +11,11 @@ from torch import Tensor, nn
 
 from megatron.core.distributed.communication import (
     Mesh,
+    Steps,
     Transfer,
     finish_all,
     gather_parameters,
+    reduction_steps,
 )
 from megatron.core.distributed.compressed_reduction import (
     CompressedReduction,
@@ -179,6 +181,17 @@ class BucketedBuffer(ABC):
     @abstractmethod
     def _reduction_of(self, bucket: Bucket) -> Transfer:
         """Start the reduction of a bucket."""
+
+    def _reduction_steps(self, bucket: Bucket, gradients: Tensor) -> Steps:
+        """Reduce the gradients of a bucket by the policy, in place."""
+        return reduction_steps(
+            gradients,
+            self.mesh,
+            scale=self.policy.scale,
+            tag=self._tag + bucket.number,
+            average=self.policy.average,
+            compression=self._compressions[bucket.number],
+        )
 
     def scale_gradients(self, factor: float | Tensor) -> None:
         """Multiply the reduced gradients that this rank owns."""

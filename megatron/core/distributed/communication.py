@@ -121,32 +121,6 @@ def finish_all(transfers: Sequence[Transfer]) -> None:
             transfer.advance()
 
 
-def reduce_gradients(
-    bucket: Tensor,
-    mesh: Mesh,
-    *,
-    scale: float,
-    average: bool,
-    tag: int,
-    compression: Compression | None = None,
-) -> Transfer:
-    """Sum a bucket of gradients over the mesh, in place.
-
-    Args:
-        bucket: [n], n divisible by the mesh size. Afterwards `mesh.own(bucket)` holds the sum
-            over all ranks; without a shard axis that is the whole bucket. The rest is undefined.
-        scale: factor on the sum.
-        average: let the collective average over the ranks, where the backend can (`scale` then
-            does not contain 1/size).
-        tag: tells the messages of different buckets apart.
-        compression: that of this bucket, step after step.
-    Communication:
-        a reduce-scatter on `mesh.shard`, then an all-reduce of the own shard on
-        `mesh.replicate`; axes of size 1 cost nothing.
-    """
-    return Transfer(reduction_steps(bucket, mesh, scale, average, tag, compression))
-
-
 def gather_parameters(bucket: Tensor, mesh: Mesh, *, tag: int) -> Transfer:
     """Fill a bucket with the shards of all ranks of `mesh.shard`, in place.
 
@@ -164,7 +138,7 @@ def sum_in_place(flat: Tensor, group: Group) -> None:
         dist.all_reduce(flat, group=group)
         return
     mesh = Mesh(replicate=group)
-    reduce_gradients(flat, mesh, scale=1.0, average=False, tag=SUM_TAG).finish()
+    Transfer(reduction_steps(flat, mesh, scale=1.0, tag=SUM_TAG)).finish()
 
 
 def broadcast_from_first(copies: Sequence[tuple[Tensor, Group]]) -> None:
@@ -187,12 +161,26 @@ def piece_of(bucket: Tensor, rank: int, size: int) -> Tensor:
 def reduction_steps(
     bucket: Tensor,
     mesh: Mesh,
+    *,
     scale: float,
-    average: bool,
     tag: int,
+    average: bool = False,
     compression: Compression | None = None,
 ) -> Steps:
-    """Yield the handles of `reduce_gradients`, for a caller that goes on with the result."""
+    """Sum a bucket of gradients over the mesh, in place.
+
+    Args:
+        bucket: [n], n divisible by the mesh size. Afterwards `mesh.own(bucket)` holds the sum
+            over all ranks; without a shard axis that is the whole bucket. The rest is undefined.
+        scale: factor on the sum.
+        tag: tells the messages of different buckets apart.
+        average: let the collective average over the ranks, where the backend can (`scale` then
+            does not contain 1/size).
+        compression: that of this bucket, step after step.
+    Communication:
+        a reduce-scatter on `mesh.shard`, then an all-reduce of the own shard on
+        `mesh.replicate`; axes of size 1 cost nothing.
+    """
     if compression is not None and compression.is_on(bucket, mesh):
         factor = scale / mesh.size if average else scale
         yield from compression.steps(bucket, mesh, factor, tag)

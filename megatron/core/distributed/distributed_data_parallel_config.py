@@ -82,7 +82,7 @@ class DistributedDataParallelConfig:
                 self.data_parallel_sharding_strategy = "optim"
         if self.data_parallel_sharding_strategy in SHARDING_STRATEGIES[1:]:
             self.use_distributed_optimizer = True
-        check_all(self, [_check_overlap, _check_buckets, _check_compression, _check_supported])
+        check_all(self, [_check_overlap, _check_limits, _check_choices])
 
     @property
     def shards_gradients(self) -> bool:
@@ -119,14 +119,22 @@ def _check_overlap(config: DistributedDataParallelConfig) -> list[MegatronError]
     return problems
 
 
-def _check_buckets(config: DistributedDataParallelConfig) -> list[MegatronError]:
+def _check_limits(config: DistributedDataParallelConfig) -> list[MegatronError]:
     problems: list[MegatronError] = []
-    for name, flag in (("bucket_size", "--ddp-bucket-size"), ("num_buckets", "--ddp-num-buckets")):
+    for name, flag, least in (
+        ("bucket_size", "--ddp-bucket-size", 1),
+        ("num_buckets", "--ddp-num-buckets", 1),
+        ("powersgd_rank", "--powersgd-rank", 1),
+        ("grad_compression_warmup", "--grad-compression-warmup", 0),
+    ):
         value = getattr(config, name)
-        if value is not None and value < 1:
+        if value is not None and value < least:
             problems.append(
                 ConfigError(
-                    f"{name}={value}.", rule=f"{name} is at least 1", flags=[flag], fix="drop it"
+                    f"{name}={value}.",
+                    rule=f"{name} is at least {least}",
+                    flags=[flag],
+                    fix="drop it",
                 )
             )
     if config.bucket_size is not None and config.num_buckets is not None:
@@ -141,41 +149,21 @@ def _check_buckets(config: DistributedDataParallelConfig) -> list[MegatronError]
     return problems
 
 
-def _check_compression(config: DistributedDataParallelConfig) -> list[MegatronError]:
+def _check_choices(config: DistributedDataParallelConfig) -> list[MegatronError]:
     problems: list[MegatronError] = []
-    if config.grad_compression not in COMPRESSIONS:
-        problems.append(
-            ConfigError(
-                f"grad_compression={config.grad_compression!r}.",
-                rule=f"it is one of {', '.join(COMPRESSIONS)}",
-                flags=["--grad-compression"],
-                fix="use bf16",
-            )
-        )
-    for name, least in (("powersgd_rank", 1), ("grad_compression_warmup", 0)):
-        if getattr(config, name) < least:
+    for name, known, instead in (
+        ("grad_compression", COMPRESSIONS, "bf16"),
+        ("data_parallel_sharding_strategy", SHARDING_STRATEGIES, "optim"),
+    ):
+        if getattr(config, name) not in known:
             problems.append(
                 ConfigError(
-                    f"{name}={getattr(config, name)}.",
-                    rule=f"{name} is at least {least}",
+                    f"{name}={getattr(config, name)!r}.",
+                    rule=f"it is one of {', '.join(known)}",
                     flags=["--" + name.replace("_", "-")],
-                    fix="drop it",
+                    fix=f"use {instead}",
                 )
             )
-    return problems
-
-
-def _check_supported(config: DistributedDataParallelConfig) -> list[MegatronError]:
-    problems: list[MegatronError] = []
-    if config.data_parallel_sharding_strategy not in SHARDING_STRATEGIES:
-        problems.append(
-            ConfigError(
-                f"data_parallel_sharding_strategy={config.data_parallel_sharding_strategy!r}.",
-                rule=f"it is one of {', '.join(SHARDING_STRATEGIES)}",
-                flags=["--data-parallel-sharding-strategy"],
-                fix="use optim",
-            )
-        )
     unsupported = {
         "fp8_param_gather": "--fp8-param-gather",
         "fp4_param_gather": "--fp4-param-gather",

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.distributed.bucketed_buffer import Bucket, BucketedBuffer
-from megatron.core.distributed.communication import Transfer, reduce_gradients
+from megatron.core.distributed.communication import Transfer
 from megatron.core.distributed.parameter_shard import ShardSpan
 from megatron.core.errors import ScheduleError
 from megatron.core.param_meta import accumulate_main_grad
@@ -76,14 +76,7 @@ class GradientBuffer(BucketedBuffer):
                 parameter.main_grad_is_fresh = False
         gradients = self.gradients[bucket.begin : bucket.end]
         self._note_nonfinite(bucket, gradients)
-        return reduce_gradients(
-            gradients,
-            self.mesh,
-            scale=self.policy.scale,
-            average=self.policy.average,
-            tag=self._tag + bucket.number,
-            compression=self._compressions[bucket.number],
-        )
+        return Transfer(self._reduction_steps(bucket, gradients))
 
     def owned_gradients(self) -> list[Tensor]:
         """Return the flat tensors of reduced gradients of which this rank is an owner."""

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.distributed.bucketed_buffer import Bucket, BucketedBuffer
-from megatron.core.distributed.communication import Steps, Transfer, reduction_steps
+from megatron.core.distributed.communication import Steps, Transfer
 from megatron.core.distributed.parameter_shard import ShardSpan
 
 
@@ -131,14 +131,7 @@ class ShardedGradientBuffer(BucketedBuffer):
     def _reduce_and_add(self, bucket: Bucket, whole: Tensor) -> Steps:
         is_first = not self._has_sum[bucket.number]
         self._has_sum[bucket.number] = True
-        yield from reduction_steps(
-            whole,
-            self.mesh,
-            self.policy.scale,
-            self.policy.average,
-            self._tag + bucket.number,
-            self._compressions[bucket.number],
-        )
+        yield from self._reduction_steps(bucket, whole)
         own, total = self.mesh.own(whole), self._sums[bucket.number]
         if is_first:
             total.copy_(own)

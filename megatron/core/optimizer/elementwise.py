@@ -23,6 +23,32 @@ States = Mapping[str, Sequence[Tensor]]
 """name -> one flat fp32 tensor per piece."""
 
 
+@dataclass(frozen=True)
+class Pieces:
+    """Pieces of parameters of one group, and all that one update of them needs."""
+
+    weights: list[Tensor]
+    gradients: list[Tensor]
+    """Both flat and fp32; gradients may be changed."""
+    states: States
+    settings: Mapping[str, Any]
+    """ "lr" and "weight_decay" of the group."""
+    step: int
+    """Updates before this one."""
+    factor: float
+    """On the gradients."""
+
+    def scaling(self) -> dict[str, Any]:
+        """Return the arguments by which a fused kernel divides gradients as it reads them."""
+        if self.factor == 1.0:
+            return {}
+        device = self.weights[0].device
+        return {
+            "grad_scale": torch.tensor(1.0 / self.factor, device=device),
+            "found_inf": torch.tensor(0.0, device=device),
+        }
+
+
 class ElementwiseRule(Protocol):
     """Updates pieces in place."""
 
@@ -31,23 +57,8 @@ class ElementwiseRule(Protocol):
         """Names of the state tensors, as in checkpoints."""
         ...
 
-    def update(
-        self,
-        weights: list[Tensor],
-        gradients: list[Tensor],
-        states: States,
-        settings: Mapping[str, Any],
-        step: int,
-        factor: float,
-    ) -> None:
-        """Apply one update.
-
-        Args:
-            weights, gradients: flat fp32 pieces; gradients may be changed.
-            settings: "lr" and "weight_decay" of the pieces' group.
-            step: updates before this one.
-            factor: on the gradients.
-        """
+    def update(self, pieces: Pieces) -> None:
+        """Apply one update."""
         ...
 
 
@@ -60,33 +71,25 @@ class ElementwiseAdam:
     decouples_decay: bool
     state_names: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
 
-    def update(
-        self,
-        weights: list[Tensor],
-        gradients: list[Tensor],
-        states: States,
-        settings: Mapping[str, Any],
-        step: int,
-        factor: float,
-    ) -> None:
+    def update(self, pieces: Pieces) -> None:
         """See `ElementwiseRule`."""
-        device = weights[0].device
+        device = pieces.weights[0].device
         (adamw if self.decouples_decay else adam)(
-            weights,
-            gradients,
-            list(states["exp_avg"]),
-            list(states["exp_avg_sq"]),
+            pieces.weights,
+            pieces.gradients,
+            list(pieces.states["exp_avg"]),
+            list(pieces.states["exp_avg_sq"]),
             [],
-            [torch.full((), float(step), device=device) for _ in weights],
+            [torch.full((), float(pieces.step), device=device) for _ in pieces.weights],
             fused=True,
             amsgrad=False,
             beta1=self.betas[0],
             beta2=self.betas[1],
-            lr=settings["lr"],
-            weight_decay=settings["weight_decay"],
+            lr=pieces.settings["lr"],
+            weight_decay=pieces.settings["weight_decay"],
             eps=self.eps,
             maximize=False,
-            **_scaling(factor, device),
+            **pieces.scaling(),
         )
 
 
@@ -97,28 +100,20 @@ class ElementwiseSGD:
     momentum: float
     state_names: tuple[str, ...] = ("momentum_buffer",)
 
-    def update(
-        self,
-        weights: list[Tensor],
-        gradients: list[Tensor],
-        states: States,
-        settings: Mapping[str, Any],
-        step: int,
-        factor: float,
-    ) -> None:
+    def update(self, pieces: Pieces) -> None:
         """See `ElementwiseRule`."""
         sgd(
-            weights,
-            gradients,
-            list(states["momentum_buffer"]),
+            pieces.weights,
+            pieces.gradients,
+            list(pieces.states["momentum_buffer"]),
             fused=True,
-            weight_decay=settings["weight_decay"],
+            weight_decay=pieces.settings["weight_decay"],
             momentum=self.momentum,
-            lr=settings["lr"],
+            lr=pieces.settings["lr"],
             dampening=0.0,
             nesterov=False,
             maximize=False,
-            **_scaling(factor, weights[0].device),
+            **pieces.scaling(),
         )
 
 
@@ -129,24 +124,18 @@ class ElementwiseLion:
     betas: tuple[float, float]
     state_names: tuple[str, ...] = ("exp_avg",)
 
-    def update(
-        self,
-        weights: list[Tensor],
-        gradients: list[Tensor],
-        states: States,
-        settings: Mapping[str, Any],
-        step: int,
-        factor: float,
-    ) -> None:
+    def update(self, pieces: Pieces) -> None:
         """See `ElementwiseRule`."""
-        for weight, gradient, moment in zip(weights, gradients, states["exp_avg"], strict=True):
+        for weight, gradient, moment in zip(
+            pieces.weights, pieces.gradients, pieces.states["exp_avg"], strict=True
+        ):
             lion_update(
                 weight,
-                gradient if factor == 1.0 else gradient.mul_(factor),
+                gradient if pieces.factor == 1.0 else gradient.mul_(pieces.factor),
                 moment,
-                lr=settings["lr"],
+                lr=pieces.settings["lr"],
                 betas=self.betas,
-                weight_decay=settings["weight_decay"],
+                weight_decay=pieces.settings["weight_decay"],
             )
 
 
@@ -158,13 +147,3 @@ def elementwise_rule(name: str, config: OptimizerConfig) -> ElementwiseRule:
         return ElementwiseSGD(config.sgd_momentum)
     betas = (config.adam_beta1, config.adam_beta2)
     return ElementwiseAdam(betas, config.adam_eps, config.decoupled_weight_decay)
-
-
-def _scaling(factor: float, device: torch.device) -> dict[str, Any]:
-    """Return the arguments by which a fused kernel divides gradients as it reads them."""
-    if factor == 1.0:
-        return {}
-    return {
-        "grad_scale": torch.tensor(1.0 / factor, device=device),
-        "found_inf": torch.tensor(0.0, device=device),
-    }

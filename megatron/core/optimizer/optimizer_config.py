@@ -260,24 +260,25 @@ def _check_state(config: OptimizerConfig) -> list[MegatronError]:
                     fix="add --use-precision-aware-optimizer",
                 )
             )
-    if config.use_precision_aware_optimizer and config.optimizer == "muon":
-        problems.append(
-            ConfigError(
-                "use_precision_aware_optimizer with optimizer='muon'.",
-                rule="Muon orthogonalises fp32 momentum; only elementwise rules work in few bytes",
-                flags=["--use-precision-aware-optimizer", "--optimizer"],
-                fix="drop --use-precision-aware-optimizer, or use --optimizer lion",
-            )
-        )
-    if config.offloads_optimizer and config.optimizer == "muon":
-        problems.append(
-            ConfigError(
-                "offloaded optimizer state with optimizer='muon'.",
-                rule="matrices are orthogonalised on the device, where their momentum must be",
-                flags=["--optimizer-cpu-offload", "--optimizer-offload-path", "--optimizer"],
-                fix="use --use-distributed-optimizer to shard it over data-parallel ranks",
-            )
-        )
+    for is_on, what, rule, flags, fix in (
+        (
+            config.use_precision_aware_optimizer,
+            "use_precision_aware_optimizer",
+            "Muon orthogonalises fp32 momentum; only elementwise rules work in few bytes",
+            ["--use-precision-aware-optimizer"],
+            "drop --use-precision-aware-optimizer, or use --optimizer lion",
+        ),
+        (
+            config.offloads_optimizer,
+            "offloaded optimizer state",
+            "matrices are orthogonalised on the device, where their momentum must be",
+            ["--optimizer-cpu-offload", "--optimizer-offload-path"],
+            "use --use-distributed-optimizer to shard it over data-parallel ranks",
+        ),
+    ):
+        if is_on and config.optimizer == "muon":
+            found = f"{what} with optimizer='muon'."
+            problems.append(ConfigError(found, rule=rule, flags=[*flags, "--optimizer"], fix=fix))
     if not 0.0 <= config.optimizer_offload_fraction <= 1.0:
         problems.append(
             ConfigError(

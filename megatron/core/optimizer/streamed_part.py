@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron.core.distributed.sharding_arithmetic import BLOCK
 from megatron.core.offload.memory_columns import ColumnStore
-from megatron.core.optimizer.elementwise import ElementwiseRule
+from megatron.core.optimizer.elementwise import ElementwiseRule, Pieces
 from megatron.core.optimizer.main_remainder import join_remainder, split_remainder
 from megatron.core.optimizer.optimized_shard import OptimizedShard
 from megatron.core.optimizer.state_codec import Codec, random_bits
@@ -154,7 +154,7 @@ class StreamedPart:
             name: [s.of_chunk(works[name].view(-1)) for s in segments] for name in rule.state_names
         }
         settings = settings_of[id(segments[0].item.main)]
-        rule.update(weights, gradients, states, settings, step, factor)
+        rule.update(Pieces(weights, gradients, states, settings, step, factor))
 
     def _decode(self, number: int, columns: Sequence[Tensor]) -> dict[str, Tensor]:
         """Return the fp32 values [blocks, BLOCK] of a chunk by name."""

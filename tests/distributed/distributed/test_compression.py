@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.core.distributed import DistributedDataParallelConfig
-from megatron.core.distributed.communication import Mesh, reduce_gradients
+from megatron.core.distributed.communication import Mesh, Transfer, reduction_steps
 from megatron.core.distributed.compressed_reduction import (
     CompressedReduction,
     CompressionSettings,
@@ -46,9 +46,7 @@ def compression(kind: str, rank: int = 4, warmup: int = 0) -> CompressedReductio
 def reduced(values: torch.Tensor, mesh: Mesh, how: CompressedReduction | None) -> torch.Tensor:
     """Return this rank's part of the mean."""
     bucket = values.clone()
-    reduce_gradients(
-        bucket, mesh, scale=1 / mesh.size, average=False, tag=5, compression=how
-    ).finish()
+    Transfer(reduction_steps(bucket, mesh, scale=1 / mesh.size, tag=5, compression=how)).finish()
     return mesh.own(bucket)
 
 
