@@ -21,6 +21,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -41,6 +42,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 SEQUENCE = 256
 CONFIG = SimpleNamespace(calculate_per_token_loss=False)
 Step = Callable[[], None]
+Phase = Callable[[str], AbstractContextManager[None]]
 
 OURS: dict[str, dict[str, object] | None] = {
     "alone": None,
@@ -70,14 +72,33 @@ def micro_batches(rank: int, options: argparse.Namespace) -> list[torch.Tensor]:
     return list(torch.randint(options.vocabulary, shape, generator=generator))
 
 
-def backward(model: nn.Module, batches: list[torch.Tensor], index: int) -> None:
+def no_phase(_: str) -> AbstractContextManager[None]:
+    """Note nothing about a phase of a step."""
+    return nullcontext()
+
+
+def backward(
+    model: nn.Module, batches: list[torch.Tensor], index: int, phase: Phase = no_phase
+) -> None:
     """Run one micro batch forward and backward."""
     ids = batches[index]
-    (model(ids[:, :-1], ids[:, 1:]) / len(batches)).backward()
+    with phase("forward"):
+        loss = model(ids[:, :-1], ids[:, 1:]) / len(batches)
+    with phase("backward"):
+        loss.backward()
 
 
-def our_step(rank: int, settings: dict[str, object] | None, options: argparse.Namespace) -> Step:
-    """Return a step of our wrapper; `settings` None is one replica without communication."""
+def our_step(
+    rank: int,
+    settings: dict[str, object] | None,
+    options: argparse.Namespace,
+    phase: Phase = no_phase,
+) -> Step:
+    """Return a step of our wrapper; `settings` None is one replica without communication.
+
+    Args:
+        phase: entered around "forward", "backward", "finish" (the reduction) and "update".
+    """
     groups = ProcessGroupCollection.single()
     if settings is not None:
         groups = groups.with_groups(dp_cp=dist.group.WORLD, dp=dist.group.WORLD)
@@ -93,11 +114,13 @@ def our_step(rank: int, settings: dict[str, object] | None, options: argparse.Na
         ddp.zero_grad_buffer()
         with ddp.no_sync():
             for index in range(len(batches) - 1):
-                backward(ddp, batches, index)
-        backward(ddp, batches, -1)
-        finalize_model_grads([ddp], pg_collection=groups)
+                backward(ddp, batches, index, phase)
+        backward(ddp, batches, -1, phase)
+        with phase("finish"):
+            finalize_model_grads([ddp], pg_collection=groups)
         if options.optimizer:
-            optimizer.step()
+            with phase("update"):
+                optimizer.step()
 
     return step
 

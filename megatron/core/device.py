@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import os
+import platform
 
 import torch
+
+RETURNED_BLOCK_BYTES = 2 << 20
+KEPT_HEAP_BYTES = 64 << 20
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+"""Names of settings in glibc's malloc.h."""
 
 
 @functools.cache
@@ -56,6 +63,24 @@ def peak_memory_bytes() -> int:
     import resource
 
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def return_freed_host_blocks() -> None:
+    """Let the C library give blocks of 2 MiB and more back to the system as they are freed.
+
+    glibc does so at first, but raises the limit to the size of what it sees freed, up to 32 MiB:
+    afterwards layers, gradients and logits come from one heap, where blocks of so different sizes
+    leave holes. Of the 960 MiB of a 34-million-parameter GPT in ZeRO-3 70 were holes of this kind.
+
+    For the whole process. Without effect on other C libraries, and where the user has chosen
+    (MALLOC_MMAP_THRESHOLD_ in the environment).
+    """
+    if "MALLOC_MMAP_THRESHOLD_" in os.environ or "glibc" not in platform.libc_ver()[0]:
+        return
+    mallopt = ctypes.CDLL(None).mallopt
+    mallopt(_M_MMAP_THRESHOLD, RETURNED_BLOCK_BYTES)
+    # The top of the heap may stay: giving back and asking again costs page faults at every step.
+    mallopt(_M_TRIM_THRESHOLD, KEPT_HEAP_BYTES)
 
 
 def device_name() -> str:

@@ -103,14 +103,15 @@ class ShardedGradientBuffer(BucketedBuffer):
 
     def _memory_of(self, bucket: Bucket) -> Tensor:
         if bucket.number not in self._whole:
-            length = bucket.end - bucket.begin
-            fitting = [place for place, m in enumerate(self._idle) if m.numel() == length]
-            self._whole[bucket.number] = (
-                self._idle.pop(fitting[0])
-                if fitting
-                else torch.zeros(length, dtype=self.grad_dtype, device=self.device)
-            )
+            self._whole[bucket.number] = self._new_memory(bucket.end - bucket.begin)
         return self._whole[bucket.number]
+
+    def _new_memory(self, length: int) -> Tensor:
+        """Return memory for a bucket's gradients, with any values in it."""
+        for place, idle in enumerate(self._idle):
+            if idle.numel() == length:
+                return self._idle.pop(place)
+        return torch.empty(length, dtype=self.grad_dtype, device=self.device)
 
     def _reduction_of(self, bucket: Bucket) -> Transfer:
         whole = self._memory_of(bucket)

@@ -4,10 +4,11 @@ S. Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Para
 section 5.3, arXiv 1910.02054. A bucket holds the parameters of one unit (a transformer layer). It
 is gathered before the unit computes and freed afterwards; `parameter_units` decides when.
 
-A unit's values live in one flat tensor whose *storage* is emptied and filled again. Views of a
-weight that autograd has saved (its transpose, for example) so become valid again before backward
-reads them, and never keep the memory alive. While a unit is not here its parameters show a NaN
-without memory of its own (`initialization.without_memory`): a read by mistake does not crash.
+A unit's values live in one flat tensor whose *memory* is given up and taken again
+(`offload.lent_memory`). Views of a weight that autograd has saved (its transpose, for example) so
+become valid again before backward reads them, and never keep the memory alive. While a unit is
+not here its parameters show a NaN without memory of its own (`initialization.without_memory`): a
+read by mistake does not crash.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from megatron.core.distributed.communication import Transfer, gather_parameters
 from megatron.core.distributed.sharded_gradient_buffer import ShardedGradientBuffer
 from megatron.core.distributed.sharding_arithmetic import Piece
 from megatron.core.initialization import fill_deferred_weights, without_memory
+from megatron.core.offload.lent_memory import LentTensor, MemoryLender
 from megatron.core.param_meta import accumulate_main_grad
 
 _GATHER_TAGS = 1 << 15
@@ -47,10 +49,13 @@ class ShardedParameterBuffer(ShardedGradientBuffer):
             model: asked for initial values of parameters that have no memory yet.
         """
         super().__init__(parameters, **options)
+        self._lender = MemoryLender(self.device)
         self.shards: list[Tensor] = []
         """Own values of each bucket; padding is zero."""
-        self._wholes: list[Tensor] = []
-        """[n] of each bucket; without storage except between `start_gather` and `release`."""
+        self._wholes: list[LentTensor] = []
+        """[n] of each bucket; without memory except between `start_gather` and `release`."""
+        self._lent_gradients: list[LentTensor] = []
+        """Places for the gradients of buckets; those without memory wait for the next bucket."""
         self._views: list[list[tuple[nn.Parameter, Tensor]]] = []
         """Parameters of each bucket and their places in it."""
         self._absent: list[Tensor] = [without_memory(p.detach()) for p in self.parameters]
@@ -78,16 +83,15 @@ class ShardedParameterBuffer(ShardedGradientBuffer):
             flat = self.parameters[piece.index].detach().reshape(-1)
             place = shard[piece.offset - begin :][: piece.end - piece.begin]
             place.copy_(flat[piece.begin : piece.end])
-        whole = torch.empty(bucket.end - bucket.begin, dtype=dtype, device=self.device)
+        lent = self._lender.tensor(bucket.end - bucket.begin, dtype)
         views = []
         for piece in self._pieces[bucket.number]:
             parameter = self.parameters[piece.index]
-            place = whole[piece.offset - bucket.begin :][: parameter.numel()]
+            place = lent.tensor[piece.offset - bucket.begin :][: parameter.numel()]
             views.append((parameter, place.view(parameter.shape)))
             parameter.data = self._absent[piece.index]
-        whole.untyped_storage().resize_(0)
         self.shards.append(shard)
-        self._wholes.append(whole)
+        self._wholes.append(lent)
         self._views.append(views)
 
     # Parameters -----------------------------------------------------------------------------
@@ -103,9 +107,9 @@ class ShardedParameterBuffer(ShardedGradientBuffer):
         """
         if self._is_whole[number] or number in self._arriving:
             return
-        whole = self._wholes[number]
+        whole = self._wholes[number].tensor
         with torch.no_grad():
-            whole.untyped_storage().resize_(whole.numel() * whole.element_size())
+            self._wholes[number].fill()
             self.mesh.own(whole).copy_(self.shards[number])
             tag = self._tag + _GATHER_TAGS + number
             self._arriving[number] = gather_parameters(whole, self.mesh, tag=tag)
@@ -129,7 +133,7 @@ class ShardedParameterBuffer(ShardedGradientBuffer):
         self._is_whole[number] = False
         for index in self.buckets[number].members:
             self.parameters[index].data = self._absent[index]
-        self._wholes[number].untyped_storage().resize_(0)
+        self._wholes[number].empty()
 
     def release_all(self) -> None:
         """Free the values of all buckets."""
@@ -152,7 +156,8 @@ class ShardedParameterBuffer(ShardedGradientBuffer):
     def begin_step(self) -> None:
         """Declare the gradients of the last step void; no memory is written."""
         super().begin_step()
-        self._idle.clear()
+        for lent in self._lent_gradients:
+            lent.empty()
         for parameter, place in zip(self.parameters, self._no_gradient, strict=True):
             _show_gradient(parameter, place)
         self.release_all()
@@ -190,16 +195,27 @@ class ShardedParameterBuffer(ShardedGradientBuffer):
                 _show_gradient(parameter, self._no_gradient[index])
         return super()._reduction_of(bucket)
 
+    def _new_memory(self, length: int) -> Tensor:
+        for lent in self._lent_gradients:
+            if not lent.is_filled and lent.tensor.numel() == length:
+                break
+        else:
+            lent = self._lender.tensor(length, self.grad_dtype)
+            self._lent_gradients.append(lent)
+        lent.fill()
+        return lent.tensor
+
     def _keep_idle(self, whole: Tensor) -> None:
-        """Keep memory for the next layer, not for embeddings: those are used once."""
-        waiting = self.buckets[self._num_launched :]
-        if any(bucket.end - bucket.begin == whole.numel() for bucket in waiting):
-            self._idle.append(whole)
+        """Pass the memory on, to the next layer's gradients or weights."""
+        for lent in self._lent_gradients:
+            if lent.tensor is whole:
+                lent.empty()
 
     def finish_reductions(self) -> None:
         """Reduce what is left, and wait; no unit stays gathered, as the update will change it."""
         super().finish_reductions()
         self.release_all()
+        self._lender.discard_spare()
 
 
 def _show_gradient(parameter: Any, place: Tensor) -> None:

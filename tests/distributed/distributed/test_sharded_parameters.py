@@ -64,9 +64,10 @@ def whole_layers(ddp):
 
 def bytes_of_whole_units(ddp):
     return sum(
-        whole.untyped_storage().nbytes()
+        lent.tensor.nbytes
         for buffer in ddp.gradient_buffers
-        for whole in buffer._wholes
+        for lent in buffer._wholes
+        if lent.is_filled
     )
 
 
@@ -74,8 +75,8 @@ def bytes_of_whole_units(ddp):
 def test_one_layer_computes_while_one_more_is_on_its_way(groups):
     ddp = build(groups)
     (buffer,) = ddp.gradient_buffers
-    layer_bytes = max(w.numel() for w in buffer._wholes[1:-2]) * 4
-    rest_bytes = sum(w.numel() for w in buffer._wholes) * 4 - 12 * layer_bytes
+    layer_bytes = max(w.tensor.numel() for w in buffer._wholes[1:-2]) * 4
+    rest_bytes = sum(w.tensor.numel() for w in buffer._wholes) * 4 - 12 * layer_bytes
     seen = []
 
     def note(name):

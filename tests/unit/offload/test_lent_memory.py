@@ -1,0 +1,85 @@
+"""Tensors that pass their memory on keep their addresses, and only their addresses."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron.core.device import return_freed_host_blocks
+from megatron.core.offload.lent_memory import MAX_SPARE, MemoryLender
+
+NUMEL = 3 << 20  # 12 MiB
+CPU = torch.device("cpu")
+linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+
+
+def resident_mib() -> float:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmRSS")) / 1024
+
+
+def lender(is_mapped: bool) -> MemoryLender:
+    made = MemoryLender(CPU)
+    made._is_mapped = is_mapped and made._is_mapped
+    return made
+
+
+@pytest.mark.parametrize("is_mapped", [True, False], ids=["pages", "storage"])
+def test_views_become_valid_again_when_the_values_come_back(is_mapped):
+    lends = lender(is_mapped)
+    first, second = (lends.tensor(NUMEL, torch.float32) for _ in range(2))
+    first.fill()
+    view = first.tensor[: 4 * 8].view(4, 8).t()
+    for value in (1.0, 2.0):
+        first.fill()
+        first.tensor.fill_(value)
+        assert bool((first.tensor[: 4 * 8].view(4, 8).t() == value).all())
+        if is_mapped:
+            assert view.data_ptr() == first.tensor.data_ptr() and float(view[7, 3]) == value
+        first.empty()
+        second.fill()
+        second.tensor.fill_(-value)
+        second.empty()
+
+
+@linux
+def test_tensors_that_take_turns_need_the_memory_of_one():
+    lends = lender(True)
+    lent = [lends.tensor(NUMEL, torch.float32) for _ in range(8)]
+    before = resident_mib()
+    addresses = set()
+    for turn in range(24):
+        tensor = lent[turn % 8]
+        tensor.fill()
+        if turn:  # pages come with what was in them
+            assert float(tensor.tensor[-1]) == turn - 1
+        tensor.tensor.fill_(turn)
+        addresses.add(tensor.tensor.data_ptr())
+        tensor.empty()
+    assert len(addresses) == 8
+    assert resident_mib() - before < 1.5 * 12
+    lends.discard_spare()
+    assert resident_mib() - before < 4
+
+
+@linux
+def test_more_spare_memory_than_the_next_tensors_need_goes_back():
+    lends = lender(True)
+    lent = [lends.tensor(NUMEL, torch.float32) for _ in range(MAX_SPARE + 3)]
+    before = resident_mib()
+    for tensor in lent:
+        tensor.fill()
+        tensor.tensor.fill_(1.0)
+    for tensor in lent:
+        tensor.empty()
+    assert resident_mib() - before < (MAX_SPARE + 0.5) * 12
+
+
+@linux
+def test_large_blocks_go_back_to_the_system_when_they_are_freed():
+    return_freed_host_blocks()
+    before = resident_mib()
+    for _ in range(2):  # glibc would keep the second one
+        torch.ones(6 << 20)
+        assert resident_mib() - before < 8
