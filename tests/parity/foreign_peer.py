@@ -3,9 +3,9 @@
     python foreign_peer.py save|load DIRECTORY --family F [--tp N] [--pp N] [--optimizer] --logits F
 
 `save` builds a model, writes it with `megatron.core.dist_checkpointing.save` and its logits as a
-torch file; `load` reads a checkpoint into a model of another seed and writes its logits. Only
-public functions of megatron.core are called. It asks for a GPU in a few places; on a machine
-without one those requests are answered with the CPU.
+torch file; `load` reads a checkpoint into a model of another seed, writes its logits, and with
+`--again` saves what it has. Only public functions of megatron.core are called. It asks for a GPU in
+a few places; on a machine without one those requests are answered with the CPU.
 """
 
 from __future__ import annotations
@@ -110,15 +110,17 @@ def work(rank: int, arguments: argparse.Namespace, port: int) -> None:
                 if arguments.command == "save" and arguments.tp * arguments.pp == 1:
                     parameter.add_(drawn)
     optimizer = _optimizer(config, model, arguments) if arguments.optimizer else None
-    state = {"model": model.sharded_state_dict()}
-    if optimizer is not None:
-        state["optimizer"] = optimizer.sharded_state_dict(
-            state["model"],
-            is_loading=arguments.command == "load",
-            metadata={"distrib_optim_sharding_type": arguments.optimizer},
-        )
     directory = Path(arguments.directory)
-    if arguments.command == "save":
+    if arguments.command == "load":
+        state = _declared(model, optimizer, arguments, is_loading=True)
+        iteration = int((directory / "latest_checkpointed_iteration.txt").read_text())
+        loaded = dist_checkpointing.load(state, str(directory / f"iter_{iteration:07d}"))
+        model.load_state_dict(loaded["model"], strict=True)
+        if optimizer is not None:
+            optimizer.load_state_dict(loaded["optimizer"])
+        directory = Path(arguments.again)
+    if arguments.again or arguments.command == "save":
+        state = _declared(model, optimizer, arguments, is_loading=False)
         state |= {
             "iteration": 3,
             "checkpoint_version": 3.0,
@@ -136,17 +138,23 @@ def work(rank: int, arguments: argparse.Namespace, port: int) -> None:
         dist_checkpointing.save(state, str(place))
         if rank == 0:
             (directory / "latest_checkpointed_iteration.txt").write_text("3")
-    else:
-        iteration = int((directory / "latest_checkpointed_iteration.txt").read_text())
-        loaded = dist_checkpointing.load(state, str(directory / f"iter_{iteration:07d}"))
-        model.load_state_dict(loaded["model"], strict=True)
-        if optimizer is not None:
-            optimizer.load_state_dict(loaded["optimizer"])
     logits = _logits(model, parallel_state)
     if is_last and parallel_state.get_tensor_model_parallel_rank() == 0:
         torch.save({"logits": logits, **_moments(optimizer, model)}, arguments.logits)
     dist.barrier()
     dist.destroy_process_group()
+
+
+def _declared(model, optimizer, arguments, *, is_loading: bool) -> dict:
+    """Return the sharded state of model and optimizer."""
+    state = {"model": model.sharded_state_dict()}
+    if optimizer is not None:
+        state["optimizer"] = optimizer.sharded_state_dict(
+            state["model"],
+            is_loading=is_loading,
+            metadata={"distrib_optim_sharding_type": arguments.optimizer},
+        )
+    return state
 
 
 def _optimizer(config, model, arguments):
@@ -170,8 +178,8 @@ def _optimizer(config, model, arguments):
 
 
 def _moments(optimizer, model) -> dict:
-    """Return Adam's moments by parameter and the number of updates (one rank only)."""
-    if optimizer is None:
+    """Return Adam's moments by parameter and the number of updates, where one rank has it all."""
+    if optimizer is None or dist.get_world_size() > 1:
         return {}
     group = optimizer.chained_optimizers[0].optimizer.param_groups[0]
     found = {"num_updates": torch.tensor(int(group["step"]))}
@@ -215,6 +223,7 @@ def main() -> int:
     parser.add_argument("--pp", type=int, default=1)
     parser.add_argument("--optimizer", default="", help="how it is stored: fully_reshardable, ...")
     parser.add_argument("--logits", required=True)
+    parser.add_argument("--again", default="", help="where to save what was loaded")
     parser.add_argument("--port", type=int, default=29655)
     arguments = parser.parse_args()
     size = arguments.tp * arguments.pp
