@@ -66,6 +66,11 @@ CASES = (
         "dp 2, sharded gradients", 2, (), "--data-parallel-sharding-strategy optim_grads",
     ),
     ResumeCase(
+        "dp 2, sharded parameters", 2, (),
+        "--data-parallel-sharding-strategy optim_grads_params",
+    ),
+    ResumeCase("cp 2", 2, (("cp", 2),), "--context-parallel-size 2"),
+    ResumeCase(
         "tp 2, fp16 whose first steps overflow", 2, (("tp", 2),),
         "--tensor-model-parallel-size 2 --fp16 --initial-loss-scale 4294967296 --hysteresis 1"
         " --loss-scale-window 4",
