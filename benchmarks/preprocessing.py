@@ -6,13 +6,19 @@
 Without arguments it uses the test text and tokenizers trained on it (under a minute; too short to
 judge by). For each library: tokens per second of the bare library in one process with the texts in
 memory, and of the whole tool, from its start to its end, with 1 and 2 workers, once through the
-same library and once through the fast engine. Then the start-up, and the peak memory over the size
-of the input.
+same library and once through the fast engine; the files of all of them must be equal. Then the
+start-up, and the peak memory over the size of the input.
+
+With `--peer PYTHON`, an interpreter that has megatron-core and tokenizers, the same job is also
+done as Megatron-LM's tool does it: a pool of 2 processes takes a document for a task, 32 at a time,
+and one process writes them through megatron-core's builder. The files must be equal, too.
+`real_text` makes an input out of documentation and sources.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import statistics
@@ -55,6 +61,28 @@ for i in range(0, len(texts), 100):
 print(count, time.perf_counter() - begun)
 """
 """The library alone: texts in memory before the clock starts, ids counted and dropped."""
+
+PEER = r"""
+import json, multiprocessing, os, sys
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+corpus, output, *files = sys.argv[1:]
+def begin():
+    from tokenizers import ByteLevelBPETokenizer
+    global model
+    model = ByteLevelBPETokenizer(*files)._tokenizer
+def encode(line):
+    ids = model.encode(json.loads(line)["text"], add_special_tokens=False).ids
+    return ids, [len(ids)], len(line)
+if __name__ == "__main__":
+    import torch
+    from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
+    builder = IndexedDatasetBuilder(output + ".bin", dtype=DType.optimal_dtype(50257))
+    with multiprocessing.Pool(2, initializer=begin) as pool, open(corpus) as lines:
+        for ids, lengths, _ in pool.imap(encode, lines, 32):
+            builder.add_document(torch.IntTensor(ids), lengths)
+    builder.finalize(output + ".idx")
+"""
+"""The job in the shape of Megatron-LM's tool."""
 
 
 def prepare_default(folder: Path) -> argparse.Namespace:
@@ -120,9 +148,19 @@ def tool(corpus: str, output: str, flags: list[str]) -> tuple[float, int, float]
     return seconds, tokens, usage.ru_maxrss / 1e3
 
 
+def contents(prefix: str) -> list[str]:
+    """Return digests of both files of a corpus."""
+    digests = []
+    for end in (".bin", ".idx"):
+        with open(prefix + end, "rb") as file:
+            digests.append(hashlib.blake2b(file.read()).hexdigest())
+    return digests
+
+
 def compare(corpus: str, kind: str, raw: list[str], flags: list[str], folder: Path, n: int) -> None:
     """Print the rates of one library, bare and through the tool."""
     raw_rates: list[float] = []
+    made: set[tuple[str, ...]] = set()
     ways = [(backend, workers) for backend in ("library", "auto") for workers in (1, 2)]
     rates: dict[tuple[str, int], list[float]] = {way: [] for way in ways}
     for _ in range(n):
@@ -136,6 +174,7 @@ def compare(corpus: str, kind: str, raw: list[str], flags: list[str], folder: Pa
             more = ["--tokenizer-backend", backend, "--workers", str(workers)]
             wall, tokens, _ = tool(corpus, str(folder / "out"), [*flags, *more])
             assert tokens == int(count), (tokens, count)
+            made.add(tuple(contents(str(folder / "out_text_document"))))
             rates[backend, workers].append(tokens / wall)
     bare = statistics.median(raw_rates)
     print(f"{kind:<8} bare library, 1 process    {bare:>12,.0f} tokens/s")
@@ -146,6 +185,33 @@ def compare(corpus: str, kind: str, raw: list[str], flags: list[str], folder: Pa
             f"   {rate / bare:6.2f} of the bare library",
             flush=True,
         )
+    if len(made) != 1:
+        raise SystemExit("the backends gave other ids")
+    print(f"{kind:<8} all files equal")
+
+
+def against_peer(python: str, corpus: str, files: list[str], flags: list[str], n: int) -> None:
+    """Print the time of the whole job with 2 workers, ours and the peer's, alternating."""
+    folder = Path(corpus).parent
+    ours: list[float] = []
+    theirs: list[float] = []
+    for _ in range(n):
+        begun = time.perf_counter()
+        environment = {**os.environ, "PYTHONPATH": ""}
+        subprocess.run(
+            [python, "-c", PEER, corpus, str(folder / "peer"), *files],
+            check=True, env=environment, cwd=folder,
+        )  # fmt: skip
+        theirs.append(time.perf_counter() - begun)
+        ours.append(tool(corpus, str(folder / "out"), [*flags, "--workers", "2"])[0])
+        if contents(str(folder / "out_text_document")) != contents(str(folder / "peer")):
+            raise SystemExit("megatron-core's builder wrote other files")
+    mine, other = statistics.median(ours), statistics.median(theirs)
+    print(
+        f"the whole job, 2 workers: {mine:.2f} s; as Megatron-LM does it {other:.2f} s: "
+        f"{other / mine:.1f} times; files equal",
+        flush=True,
+    )
 
 
 def main() -> None:
@@ -157,6 +223,8 @@ def main() -> None:
     parser.add_argument("--pieces", help="a SentencePiece model")
     parser.add_argument("--ranks", help="a .tiktoken file cut as GPT-2 cuts")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--peer", help="interpreter of an environment with megatron-core")
+    parser.add_argument("--largest", type=int, default=4, help="times the input, for the memory")
     args = parser.parse_args()
     from megatron.core.tokenizers.tik_token import PATTERNS
 
@@ -180,12 +248,14 @@ def main() -> None:
             cases.append(("ranks", files, [*ranks, "--tokenizer-model", given.ranks]))
         for kind, files, flags in cases:
             compare(corpus, kind, files, flags, folder, args.repeats)
+        if args.peer and given.bpe:
+            against_peer(args.peer, corpus, cases[0][1], cases[0][2], args.repeats)
         kind, _, flags = cases[0]
         flags = [*flags, "--workers", "2"]
         small = cut(given.input, 0.001, folder)
         starts = [tool(small, str(folder / "small"), flags)[0] for _ in range(args.repeats)]
         print(f"start-up: one document from start to end in {statistics.median(starts):.2f} s")
-        for times in (1, 4):
+        for times in (1, args.largest):
             seconds, tokens, peak = tool(
                 cut(given.input, size * times, folder), str(folder / "big"), flags
             )
