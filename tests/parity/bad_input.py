@@ -179,8 +179,10 @@ CASES = (
     ),
     Case(
         "flags whose mechanism does not exist",
-        lambda directory: pretrain(*MOCK, "--num-experts", "8", "--optimizer", "muon"),
-        ("--num-experts 8 is not supported yet", "--optimizer muon is not supported yet"),
+        lambda directory: pretrain(
+            *MOCK, "--fp8-format", "hybrid", "--hybrid-layer-pattern", "M-"
+        ),
+        ("--fp8-format hybrid is not supported", "--hybrid-layer-pattern M- is not supported"),
     ),
     Case(
         "missing data",
