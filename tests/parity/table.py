@@ -25,28 +25,31 @@ from tests.parity.layouts import (
     all_models,
     zero_bubble_layouts,
 )
-from tests.parity.training_case import Run, assemble, train
+from tests.parity.training_case import NUM_STEPS, Run, assemble, train
 
 LAYOUTS = {"all": all_layouts, "zero-bubble": zero_bubble_layouts}
 FIGURES = f"{'loss':>10}{'gradient':>10}{'grad norm':>11}{'weight':>10}  worst gradient"
 
 
-def run_case(layout: LayoutCase, model: ModelCase) -> Run:
+def run_case(layout: LayoutCase, model: ModelCase, num_steps: int = NUM_STEPS) -> Run:
     """Train in `layout` on worker processes and return the assembled model."""
     sizes = {"tp": layout.tp, "pp": layout.pp, "vp": layout.vp, "cp": layout.cp}
     sizes["num_distributed_optimizer_instances"] = layout.instances
     if layout.levels:
         sizes["hierarchical_cp"] = list(layout.levels)
-    reports = run_distributed(train, layout.world_size, layout, model, timeout_s=180.0, **sizes)
+    reports = run_distributed(
+        train, layout.world_size, layout, model, None, num_steps, timeout_s=180.0, **sizes
+    )
     return assemble(reports)
 
 
 serial_run = functools.cache(run_case)
 
 
-def errors_of(layout: LayoutCase, model: ModelCase) -> Errors:
+def errors_of(layout: LayoutCase, model: ModelCase, num_steps: int = NUM_STEPS) -> Errors:
     """Train in a layout and compare with one process."""
-    return compare(run_case(layout, model), serial_run(layout.serial, model))
+    serial = serial_run(layout.serial, model, num_steps)
+    return compare(run_case(layout, model, num_steps), serial)
 
 
 def exceeds(errors: Errors) -> list[str]:
@@ -61,8 +64,8 @@ def exceeds(errors: Errors) -> list[str]:
 
 
 def assert_equals_one_process(layout: LayoutCase, model: ModelCase) -> None:
-    """Train in a layout; no error may exceed its tolerance."""
-    errors = errors_of(layout, model)
+    """Train two steps in a layout, an update between them; no error may exceed its tolerance."""
+    errors = errors_of(layout, model, num_steps=2)
     assert not exceeds(errors), errors
 
 

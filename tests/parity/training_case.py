@@ -223,8 +223,9 @@ def train(
     layout: LayoutCase,
     model: ModelCase,
     optimizer_settings: Mapping[str, Any] | None = None,
+    num_steps: int = NUM_STEPS,
 ) -> RankReport:
-    """Train `NUM_STEPS` steps; the job of one rank."""
+    """Train a few steps; the job of one rank."""
     rng_state().set_seed(SEED)
     config = transformer_config(layout, model)
     chunks = build_chunks(config, model, layout, groups)
@@ -254,7 +255,7 @@ def train(
     dp_rank, dp_size = get_pg_rank(groups.dp), get_pg_size(groups.dp)
     report = RankReport(get_pg_rank(groups.tp), dp_rank, [], [], {}, {}, {})
     named = list(named_parameters(wrapped))
-    for step in range(NUM_STEPS):
+    for step in range(num_steps):
         rng_state().begin_step(
             step * layout.samples,
             micro_batch_size=layout.micro_batch_size,
@@ -277,7 +278,7 @@ def train(
         )
         if reported:
             report.losses.append(_mean_loss(reported, groups))
-        if step in (0, NUM_STEPS - 1):
+        if step in (0, num_steps - 1):
             report.gradients[step] = {name: whole_gradient(chunk, p) for name, chunk, p in named}
         ok, grad_norm, _ = optimizer.step()
         assert ok
