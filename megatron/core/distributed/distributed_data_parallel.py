@@ -29,7 +29,11 @@ from megatron.core.distributed.parameter_shard import ParameterShard, ShardSpan
 from megatron.core.distributed.parameter_units import ParameterUnits
 from megatron.core.distributed.sharded_gradient_buffer import ShardedGradientBuffer
 from megatron.core.distributed.sharded_parameter_buffer import ShardedParameterBuffer
-from megatron.core.distributed.sharded_state import declare_shards, take_over_state
+from megatron.core.distributed.sharded_state import (
+    declare_replicated,
+    declare_shards,
+    take_over_state,
+)
 from megatron.core.errors import NumericsError
 from megatron.core.initialization import fill_deferred_weights
 from megatron.core.param_meta import get_param_meta
@@ -278,10 +282,16 @@ class DistributedDataParallel(nn.Module):
         return self.state_dict(*args, **kwargs)
 
     def sharded_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Return the wrapped module's declarations; of sharded parameters the owned ranges."""
+        """Return the wrapped module's declarations; of sharded parameters the owned ranges.
+
+        A module without declarations of its own is the same on all replicas.
+        """
         self.finish_param_sync()
         module: Any = self.module
-        declared = module.sharded_state_dict(*args, **kwargs)
+        if hasattr(module, "sharded_state_dict"):
+            declared = module.sharded_state_dict(*args, **kwargs)
+        else:
+            declared = declare_replicated(module, get_pg_rank(self.pg_collection.dp_cp), *args[:1])
         return declare_shards(module, declared, self._sharded(), *args[:1])
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
@@ -298,14 +308,21 @@ class DistributedDataParallel(nn.Module):
 
     # Gradients ------------------------------------------------------------------------------
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> AbstractContextManager[None]:
         """Inside, backward only accumulates.
 
         Legal with every sharding strategy; where gradients are sharded they are reduced all the
         same, because accumulating them would take the memory that sharding saves.
         """
-        before, self._syncs_in_backward = self._syncs_in_backward, False
+        return self._syncing(False)
+
+    def sync_in_backward(self) -> AbstractContextManager[None]:
+        """Inside, backward is the last one of its step: it reduces as overlap_grad_reduce does."""
+        return self._syncing(True)
+
+    @contextmanager
+    def _syncing(self, in_backward: bool) -> Iterator[None]:
+        before, self._syncs_in_backward = self._syncs_in_backward, in_backward
         try:
             yield
         finally:

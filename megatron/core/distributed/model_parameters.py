@@ -52,9 +52,9 @@ class Unit:
 def units_of(module: nn.Module) -> list[Unit]:
     """Cut a model chunk into units, in the order of the forward pass; the first is the rest.
 
-    A unit is a child of an outermost `nn.ModuleList` (a layer of the model), or a module that owns
-    an embedding or output weight. What is left (norms, positions) belongs to the module itself and
-    is whole during its passes.
+    A unit is a child of an outermost `nn.ModuleList` or `nn.Sequential` (a layer of the model), or
+    a module that owns an embedding or output weight. What is left (norms, positions) belongs to the
+    module itself and is whole during its passes.
     """
     seen: set[nn.Parameter] = set()
 
@@ -70,7 +70,7 @@ def units_of(module: nn.Module) -> list[Unit]:
 def _entries(module: nn.Module) -> list[nn.Module]:
     found: list[nn.Module] = []
     for child in module.children():
-        is_layer = isinstance(module, nn.ModuleList)
+        is_layer = isinstance(module, (nn.ModuleList, nn.Sequential))
         own = child.parameters(recurse=False)
         if is_layer or any(get_param_meta(p).is_embedding_or_output for p in own):
             found.append(child)

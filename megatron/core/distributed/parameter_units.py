@@ -57,16 +57,24 @@ class ParameterUnits:
             inside.update(unit.entry.modules())
         for module in root.entry.modules():
             if module not in inside and not list(module.children()):
-                self._hook(module, ())
+                own = {self._unit_of.get(p, 0) for p in module.parameters()}
+                self._hook(module, (), tied=tuple(sorted(own - {0})))
 
-    def _hook(self, module: nn.Module, used: tuple[int, ...]) -> None:
+    def _hook(self, module: nn.Module, used: tuple[int, ...], tied: tuple[int, ...] = ()) -> None:
+        """Let a module find its units whole.
+
+        Args:
+            used: its own units.
+            tied: units of others, a weight of which it has as well.
+        """
+
         def before(_: nn.Module, args: Any, kwargs: Any) -> None:
-            self._gather(self._with_arguments(used, args, kwargs))
+            self._gather(self._with_arguments((*used, *tied), args, kwargs))
             if used and used[-1] < self._last and not _is_in_backward():
                 self._start_gather(used[-1] + 1)
 
         def after(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            numbers = self._with_arguments(used, args, kwargs)
+            numbers = self._with_arguments((*used, *tied), args, kwargs)
             before_that = used[0] - 1 if used and used[0] > 1 else None
             self._after_forward(numbers, before_that, output)
 

@@ -21,6 +21,17 @@ Sharded = Mapping[nn.Parameter, Sequence[ParameterShard]]
 """Parameters whose values are sharded, each with the pieces that this rank owns."""
 
 
+def declare_replicated(module: nn.Module, replica: int, prefix: str = "") -> dict[str, Any]:
+    """Declare every tensor of a module's state dict as whole and equal on all replicas."""
+    state = module.state_dict(keep_vars=True)
+    return {
+        prefix + name: ShardedTensor.from_rank_offsets(prefix + name, value, replica_id=replica)
+        if isinstance(value, Tensor)
+        else value
+        for name, value in state.items()
+    }
+
+
 def declare_shards(
     module: nn.Module, declared: Mapping[str, Any], sharded: Sharded, prefix: str = ""
 ) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -52,8 +52,6 @@ def get_megatron_optimizer(
         one all-gather of the kinds of parameter groups over `mp`.
     """
     groups = pg_collection or ProcessGroupCollection.current()
-    _check_agreement(config, model_chunks)
-    shards, reader = _collect_shards(model_chunks, groups, is_streamed=streams_state(config))
     named = [pair for chunk in model_chunks for pair in _named_parameters(chunk)]
     tables = {id(p) for chunk in model_chunks for p in _lookup_tables(chunk)}
     keys = {
@@ -62,30 +60,59 @@ def get_megatron_optimizer(
         )
         for name, parameter in named
     }
-    param_groups = build_param_groups(
-        [(item.main, keys[id(item.shard.parameter)]) for item in shards],
-        agree_on_keys(set(keys.values()), groups),
-        config,
-    )
+
+    def build_rule(shards: list[OptimizedShard]) -> Any:
+        param_groups = build_param_groups(
+            [(item.main, keys[id(item.shard.parameter)]) for item in shards],
+            agree_on_keys(set(keys.values()), groups),
+            config,
+        )
+        matrices = [p for _, p in named if rule_of(keys[id(p)], config) == "muon"]
+        return rule_of_groups(config, param_groups, shards, matrices, model_chunks, groups)
+
+    return assemble_optimizer(config, model_chunks, groups, build_rule)
+
+
+def rule_of_groups(
+    config: OptimizerConfig,
+    param_groups: list[dict[str, Any]],
+    shards: Sequence[OptimizedShard],
+    matrices: Sequence[nn.Parameter],
+    model_chunks: Sequence[nn.Module],
+    groups: ProcessGroupCollection,
+) -> Any:
+    """Return the rule of the config over torch parameter groups of main tensors.
+
+    Args:
+        matrices: the parameters of Muon, also those of which this rank owns no piece.
+    Communication: see `build_update_rule`.
+    """
+    meshes = (_mesh(model_chunks, False), _mesh(model_chunks, True))
+    return build_update_rule(config, param_groups, ModelParts(shards, matrices, groups, meshes))
+
+
+def assemble_optimizer(
+    config: OptimizerConfig,
+    model_chunks: Sequence[nn.Module],
+    groups: ProcessGroupCollection,
+    build_rule: Callable[[list[OptimizedShard]], Any],
+) -> MegatronOptimizer:
+    """Build the optimizer of this rank around an update rule of the caller.
+
+    Args:
+        build_rule: given the shards that this rank updates, returns a torch optimizer (or what
+            `build_update_rule` returns) over their main tensors.
+    Raises:
+        ConfigError: the config and the model chunks disagree on what is sharded.
+    """
+    _check_agreement(config, model_chunks)
+    shards, reader = _collect_shards(model_chunks, groups, is_streamed=streams_state(config))
     kind: type[MegatronOptimizer] = FP32Optimizer
     if any(item.is_copy for item in shards) or config.fp16 or config.bf16:
         kind = Float16OptimizerWithFloat16Params
     if any(_is_sharded(chunk) for chunk in model_chunks):
         kind = DistributedOptimizer
-    parts = ModelParts(
-        shards,
-        [p for _, p in named if rule_of(keys[id(p)], config) == "muon"],
-        groups,
-        (_mesh(model_chunks, False), _mesh(model_chunks, True)),
-    )
-    return kind(
-        build_update_rule(config, param_groups, parts),
-        config,
-        shards,
-        reader,
-        model_chunks,
-        build_grad_scaler(config),
-    )
+    return kind(build_rule(shards), config, shards, reader, model_chunks, build_grad_scaler(config))
 
 
 def build_grad_scaler(config: OptimizerConfig) -> ConstantGradScaler | None:

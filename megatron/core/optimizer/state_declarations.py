@@ -143,6 +143,9 @@ def initialize_state(rule: Any) -> None:
 
 
 def _initialize_torch_rule(rule: torch.optim.Optimizer) -> None:
+    if not isinstance(rule, (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)):
+        _take_void_step(rule)
+        return
     for group in rule.param_groups:
         for tensor in group["params"]:
             if rule.state[tensor]:
@@ -158,6 +161,25 @@ def _initialize_torch_rule(rule: torch.optim.Optimizer) -> None:
                     "exp_avg": torch.zeros_like(tensor),
                     "exp_avg_sq": torch.zeros_like(tensor),
                 }
+
+
+@torch.no_grad()
+def _take_void_step(rule: torch.optim.Optimizer) -> None:
+    """Let a rule that we do not know allocate its state in a step without gradient."""
+    tensors = [tensor for group in rule.param_groups for tensor in group["params"]]
+    if not tensors or any(rule.state.get(tensor) for tensor in tensors):
+        return
+    values, gradients = [t.detach().clone() for t in tensors], [t.grad for t in tensors]
+    for tensor in tensors:
+        tensor.grad = torch.zeros_like(tensor)
+    rule.step()
+    for tensor, value, gradient in zip(tensors, values, gradients, strict=True):
+        tensor.copy_(value)
+        tensor.grad = gradient
+        if "step" in rule.state[tensor]:
+            rule.state[tensor]["step"] = torch.zeros_like(
+                torch.as_tensor(rule.state[tensor]["step"])
+            )
 
 
 def _tensors(

@@ -134,9 +134,9 @@ def parse_command_line(
 ) -> ParsedCommand:
     """Read the command line and the YAML file that it may name.
 
-    Precedence, highest first: command line, YAML file, Hugging Face model or preset,
-    `args_defaults` of the script, defaults of the fields. Flags that contradict the model of
-    --load-hf are refused.
+    Precedence, highest first: command line, YAML file, DeepSpeed configuration, Hugging Face model
+    or preset, `args_defaults` of the script, defaults of the fields. Flags that contradict the
+    model of --load-hf or the file of --deepspeed_config are refused.
 
     Raises:
         ConfigError: with all problems of the command line and the file.
@@ -158,9 +158,10 @@ def parse_command_line(
     model_directory = command_line.get("load_hf") or from_yaml.get("load_hf")
     if model_directory:
         from_preset |= _model_values(model_directory, {**from_yaml, **command_line}, problems)
+    from_deepspeed = _deepspeed_values({**from_yaml, **command_line}, problems)
     raise_together(problems, summary="this command line")
     defaults = {n: v for n, v in (args_defaults or {}).items() if n in all_flags()}
-    merged = {**defaults, **from_preset, **from_yaml, **command_line}
+    merged = {**defaults, **from_preset, **from_deepspeed, **from_yaml, **command_line}
     return ParsedCommand(
         config=RunConfig.from_values(merged),
         extra=values,
@@ -223,4 +224,28 @@ def _model_values(
         return model_values(directory, given)
     except MegatronError as problem:
         problems.append(problem)
+        return {}
+
+
+def _deepspeed_values(given: Mapping[str, Any], problems: list[MegatronError]) -> dict[str, Any]:
+    path, is_on = given.get("deepspeed_config"), given.get("deepspeed", False)
+    if bool(path) != is_on:
+        found = "--deepspeed without --deepspeed_config"
+        problems.append(
+            ConfigError(
+                f"{found if is_on else f'--deepspeed_config {path} without --deepspeed'}.",
+                rule="one says that a DeepSpeed configuration counts, the other where it is",
+                flags=["--deepspeed", "--deepspeed_config"],
+                fix="give both",
+            )
+        )
+        return {}
+    if not path:
+        return {}
+    from megatron.training.cli.deepspeed import deepspeed_values
+
+    try:
+        return deepspeed_values(path, given)
+    except MegatronError as problem:
+        problems += problem.problems or [problem]
         return {}

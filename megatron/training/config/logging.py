@@ -89,6 +89,10 @@ class LaunchConfig:
 
     yaml_cfg: str | None = None
     """YAML file with the same names as the flags; the command line wins."""
+    deepspeed: bool = False
+    """Take settings from the DeepSpeed configuration."""
+    deepspeed_config: str | None = flag(None, "--deepspeed_config", "--deepspeed-config")
+    """DeepSpeed's JSON file: what it says stands for flags, and flags may not contradict it."""
     dry_run: bool = False
     """Print the resolved settings, stages, schedule, memory and FLOPs; train nothing."""
     dry_run_world_size: int | None = None

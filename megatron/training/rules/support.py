@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron.core.errors import ConfigError, MegatronError
+from megatron.deepspeed.reading import read_settings
 from megatron.training.config.flag import FlagSpec
 from megatron.training.config.run import RunConfig, all_flags, plain
 
@@ -53,6 +54,9 @@ def notes(config: RunConfig) -> list[str]:
         owner = table.get(spec.facts.part_of)
         if owner is not None and config.value_of(owner.name) == owner.default:
             lines.append(f"{_as_typed(spec, value)}: has no effect without {owner.flag}.")
+    if config.launch.deepspeed_config is not None:
+        ignored = read_settings(config.launch.deepspeed_config).without_effect
+        lines += [f"{key} of the DeepSpeed configuration: {why}." for key, why in ignored.items()]
     if config.checkpoint.ckpt_format in ("torch", "torch_dcp"):
         lines.append(
             f"--ckpt-format {config.checkpoint.ckpt_format}: checkpoints are written in the native"

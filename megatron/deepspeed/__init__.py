@@ -1,0 +1,33 @@
+"""DeepSpeed's front door: its configuration and engine on the sharding ladder of this library.
+
+    import megatron.deepspeed as deepspeed
+
+    engine, optimizer, loader, scheduler = deepspeed.initialize(model=model, config="ds.json")
+    for batch in loader:
+        loss = engine(batch)
+        engine.backward(loss)
+        engine.step()
+
+Names, arguments and the order of results are DeepSpeed's (0.19). There is no second mechanism
+behind them: `megatron.core.distributed`, `megatron.core.optimizer`, `megatron.core.offload` and
+`megatron.core.dist_checkpointing` do the work.
+"""
+
+from megatron.core.errors import ConfigError
+from megatron.deepspeed import checkpointing, comm, lr_schedules, zero
+from megatron.deepspeed.arguments import add_config_arguments
+from megatron.deepspeed.comm import init_distributed
+from megatron.deepspeed.engine import DeepSpeedEngine
+from megatron.deepspeed.initialize import initialize
+
+__all__ = [
+    "ConfigError",
+    "DeepSpeedEngine",
+    "add_config_arguments",
+    "checkpointing",
+    "comm",
+    "init_distributed",
+    "initialize",
+    "lr_schedules",
+    "zero",
+]

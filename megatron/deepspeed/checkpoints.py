@@ -1,0 +1,134 @@
+"""Checkpoints of an engine: this library's format, under DeepSpeed's names of directories.
+
+SAVE_DIR/latest            text: the tag of the newest one, replaced by a rename
+SAVE_DIR/global_step10/    a checkpoint: complete or not there, without pickle
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from megatron.core import dist_checkpointing
+from megatron.core.agreement import agree, peers_of
+from megatron.core.dist_checkpointing import StrictHandling
+from megatron.core.dist_checkpointing.durable import rename_durably, replace_durably
+from megatron.core.dist_checkpointing.shard_file import write_shard_file
+from megatron.core.errors import CheckpointError, MegatronError
+
+if TYPE_CHECKING:
+    from megatron.deepspeed.engine import DeepSpeedEngine
+
+LATEST = "latest"
+
+
+def save(
+    engine: DeepSpeedEngine,
+    save_dir: str,
+    tag: str | None,
+    client_state: Mapping[str, Any],
+    is_latest: bool,
+    excludes_frozen: bool,
+) -> None:
+    """Save model, optimizer, schedule and counters: collective.
+
+    Raises:
+        CheckpointError: on all ranks, if a value of `client_state` cannot be stored.
+    """
+    peers = peers_of(None)
+    tag = peers.broadcast(f"global_step{engine.global_steps}" if tag is None else str(tag))
+    directory = Path(save_dir)
+    if peers.rank == 0:
+        directory.mkdir(parents=True, exist_ok=True)
+    model = engine.replica.sharded_state_dict()
+    state: dict[str, Any] = {
+        "optimizer": engine.optimizer.sharded_state_dict(model) if engine.optimizer else {},
+        "lr_scheduler": engine.lr_scheduler.state_dict() if engine.lr_scheduler else {},
+        "client_state": dict(client_state),
+        "engine": engine.counters(),
+    }
+    if excludes_frozen:
+        frozen = {n for n, p in engine.module.named_parameters() if not p.requires_grad}
+        model = {name: value for name, value in model.items() if name not in frozen}
+    dist_checkpointing.save({"model": model, **state}, directory / tag)
+    if is_latest and peers.rank == 0:
+        replace_durably(directory / LATEST, tag.encode())
+    peers.broadcast(None)
+
+
+def load(
+    engine: DeepSpeedEngine,
+    load_dir: str,
+    tag: str | None,
+    *,
+    is_strict: bool,
+    optimizer_states: bool,
+    scheduler_states: bool,
+) -> tuple[str | None, dict[str, Any] | None]:
+    """Load what `save` saved: collective. See `DeepSpeedEngine.load_checkpoint`."""
+    peers = peers_of(None)
+    if tag is None:
+        latest = Path(load_dir) / LATEST
+        tag = peers.broadcast(
+            latest.read_text().strip() if peers.rank == 0 and latest.is_file() else None
+        )
+    if tag is None:
+        warnings.warn(f"{load_dir} has no file {LATEST}: nothing is loaded", stacklevel=3)
+        return None, None
+    path = Path(load_dir) / tag
+    model = engine.replica.sharded_state_dict()
+    wanted: dict[str, Any] = {"model": model}
+    optimizer = engine.optimizer
+    if optimizer is not None and optimizer_states:
+        wanted["optimizer"] = optimizer.sharded_state_dict(model, is_loading=True)
+    strictness = StrictHandling.RAISE_ALL if is_strict else StrictHandling.LOG_ALL
+    if "optimizer" not in wanted and is_strict:
+        strictness = StrictHandling.RAISE_UNEXPECTED
+    state = dist_checkpointing.load(wanted, path, strict=strictness)
+    engine.replica.load_state_dict(state["model"], strict=is_strict)
+    if optimizer is not None:
+        if "optimizer" in wanted:
+            optimizer.load_state_dict(state["optimizer"])
+        else:
+            optimizer.reload_model_params()
+    if engine.lr_scheduler is not None and scheduler_states and state.get("lr_scheduler"):
+        engine.lr_scheduler.load_state_dict(state["lr_scheduler"])
+    for name, value in state.get("engine", {}).items():
+        setattr(engine, name, value)
+    return str(path), state.get("client_state", {})
+
+
+def save_weights(engine: DeepSpeedEngine, directory: str, name: str) -> None:
+    """Write the whole weights to one file of raw tensors: collective.
+
+    Raises:
+        CheckpointError: on all ranks, if the file cannot be written, or its name asks for another
+            format.
+    """
+    state = {n: v for n, v in engine.state_dict().items() if isinstance(v, Tensor)}
+    problem: MegatronError | None = None
+    if not name.endswith(".safetensors"):
+        problem = CheckpointError(
+            f"save_16bit_model(save_filename={name!r}).",
+            rule="weights are written as safetensors, which no reader executes",
+            fix=f"use {Path(name).stem}.safetensors",
+        )
+    elif peers_of(None).rank == 0:
+        try:
+            Path(directory).mkdir(parents=True, exist_ok=True)
+            _write_safetensors(Path(directory) / name, state)
+        except OSError as error:
+            problem = CheckpointError(f"{directory}/{name} cannot be written: {error}.")
+    agree(problem)
+
+
+def _write_safetensors(path: Path, state: Mapping[str, Tensor]) -> None:
+    tensors = [(name, value.detach().cpu().contiguous()) for name, value in state.items()]
+    draft = path.with_name(f".{path.name}.unfinished")
+    draft.unlink(missing_ok=True)
+    write_shard_file(draft, tensors, {"format": "pt"})
+    rename_durably(draft, path)

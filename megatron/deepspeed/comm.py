@@ -1,0 +1,117 @@
+"""`deepspeed.comm`: torch.distributed under the names that scripts import, and bringing it up."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
+from torch.distributed import (
+    ReduceOp,
+    all_gather,
+    all_gather_into_tensor,
+    all_gather_object,
+    all_reduce,
+    all_to_all_single,
+    barrier,
+    broadcast,
+    broadcast_object_list,
+    destroy_process_group,
+    gather,
+    get_global_rank,
+    irecv,
+    is_available,
+    is_initialized,
+    isend,
+    new_group,
+    recv,
+    reduce,
+    reduce_scatter_tensor,
+    scatter,
+    send,
+)
+
+from megatron.core import device
+
+__all__ = [
+    "ReduceOp",
+    "all_gather",
+    "all_gather_into_tensor",
+    "all_gather_object",
+    "all_reduce",
+    "all_to_all_single",
+    "barrier",
+    "broadcast",
+    "broadcast_object_list",
+    "destroy_process_group",
+    "gather",
+    "get_global_rank",
+    "get_local_rank",
+    "get_rank",
+    "get_world_size",
+    "init_distributed",
+    "irecv",
+    "is_available",
+    "is_initialized",
+    "isend",
+    "new_group",
+    "recv",
+    "reduce",
+    "reduce_scatter_tensor",
+    "scatter",
+    "send",
+]
+
+
+def init_distributed(
+    dist_backend: str | None = None,
+    auto_mpi_discovery: bool = True,
+    distributed_port: int = 29500,
+    verbose: bool = True,
+    timeout: timedelta | None = None,
+    init_method: str | None = None,
+    dist_init_required: bool | None = None,
+    config: Any = None,
+    rank: int = -1,
+    world_size: int = -1,
+) -> None:
+    """Bind this process to its device and create the process group, if there is none.
+
+    Ranks are those of the launcher (torchrun sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and
+    MASTER_PORT). A process that nobody launched is the only one.
+
+    Args:
+        dist_backend: None chooses by the device: nccl or gloo.
+        rank, world_size: instead of the launcher's.
+        auto_mpi_discovery, verbose, config: accepted.
+    """
+    if dist.is_initialized() or dist_init_required is False:
+        return
+    device.set_local_device(int(os.environ.get("LOCAL_RANK", 0)))
+    options: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
+    backend = dist_backend or device.communication_backend()
+    if world_size > 0:
+        options |= {"rank": rank, "world_size": world_size}
+    if "RANK" not in os.environ and init_method is None and world_size < 0:
+        options |= {"store": HashStore(), "rank": 0, "world_size": 1}
+    else:
+        os.environ.setdefault("MASTER_PORT", str(distributed_port))
+        options["init_method"] = init_method
+    dist.init_process_group(backend, **options)
+
+
+def get_rank(group: Any = None) -> int:
+    """Return this process's number; 0 before `init_distributed`."""
+    return dist.get_rank(group) if dist.is_initialized() else 0
+
+
+def get_world_size(group: Any = None) -> int:
+    """Return the number of processes; 1 before `init_distributed`."""
+    return dist.get_world_size(group) if dist.is_initialized() else 1
+
+
+def get_local_rank() -> int:
+    """Return this process's number on its machine."""
+    return int(os.environ.get("LOCAL_RANK", 0))

@@ -1,0 +1,411 @@
+"""The engine: forward, backward, step of a plain module on the sharding ladder."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from megatron.core import device
+from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
+from megatron.core.errors import ConfigError, ScheduleError
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.rng import rng_state
+from megatron.core.utils import get_pg_rank
+from megatron.deepspeed import checkpoints
+from megatron.deepspeed.settings import EngineSettings
+
+
+class DeepSpeedEngine(nn.Module):
+    """A module, its replicas, and its optimizer: call, `backward(loss)`, `step()`.
+
+    `step()` follows every micro batch and acts at the last one of `gradient_accumulation_steps`.
+    Gradients are the mean over replicas and micro batches. Accumulation, `no_sync()` and evaluation
+    are legal at every stage. Attributes that the engine lacks are those of the module.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        replica: DistributedDataParallel,
+        settings: EngineSettings,
+        groups: ProcessGroupCollection,
+    ) -> None:
+        """
+        Args:
+            module: the caller's, on its device and in its dtype.
+            replica: the same module, wrapped.
+            settings: checked for this number of replicas.
+        """
+        super().__init__()
+        self.module = module
+        # Not a submodule: parameters and state have the module's own names.
+        self.__dict__["replica"] = replica
+        self.settings, self.pg_collection = settings, groups
+        self.optimizer: MegatronOptimizer | None = None
+        self.lr_scheduler: Any = None
+        self.training_dataloader: Any = None
+        self.micro_steps = self.global_steps = self.global_samples = self.skipped_steps = 0
+        self._accumulation = settings.batch.accumulation
+        self._boundary: bool | None = None
+        self._is_in_no_sync = False
+        self._is_in_backward = self._is_scaled = False
+        self._num_plain = self._num_managed = 0
+        self._was_applied = False
+        self._grad_norm: float | None = None
+        for parameter in module.parameters():
+            parameter.deepspeed_engine = weakref.ref(self)  # type: ignore[attr-defined]
+        replica.zero_grad_buffer()
+
+    def __getattr__(self, name: str) -> Any:
+        """Return an attribute of the module."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            module = self.__dict__.get("_modules", {}).get("module")
+            if module is None:
+                raise
+            return getattr(module, name)
+
+    # A micro batch --------------------------------------------------------------------------
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Run the module, in the precision of the configuration."""
+        state = rng_state()
+        state.begin_step(
+            self.global_samples,
+            micro_batch_size=self.settings.batch.micro,
+            dp_rank=get_pg_rank(self.pg_collection.dp_cp),
+            dp_size=self.settings.batch.replicas,
+        )
+        state.set_microbatch(self.micro_steps % self._accumulation)
+        if self.settings["fp16.auto_cast"]:
+            inputs, kwargs = tree_map(self._cast, (inputs, kwargs))
+        with ExitStack() as stack:
+            if self.settings["torch_autocast.enabled"]:
+                dtype = getattr(torch, self.settings["torch_autocast.dtype"])
+                stack.enter_context(torch.autocast(device.device_type(), dtype=dtype))
+            outputs = self.replica(*inputs, **kwargs)
+        if torch.is_grad_enabled():
+            for output in tree_leaves(outputs):
+                if isinstance(output, Tensor) and output.requires_grad:
+                    output.register_hook(self._backward_begins)
+        return outputs
+
+    def _cast(self, value: Any) -> Any:
+        is_float = isinstance(value, Tensor) and value.is_floating_point()
+        return value.to(self.settings.dtype) if is_float else value
+
+    def _backward_begins(self, _: Tensor) -> None:
+        """Note a backward pass that the caller has started by `loss.backward()`."""
+        if self._is_in_backward or self._num_plain > self.micro_steps % self._accumulation:
+            return
+        if self._optimizer().grad_scaler is not None and not self._is_scaled:
+            raise RuntimeError(
+                "loss.backward() with loss scaling: call engine.backward(loss), or"
+                " engine.scale(loss).backward()"
+            )
+        self._num_plain += 1
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """Multiply a loss by the loss scale, for `engine.scale(loss).backward()`."""
+        self._is_scaled = True
+        return self._optimizer().scale_loss(loss)
+
+    def backward(
+        self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True
+    ) -> Tensor:
+        """Compute gradients of a scalar loss; at the last micro batch, start to reduce them.
+
+        Returns:
+            the loss divided by the number of micro batches.
+        """
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            shown = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+            raise ConfigError(
+                f"engine.backward() of {shown}.",
+                rule="a loss is one number",
+                fix="take the mean of the losses",
+            )
+        share = loss / self._accumulation if scale_wrt_gas else loss
+        overlaps = self.is_gradient_accumulation_boundary() and not self._is_in_no_sync
+        overlaps = overlaps and self.settings.overlaps_reduction
+        self._is_in_backward = True
+        try:
+            with self.replica.sync_in_backward() if overlaps else nullcontext():
+                scaled: Any = self._optimizer().scale_loss(share)
+                scaled.backward(retain_graph=retain_graph)
+        finally:
+            self._is_in_backward = False
+        self._num_managed += 1
+        return share
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Return whether this micro batch is the last one of its step."""
+        if self._boundary is not None:
+            return self._boundary
+        return (self.micro_steps + 1) % self._accumulation == 0
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        """Decide it for the caller, from now on."""
+        self._boundary = is_boundary
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Inside, backward starts no reduction of whole gradients; legal at every stage."""
+        self._is_in_no_sync = True
+        try:
+            yield
+        finally:
+            self._is_in_no_sync = False
+
+    coalesce_grad_reduction = no_sync
+
+    # A step ---------------------------------------------------------------------------------
+
+    def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
+        """Count a micro batch; after the last one, update the weights.
+
+        Communication: at the boundary, reduction of gradients, their norm, gather of weights.
+        """
+        if self._is_in_no_sync:
+            raise ScheduleError(
+                "engine.step() inside of no_sync().",
+                rule="a step follows the reduction of gradients",
+                fix="call it after the context",
+            )
+        is_managed = self.settings["managed_gradient_accumulation"]
+        if is_managed and not self.is_gradient_accumulation_boundary():
+            self.micro_steps += 1
+            return
+        self._take_step(lr_kwargs or {})
+        self.micro_steps += 1
+
+    def _take_step(self, lr_kwargs: Mapping[str, Any]) -> None:
+        optimizer = self._optimizer()
+        self._check_passes()
+        finalize_model_grads([self.replica], pg_collection=self.pg_collection)
+        if self._num_plain and self._accumulation > 1:
+            self.replica.scale_gradients(1.0 / self._accumulation)
+        self._was_applied, self._grad_norm, _ = optimizer.step()
+        self._num_plain = self._num_managed = 0
+        self._is_scaled = False
+        if not self._was_applied:
+            self.skipped_steps += 1
+        elif self.lr_scheduler is not None:
+            self.lr_scheduler.step(**lr_kwargs)
+        self.zero_grad()
+        self.global_steps += 1
+        self.global_samples += self.train_batch_size()
+        period = self.settings["steps_per_print"]
+        if period and self.global_steps % period == 0 and self._is_first:
+            print(
+                f"step={self.global_steps}, skipped={self.skipped_steps}, lr={self.get_lr()},"
+                f" mom={self.get_mom()}",
+                flush=True,
+            )
+
+    def _check_passes(self) -> None:
+        if self._num_plain and self._num_managed:
+            raise ScheduleError(
+                f"{self._num_managed} engine.backward() and {self._num_plain} loss.backward() in"
+                " one step.",
+                rule="the former divides by the number of micro batches, the latter does not",
+                fix="use one of the two",
+            )
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget all gradients."""
+        self.replica.zero_grad_buffer()
+        if self.optimizer is not None:
+            self.optimizer.zero_grad()
+
+    def _optimizer(self) -> MegatronOptimizer:
+        if self.optimizer is None:
+            raise ConfigError(
+                "the engine has no optimizer.",
+                rule="backward and step need one; forward does not",
+                flags=["optimizer"],
+                fix="name one in the configuration, or pass one to initialize()",
+            )
+        return self.optimizer
+
+    # Read-outs ------------------------------------------------------------------------------
+
+    @property
+    def _is_first(self) -> bool:
+        return get_pg_rank(self.pg_collection.dp_cp) == 0
+
+    @property
+    def device(self) -> torch.device:
+        """Where the module is."""
+        return device.current_device()
+
+    @property
+    def local_rank(self) -> int:
+        """Number of the accelerator of this process on its machine."""
+        return self.device.index or 0
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The keys that the configuration gives, by dotted path."""
+        return dict(self.settings.read.given)
+
+    def train_batch_size(self) -> int:
+        """Return the samples of a step over all replicas."""
+        batch = self.settings.batch
+        return batch.micro * self._accumulation * batch.replicas
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        """Return the samples of a forward pass."""
+        return self.settings.batch.micro
+
+    def gradient_accumulation_steps(self) -> int:
+        """Return the micro batches of a step."""
+        return self._accumulation
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Change the micro batches of a step; their size stays.
+
+        Raises:
+            ConfigError: no whole number of micro batches makes that size.
+        """
+        unit = self.settings.batch.micro * self.settings.batch.replicas
+        if train_batch_size < unit or train_batch_size % unit:
+            raise ConfigError(
+                f"set_train_batch_size({train_batch_size}).",
+                rule=f"it is a multiple of micro batch x replicas = {unit}",
+                flags=["train_batch_size"],
+                fix=f"use {max(1, round(train_batch_size / unit)) * unit}",
+            )
+        self._accumulation = train_batch_size // unit
+
+    def zero_optimization(self) -> bool:
+        """Return whether anything is sharded."""
+        return self.settings.stage > 0
+
+    def zero_optimization_stage(self) -> int:
+        """Return the stage of the configuration."""
+        return self.settings.stage
+
+    def fp16_enabled(self) -> bool:
+        """Return whether weights are fp16."""
+        return self.settings.dtype == torch.float16
+
+    def bfloat16_enabled(self) -> bool:
+        """Return whether weights are bf16."""
+        return self.settings.dtype == torch.bfloat16
+
+    def gradient_clipping(self) -> float:
+        """Return the largest norm of gradients; 0 does not clip."""
+        return float(self._optimizer().config.clip_grad)
+
+    def get_lr(self) -> list[float]:
+        """Return the learning rate of each group."""
+        return [group["lr"] for group in self._optimizer().param_groups]
+
+    def get_mom(self) -> list[Any]:
+        """Return momentum or betas of each group."""
+        groups = self._optimizer().param_groups
+        return [group.get("betas", group.get("momentum", 0.0)) for group in groups]
+
+    def get_global_grad_norm(self) -> float | None:
+        """Return the norm of the last step's gradients before clipping; None before the first."""
+        return self._grad_norm
+
+    def was_step_applied(self) -> bool:
+        """Return whether the last step at a boundary changed the weights."""
+        return self._was_applied
+
+    def loss_scale(self) -> float:
+        """Return the factor on the loss."""
+        return float(self._optimizer().get_loss_scale())
+
+    @property
+    def cur_scale(self) -> float:
+        """The same, under another name."""
+        return self.loss_scale()
+
+    # State ----------------------------------------------------------------------------------
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        """Return the module's whole state on every rank; collective at stage 3."""
+        return self.replica.state_dict(*args, **kwargs)
+
+    module_state_dict = state_dict
+
+    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+        """Take whole weights over, into shards and main weights as well."""
+        result = self.replica.load_state_dict(state_dict, strict=strict, assign=assign)
+        if self.optimizer is not None:
+            self.optimizer.reload_model_params()
+        return result
+
+    load_module_state_dict = load_state_dict
+
+    def save_checkpoint(
+        self,
+        save_dir: str,
+        tag: str | None = None,
+        client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Save to `save_dir`/`tag` what resumes training on any number of ranks: collective."""
+        checkpoints.save(
+            self, save_dir, tag, client_state or {}, save_latest, exclude_frozen_parameters
+        )
+        return True
+
+    def load_checkpoint(
+        self,
+        load_dir: str,
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Any = None,
+    ) -> tuple[str | None, dict[str, Any] | None]:
+        """Continue from a checkpoint saved at any stage on any number of ranks: collective.
+
+        Returns:
+            (its path, the caller's state); (None, None) if `load_dir` has none.
+        """
+        if custom_load_fn is not None:
+            raise ConfigError(
+                "load_checkpoint(custom_load_fn=...).",
+                rule="weights are read slice by slice, into their places",
+                fix="load what you need with engine.load_state_dict()",
+            )
+        return checkpoints.load(
+            self,
+            load_dir,
+            tag,
+            is_strict=load_module_strict,
+            optimizer_states=load_optimizer_states and not load_module_only,
+            scheduler_states=load_lr_scheduler_states and not load_module_only,
+        )
+
+    def save_16bit_model(
+        self, save_dir: str, save_filename: str = "model.safetensors", **_: Any
+    ) -> bool:
+        """Write the module's weights, as it computes with them, to one file: collective."""
+        checkpoints.save_weights(self, save_dir, save_filename)
+        return True
+
+    save_fp16_model = save_16bit_model
+
+    def destroy(self) -> None:
+        """Do nothing: there is nothing outside of Python's own memory."""
+
+    def counters(self) -> dict[str, int]:
+        """Return what counts steps and samples."""
+        names = ("micro_steps", "global_steps", "global_samples", "skipped_steps")
+        return {name: getattr(self, name) for name in names}

@@ -1,0 +1,206 @@
+"""The engine in one process: its contract, call by call."""
+
+import contextlib
+
+import pytest
+import torch
+from torch import nn
+
+from megatron import deepspeed
+from megatron.core.errors import CheckpointError, ConfigError, ScheduleError
+from megatron.deepspeed.optimizers import check_client
+from megatron.deepspeed.settings import engine_settings
+
+ADAM = {"type": "AdamW", "params": {"lr": 0.01}}
+
+
+@pytest.fixture(autouse=True)
+def _no_processes():
+    """Leave no process group behind."""
+    yield
+    with contextlib.suppress(AssertionError, ValueError):
+        deepspeed.comm.destroy_process_group()
+
+
+def start(model=None, **config):
+    torch.manual_seed(0)
+    model = model or nn.Sequential(nn.Linear(4, 5), nn.Dropout(0.0), nn.Linear(5, 2))
+    config = {"train_micro_batch_size_per_gpu": 2, "optimizer": ADAM, **config}
+    return deepspeed.initialize(model=model, config=config)
+
+
+def loss_of(engine, scale=1.0):
+    x = torch.ones(2, 4, dtype=next(engine.module.parameters()).dtype)
+    return engine(x * scale).float().square().mean()
+
+
+def test_results_come_in_order_and_what_was_not_asked_for_is_none():
+    engine, optimizer, loader, scheduler = start()
+    assert isinstance(engine, deepspeed.DeepSpeedEngine)
+    assert optimizer is engine.optimizer
+    assert loader is None and scheduler is None
+
+
+def test_step_acts_at_the_boundary_only():
+    engine, *_ = start(gradient_accumulation_steps=2)
+    before = engine.module[0].weight.clone()
+    share = engine.backward(loss_of(engine))
+    assert not engine.is_gradient_accumulation_boundary()
+    engine.step()
+    assert torch.equal(engine.module[0].weight, before) and engine.global_steps == 0
+    assert engine.is_gradient_accumulation_boundary()
+    engine.backward(loss_of(engine))
+    engine.step()
+    assert not torch.equal(engine.module[0].weight, before)
+    assert (engine.micro_steps, engine.global_steps, engine.was_step_applied()) == (2, 1, True)
+    assert float(share.detach()) == pytest.approx(float(loss_of_fresh().detach()) / 2)
+
+
+def loss_of_fresh():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 2))
+    return model(torch.ones(2, 4)).square().mean()
+
+
+def test_overflow_skips_the_step_and_the_schedule():
+    engine, *_ = start(
+        fp16={"enabled": True, "initial_scale_power": 4, "hysteresis": 1},
+        scheduler={"type": "WarmupLR", "params": {"warmup_num_steps": 10}},
+    )
+    engine.backward(loss_of(engine) * float("inf"))
+    engine.step()
+    assert (engine.skipped_steps, engine.was_step_applied()) == (1, False)
+    assert engine.loss_scale() == 8.0
+    assert engine.lr_scheduler.last_batch_iteration == -1
+    engine.backward(loss_of(engine))
+    engine.step()
+    assert engine.was_step_applied() and engine.lr_scheduler.last_batch_iteration == 0
+
+
+def test_plain_backward_under_loss_scaling_asks_for_the_scale():
+    engine, *_ = start(fp16={"enabled": True, "initial_scale_power": 4})
+    with pytest.raises(RuntimeError, match="engine.scale"):
+        loss_of(engine).backward()
+    engine.zero_grad()
+    engine.scale(loss_of(engine)).backward()
+    engine.step()
+    assert engine.was_step_applied()
+
+
+def test_two_ways_of_backward_do_not_mix():
+    engine, *_ = start(gradient_accumulation_steps=2)
+    engine.backward(loss_of(engine))
+    engine.step()
+    loss_of(engine).backward()
+    with pytest.raises(ScheduleError, match="in one step"):
+        engine.step()
+
+
+def test_step_inside_of_no_sync_is_refused():
+    engine, *_ = start()
+    with engine.no_sync():
+        engine.backward(loss_of(engine))
+        with pytest.raises(ScheduleError, match="no_sync"):
+            engine.step()
+    engine.step()
+    assert engine.global_steps == 1
+
+
+def test_train_batch_size_changes_accumulation():
+    engine, *_ = start()
+    engine.set_train_batch_size(8)
+    assert (engine.gradient_accumulation_steps(), engine.train_batch_size()) == (4, 8)
+    with pytest.raises(ConfigError, match="use 4"):
+        engine.set_train_batch_size(5)
+
+
+def test_attributes_of_the_module_show_through():
+    model = nn.Linear(4, 2)
+    model.flavour = "plain"
+    engine, *_ = start(model)
+    assert engine.flavour == "plain"
+    with pytest.raises(AttributeError):
+        _ = engine.nothing
+
+
+def test_half_precision_is_the_modules_and_norms_are_known():
+    engine, *_ = start(bf16={"enabled": True})
+    assert engine.bfloat16_enabled() and engine.module[0].weight.dtype == torch.bfloat16
+    assert engine.get_global_grad_norm() is None
+    engine.backward(loss_of(engine))
+    engine.step()
+    assert engine.get_global_grad_norm() > 0
+
+
+def test_samples_are_dealt_to_replicas():
+    data = [(torch.full((4,), float(i)), i) for i in range(6)]
+    _, _, loader, _ = deepspeed.initialize(
+        model=nn.Linear(4, 2),
+        training_data=data,
+        config={"train_micro_batch_size_per_gpu": 2, "optimizer": ADAM},
+    )
+    assert len(loader) == 3
+    epochs = [[int(i) for _, labels in loader for i in labels] for _ in range(2)]
+    assert sorted(epochs[0]) == sorted(epochs[1]) == list(range(6))
+    assert epochs[0] != epochs[1]
+
+
+def test_parameters_in_no_group_are_frozen_and_named():
+    model = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 2))
+    with pytest.warns(UserWarning, match="0.bias is in no group"):
+        deepspeed.initialize(
+            model=model,
+            model_parameters=[p for n, p in model.named_parameters() if n != "0.bias"],
+            config={"optimizer": ADAM},
+        )
+    assert not model[0].bias.requires_grad
+
+
+def test_weights_are_written_without_pickle(tmp_path):
+    engine, *_ = start(bf16={"enabled": True})
+    engine.save_16bit_model(str(tmp_path))
+    assert (tmp_path / "model.safetensors").stat().st_size > 0
+    with pytest.raises(CheckpointError, match="pytorch_model.safetensors"):
+        engine.save_16bit_model(str(tmp_path), "pytorch_model.bin")
+
+
+def test_missing_checkpoint_is_none_and_a_warning(tmp_path):
+    engine, *_ = start()
+    with pytest.warns(UserWarning, match="nothing is loaded"):
+        assert engine.load_checkpoint(str(tmp_path)) == (None, None)
+
+
+def test_client_state_that_would_need_pickle_is_refused(tmp_path):
+    engine, *_ = start()
+    with pytest.raises(CheckpointError, match="client_state"):
+        engine.save_checkpoint(str(tmp_path), client_state={"what": object()})
+
+
+def test_recomputed_activations_give_the_same_gradient():
+    engine, *_ = start()
+    weight = engine.module[0].weight
+    engine.backward(loss_of(engine))
+    plain = deepspeed.zero.safe_get_full_grad(weight)
+    engine.zero_grad()
+    x = torch.ones(2, 4)
+    hidden = deepspeed.checkpointing.checkpoint(engine, x)
+    engine.backward(hidden.square().mean())
+    assert torch.equal(deepspeed.zero.safe_get_full_grad(weight), plain)
+
+
+@pytest.mark.parametrize("kind", ["LBFGS", "NAdam"])
+def test_optimizers_that_cannot_be_sharded_are_refused(kind):
+    client = getattr(torch.optim, kind)(nn.Linear(2, 2).parameters())
+    settings = engine_settings({"zero_optimization": {"stage": 1}}, replicas=2)
+    with pytest.raises(ConfigError, match="treat every element by itself"):
+        check_client(client, settings)
+
+
+def test_one_configuration_only():
+    with pytest.raises(ConfigError, match="without a configuration"):
+        deepspeed.initialize(model=nn.Linear(2, 2))
+    args = deepspeed.add_config_arguments(__import__("argparse").ArgumentParser()).parse_args(
+        ["--deepspeed", "--deepspeed_config", "ds.json"]
+    )
+    with pytest.raises(ConfigError, match="drop one of the two"):
+        deepspeed.initialize(args=args, model=nn.Linear(2, 2), config={})
