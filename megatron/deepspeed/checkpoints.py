@@ -17,7 +17,12 @@ from megatron.core import dist_checkpointing
 from megatron.core.agreement import agree, peers_of
 from megatron.core.dist_checkpointing import StrictHandling
 from megatron.core.dist_checkpointing.durable import rename_durably, replace_durably
-from megatron.core.dist_checkpointing.shard_file import write_shard_file
+from megatron.core.dist_checkpointing.shard_file import (
+    as_bytes,
+    build_header,
+    dtype_name,
+    durable_sink,
+)
 from megatron.core.errors import CheckpointError, MegatronError
 
 if TYPE_CHECKING:
@@ -127,8 +132,12 @@ def save_weights(engine: DeepSpeedEngine, directory: str, name: str) -> None:
 
 
 def _write_safetensors(path: Path, state: Mapping[str, Tensor]) -> None:
-    tensors = [(name, value.detach().cpu().contiguous()) for name, value in state.items()]
+    described = [(name, dtype_name(value.dtype), value.shape) for name, value in state.items()]
     draft = path.with_name(f".{path.name}.unfinished")
     draft.unlink(missing_ok=True)
-    write_shard_file(draft, tensors, {"format": "pt"})
+    with durable_sink(draft) as sink:
+        sink.write(build_header(described, {"format": "pt"}))
+        for value in state.values():
+            sink.write(as_bytes(value.detach().cpu().contiguous()))
+        sink.finish()
     rename_durably(draft, path)

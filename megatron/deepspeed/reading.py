@@ -207,8 +207,8 @@ def _converted(value: Any, key: Key) -> tuple[Any, str]:
         return value, _SHOWN[kind]
     if key.choices and value not in key.choices:
         return value, "one of " + ", ".join(json.dumps(choice) for choice in key.choices)
-    is_bounded = key.least is not None and isinstance(value, (int, float))
-    if is_bounded and not value >= key.least:
+    number: Any = value
+    if key.least is not None and kind in (int, float) and not number >= key.least:
         return value, f"at least {key.least:g}"
     return value, ""
 

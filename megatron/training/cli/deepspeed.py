@@ -95,11 +95,8 @@ def _not_here(read: ReadSettings) -> list[MegatronError]:
         name, params = scheduler["type"], scheduler["params"]
         if name not in _STYLES:
             refuse("scheduler.type", name, f"use {', '.join(_STYLES)}")
-        elif params.get("warmup_type", "log") == "log" and params.get("warmup_num_steps") != 0:
-            refuse(
-                "scheduler.params.warmup_type", params.get("warmup_type", "log (the default)"),
-                'write "warmup_type": "linear"',
-            )  # fmt: skip
+        elif params.get("warmup_type") == "log":
+            refuse("scheduler.params.warmup_type", "log", 'write "warmup_type": "linear"')
     return problems
 
 

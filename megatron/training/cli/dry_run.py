@@ -15,7 +15,7 @@ from megatron.training.metrics.flops import (
     training_flops,
     training_flops_per_token,
 )
-from megatron.training.metrics.memory import estimate_memory
+from megatron.training.metrics.memory import MemoryEstimate, estimate_memory
 from megatron.training.metrics.model_size import ModelSize
 from megatron.training.resolve import ResolvedRun, resolve, resolve_vocabulary
 from megatron.training.rules import check_run, notes
@@ -133,10 +133,11 @@ def _model(run: ResolvedRun, size: ModelSize) -> list[str]:
     return lines
 
 
-def _memory(run: ResolvedRun, size: ModelSize) -> list[str]:
+def memory_of_stages(run: ResolvedRun, size: ModelSize) -> list[MemoryEstimate]:
+    """Return the bytes of a rank of each pipeline stage."""
     layout = pipeline_layout(transformer_config(run.values))
     in_flight = plan_report(_plan(run)).peak_live_activations
-    lines = []
+    found = []
     for rank in range(layout.num_ranks):
         chunks = [
             (
@@ -146,8 +147,14 @@ def _memory(run: ResolvedRun, size: ModelSize) -> list[str]:
             )
             for chunk in range(layout.num_chunks)
         ]
-        estimate = estimate_memory(
-            run.values, size, chunks=chunks, chunks_in_flight=in_flight[rank]
+        found.append(
+            estimate_memory(run.values, size, chunks=chunks, chunks_in_flight=in_flight[rank])
         )
-        lines.append(f"stage {rank}: {estimate.describe()}")
-    return lines
+    return found
+
+
+def _memory(run: ResolvedRun, size: ModelSize) -> list[str]:
+    return [
+        f"stage {rank}: {estimate.describe()}"
+        for rank, estimate in enumerate(memory_of_stages(run, size))
+    ]

@@ -9,9 +9,10 @@ is used; activations in flight from the simulated schedule.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
+from megatron.core.distributed.bucketed_buffer import BucketedBuffer
 from megatron.core.distributed.distributed_data_parallel_config import SHARDING_STRATEGIES
 from megatron.training.metrics.model_size import ModelSize
 
@@ -22,25 +23,33 @@ class MemoryEstimate:
 
     weights: float
     gradients: float
+    main_weights: float
+    """fp32 copies of half-precision weights, or what stands for them."""
     optimizer: float
+    """Moments."""
     activations: float
     logits: float
+    buffers: float
+    """Parameters and gradients that are whole for a time because their shards are kept."""
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """Return the bytes of each part by its name."""
+        return {field.name.replace("_", " "): getattr(self, field.name) for field in fields(self)}
+
+    @property
+    def states(self) -> float:
+        """What is held between steps."""
+        return self.weights + self.gradients + self.main_weights + self.optimizer
 
     @property
     def total(self) -> float:
         """All of it, without the allocator's and the libraries' own use."""
-        return self.weights + self.gradients + self.optimizer + self.activations + self.logits
+        return sum(self.parts.values())
 
     def describe(self) -> str:
         """Return one line."""
-        parts = {
-            "weights": self.weights,
-            "gradients": self.gradients,
-            "optimizer": self.optimizer,
-            "activations": self.activations,
-            "logits": self.logits,
-        }
-        detail = ", ".join(f"{name} {gibibytes(value)}" for name, value in parts.items())
+        detail = ", ".join(f"{name} {gibibytes(value)}" for name, value in self.parts.items())
         return f"{gibibytes(self.total)} ({detail})"
 
 
@@ -71,20 +80,75 @@ def layer_activation_bytes(settings: Mapping[str, Any], size: ModelSize) -> floa
     return s * b * h * (outside + attention + mlp + scores)
 
 
+@dataclass(frozen=True)
+class StateBytes:
+    """Bytes per parameter on the device, before sharding divides them."""
+
+    weight: float
+    gradient: float
+    main: float
+    moments: float
+
+
+def state_bytes(settings: Mapping[str, Any]) -> StateBytes:
+    """Return what a parameter costs between steps."""
+    item = {"fp32": 4.0, "bf16": 2.0, "fp16": 2 + 4 / 128, "fp8": 1 + 4 / 128}
+    is_half = settings["bf16"] or settings["fp16"]
+    first, second = item[settings["exp_avg_dtype"]], item[settings["exp_avg_sq_dtype"]]
+    main = item[settings["main_params_dtype"]] if is_half else 0.0
+    if settings["use_precision_aware_optimizer"] and settings["bf16"] and main == 4.0:
+        main = 2.0  # what the weights lack of fp32
+    # The parameters of Muon that another rule updates are few.
+    moments = first + (second if settings["optimizer"] == "adam" else 0.0)
+    kept = 1.0
+    if settings["optimizer_cpu_offload"] or settings["optimizer_offload_path"]:
+        kept -= settings["optimizer_offload_fraction"]
+    gradient = 4.0 if not is_half or settings["grad_reduce_in_fp32"] else 2.0
+    return StateBytes(2.0 if is_half else 4.0, gradient, main * kept, moments * kept)
+
+
 def optimizer_bytes_per_parameter(settings: Mapping[str, Any]) -> float:
     """Return the bytes of moments and main weights on the device, before sharding."""
-    item = {"fp32": 4.0, "bf16": 2.0, "fp16": 2 + 4 / 128, "fp8": 1 + 4 / 128}
-    first, second = item[settings["exp_avg_dtype"]], item[settings["exp_avg_sq_dtype"]]
-    main = 0.0
-    if settings["bf16"] or settings["fp16"]:
-        main = item[settings["main_params_dtype"]]
-        if settings["use_precision_aware_optimizer"] and settings["bf16"] and main == 4.0:
-            main = 2.0  # what the weights lack of fp32
-    # The parameters of Muon that another rule updates are few.
-    total = main + first + (second if settings["optimizer"] == "adam" else 0.0)
-    if settings["optimizer_cpu_offload"] or settings["optimizer_offload_path"]:
-        total *= 1.0 - settings["optimizer_offload_fraction"]
-    return total
+    found = state_bytes({"grad_reduce_in_fp32": True, **settings})
+    return found.main + found.moments
+
+
+def num_shards(settings: Mapping[str, Any]) -> int:
+    """Return the ranks that share a sharded state."""
+    replicas = settings["data_parallel_size"] * settings["context_parallel_size"]
+    return int(replicas // settings["num_distributed_optimizer_instances"])
+
+
+def sharding_rung(settings: Mapping[str, Any]) -> int:
+    """Return the rung of the ladder: 0 to 3."""
+    if settings["use_torch_fsdp2"]:
+        return 3
+    return SHARDING_STRATEGIES.index(settings["data_parallel_sharding_strategy"])
+
+
+def buffer_bytes(
+    settings: Mapping[str, Any], size: ModelSize, chunks: list[tuple[int, bool, bool]]
+) -> float:
+    """Return the most that is whole at a time although only shards are kept.
+
+    Stage 2: the buckets of gradients that are filled or reduced. Stage 3: two units of parameters,
+    the next one on its way, and the gradients of one that is filled and one that is reduced. A unit
+    is a layer, or a table of the vocabulary.
+    """
+    rung, shards = sharding_rung(settings), num_shards(settings)
+    if rung < 2 or shards == 1:
+        return 0.0
+    per, tp = state_bytes(settings), settings["tensor_model_parallel_size"]
+    held = sum(size.stage_parameters(n, has_embedding=e, has_loss=last) for n, e, last in chunks)
+    if rung == 2:
+        bucket = settings["ddp_bucket_size"] or max(40_000_000, 1_000_000 * shards)
+        return min(held / tp, (BucketedBuffer.max_in_flight + 1) * bucket) * per.gradient
+    units = [size.layer_parameters] * sum(n for n, _, _ in chunks)
+    table = size.vocab_size * size.hidden_size
+    units += [table for _, has_embedding, _ in chunks if has_embedding]
+    units += [table for _, _, last in chunks if last and not size.is_tied]
+    largest = sorted(units)[-2:]
+    return sum(largest) / tp * (per.weight + per.gradient)
 
 
 def estimate_memory(
@@ -100,25 +164,12 @@ def estimate_memory(
         chunks: (number of layers, has embedding, has loss) of each model chunk of the rank.
         chunks_in_flight: most (micro batch, chunk) pairs that wait for their backward at a time.
     """
-    tp, dp = settings["tensor_model_parallel_size"], settings["data_parallel_size"]
+    tp, per = settings["tensor_model_parallel_size"], state_bytes(settings)
     held = sum(size.stage_parameters(n, has_embedding=e, has_loss=last) for n, e, last in chunks)
     held /= tp
-    is_half = settings["bf16"] or settings["fp16"]
-    item = 2 if is_half else 4
-    weight_bytes: float = item
-    gradient_bytes: float = 4 if not is_half or settings["grad_reduce_in_fp32"] else 2
-    moments = 8 if settings["optimizer"] == "adam" else 4  # those of Muon's other rule are few
-    optimizer_bytes: float = moments + (4 if is_half else 0)
-    num_shards = dp * settings["context_parallel_size"]
-    num_shards /= settings["num_distributed_optimizer_instances"]
-    rung = SHARDING_STRATEGIES.index(settings["data_parallel_sharding_strategy"])
-    rung = 3 if settings["use_torch_fsdp2"] else rung
-    if rung >= 1:
-        optimizer_bytes /= num_shards
-    if rung >= 2:
-        gradient_bytes /= num_shards
-    if rung >= 3:
-        weight_bytes /= num_shards
+    shards, rung = num_shards(settings), sharding_rung(settings)
+    # Each rung shards one thing more: moments and main weights, gradients, weights.
+    optimizer, gradients, weights = (held / (shards if rung >= first else 1) for first in (1, 2, 3))
     layers_per_chunk = sum(n for n, _, _ in chunks) / len(chunks)
     per_chunk = layers_per_chunk * layer_activation_bytes(settings, size)
     logits = 0.0
@@ -126,11 +177,13 @@ def estimate_memory(
         tokens = size.seq_length * settings["micro_batch_size"]
         tokens /= settings["context_parallel_size"]
         if not settings["cross_entropy_loss_fusion"]:
-            logits = tokens * size.vocab_size / tp * (item + 4)
+            logits = tokens * size.vocab_size / tp * (per.weight + 4)
     return MemoryEstimate(
-        weights=held * weight_bytes,
-        gradients=held * gradient_bytes,
-        optimizer=held * optimizer_bytes,
+        weights=weights * per.weight,
+        gradients=gradients * per.gradient,
+        main_weights=optimizer * per.main,
+        optimizer=optimizer * per.moments,
         activations=per_chunk * chunks_in_flight,
         logits=logits,
+        buffers=buffer_bytes(settings, size, chunks),
     )

@@ -55,7 +55,10 @@ def notes(config: RunConfig) -> list[str]:
         if owner is not None and config.value_of(owner.name) == owner.default:
             lines.append(f"{_as_typed(spec, value)}: has no effect without {owner.flag}.")
     if config.launch.deepspeed_config is not None:
-        ignored = read_settings(config.launch.deepspeed_config).without_effect
+        read = read_settings(config.launch.deepspeed_config)
+        ignored = dict(read.without_effect)
+        if "warmup_type" not in read.sections.get("scheduler", {"params": "warmup_type"})["params"]:
+            ignored["scheduler"] = "warm-up is linear; DeepSpeed's default is logarithmic"
         lines += [f"{key} of the DeepSpeed configuration: {why}." for key, why in ignored.items()]
     if config.checkpoint.ckpt_format in ("torch", "torch_dcp"):
         lines.append(

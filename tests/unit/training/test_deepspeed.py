@@ -82,7 +82,8 @@ def test_problems_of_the_file_stand_beside_those_of_the_command_line():
     [
         ({"scheduler": {"type": "OneCycle", "params": {"cycle_min_lr": 0, "cycle_max_lr": 1}}},
          "use WarmupLR"),
-        ({"scheduler": {"type": "WarmupLR"}}, '"warmup_type": "linear"'),
+        ({"scheduler": {"type": "WarmupLR", "params": {"warmup_type": "log"}}},
+         '"warmup_type": "linear"'),
         ({"optimizer": {"type": "RMSprop"}}, "use AdamW"),
         ({"gradient_allreduce_op": "sum"}, "means over tokens"),
         ({"train_batch_size": 9}, "use train_batch_size 8 or 16"),
@@ -105,3 +106,4 @@ def test_the_two_flags_come_together(words):
 def test_keys_without_effect_are_in_the_notes():
     lines = notes(parse(FILES / "zero2_fp16.json"))
     assert any(line.startswith("activation_checkpointing.partition_activations") for line in lines)
+    assert any("warm-up is linear" in line for line in lines)

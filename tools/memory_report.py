@@ -1,0 +1,145 @@
+"""Show the memory of a rank at every stage of sharding, in one layout or in all of them.
+
+    python tools/memory_report.py --world-size 8 --num-layers 24 --hidden-size 2048 \\
+        --num-attention-heads 16 --seq-length 2048 --micro-batch-size 1 --bf16 --vocab-size 50000
+    python tools/memory_report.py --world-size 64 --all-layouts --fits 80 ...
+
+Takes the flags of pretrain_gpt.py, starts nothing, and needs no accelerator. A row is the rank of
+the pipeline stage that needs most. What torch, its allocator and its kernels use is not in it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+if str(REPOSITORY) not in sys.path:
+    sys.path.insert(0, str(REPOSITORY))
+
+from megatron.core.distributed.distributed_data_parallel_config import SHARDING_STRATEGIES
+from megatron.core.errors import ConfigError, MegatronError
+from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
+from megatron.training.cli.dry_run import memory_of_stages, planned_world_size
+from megatron.training.cli.parser import parse_command_line
+from megatron.training.config.run import RunConfig
+from megatron.training.metrics.memory import MemoryEstimate
+from megatron.training.metrics.model_size import ModelSize
+from megatron.training.resolve import resolve, resolve_vocabulary
+from megatron.training.rules import check_run
+
+SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One stage in one layout."""
+
+    layout: tuple[int, int, int, int]
+    """tensor, pipeline, context, data."""
+    stage: int
+    estimate: MemoryEstimate | None
+    reason: str = ""
+    """Why there is no estimate: this combination does not run."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add what the flags of a run do not say."""
+    group = parser.add_argument_group("Memory report")
+    group.add_argument("--world-size", type=int, help="ranks to plan for")
+    group.add_argument("--all-layouts", action="store_true", default=False, help="every split")
+    group.add_argument("--fits", type=float, metavar="GIB", help="only rows of at most so much")
+    return parser
+
+
+def layouts(values: dict[str, Any], world_size: int, *, is_all: bool) -> Iterator[dict[str, int]]:
+    """Yield sizes of the model-parallel axes: those of the flags, or all powers of two that fit."""
+    if not is_all:
+        yield {name: values.get(name, 1) for name in SIZES}
+        return
+    powers = [2**i for i in range(world_size.bit_length())]
+    for tp in powers:
+        for pp in powers:
+            for cp in powers:
+                if world_size % (tp * pp * cp) == 0:
+                    yield dict(zip(SIZES, (tp, pp, cp), strict=True))
+
+
+def estimate(values: dict[str, Any], world_size: int) -> MemoryEstimate:
+    """Return the bytes of the rank that needs most.
+
+    Raises:
+        ConfigError: the settings do not go together.
+    """
+    run = resolve(RunConfig.from_values(values), world_size=world_size)
+    check_run(run)
+    run = resolve_vocabulary(run, build_tokenizer(run.namespace()).vocab_size)
+    size = ModelSize.from_settings(run.values)
+    return max(memory_of_stages(run, size), key=lambda found: found.total)
+
+
+def rows(values: dict[str, Any], world_size: int, *, is_all: bool) -> Iterator[Row]:
+    """Yield all stages in all layouts asked for."""
+    for sizes in layouts(values, world_size, is_all=is_all):
+        tp, pp, cp = (sizes[name] for name in SIZES)
+        layout = (tp, pp, cp, world_size // (tp * pp * cp))
+        for stage, strategy in enumerate(SHARDING_STRATEGIES):
+            asked = {
+                **values,
+                **sizes,
+                "data_parallel_sharding_strategy": strategy,
+                "use_distributed_optimizer": stage > 0,
+            }
+            try:
+                yield Row(layout, stage, estimate(asked, world_size))
+            except ConfigError as problem:
+                first = problem.problems[0] if problem.problems else problem
+                yield Row(layout, stage, None, first.found)
+
+
+def table(found: Sequence[Row], fits: float | None) -> list[str]:
+    """Return the lines of the report, in GiB."""
+    names = list(next((row.estimate.parts for row in found if row.estimate), {}))
+    titles = "".join(f"{name:>14}" for name in (*names, "total"))
+    lines = [f"{'tp x pp x cp x dp':<20}{'stage':>5}{titles}  (GiB)"]
+    refused: dict[tuple[tuple[int, ...], str], list[int]] = {}
+    for row in found:
+        if row.estimate is None:
+            refused.setdefault((row.layout, row.reason), []).append(row.stage)
+        elif fits is None or row.estimate.total <= fits * 2**30:
+            amounts = (*row.estimate.parts.values(), row.estimate.total)
+            shown = "".join(f"{amount / 2**30:>14.3f}" for amount in amounts)
+            lines.append(f"{' x '.join(map(str, row.layout)):<20}{row.stage:>5}{shown}")
+    if len(lines) == 1 and fits is not None:
+        lines.append(f"nothing fits in {fits:g} GiB")
+    if fits is None:
+        lines += [
+            f"{' x '.join(map(str, layout))}, stage {', '.join(map(str, stages))}: {reason}"
+            for (layout, reason), stages in refused.items()
+        ]
+    return lines
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the report."""
+    try:
+        command = parse_command_line(arguments, extra_args_provider=add_arguments)
+        extra = command.extra
+        world_size = extra["world_size"] or planned_world_size(command.config)
+        found = list(rows(command.config.changed(), world_size, is_all=bool(extra["all_layouts"])))
+    except MegatronError as problem:
+        print(problem, file=sys.stderr)
+        return 2
+    if not any(row.estimate for row in found):
+        print(found[0].reason, file=sys.stderr)
+        return 2
+    print("\n".join(table(found, extra["fits"])))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
