@@ -32,6 +32,8 @@ from megatron.training.metrics.model_size import ModelSize
 from megatron.training.resolve import resolve, resolve_vocabulary
 from megatron.training.rules import check_run
 
+WITHOUT_A_RUN = {"train_iters": 1, "lr": 1e-3}
+"""What a run must be told, and a report need not be."""
 SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
 
 
@@ -127,7 +129,9 @@ def table(found: Sequence[Row], fits: float | None) -> list[str]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the report."""
     try:
-        command = parse_command_line(arguments, extra_args_provider=add_arguments)
+        command = parse_command_line(
+            arguments, extra_args_provider=add_arguments, args_defaults=WITHOUT_A_RUN
+        )
         extra = command.extra
         world_size = extra["world_size"] or planned_world_size(command.config)
         found = list(rows(command.config.changed(), world_size, is_all=bool(extra["all_layouts"])))

@@ -14,7 +14,8 @@ behind them: `megatron.core.distributed`, `megatron.core.optimizer`, `megatron.c
 """
 
 from megatron.core.errors import ConfigError
-from megatron.deepspeed import checkpointing, comm, lr_schedules, zero
+from megatron.deepspeed import checkpointing, comm, lr_schedules, ops, utils, zero
+from megatron.deepspeed.accelerator import get_accelerator
 from megatron.deepspeed.arguments import add_config_arguments
 from megatron.deepspeed.comm import init_distributed
 from megatron.deepspeed.engine import DeepSpeedEngine
@@ -26,8 +27,11 @@ __all__ = [
     "add_config_arguments",
     "checkpointing",
     "comm",
+    "get_accelerator",
     "init_distributed",
     "initialize",
     "lr_schedules",
+    "ops",
+    "utils",
     "zero",
 ]

@@ -17,6 +17,9 @@ from megatron.core import dist_checkpointing
 from megatron.core.agreement import agree, peers_of
 from megatron.core.dist_checkpointing import StrictHandling
 from megatron.core.dist_checkpointing.durable import rename_durably, replace_durably
+from megatron.core.dist_checkpointing.foreign.contents import ForeignContents
+from megatron.core.dist_checkpointing.foreign.opening import LATEST_NAME, open_any
+from megatron.core.dist_checkpointing.loader import Contents, load_state
 from megatron.core.dist_checkpointing.shard_file import (
     as_bytes,
     build_header,
@@ -27,8 +30,6 @@ from megatron.core.errors import CheckpointError, MegatronError
 
 if TYPE_CHECKING:
     from megatron.deepspeed.engine import DeepSpeedEngine
-
-LATEST = "latest"
 
 
 def save(
@@ -61,7 +62,7 @@ def save(
         model = {name: value for name, value in model.items() if name not in frozen}
     dist_checkpointing.save({"model": model, **state}, directory / tag)
     if is_latest and peers.rank == 0:
-        replace_durably(directory / LATEST, tag.encode())
+        replace_durably(directory / LATEST_NAME, tag.encode())
     peers.broadcast(None)
 
 
@@ -77,12 +78,12 @@ def load(
     """Load what `save` saved: collective. See `DeepSpeedEngine.load_checkpoint`."""
     peers = peers_of(None)
     if tag is None:
-        latest = Path(load_dir) / LATEST
+        latest = Path(load_dir) / LATEST_NAME
         tag = peers.broadcast(
             latest.read_text().strip() if peers.rank == 0 and latest.is_file() else None
         )
     if tag is None:
-        warnings.warn(f"{load_dir} has no file {LATEST}: nothing is loaded", stacklevel=3)
+        warnings.warn(f"{load_dir} has no file {LATEST_NAME}: nothing is loaded", stacklevel=3)
         return None, None
     path = Path(load_dir) / tag
     model = engine.replica.sharded_state_dict()
@@ -90,10 +91,12 @@ def load(
     optimizer = engine.optimizer
     if optimizer is not None and optimizer_states:
         wanted["optimizer"] = optimizer.sharded_state_dict(model, is_loading=True)
-    strictness = StrictHandling.RAISE_ALL if is_strict else StrictHandling.LOG_ALL
-    if "optimizer" not in wanted and is_strict:
-        strictness = StrictHandling.RAISE_UNEXPECTED
-    state = dist_checkpointing.load(wanted, path, strict=strictness)
+    contents = open_any(path, peers=peers)
+    state = load_state(
+        wanted, contents, peers=peers, strict=_strictness(wanted, is_strict, contents)
+    ).state
+    if isinstance(contents, ForeignContents):
+        _complete(state, wanted, contents)
     engine.replica.load_state_dict(state["model"], strict=is_strict)
     if optimizer is not None:
         if "optimizer" in wanted:
@@ -105,6 +108,34 @@ def load(
     for name, value in state.get("engine", {}).items():
         setattr(engine, name, value)
     return str(path), state.get("client_state", {})
+
+
+def _strictness(wanted: Mapping[str, Any], is_strict: bool, contents: Contents) -> StrictHandling:
+    if not is_strict:
+        return StrictHandling.LOG_ALL
+    if isinstance(contents, ForeignContents) or "optimizer" not in wanted:
+        return StrictHandling.RAISE_UNEXPECTED  # what nobody asks for may be there
+    return StrictHandling.RAISE_ALL
+
+
+def _complete(state: dict[str, Any], wanted: Mapping[str, Any], contents: ForeignContents) -> None:
+    """Add what a checkpoint of DeepSpeed's own has under other names.
+
+    Raises:
+        CheckpointError: the optimizer's state is wanted and cannot be read; on all ranks alike.
+    """
+    if "optimizer" in wanted:
+        if not contents.has_optimizer:
+            raise CheckpointError(
+                f"{contents.directory}: {contents.no_optimizer or 'it holds no optimizer state'}.",
+                rule="a run goes on only with the optimizer state it stopped with",
+                fix="give load_optimizer_states=False to go on with fresh moments",
+            )
+        contents.complete_optimizer(state["optimizer"], wanted["optimizer"])
+    common = contents.common_state()
+    steps, samples = int(common.get("iteration", 0)), int(common.get("consumed_train_samples", 0))
+    state["engine"] = {"global_steps": steps, "global_samples": samples, "micro_steps": 0}
+    state["lr_scheduler"] = {"last_batch_iteration": steps - 1}
 
 
 def save_weights(engine: DeepSpeedEngine, directory: str, name: str) -> None:

@@ -15,7 +15,7 @@ from megatron.core.optimizer.factory import assemble_optimizer, rule_of_groups
 from megatron.core.optimizer.muon import is_muon_matrix
 from megatron.core.optimizer.optimized_shard import OptimizedShard
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.deepspeed.schema import OPTIMIZERS
+from megatron.deepspeed.named_parts import OPTIMIZERS
 from megatron.deepspeed.settings import EngineSettings, optimizer_config
 
 ELEMENTWISE = (

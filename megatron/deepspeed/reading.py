@@ -15,17 +15,8 @@ from typing import Any
 import torch
 
 from megatron.core.errors import ConfigError, MegatronError, raise_together
-from megatron.deepspeed.schema import (
-    AUTO,
-    OPTIMIZERS,
-    REFUSED_OPTIMIZERS,
-    RENAMED,
-    REQUIRED,
-    SCHEDULERS,
-    SCHEMA,
-    Key,
-    Schema,
-)
+from megatron.deepspeed.named_parts import OPTIMIZERS, REFUSED_OPTIMIZERS, REQUIRED, SCHEDULERS
+from megatron.deepspeed.schema import AUTO, RENAMED, SCHEMA, Key, Schema
 
 _SHOWN = {
     int: "an integer",
@@ -207,10 +198,16 @@ def _converted(value: Any, key: Key) -> tuple[Any, str]:
         return value, _SHOWN[kind]
     if key.choices and value not in key.choices:
         return value, "one of " + ", ".join(json.dumps(choice) for choice in key.choices)
+    if key.length is not None and not _are_numbers(value, key.length):
+        return value, f"a list of {key.length} numbers"
     number: Any = value
     if key.least is not None and kind in (int, float) and not number >= key.least:
         return value, f"at least {key.least:g}"
     return value, ""
+
+
+def _are_numbers(value: Any, length: int) -> bool:
+    return len(value) == length and all(isinstance(each, (int, float)) for each in value)
 
 
 def _wrong(path: str, value: Any, wanted: str) -> ConfigError:

@@ -13,8 +13,8 @@ from megatron.core.distributed.distributed_data_parallel_config import SHARDING_
 from megatron.core.errors import ConfigError, MegatronError, raise_together
 from megatron.core.optimizer import OptimizerConfig
 from megatron.deepspeed.batch import ACCUMULATION, MICRO, TRAIN, BatchSizes, resolve_batch
+from megatron.deepspeed.named_parts import OPTIMIZERS
 from megatron.deepspeed.reading import ConfigSource, ReadSettings, collect, key_at
-from megatron.deepspeed.schema import OPTIMIZERS
 
 OFFLOAD = "zero_optimization.offload_optimizer"
 MICS = "zero_optimization.mics_shard_size"

@@ -2,7 +2,8 @@
 
 PYTHON is the interpreter of an environment with deepspeed. Both programs run one file,
 `deepspeed_engine_job.py`, which trains with ZeRO stages 0 to 3, in fp32, bf16 and fp16, with 1 and
-4 micro batches per step on two processes. A row shows the largest difference of the losses and of
+4 micro batches per step on two processes; in the last rows both go on from the checkpoints that
+DeepSpeed has saved. A row shows the largest difference of the losses and of
 the gradient norms, relative; a case that DeepSpeed refuses on this machine is compared with our
 stage 0. Exits with status 1 if a difference is larger than its limit.
 """
@@ -28,17 +29,16 @@ way changes a weight by half a unit in the last place, 2^-9 and 2^-12; a small m
 follow from some thousand of them."""
 
 
-def run(python: str, port: int, environment: dict[str, str]) -> dict[str, Any]:
+def run(python: str, port: int, environment: dict[str, str], directory: str) -> dict[str, Any]:
     """Let one program run all cases."""
-    with tempfile.TemporaryDirectory() as directory:
-        out = Path(directory) / "found.json"
-        line = [python, str(JOB), "--out", str(out), "--port", str(port)]
-        done = subprocess.run(
-            line, capture_output=True, text=True, check=False, env=environment, cwd=directory
-        )
-        if done.returncode != 0:
-            raise RuntimeError(f"{' '.join(line)} failed:\n{done.stderr[-3000:]}")
-        return dict(json.loads(out.read_text()))
+    out = Path(directory) / f"found{port}.json"
+    line = [python, str(JOB), "--out", str(out), "--port", str(port), "--checkpoints", directory]
+    done = subprocess.run(
+        line, capture_output=True, text=True, check=False, env=environment, cwd=directory
+    )
+    if done.returncode != 0:
+        raise RuntimeError(f"{' '.join(line)} failed:\n{done.stderr[-3000:]}")
+    return dict(json.loads(out.read_text()))
 
 
 def largest_difference(ours: list[float], theirs: list[float]) -> float:
@@ -55,8 +55,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--peer", required=True, help="a Python that has deepspeed")
     options = parser.parse_args(arguments)
     plain = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    theirs = run(options.peer, 29861, plain)
-    ours = run(sys.executable, 29862, {**plain, "PYTHONPATH": str(REPOSITORY)})
+    with tempfile.TemporaryDirectory() as directory:
+        theirs = run(options.peer, 29861, plain, directory)
+        ours = run(sys.executable, 29862, {**plain, "PYTHONPATH": str(REPOSITORY)}, directory)
     failures = 0
     print(f"{'case':<38}{'losses':>10}{'norms':>10}{'limit':>9}   compared with")
     for name, (_, dtype, accumulation) in CASES.items():

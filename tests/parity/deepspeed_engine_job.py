@@ -1,6 +1,6 @@
 """What `tests.parity.deepspeed_engine` runs in both programs: the same loop, the same cases.
 
-    python deepspeed_engine_job.py --out FILE [--port PORT]
+    python deepspeed_engine_job.py --out FILE --checkpoints DIRECTORY [--port PORT]
 
 Trains a small model with every case of `CASES` on two processes, with `deepspeed` where it is
 installed and `megatron.deepspeed` elsewhere, and writes losses and gradient norms as JSON.
@@ -33,7 +33,7 @@ CASES = {
     for dtype in ("fp32", "bf16", "fp16")
     for stage in range(4)
     for accumulation in (1, 4)
-}
+} | {f"resumed, stage {stage}, bf16": (stage, "bf16", 1) for stage in (1, 2, 3)}
 
 
 class Model(nn.Module):
@@ -78,17 +78,21 @@ def settings(stage: int, dtype: str, accumulation: int) -> dict:
     return config
 
 
-def train(rank: int, stage: int, dtype: str, accumulation: int) -> dict[str, list[float]]:
-    """Return the losses of this rank and the norms of a case."""
+def start(case: tuple[int, str, int]):
+    """Return the engine of a case."""
     torch.manual_seed(0)
     model = Model()
     engine, *_ = deepspeed.initialize(
-        model=model,
-        model_parameters=model.parameters(),
-        config=settings(stage, dtype, accumulation),
+        model=model, model_parameters=model.parameters(), config=settings(*case)
     )
+    return engine
+
+
+def train(engine, case: tuple[int, str, int], seed: int) -> dict[str, list[float]]:
+    """Return the losses of this rank and the norms of some steps."""
+    _, dtype, accumulation = case
     kind = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
-    generator = torch.Generator().manual_seed(10 + rank)
+    generator = torch.Generator().manual_seed(seed)
     found: dict[str, list[float]] = {"losses": [], "norms": []}
     for _ in range(STEPS * accumulation):
         x = torch.randn(MICRO, 16, generator=generator)
@@ -103,6 +107,21 @@ def train(rank: int, stage: int, dtype: str, accumulation: int) -> dict[str, lis
     return found
 
 
+def run_case(name: str, rank: int, checkpoints: Path) -> dict[str, list[float]]:
+    """Train a case; one that resumes goes on from where deepspeed has saved it."""
+    case = CASES[name]
+    engine = start(case)
+    if not name.startswith("resumed"):
+        return train(engine, case, 10 + rank)
+    directory = str(checkpoints / name.replace(" ", "_").replace(",", ""))
+    if deepspeed.__name__ == "deepspeed":
+        train(engine, case, 10 + rank)
+        engine.save_checkpoint(directory)
+    else:
+        engine.load_checkpoint(directory)
+    return train(engine, case, 20 + rank)
+
+
 def work(rank: int, arguments: argparse.Namespace) -> None:
     """Run one rank."""
     os.environ |= {
@@ -112,10 +131,10 @@ def work(rank: int, arguments: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     deepspeed.init_distributed("gloo")
     results: dict[str, object] = {}
-    for name, case in CASES.items():
+    for name in CASES:
         try:
             with contextlib.redirect_stdout(io.StringIO()):
-                results[name] = train(rank, *case)
+                results[name] = run_case(name, rank, Path(arguments.checkpoints))
         except Exception as error:
             results[name] = {"refused": f"{type(error).__name__}: {error}"[:300]}
     if rank == 0:
@@ -126,6 +145,7 @@ def main() -> int:
     """Parse the command line and start the ranks."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", required=True)
+    parser.add_argument("--checkpoints", required=True, help="where deepspeed's are")
     parser.add_argument("--port", type=int, default=29861)
     arguments = parser.parse_args()
     torch.multiprocessing.spawn(work, (arguments,), nprocs=RANKS)

@@ -7,7 +7,6 @@ parameters in another way.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from megatron.core.dist_checkpointing.foreign.contents import ForeignContents
@@ -45,24 +44,6 @@ def complete_foreign_state(
         state: the loaded state of the run.
         template: the declaration of the optimizer's.
     """
-    _complete_optimizer(state["optimizer"], template, contents)
+    contents.complete_optimizer(state["optimizer"], template)
     if parts.scheduler is not None and "opt_param_scheduler" not in state:
         parts.scheduler.step(increment=int(state.get("consumed_train_samples", 0)))
-
-
-def _complete_optimizer(state: Any, template: Any, contents: ForeignContents) -> None:
-    """Fill in, in place, the plain values that the optimizer expects beside its tensors.
-
-    Args:
-        state: the loaded optimizer state.
-        template: its declaration, with the settings of this run; chained optimizers are nested.
-    """
-    if not isinstance(template, Mapping):
-        return
-    if "param_groups" not in template:
-        for name, inner in template.items():
-            _complete_optimizer(state.setdefault(name, {}), inner, contents)
-        return
-    state["param_groups"] = [dict(group) for group in template["param_groups"]]
-    state.setdefault("state", {})["step"] = contents.optimizer_step
-    state["grad_scaler"] = contents.common_state().get("grad_scaler", {})

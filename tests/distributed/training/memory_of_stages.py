@@ -27,8 +27,9 @@ from tests.harness.distributed import run_distributed
 
 STATE_TOLERANCE = 0.02
 """Padding of slots and shards to 128 elements."""
-ACTIVATION_TOLERANCE = 0.10
-"""The formula counts matrices of [tokens, width]; statistics of norms and softmax are left out."""
+ACTIVATION_TOLERANCE = 0.20
+"""The formula counts the inputs of each operation; a fused one keeps fewer, and logits that are
+converted to fp32 are freed in bf16 earlier than it assumes."""
 SMALL = "--num-layers 2 --hidden-size 128 --num-attention-heads 4 --seq-length 64 --vocab-size 512"
 LARGE = (
     "--num-layers 8 --hidden-size 512 --num-attention-heads 8 --seq-length 256 --vocab-size 16384"

@@ -10,6 +10,7 @@ from megatron import deepspeed
 from megatron.core.errors import CheckpointError, ConfigError, ScheduleError
 from megatron.deepspeed.optimizers import check_client
 from megatron.deepspeed.settings import engine_settings
+from tests.unit.dist_checkpointing.foreign import foreign_files as foreign
 
 ADAM = {"type": "AdamW", "params": {"lr": 0.01}}
 
@@ -176,6 +177,25 @@ def test_client_state_that_would_need_pickle_is_refused(tmp_path):
         engine.save_checkpoint(str(tmp_path), client_state={"what": object()})
 
 
+@pytest.mark.parametrize("stage", [2, 3])
+def test_checkpoint_of_deepspeed_is_read(tmp_path, monkeypatch, stage):
+    engine, *_ = start(bf16={"enabled": True}, zero_optimization={"stage": stage})
+    shapes = {name: p.shape for name, p in engine.module.named_parameters()}
+    theirs = {name: torch.randn(shape) for name, shape in shapes.items()}
+    moments = {kind: {n: torch.rand(s) for n, s in shapes.items()} for kind in foreign.MOMENTS}
+    monkeypatch.setattr(foreign, "weights", lambda: theirs)
+    monkeypatch.setattr(foreign, "moments", lambda: moments)
+    foreign.write_deepspeed(tmp_path, stage=stage)
+    path, _ = engine.load_checkpoint(str(tmp_path))
+    assert path.endswith(f"global_step{foreign.ITERATION}")
+    assert engine.global_steps == foreign.ITERATION
+    for name, parameter in engine.module.named_parameters():
+        assert torch.equal(parameter.detach(), theirs[name].bfloat16())
+        assert torch.equal(deepspeed.zero.safe_get_full_fp32_param(parameter), theirs[name])
+        found = deepspeed.zero.safe_get_full_optimizer_state(parameter, "exp_avg_sq")
+        assert torch.equal(found, moments["exp_avg_sq"][name])
+
+
 def test_recomputed_activations_give_the_same_gradient():
     engine, *_ = start()
     weight = engine.module[0].weight
@@ -204,3 +224,15 @@ def test_one_configuration_only():
     )
     with pytest.raises(ConfigError, match="drop one of the two"):
         deepspeed.initialize(args=args, model=nn.Linear(2, 2), config={})
+
+
+def test_names_that_scripts_import():
+    model = nn.Linear(2, 2)
+    for kind, is_decoupled in ((True, torch.optim.AdamW), (False, torch.optim.Adam)):
+        made = deepspeed.ops.adam.FusedAdam(model.parameters(), adam_w_mode=kind)
+        assert type(made) is is_decoupled
+    with pytest.raises(ConfigError, match="always corrected"):
+        deepspeed.ops.adam.DeepSpeedCPUAdam(model.parameters(), bias_correction=False)
+    accelerator = deepspeed.get_accelerator()
+    assert accelerator.current_device_name().startswith(accelerator.device_name())
+    assert deepspeed.utils.logger.name == "megatron.deepspeed"

@@ -161,6 +161,7 @@ def test_optimizer_types(section, rule, decoupled):
     [
         ({"optimizer": {"type": "AdmW"}}, "did you mean Adam"),
         ({"optimizer": {"type": "AdamW", "params": {"learning_rate": 1}}}, "learning_rate"),
+        ({"optimizer": {"type": "Adam", "params": {"betas": [0.9]}}}, "a list of 2 numbers"),
         ({"optimizer": {"params": {"lr": 1}}}, "optimizer has no type"),
         ({"scheduler": {"type": "WarmupLr"}}, "did you mean WarmupLR?"),
         ({"scheduler": {"type": "OneCycle", "params": {}}}, "cycle_min_lr is missing"),

@@ -106,6 +106,23 @@ class ForeignContents(Contents):
         """Whether moments are among the tensors."""
         return any(key.startswith("optimizer.state.exp_avg.") for key in self.manifest.tensors)
 
+    def complete_optimizer(self, state: Any, template: Any) -> None:
+        """Fill in, in place, the plain values that the optimizer expects beside its tensors.
+
+        Args:
+            state: the loaded optimizer state.
+            template: its declaration, with the settings of this run; chained optimizers are nested.
+        """
+        if not isinstance(template, Mapping):
+            return
+        if "param_groups" not in template:
+            for name, inner in template.items():
+                self.complete_optimizer(state.setdefault(name, {}), inner)
+            return
+        state["param_groups"] = [dict(group) for group in template["param_groups"]]
+        state.setdefault("state", {})["step"] = self.optimizer_step
+        state["grad_scaler"] = self.common_state().get("grad_scaler", {})
+
 
 class ForeignReader:
     """Fills boxes from foreign shards. Use as a context manager."""

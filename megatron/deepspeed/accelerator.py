@@ -1,0 +1,56 @@
+"""`deepspeed.accelerator`: the device of this process, by DeepSpeed's questions."""
+
+from __future__ import annotations
+
+import torch
+
+from megatron.core import device
+
+
+class Accelerator:
+    """Answers from `megatron.core.device`."""
+
+    def device_name(self, device_index: int | None = None) -> str:
+        """Return "cpu", "cuda" or "cuda:1"."""
+        kind = device.device_type()
+        return kind if device_index is None or kind == "cpu" else f"{kind}:{device_index}"
+
+    def current_device_name(self) -> str:
+        """Return the name of the device that new tensors of this process belong on."""
+        return str(device.current_device())
+
+    def current_device(self) -> int:
+        """Return its number."""
+        return device.current_device().index or 0
+
+    def set_device(self, device_index: int) -> None:
+        """Bind this process to a device."""
+        device.set_local_device(device_index)
+
+    def device_count(self) -> int:
+        """Return the number of accelerators of this machine; 1 without any."""
+        return max(1, torch.accelerator.device_count())
+
+    def communication_backend_name(self) -> str:
+        """Return the backend of torch.distributed."""
+        return device.communication_backend()
+
+    def is_available(self) -> bool:
+        """Return whether there is anything to compute on."""
+        return True
+
+    def synchronize(self, device_index: int | None = None) -> None:
+        """Wait for the work that is queued on the device."""
+        device.synchronize()
+
+    def max_memory_allocated(self, device_index: int | None = None) -> int:
+        """Return the peak bytes allocated on it, or of this process on a CPU."""
+        return device.peak_memory_bytes()
+
+
+_ACCELERATOR = Accelerator()
+
+
+def get_accelerator() -> Accelerator:
+    """Return what answers questions about the device."""
+    return _ACCELERATOR

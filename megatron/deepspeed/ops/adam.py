@@ -1,0 +1,54 @@
+"""`deepspeed.ops.adam`: torch's Adam and AdamW by their fused kernels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from megatron.core.errors import ConfigError
+
+
+def FusedAdam(
+    params: Any,
+    lr: float = 1e-3,
+    bias_correction: bool = True,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    adam_w_mode: bool = True,
+    weight_decay: float = 0.0,
+    amsgrad: bool = False,
+    set_grad_none: bool = True,
+) -> torch.optim.Optimizer:
+    """Return AdamW, or Adam with `adam_w_mode=False`. `set_grad_none` is always so.
+
+    Raises:
+        ConfigError: `bias_correction` is off.
+    """
+    if not bias_correction:
+        raise ConfigError(
+            "FusedAdam(bias_correction=False).",
+            rule="moments are always corrected for their start at zero",
+            fix="drop it, and lower betas[1] for a short memory",
+        )
+    kind = torch.optim.AdamW if adam_w_mode else torch.optim.Adam
+    return kind(
+        params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, amsgrad=amsgrad, fused=True
+    )
+
+
+def DeepSpeedCPUAdam(
+    model_params: Any,
+    lr: float = 1e-3,
+    bias_correction: bool = True,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    amsgrad: bool = False,
+    adamw_mode: bool = True,
+    fp32_optimizer_states: bool = True,
+) -> torch.optim.Optimizer:
+    """Return the same; the configuration says where its state lies."""
+    return FusedAdam(
+        model_params, lr, bias_correction, betas, eps, adamw_mode, weight_decay, amsgrad
+    )

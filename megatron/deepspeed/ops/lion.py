@@ -1,0 +1,5 @@
+"""`deepspeed.ops.lion`: the library's own Lion."""
+
+from megatron.core.optimizer.lion import Lion as FusedLion
+
+__all__ = ["FusedLion"]
