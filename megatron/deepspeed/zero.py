@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from megatron.core.distributed.communication import broadcast_from_first
 from megatron.core.distributed.parameter_shard import ParameterShard
 from megatron.core.errors import ConfigError
+from megatron.core.initialization import has_memory
 from megatron.core.optimizer.state_declarations import initialize_state
 from megatron.core.utils import get_pg_size
 
@@ -73,7 +74,7 @@ def engine_of(parameter: Any) -> DeepSpeedEngine | None:
 def _put(engine: DeepSpeedEngine, parameter: Tensor, value: Tensor) -> None:
     """Give a parameter new values: wherever it lies, and in the main weights."""
     pieces = engine.replica.shards_of(parameter)
-    if parameter.numel() == value.numel() and parameter.stride() and any(parameter.stride()):
+    if has_memory(parameter):
         parameter.copy_(value)
     for piece in pieces:
         piece.values.copy_(_piece(value, piece))

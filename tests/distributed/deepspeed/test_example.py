@@ -4,6 +4,7 @@ import io
 import re
 import runpy
 import sys
+import warnings
 from contextlib import redirect_stdout
 
 from megatron import deepspeed
@@ -22,7 +23,8 @@ def run(groups, *words):
         lambda: None,
     )
     try:
-        with redirect_stdout(io.StringIO()) as out:
+        with redirect_stdout(io.StringIO()) as out, warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # no checkpoint yet
             runpy.run_path(str(EXAMPLE / "train.py"), run_name="__main__")
     finally:
         deepspeed.comm.destroy_process_group = destroy

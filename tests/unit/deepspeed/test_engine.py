@@ -236,3 +236,47 @@ def test_names_that_scripts_import():
     accelerator = deepspeed.get_accelerator()
     assert accelerator.current_device_name().startswith(accelerator.device_name())
     assert deepspeed.utils.logger.name == "megatron.deepspeed"
+
+
+def trained(steps=3, make=None, **config):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2))
+    client = make(model.parameters()) if make else None
+    engine, *_ = deepspeed.initialize(
+        model=model, optimizer=client, config={"optimizer": ADAM, **config}
+    )
+    for step in range(steps):
+        engine.backward(loss_of(engine, scale=1.0 + step))
+        engine.step()
+    return engine
+
+
+@pytest.mark.parametrize("device", ["cpu", "nvme"])
+@pytest.mark.parametrize("make", [None, deepspeed.ops.adam.DeepSpeedCPUAdam])
+def test_offloaded_state_gives_the_same_bits(tmp_path, device, make):
+    place = {"device": device, "nvme_path": str(tmp_path)}
+    zero = {"stage": 2, "offload_optimizer": place}
+    plain = trained(make=make).module.state_dict()
+    offloaded = trained(make=make, zero_optimization=zero).module.state_dict()
+    assert all(torch.equal(offloaded[name], plain[name]) for name in plain)
+
+
+def test_offload_of_an_unknown_rule_is_refused():
+    zero = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
+    with pytest.raises(ConfigError, match="RMSprop with offloaded state"):
+        trained(make=torch.optim.RMSprop, zero_optimization=zero)
+
+
+@pytest.mark.parametrize("kind", ["Adam", "Lion", "Muon", "SGD", "Adagrad", "RMSprop", "RAdam"])
+def test_optimizer_by_name_resumes_with_its_state(tmp_path, kind):
+    section = {"type": kind, "params": {"lr": 0.01, "weight_decay": 0.1}}
+    config = {"optimizer": section, "bf16": {"enabled": True}, "zero_optimization": {"stage": 1}}
+    first = trained(**config)
+    first.save_checkpoint(str(tmp_path))
+    second = trained(steps=0, **config)
+    second.load_checkpoint(str(tmp_path))
+    for engine in (first, second):
+        engine.backward(loss_of(engine))
+        engine.step()
+    one, other = first.module.state_dict(), second.module.state_dict()
+    assert all(torch.equal(one[name], other[name]) for name in one)

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from megatron.core.errors import ConfigError
+from megatron.training.cli.dry_run import describe_run
 from megatron.training.cli.parser import parse_command_line
 from megatron.training.rules import notes
 
@@ -107,3 +108,13 @@ def test_keys_without_effect_are_in_the_notes():
     lines = notes(parse(FILES / "zero2_fp16.json"))
     assert any(line.startswith("activation_checkpointing.partition_activations") for line in lines)
     assert any("warm-up is linear" in line for line in lines)
+
+
+def test_dry_run_shows_what_a_file_becomes():
+    words = ["--deepspeed", "--deepspeed_config", str(FILES / "zero1_bf16.json")]
+    words += ["--dry-run-world-size", "8", "--num-layers", "2", "--hidden-size", "64"]
+    words += ["--num-attention-heads", "4", "--seq-length", "32", "--train-iters", "1"]
+    words += ["--mock-data", "--tensor-model-parallel-size", "2"]
+    report = describe_run(lambda: parse_command_line(words))
+    assert "--data-parallel-sharding-strategy optim" in report
+    assert "global batch 128 = 8 micro batches x 4 samples x 4 replicas" in report
