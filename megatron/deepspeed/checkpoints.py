@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from megatron.core import dist_checkpointing
 from megatron.core.agreement import agree, peers_of
-from megatron.core.dist_checkpointing import StrictHandling
+from megatron.core.dist_checkpointing import ShardedTensor, StrictHandling
 from megatron.core.dist_checkpointing.durable import rename_durably, replace_durably
 from megatron.core.dist_checkpointing.foreign.contents import ForeignContents
 from megatron.core.dist_checkpointing.foreign.opening import LATEST_NAME, open_any
@@ -26,6 +27,7 @@ from megatron.core.dist_checkpointing.shard_file import (
     dtype_name,
     durable_sink,
 )
+from megatron.core.dist_checkpointing.tree import map_leaves
 from megatron.core.errors import CheckpointError, MegatronError
 
 if TYPE_CHECKING:
@@ -92,9 +94,10 @@ def load(
     if optimizer is not None and optimizer_states:
         wanted["optimizer"] = optimizer.sharded_state_dict(model, is_loading=True)
     contents = open_any(path, peers=peers)
-    state = load_state(
-        wanted, contents, peers=peers, strict=_strictness(wanted, is_strict, contents)
-    ).state
+    if isinstance(contents, ForeignContents):
+        wanted = map_leaves(partial(_place_in, contents), wanted)
+    strictness = _strictness(wanted, is_strict, contents)
+    state = load_state(wanted, contents, peers=peers, strict=strictness).state
     if isinstance(contents, ForeignContents):
         _complete(state, wanted, contents)
     engine.replica.load_state_dict(state["model"], strict=is_strict)
@@ -108,6 +111,10 @@ def load(
     for name, value in state.get("engine", {}).items():
         setattr(engine, name, value)
     return str(path), state.get("client_state", {})
+
+
+def _place_in(contents: ForeignContents, value: Any) -> Any:
+    return contents.place_of(value) if isinstance(value, ShardedTensor) else value
 
 
 def _strictness(wanted: Mapping[str, Any], is_strict: bool, contents: Contents) -> StrictHandling:

@@ -179,7 +179,10 @@ def test_client_state_that_would_need_pickle_is_refused(tmp_path):
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_checkpoint_of_deepspeed_is_read(tmp_path, monkeypatch, stage):
-    engine, *_ = start(bf16={"enabled": True}, zero_optimization={"stage": stage})
+    model = nn.Module()
+    model.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+    model.exit = nn.Linear(4, 2)
+    engine, *_ = start(model, bf16={"enabled": True}, zero_optimization={"stage": stage})
     shapes = {name: p.shape for name, p in engine.module.named_parameters()}
     theirs = {name: torch.randn(shape) for name, shape in shapes.items()}
     moments = {kind: {n: torch.rand(s) for n, s in shapes.items()} for kind in foreign.MOMENTS}
@@ -236,6 +239,8 @@ def test_names_that_scripts_import():
     accelerator = deepspeed.get_accelerator()
     assert accelerator.current_device_name().startswith(accelerator.device_name())
     assert deepspeed.utils.logger.name == "megatron.deepspeed"
+    with pytest.raises(AttributeError, match="--pipeline-model-parallel-size"):
+        _ = deepspeed.PipelineModule
 
 
 def trained(steps=3, make=None, **config):

@@ -28,6 +28,7 @@ from megatron.core.dist_checkpointing.foreign.stored_view import StoredView, Vie
 from megatron.core.dist_checkpointing.foreign.torch_file import read_torch_range
 from megatron.core.dist_checkpointing.loader import Contents
 from megatron.core.dist_checkpointing.manifest import Manifest, Shard, StoredTensor
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.dist_checkpointing.planner import Read
 from megatron.core.dist_checkpointing.shard_file import dtype_name
 from megatron.core.errors import CheckpointError
@@ -105,6 +106,28 @@ class ForeignContents(Contents):
     def has_optimizer(self) -> bool:
         """Whether moments are among the tensors."""
         return any(key.startswith("optimizer.state.exp_avg.") for key in self.manifest.tensors)
+
+    def place_of(self, declaration: ShardedTensor) -> ShardedTensor:
+        """Return a declaration of one layer's tensor as its place in the stack that is stored.
+
+        Models of this library declare stacks themselves; others name every layer.
+        """
+        match = _INDEXED_LAYER.fullmatch(declaration.key)
+        if match is None or declaration.key in self.manifest.tensors:
+            return declaration
+        stack = self.manifest.tensors.get(f"{match[1]}.{match[3]}")
+        if stack is None:
+            return declaration
+        num_layers = stack.shape[0]
+        fragments = declaration.axis_fragmentations
+        return replace(
+            declaration,
+            key=f"{match[1]}.{match[3]}",
+            global_shape=(num_layers, *declaration.global_shape),
+            global_offset=(int(match[2]), *declaration.global_offset),
+            axis_fragmentations=None if fragments is None else (num_layers, *fragments),
+            prepend_axis_num=1,
+        )
 
     def complete_optimizer(self, state: Any, template: Any) -> None:
         """Fill in, in place, the plain values that the optimizer expects beside its tensors.
