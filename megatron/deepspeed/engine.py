@@ -194,8 +194,6 @@ class DeepSpeedEngine(nn.Module):
         if self._num_plain and self._accumulation > 1:
             self.replica.scale_gradients(1.0 / self._accumulation)
         self._was_applied, self._grad_norm, _ = optimizer.step()
-        self._num_plain = self._num_managed = 0
-        self._is_scaled = False
         if not self._was_applied:
             self.skipped_steps += 1
         elif self.lr_scheduler is not None:
@@ -212,6 +210,13 @@ class DeepSpeedEngine(nn.Module):
             )
 
     def _check_passes(self) -> None:
+        if self._accumulation > 1 and not self._num_plain and not self._num_managed:
+            raise ScheduleError(
+                "engine.step() without a backward pass that the engine has seen.",
+                rule="a plain loss.backward() is seen by tensors in what the module returns: alone,"
+                " or in tuples, lists and dicts",
+                fix="call engine.backward(loss)",
+            )
         if self._num_plain and self._num_managed:
             raise ScheduleError(
                 f"{self._num_managed} engine.backward() and {self._num_plain} loss.backward() in"
@@ -222,6 +227,8 @@ class DeepSpeedEngine(nn.Module):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients."""
+        self._num_plain = self._num_managed = 0
+        self._is_scaled = False
         self.replica.zero_grad_buffer()
         if self.optimizer is not None:
             self.optimizer.zero_grad()

@@ -97,6 +97,13 @@ def test_two_ways_of_backward_do_not_mix():
         engine.step()
 
 
+def test_step_needs_a_backward_pass():
+    engine, *_ = start(gradient_accumulation_steps=2)
+    engine.step()
+    with pytest.raises(ScheduleError, match="without a backward pass"):
+        engine.step()
+
+
 def test_step_inside_of_no_sync_is_refused():
     engine, *_ = start()
     with engine.no_sync():
