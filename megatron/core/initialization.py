@@ -112,9 +112,11 @@ def canonical_names(module: nn.Module) -> dict[str, str]:
     """Map each local parameter name to its name in the one-device model.
 
     A child with a `layer_number` (1-based, global) is named by `layer_number - 1` instead of its
-    position on this pipeline stage.
+    position on this pipeline stage. A module that holds a part of something larger says so by
+    `names_in_model`: from its own parameters' names to those in the one-device model (experts).
     """
     prefixes = {"": ""}
+    whole: dict[str, str] = {}
     for name, parent in module.named_modules():
         for child_name, child in parent.named_children():
             local = f"{name}.{child_name}" if name else child_name
@@ -123,11 +125,14 @@ def canonical_names(module: nn.Module) -> dict[str, str]:
                 token = str(child.layer_number - 1)
             outer = prefixes.get(name, name)
             prefixes[local] = f"{outer}.{token}" if outer else token
+        for own, other in getattr(parent, "names_in_model", {}).items():
+            dot = "." if name else ""
+            whole[f"{name}{dot}{own}"] = f"{prefixes.get(name, name)}{dot}{other}"
     names = {}
     for name, _ in module.named_parameters(remove_duplicate=False):
         owner, _, leaf = name.rpartition(".")
         outer = prefixes.get(owner, owner)
-        names[name] = f"{outer}.{leaf}" if outer else leaf
+        names[name] = whole.get(name) or (f"{outer}.{leaf}" if outer else leaf)
     return names
 
 

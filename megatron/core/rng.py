@@ -14,7 +14,7 @@ The module holds the one random-state slot of the process, `rng_state()`.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -223,22 +223,46 @@ def keyed_keep_mask(x: Tensor, keep_probability: float) -> Tensor:
     Blocks are keyed by (seed, scope, call, sample, block of rows). Rows follow the current
     scope's `SequenceRows`; without one, dimension 0 is taken as the whole sequence.
     """
+
+    def draw(block: Tensor, generator: torch.Generator) -> None:
+        block.bernoulli_(keep_probability, generator=generator)
+
+    return _keyed_draw(x, rng_state().scope.rows, draw)
+
+
+def keyed_uniform(x: Tensor, rows: SequenceRows | None) -> Tensor:
+    """Draw uniform numbers in [0, 1) shaped like activations x [rows, b, ...], keyed alike.
+
+    Args:
+        rows: which positions `x` holds.
+    """
+
+    def draw(block: Tensor, generator: torch.Generator) -> None:
+        block.uniform_(generator=generator)
+
+    return _keyed_draw(x, rows, draw)
+
+
+def _keyed_draw(
+    x: Tensor, rows: SequenceRows | None, draw: Callable[[Tensor, torch.Generator], None]
+) -> Tensor:
+    """Fill a tensor shaped like x [rows, b, ...] block by block, each from its own seed."""
     state = rng_state()
-    first_sample, rows = state.first_sample, state.scope.rows
+    first_sample = state.first_sample
     key = state.next_key()
     if rows is None or rows.length != x.shape[0]:
         rows = SequenceRows.whole(x.shape[0])
-    mask = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    drawn = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     tail = x.shape[2:]
     for sample in range(x.shape[1]):
         row = 0
         for index, block_rows, first, used in rows.blocks(MAX_ROW_BLOCKS):
             generator = seeded_generator(x.device, *key, first_sample + sample, index)
             block = torch.empty((block_rows, *tail), dtype=x.dtype, device=x.device)
-            block.bernoulli_(keep_probability, generator=generator)
-            mask[row : row + used, sample] = block[first : first + used]
+            draw(block, generator)
+            drawn[row : row + used, sample] = block[first : first + used]
             row += used
-    return mask
+    return drawn
 
 
 @dataclass(frozen=True)

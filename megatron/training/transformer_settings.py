@@ -19,6 +19,7 @@ RENAMED_FIELDS = {
     "layernorm_zero_centered_gamma": "apply_layernorm_1p",
     "num_layers_in_first_pipeline_stage": "decoder_first_pipeline_num_layers",
     "num_layers_in_last_pipeline_stage": "decoder_last_pipeline_num_layers",
+    "num_moe_experts": "num_experts",
     "pipeline_dtype": "params_dtype",
 }
 """Field of `TransformerConfig` -> setting; all others have the same name."""

@@ -21,6 +21,8 @@ class Errors:
     weight: float
     """max over parameters of max|w - serial| after the steps, absolute."""
     worst_weight: str
+    routers: float = 0.0
+    """max over figures of the routers and steps, relative: visits of experts, balance losses."""
 
 
 def compare(run: Run, serial: Run) -> Errors:
@@ -53,6 +55,9 @@ def compare(run: Run, serial: Run) -> Errors:
         grad_norm=_largest_relative(run.grad_norms, serial.grad_norms),
         weight=weight,
         worst_weight=worst_weight,
+        routers=max(
+            (_largest_relative(run.routers[n], v) for n, v in serial.routers.items()), default=0.0
+        ),
     )
 
 

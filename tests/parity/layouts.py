@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import product
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,12 @@ class LayoutCase:
     """Compute MLP and loss for a few tokens at a time."""
     recomputes: bool = False
     """Form all activations again in backward."""
+    ep: int = 1
+    expt_tp: int = 1
+    """Expert-parallel size, and tensor-parallel size inside experts."""
+    dispatcher: str = "alltoall"
+    grouped: bool = True
+    """Compute experts together instead of one after the other."""
 
     @property
     def world_size(self) -> int:
@@ -54,6 +61,9 @@ class LayoutCase:
         if self.cp > 1:
             kind = "mixed" if isinstance(self.cp_kind, list) else self.cp_kind
             parts.append(f"cp{self.cp} {kind}")
+        if self.ep * self.expt_tp > 1:
+            parts.append(f"ep{self.ep} etp{self.expt_tp} {self.dispatcher}")
+        parts += ["one by one"] * (not self.grouped)
         parts += ["tiled"] * self.tiled + ["recompute"] * self.recomputes
         parts.append(f"dp{self.dp}{f'+zero{self.stage}' if self.stage else ''}")
         if self.instances > 1:
@@ -61,6 +71,38 @@ class LayoutCase:
         if (self.samples, self.micro_batch_size) != (8, 1):
             parts.append(f"m{self.num_microbatches}")
         return " ".join(parts)
+
+
+EXPERTS: dict[str, dict[str, Any]] = {
+    "dropless": dict(
+        moe_router_load_balancing_type=["aux_loss", "seq_aux_loss", "global_aux_loss"],
+        moe_aux_loss_coeff=[0.1, 0.05, 0.2],
+        moe_z_loss_coeff=0.01,
+    ),
+    "capacity": dict(moe_expert_capacity_factor=0.75, moe_aux_loss_coeff=0.1),
+    "deepseek": dict(
+        moe_router_score_function="sigmoid",
+        moe_router_enable_expert_bias=True,
+        moe_router_load_balancing_type="seq_aux_loss",
+        moe_aux_loss_coeff=0.05,
+        moe_router_num_groups=2,
+        moe_router_group_topk=1,
+        moe_router_topk_scaling_factor=2.5,
+        moe_shared_expert_intermediate_size=16,
+        moe_layer_freq=[0, 1, 1, 1],
+    ),
+    "sinkhorn": dict(
+        moe_router_load_balancing_type="sinkhorn",
+        moe_router_topk=1,
+        moe_input_jitter_eps=0.1,
+        moe_expert_capacity_factor=1.0,
+        moe_token_drop_policy="position",
+        moe_shared_expert_intermediate_size=16,
+        moe_shared_expert_gate=True,
+        moe_layer_freq=2,
+    ),
+}
+"""Kinds of mixture-of-experts models -> fields of the config, beside four experts of width 24."""
 
 
 @dataclass(frozen=True)
@@ -80,11 +122,21 @@ class ModelCase:
     """Each head learns the score of a key without value."""
     later_tokens: int = 0
     """Tokens after the next one that are predicted too."""
+    experts: str = ""
+    """A kind of `EXPERTS`, or none."""
+    padded: bool = False
+    """The ends of sequences are padding, which visits no expert."""
+
+    @property
+    def num_layers(self) -> int:
+        """12 divides by every pp * vp but 4 * 2, which gets an uneven layout."""
+        return 4 if self.experts else 12
 
     def __str__(self) -> str:
         name = f"{self.family} {'tied' if self.tied else 'untied'} dropout {self.dropout:g}"
         window = "" if self.window is None else f" window {self.window}"
         later = f" +{self.later_tokens} tokens" if self.later_tokens else ""
+        name += f" {self.experts}" * bool(self.experts) + " padded" * self.padded
         return name + " packed" * self.packed + window + " sink" * self.sink + later
 
 

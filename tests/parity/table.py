@@ -34,6 +34,7 @@ FIGURES = f"{'loss':>10}{'gradient':>10}{'grad norm':>11}{'weight':>10}  worst g
 def run_case(layout: LayoutCase, model: ModelCase, num_steps: int = NUM_STEPS) -> Run:
     """Train in `layout` on worker processes and return the assembled model."""
     sizes = {"tp": layout.tp, "pp": layout.pp, "vp": layout.vp, "cp": layout.cp}
+    sizes |= {"ep": layout.ep, "expt_tp": layout.expt_tp}
     sizes["num_distributed_optimizer_instances"] = layout.instances
     if layout.levels:
         sizes["hierarchical_cp"] = list(layout.levels)
@@ -59,6 +60,7 @@ def exceeds(errors: Errors) -> list[str]:
         ("gradient", errors.gradient, FP32_REORDERED_SUM),
         ("grad norm", errors.grad_norm, FP32_REORDERED_SUM),
         ("weight", errors.weight, FP32_AFTER_OPTIMIZER),
+        ("routers", errors.routers, FP32_REORDERED_SUM),
     ]
     return [f"{name} {value:.1e}" for name, value, limit in limits if value > limit.rtol]
 

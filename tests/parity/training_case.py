@@ -24,7 +24,7 @@ from megatron.core.distributed import (
 from megatron.core.distributed.distributed_data_parallel_config import SHARDING_STRATEGIES
 from megatron.core.initialization import canonical_names
 from megatron.core.models.gpt.gpt_layer_specs import (
-    get_gpt_layer_local_spec,
+    get_gpt_decoder_block_spec,
     get_gpt_mtp_block_spec,
 )
 from megatron.core.models.gpt.gpt_model import GPTModel
@@ -35,11 +35,11 @@ from megatron.core.pipeline_parallel.layout import pipeline_layout
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.rng import rng_state
+from megatron.core.transformer.moe.balance import routers_of
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_pg_rank, get_pg_size
-from tests.parity.layouts import LayoutCase, ModelCase
+from tests.parity.layouts import EXPERTS, LayoutCase, ModelCase
 
-NUM_LAYERS = 12  # divides by every pp * vp but 4 * 2, which gets an uneven layout
 UNEVEN_EIGHT_STAGES = "Et|tt|t|tt|t|tt|t|ttL"
 SEQUENCE = 16
 VOCABULARY = 93  # odd on purpose: the padding differs between tensor-parallel sizes
@@ -55,6 +55,7 @@ class RankReport:
     """What one rank saw."""
 
     tp_rank: int
+    expt_tp_rank: int
     dp_rank: int
     losses: list[float]
     """Mean token loss of each step; empty except on the last stage."""
@@ -62,8 +63,10 @@ class RankReport:
     gradients: dict[int, dict[str, Tensor]]
     """step -> canonical name -> local gradient after reduction."""
     weights: dict[str, Tensor]
-    metas: dict[str, tuple[int | None, int]]
-    """canonical name -> (split_dim, stride)."""
+    metas: dict[str, tuple[int | None, int, bool]]
+    """canonical name -> (split_dim, stride, is_expert)."""
+    routers: dict[str, list[float]]
+    """figure of a router -> its value in each step: visits of its experts, balance losses."""
 
 
 @dataclass
@@ -74,10 +77,11 @@ class Run:
     grad_norms: list[float]
     gradients: dict[int, dict[str, Tensor]] = field(default_factory=dict)
     weights: dict[str, Tensor] = field(default_factory=dict)
+    routers: dict[str, list[float]] = field(default_factory=dict)
 
 
 def transformer_config(layout: LayoutCase, model: ModelCase) -> TransformerConfig:
-    """Return the config of a 12-layer model of width 32 in `layout`."""
+    """Return the config of a model of width 32 in `layout`."""
     family: dict[str, Any] = {"ffn_hidden_size": 64}
     if model.family != "gpt2":
         family = dict(
@@ -102,8 +106,18 @@ def transformer_config(layout: LayoutCase, model: ModelCase) -> TransformerConfi
             original_max_position_embeddings=8,
             mscale_all_dim=0.5,
         )
+    if model.experts:
+        family |= dict(
+            num_moe_experts=4,
+            moe_ffn_hidden_size=24,
+            moe_grouped_gemm=layout.grouped,
+            moe_token_dispatcher_type=layout.dispatcher,
+            expert_model_parallel_size=layout.ep,
+            expert_tensor_parallel_size=layout.expt_tp,
+            **EXPERTS[model.experts],
+        )
     return TransformerConfig(
-        num_layers=NUM_LAYERS,
+        num_layers=model.num_layers,
         hidden_size=32,
         num_attention_heads=8,
         hidden_dropout=model.dropout,
@@ -138,18 +152,19 @@ def build_chunks(
     """Build this rank's model chunks."""
     padded = -(-VOCABULARY // (8 * layout.tp)) * 8 * layout.tp
     pp_rank, stages = get_pg_rank(groups.pp), pipeline_layout(config)
-    spec = get_gpt_layer_local_spec(
-        normalization=config.normalization,
-        qk_layernorm=config.qk_layernorm,
-        multi_latent_attention=config.multi_latent_attention,
-    )
+    specs = [
+        get_gpt_decoder_block_spec(
+            config, False, vp_stage=stage if layout.vp > 1 else None, pp_rank=pp_rank
+        )
+        for stage in range(layout.vp)
+    ]
     return [
         GPTModel(
             config,
-            spec,
+            specs[stage],
             vocab_size=padded,
             max_sequence_length=SEQUENCE,
-            mtp_block_spec=get_gpt_mtp_block_spec(config, spec, False),
+            mtp_block_spec=get_gpt_mtp_block_spec(config, specs[stage], False),
             pre_process=stages.has_embedding(pp_rank, stage),
             post_process=stages.has_loss(pp_rank, stage),
             share_embeddings_and_output_weights=model.tied,
@@ -181,12 +196,17 @@ def global_batch(step: int, samples: int) -> dict[str, Tensor]:
     }
 
 
-def local_micro_batches(step: int, layout: LayoutCase, dp_rank: int, is_packed: bool = False):
+def local_micro_batches(
+    step: int, layout: LayoutCase, dp_rank: int, is_packed: bool = False, is_padded: bool = False
+):
     """Yield the micro batches of one data-parallel rank, in order.
 
     Ranks that share a sequence keep their positions of it.
     """
     batch, size = global_batch(step, layout.samples), layout.micro_batch_size
+    if is_padded:
+        lengths = SEQUENCE - torch.arange(layout.samples).remainder(4)[:, None]
+        batch["padding"] = torch.arange(SEQUENCE) >= lengths
     counted_from_document = batch.pop("position_in_document")
     if is_packed:
         batch["position_ids"] = counted_from_document
@@ -213,6 +233,7 @@ def forward_step(iterator, model):
         batch["position_ids"],
         None,
         labels=batch["labels"],
+        padding_mask=batch.get("padding"),
         packed_seq_params=None if documents is None else PackedSeqParams(seq_idx=documents),
     )
     return output, partial(masked_loss, batch["mask"])
@@ -253,7 +274,8 @@ def train(
     schedule = get_forward_backward_func(pp_size=layout.pp, vp_size=layout.vp)
 
     dp_rank, dp_size = get_pg_rank(groups.dp), get_pg_size(groups.dp)
-    report = RankReport(get_pg_rank(groups.tp), dp_rank, [], [], {}, {}, {})
+    ranks = get_pg_rank(groups.tp), get_pg_rank(groups.expt_tp), dp_rank
+    report = RankReport(*ranks, [], [], {}, {}, {}, {})
     named = list(named_parameters(wrapped))
     for step in range(num_steps):
         rng_state().begin_step(
@@ -265,7 +287,9 @@ def train(
         for chunk in wrapped:
             chunk.zero_grad_buffer()
         optimizer.zero_grad()
-        iterators = [local_micro_batches(step, layout, dp_rank, model.packed) for _ in wrapped]
+        iterators = [
+            local_micro_batches(step, layout, dp_rank, model.packed, model.padded) for _ in wrapped
+        ]
         reported = schedule(
             forward_step_func=forward_step,
             data_iterator=iterators if len(iterators) > 1 else iterators[0],
@@ -283,12 +307,24 @@ def train(
         ok, grad_norm, _ = optimizer.step()
         assert ok
         report.grad_norms.append(float(grad_norm))
+        for router in routers_of(wrapped):
+            _note_router(report.routers, router)
     for chunk in wrapped:
         with chunk.whole_parameters():
             report.weights |= {name: p.detach().clone() for name, c, p in named if c is chunk}
     metas = {name: get_param_meta(p) for name, _, p in named}
-    report.metas = {name: (meta.split_dim, meta.stride) for name, meta in metas.items()}
+    report.metas = {n: (m.split_dim, m.stride, m.is_expert) for n, m in metas.items()}
     return report
+
+
+def _note_router(figures: dict[str, list[float]], router) -> None:
+    load = router.load
+    seen = {f"visits {expert}": count for expert, count in enumerate(load.step_visits.tolist())}
+    seen |= load.step_losses | {"dropped": load.step_dropped}
+    if router.expert_bias is not None:
+        seen["bias"] = router.expert_bias.abs().sum().item()
+    for name, value in seen.items():
+        figures.setdefault(f"router {load.layer_number} {name}", []).append(value)
 
 
 def named_parameters(wrapped):
@@ -305,8 +341,9 @@ def whole_gradient(chunk: DistributedDataParallel, parameter: torch.nn.Parameter
     for shard in chunk.shards_of(parameter):
         assert shard.gradient is not None
         whole[shard.begin : shard.end] = shard.gradient.flatten()
-    if chunk.mesh().shard_size > 1:
-        torch.distributed.all_reduce(whole, group=chunk.mesh().shard)
+    mesh = chunk.mesh(get_param_meta(parameter).is_expert)
+    if mesh.shard_size > 1:
+        torch.distributed.all_reduce(whole, group=mesh.shard)
     return whole.view(parameter.shape)
 
 
@@ -338,6 +375,9 @@ def assemble(reports: list[RankReport], vocabulary: int = VOCABULARY) -> Run:
         run.gradients[step] = _join(
             reports, lambda r, s=step: r.gradients[s], "gradient", vocabulary
         )
+    for report in reports:
+        for name, values in report.routers.items():
+            assert run.routers.setdefault(name, values) == values, f"ranks disagree on {name}"
     return run
 
 
@@ -346,9 +386,10 @@ def _join(reports, choose, what, vocabulary) -> dict[str, Tensor]:
     metas: dict[str, ParamMeta] = {}
     for report in reports:
         for name, tensor in choose(report).items():
-            held = pieces.setdefault(name, {}).setdefault(report.tp_rank, tensor)
+            split_dim, stride, is_expert = report.metas[name]
+            rank = report.expt_tp_rank if is_expert else report.tp_rank
+            held = pieces.setdefault(name, {}).setdefault(rank, tensor)
             assert torch.equal(held, tensor), f"copies of the {what} of {name} differ"
-            split_dim, stride = report.metas[name]
             metas[name] = ParamMeta(split_dim=split_dim, split_axis="tp", stride=stride)
     joined = {}
     for name, by_rank in pieces.items():

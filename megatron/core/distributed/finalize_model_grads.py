@@ -15,6 +15,7 @@ from megatron.core.distributed.model_parameters import tied_parameters
 from megatron.core.param_meta import get_param_meta
 from megatron.core.pipeline_parallel.layout import loss_rank
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.moe.balance import finish_step_of_routers
 from megatron.core.utils import get_model_config, get_pg_size
 
 
@@ -36,7 +37,7 @@ def finalize_model_grads(
     Communication, in this order:
         reduction over data-parallel ranks; sums over the axes that `ParamMeta.grad_sum_axes`
         names ("tp": norms under sequence parallelism); the tied embedding over `embd`; the number
-        of tokens over `pp` and `dp_cp`.
+        of tokens over `pp` and `dp_cp`; the load of experts over tp x cp x dp.
     """
     groups = pg_collection or ProcessGroupCollection.current()
     for chunk in model:
@@ -47,6 +48,7 @@ def finalize_model_grads(
     _sum_tied_gradients(model, groups)
     if num_tokens is not None:
         _divide_by_tokens(model, num_tokens, groups)
+    finish_step_of_routers(model, groups)
 
 
 def raise_if_nonfinite(model: Sequence[nn.Module]) -> None:

@@ -21,6 +21,7 @@ from torch.autograd.graph import get_gradient_edge
 from megatron.core import device
 from megatron.core.deferred_gradients import WeightGradient, collecting
 from megatron.core.errors import ConfigError
+from megatron.core.side_losses import SideLossWeight, set_side_loss_weight
 from megatron.core.utils import get_attr_wrapped_model, get_pg_size, unwrap_model
 
 
@@ -42,6 +43,11 @@ class LossSettings:
     per_token: bool = False
     collect_non_loss_data: bool = False
     scale: Callable[[Tensor], Tensor] | None = None
+
+    def side_losses(self) -> SideLossWeight:
+        """Return how losses that arise inside the model are weighted beside this one."""
+        factor = get_pg_size(self.cp_group) / self.num_microbatches
+        return SideLossWeight(factor, self.per_token, self.scale)
 
 
 @dataclass
@@ -137,6 +143,7 @@ class Stage:
             announce = getattr(unwrap_model(self.model), "set_is_first_microbatch", None)
             if announce is not None:
                 announce()
+        set_side_loss_weight(self._loss.side_losses())
         with self._autocast():
             output, loss_function = self._forward_step(self._data_iterator, self.model)
             if self.is_last:

@@ -186,7 +186,8 @@ class RowParallelLinear(ParallelLinear):
     """y = x A^T + b with the input features split: rank r holds columns of A for its i/tp inputs.
 
     The bias is replicated and added once, after the sum over the ranks. Under sequence
-    parallelism each rank adds it to its own rows, so its gradient is partial over the group.
+    parallelism each rank adds it to its own rows, so its gradient is partial over the group; inside
+    experts the caller adds it on the first rank alone, so its gradient is zero on the others.
 
     Args:
         input_size, output_size: full sizes i and o.
@@ -260,7 +261,9 @@ class RowParallelLinear(ParallelLinear):
                 output_size,
                 init_method=None,
                 split_dim=None,
-                grad_sum_axes=(self.split_axis,) if self.sequence_parallel else (),
+                grad_sum_axes=(self.split_axis,)
+                if self.tp_size > 1 and (self.sequence_parallel or self.explicit_expert_comm)
+                else (),
             )
         else:
             self.register_parameter("bias", None)

@@ -122,12 +122,17 @@ class MLP(MegatronModule):
 
     def activate(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """Apply bias, activation and gate: [s, b, f or 2f] -> [s, b, f]."""
-        if bias is not None:
-            x = x + bias
-        if not self.config.gated_linear_unit:
-            return self.activation_func(x)
-        fused = FUSED_GATES.get(self.activation_func)
-        if fused is not None and self.config.bias_activation_fusion:
-            return fused(x)
-        gate, up = torch.chunk(x, 2, dim=-1)
-        return self.activation_func(gate) * up
+        return gated(x if bias is None else x + bias, self.activation_func, self.config)
+
+
+def gated(
+    x: Tensor, activation_func: Callable[[Tensor], Tensor], config: TransformerConfig
+) -> Tensor:
+    """Apply activation and, where the config says so, gate: [..., f or 2f] -> [..., f]."""
+    if not config.gated_linear_unit:
+        return activation_func(x)
+    fused = FUSED_GATES.get(activation_func)
+    if fused is not None and config.bias_activation_fusion:
+        return fused(x)
+    gate, up = torch.chunk(x, 2, dim=-1)
+    return activation_func(gate) * up

@@ -169,6 +169,7 @@ class TransformerBlock(GraphableMegatronModule):
             "attention_bias": attention_bias,
             "packed_seq_params": packed_seq_params,
             "inference_context": inference_context or inference_params,
+            "padding_mask": padding_mask,
         }
 
         def run(first: int, last: int) -> Callable[..., Any]:
@@ -220,11 +221,12 @@ class TransformerBlock(GraphableMegatronModule):
     ) -> ShardedStateDict:
         """Declare the layers as slices of stacks: key `layers.<name>`, layer axis first.
 
-        With `metadata["non_homogeneous_layers"]` (for models whose layers have different
-        parameters) each layer keeps keys of its own, `layers.<global index>.<name>`.
+        With `metadata["non_homogeneous_layers"]`, and where some layers have experts and others
+        have not, each layer keeps keys of its own, `layers.<global index>.<name>`.
         """
         metadata = metadata or {}
-        separate = metadata.get("non_homogeneous_layers", False)
+        mixed = len(set(self.config.layers_with_experts(self.config.num_layers))) > 1
+        separate = metadata.get("non_homogeneous_layers", False) or mixed
         declared: ShardedStateDict = {}
         num_layers = self.config.num_layers
         for index, layer in enumerate(self.layers):

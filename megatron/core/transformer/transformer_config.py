@@ -12,6 +12,7 @@ from megatron.core.errors import ConfigError, MegatronError, raise_together
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.transformer.config.block import BlockConfig
 from megatron.core.transformer.config.context_parallel import context_parallel_problems
+from megatron.core.transformer.config.experts import ExpertConfig
 from megatron.core.transformer.config.initialization import InitializationConfig
 from megatron.core.transformer.config.latent_attention import LatentAttentionConfig
 from megatron.core.transformer.config.position import PositionConfig
@@ -32,6 +33,7 @@ class TransformerConfig(
     PositionConfig,
     LatentAttentionConfig,
     PredictionConfig,
+    ExpertConfig,
     BlockConfig,
     ShapeConfig,
     ModelParallelConfig,
@@ -49,6 +51,7 @@ class TransformerConfig(
         self.derive_shape()
         self.derive_initialization(self.num_layers)
         self.derive_recompute()
+        self.derive_experts(self.ffn_hidden_size)
         problems = [
             *self.check_shape(),
             *self.check_parallel(),
@@ -57,6 +60,12 @@ class TransformerConfig(
             *self.check_prediction(),
             *self._check_combinations(),
             *self.check_recompute(self.sequence_parallel),
+            *self.check_experts(
+                self.num_layers,
+                self.expert_model_parallel_size,
+                self.expert_tensor_parallel_size,
+                self.mlp_chunks_for_training,
+            ),
         ]
         if not problems:
             problems = self._check_splits()

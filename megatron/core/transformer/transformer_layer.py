@@ -22,6 +22,7 @@ from megatron.core.rng import SequenceRows, rng_state
 from megatron.core.tensor_parallel.random import CheckpointWithoutOutput, checkpoint
 from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
 from megatron.core.transformer.module import GraphableMegatronModule
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.sharded_state import replace_key_prefixes
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module, get_module
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -128,6 +129,9 @@ class TransformerLayer(GraphableMegatronModule):
             self.post_self_attn_layernorm = norm(submodules.post_self_attn_layernorm)
             self.post_mlp_layernorm = norm(submodules.post_mlp_layernorm)
         self.mlp = build_module(submodules.mlp, config=config, pg_collection=self.pg_collection)
+        has_experts = isinstance(self.mlp, MoELayer)
+        if has_experts:
+            self.mlp.set_layer_number(self.layer_number)
         self.mlp_bda = build_module(submodules.mlp_bda)
 
         selected = (
@@ -135,7 +139,8 @@ class TransformerLayer(GraphableMegatronModule):
             if config.recompute_granularity == "selective"
             else set()
         )
-        self.recomputes_mlp = "mlp" in selected
+        # Expert layers recompute by themselves, as --moe-layer-recompute says.
+        self.recomputes_mlp = "mlp" in selected and not has_experts
         recomputes_norms = "layernorm" in selected
         self.recomputes_input_norm = recomputes_norms and not isinstance(
             self.input_layernorm, IdentityOp
@@ -144,6 +149,7 @@ class TransformerLayer(GraphableMegatronModule):
         self.recomputes_mlp_norm = (
             recomputes_norms
             and not self.recomputes_mlp
+            and not (has_experts and config.moe_layer_recompute)
             and config.mlp_chunks_for_training == 1
             and not isinstance(self.pre_mlp_layernorm, IdentityOp)
         )
@@ -170,6 +176,7 @@ class TransformerLayer(GraphableMegatronModule):
 
         Args:
             context: what cross attention attends to; returned unchanged.
+            padding_mask: bool [b, s/cp], True where there is no token: experts are not visited.
         Returns:
             (hidden states of the input's shape, context).
         """
@@ -188,7 +195,7 @@ class TransformerLayer(GraphableMegatronModule):
             if self.has_cross_attention:
                 hidden_states = self._forward_cross_attention(hidden_states, context, context_mask)
             seen = entered if self.config.use_parallel_residual else hidden_states
-            return self._forward_mlp(seen, hidden_states), context
+            return self._forward_mlp(seen, hidden_states, padding_mask), context
 
     def _context_parallel_options(self) -> dict[str, Any]:
         """Return what an attention is told of context parallelism, if there is any."""
@@ -240,13 +247,17 @@ class TransformerLayer(GraphableMegatronModule):
         output = self.cross_attention(normed, attention_mask=context_mask, key_value_states=context)
         return self._add(self.cross_attn_bda, output, self._residual(hidden_states, normed))
 
-    def _forward_mlp(self, seen: Tensor, hidden_states: Tensor) -> Tensor:
+    def _forward_mlp(
+        self, seen: Tensor, hidden_states: Tensor, padding_mask: Tensor | None
+    ) -> Tensor:
         """Return the residual stream with the MLP of what it sees added."""
         normed, dropped = self._normed(self.pre_mlp_layernorm, seen, self.recomputes_mlp_norm)
         if self.config.mlp_chunks_for_training > 1 and self.training:
             output = self._mlp_in_chunks(normed)
         elif self.recomputes_mlp and self.training:
             output = checkpoint(self.mlp, False, normed)
+        elif padding_mask is not None:
+            output = self.mlp(normed, padding_mask=padding_mask)
         else:
             output = self.mlp(normed)
         if dropped is not None:

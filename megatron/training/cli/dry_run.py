@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 from megatron.core.pipeline_parallel.layout import pipeline_layout
@@ -15,7 +16,7 @@ from megatron.training.metrics.flops import (
     training_flops,
     training_flops_per_token,
 )
-from megatron.training.metrics.memory import MemoryEstimate, estimate_memory
+from megatron.training.metrics.memory import ChunkSize, MemoryEstimate, estimate_memory
 from megatron.training.metrics.model_size import ModelSize
 from megatron.training.resolve import ResolvedRun, resolve, resolve_vocabulary
 from megatron.training.rules import check_run, notes
@@ -61,11 +62,10 @@ def planned_world_size(config: RunConfig) -> int:
     if place.is_launched:
         return place.world_size
     sizes = config.parallelism
-    return (
-        sizes.tensor_model_parallel_size
-        * sizes.pipeline_model_parallel_size
-        * sizes.context_parallel_size
-    )
+    tp, pp = sizes.tensor_model_parallel_size, sizes.pipeline_model_parallel_size
+    expert_tp = sizes.expert_tensor_parallel_size or tp
+    dense = max(tp * sizes.context_parallel_size, 1)
+    return pp * math.lcm(dense, max(expert_tp * sizes.expert_model_parallel_size, 1))
 
 
 def _settings(run: ResolvedRun) -> list[str]:
@@ -85,11 +85,21 @@ def _words(value: object) -> str:
 def _ranks(run: ResolvedRun) -> list[str]:
     sizes = (
         f"tensor {run.tensor_model_parallel_size} x pipeline {run.pipeline_model_parallel_size}"
-        f" x data {run.data_parallel_size}"
+        f" x context {run.context_parallel_size} x data {run.data_parallel_size}"
     )
+    experts = []
+    if run.num_experts:
+        shards = run.expert_tensor_parallel_size, run.expert_model_parallel_size
+        stages = run.pipeline_model_parallel_size
+        replicas = run.world_size // (shards[0] * shards[1] * stages)
+        experts.append(
+            f"the same ranks for experts: tensor {shards[0]} x expert {shards[1]} x pipeline"
+            f" {stages} x data {replicas}"
+        )
     steps = run.global_batch_size // (run.micro_batch_size * run.data_parallel_size)
     return [
         f"{run.world_size} = {sizes}, in the order {run.rank_order} (first varies fastest)",
+        *experts,
         f"global batch {run.global_batch_size} = {steps} micro batches x {run.micro_batch_size}"
         f" samples x {run.data_parallel_size} replicas",
     ]
@@ -124,6 +134,8 @@ def _schedule(run: ResolvedRun) -> list[str]:
 
 def _model(run: ResolvedRun, size: ModelSize) -> list[str]:
     lines = [f"{size.total_parameters:,} parameters (vocabulary padded to {size.vocab_size})"]
+    if size.experts is not None:
+        lines.append(f"{size.active_parameters:,} of them met by one token")
     for convention in FlopConvention:
         per_token = training_flops_per_token(size, convention)
         per_step = training_flops(size, run.global_batch_size, convention)
@@ -137,13 +149,15 @@ def memory_of_stages(run: ResolvedRun, size: ModelSize) -> list[MemoryEstimate]:
     """Return the bytes of a rank of each pipeline stage."""
     layout = pipeline_layout(transformer_config(run.values))
     in_flight = plan_report(_plan(run)).peak_live_activations
+    has_experts = size.experts.pattern if size.experts else [False] * size.num_layers
     found = []
     for rank in range(layout.num_ranks):
         chunks = [
-            (
+            ChunkSize(
                 len(layout.layers(rank, chunk)),
                 layout.has_embedding(rank, chunk),
                 layout.has_loss(rank, chunk),
+                sum(has_experts[layer] for layer in layout.layers(rank, chunk)),
             )
             for chunk in range(layout.num_chunks)
         ]

@@ -1,4 +1,4 @@
-"""Flags of mixture-of-experts layers. The mechanism is not here yet; its flags are known."""
+"""Flags of mixture-of-experts layers."""
 
 from __future__ import annotations
 
@@ -16,20 +16,22 @@ BALANCE_METHODS = (
 class ExpertConfig:
     """Routed experts, their router, dispatcher and balance."""
 
-    num_experts: int | None = flag(
-        None, refuse="train a dense model: drop it, or widen --ffn-hidden-size"
-    )
+    num_experts: int | None = None
     """Routed experts of each expert layer."""
     moe_layer_freq: int | list[int] = flag(
         1, parse=layer_pattern, type_text="int or list expr", part_of="num_experts"
     )
-    """Which layers have experts: every N-th, or a 0/1 list."""
+    """Which layers have experts: every N-th, beginning with the first, or a 0/1 list."""
     moe_ffn_hidden_size: int | None = flag(None, part_of="num_experts")
     """Width of one expert."""
     moe_router_topk: int = flag(2, part_of="num_experts")
     """Experts that each token visits."""
     moe_router_load_balancing_type: str | list[str] = flag(
-        "aux_loss", nargs="+", choices=BALANCE_METHODS, part_of="num_experts"
+        "aux_loss",
+        nargs="+",
+        choices=BALANCE_METHODS,
+        part_of="num_experts",
+        refuse_values={"quantile_balancing": "use --moe-router-enable-expert-bias"},
     )
     """How the load of experts is evened out."""
     moe_aux_loss_coeff: float | list[float] = flag(0.0, nargs="+", part_of="num_experts")
@@ -57,27 +59,43 @@ class ExpertConfig:
     moe_router_force_load_balancing: bool = flag(False, part_of="num_experts")
     """Route at random, for benchmarks."""
     moe_token_dispatcher_type: str = flag(
-        "allgather", choices=("allgather", "alltoall", "flex"), part_of="num_experts"
+        "allgather",
+        choices=("allgather", "alltoall", "flex"),
+        part_of="num_experts",
+        refuse_values={"flex": "use --moe-token-dispatcher-type alltoall"},
     )
     """How tokens travel to experts."""
     moe_flex_dispatcher_backend: str = flag(
-        "deepep", choices=("deepep", "hybridep", "ncclep"), part_of="num_experts"
+        "deepep",
+        choices=("deepep", "hybridep", "ncclep"),
+        part_of="num_experts",
+        refuse="use --moe-token-dispatcher-type alltoall",
     )
     """Library behind the flex dispatcher."""
-    moe_enable_deepep: bool = flag(False, part_of="num_experts")
+    moe_enable_deepep: bool = flag(
+        False, part_of="num_experts", refuse="use --moe-token-dispatcher-type alltoall"
+    )
     """Older spelling of the DeepEP backend."""
     moe_grouped_gemm: bool = flag(False, part_of="num_experts")
     """Compute all experts of a rank in one grouped matrix product."""
-    moe_permute_fusion: bool = flag(False, part_of="num_experts")
+    moe_permute_fusion: bool = flag(
+        False, part_of="num_experts", note="there is one way to permute tokens"
+    )
     """Fuse the permutation of tokens."""
-    moe_router_fusion: bool = flag(False, part_of="num_experts")
+    moe_router_fusion: bool = flag(
+        False, part_of="num_experts", note="there is one implementation of the router"
+    )
     """Fuse the router."""
     moe_shared_expert_intermediate_size: int | None = flag(None, part_of="num_experts")
     """Width of the expert that every token visits."""
-    moe_shared_expert_overlap: bool = flag(False, part_of="num_experts")
+    moe_shared_expert_gate: bool = flag(False, part_of="moe_shared_expert_intermediate_size")
+    """Weigh the shared expert by a sigmoid gate of the token."""
+    moe_shared_expert_overlap: bool = flag(
+        False, part_of="num_experts", refuse="drop it: the shared expert follows the routed ones"
+    )
     """Compute the shared expert during dispatch."""
     moe_expert_capacity_factor: float | None = flag(None, part_of="num_experts")
-    """Tokens per expert over the even share; None drops nothing."""
+    """Tokens of one sequence that an expert takes, over the even share; None drops nothing."""
     moe_pad_expert_input_to_capacity: bool = flag(False, part_of="num_experts")
     """Give every expert an input of equal length."""
     moe_token_drop_policy: str = flag("probs", choices=("probs", "position"), part_of="num_experts")
@@ -86,11 +104,19 @@ class ExpertConfig:
     """Noise on the router's input."""
     moe_layer_recompute: bool = flag(False, part_of="num_experts")
     """Recompute expert layers in backward."""
-    moe_use_upcycling: bool = flag(False, part_of="num_experts")
+    moe_use_upcycling: bool = flag(
+        False, part_of="num_experts", refuse="drop it: experts start from their own initial values"
+    )
     """Start experts from a dense checkpoint."""
     moe_per_layer_logging: bool = flag(False, part_of="num_experts")
     """Log the balance of each layer."""
-    overlap_moe_expert_parallel_comm: bool = flag(False, part_of="num_experts")
+    overlap_moe_expert_parallel_comm: bool = flag(
+        False, part_of="num_experts", refuse="drop it: layers communicate in turn"
+    )
     """Hide the all-to-all of one micro batch behind another's compute."""
-    delay_wgrad_compute: bool = flag(False, part_of="overlap_moe_expert_parallel_comm")
+    delay_wgrad_compute: bool = flag(
+        False,
+        part_of="overlap_moe_expert_parallel_comm",
+        refuse="drop it: weight gradients are formed in the backward pass of their layer",
+    )
     """Split the backward so that weight gradients hide communication."""

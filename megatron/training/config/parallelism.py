@@ -53,7 +53,7 @@ class ParallelismConfig:
         None, nargs="+", part_of="context_parallel_size"
     )
     """Sizes of the two levels of a2a+p2p: near ranks that exchange heads, then the ring."""
-    expert_model_parallel_size: int = flag(1, refuse="drop it: there are no routed experts")
+    expert_model_parallel_size: int = 1
     """Ranks over which experts are distributed."""
     expert_tensor_parallel_size: int | None = flag(None, part_of="num_experts")
     """Tensor-parallel size inside experts."""

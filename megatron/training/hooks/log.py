@@ -8,6 +8,12 @@ from collections.abc import Callable
 from megatron.core import device
 from megatron.training.hooks.base import Hook
 from megatron.training.meeting import union_over_ranks
+from megatron.training.metrics.expert_load import (
+    balance_losses,
+    collect_loads,
+    layer_lines,
+    load_line,
+)
 from megatron.training.metrics.flops import FlopConvention, training_flops_per_token
 from megatron.training.metrics.log_line import TrainingLine, training_line
 from megatron.training.metrics.memory import gibibytes
@@ -95,8 +101,13 @@ class LogLine(Hook):
     def _report(self, state: TrainState, result: StepResult) -> None:
         parts, means = self.parts, self._means
         norm = params_norm(parts.model, parts.groups) if parts.run.log_params_norm else None
+        loads = collect_loads(parts.model, parts.groups) if parts.run.num_experts else []
         if is_last_rank():
-            self.write(training_line(self._line(state, result, norm)))
+            self.write(training_line(self._line(state, result, norm, balance_losses(loads))))
+            if loads:
+                self.write(load_line(state.iteration, loads))
+            for line in layer_lines(state.iteration, loads) * parts.run.moe_per_layer_logging:
+                self.write(line)
         if not self._has_reported_memory:
             self._has_reported_memory = True
             print_rank_0(f" peak memory after {state.iteration} iterations on rank 0:"
@@ -106,7 +117,9 @@ class LogLine(Hook):
             parts.timers.log(names, normalizer=means.num_steps)
         self._means = IntervalMeans()
 
-    def _line(self, state: TrainState, result: StepResult, norm: float | None) -> TrainingLine:
+    def _line(
+        self, state: TrainState, result: StepResult, norm: float | None, balance: dict[str, float]
+    ) -> TrainingLine:
         run, means = self.parts.run, self._means
         per_device_s = means.seconds * run.world_size
         tokens_per_s = means.num_samples * run.seq_length / per_device_s
@@ -119,7 +132,7 @@ class LogLine(Hook):
             learning_rate=result.learning_rate,
             decoupled_learning_rate=result.decoupled_learning_rate,
             global_batch_size=result.num_samples,
-            losses=means.mean_losses(),
+            losses=means.mean_losses() | balance,
             loss_scale=result.loss_scale,
             grad_norm=result.grad_norm,
             num_zeros=result.num_zeros,

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from megatron.core import device
 from megatron.training.hooks.base import Hook
 from megatron.training.meeting import union_over_ranks
+from megatron.training.metrics.expert_load import collect_loads, load_scalars
 from megatron.training.metrics.log_line import perplexity
 from megatron.training.parts import TrainingParts
 from megatron.training.printing import is_last_rank
@@ -101,12 +102,13 @@ class Scalars(Hook):
             # A collective: all ranks come here.
             names = union_over_ranks(self.parts.timers.names)
             timers = self.parts.timers.seconds_of_all_ranks(names, reset=False)
+        loads = collect_loads(self.parts.model, self.parts.groups) if run.num_experts else []
         if not self.sinks:
             return state
         scalars = self._of_step(state, result, seconds)
         if run.log_timers_to_tensorboard:
             scalars |= {f"{name}-time": max(values) for name, values in timers.items()}
-        self.write(scalars, state.iteration)
+        self.write(scalars | load_scalars(loads), state.iteration)
         return state
 
     def _of_step(self, state: TrainState, result: StepResult, seconds: float) -> dict[str, float]:

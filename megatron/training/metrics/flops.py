@@ -10,7 +10,8 @@ and no recomputation, so they are properties of the model. They differ in the at
   appendix B, arXiv 2204.02311, which counts the full square).
 
 The same speed prints up to twice the TFLOP/s in one as in the other: never compare figures of
-unnamed conventions. Norms, activations, softmax and the embedding lookup are not counted.
+unnamed conventions. Norms, activations, softmax and the embedding lookup are not counted. Of the
+routed experts those count that a token visits, as if none were ever full.
 """
 
 from __future__ import annotations
@@ -43,9 +44,19 @@ def forward_flops_per_token(size: ModelSize, convention: FlopConvention) -> floa
     windowed, whole = (mean_keys(size.seq_length, w, convention) for w in (size.window, None))
     keys = size.windowed_share * windowed + (1 - size.windowed_share) * whole
     attention = 2 * keys * size.score_width  # queries with keys, weights with values
-    layer = 2 * size.layer_matrices + attention
-    later = layer + 2 * 2 * size.hidden_size**2 + 2 * size.head_matrix
-    return size.num_layers * layer + 2 * size.head_matrix + size.num_later_tokens * later
+    matrices = _layer_matrices(size.num_layers, size.num_expert_layers, size)
+    matrices += _layer_matrices(size.num_later_tokens, size.num_later_expert_layers, size)
+    matrices += size.num_later_tokens * 2 * size.hidden_size**2  # that join two inputs
+    matrices += (1 + size.num_later_tokens) * size.head_matrix
+    return 2 * matrices + (size.num_layers + size.num_later_tokens) * attention
+
+
+def _layer_matrices(num_layers: int, num_expert_layers: int, size: ModelSize) -> int:
+    """Return the elements that one token is multiplied with: of the experts, those it visits."""
+    count = (num_layers - num_expert_layers) * size.layer_matrices
+    return count + num_expert_layers * (
+        size.active_expert_layer_matrices if num_expert_layers else 0
+    )
 
 
 def training_flops_per_token(size: ModelSize, convention: FlopConvention) -> float:

@@ -8,7 +8,7 @@ is used; activations in flight from the simulated schedule.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -53,14 +53,33 @@ class MemoryEstimate:
         return f"{gibibytes(self.total)} ({detail})"
 
 
+@dataclass(frozen=True)
+class ChunkSize:
+    """What one model chunk holds."""
+
+    num_layers: int
+    has_embedding: bool
+    has_loss: bool
+    num_expert_layers: int = 0
+
+    def parameters(self, size: ModelSize) -> tuple[int, int]:
+        """Return how many parameters it has beside routed experts, and in these."""
+        ends = {"has_embedding": self.has_embedding, "has_loss": self.has_loss}
+        count = size.stage_parameters(self.num_layers, self.num_expert_layers, **ends)
+        routed = size.stage_routed_parameters(self.num_expert_layers, has_loss=self.has_loss)
+        return count - routed, routed
+
+
 def gibibytes(num_bytes: float) -> str:
     """Format bytes as GiB, or MiB below a tenth of one."""
     gib = num_bytes / 2**30
     return f"{gib:.2f} GiB" if gib >= 0.1 else f"{num_bytes / 2**20:.1f} MiB"
 
 
-def layer_activation_bytes(settings: Mapping[str, Any], size: ModelSize) -> float:
-    """Return what one layer keeps of one micro batch for its backward."""
+def layer_activation_bytes(
+    settings: Mapping[str, Any], size: ModelSize, *, has_experts: bool = False
+) -> float:
+    """Return what one layer keeps of one micro batch for its backward, with an even load."""
     cp = settings["context_parallel_size"]
     s, b, h = size.seq_length / cp, settings["micro_batch_size"], size.hidden_size
     tp = settings["tensor_model_parallel_size"]
@@ -73,6 +92,13 @@ def layer_activation_bytes(settings: Mapping[str, Any], size: ModelSize) -> floa
     outside = (4 * item + kept_masks * item) / shard
     attention = (size.qkv_width + size.attention_width) / h * item / tp
     mlp = (3 if size.is_gated else 2) * size.ffn_hidden_size / h * item / tp
+    if has_experts and size.experts is not None:
+        sizes, kept = size.experts, 3 if size.is_gated else 2
+        # Each visit keeps its token beside the activations of the expert.
+        visits = sizes.topk * (h + kept * sizes.width) / h * item / tp
+        mlp = visits + kept * sizes.shared_width / h * item / tp
+        if settings["moe_layer_recompute"]:
+            mlp = 0.0
     scores = 0.0
     if settings["attention_dropout"] > 0 and settings["recompute_granularity"] is None:
         # Dropout on the weights keeps the probabilities and their mask.
@@ -119,6 +145,11 @@ def num_shards(settings: Mapping[str, Any]) -> int:
     return int(replicas // settings["num_distributed_optimizer_instances"])
 
 
+def expert_ranks(settings: Mapping[str, Any]) -> int:
+    """Return the ranks of a stage that hold all routed experts once."""
+    return settings["expert_tensor_parallel_size"] * settings["expert_model_parallel_size"]
+
+
 def sharding_rung(settings: Mapping[str, Any]) -> int:
     """Return the rung of the ladder: 0 to 3."""
     if settings["use_torch_fsdp2"]:
@@ -127,7 +158,7 @@ def sharding_rung(settings: Mapping[str, Any]) -> int:
 
 
 def buffer_bytes(
-    settings: Mapping[str, Any], size: ModelSize, chunks: list[tuple[int, bool, bool]]
+    settings: Mapping[str, Any], size: ModelSize, chunks: Sequence[ChunkSize]
 ) -> float:
     """Return the most that is whole at a time although only shards are kept.
 
@@ -139,41 +170,55 @@ def buffer_bytes(
     if rung < 2 or shards == 1:
         return 0.0
     per, tp = state_bytes(settings), settings["tensor_model_parallel_size"]
-    held = sum(size.stage_parameters(n, has_embedding=e, has_loss=last) for n, e, last in chunks)
     if rung == 2:
         bucket = settings["ddp_bucket_size"] or max(40_000_000, 1_000_000 * shards)
-        return min(held / tp, (BucketedBuffer.max_in_flight + 1) * bucket) * per.gradient
-    units = [size.layer_parameters] * sum(n for n, _, _ in chunks)
-    table = size.vocab_size * size.hidden_size
-    units += [table for _, has_embedding, _ in chunks if has_embedding]
-    units += [table for _, _, last in chunks if last and not size.is_tied]
+        dense, routed = map(sum, zip(*(chunk.parameters(size) for chunk in chunks), strict=True))
+        held = dense / tp + routed / expert_ranks(settings)
+        return min(held, (BucketedBuffer.max_in_flight + 1) * bucket) * per.gradient
+    with_experts = sum(chunk.num_expert_layers for chunk in chunks)
+    dense_layers = sum(chunk.num_layers for chunk in chunks) - with_experts
+    units = [size.layer_parameters / tp] * dense_layers
+    if with_experts:
+        routed = size.routed_parameters / expert_ranks(settings)
+        units += [size.expert_layer_parameters / tp + routed] * with_experts
+    table = size.vocab_size * size.hidden_size / tp
+    units += [table for chunk in chunks if chunk.has_embedding]
+    units += [table for chunk in chunks if chunk.has_loss and not size.is_tied]
     largest = sorted(units)[-2:]
-    return sum(largest) / tp * (per.weight + per.gradient)
+    return sum(largest) * (per.weight + per.gradient)
 
 
 def estimate_memory(
     settings: Mapping[str, Any],
     size: ModelSize,
     *,
-    chunks: list[tuple[int, bool, bool]],
+    chunks: Sequence[ChunkSize],
     chunks_in_flight: int,
 ) -> MemoryEstimate:
     """Return the bytes of one rank.
 
     Args:
-        chunks: (number of layers, has embedding, has loss) of each model chunk of the rank.
+        chunks: what each model chunk of the rank holds.
         chunks_in_flight: most (micro batch, chunk) pairs that wait for their backward at a time.
     """
     tp, per = settings["tensor_model_parallel_size"], state_bytes(settings)
-    held = sum(size.stage_parameters(n, has_embedding=e, has_loss=last) for n, e, last in chunks)
-    held /= tp
+    dense, routed = map(sum, zip(*(chunk.parameters(size) for chunk in chunks), strict=True))
+    dense, routed = dense / tp, routed / expert_ranks(settings)
     shards, rung = num_shards(settings), sharding_rung(settings)
+    # The expert grid arranges the same ranks of a stage another way.
+    sharded = dense / shards + routed / max(shards * tp / expert_ranks(settings), 1.0)
     # Each rung shards one thing more: moments and main weights, gradients, weights.
-    optimizer, gradients, weights = (held / (shards if rung >= first else 1) for first in (1, 2, 3))
-    layers_per_chunk = sum(n for n, _, _ in chunks) / len(chunks)
-    per_chunk = layers_per_chunk * layer_activation_bytes(settings, size)
+    optimizer, gradients, weights = (
+        sharded if rung >= first else dense + routed for first in (1, 2, 3)
+    )
+    layers = sum(
+        (chunk.num_layers - chunk.num_expert_layers) * layer_activation_bytes(settings, size)
+        + chunk.num_expert_layers * layer_activation_bytes(settings, size, has_experts=True)
+        for chunk in chunks
+    )
+    per_chunk = layers / len(chunks)
     logits = 0.0
-    if any(last for _, _, last in chunks):
+    if any(chunk.has_loss for chunk in chunks):
         tokens = size.seq_length * settings["micro_batch_size"]
         tokens /= settings["context_parallel_size"]
         if not settings["cross_entropy_loss_fusion"]:

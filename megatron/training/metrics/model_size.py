@@ -1,4 +1,4 @@
-"""How many parameters a dense GPT has, and where. Pure arithmetic on settings, no torch.
+"""How many parameters a GPT has, and where. Pure arithmetic on settings, no torch.
 
 Legend: h hidden, n query heads, g key/value heads, d width of a head, f width of the MLP,
 v rows of the vocabulary, s sequence.
@@ -45,6 +45,20 @@ class LatentSizes:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ExpertSizes:
+    """Mixture-of-experts layers; see `megatron.core.transformer.moe`."""
+
+    num_experts: int
+    topk: int
+    width: int
+    shared_width: int = 0
+    """Width of the expert that every token visits; 0 if there is none."""
+    has_shared_gate: bool = False
+    pattern: tuple[bool, ...] = ()
+    """For each layer of the model, whether it has experts."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelSize:
     """The sizes that parameters and FLOPs follow from."""
 
@@ -75,6 +89,8 @@ class ModelSize:
     """Layers that predict tokens after the next one."""
     latent: LatentSizes | None = None
     """Sizes of multi-latent attention."""
+    experts: ExpertSizes | None = None
+    """Sizes of mixture-of-experts layers."""
 
     @staticmethod
     def from_settings(settings: Mapping[str, Any], vocab_size: int | None = None) -> ModelSize:
@@ -110,8 +126,20 @@ class ModelSize:
             )
             if settings["multi_latent_attention"]
             else None,
+            experts=_expert_sizes(settings),
             window=window[0] if window is not None and window[0] >= 0 else None,
         )
+
+    @property
+    def num_expert_layers(self) -> int:
+        """Layers with experts, of those that predict the next token."""
+        return 0 if self.experts is None else sum(self.experts.pattern)
+
+    @property
+    def num_later_expert_layers(self) -> int:
+        """The same of the layers that predict later tokens, which are as the model's last."""
+        ends_with_experts = self.experts is not None and self.experts.pattern[-1]
+        return self.num_later_tokens if ends_with_experts else 0
 
     @property
     def qkv_width(self) -> int:
@@ -129,12 +157,40 @@ class ModelSize:
 
     @property
     def layer_matrices(self) -> int:
-        """Elements of the matrices of one layer: what its matrix products multiply with."""
-        h, f = self.hidden_size, self.ffn_hidden_size
+        """Elements of the matrices of one dense layer: what its products multiply with."""
+        return self._attention_matrices + self._mlp_matrices(self.ffn_hidden_size)
+
+    @property
+    def active_expert_layer_matrices(self) -> int:
+        """Elements that one token is multiplied with in a layer with experts."""
+        sizes = self.experts
+        assert sizes is not None
+        visited = sizes.topk * self._mlp_matrices(sizes.width)
+        return self._attention_matrices + self._always_visited + visited
+
+    @property
+    def _always_visited(self) -> int:
+        """Elements of router, shared expert and its gate."""
+        sizes = self.experts
+        assert sizes is not None
+        shared = self._mlp_matrices(sizes.shared_width) + sizes.has_shared_gate * self.hidden_size
+        return sizes.num_experts * self.hidden_size + shared
+
+    def _mlp_matrices(self, width: int) -> int:
+        return (3 if self.is_gated else 2) * self.hidden_size * width
+
+    def _mlp_biases(self, width: int) -> int:
+        if not (self.has_linear_bias and width):
+            return 0
+        return width * (2 if self.is_gated else 1) + self.hidden_size
+
+    @property
+    def _attention_matrices(self) -> int:
+        h = self.hidden_size
         projections = h * self.qkv_width
         if self.latent is not None:
             projections = self.latent.matrices(h, self.num_attention_heads)
-        return projections + self.attention_width * h + (3 if self.is_gated else 2) * h * f
+        return projections + self.attention_width * h
 
     @property
     def score_width(self) -> int:
@@ -155,12 +211,35 @@ class ModelSize:
 
     @property
     def layer_parameters(self) -> int:
-        """All parameters of one layer."""
-        h, f = self.hidden_size, self.ffn_hidden_size
-        count = self.layer_matrices + self.num_layer_norms * self.norm_parameters
+        """All parameters of one dense layer."""
+        mlp = self._mlp_matrices(self.ffn_hidden_size) + self._mlp_biases(self.ffn_hidden_size)
+        return self._attention_parameters + mlp
+
+    @property
+    def expert_layer_parameters(self) -> int:
+        """All parameters of one layer with experts, but those of the routed experts."""
+        sizes = self.experts
+        assert sizes is not None
+        shared = self._always_visited + self._mlp_biases(sizes.shared_width)
+        return self._attention_parameters + shared
+
+    @property
+    def routed_parameters(self) -> int:
+        """Parameters of the routed experts of one layer."""
+        if self.experts is None:
+            return 0
+        width = self.experts.width
+        one = self._mlp_matrices(width) + self._mlp_biases(width)
+        return self.experts.num_experts * one
+
+    @property
+    def _attention_parameters(self) -> int:
+        """Parameters of a layer's attention, and its norms."""
+        h = self.hidden_size
+        count = self._attention_matrices + self.num_layer_norms * self.norm_parameters
         count += self.num_attention_heads * self.has_sinks
         if self.has_linear_bias:
-            count += h + f * (2 if self.is_gated else 1) + h
+            count += h
         if self.latent is not None:
             norms = self.latent.latent + self.latent.query_latent
             return count + norms * self.has_qk_norm * (2 if self.norm_has_bias else 1)
@@ -174,7 +253,24 @@ class ModelSize:
     def later_token_parameters(self) -> int:
         """Parameters of all layers that predict later tokens: joining matrix and norms besides."""
         joining = 2 * self.hidden_size**2 + 3 * self.norm_parameters
-        return self.num_later_tokens * (self.layer_parameters + joining)
+        layers = self._layers(self.num_later_tokens, self.num_later_expert_layers)
+        return self.num_later_tokens * joining + layers
+
+    def _layers(self, num_layers: int, num_expert_layers: int) -> int:
+        """All parameters of some layers."""
+        count = (num_layers - num_expert_layers) * self.layer_parameters
+        if num_expert_layers:
+            count += num_expert_layers * (self.expert_layer_parameters + self.routed_parameters)
+        return count
+
+    @property
+    def active_parameters(self) -> int:
+        """Parameters that one token meets: all but the routed experts that it does not visit."""
+        if self.experts is None:
+            return self.total_parameters
+        layers = self.num_expert_layers + self.num_later_expert_layers
+        met = self.routed_parameters * self.experts.topk // self.experts.num_experts
+        return self.total_parameters - layers * (self.routed_parameters - met)
 
     @property
     def embedding_parameters(self) -> int:
@@ -185,16 +281,23 @@ class ModelSize:
     def total_parameters(self) -> int:
         """All parameters of the model; a tied head counts once."""
         head = 0 if self.is_tied else self.head_matrix
-        layers = self.num_layers * self.layer_parameters
+        layers = self._layers(self.num_layers, self.num_expert_layers)
         layers += self.later_token_parameters
         return layers + self.embedding_parameters + self.norm_parameters + head
 
-    def stage_parameters(self, num_layers: int, *, has_embedding: bool, has_loss: bool) -> int:
+    def stage_routed_parameters(self, num_expert_layers: int, *, has_loss: bool) -> int:
+        """Parameters of routed experts that one pipeline stage holds, before any split."""
+        later = self.num_later_expert_layers if has_loss else 0
+        return (num_expert_layers + later) * self.routed_parameters
+
+    def stage_parameters(
+        self, num_layers: int, num_expert_layers: int = 0, *, has_embedding: bool, has_loss: bool
+    ) -> int:
         """Parameters that one pipeline stage holds, before any tensor-parallel split.
 
         The last stage keeps its own copy of a tied embedding.
         """
-        count = num_layers * self.layer_parameters
+        count = self._layers(num_layers, num_expert_layers)
         if has_embedding:
             count += self.embedding_parameters
         if has_loss:
@@ -211,3 +314,18 @@ def _windowed_share(settings: Mapping[str, Any]) -> float:
     if isinstance(pattern, list):
         return sum(pattern) / len(pattern)
     return 1.0 if pattern is None else 1.0 - layers // pattern / layers
+
+
+def _expert_sizes(settings: Mapping[str, Any]) -> ExpertSizes | None:
+    if not settings["num_experts"]:
+        return None
+    freq, num_layers = settings["moe_layer_freq"], settings["num_layers"]
+    pattern = [layer % freq == 0 for layer in range(num_layers)] if isinstance(freq, int) else freq
+    return ExpertSizes(
+        num_experts=settings["num_experts"],
+        topk=settings["moe_router_topk"],
+        width=settings["moe_ffn_hidden_size"] or settings["ffn_hidden_size"],
+        shared_width=settings["moe_shared_expert_intermediate_size"] or 0,
+        has_shared_gate=settings["moe_shared_expert_gate"],
+        pattern=tuple(map(bool, pattern)),
+    )

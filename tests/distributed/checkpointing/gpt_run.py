@@ -18,7 +18,7 @@ from megatron.core.distributed import (
     finalize_model_grads,
 )
 from megatron.core.distributed.distributed_data_parallel_config import SHARDING_STRATEGIES
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
@@ -50,6 +50,8 @@ class Layout:
     """ZeRO stage of optimizer state and, from 2 on, gradients."""
     sp: bool = False
     cp: int = 1
+    ep: int = 1
+    expt_tp: int = 1
 
     @property
     def size(self) -> int:
@@ -60,6 +62,7 @@ class Layout:
         text = f"tp{self.tp}{'+sp' if self.sp else ''}-pp{self.pp}-dp{self.dp}"
         return (
             text
+            + (f"-ep{self.ep}-etp{self.expt_tp}" if self.ep > 1 else "")
             + (f"-vp{self.vp}" if self.vp > 1 else "")
             + (f"-cp{self.cp}" if self.cp > 1 else "")
             + (f"-zero{self.zero}" * (self.zero > 0))
@@ -68,6 +71,7 @@ class Layout:
     def axes(self) -> dict[str, int]:
         """Keywords of `run_distributed`."""
         sizes = {"tp": self.tp, "pp": self.pp, "cp": self.cp}
+        sizes |= {"ep": self.ep, "expt_tp": self.expt_tp}
         return sizes | ({"vp": self.vp} if self.vp > 1 else {})
 
 
@@ -79,6 +83,8 @@ class Model:
     is_tied: bool = True
     dropout: float = 0.1
     dtype: str = "fp32"
+    experts: int = 0
+    """Routed experts of every second layer; computed together where ranks share them."""
 
 
 class Run:
@@ -214,6 +220,18 @@ def _config(layout: Layout, model: Model) -> TransformerConfig:
         if model.is_llama
         else {}
     )
+    if model.experts:
+        family |= {
+            "num_moe_experts": model.experts,
+            "moe_layer_freq": 2,
+            "moe_grouped_gemm": layout.ep > 1,
+            "moe_router_score_function": "sigmoid",
+            "moe_router_enable_expert_bias": True,
+            "moe_router_load_balancing_type": "global_aux_loss",
+            "moe_aux_loss_coeff": 0.01,
+            "expert_model_parallel_size": layout.ep,
+            "expert_tensor_parallel_size": layout.expt_tp,
+        }
     half = {
         "fp32": {},
         "bf16": {"bf16": True, "params_dtype": torch.bfloat16},
@@ -250,7 +268,9 @@ def _chunk(
     multiple = 8 * layout.tp if layout.tp < 4 else 32
     return GPTModel(
         config,
-        get_gpt_layer_local_spec(normalization=config.normalization),
+        get_gpt_decoder_block_spec(
+            config, False, vp_stage=vp_stage if layout.vp > 1 else None, pp_rank=stage
+        ),
         vocab_size=-(-VOCABULARY // multiple) * multiple,
         max_sequence_length=SEQUENCE,
         pre_process=stage == 0 and vp_stage == 0,

@@ -60,6 +60,15 @@ def test_the_digest_is_equal_for_untied_half_precision_models(ram_path: Path) ->
     assert_all_pairs_agree(layouts, model, ram_path)
 
 
+def test_the_digest_is_equal_for_experts_one_by_one_and_together(ram_path: Path) -> None:
+    layouts = [
+        Layout(),
+        Layout(tp=2, dp=2, ep=2, expt_tp=2, zero=1),
+        Layout(pp=2, dp=2, ep=2, zero=3),
+    ]
+    assert_all_pairs_agree(layouts, Model(experts=4), ram_path)
+
+
 def test_training_goes_on_in_another_layout_as_the_unbroken_run_would(ram_path: Path) -> None:
     model = Model()
     unbroken = run(resume_and_train, Layout(), model, ram_path / "unbroken", [5])[0]

@@ -13,6 +13,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 )
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.models.gpt.presets import preset, preset_names
+from megatron.core.param_meta import get_param_meta
 from megatron.training.cli.parser import parse_command_line
 from megatron.training.metrics.flops import (
     FlopConvention,
@@ -26,7 +27,7 @@ from megatron.training.metrics.log_line import (
     training_line,
     validation_lines,
 )
-from megatron.training.metrics.memory import estimate_memory
+from megatron.training.metrics.memory import ChunkSize, estimate_memory
 from megatron.training.metrics.model_size import ModelSize
 from megatron.training.metrics.peak import peak_of_gpu
 from megatron.training.resolve import resolve
@@ -115,6 +116,9 @@ def test_parameters_of_published_models_are_counted(name):
         "--multi-latent-attention --q-lora-rank 12",
         "--mtp-num-layers 2",
         "--mtp-num-layers 1 --normalization RMSNorm --group-query-attention --num-query-groups 2",
+        "--num-experts 4 --moe-ffn-hidden-size 24 --moe-layer-freq 2 --mtp-num-layers 1"
+        " --moe-shared-expert-intermediate-size 8 --moe-shared-expert-gate",
+        "--num-experts 2 --swiglu --disable-bias-linear",
     ],
 )
 def test_the_count_is_that_of_the_model_that_is_built(flags, is_tied):
@@ -135,7 +139,12 @@ def test_the_count_is_that_of_the_model_that_is_built(flags, is_tied):
     )  # fmt: skip
     size = ModelSize.from_settings(values, vocab_size=64)
     assert size.total_parameters == sum(p.numel() for p in model.parameters())
-    assert size.stage_parameters(3, has_embedding=True, has_loss=True) == size.total_parameters
+    whole = size.stage_parameters(3, size.num_expert_layers, has_embedding=True, has_loss=True)
+    assert whole == size.total_parameters
+    routed = size.stage_routed_parameters(size.num_expert_layers, has_loss=True)
+    assert routed == sum(p.numel() for p in model.parameters() if get_param_meta(p).is_expert)
+    share = (values["moe_router_topk"] / values["num_experts"]) if values["num_experts"] else 1
+    assert size.active_parameters == size.total_parameters - routed * (1 - share)
 
 
 def test_stages_hold_all_parameters_between_them():
@@ -165,7 +174,9 @@ def test_memory_of_the_175b_model_is_that_of_the_paper():
     )
     run = resolve(parse_command_line(words).config, world_size=64)
     size = ModelSize.from_settings(run.values, vocab_size=51200)
-    found = estimate_memory(run.values, size, chunks=[(12, False, False)], chunks_in_flight=8)
+    found = estimate_memory(
+        run.values, size, chunks=[ChunkSize(12, False, False)], chunks_in_flight=8
+    )
     assert found.states / 2**30 == pytest.approx(45.56, rel=0.01)
 
 
@@ -191,7 +202,7 @@ def test_memory_shrinks_with_every_rung_of_the_sharding_ladder(
     words += ["--num-distributed-optimizer-instances", str(instances)]
     run = resolve(parse_command_line(words).config, world_size=8)
     size = ModelSize.from_settings(run.values, vocab_size=128)
-    found = estimate_memory(run.values, size, chunks=[(2, True, True)], chunks_in_flight=1)
+    found = estimate_memory(run.values, size, chunks=[ChunkSize(2, True, True)], chunks_in_flight=1)
     count = size.stage_parameters(2, has_embedding=True, has_loss=True)
     assert found.states / count == pytest.approx(bytes_per_parameter)
 

@@ -208,7 +208,7 @@ def test_what_is_loaded_is_looked_at_before_anything_is_built(tmp_path):
 
 
 def test_every_problem_names_a_flag_and_a_fix():
-    config = parse_command_line(["--num-experts", "8", "--mock-data", "--clip-grad", "-1"]).config
+    config = parse_command_line(["--moe-enable-deepep", "--mock-data", "--clip-grad", "-1"]).config
     with pytest.raises(ConfigError) as caught:
         check_run(resolve(config, world_size=1))
     assert len(caught.value.problems) >= 9
@@ -233,7 +233,7 @@ def test_missing_data_names_the_files_and_what_is_near(tmp_path):
 @pytest.mark.parametrize(
     ("words", "instead"),
     [
-        (["--num-experts", "8"], "dense model"),
+        (["--moe-token-dispatcher-type", "flex"], "dispatcher-type alltoall"),
         (["--optimizer", "soap"], "--optimizer muon"),
         (["--fp8-format", "hybrid"], "use --bf16"),
         (["--outer-dp-sharding-strategy", "optim"], "--num-distributed-optimizer-instances"),

@@ -6,12 +6,17 @@ from typing import Any
 
 from megatron.core.errors import ConfigError
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.pipeline_parallel.layout import pipeline_layout
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.backend import Backend
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.local_backend import LocalBackend
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.moe.experts import GroupedMLP, SequentialMLP
+from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.multi_latent_attention import (
     MLASelfAttention,
     MLASelfAttentionSubmodules,
@@ -22,15 +27,13 @@ from megatron.core.transformer.multi_token_prediction import (
 )
 from megatron.core.transformer.replicated_linear import ReplicatedLinear
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_block import (
-    TransformerBlockSubmodules,
-    get_num_layers_to_build,
-)
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import (
     TransformerLayer,
     TransformerLayerSubmodules,
 )
+from megatron.core.utils import get_pg_rank
 
 FUSED_NORM_KEYS = {
     "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
@@ -41,30 +44,50 @@ so one checkpoint serves every backend."""
 
 
 def gpt_layer_submodules(
-    backend: Backend, *, qk_layernorm: bool = False, multi_latent_attention: bool = False
+    backend: Backend,
+    *,
+    num_experts: int | None = None,
+    moe_grouped_gemm: bool = False,
+    qk_layernorm: bool = False,
+    multi_latent_attention: bool = False,
 ) -> Any:
-    """Return the parts of a dense GPT layer made of a backend's classes."""
+    """Return the parts of a GPT layer made of a backend's classes: dense, or with experts."""
     fused = backend.norm_column_linear()
     norm = backend.norm() if fused is None else IdentityOp
     attention = _latent_attention if multi_latent_attention else _attention
     norm_keys = dict(FUSED_NORM_KEYS)
     if multi_latent_attention:
         del norm_keys["input_layernorm."]  # two layers are behind it: it keeps its own name
+    mlp_parts = MLPSubmodules(
+        linear_fc1=fused or backend.column_linear(), linear_fc2=backend.row_linear()
+    )
+    mlp = ModuleSpec(module=MLP, submodules=mlp_parts)
+    if num_experts:
+        mlp = _experts(backend, moe_grouped_gemm)
+        del norm_keys["pre_mlp_layernorm."]  # router and experts are behind it
     return TransformerLayerSubmodules(
         input_layernorm=norm,
         self_attention=attention(backend, qk_layernorm),
         self_attn_bda=get_bias_dropout_add,
-        pre_mlp_layernorm=norm,
-        mlp=ModuleSpec(
-            module=MLP,
-            submodules=MLPSubmodules(
-                linear_fc1=fused or backend.column_linear(), linear_fc2=backend.row_linear()
-            ),
-        ),
+        pre_mlp_layernorm=backend.norm() if num_experts else norm,
+        mlp=mlp,
         mlp_bda=get_bias_dropout_add,
         post_self_attn_layernorm=backend.norm(),
         post_mlp_layernorm=backend.norm(),
         sharded_state_dict_keys_map={} if fused is not None else norm_keys,
+    )
+
+
+def _experts(backend: Backend, grouped: bool) -> ModuleSpec:
+    """A mixture-of-experts layer whose experts are computed together, or one after the other."""
+    parts = MLPSubmodules(linear_fc1=backend.column_linear(), linear_fc2=backend.row_linear())
+    one_by_one = ModuleSpec(module=SequentialMLP, submodules=parts)
+    return ModuleSpec(
+        module=MoELayer,
+        submodules=MoESubmodules(
+            experts=GroupedMLP if grouped else one_by_one,
+            shared_experts=ModuleSpec(module=SharedExpertMLP, submodules=parts),
+        ),
     )
 
 
@@ -118,9 +141,13 @@ def get_gpt_layer_local_submodules(
     Args:
         normalization: accepted for compatibility; the config's `normalization` decides.
     """
-    _refuse_unsupported(num_experts, False, fp8, qk_l2_norm, options)
+    _refuse_unsupported(None, False, fp8, qk_l2_norm, options)
     return gpt_layer_submodules(
-        LocalBackend(), qk_layernorm=qk_layernorm, multi_latent_attention=multi_latent_attention
+        LocalBackend(),
+        num_experts=num_experts,
+        moe_grouped_gemm=moe_grouped_gemm,
+        qk_layernorm=qk_layernorm,
+        multi_latent_attention=multi_latent_attention,
     )
 
 
@@ -168,12 +195,17 @@ def get_gpt_decoder_layer_specs(
         if use_transformer_engine
         else get_gpt_layer_local_spec
     )
-    spec = make(
-        qk_layernorm=config.qk_layernorm,
-        multi_latent_attention=config.multi_latent_attention,
-        qk_l2_norm=qk_l2_norm,
+    dense, sparse = (
+        make(
+            num_experts=num_experts,
+            moe_grouped_gemm=config.moe_grouped_gemm,
+            qk_layernorm=config.qk_layernorm,
+            multi_latent_attention=config.multi_latent_attention,
+            qk_l2_norm=qk_l2_norm,
+        )
+        for num_experts in (None, config.num_moe_experts)
     )
-    return [spec] * config.num_layers
+    return [sparse if has else dense for has in config.layers_with_experts(config.num_layers)]
 
 
 def get_gpt_decoder_block_spec(
@@ -186,15 +218,18 @@ def get_gpt_decoder_block_spec(
 ) -> TransformerBlockSubmodules:
     """Return the specs of the layers of one pipeline stage, and of the final norm."""
     specs = get_gpt_decoder_layer_specs(config, use_transformer_engine, normalization, qk_l2_norm)
-    count = get_num_layers_to_build(config, vp_stage, pp_rank)
+    if pp_rank is None:
+        pp_rank = get_pg_rank(ProcessGroupCollection.current().pp)
     if use_transformer_engine:
         from megatron.core.extensions.transformer_engine import TransformerEngineBackend
 
         backend: Backend = TransformerEngineBackend()
     else:
         backend = LocalBackend()
-    # Layers are alike, so which ones the stage holds makes no difference to the specs.
-    return TransformerBlockSubmodules(layer_specs=specs[:count], layer_norm=backend.norm())
+    here = pipeline_layout(config).layers(pp_rank, vp_stage)
+    return TransformerBlockSubmodules(
+        layer_specs=[specs[layer] for layer in here], layer_norm=backend.norm()
+    )
 
 
 def get_gpt_mtp_block_spec(
@@ -211,8 +246,13 @@ def get_gpt_mtp_block_spec(
     """
     if not config.mtp_num_layers:
         return None
-    layers = spec.layer_specs if isinstance(spec, TransformerBlockSubmodules) else [spec]
-    layer = (layers or get_gpt_decoder_layer_specs(config, use_transformer_engine))[-1]
+    if isinstance(spec, TransformerBlockSubmodules):
+        # As the model's last layer, also on a stage that has none.
+        layer = (spec.layer_specs or get_gpt_decoder_layer_specs(config, use_transformer_engine))[
+            -1
+        ]
+    else:
+        layer = spec
     parts = MultiTokenPredictionBlockSubmodules(transformer_layer=layer, norm=LocalBackend().norm())
     return ModuleSpec(module=MultiTokenPredictionBlock, submodules=parts)
 
@@ -237,7 +277,7 @@ def _refuse_unsupported(
     if wanted:
         raise ConfigError(
             f"a layer spec was asked for {', '.join(wanted)}.",
-            rule="layers are dense; multi-latent attention exists in the local backend",
-            flags=["--num-experts", "--multi-latent-attention", "--fp8-format"],
+            rule="experts and multi-latent attention exist in the local backend",
+            flags=["--transformer-impl", "--num-experts", "--multi-latent-attention"],
             fix="leave these out",
         )

@@ -204,6 +204,7 @@ class GPTModel(LanguageModule):
             labels: [b, s/cp]; with them the last stage returns the loss.
             loss_mask: [b, s/cp], the weights with which the caller will sum the losses. It changes
                 no number here; the fused loss saves work by knowing it.
+            padding_mask: bool [b, s/cp], True where there is no token: experts are not visited.
         Returns:
             the stage's hidden states [s/cp, b, h]; on the last stage the loss of every token
             [b, s/cp] in fp32, or logits [b, s/cp, v/tp] without labels.
@@ -228,6 +229,7 @@ class GPTModel(LanguageModule):
             attention_mask=attention_mask,
             inference_context=context,
             packed_seq_params=packed_seq_params,
+            padding_mask=padding_mask,
             **angles,
             **(extra_block_kwargs or {}),
         )
@@ -251,6 +253,7 @@ class GPTModel(LanguageModule):
                 attention_mask=attention_mask,
                 rotary_pos_emb=angles.get("rotary_pos_emb"),
                 packed_seq_params=packed_seq_params,
+                padding_mask=padding_mask,
                 **(extra_block_kwargs or {}),
             )
         logits, _ = self.output_layer(

@@ -1,0 +1,369 @@
+"""Mixture-of-experts layers: how many experts, who visits them, how their load is evened out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.core.errors import ConfigError, MegatronError
+from megatron.core.utils import best_divisor
+
+BALANCE_METHODS = ("aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none")
+SCORE_FUNCTIONS = ("softmax", "sigmoid", "sqrtsoftplus")
+DISPATCHERS = ("allgather", "alltoall")
+DROP_POLICIES = ("probs", "position")
+
+
+@dataclass
+class ExpertConfig:
+    """Routed experts, their router and dispatcher. Names and defaults are Megatron's."""
+
+    num_moe_experts: int | None = None
+    """Routed experts of each expert layer; None is a dense model."""
+    moe_layer_freq: int | list[int] = 1
+    """Which layers have experts: every N-th, beginning with the first, or 0/1 for each layer."""
+    moe_ffn_hidden_size: int | None = None
+    """Width of one expert; None means ffn_hidden_size."""
+    moe_grouped_gemm: bool = False
+    """Compute all experts of a rank together instead of one module after the other."""
+    moe_layer_recompute: bool = False
+    """Drop the activations of expert layers and form them again in backward."""
+
+    moe_router_topk: int = 2
+    """Experts that each token visits."""
+    moe_router_score_function: str = "softmax"
+    """What turns the router's logits into scores: softmax, sigmoid or sqrtsoftplus."""
+    moe_router_pre_softmax: bool = False
+    """Take the softmax over all experts, not over the chosen ones."""
+    moe_router_topk_scaling_factor: float | None = None
+    """Factor on the weights of the chosen experts."""
+    moe_router_num_groups: int | None = None
+    """Groups of experts, of which a token visits `moe_router_group_topk` (arXiv 2412.19437)."""
+    moe_router_group_topk: int | None = None
+    """Groups that a token may visit."""
+    moe_router_dtype: str | None = None
+    """Dtype of the router's matrix product: fp32, fp64, or None for that of the model. Scores are
+    fp32 at least."""
+    moe_router_enable_expert_bias: bool = False
+    """Even out the load by a bias on the scores that choose (arXiv 2408.15664)."""
+    moe_router_bias_update_rate: float = 1e-3
+    """How far that bias moves in a step."""
+    moe_router_load_balancing_type: str | list[str] = "aux_loss"
+    """One or several of aux_loss, seq_aux_loss, global_aux_loss; or sinkhorn, or none."""
+    moe_aux_loss_coeff: float | list[float] = 0.0
+    """Weight of the balance loss; one for each method where there are several."""
+    moe_z_loss_coeff: float | None = None
+    """Weight of the mean square of the logits' log-sum-exp (arXiv 2202.08906, section 3.1)."""
+    moe_input_jitter_eps: float | None = None
+    """Multiply the router's input by uniform noise in [1 - eps, 1 + eps] (arXiv 2101.03961)."""
+    moe_router_force_load_balancing: bool = False
+    """Route at random: for measuring speed."""
+
+    moe_token_dispatcher_type: str = "allgather"
+    """How tokens travel to experts on other ranks."""
+    moe_expert_capacity_factor: float | None = None
+    """Tokens of one sequence that an expert takes, over the even share; None drops nothing."""
+    moe_token_drop_policy: str = "probs"
+    """Which tokens stay where an expert is full: the likeliest, or the first."""
+    moe_pad_expert_input_to_capacity: bool = False
+    """Give every expert an input of the same length."""
+    moe_shared_expert_intermediate_size: int | None = None
+    """Width of the expert that every token visits; None is none."""
+    moe_shared_expert_gate: bool = False
+    """Weigh the shared expert's output by a sigmoid gate of the token."""
+
+    def derive_experts(self, ffn_hidden_size: int | None) -> None:
+        """Fill the width of an expert."""
+        if self.num_moe_experts is not None and self.moe_ffn_hidden_size is None:
+            self.moe_ffn_hidden_size = ffn_hidden_size
+
+    def layers_with_experts(self, num_layers: int) -> list[bool]:
+        """Return for each layer of the model whether it has experts."""
+        if self.num_moe_experts is None:
+            return [False] * num_layers
+        freq = self.moe_layer_freq
+        if isinstance(freq, int):
+            return [layer % freq == 0 for layer in range(num_layers)]
+        return [bool(value) for value in freq]
+
+    def balance_losses(self) -> dict[str, float]:
+        """Return method -> coefficient of the balance losses that are on."""
+        methods, coefficients = _as_list(self.moe_router_load_balancing_type), self._coefficients()
+        chosen = zip(methods, coefficients, strict=True)
+        return {m: c for m, c in chosen if m.endswith("aux_loss") and c > 0}
+
+    @property
+    def routes_by_sinkhorn(self) -> bool:
+        """Whether experts are chosen by balanced assignment."""
+        return "sinkhorn" in _as_list(self.moe_router_load_balancing_type)
+
+    def _coefficients(self) -> list[float]:
+        given = self.moe_aux_loss_coeff
+        if isinstance(given, (int, float)):
+            return [float(given)] * len(_as_list(self.moe_router_load_balancing_type))
+        return [float(value) for value in given]
+
+    def check_experts(
+        self, num_layers: int, expert_parallel: int, expert_tp: int | None, mlp_chunks: int
+    ) -> list[MegatronError]:
+        """Return the problems of the experts, their router and their split over ranks."""
+        if self.num_moe_experts is None:
+            if expert_parallel == 1:
+                return []
+            return [
+                ConfigError(
+                    f"expert_model_parallel_size={expert_parallel} in a model without experts.",
+                    rule="expert parallelism distributes routed experts",
+                    flags=["--expert-model-parallel-size", "--num-experts"],
+                    fix="drop --expert-model-parallel-size, or set --num-experts",
+                )
+            ]
+        problems: list[MegatronError] = []
+        if mlp_chunks > 1:
+            problems.append(
+                _problem(
+                    f"mlp_chunks_for_training={mlp_chunks} in a model with experts.",
+                    "a router sees whole sequences",
+                    "--mlp-chunks-for-training",
+                    "--num-experts",
+                    fix="use --moe-layer-recompute",
+                )
+            )
+        return [
+            *problems,
+            *self._sizes_problems(num_layers, expert_parallel, expert_tp or 1),
+            *self._router_problems(),
+            *self._capacity_problems(),
+        ]
+
+    def _sizes_problems(
+        self, num_layers: int, expert_parallel: int, expert_tp: int
+    ) -> list[MegatronError]:
+        experts, problems = self.num_moe_experts, []
+        assert experts is not None
+        if experts < 1:
+            problems.append(
+                _problem(
+                    f"num_moe_experts={experts}.",
+                    "it is a positive number",
+                    "--num-experts",
+                    fix="drop --num-experts for a dense model",
+                )
+            )
+            return problems
+        if experts % expert_parallel:
+            problems.append(
+                _problem(
+                    f"{experts} experts cannot be split over expert-parallel size"
+                    f" {expert_parallel}.",
+                    "each expert-parallel rank owns a whole number of experts",
+                    "--num-experts",
+                    "--expert-model-parallel-size",
+                    fix="use --expert-model-parallel-size"
+                    f" {best_divisor(experts, expert_parallel)}",
+                )
+            )
+        width = self.moe_ffn_hidden_size or 0
+        if width < 1 or width % expert_tp:
+            problems.append(
+                _problem(
+                    f"moe_ffn_hidden_size={width} cannot be split over expert-tensor-parallel size"
+                    f" {expert_tp}.",
+                    "each rank owns an equal part of an expert",
+                    "--moe-ffn-hidden-size",
+                    "--expert-tensor-parallel-size",
+                    fix=f"use --moe-ffn-hidden-size {max(1, -(-width // expert_tp)) * expert_tp}",
+                )
+            )
+        freq = self.moe_layer_freq
+        if isinstance(freq, int):
+            if freq < 1:
+                problems.append(
+                    _problem(
+                        f"moe_layer_freq={freq}.",
+                        "it is a positive number, or a list of 0 and 1",
+                        "--moe-layer-freq",
+                        fix="use --moe-layer-freq 1",
+                    )
+                )
+        elif len(freq) != num_layers or set(freq) - {0, 1}:
+            problems.append(
+                _problem(
+                    f"moe_layer_freq={freq} for {num_layers} layers.",
+                    "a list says 0 or 1 for every layer",
+                    "--moe-layer-freq",
+                    "--num-layers",
+                    fix=f'use --moe-layer-freq "[1]*{num_layers}"',
+                )
+            )
+        shared = self.moe_shared_expert_intermediate_size
+        if (shared is not None and shared < 1) or (self.moe_shared_expert_gate and shared is None):
+            problems.append(
+                _problem(
+                    f"moe_shared_expert_intermediate_size={shared}"
+                    f" with moe_shared_expert_gate={self.moe_shared_expert_gate}.",
+                    "a shared expert has a positive width, and a gate belongs to one",
+                    "--moe-shared-expert-intermediate-size",
+                    fix=f"use --moe-shared-expert-intermediate-size {max(width, 1)}",
+                )
+            )
+        return problems
+
+    def _router_problems(self) -> list[MegatronError]:
+        problems: list[MegatronError] = []
+        experts, topk = self.num_moe_experts or 0, self.moe_router_topk
+
+        def refuse(found: str, rule: str, *flags: str, fix: str) -> None:
+            problems.append(_problem(found, rule, *flags, fix=fix))
+
+        for name, value, known in (
+            ("moe_router_score_function", self.moe_router_score_function, SCORE_FUNCTIONS),
+            ("moe_token_dispatcher_type", self.moe_token_dispatcher_type, DISPATCHERS),
+            ("moe_token_drop_policy", self.moe_token_drop_policy, DROP_POLICIES),
+            ("moe_router_dtype", self.moe_router_dtype, (None, "fp32", "fp64")),
+        ):
+            if value not in known:
+                option = "--" + name.replace("_", "-")
+                refuse(
+                    f"{name}={value!r} is unknown.",
+                    f"known are {', '.join(map(str, known))}",
+                    option,
+                    fix=f"use {option} {known[-1]}",
+                )
+        if not 1 <= topk <= experts:
+            refuse(
+                f"moe_router_topk={topk} of {experts} experts.",
+                "a token visits at least one expert, and each once",
+                "--moe-router-topk",
+                "--num-experts",
+                fix=f"use --moe-router-topk {min(2, experts)}",
+            )
+        is_softmax = self.moe_router_score_function == "softmax"
+        if (
+            topk == 1
+            and is_softmax
+            and not (self.moe_router_pre_softmax or self.routes_by_sinkhorn)
+        ):
+            refuse(
+                "moe_router_topk=1 with a softmax over the chosen expert.",
+                "the weight of a single chosen expert would always be 1, and the router would not"
+                " learn",
+                "--moe-router-topk",
+                "--moe-router-pre-softmax",
+                fix="add --moe-router-pre-softmax",
+            )
+        if self.moe_router_enable_expert_bias and is_softmax:
+            refuse(
+                "an expert bias with softmax scores.",
+                "the bias chooses among scores that do not depend on each other",
+                "--moe-router-enable-expert-bias",
+                "--moe-router-score-function",
+                fix="use --moe-router-score-function sigmoid",
+            )
+        groups, kept = self.moe_router_num_groups, self.moe_router_group_topk
+        if (groups is None) != (kept is None):
+            refuse(
+                f"moe_router_num_groups={groups} with moe_router_group_topk={kept}.",
+                "group-limited routing needs both",
+                "--moe-router-num-groups",
+                "--moe-router-group-topk",
+                fix="set both, or neither",
+            )
+        elif groups is not None and kept is not None:
+            per_group = experts // groups if groups > 0 else 0
+            if per_group < 1 or experts % groups or not 1 <= kept <= groups:
+                refuse(
+                    f"{experts} experts in {groups} groups, of which a token visits {kept}.",
+                    "groups are equal, and a token visits some of them",
+                    "--moe-router-num-groups",
+                    "--moe-router-group-topk",
+                    "--num-experts",
+                    fix=f"use --moe-router-num-groups {best_divisor(experts, max(groups, 1))}"
+                    " --moe-router-group-topk 1",
+                )
+            elif topk % kept or topk // kept > per_group:
+                refuse(
+                    f"moe_router_topk={topk} from {kept} groups of {per_group} experts.",
+                    "a group is judged by its topk / group_topk best experts, a whole number of"
+                    " those that it has",
+                    "--moe-router-topk",
+                    "--moe-router-group-topk",
+                    fix=f"use --moe-router-topk {kept * max(1, min(topk // kept, per_group))}",
+                )
+        problems += self._balance_problems()
+        return problems
+
+    def _balance_problems(self) -> list[MegatronError]:
+        problems: list[MegatronError] = []
+        methods = _as_list(self.moe_router_load_balancing_type)
+        unknown = [method for method in methods if method not in BALANCE_METHODS]
+        if unknown or len(set(methods)) != len(methods):
+            problems.append(
+                _problem(
+                    f"moe_router_load_balancing_type={methods}.",
+                    f"methods are {', '.join(BALANCE_METHODS)}, each at most once",
+                    "--moe-router-load-balancing-type",
+                    fix="use --moe-router-load-balancing-type aux_loss",
+                )
+            )
+        if len(self._coefficients()) != len(methods) or min(self._coefficients()) < 0:
+            problems.append(
+                _problem(
+                    f"moe_aux_loss_coeff={self.moe_aux_loss_coeff} for {len(methods)} methods.",
+                    "each method has one coefficient, not negative",
+                    "--moe-aux-loss-coeff",
+                    "--moe-router-load-balancing-type",
+                    fix="use --moe-aux-loss-coeff" + " 0.01" * len(methods),
+                )
+            )
+        if self.routes_by_sinkhorn and (len(methods) > 1 or self.moe_router_num_groups):
+            problems.append(
+                _problem(
+                    "sinkhorn together with another way to choose or to balance.",
+                    "a balanced assignment chooses the experts by itself",
+                    "--moe-router-load-balancing-type",
+                    fix="use --moe-router-load-balancing-type sinkhorn alone",
+                )
+            )
+        for name in ("moe_z_loss_coeff", "moe_input_jitter_eps"):
+            value = getattr(self, name)
+            if value is not None and not 0 <= value < 1:
+                option = "--" + name.replace("_", "-")
+                problems.append(
+                    _problem(
+                        f"{name}={value}.", "it lies in [0, 1)", option, fix=f"use {option} 1e-3"
+                    )
+                )
+        return problems
+
+    def _capacity_problems(self) -> list[MegatronError]:
+        factor = self.moe_expert_capacity_factor
+        problems: list[MegatronError] = []
+        if factor is not None and not factor > 0:
+            problems.append(
+                _problem(
+                    f"moe_expert_capacity_factor={factor}.",
+                    "it is a positive multiple of the even share of tokens",
+                    "--moe-expert-capacity-factor",
+                    fix="use --moe-expert-capacity-factor 1.25, or drop it to drop no tokens",
+                )
+            )
+        if factor is None and self.moe_pad_expert_input_to_capacity:
+            problems.append(
+                _problem(
+                    "moe_pad_expert_input_to_capacity without a capacity.",
+                    "inputs are padded to the capacity of an expert",
+                    "--moe-pad-expert-input-to-capacity",
+                    "--moe-expert-capacity-factor",
+                    fix="add --moe-expert-capacity-factor 1.25",
+                )
+            )
+        return problems
+
+
+def _as_list(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, (list, tuple)) else [value]
+
+
+def _problem(found: str, rule: str, *flags: str, fix: str) -> ConfigError:
+    return ConfigError(found, rule=rule, flags=list(flags), fix=fix)

@@ -1,0 +1,1 @@
+"""Mixture-of-experts layers: router, dispatch of tokens to ranks, experts, and their balance."""

@@ -1,0 +1,192 @@
+"""How evenly experts are visited: losses that even the load out, and the load of a step.
+
+Balance loss: W. Fedus et al., "Switch Transformers", section 2.2, arXiv 2101.03961. z-loss: B. Zoph
+et al., "ST-MoE", section 3.1, arXiv 2202.08906. Balance over the global batch: Z. Qiu et al.,
+"Demons in the Detail", arXiv 2501.11873. Balance by a bias: L. Wang et al., "Auxiliary-Loss-Free
+Load Balancing Strategy for Mixture-of-Experts", section 3, arXiv 2408.15664.
+
+Every figure is one of the model and the batch, not of the layout: shares are of a sequence, of a
+micro batch, or of the global batch, whoever holds its tokens.
+
+Legend: s sequence, b micro batch, e experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.utils import get_pg_size
+
+BALANCE_LOSS_NAMES = {
+    "aux_loss": "load_balancing_loss",
+    "seq_aux_loss": "seq_load_balancing_loss",
+    "global_aux_loss": "global_load_balancing_loss",
+    "z_loss": "z_loss",
+}
+"""Method -> name in logs."""
+
+
+def balance_loss(scores: Tensor, shares: Tensor, num_tokens: Tensor | float) -> Tensor:
+    """Return this rank's part of e * sum over experts of (share of visits) * (mean score).
+
+    1 where the load is even; it grows with the scores of experts that are visited much.
+
+    Args:
+        scores: [t, e] of this rank's tokens, zero for padding.
+        shares: [e], each expert's share of all visits; they add up to 1.
+        num_tokens: tokens that the mean is over, of all ranks.
+    """
+    return shares.numel() * (scores.sum(0) * shares.to(scores.dtype)).sum() / num_tokens
+
+
+def sequence_balance_loss(scores: Tensor, shares: Tensor, num_tokens: Tensor | float) -> Tensor:
+    """Return this rank's part of the mean over sequences of their balance losses.
+
+    Args:
+        scores: [s, b, e] of this rank's tokens, zero for padding.
+        shares: [b, e], of each sequence.
+        num_tokens: tokens of each sequence, a number or [b].
+    """
+    per_sequence = (scores.sum(0) * shares.to(scores.dtype)).sum(-1) / num_tokens
+    return shares.shape[-1] * per_sequence.mean()
+
+
+def z_loss(logits: Tensor, is_token: Tensor | None, num_tokens: Tensor | float) -> Tensor:
+    """Return this rank's part of the mean square of log-sum-exp of the logits [s, b, e]."""
+    squares = torch.logsumexp(logits, -1).square()
+    if is_token is not None:
+        squares = squares * is_token
+    return squares.sum() / num_tokens
+
+
+class ExpertLoad:
+    """What one router counted: of the running step on this rank, then of the whole last step.
+
+    Attributes:
+        visits: int64 [e], how often tokens of this rank chose each expert in the running step.
+        dropped: int64 [], how many of those choices were beyond an expert's capacity.
+        losses: name -> sum over micro batches of this rank's part of a balance loss.
+        step_visits, step_dropped, step_losses: the same of all ranks, after `finish_step`; losses
+            are means over micro batches.
+    """
+
+    def __init__(self, num_experts: int, layer_number: int) -> None:
+        self.num_experts = num_experts
+        self.layer_number = layer_number
+        self.step_visits: Tensor | None = None
+        self.step_dropped = 0
+        self.step_losses: dict[str, float] = {}
+        self._visits: Tensor | None = None
+        self._dropped: Tensor | None = None
+        self._losses: dict[str, Tensor] = {}
+        self.num_microbatches = 0
+
+    def count(self, routing_map: Tensor, dropped: Tensor | None = None) -> None:
+        """Add the choices [t, e] of one micro batch."""
+        visits = routing_map.sum(0)
+        self._visits = visits if self._visits is None else self._visits + visits
+        if dropped is not None:
+            self._dropped = dropped if self._dropped is None else self._dropped + dropped
+        self.num_microbatches += 1
+
+    def add_loss(self, name: str, value: Tensor) -> None:
+        """Add this rank's part of a balance loss of one micro batch."""
+        value = value.detach()
+        self._losses[name] = self._losses[name] + value if name in self._losses else value
+
+    def packed(self, names: Sequence[str], device: torch.device) -> Tensor:
+        """Return everything counted in the running step as one fp64 vector, and forget it.
+
+        fp64 holds counts exactly up to 2^53.
+        """
+        zero = torch.zeros((), device=device)
+        visits = self._visits if self._visits is not None else zero.expand(self.num_experts)
+        dropped = self._dropped if self._dropped is not None else zero
+        losses = [self._losses.get(name, zero) for name in names]
+        count = torch.tensor(self.num_microbatches, device=device)
+        self._visits, self._dropped, self._losses, self.num_microbatches = None, None, {}, 0
+        rest = torch.stack([x.double() for x in (dropped, count, *losses)])
+        return torch.cat([visits.double(), rest])
+
+    def finish_step(self, packed: Tensor, names: Sequence[str], ranks_per_sample: int) -> None:
+        """Take the sums over all ranks of what `packed` returned."""
+        visits, rest = packed[: self.num_experts], packed[self.num_experts :].tolist()
+        self.step_visits = visits.clone()
+        self.step_dropped = int(rest[0])
+        num_microbatches = rest[1] / ranks_per_sample
+        self.step_losses = {
+            name: value / max(num_microbatches, 1)
+            for name, value in zip(names, rest[2:], strict=True)
+        }
+
+
+@dataclass(frozen=True)
+class LoadSummary:
+    """The load of one layer's experts in a step, as multiples of the even share."""
+
+    layer_number: int
+    lowest: float
+    median: float
+    p90: float
+    highest: float
+    dropped: float
+    """Share of choices that an expert had no room for."""
+
+    @staticmethod
+    def of(load: ExpertLoad) -> LoadSummary | None:
+        """Summarise the last step; None before the first."""
+        if load.step_visits is None:
+            return None
+        total = float(load.step_visits.sum())
+        ratios = load.step_visits * (load.num_experts / max(total, 1.0))
+        points = torch.tensor([0.0, 0.5, 0.9, 1.0], dtype=ratios.dtype, device=ratios.device)
+        figures = torch.quantile(ratios, points).tolist()
+        return LoadSummary(load.layer_number, *figures, load.step_dropped / max(total, 1.0))
+
+
+class BalancedRouter(nn.Module):
+    """What the end of a step asks of a router."""
+
+    load: ExpertLoad
+
+    def loss_names(self) -> list[str]:
+        """Return the names of the losses that this router adds."""
+        raise NotImplementedError
+
+    def take_over_load(self) -> None:
+        """Use the load of the step that has ended, for the steps that follow."""
+        raise NotImplementedError
+
+
+def routers_of(model: Sequence[nn.Module]) -> Iterator[BalancedRouter]:
+    """Yield the routers of model chunks, in order."""
+    for chunk in model:
+        for module in chunk.modules():
+            if isinstance(module, BalancedRouter):
+                yield module
+
+
+def finish_step_of_routers(model: Sequence[nn.Module], groups: ProcessGroupCollection) -> None:
+    """Sum what routers counted over all ranks of this stage, and let them act on it.
+
+    Communication: one all-reduce over tp x cp x dp, where the stage has experts.
+    """
+    routers = list(routers_of(model))
+    if not routers:
+        return
+    device = next(routers[0].parameters()).device
+    names = [router.loss_names() for router in routers]
+    packed = [router.load.packed(own, device) for router, own in zip(routers, names, strict=True)]
+    everything = torch.cat(packed)
+    if get_pg_size(groups.tp_dp_cp) > 1:
+        dist.all_reduce(everything, group=groups.tp_dp_cp)
+    parts = everything.split([part.numel() for part in packed])
+    for router, own, part in zip(routers, names, parts, strict=True):
+        router.load.finish_step(part, own, get_pg_size(groups.tp) * get_pg_size(groups.cp))
+        router.take_over_load()

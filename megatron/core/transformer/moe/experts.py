@@ -1,0 +1,202 @@
+"""The experts of one rank: modules one after the other, or all in grouped products.
+
+Both forms hold the same weights, begin with the same values, and declare the same checkpoint, so a
+run may change between them.
+
+Legend: n rows, ordered by expert; h hidden, f width of an expert; l local experts.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron.core.dist_checkpointing.mapping import RankOffset, ShardedStateDict
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.mlp import MLP, MLPSubmodules, gated
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.moe.grouped_linear import GroupedLinear, rows_with_bias
+from megatron.core.transformer.sharded_state import declare_tensor
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.utils import get_pg_rank, get_pg_size
+
+
+class _Experts(MegatronModule):
+    """What both forms share: which experts these are, in names and in checkpoints."""
+
+    pg_collection: ProcessGroupCollection
+
+    def __init__(
+        self,
+        num_local_experts: int,
+        config: TransformerConfig,
+        pg_collection: ProcessGroupCollection | None,
+    ) -> None:
+        super().__init__(config)
+        self.pg_collection = pg_collection or ProcessGroupCollection.current()
+        self.num_local_experts = num_local_experts
+        self.first_expert = get_pg_rank(self.pg_collection.ep) * num_local_experts
+        self.names_in_model: dict[str, str] = {}
+        """Name of each parameter -> its name in the one-device model: numbered by expert."""
+
+    @property
+    def adds_bias(self) -> bool:
+        """Whether this rank adds the second layer's bias: one of those that share an expert."""
+        return get_pg_rank(self.pg_collection.expt_tp) == 0
+
+    def expert_and_kind(self, name: str) -> tuple[int, str]:
+        """Split a parameter's name into the expert's local number and the name inside it."""
+        raise NotImplementedError
+
+    def _number_experts(self) -> None:
+        for name, _ in self.named_parameters():
+            index, kind = self.expert_and_kind(name)
+            self.names_in_model[name] = f"local_experts.{self.first_expert + index}.{kind}"
+
+    def sharded_state_dict(
+        self,
+        prefix: str = "",
+        sharded_offsets: Sequence[RankOffset] = (),
+        metadata: dict[str, Any] | None = None,
+    ) -> ShardedStateDict:
+        """Declare the experts as slices of stacks: an axis of all experts before the weight's own.
+
+        Keys are `experts.linear_fc1.weight` and so on, for both forms.
+        """
+        total = self.num_local_experts * get_pg_size(self.pg_collection.ep)
+        declared: ShardedStateDict = {}
+        for name, parameter in self.named_parameters():
+            index, kind = self.expert_and_kind(name)
+            place = (len(sharded_offsets), self.first_expert + index, total)
+            declared[prefix + name] = declare_tensor(
+                f"{prefix}experts.{kind}",
+                parameter,
+                self.pg_collection,
+                (*sharded_offsets, place),
+                metadata,
+            )
+        return declared
+
+
+class SequentialMLP(_Experts):
+    """An `MLP` per expert."""
+
+    def __init__(
+        self,
+        num_local_experts: int,
+        config: TransformerConfig,
+        submodules: MLPSubmodules,
+        pg_collection: ProcessGroupCollection | None = None,
+        name: str | None = None,
+    ) -> None:
+        super().__init__(num_local_experts, config, pg_collection)
+        self.local_experts = nn.ModuleList(
+            MLP(
+                config,
+                submodules,
+                is_expert=True,
+                ffn_hidden_size=config.moe_ffn_hidden_size,
+                pg_collection=self.pg_collection,
+            )
+            for _ in range(num_local_experts)
+        )
+        self._number_experts()
+
+    def expert_and_kind(self, name: str) -> tuple[int, str]:
+        """local_experts.3.linear_fc1.weight -> (3, linear_fc1.weight)."""
+        _, index, kind = name.split(".", 2)
+        return int(index), kind
+
+    def forward(
+        self,
+        permuted_local_hidden_states: Tensor,
+        tokens_per_expert: Sequence[int],
+        permuted_probs: Tensor,
+    ) -> tuple[Tensor, None]:
+        """Apply the experts to rows [n, h] with weights [n]: (weighted outputs [n, h], no bias).
+
+        An expert without rows takes part, so that its gradient exists in every step.
+        """
+        counts = list(tokens_per_expert)
+        outputs = []
+        for expert, rows, probs in zip(
+            self.local_experts,
+            permuted_local_hidden_states.split(counts),
+            permuted_probs.split(counts),
+            strict=True,
+        ):
+            output, bias = expert(rows, probs)
+            if bias is not None:
+                share = probs if self.adds_bias else probs * 0
+                output = output + (bias * share[:, None]).to(output.dtype)
+            outputs.append(output)
+        return torch.cat(outputs), None
+
+
+class GroupedMLP(_Experts):
+    """All experts in two grouped products."""
+
+    def __init__(
+        self,
+        num_local_experts: int,
+        config: TransformerConfig,
+        submodules: Any = None,
+        pg_collection: ProcessGroupCollection | None = None,
+        name: str | None = None,
+    ) -> None:
+        super().__init__(num_local_experts, config, pg_collection)
+        assert config.moe_ffn_hidden_size and config.init_method
+        assert config.output_layer_init_method
+        blocks = 2 if config.gated_linear_unit else 1
+        self.linear_fc1 = GroupedLinear(
+            num_local_experts,
+            config.hidden_size,
+            config.moe_ffn_hidden_size * blocks,
+            config=config,
+            init_method=config.init_method,
+            bias=config.add_bias_linear,
+            split_dim=0,
+            stride=blocks,
+            pg_collection=self.pg_collection,
+        )
+        self.linear_fc2 = GroupedLinear(
+            num_local_experts,
+            config.moe_ffn_hidden_size,
+            config.hidden_size,
+            config=config,
+            init_method=config.output_layer_init_method,
+            bias=config.add_bias_linear,
+            split_dim=1,
+            pg_collection=self.pg_collection,
+        )
+        self._number_experts()
+
+    def expert_and_kind(self, name: str) -> tuple[int, str]:
+        """linear_fc1.weight3 -> (3, linear_fc1.weight)."""
+        found = re.fullmatch(r"(.*?)(\d+)", name)
+        assert found, name
+        return int(found[2]), found[1]
+
+    def forward(
+        self,
+        permuted_local_hidden_states: Tensor,
+        tokens_per_expert: Sequence[int],
+        permuted_probs: Tensor,
+    ) -> tuple[Tensor, None]:
+        """Apply the experts to rows [n, h] with weights [n]: (weighted outputs [n, h], no bias)."""
+        counts, probs = list(tokens_per_expert), permuted_probs
+        x = self.linear_fc1(permuted_local_hidden_states, counts)
+        if self.linear_fc1.uses_bias:
+            x = rows_with_bias(x, counts, self.linear_fc1.biases())
+        x = gated(x, self.config.activation_func, self.config)
+        # A row counts by its weight. The narrow side is here, and the output needs not be kept.
+        x = (x * probs[:, None]).to(x.dtype)
+        x = self.linear_fc2(x, counts)
+        if self.linear_fc2.uses_bias:
+            share = probs if self.adds_bias else probs * 0
+            x = rows_with_bias(x, counts, self.linear_fc2.biases(), share)
+        return x, None

@@ -1,0 +1,155 @@
+"""One linear map per expert, applied to the rows of that expert in one call.
+
+Legend: n rows, ordered by expert; i, o input and output features of this rank; l local experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron.core.param_meta import has_main_grad, main_grad_addmm
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.parallel_parameters import ParallelLayer
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.utils import divide
+
+
+class GroupedLinear(ParallelLayer):
+    """Weights `weight0`, `weight1`, ... of as many linear maps, split over `expt_tp`.
+
+    The dispatcher communicates; this layer does not.
+
+    Args:
+        input_size, output_size: full sizes of one map.
+        split_dim: 0 splits the outputs (and the biases), 1 the inputs.
+        stride: blocks of the outputs that are each split.
+    """
+
+    def __init__(
+        self,
+        num_maps: int,
+        input_size: int,
+        output_size: int,
+        *,
+        config: TransformerConfig,
+        init_method: Callable[[Tensor], object],
+        bias: bool,
+        split_dim: int,
+        stride: int = 1,
+        pg_collection: ProcessGroupCollection | None = None,
+    ) -> None:
+        super().__init__(config, pg_collection=pg_collection, is_expert=True)
+        shape = [output_size, input_size]
+        shape[split_dim] = divide(shape[split_dim], self.tp_size)
+        splits_output = split_dim == 0
+        for index in range(num_maps):
+            weight = self.new_parameter(
+                *shape, init_method=init_method, split_dim=split_dim, stride=stride
+            )
+            self.register_parameter(f"weight{index}", weight)
+        for index in range(num_maps if bias else 0):
+            added = self.new_parameter(
+                shape[0],
+                init_method=None,
+                split_dim=0 if splits_output else None,
+                stride=stride if splits_output else 1,
+                # Added on the first rank alone.
+                grad_sum_axes=() if splits_output or self.tp_size == 1 else (self.split_axis,),
+            )
+            self.register_parameter(f"bias{index}", added)
+        self.num_maps, self.uses_bias = num_maps, bias
+
+    def weights(self) -> list[nn.Parameter]:
+        """Return the weights [o, i], expert by expert."""
+        return [getattr(self, f"weight{index}") for index in range(self.num_maps)]
+
+    def biases(self) -> list[nn.Parameter]:
+        """Return the biases [o], expert by expert; none without bias."""
+        count = self.num_maps if self.uses_bias else 0
+        return [getattr(self, f"bias{index}") for index in range(count)]
+
+    def forward(self, x: Tensor, num_rows: Sequence[int]) -> Tensor:
+        """Apply map i to its `num_rows[i]` rows of x [n, i]: [n, o]. Biases are not added."""
+        return grouped_linear(x, num_rows, self.weights(), self.config.gradient_accumulation_fusion)
+
+
+def grouped_linear(
+    x: Tensor, num_rows: Sequence[int], weights: Sequence[Tensor], fuses_main_grad: bool = True
+) -> Tensor:
+    """Multiply the rows of each expert with the transpose of its weight.
+
+    Args:
+        x: [n, i]; num_rows: rows of each expert; weights: [o, i] each.
+        fuses_main_grad: write weight gradients into `main_grad` where a weight has one.
+    Returns:
+        [n, o].
+    """
+    if torch.is_autocast_enabled(x.device.type):
+        pieces = zip(x.split(list(num_rows)), weights, strict=True)
+        return torch.cat([F.linear(rows, weight) for rows, weight in pieces])
+    return _GroupedLinear.apply(x, list(num_rows), fuses_main_grad, *weights)
+
+
+class _GroupedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, num_rows: list[int], fuses: bool, *weights: Tensor) -> Tensor:
+        ctx.num_rows, ctx.fuses = num_rows, fuses
+        # The main gradients hang on the parameter objects, which saved-tensor hooks would replace.
+        ctx.weights = weights
+        ctx.save_for_backward(x, *weights)
+        return _products(x, num_rows, [weight.t() for weight in weights])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, *weights = ctx.saved_tensors
+        grad = grad.contiguous()
+        grad_x = _products(grad, ctx.num_rows, weights) if ctx.needs_input_grad[0] else None
+        weight_grads: list[Tensor | None] = []
+        pieces = zip(grad.split(ctx.num_rows), x.split(ctx.num_rows), strict=True)
+        for parameter, weight, (grad_rows, rows), needed in zip(
+            ctx.weights, weights, pieces, ctx.needs_input_grad[3:], strict=True
+        ):
+            if not needed:
+                weight_grads.append(None)
+            elif ctx.fuses and has_main_grad(parameter):
+                # An expert without rows leaves its gradient as it is: fresh ones become zero.
+                if len(rows):
+                    main_grad_addmm(parameter, grad_rows.t(), rows)
+                weight_grads.append(None)
+            else:
+                product = grad_rows.t() @ rows if len(rows) else torch.zeros_like(weight)
+                weight_grads.append(product)
+        return grad_x, None, None, *weight_grads
+
+
+def _products(x: Tensor, num_rows: Sequence[int], matrices: Sequence[Tensor]) -> Tensor:
+    """Multiply the rows of each expert with its matrix [i, o]: [n, o]."""
+    if _has_grouped_kernel(x):
+        ends = torch.tensor(num_rows, device=x.device).cumsum(0).to(torch.int32)
+        return F.grouped_mm(x, torch.stack(list(matrices)), offs=ends)
+    out = x.new_empty((x.shape[0], matrices[0].shape[1]))
+    begin = 0
+    for count, matrix in zip(num_rows, matrices, strict=True):
+        if count:
+            torch.mm(x[begin : begin + count], matrix, out=out[begin : begin + count])
+        begin += count
+    return out
+
+
+def _has_grouped_kernel(x: Tensor) -> bool:
+    """Whether torch has one kernel for all products. On a CPU it is the same loop, slower."""
+    return x.is_cuda and x.dtype == torch.bfloat16 and hasattr(F, "grouped_mm")
+
+
+def rows_with_bias(
+    x: Tensor, num_rows: Sequence[int], biases: Sequence[Tensor], scale: Tensor | None = None
+) -> Tensor:
+    """Add to the rows [n, o] of each expert its bias [o], times `scale` [n] if given."""
+    counts = torch.tensor(num_rows, device=x.device)
+    added = torch.stack(list(biases)).repeat_interleave(counts, 0, output_size=x.shape[0])
+    return x + (added if scale is None else (added * scale[:, None]).to(x.dtype))

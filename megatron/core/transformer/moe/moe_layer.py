@@ -1,0 +1,149 @@
+"""A mixture-of-experts layer in the place of an MLP: route, dispatch, compute, combine.
+
+N. Shazeer et al., "Outrageously Large Neural Networks: The Sparsely-Gated Mixture-of-Experts
+Layer", arXiv 1701.06538.
+
+Legend: s sequence, b micro batch, h hidden, t = s*b tokens of this rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron.core.process_groups_config import FakeGroup, ProcessGroupCollection
+from megatron.core.rng import rng_state
+from megatron.core.tensor_parallel.mappings import (
+    gather_from_sequence_parallel_region,
+    scatter_to_sequence_parallel_region,
+)
+from megatron.core.tensor_parallel.random import checkpoint
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.moe.token_dispatcher import DISPATCHERS, TokenDispatcher
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.utils import divide, get_pg_rank, get_pg_size
+
+
+@dataclass
+class MoESubmodules:
+    """Parts of a mixture-of-experts layer."""
+
+    experts: ModuleSpec | type | Any = None
+    shared_experts: ModuleSpec | type | Any = None
+    router: ModuleSpec | type | Any = TopKRouter
+
+
+class MoELayer(MegatronModule):
+    """Router, dispatcher, experts of this rank, and the shared expert if there is one.
+
+    Tensor-parallel ranks route different tokens: under sequence parallelism they hold different
+    ones already, otherwise the layer cuts the sequence and joins it again.
+    """
+
+    pg_collection: ProcessGroupCollection
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        submodules: MoESubmodules | None = None,
+        layer_number: int | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+        is_mtp_layer: bool = False,
+        name: str | None = None,
+    ) -> None:
+        super().__init__(config)
+        assert config.num_moe_experts and submodules is not None
+        self.pg_collection = groups = pg_collection or ProcessGroupCollection.current()
+        self.layer_number = 0
+        num_local_experts = divide(config.num_moe_experts, get_pg_size(groups.ep))
+        first = get_pg_rank(groups.ep) * num_local_experts
+        self.local_expert_indices = list(range(first, first + num_local_experts))
+        self.router = build_module(
+            submodules.router, config=config, pg_collection=groups, is_mtp_layer=is_mtp_layer
+        )
+        self.experts = build_module(
+            submodules.experts, num_local_experts, config, pg_collection=groups
+        )
+        self.shared_experts = None
+        if config.moe_shared_expert_intermediate_size:
+            self.shared_experts = build_module(
+                submodules.shared_experts, config=config, pg_collection=groups
+            )
+        self.token_dispatcher: TokenDispatcher = DISPATCHERS[config.moe_token_dispatcher_type](
+            num_local_experts, self.local_expert_indices, groups
+        )
+        # Without sequence parallelism the layer itself gives each rank other rows.
+        self._cut = None if config.sequence_parallel else groups.tp
+        if layer_number is not None:
+            self.set_layer_number(layer_number)
+
+    def set_layer_number(self, layer_number: int) -> None:
+        """Say which layer of the model (1-based) this is: random draws and logs name it."""
+        self.layer_number = layer_number
+        if hasattr(self.router, "set_layer_number"):
+            self.router.set_layer_number(layer_number)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        intermediate_tensors: Any = None,
+        padding_mask: Tensor | None = None,
+    ) -> tuple[Tensor, None]:
+        """Compute the layer of [s/cp, b, h] ([s/cp/tp, b, h] under sequence parallelism).
+
+        Args:
+            intermediate_tensors: accepted for compatibility.
+            padding_mask: bool [b, s/cp], True where there is no token. The routed experts give
+                zero there.
+        Returns:
+            (output of the input's shape, None: no bias is left to be added).
+        """
+        if self.config.moe_layer_recompute and self.training:
+            return checkpoint(self._compute, False, hidden_states, padding_mask), None
+        return self._compute(hidden_states, padding_mask), None
+
+    def _compute(self, hidden_states: Tensor, padding_mask: Tensor | None) -> Tensor:
+        with rng_state().at("experts", self.layer_number):
+            output = self._route_and_compute(hidden_states, padding_mask)
+        if self.shared_experts is not None:
+            shared, _ = self.shared_experts(hidden_states)
+            output = output + shared
+        return output
+
+    def _route_and_compute(self, hidden_states: Tensor, padding_mask: Tensor | None) -> Tensor:
+        mask = None if padding_mask is None else padding_mask.t()  # [s/cp, b]
+        x, rows = hidden_states, hidden_states.shape[0]
+        cut = self._cut if get_pg_size(self._cut) > 1 else None
+        if cut is not None:
+            x, mask = _with_even_rows(x, mask, get_pg_size(cut))
+            x = scatter_to_sequence_parallel_region(x, cut)
+        if mask is not None:
+            mask = _own_rows(mask, cut or self.pg_collection.tp or FakeGroup(0, 1))
+        probs, routing_map = self.router(x, mask)
+        sent = self.token_dispatcher.dispatch(x.reshape(-1, x.shape[-1]), probs, routing_map)
+        output, _ = self.experts(sent.tokens, sent.num_rows, sent.probs)
+        output = sent.combine(output).view(x.shape)
+        if cut is not None:
+            output = gather_from_sequence_parallel_region(output, False, cut)[:rows]
+        return output
+
+
+def _with_even_rows(x: Tensor, mask: Tensor | None, parts: int) -> tuple[Tensor, Tensor | None]:
+    """Append rows that are no tokens, so that [s, b, h] can be cut into equal parts."""
+    missing = -x.shape[0] % parts
+    if not missing:
+        return x, mask
+    if mask is None:
+        mask = x.new_zeros(x.shape[:2]).bool()
+    return F.pad(x, (0, 0, 0, 0, 0, missing)), F.pad(mask, (0, 0, 0, missing), value=True)
+
+
+def _own_rows(mask: Tensor, group: Any) -> Tensor:
+    """Return this rank's piece of the rows [s, b]."""
+    length = mask.shape[0] // get_pg_size(group)
+    return mask.narrow(0, get_pg_rank(group) * length, length)

@@ -1,0 +1,254 @@
+"""The router of a mixture-of-experts layer: which experts each token visits.
+
+Legend: s sequence, b micro batch, h hidden, e experts; t = s*b tokens of this rank.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron.core.context_parallel import rows_of_rank
+from megatron.core.device import current_device
+from megatron.core.initialization import initialization_is_deferred
+from megatron.core.param_meta import ParamMeta, set_param_meta
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.rng import keyed_uniform
+from megatron.core.side_losses import attach_side_loss
+from megatron.core.tensor_parallel import collectives
+from megatron.core.transformer.moe.balance import (
+    BalancedRouter,
+    ExpertLoad,
+    balance_loss,
+    sequence_balance_loss,
+    z_loss,
+)
+from megatron.core.transformer.moe.routing import (
+    Choice,
+    choose_by_assignment,
+    choose_experts,
+    sinkhorn,
+    within_capacity,
+)
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.utils import get_pg_size
+
+ROUTER_DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
+
+
+class TopKRouter(BalancedRouter):
+    """Scores every expert for every token and chooses k of them.
+
+    The ranks of tp x cp share the sequences of a micro batch, each holding other tokens of them,
+    also without sequence parallelism: the weight's gradient is partial over `tp`.
+
+    Attributes:
+        weight: [e, h].
+        expert_bias: [e] fp32, added to the scores for the choice; None without it.
+        global_shares: [e] fp32, each expert's share of the last step's visits; None without a
+            balance loss over the global batch.
+    """
+
+    expert_bias: Tensor | None
+    global_shares: Tensor | None
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        pg_collection: ProcessGroupCollection | None = None,
+        is_mtp_layer: bool = False,
+    ) -> None:
+        super().__init__()
+        assert config.num_moe_experts and config.init_method
+        self.config = config
+        self.pg_collection = pg_collection or ProcessGroupCollection.current()
+        self.is_mtp_layer = is_mtp_layer
+        self.num_experts = config.num_moe_experts
+        self.topk = config.moe_router_topk
+        self.load = ExpertLoad(self.num_experts, 0)
+        device = torch.device("cpu") if config.use_cpu_initialization else current_device()
+        shape = (self.num_experts, config.hidden_size)
+        self.weight = nn.Parameter(torch.empty(shape, dtype=config.params_dtype, device=device))
+        axes = ("tp",) if config.tensor_model_parallel_size > 1 else ()
+        meta = ParamMeta(init_method=config.init_method, grad_sum_axes=axes)
+        set_param_meta(self.weight, meta)
+        if config.perform_initialization and not initialization_is_deferred():
+            with torch.no_grad():
+                config.init_method(self.weight)
+        even = torch.full((self.num_experts,), 1.0 / self.num_experts, device=device)
+        uses_bias = config.moe_router_enable_expert_bias
+        uses_shares = "global_aux_loss" in config.balance_losses()
+        self.register_buffer("expert_bias", torch.zeros_like(even) if uses_bias else None)
+        self.register_buffer("global_shares", even if uses_shares else None)
+
+    def set_layer_number(self, layer_number: int) -> None:
+        """Say which layer of the model this is: for logs."""
+        self.load.layer_number = layer_number
+
+    def forward(self, input: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Choose experts for the tokens [s, b, h] of this rank.
+
+        Args:
+            padding_mask: bool [s, b], True where there is no token: it visits no expert and takes
+                no part in any loss.
+        Returns:
+            (weights [t, e], zero where an expert is not visited; visits, bool [t, e]).
+        Communication:
+            with balance losses, sums of e (or b * e) counts over tp x cp; with a capacity, an
+            all-gather of s * b * e scores over tp x cp.
+        """
+        config = self.config
+        logits = self._logits(input)
+        shape = logits.shape
+        choice = self._choose(logits.flatten(0, 1))
+        is_token = None
+        if padding_mask is not None:
+            is_token = ~padding_mask[..., None]
+            flat = is_token.flatten(0, 1)
+            choice = Choice(choice.probs * flat, choice.routing_map & flat, choice.scores * flat)
+        demanded, routing_map, probs = choice.routing_map, choice.routing_map, choice.probs
+        dropped = None
+        if config.moe_expert_capacity_factor is not None:
+            routing_map = self._within_capacity(choice, shape)
+            dropped = demanded.sum() - routing_map.sum()
+            probs = probs * routing_map
+        if self.training and torch.is_grad_enabled():
+            # Recomputation passes here twice, once with gradients.
+            self.load.count(demanded, dropped)
+            probs = self._with_losses(probs, logits, choice, is_token)
+        return probs, routing_map
+
+    def loss_names(self) -> list[str]:
+        """Return the names of the losses that this router adds."""
+        methods = list(self.config.balance_losses())
+        return methods + ["z_loss"] * bool(self.config.moe_z_loss_coeff)
+
+    @torch.no_grad()
+    def take_over_load(self) -> None:
+        """Move the bias towards the experts with too few visits; remember the shares."""
+        visits = self.load.step_visits
+        if visits is None or not float(visits.sum()):
+            return
+        if self.expert_bias is not None:
+            direction = torch.sign(visits.mean() - visits).to(self.expert_bias.dtype)
+            self.expert_bias += self.config.moe_router_bias_update_rate * direction
+        if self.global_shares is not None:
+            self.global_shares.copy_(visits / visits.sum())
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        """Move and convert the module, leaving its fp32 state fp32: a bias moves by tiny steps."""
+        kept = {n: b for n, b in self.named_buffers(recurse=False) if b is not None}
+        super()._apply(*args, **kwargs)
+        for name, buffer in kept.items():
+            moved = getattr(self, name)
+            if moved.dtype != buffer.dtype:
+                setattr(self, name, buffer.to(moved.device))
+        return self
+
+    def _logits(self, x: Tensor) -> Tensor:
+        """Return logits [s, b, e], in fp32 at least."""
+        config = self.config
+        rows = rows_of_rank(x.shape[0], self.pg_collection.cp, self.pg_collection.tp)
+        if config.moe_input_jitter_eps and self.training:
+            eps = config.moe_input_jitter_eps
+            x = x * keyed_uniform(x, rows).mul_(2 * eps).add_(1.0 - eps).to(x.dtype)
+        dtype = ROUTER_DTYPES.get(config.moe_router_dtype or "", x.dtype)
+        logits = F.linear(x.to(dtype), self.weight.to(dtype))
+        if logits.dtype in (torch.float16, torch.bfloat16):
+            logits = logits.float()
+        if config.moe_router_force_load_balancing:
+            # The gradient passes as if the logits had been used.
+            logits = logits + (keyed_uniform(logits, rows) - logits).detach()
+        return logits
+
+    def _choose(self, logits: Tensor) -> Choice:
+        if not self.config.routes_by_sinkhorn:
+            return choose_experts(logits, self.config, self.expert_bias)
+        total = partial(sinkhorn, sum_over_ranks=self._sum_over_sequences)
+        balanced = total if self.training else None
+        return choose_by_assignment(logits, self.config, balanced)
+
+    def _sum_over_sequences(self, x: Tensor) -> Tensor:
+        """Sum a small tensor over the ranks that hold the tokens of the micro batch."""
+        group = self.pg_collection.tp_cp
+        return x if get_pg_size(group) == 1 else collectives.all_reduce(x.clone(), group)
+
+    @property
+    def _ranks_per_sample(self) -> int:
+        return get_pg_size(self.pg_collection.tp) * get_pg_size(self.pg_collection.cp)
+
+    def _within_capacity(self, choice: Choice, shape: torch.Size) -> Tensor:
+        """Return the choices [t, e] for which the experts have room.
+
+        The capacity is that of a whole sequence, of which this rank holds a part.
+        """
+        config, group = self.config, self.pg_collection.tp_cp
+        length = shape[0] * self._ranks_per_sample
+        capacity = expert_capacity(config, length)
+        priorities, chosen = choice.probs.detach().view(shape), choice.routing_map.view(shape)
+        if get_pg_size(group) == 1:
+            kept = within_capacity(priorities, chosen, capacity, config.moe_token_drop_policy)
+            return kept.flatten(0, 1)
+        rows = rows_of_rank(shape[0], self.pg_collection.cp, self.pg_collection.tp)
+        own = rows.positions(priorities.device)
+        # A weight may be rounded to zero where an expert is chosen: two values in one message.
+        marked = torch.where(chosen, priorities, -1.0)
+        everyone = collectives.all_gather(marked.contiguous(), group)
+        positions = collectives.all_gather(own, group)
+        whole = torch.empty_like(everyone)
+        whole[positions] = everyone
+        kept = within_capacity(whole, whole >= 0, capacity, config.moe_token_drop_policy)
+        return kept[own].flatten(0, 1)
+
+    def _with_losses(
+        self, probs: Tensor, logits: Tensor, choice: Choice, is_token: Tensor | None
+    ) -> Tensor:
+        """Attach the balance losses to the weights."""
+        config, losses = self.config, self.config.balance_losses()
+        if not losses and not config.moe_z_loss_coeff:
+            return probs
+        shape = logits.shape
+        num_tokens: Tensor | float = float(shape[0] * shape[1] * self._ranks_per_sample)
+        if is_token is not None:
+            num_tokens = self._sum_over_sequences(is_token.sum().float()).clamp(min=1)
+        scores, visits = choice.scores, choice.routing_map
+        parts: dict[str, tuple[float, Tensor]] = {}
+        if "aux_loss" in losses or "seq_aux_loss" in losses:
+            counts = self._sum_over_sequences(visits.view(shape).sum(0))  # [b, e]
+        if "aux_loss" in losses:
+            part = balance_loss(scores, _shares(counts.sum(0)), num_tokens)
+            parts["aux_loss"] = losses["aux_loss"], part
+        if "seq_aux_loss" in losses:
+            lengths: Tensor | float = float(shape[0] * self._ranks_per_sample)
+            if is_token is not None:
+                lengths = self._sum_over_sequences(is_token.sum((0, 2)).float()).clamp(min=1)
+            part = sequence_balance_loss(scores.view(shape), _shares(counts), lengths)
+            parts["seq_aux_loss"] = losses["seq_aux_loss"], part
+        if "global_aux_loss" in losses:
+            assert self.global_shares is not None
+            part = balance_loss(scores, self.global_shares, num_tokens)
+            parts["global_aux_loss"] = losses["global_aux_loss"], part
+        if config.moe_z_loss_coeff:
+            mask = None if is_token is None else is_token[..., 0]
+            parts["z_loss"] = config.moe_z_loss_coeff, z_loss(logits, mask, num_tokens)
+        for name, (coefficient, part) in parts.items():
+            self.load.add_loss(name, part)
+            probs = attach_side_loss(probs, coefficient * part, num_tokens)
+        return probs
+
+
+def expert_capacity(config: TransformerConfig, sequence_length: int) -> int:
+    """Return how many tokens of one sequence an expert takes."""
+    assert config.moe_expert_capacity_factor and config.num_moe_experts
+    even = sequence_length * config.moe_router_topk / config.num_moe_experts
+    return max(1, -int(-even * config.moe_expert_capacity_factor // 1))
+
+
+def _shares(counts: Tensor) -> Tensor:
+    """Return counts [..., e] divided by their sum, fp32."""
+    counts = counts.float()
+    return counts / counts.sum(-1, keepdim=True).clamp(min=1)

@@ -1,0 +1,144 @@
+"""Which experts a token visits, and with what weights: pure functions of the router's logits.
+
+Top-k gating: N. Shazeer et al., "Outrageously Large Neural Networks: The Sparsely-Gated
+Mixture-of-Experts Layer", section 2.1, arXiv 1701.06538. Groups of experts, sigmoid scores and the
+bias that only chooses: "DeepSeek-V3 Technical Report", section 2.1.2, arXiv 2412.19437. Balanced
+assignment: A. Clark et al., "Unified Scaling Laws for Routed Language Models", section 2.1.2,
+arXiv 2202.01169.
+
+Legend: t tokens of this rank, e experts, k experts per token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+SINKHORN_TOLERANCE = 1e-4
+"""Largest mean change of an expert's factor at which the assignment counts as balanced."""
+MAX_SINKHORN_ROUNDS = 100
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The experts of every token.
+
+    probs: [t, e], the weight of each chosen expert, 0 elsewhere; differentiable.
+    routing_map: bool [t, e], True where chosen.
+    scores: [t, e], how likely each expert was, summing to 1; differentiable. For balance losses.
+    """
+
+    probs: Tensor
+    routing_map: Tensor
+    scores: Tensor
+
+
+def choose_experts(
+    logits: Tensor, config: TransformerConfig, expert_bias: Tensor | None = None
+) -> Choice:
+    """Choose k experts for every token.
+
+    Args:
+        logits: [t, e], fp32 or fp64.
+        expert_bias: [e], added to the scores for the choice alone.
+    """
+    k = config.moe_router_topk
+    kind = config.moe_router_score_function
+    if kind == "softmax":
+        scores = torch.softmax(logits, -1)
+        ranked = scores if config.moe_router_pre_softmax else logits
+        indices = _best(ranked.detach(), k, config)
+        chosen = ranked.gather(-1, indices)
+        weights = chosen if config.moe_router_pre_softmax else torch.softmax(chosen, -1)
+    else:
+        raw = torch.sigmoid(logits) if kind == "sigmoid" else F.softplus(logits).sqrt()
+        ranked = raw.detach() if expert_bias is None else raw.detach() + expert_bias
+        indices = _best(ranked, k, config)
+        chosen = raw.gather(-1, indices)
+        weights = chosen / (chosen.sum(-1, keepdim=True) + 1e-20) if k > 1 else chosen
+        scores = raw / (raw.sum(-1, keepdim=True) + 1e-20)
+    if config.moe_router_topk_scaling_factor:
+        weights = weights * config.moe_router_topk_scaling_factor
+    return _spread(weights, indices, scores)
+
+
+def choose_by_assignment(
+    logits: Tensor, config: TransformerConfig, balanced: Callable[[Tensor], Tensor] | None
+) -> Choice:
+    """Choose by a balanced assignment, and weigh by the logits' own scores.
+
+    Args:
+        balanced: turns logits into an assignment [t, e]; None (outside of training) takes scores.
+    """
+    k = config.moe_router_topk
+    scores = torch.softmax(logits, -1)
+    weights = torch.sigmoid(logits) if k == 1 else scores
+    with torch.no_grad():
+        ranked = weights if balanced is None else balanced(logits.float())
+        indices = ranked.topk(k, -1).indices
+    return _spread(weights.gather(-1, indices), indices, scores)
+
+
+def sinkhorn(logits: Tensor, sum_over_ranks: Callable[[Tensor], Tensor]) -> Tensor:
+    """Scale exp(logits) so that every token gives 1/t and every expert receives 1/e.
+
+    Args:
+        logits: [t, e] of this rank; the assignment is that of all ranks' tokens together.
+        sum_over_ranks: adds a small tensor over the ranks that share the micro batch.
+    Communication: one sum of e numbers per round.
+    """
+    # A token's own factor drops out of the assignment: shift each by its largest logit.
+    cost = torch.exp(logits - logits.amax(-1, keepdim=True))
+    num_tokens, num_experts = logits.shape
+    total = sum_over_ranks(torch.tensor([float(num_tokens)], device=logits.device))
+    by_expert = torch.ones(num_experts, device=logits.device)
+    by_token = torch.ones(num_tokens, device=logits.device)
+    for _ in range(MAX_SINKHORN_ROUNDS):
+        by_token = 1.0 / (total * ((cost * by_expert).sum(-1) + 1e-8))
+        received = sum_over_ranks((cost * by_token[:, None]).sum(0))
+        updated = 1.0 / (num_experts * (received + 1e-8))
+        change = (updated - by_expert).abs().mean()
+        by_expert = updated
+        if float(change) < SINKHORN_TOLERANCE:
+            break
+    return cost * by_expert * by_token[:, None]
+
+
+def _best(ranked: Tensor, k: int, config: TransformerConfig) -> Tensor:
+    """Return the indices [t, k] of the best experts, in the best groups where there are groups."""
+    groups, kept = config.moe_router_num_groups, config.moe_router_group_topk
+    if groups and kept and kept < groups:
+        in_groups = ranked.unflatten(-1, (groups, -1))
+        group_scores = in_groups.topk(k // kept, -1).values.sum(-1)
+        best_groups = group_scores.topk(kept, -1).indices
+        allowed = torch.zeros_like(group_scores, dtype=torch.bool).scatter_(-1, best_groups, True)
+        ranked = in_groups.masked_fill(~allowed[..., None], float("-inf")).flatten(-2)
+    return ranked.topk(k, -1).indices
+
+
+def _spread(weights: Tensor, indices: Tensor, scores: Tensor) -> Choice:
+    """Write the weights [t, k] of the chosen experts into a map of all of them."""
+    probs = torch.zeros_like(scores).scatter(-1, indices, weights)
+    chosen = torch.zeros_like(scores, dtype=torch.bool).scatter(-1, indices, True)
+    return Choice(probs, chosen, scores)
+
+
+def within_capacity(priorities: Tensor, chosen: Tensor, capacity: int, policy: str) -> Tensor:
+    """Return which choices stay when an expert takes at most `capacity` tokens of a sequence.
+
+    Args:
+        priorities: [s, b, e], the weights of the choices, in order of position.
+        chosen: bool [s, b, e].
+        policy: "probs" keeps the likeliest (of equals the first), "position" the first.
+    """
+    if policy == "position":
+        return chosen & (chosen.cumsum(0) <= capacity)
+    ranked = priorities.masked_fill(~chosen, -1.0)
+    best = ranked.sort(dim=0, descending=True, stable=True).indices[:capacity]
+    return chosen & torch.zeros_like(chosen).scatter_(0, best, True)

@@ -1,0 +1,65 @@
+"""The expert that every token visits.
+
+D. Dai et al., "DeepSeekMoE", section 3.2, arXiv 2401.06066. The gate is that of Qwen2-MoE.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron.core.device import current_device
+from megatron.core.initialization import initialization_is_deferred
+from megatron.core.param_meta import ParamMeta, set_param_meta
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+class SharedExpertMLP(MLP):
+    """An MLP over all tokens, split over `tp` like that of a dense layer.
+
+    Attributes:
+        gate_weight: [1, h]; the output of a token counts by sigmoid(gate_weight @ token). None
+            without a gate.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        submodules: MLPSubmodules,
+        pg_collection: ProcessGroupCollection | None = None,
+        gate: bool = False,
+        name: str | None = None,
+    ) -> None:
+        super().__init__(
+            config,
+            submodules,
+            ffn_hidden_size=config.moe_shared_expert_intermediate_size,
+            pg_collection=pg_collection,
+        )
+        self.gate_weight: nn.Parameter | None = None
+        if gate or config.moe_shared_expert_gate:
+            device = torch.device("cpu") if config.use_cpu_initialization else current_device()
+            shape = (1, config.hidden_size)
+            weight = nn.Parameter(torch.empty(shape, dtype=config.params_dtype, device=device))
+            axes = ("tp",) if config.sequence_parallel else ()
+            set_param_meta(weight, ParamMeta(init_method=config.init_method, grad_sum_axes=axes))
+            if config.perform_initialization and not initialization_is_deferred():
+                assert config.init_method
+                with torch.no_grad():
+                    config.init_method(weight)
+            self.gate_weight = weight
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+        """Compute the expert of [s, b, h] (under sequence parallelism [s/tp, b, h])."""
+        output, bias = super().forward(hidden_states)
+        if bias is not None:
+            output = output + bias
+        if self.gate_weight is not None:
+            logits = F.linear(hidden_states, self.gate_weight)
+            output = output * torch.sigmoid(logits.float()).to(output.dtype)
+        return output, None

@@ -1,0 +1,228 @@
+"""How tokens travel to the ranks that hold their experts, and back.
+
+Every rank of a stage holds tokens of its own. Those of one `tp_ep` group together hold all experts
+once: the experts are distributed over `ep`, and each is split over `expt_tp`. A dispatcher brings
+every token to all shards of its experts, and sums what comes back; layers between know nothing
+of other ranks. Expert parallelism: D. Lepikhin et al., "GShard", section 3.3, arXiv 2006.16668.
+
+Legend: t tokens of this rank, h hidden, e experts, l experts of this rank, n rows for its experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from megatron.core.process_groups_config import FakeGroup, ProcessGroupCollection
+from megatron.core.tensor_parallel import collectives, mappings
+from megatron.core.utils import get_pg_rank, get_pg_size
+
+
+@dataclass(frozen=True)
+class Dispatched:
+    """What reached the experts of this rank.
+
+    Attributes:
+        tokens: [n, h], those of the first local expert first.
+        probs: [n], the weight of each row in its token's output.
+        num_rows: rows of each local expert.
+        combine: from the experts' output [n, h] (partial over `expt_tp`) to the weighted sums
+            [t, h] of this rank's own tokens.
+    """
+
+    tokens: Tensor
+    probs: Tensor
+    num_rows: list[int]
+    combine: Callable[[Tensor], Tensor]
+
+
+class TokenDispatcher(Protocol):
+    """The door between a router and its experts."""
+
+    def dispatch(self, tokens: Tensor, probs: Tensor, routing_map: Tensor) -> Dispatched:
+        """Bring tokens [t, h] to their experts.
+
+        Args:
+            probs: [t, e], weights; routing_map: bool [t, e], visits.
+        """
+
+
+def rows_by_expert(routing_map: Tensor) -> tuple[Tensor, Tensor]:
+    """Return (expert, token) of every visit, int64 [n] each: by expert, then by token."""
+    visits = routing_map.t().nonzero()
+    return visits[:, 0], visits[:, 1]
+
+
+def sum_by_token(rows: Tensor, token_of_row: Tensor, num_tokens: int) -> Tensor:
+    """Add rows [n, h] of the same token: [t, h], zeros where a token has none."""
+    return rows.new_zeros((num_tokens, rows.shape[1])).index_add(0, token_of_row, rows)
+
+
+class _Dispatcher:
+    """Groups, and the numbers of the experts of this rank.
+
+    Args:
+        num_local_experts: experts of this rank.
+        local_expert_indices: their numbers in the model, consecutive.
+    """
+
+    def __init__(
+        self,
+        num_local_experts: int,
+        local_expert_indices: Sequence[int],
+        pg_collection: ProcessGroupCollection | None = None,
+    ) -> None:
+        groups = pg_collection or ProcessGroupCollection.current()
+        self.num_local_experts = num_local_experts
+        self.local_expert_indices = list(local_expert_indices)
+        # An absent axis becomes a group of one: None would mean another group to the mappings.
+        one = FakeGroup(0, 1)
+        self.ep, self.expt_tp = groups.ep or one, groups.expt_tp or one
+        self.tp_ep = groups.tp_ep or one
+
+
+class MoEAllGatherTokenDispatcher(_Dispatcher):
+    """Every rank of `tp_ep` receives all tokens of the group and keeps those of its experts.
+
+    Communication: all-gathers of t * h activations and t * e weights over `tp_ep`, and a
+    reduce-scatter of the output; backward the reverse. All ranks have equally many tokens.
+    """
+
+    def dispatch(self, tokens: Tensor, probs: Tensor, routing_map: Tensor) -> Dispatched:
+        """See `TokenDispatcher`."""
+        group = self.tp_ep
+        tokens = mappings.gather_from_sequence_parallel_region(tokens, group=group)
+        probs = mappings.gather_from_sequence_parallel_region(probs, group=group)
+        if get_pg_size(group) > 1:
+            marks = collectives.all_gather(routing_map.to(torch.uint8), group)
+            routing_map = marks.bool()
+        first = self.local_expert_indices[0]
+        local_map = routing_map[:, first : first + self.num_local_experts]
+        expert, token = rows_by_expert(local_map)
+        num_tokens = tokens.shape[0]
+
+        def combine(output: Tensor) -> Tensor:
+            summed = sum_by_token(output, token, num_tokens)
+            return mappings.reduce_scatter_to_sequence_parallel_region(summed, group)
+
+        return Dispatched(
+            tokens.index_select(0, token),
+            probs[token, expert + first],
+            local_map.sum(0).tolist(),
+            combine,
+        )
+
+
+class MoEAlltoAllTokenDispatcher(_Dispatcher):
+    """Each rank sends a token once for each of its experts, to the rank that holds it.
+
+    Communication: an all-gather of e counts over `tp_ep`; all-to-alls of the visits' activations
+    and weights over `ep`, an all-gather over `expt_tp`, and both reversed for the output.
+    """
+
+    def dispatch(self, tokens: Tensor, probs: Tensor, routing_map: Tensor) -> Dispatched:
+        """See `TokenDispatcher`."""
+        expert, token = rows_by_expert(routing_map)
+        rows, weights = tokens.index_select(0, token), probs[token, expert]
+        num_tokens = tokens.shape[0]
+        plan = _ExchangePlan.of(self, routing_map.sum(0))
+        for_each = [
+            plan.by_expert(plan.gather(plan.send(values, self.ep), self.expt_tp))
+            for values in (rows, weights)
+        ]
+
+        def combine(output: Tensor) -> Tensor:
+            summed = plan.scatter(plan.by_source(output), self.expt_tp)
+            return sum_by_token(plan.send_back(summed, self.ep), token, num_tokens)
+
+        return Dispatched(for_each[0], for_each[1], plan.num_rows, combine)
+
+
+@dataclass(frozen=True)
+class _ExchangePlan:
+    """How many rows go where.
+
+    sent, received: rows for and from each rank of `ep`; gathered: rows of each rank of `expt_tp`
+    after the exchange; blocks: [source][local expert] rows of every sender in `tp_ep`, in the
+    order in which they arrive.
+    """
+
+    sent: list[int]
+    received: list[int]
+    gathered: list[int]
+    blocks: list[list[int]]
+
+    @staticmethod
+    def of(dispatcher: _Dispatcher, visits: Tensor) -> _ExchangePlan:
+        """Plan the exchange of a rank whose tokens make [e] visits. Communication: see above."""
+        ep, expt_tp, local = dispatcher.ep, dispatcher.expt_tp, dispatcher.num_local_experts
+        ep_size, tp_size = get_pg_size(ep), get_pg_size(expt_tp)
+        counts = visits.view(1, -1)
+        # The counts travel the way of the rows, so that the order of the ranks is the same.
+        if ep_size > 1:
+            counts = collectives.all_gather(counts, ep)
+        if tp_size > 1:
+            counts = collectives.all_gather(counts, expt_tp)
+        own = get_pg_rank(ep) * local
+        table = counts.tolist()  # [expt_tp * ep][e]
+        blocks = [row[own : own + local] for row in table]
+        mine = get_pg_rank(expt_tp) * ep_size
+        sums = [sum(row) for row in blocks]
+        visits_of_me = table[mine + get_pg_rank(ep)]
+        sent = [sum(visits_of_me[r * local : (r + 1) * local]) for r in range(ep_size)]
+        return _ExchangePlan(
+            sent,
+            sums[mine : mine + ep_size],
+            [sum(sums[r * ep_size : (r + 1) * ep_size]) for r in range(tp_size)],
+            blocks,
+        )
+
+    @property
+    def num_rows(self) -> list[int]:
+        """Rows of each local expert."""
+        return [sum(column) for column in zip(*self.blocks, strict=True)]
+
+    def send(self, rows: Tensor, ep: object) -> Tensor:
+        """Exchange rows over `ep`."""
+        return mappings.all_to_all(ep, rows, self.received, self.sent)
+
+    def send_back(self, rows: Tensor, ep: object) -> Tensor:
+        """Undo `send`."""
+        return mappings.all_to_all(ep, rows, self.sent, self.received)
+
+    def gather(self, rows: Tensor, expt_tp: object) -> Tensor:
+        """Collect the rows of all ranks that hold a shard of the same experts."""
+        return mappings.gather_from_sequence_parallel_region(
+            rows, group=expt_tp, output_split_sizes=self.gathered
+        )
+
+    def scatter(self, rows: Tensor, expt_tp: object) -> Tensor:
+        """Sum the shards' outputs, each rank keeping the rows that it brought."""
+        return mappings.reduce_scatter_to_sequence_parallel_region(rows, expt_tp, self.gathered)
+
+    def by_expert(self, rows: Tensor) -> Tensor:
+        """Put rows that lie by source and expert in order of the experts."""
+        if len(self.blocks) == 1 or len(self.blocks[0]) == 1:
+            return rows
+        pieces = rows.split([count for row in self.blocks for count in row])
+        width = len(self.blocks[0])
+        return torch.cat([piece for expert in range(width) for piece in pieces[expert::width]])
+
+    def by_source(self, rows: Tensor) -> Tensor:
+        """Undo `by_expert`."""
+        if len(self.blocks) == 1 or len(self.blocks[0]) == 1:
+            return rows
+        columns = list(zip(*self.blocks, strict=True))
+        pieces = rows.split([count for column in columns for count in column])
+        height = len(self.blocks)
+        return torch.cat([piece for source in range(height) for piece in pieces[source::height]])
+
+
+DISPATCHERS = {
+    "allgather": MoEAllGatherTokenDispatcher,
+    "alltoall": MoEAlltoAllTokenDispatcher,
+}

@@ -1,0 +1,79 @@
+"""How evenly the experts of a run are visited: one line in the log, and numbers for dashboards."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.moe.balance import BALANCE_LOSS_NAMES, LoadSummary, routers_of
+from megatron.core.utils import get_pg_size
+
+Loads = list[tuple[LoadSummary, dict[str, float]]]
+"""For each layer with experts, in order: its load in the last step, and its balance losses."""
+
+
+def collect_loads(model: Sequence[nn.Module], groups: ProcessGroupCollection) -> Loads:
+    """Return the loads of all layers of the model, on every rank.
+
+    Communication: with pipeline stages, one all-gather of small Python objects over `pp`.
+    """
+    own: Loads = []
+    for router in routers_of(model):
+        summary = LoadSummary.of(router.load)
+        if summary is not None:
+            own.append((summary, router.load.step_losses))
+    if get_pg_size(groups.pp) > 1:
+        gathered: list[Any] = [None] * get_pg_size(groups.pp)
+        dist.all_gather_object(gathered, own, group=groups.pp)
+        own = [load for loads in gathered for load in loads]
+    return sorted(own, key=lambda load: load[0].layer_number)
+
+
+def balance_losses(loads: Loads) -> dict[str, float]:
+    """Return the balance losses as means over layers, without coefficients."""
+    sums: dict[str, list[float]] = {}
+    for _, losses in loads:
+        for name, value in losses.items():
+            sums.setdefault(BALANCE_LOSS_NAMES[name], []).append(value)
+    return {name: sum(values) / len(values) for name, values in sums.items()}
+
+
+def load_scalars(loads: Loads) -> dict[str, float]:
+    """Return numbers by layer, for dashboards."""
+    scalars = balance_losses(loads)
+    for load, losses in loads:
+        name = f"experts/layer {load.layer_number}"
+        scalars[f"{name} lowest load"] = load.lowest
+        scalars[f"{name} median load"] = load.median
+        scalars[f"{name} highest load"] = load.highest
+        scalars[f"{name} dropped"] = load.dropped
+        scalars |= {f"{name} {BALANCE_LOSS_NAMES[n]}": value for n, value in losses.items()}
+    return scalars
+
+
+def load_line(iteration: int, loads: Loads) -> str:
+    """Return the loads of the last step in one line: multiples of the even share."""
+    layers = []
+    for load, _ in loads:
+        figures = load.lowest, load.median, load.p90, load.highest
+        lost = f" ({100 * load.dropped:.1f}% dropped)" if load.dropped else ""
+        layers.append(f"{load.layer_number}: " + "/".join(f"{x:.2f}" for x in figures) + lost)
+    head = f" iteration {iteration:8d} | visits of experts, lowest/median/p90/highest of even"
+    return " | ".join([head, *layers]) + " |"
+
+
+def layer_lines(iteration: int, loads: Loads) -> list[str]:
+    """Return a line for each layer, with its balance losses."""
+    lines = []
+    for load, losses in loads:
+        cells = [f" iteration {iteration:8d} | layer {load.layer_number}"]
+        cells += [f"{BALANCE_LOSS_NAMES[name]}: {value:.6E}" for name, value in losses.items()]
+        cells.append(f"lowest load: {load.lowest:.3f} | median: {load.median:.3f}")
+        cells.append(f"p90: {load.p90:.3f} | highest: {load.highest:.3f}")
+        cells.append(f"dropped: {100 * load.dropped:.2f}%")
+        lines.append(" | ".join(cells) + " |")
+    return lines

@@ -1,0 +1,42 @@
+"""A sample of the parity table of mixture-of-experts models (`python -m tests.parity.experts`)."""
+
+import functools
+
+import pytest
+
+from tests.parity.compare import compare
+from tests.parity.layouts import LayoutCase, ModelCase
+from tests.parity.table import exceeds, run_case
+
+serial_run = functools.cache(functools.partial(run_case, LayoutCase()))
+
+SAMPLE = [
+    (
+        LayoutCase(tp=2, sp=True, dp=2, ep=2, expt_tp=2, grouped=False),
+        ModelCase("llama", True, 0.0, experts="dropless", padded=True),
+    ),
+    (
+        LayoutCase(cp=2, pp=2, ep=2, stage=1, dispatcher="allgather"),
+        ModelCase("llama", True, 0.0, experts="dropless", padded=True),
+    ),
+    (
+        LayoutCase(tp=2, cp=2, dp=2, ep=4, expt_tp=2, recomputes=True),
+        ModelCase("gpt2", True, 0.1, experts="capacity"),
+    ),
+    (
+        LayoutCase(tp=2, sp=True, pp=2, vp=2, dp=2, ep=4, stage=3),
+        ModelCase("llama", False, 0.0, experts="deepseek"),
+    ),
+    (
+        LayoutCase(tp=2, dp=2, ep=2, dispatcher="allgather"),
+        ModelCase("gpt2", False, 0.0, experts="sinkhorn"),
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("layout", "model"), SAMPLE, ids=[f"{model}: {layout}" for layout, model in SAMPLE]
+)
+def test_training_experts_in_this_layout_equals_one_process(layout, model):
+    errors = compare(run_case(layout, model), serial_run(model))
+    assert not exceeds(errors), errors

@@ -1,0 +1,185 @@
+"""A mixture-of-experts layer on one rank."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from megatron.core.initialization import (
+    canonical_names,
+    deferred_initialization,
+    initialize_parameters,
+)
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.side_losses import SideLossWeight, set_side_loss_weight
+from megatron.core.transformer.moe.balance import LoadSummary, finish_step_of_routers
+from megatron.core.transformer.spec_utils import build_module
+from megatron.core.transformer.transformer_config import TransformerConfig
+from tests.harness.tolerances import FP32_REORDERED_SUM, assert_close
+
+H, E, K = 16, 4, 2
+
+
+def layer(groups=None, seed=3, **options):
+    config = TransformerConfig(
+        num_layers=2,
+        hidden_size=H,
+        num_attention_heads=2,
+        num_moe_experts=E,
+        moe_ffn_hidden_size=24,
+        init_method_std=0.2,
+        **{"gated_linear_unit": True, "activation_func": F.silu} | options,
+    )
+    spec = get_gpt_layer_local_spec(num_experts=E, moe_grouped_gemm=config.moe_grouped_gemm)
+    groups = groups or ProcessGroupCollection.single()
+    with deferred_initialization():
+        built = build_module(spec.submodules.mlp, config=config, pg_collection=groups)
+    initialize_parameters(built, seed=seed, axis_rank={}, axis_size={})
+    built.set_layer_number(1)
+    for name, parameter in built.named_parameters():
+        if "bias" in name:
+            torch.nn.init.normal_(parameter, generator=torch.Generator().manual_seed(len(name)))
+    return built
+
+
+def tokens(s=6, b=2):
+    return torch.randn(s, b, H, generator=torch.Generator().manual_seed(5)).requires_grad_()
+
+
+def by_hand(moe, x):
+    """The layer as a loop over tokens."""
+    weights = dict(moe.named_parameters())
+    out = torch.zeros(x.shape[0] * x.shape[1], H)
+    for index, token in enumerate(x.reshape(-1, H)):
+        logits = weights["router.weight"] @ token
+        best = logits.topk(K)
+        for expert, share in zip(best.indices.tolist(), best.values.softmax(0), strict=True):
+            part = {
+                kind: weights[f"experts.local_experts.{expert}.{kind}"]
+                for kind in (
+                    "linear_fc1.weight", "linear_fc1.bias", "linear_fc2.weight", "linear_fc2.bias"
+                )
+            }  # fmt: skip
+            gate, up = F.linear(token, part["linear_fc1.weight"], part["linear_fc1.bias"]).chunk(2)
+            y = F.linear(F.silu(gate) * up, part["linear_fc2.weight"], part["linear_fc2.bias"])
+            out[index] += share * y
+    return out.view(x.shape)
+
+
+def test_the_layer_is_a_weighted_sum_of_the_experts_of_each_token():
+    moe, x = layer(), tokens()
+    assert_close(moe(x)[0], by_hand(moe, x), FP32_REORDERED_SUM, "moe")
+
+
+@pytest.mark.parametrize("dispatcher", ["allgather", "alltoall"])
+def test_grouped_experts_equal_those_one_by_one(dispatcher):
+    one_by_one = layer()
+    grouped = layer(moe_grouped_gemm=True, moe_token_dispatcher_type=dispatcher)
+    names = canonical_names(grouped)
+    reference = dict(one_by_one.named_parameters())
+    for local, parameter in grouped.named_parameters():
+        parameter.data.copy_(reference[names[local]].data)
+    x, y = tokens(), tokens()
+    one_by_one(x)[0].square().sum().backward()
+    grouped(y)[0].square().sum().backward()
+    assert_close(y.grad, x.grad, FP32_REORDERED_SUM, "moe")
+    for local, parameter in grouped.named_parameters():
+        assert_close(parameter.grad, reference[names[local]].grad, FP32_REORDERED_SUM, "moe")
+
+
+def test_both_forms_begin_with_the_same_weights_and_share_a_checkpoint():
+    forms = [layer(moe_grouped_gemm=grouped, add_bias_linear=False) for grouped in (False, True)]
+    held = [
+        {
+            (s.key, s.global_offset, s.global_shape): s.data
+            for s in m.sharded_state_dict("mlp.").values()
+        }
+        for m in forms
+    ]
+    assert held[0].keys() == held[1].keys()
+    assert all(held[0][place].equal(held[1][place]) for place in held[0])
+    keys = {key for key, _, _ in held[0]}
+    assert "mlp.experts.experts.linear_fc1.weight" in keys
+    assert (E, 48, H) in {shape for _, _, shape in held[0]}
+
+
+def test_experts_of_a_rank_are_those_of_the_whole_model():
+    whole = dict(layer().named_parameters())
+    second = layer(ProcessGroupCollection.fake(ep=(1, 2)), expert_model_parallel_size=2)
+    names = canonical_names(second)
+    assert len(second.experts.local_experts) == 2
+    for local, parameter in second.experts.named_parameters():
+        name = names[f"experts.{local}"]
+        assert "local_experts.2" in name or "local_experts.3" in name
+        if "weight" in local:
+            assert parameter.equal(whole[name])
+
+
+def test_padding_visits_no_expert_and_changes_no_other_token():
+    moe, x = layer(add_bias_linear=False), tokens()
+    mask = torch.zeros(2, 6, dtype=torch.bool)
+    mask[1, 4:] = True
+    out, plain = moe(x, padding_mask=mask)[0], moe(x)[0]
+    assert out[4:, 1].eq(0).all()
+    assert_close(out[:4], plain[:4], FP32_REORDERED_SUM, "moe")
+
+
+def test_full_experts_drop_tokens_of_each_sequence():
+    tight, x = layer(moe_expert_capacity_factor=0.5, add_bias_linear=False), tokens(s=8)
+    probs, routing_map = tight.router(x)
+    assert routing_map.view(8, 2, E).sum(0).max() <= 2  # half of 8 * 2 / 4
+    assert probs[~routing_map].eq(0).all()
+
+
+def test_side_losses_are_weighted_like_the_micro_batch_and_leave_the_output_alone():
+    grads = {}
+    for factor in (1.0, 0.25):
+        set_side_loss_weight(SideLossWeight(factor))
+        moe = layer(moe_aux_loss_coeff=0.1, moe_z_loss_coeff=0.01)
+        out = moe(tokens())[0]
+        (out * 0).sum().backward()
+        grads[factor] = moe.router.weight.grad
+    set_side_loss_weight(SideLossWeight())
+    assert grads[1.0].abs().max() > 0
+    assert_close(grads[0.25], grads[1.0] / 4, FP32_REORDERED_SUM, "moe")
+
+
+def test_the_bias_moves_towards_experts_with_too_few_visits():
+    moe = layer(moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True)
+    moe(tokens())[0].sum().backward()
+    finish_step_of_routers([moe], ProcessGroupCollection.single())
+    visits = moe.router.load.step_visits
+    assert int(visits.sum()) == 6 * 2 * K
+    assert moe.router.expert_bias.equal(1e-3 * torch.sign(visits.mean() - visits).float())
+    assert "router.expert_bias" in moe.sharded_state_dict()
+
+
+def test_the_bias_stays_fp32_in_a_half_precision_model():
+    moe = layer(moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True)
+    moe.router.expert_bias.fill_(1.0 + 2.0**-20)
+    moe.to(torch.bfloat16)
+    assert moe.router.weight.dtype == torch.bfloat16
+    assert moe.router.expert_bias.dtype == torch.float32
+    assert moe.router.expert_bias.eq(1.0 + 2.0**-20).all()
+
+
+def test_recomputation_counts_each_visit_once_and_changes_no_gradient():
+    plain, again = (
+        layer(moe_aux_loss_coeff=0.1),
+        layer(moe_aux_loss_coeff=0.1, moe_layer_recompute=True),
+    )
+    for moe in (plain, again):
+        moe(tokens())[0].square().sum().backward()
+        finish_step_of_routers([moe], ProcessGroupCollection.single())
+    assert again.router.load.step_visits.equal(plain.router.load.step_visits)
+    for a, b in zip(again.parameters(), plain.parameters(), strict=True):
+        assert_close(a.grad, b.grad, FP32_REORDERED_SUM, "moe")
+
+
+def test_forced_balance_spreads_tokens_whatever_the_router_says():
+    moe = layer(moe_router_force_load_balancing=True)
+    torch.nn.init.zeros_(moe.router.weight)
+    moe(tokens(s=400))[0].sum().backward()
+    finish_step_of_routers([moe], ProcessGroupCollection.single())
+    summary = LoadSummary.of(moe.router.load)
+    assert 0.8 < summary.lowest <= summary.median <= summary.p90 <= summary.highest < 1.2
