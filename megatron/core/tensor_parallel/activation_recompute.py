@@ -30,6 +30,12 @@ from megatron.core.tensor_parallel.rng_tracker import (
 from megatron.core.utils import get_pg_size
 
 _inside_checkpoint: ContextVar[bool] = ContextVar("inside_checkpoint", default=False)
+_forms_again: ContextVar[bool] = ContextVar("forms_again", default=False)
+
+
+def is_recomputing() -> bool:
+    """Return whether what runs has run before: what is counted was counted then."""
+    return _forms_again.get()
 
 
 def checkpoint(
@@ -85,10 +91,12 @@ def _again(scope: Any, streams: dict[str, Tensor]) -> Iterator[None]:
     outer = tracker.get_states()
     if streams:
         tracker.set_states(streams)
+    token = _forms_again.set(True)
     try:
         with rng_state().restored(scope), _marked():
             yield
     finally:
+        _forms_again.reset(token)
         if streams:
             tracker.set_states(outer)
 

@@ -20,6 +20,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.rng import keyed_uniform
 from megatron.core.side_losses import attach_side_loss
 from megatron.core.tensor_parallel import collectives
+from megatron.core.tensor_parallel.activation_recompute import is_recomputing
 from megatron.core.transformer.moe.balance import (
     BalancedRouter,
     ExpertLoad,
@@ -117,8 +118,8 @@ class TopKRouter(BalancedRouter):
             dropped = demanded.sum() - routing_map.sum()
             probs = probs * routing_map
         if self.training and torch.is_grad_enabled():
-            # Recomputation passes here twice, once with gradients.
-            self.load.count(demanded, dropped)
+            if not is_recomputing():
+                self.load.count(demanded, dropped)
             probs = self._with_losses(probs, logits, choice, is_token)
         return probs, routing_map
 
@@ -236,7 +237,8 @@ class TopKRouter(BalancedRouter):
             mask = None if is_token is None else is_token[..., 0]
             parts["z_loss"] = config.moe_z_loss_coeff, z_loss(logits, mask, num_tokens)
         for name, (coefficient, part) in parts.items():
-            self.load.add_loss(name, part)
+            if not is_recomputing():
+                self.load.add_loss(name, part)
             probs = attach_side_loss(probs, coefficient * part, num_tokens)
         return probs
 
