@@ -185,7 +185,8 @@ def scalars_of(path, sinks, interval=1, **settings) -> Scalars:
         "log_loss_scale_to_tensorboard", "log_memory_to_tensorboard",
         "log_validation_ppl_to_tensorboard",
     )  # fmt: skip
-    run = SimpleNamespace(**{**dict.fromkeys(names, True), **settings}, seq_length=8, world_size=1)
+    known = dict.fromkeys(names, True) | {"num_experts": None} | settings
+    run = SimpleNamespace(**known, seq_length=8, world_size=1)
     run.log_timers_to_tensorboard = False
     return Scalars(SimpleNamespace(run=run), sinks, interval)
 

@@ -79,7 +79,8 @@ def test_an_expert_bias_changes_the_choice_and_not_the_scores():
 def test_a_balanced_assignment_gives_tokens_and_experts_equal_shares():
     balanced = sinkhorn(logits(400), lambda x: x)
     assert balanced.sum(0).sub(1 / 8).abs().max() < 1e-3 / 8
-    loads = choose_by_assignment(logits(400), config(moe_router_topk=1), lambda _: balanced)
+    settings = config(moe_router_topk=1, moe_router_load_balancing_type="sinkhorn")
+    loads = choose_by_assignment(logits(400), settings, lambda _: balanced)
     plain = choose_experts(logits(400), config(moe_router_topk=1, moe_router_pre_softmax=True))
     assert loads.routing_map.sum(0).float().std() < plain.routing_map.sum(0).float().std()
 
