@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from tests.harness.distributed import run_distributed
@@ -25,7 +26,7 @@ from tests.harness.pool import REPOSITORY
 from tests.harness.tolerances import FP32_REORDERED_SUM
 from tests.parity.training_run import read_metrics, train_with_flags
 
-TEXTS = ("macbeth.txt", "sonnets.txt")
+TEXTS = [REPOSITORY / "tests/fixtures/text" / name for name in ("macbeth.txt", "sonnets.txt")]
 NUM_STEPS = 3
 KINDS = {
     "p2p": {"cp": 4},
@@ -35,11 +36,13 @@ KINDS = {
 }
 
 
-def prepare_corpus(directory: Path) -> Path:
-    """Write the texts as a corpus of bytes, one document each, and return its prefix."""
-    texts = [(REPOSITORY / "tests/fixtures/text" / name).read_text() for name in TEXTS]
+def prepare_corpus(
+    directory: Path, files: Sequence[Path] = tuple(TEXTS), document: int = 12_000
+) -> Path:
+    """Write texts as a corpus of bytes, in documents of so many characters; return its prefix."""
+    texts = [path.read_text(errors="replace") for path in files]
     # Shorter documents than a sample, so that samples hold ends of documents.
-    pieces = [text[i : i + 12_000] for text in texts for i in range(0, len(text), 12_000)]
+    pieces = [text[i : i + document] for text in texts for i in range(0, len(text), document)]
     lines = directory / "text.jsonl"
     lines.write_text("\n".join(json.dumps({"text": piece}) for piece in pieces))
     command = [sys.executable, "tools/preprocess_data.py", "--input", str(lines)]

@@ -6,13 +6,15 @@ Legend: n rows, ordered by expert; i, o input and output features of this rank; 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.core.param_meta import has_main_grad, main_grad_addmm
+from megatron.core import deferred_gradients
+from megatron.core.param_meta import accumulate_main_grad, has_main_grad, main_grad_addmm
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.parallel_parameters import ParallelLayer
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -109,22 +111,35 @@ class _GroupedLinear(torch.autograd.Function):
         x, *weights = ctx.saved_tensors
         grad = grad.contiguous()
         grad_x = _products(grad, ctx.num_rows, weights) if ctx.needs_input_grad[0] else None
-        weight_grads: list[Tensor | None] = []
+        weight_grads: list[Tensor | None] = [None] * len(weights)
         pieces = zip(grad.split(ctx.num_rows), x.split(ctx.num_rows), strict=True)
-        for parameter, weight, (grad_rows, rows), needed in zip(
-            ctx.weights, weights, pieces, ctx.needs_input_grad[3:], strict=True
+        for index, (parameter, (grad_rows, rows)) in enumerate(
+            zip(ctx.weights, pieces, strict=True)
         ):
-            if not needed:
-                weight_grads.append(None)
-            elif ctx.fuses and has_main_grad(parameter):
-                # An expert without rows leaves its gradient as it is: fresh ones become zero.
-                if len(rows):
-                    main_grad_addmm(parameter, grad_rows.t(), rows)
-                weight_grads.append(None)
-            else:
-                product = grad_rows.t() @ rows if len(rows) else torch.zeros_like(weight)
-                weight_grads.append(product)
+            if not ctx.needs_input_grad[3 + index]:
+                continue
+            call = partial(_add_weight_gradient, parameter, grad_rows, rows, ctx.fuses)
+            if has_main_grad(parameter) and deferred_gradients.put_off(call):
+                continue
+            weight_grads[index] = _weight_gradient(parameter, grad_rows, rows, ctx.fuses)
         return grad_x, None, None, *weight_grads
+
+
+def _weight_gradient(weight: Tensor, grad: Tensor, rows: Tensor, fuses: bool) -> Tensor | None:
+    """Form grad.T @ rows [o, i] in the main gradient (and return None), or as a new tensor."""
+    if fuses and has_main_grad(weight):
+        # An expert without rows leaves its gradient as it is: fresh ones become zero.
+        if len(rows):
+            main_grad_addmm(weight, grad.t(), rows)
+        return None
+    return grad.t() @ rows if len(rows) else torch.zeros_like(weight)
+
+
+def _add_weight_gradient(weight: Tensor, grad: Tensor, rows: Tensor, fuses: bool) -> None:
+    """Do so after the backward pass."""
+    total = _weight_gradient(weight, grad, rows, fuses)
+    if total is not None:
+        accumulate_main_grad(weight, total)
 
 
 def _products(x: Tensor, num_rows: Sequence[int], matrices: Sequence[Tensor]) -> Tensor:

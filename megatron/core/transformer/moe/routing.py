@@ -85,6 +85,7 @@ def choose_by_assignment(
     return _spread(weights.gather(-1, indices), indices, scores)
 
 
+@torch.no_grad()
 def sinkhorn(logits: Tensor, sum_over_ranks: Callable[[Tensor], Tensor]) -> Tensor:
     """Scale exp(logits) so that every token gives 1/t and every expert receives 1/e.
 
