@@ -137,7 +137,8 @@ class ExpertConfig:
     def _sizes_problems(
         self, num_layers: int, expert_parallel: int, expert_tp: int
     ) -> list[MegatronError]:
-        experts, problems = self.num_moe_experts, []
+        experts = self.num_moe_experts
+        problems: list[MegatronError] = []
         assert experts is not None
         if experts < 1:
             problems.append(

@@ -146,8 +146,9 @@ class LoadSummary:
         total = float(load.step_visits.sum())
         ratios = load.step_visits * (load.num_experts / max(total, 1.0))
         points = torch.tensor([0.0, 0.5, 0.9, 1.0], dtype=ratios.dtype, device=ratios.device)
-        figures = torch.quantile(ratios, points).tolist()
-        return LoadSummary(load.layer_number, *figures, load.step_dropped / max(total, 1.0))
+        lowest, median, p90, highest = torch.quantile(ratios, points).tolist()
+        dropped = load.step_dropped / max(total, 1.0)
+        return LoadSummary(load.layer_number, lowest, median, p90, highest, dropped)
 
 
 class BalancedRouter(nn.Module):

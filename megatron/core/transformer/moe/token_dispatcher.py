@@ -222,7 +222,7 @@ class _ExchangePlan:
         return torch.cat([piece for source in range(height) for piece in pieces[source::height]])
 
 
-DISPATCHERS = {
+DISPATCHERS: dict[str, Callable[..., TokenDispatcher]] = {
     "allgather": MoEAllGatherTokenDispatcher,
     "alltoall": MoEAlltoAllTokenDispatcher,
 }
