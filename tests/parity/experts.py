@@ -3,7 +3,7 @@
 TP {1,2} x CP {1,2} x EP {1,2,4} x expert TP {1,2} x PP {1,2} x VPP {1,2} x SP x ZeRO {0,1,3} of up
 to 8 ranks, both dispatchers, experts together and one by one; dropless and padded, with capacity,
 with groups, bias and shared experts, and by balanced assignment. By default a sample in which every
-two values of two axes meet; `--all` is every product. Compared are the loss of every step, every
+two values of two axes meet; `--layouts all` is every product. Compared are the loss of every step, every
 gradient of the first and last step, the gradient norm, the weights at the end, and what routers
 say in every step: visits of each expert, dropped visits, balance losses, biases. Exits with status
 1 if any error exceeds its tolerance.
@@ -11,18 +11,14 @@ say in every step: visits of each expert, dropped visits, balance losses, biases
 
 from __future__ import annotations
 
-import argparse
 import random
 import sys
-import time
-import traceback
 from collections.abc import Iterator, Sequence
 from itertools import combinations, product
 from typing import Any
 
-from tests.parity.compare import compare
 from tests.parity.layouts import LayoutCase, ModelCase
-from tests.parity.table import FIGURES, exceeds, figures, run_case
+from tests.parity.table import run_command
 
 MODELS = (
     ModelCase("llama", True, 0.0, experts="dropless", padded=True),
@@ -43,6 +39,13 @@ AXES: dict[str, Sequence[Any]] = {
     "dispatcher": ("alltoall", "allgather"),
     "grouped": (True, False),
 }
+
+
+SPLIT_BACKWARDS = (
+    LayoutCase(pp=2, schedule="zb-h1", dp=2, ep=2),
+    LayoutCase(pp=2, vp=2, schedule="zb-v", tp=2, sp=True, ep=2, expt_tp=1, stage=1, dp=2),
+)
+"""Schedules in which weight gradients wait."""
 
 
 def expert_layouts(max_ranks: int = 8) -> list[LayoutCase]:
@@ -87,35 +90,10 @@ def _pairs(case: LayoutCase) -> Iterator[tuple]:
         yield first, getattr(case, first), second, getattr(case, second)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--all", action="store_true", help="every product, not a sample")
-    parser.add_argument("--max-ranks", type=int, default=8, help="largest world size")
-    parser.add_argument("--models", default="", help="only models whose name contains this")
-    options = parser.parse_args()
-    layouts = expert_layouts(options.max_ranks)
-    layouts = layouts if options.all else pairwise(layouts)
-    started, num_cases, failures = time.time(), 0, []
-    for model in MODELS:
-        if options.models not in str(model):
-            continue
-        print(f"\n{model}\n{'layout':<58}{FIGURES}", flush=True)
-        serial = run_case(LayoutCase(), model)
-        for layout in layouts:
-            num_cases += 1
-            try:
-                errors = compare(run_case(layout, model), serial)
-            except Exception:
-                failures.append(f"{model} | {layout}: {traceback.format_exc(limit=-1)}")
-                print(f"{layout!s:<58}  FAILED", flush=True)
-                continue
-            print(f"{layout!s:<58}{figures(errors)}", flush=True)
-            failures += [f"{model} | {layout}: {what}" for what in exceeds(errors)]
-    seconds = time.time() - started
-    print(f"\n{num_cases} cases in {seconds:.0f} s, {len(failures)} above tolerance")
-    print("\n".join(failures))
-    return 1 if failures else 0
-
+LAYOUTS = {
+    "all": expert_layouts,
+    "sample": lambda max_ranks: [*pairwise(expert_layouts(max_ranks)), *SPLIT_BACKWARDS],
+}
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_command(__doc__.splitlines()[0], MODELS, LAYOUTS, default="sample"))

@@ -108,6 +108,7 @@ def run_command(
     title: str,
     models: Iterable[ModelCase],
     layouts_up_to: Mapping[str, Callable[[int], list[LayoutCase]]],
+    default: str = "all",
 ) -> int:
     """Print the table that the command line asks for; return the exit status."""
     parser = argparse.ArgumentParser(description=title)
@@ -115,7 +116,7 @@ def run_command(
         "--models", default="", help='only models whose name begins so, e.g. "llama tied"'
     )
     parser.add_argument(
-        "--layouts", choices=sorted(layouts_up_to), default="all", help="which layouts to run"
+        "--layouts", choices=sorted(layouts_up_to), default=default, help="which layouts to run"
     )
     parser.add_argument("--max-ranks", type=int, default=8, help="largest world size")
     parser.add_argument("--stage", type=int, choices=(0, 1, 2, 3), help="only this sharding stage")
