@@ -3,10 +3,10 @@
 TP {1,2} x CP {1,2} x EP {1,2,4} x expert TP {1,2} x PP {1,2} x VPP {1,2} x SP x ZeRO {0,1,3} of up
 to 8 ranks, both dispatchers, experts together and one by one; dropless and padded, with capacity,
 with groups, bias and shared experts, and by balanced assignment. By default a sample in which every
-two values of two axes meet; `--layouts all` is every product. Compared are the loss of every step, every
-gradient of the first and last step, the gradient norm, the weights at the end, and what routers
-say in every step: visits of each expert, dropped visits, balance losses, biases. Exits with status
-1 if any error exceeds its tolerance.
+two values of two axes meet; `--layouts all` is every product. Compared are the loss of every step,
+every gradient of the first and last step, the gradient norm, the weights at the end, and what
+routers say in every step: visits of each expert, dropped visits, balance losses, biases. Exits with
+status 1 if any error exceeds its tolerance.
 """
 
 from __future__ import annotations

@@ -172,9 +172,10 @@ def buffer_bytes(
     per, tp = state_bytes(settings), settings["tensor_model_parallel_size"]
     if rung == 2:
         bucket = settings["ddp_bucket_size"] or max(40_000_000, 1_000_000 * shards)
-        dense, routed = map(sum, zip(*(chunk.parameters(size) for chunk in chunks), strict=True))
-        held = dense / tp + routed / expert_ranks(settings)
-        return min(held, (BucketedBuffer.max_in_flight + 1) * bucket) * per.gradient
+        return (
+            min(sum(_held(settings, size, chunks)), (BucketedBuffer.max_in_flight + 1) * bucket)
+            * per.gradient
+        )
     with_experts = sum(chunk.num_expert_layers for chunk in chunks)
     dense_layers = sum(chunk.num_layers for chunk in chunks) - with_experts
     units = [size.layer_parameters / tp] * dense_layers
@@ -186,6 +187,15 @@ def buffer_bytes(
     units += [table for chunk in chunks if chunk.has_loss and not size.is_tied]
     largest = sorted(units)[-2:]
     return sum(largest) * (per.weight + per.gradient)
+
+
+def _held(
+    settings: Mapping[str, Any], size: ModelSize, chunks: Sequence[ChunkSize]
+) -> tuple[float, float]:
+    """Return how many parameters one rank holds beside routed experts, and in these."""
+    counts = [chunk.parameters(size) for chunk in chunks]
+    dense = sum(count for count, _ in counts) / settings["tensor_model_parallel_size"]
+    return dense, sum(count for _, count in counts) / expert_ranks(settings)
 
 
 def estimate_memory(
@@ -202,8 +212,7 @@ def estimate_memory(
         chunks_in_flight: most (micro batch, chunk) pairs that wait for their backward at a time.
     """
     tp, per = settings["tensor_model_parallel_size"], state_bytes(settings)
-    dense, routed = map(sum, zip(*(chunk.parameters(size) for chunk in chunks), strict=True))
-    dense, routed = dense / tp, routed / expert_ranks(settings)
+    dense, routed = _held(settings, size, chunks)
     shards, rung = num_shards(settings), sharding_rung(settings)
     # The expert grid arranges the same ranks of a stage another way.
     sharded = dense / shards + routed / max(shards * tp / expert_ranks(settings), 1.0)
