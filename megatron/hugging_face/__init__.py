@@ -7,6 +7,7 @@ a model's files to the loader of checkpoints, which takes from them the slices t
 no pickle is opened.
 """
 
+from megatron.hugging_face.adapters import write_adapters
 from megatron.hugging_face.families import FAMILIES, Family, family_of_config, family_of_settings
 from megatron.hugging_face.model_directory import ModelDirectory, read_model_directory
 from megatron.hugging_face.reading import ModelContents, open_model
@@ -22,5 +23,6 @@ __all__ = [
     "family_of_settings",
     "open_model",
     "read_model_directory",
+    "write_adapters",
     "write_model",
 ]

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,9 +25,7 @@ from megatron.core.dist_checkpointing.durable import (
     write_all,
     write_durably,
 )
-from megatron.core.dist_checkpointing.loader import Contents, SliceReader
-from megatron.core.dist_checkpointing.manifest import StoredTensor
-from megatron.core.dist_checkpointing.planner import ShardIndex
+from megatron.core.dist_checkpointing.loader import Contents
 from megatron.core.dist_checkpointing.shard_file import DTYPES, as_bytes, build_header, dtype_name
 from megatron.core.errors import CheckpointError
 from megatron.hugging_face.config_fields import WITHOUT_EFFECT
@@ -36,6 +34,13 @@ from megatron.hugging_face.families.family import Family, Settings, geometry_of
 from megatron.hugging_face.model_directory import CONFIG_NAME, INDEX_NAME, SINGLE_NAME
 from megatron.hugging_face.reading import full_name
 from megatron.hugging_face.rules import Rows, Rule
+from megatron.hugging_face.stored import (
+    Source,
+    StoredAdapters,
+    find_source,
+    read_source,
+    stored_adapters,
+)
 
 FILE_BYTES = 5_000_000_000
 """A file ends before the tensor that would make it longer."""
@@ -45,22 +50,13 @@ CARRIED_ALONG = (
     "generation_config.json",
 )  # fmt: skip
 """Files beside the weights that are copied from the model that training began with."""
-_LAYER = re.compile(r"(decoder\.layers)\.(\d+)\.(.+)", re.ASCII)
-
-
-@dataclass(frozen=True)
-class Source:
-    """Where our parameter lies in a checkpoint: a whole tensor, or one layer of a stack."""
-
-    tensor: StoredTensor
-    layer: int | None
-    shape: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Group:
     """Tensors of theirs that one parameter of ours makes."""
 
+    ours: str
     rule: Rule
     source: Source
     names: tuple[str, ...]
@@ -84,6 +80,7 @@ def write_model(
     *,
     settings: Settings | None = None,
     dtype: torch.dtype | None = None,
+    adapters: Contents | None = None,
     companion: Path | None = None,
     file_bytes: int = FILE_BYTES,
 ) -> Written:
@@ -93,6 +90,7 @@ def write_model(
         contents: the opened checkpoint; its own settings say what the model is.
         target: directory to make; it must not exist.
         settings: replaces those of the checkpoint.
+        adapters: an opened checkpoint of adapters, which are merged into the weights.
         dtype: of the written weights; None keeps the stored one.
         companion: directory of the model that training began with: its tokenizer files are
             copied, and those fields of its config that change no weight.
@@ -102,30 +100,42 @@ def write_model(
         CheckpointError: weights are missing, or the directory cannot be written.
     """
     if settings is None:
-        settings = vars(contents.common_state()["args"])
+        settings = vars((adapters or contents).common_state()["args"])
     family = family_of_settings(settings)
+    groups = _plan(contents, family, settings)
+    merge = None if adapters is None else stored_adapters(adapters, settings)
+    with new_directory(target) as draft:
+        files, total = _write_weights(contents, groups, merge, draft, dtype, file_bytes)
+        stored = DTYPES[groups[0].source.tensor.dtype] if dtype is None else dtype
+        _write_config(draft, family, settings, stored, companion)
+    count = sum(len(group.names) for group in groups)
+    return Written(family.model_type, count, total, tuple(files))
+
+
+@contextmanager
+def new_directory(target: Path) -> Iterator[Path]:
+    """Give a directory to write in, which becomes `target` when the block has ended well.
+
+    Raises:
+        CheckpointError: it exists, or cannot be written.
+    """
     if target.exists():
         raise CheckpointError(
             f"{target} exists already.",
             rule="an export never writes over files",
             fix="name another directory, or remove this one",
         )
-    groups = _plan(contents, family, settings)
     draft = target.with_name(f".{target.name}.unfinished")
     try:
         shutil.rmtree(draft, ignore_errors=True)
         draft.mkdir(parents=True)
-        files, total = _write_weights(contents, groups, draft, dtype, file_bytes)
-        stored = DTYPES[groups[0].source.tensor.dtype] if dtype is None else dtype
-        _write_config(draft, family, settings, stored, companion)
+        yield draft
         sync_directory(draft)
         rename_durably(draft, target)
     except OSError as error:
         raise describe_os_error(error, path=target, doing="writing") from error
     finally:
         shutil.rmtree(draft, ignore_errors=True)
-    count = sum(len(group.names) for group in groups)
-    return Written(family.model_type, count, total, tuple(files))
 
 
 def _plan(contents: Contents, family: Family, settings: Settings) -> list[Group]:
@@ -135,7 +145,7 @@ def _plan(contents: Contents, family: Family, settings: Settings) -> list[Group]
     groups = []
     for rule in family.rules(settings):
         for ours, theirs in rule.names(geometry):
-            source = _find(contents, ours)
+            source = find_source(contents, ours)
             shape = source.shape
             if rule.has_vocabulary_rows:
                 shape = (vocabulary, *shape[1:])
@@ -148,32 +158,22 @@ def _plan(contents: Contents, family: Family, settings: Settings) -> list[Group]
             if rule.is_transposed:
                 shapes = [shape[::-1] for shape in shapes]
             names = tuple(full_name(name, family.prefixes[0]) for name in theirs)
-            groups.append(Group(rule, source, names, tuple(rows), tuple(shapes)))
+            groups.append(Group(ours, rule, source, names, tuple(rows), tuple(shapes)))
     return groups
 
 
-def _find(contents: Contents, ours: str) -> Source:
-    tensors = contents.manifest.tensors
-    if ours in tensors:
-        return Source(tensors[ours], None, tensors[ours].shape)
-    match = _LAYER.fullmatch(ours)
-    stack = None if match is None else tensors.get(f"{match[1]}.{match[3]}")
-    if match is None or stack is None or int(match[2]) >= stack.shape[0]:
-        raise CheckpointError(
-            f"{contents.directory} has no {ours}.",
-            rule="an export needs all weights of the model",
-            fix="export a complete checkpoint",
-        )
-    return Source(stack, int(match[2]), stack.shape[1:])
-
-
 def _tensors(
-    contents: Contents, groups: Sequence[Group], dtype: torch.dtype | None
+    contents: Contents,
+    groups: Sequence[Group],
+    merge: StoredAdapters | None,
+    dtype: torch.dtype | None,
 ) -> Iterator[Tensor]:
     """Yield all tensors of theirs, in order; those of one group are in memory at a time."""
     with contents.open_reader() as reader:
         for group in groups:
-            ours = _read(group.source, reader)
+            ours = read_source(group.source, reader)
+            if merge is not None:
+                ours = merge.merged(group.ours, ours)
             for index, shape in enumerate(group.shapes):
                 by_rows = shape[::-1] if group.rule.is_transposed else shape
                 theirs = torch.empty(by_rows, dtype=ours.dtype)
@@ -186,23 +186,10 @@ def _tensors(
                 yield theirs.to(dtype or theirs.dtype).contiguous()
 
 
-def _read(source: Source, reader: SliceReader) -> Tensor:
-    stacked = () if source.layer is None else (1,)
-    corner = () if source.layer is None else (source.layer,)
-    shape = (*stacked, *source.shape)
-    into = torch.empty(shape, dtype=DTYPES[source.tensor.dtype])
-    wanted = ((*corner, *(0 for _ in source.shape)), shape)
-    for read in ShardIndex(source.tensor).reads(wanted):
-        part = into
-        for axis, (begin, length) in enumerate(zip(*read.in_wanted, strict=True)):
-            part = part.narrow(axis, begin, length)
-        reader.read(source.tensor, read, part)
-    return into.view(source.shape)
-
-
 def _write_weights(
     contents: Contents,
     groups: Sequence[Group],
+    merge: StoredAdapters | None,
     draft: Path,
     dtype: torch.dtype | None,
     file_bytes: int,
@@ -227,16 +214,9 @@ def _write_weights(
         SINGLE_NAME if count == 1 else f"model-{i + 1:05d}-of-{count:05d}.safetensors"
         for i in range(count)
     ]
-    tensors = _tensors(contents, groups, dtype)
+    tensors = _tensors(contents, groups, merge, dtype)
     for file, part in zip(files, parts, strict=True):
-        descriptor = os.open(draft / file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
-        try:
-            write_all(descriptor, build_header(part, {"format": "pt"}))
-            for _ in part:
-                write_all(descriptor, as_bytes(next(tensors)))
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        write_tensors(draft / file, part, tensors)
     if count > 1:
         places = {e[0]: file for file, part in zip(files, parts, strict=True) for e in part}
         index = {"metadata": {"total_size": total}, "weight_map": places}
@@ -262,3 +242,17 @@ def _write_config(
     }
     fields.pop("dtype", None)
     write_durably(draft / CONFIG_NAME, (json.dumps(fields, indent=2) + "\n").encode())
+
+
+def write_tensors(
+    file: Path, described: Sequence[tuple[str, str, tuple[int, ...]]], tensors: Iterator[Tensor]
+) -> None:
+    """Write a safetensors file: (name, dtype, shape) of each, and as many of the tensors."""
+    descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+    try:
+        write_all(descriptor, build_header(described, {"format": "pt"}))
+        for _ in described:
+            write_all(descriptor, as_bytes(next(tensors)))
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from megatron.core.dist_checkpointing.object_store import place_of
-from megatron.hugging_face import write_model
+from megatron.hugging_face import open_model, write_adapters, write_model
 from tools.checkpoint.opening import add_path, opened, size_text
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -24,6 +24,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("target", type=Path, help="directory to make")
     parser.add_argument("--dtype", choices=_DTYPES, help="of the written weights; else as stored")
     parser.add_argument(
+        "--adapter",
+        action="store_true",
+        help="write the low-rank adapters of the checkpoint for PEFT, instead of a whole model",
+    )
+    parser.add_argument(
+        "--base",
+        type=Path,
+        metavar="DIRECTORY",
+        help="the Hugging Face model into which the adapters of the checkpoint are merged; with"
+        " --adapter, the one that they belong to",
+    )
+    parser.add_argument(
         "--companion",
         type=Path,
         metavar="DIRECTORY",
@@ -33,11 +45,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Write, and say what was written."""
+    contents = opened(place_of(arguments.path))
+    base = arguments.base
+    if arguments.adapter:
+        write_adapters(contents, arguments.target, base=None if base is None else str(base))
+        print(f"{arguments.target}: adapters for PEFT")
+        return 0
     written = write_model(
-        opened(place_of(arguments.path)),
+        contents if base is None else open_model(base),
         arguments.target,
+        adapters=None if base is None else contents,
         dtype=_DTYPES.get(arguments.dtype),
-        companion=arguments.companion,
+        companion=arguments.companion or base,
     )
     print(
         f"{arguments.target}: a {written.family} model, {written.num_tensors} tensors,"

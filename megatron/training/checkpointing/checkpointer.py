@@ -5,6 +5,7 @@ Every method is a collective over all processes of the run.
 
 from __future__ import annotations
 
+import dataclasses
 import secrets
 from collections.abc import Mapping
 from pathlib import Path
@@ -32,7 +33,11 @@ from megatron.training.checkpointing.foreign_state import (
     complete_foreign_state,
 )
 from megatron.training.checkpointing.global_tier import GlobalTier
-from megatron.training.checkpointing.hugging_face import open_together, write_together
+from megatron.training.checkpointing.hugging_face import (
+    open_together,
+    write_adapters_together,
+    write_together,
+)
 from megatron.training.checkpointing.local_tier import LocalTier
 from megatron.training.checkpointing.restored import Restored, take_over
 from megatron.training.checkpointing.run_state import (
@@ -221,9 +226,23 @@ class Checkpointer:
             place_of(self.settings.save) / newest,
             directory,
             companion=None if began_with is None else Path(began_with),
+            has_adapters=self.parts.weights == "adapters",
             peers=self.peers,
         )
         self._say(f"  successfully wrote a {written.family} model to {directory}")
+
+    def export_adapters(self, directory: Path) -> None:
+        """Write the adapters of this run's newest checkpoint as a directory of PEFT's."""
+        self.finish()
+        assert self.settings.save is not None, "export_adapters() without --save"
+        newest = commit.iteration_directory(self.last_committed or 0)
+        write_adapters_together(
+            place_of(self.settings.save) / newest,
+            directory,
+            base=self.settings.load_hf,
+            peers=self.peers,
+        )
+        self._say(f"  successfully wrote the adapters to {directory}")
 
     # Loading --------------------------------------------------------------------------------
 
@@ -238,12 +257,15 @@ class Checkpointer:
             CheckpointError: on every rank, if what is there cannot be used.
         """
         settings = self.settings
+        base = self._load_base() if self.parts.weights == "adapters" else None
         if settings.load is not None:
             restored = self._load_from(
                 place_of(settings.load), settings.ckpt_step, is_finetuning=settings.finetune
             )
             if restored is not None:
                 return restored
+        if base is not None:
+            return base
         if settings.load_hf is not None:
             return self._load_model(Path(settings.load_hf))
         if settings.pretrained_checkpoint is not None:
@@ -261,6 +283,14 @@ class Checkpointer:
                 " (--exit-on-missing-checkpoint makes this an error)"
             )
         return None
+
+    def _load_base(self) -> Restored | None:
+        """Load the frozen weights that adapters stand beside."""
+        parts = dataclasses.replace(self.parts, weights="base", optimizer=None, scheduler=None)
+        settings = dataclasses.replace(
+            self.settings, load=None, save=None, non_persistent_ckpt_type=None
+        )
+        return Checkpointer(settings, parts, process_group=self.peers).load()
 
     def _load_from(
         self, directory: Place, ckpt_step: int | None, *, is_finetuning: bool

@@ -11,7 +11,13 @@ from megatron.core.dist_checkpointing.exchange import as_checkpoint_error
 from megatron.core.dist_checkpointing.loader import open_contents
 from megatron.core.dist_checkpointing.object_store import Place
 from megatron.core.errors import MegatronError
-from megatron.hugging_face import ModelContents, Written, open_model, write_model
+from megatron.hugging_face import (
+    ModelContents,
+    Written,
+    open_model,
+    write_adapters,
+    write_model,
+)
 
 
 def open_together(directory: Path, peers: Peers) -> ModelContents:
@@ -22,17 +28,40 @@ def open_together(directory: Path, peers: Peers) -> ModelContents:
 
 
 def write_together(
-    checkpoint: Place, directory: Path, *, companion: Path | None, peers: Peers
+    checkpoint: Place,
+    directory: Path,
+    *,
+    companion: Path | None,
+    has_adapters: bool = False,
+    peers: Peers,
 ) -> Written:
-    """Write a checkpoint as a model: collective; the coordinator writes."""
+    """Write a checkpoint as a model: collective; the coordinator writes.
+
+    Args:
+        has_adapters: it holds adapters alone, to be merged into the weights of `companion`.
+    """
     contents = open_contents(checkpoint, peers=peers)
-    written = _on_coordinator(
-        peers,
-        f"writing {directory}",
-        lambda: write_model(contents, directory, companion=companion),
-    )
+
+    def write() -> Written:
+        if not has_adapters:
+            return write_model(contents, directory, companion=companion)
+        assert companion is not None, "adapters are merged into the model that they began with"
+        base = open_model(companion)
+        return write_model(base, directory, adapters=contents, companion=companion)
+
+    written = _on_coordinator(peers, f"writing {directory}", write)
     assert isinstance(written, Written)
     return written
+
+
+def write_adapters_together(
+    checkpoint: Place, directory: Path, *, base: str | None, peers: Peers
+) -> None:
+    """Write the adapters of a checkpoint for PEFT: collective; the coordinator writes."""
+    contents = open_contents(checkpoint, peers=peers)
+    _on_coordinator(
+        peers, f"writing {directory}", lambda: write_adapters(contents, directory, base=base)
+    )
 
 
 def _on_coordinator(peers: Peers, doing: str, action: Callable[[], Any]) -> Any:

@@ -19,6 +19,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.errors import CheckpointError
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.rng import rng_state
+from megatron.core.transformer.low_rank_adapter import is_of_adapter
 from megatron.core.transformer.sharded_state import sharded_state_dict_of
 from megatron.core.utils import get_pg_size
 from megatron.training.checkpointing.generators import declare_generators, restore_generators
@@ -42,6 +43,8 @@ class RunParts:
     groups: ProcessGroupCollection = dataclasses.field(
         default_factory=ProcessGroupCollection.current
     )
+    weights: str = "all"
+    """Which weights are meant: "all", those of "adapters" alone, or the "base" without them."""
     args: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """All settings by name; kept for people, for `--use-checkpoint-args` and for comparing."""
 
@@ -52,11 +55,15 @@ def model_key(index: int, num_chunks: int) -> str:
 
 
 def declare_model(parts: RunParts) -> ShardedStateDict:
-    """Declare the weights of all chunks."""
-    return {
-        model_key(i, len(parts.model)): sharded_state_dict_of(chunk, pg_collection=parts.groups)
-        for i, chunk in enumerate(parts.model)
-    }
+    """Declare the weights of all chunks that are meant."""
+    declared = {}
+    for index, chunk in enumerate(parts.model):
+        state = sharded_state_dict_of(chunk, pg_collection=parts.groups)
+        if parts.weights != "all":
+            wants_adapters = parts.weights == "adapters"
+            state = {k: v for k, v in state.items() if is_of_adapter(k) == wants_adapters}
+        declared[model_key(index, len(parts.model))] = state
+    return declared
 
 
 def declare_run(
@@ -129,7 +136,8 @@ def apply_model(parts: RunParts, state: Mapping[str, Any], *, strict: bool) -> N
     another form get it through their own `load_state_dict`.
     """
     for index, chunk in enumerate(parts.model):
-        chunk.load_state_dict(state[model_key(index, len(parts.model))], strict=strict)
+        loaded = state[model_key(index, len(parts.model))]
+        chunk.load_state_dict(loaded, strict=strict and parts.weights == "all")
 
 
 def apply_optimizer(parts: RunParts, state: Mapping[str, Any], *, was_loaded: bool) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from megatron.training.config.adapters import AdapterConfig
 from megatron.training.config.batch import ScheduleConfig
 from megatron.training.config.checkpoint import CheckpointConfig
 from megatron.training.config.data import DataConfig, TokenizerConfig
@@ -31,6 +32,7 @@ class RunConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     latent_attention: LatentAttentionConfig = field(default_factory=LatentAttentionConfig)
     experts: ExpertConfig = field(default_factory=ExpertConfig)
+    adapters: AdapterConfig = field(default_factory=AdapterConfig)
     parallelism: ParallelismConfig = field(default_factory=ParallelismConfig)
     replication: ReplicationConfig = field(default_factory=ReplicationConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
@@ -74,6 +76,7 @@ GROUP_CLASSES: dict[str, type] = {
     "model": ModelConfig,
     "latent_attention": LatentAttentionConfig,
     "experts": ExpertConfig,
+    "adapters": AdapterConfig,
     "parallelism": ParallelismConfig,
     "replication": ReplicationConfig,
     "schedule": ScheduleConfig,

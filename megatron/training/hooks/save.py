@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 from megatron.training.checkpointing import Checkpointer
@@ -75,11 +76,13 @@ class SaveCheckpoints(Hook):
             self.checkpointer.close()
 
 
-class ExportModel(Hook):
-    """Writes the weights as a Hugging Face model once all steps are done."""
+class Export(Hook):
+    """Writes the last checkpoint in another program's form once all steps are done."""
 
-    def __init__(self, checkpointer: Checkpointer, directory: str, progress: RunProgress) -> None:
-        self.checkpointer = checkpointer
+    def __init__(
+        self, write: Callable[[Path], None], directory: str, progress: RunProgress
+    ) -> None:
+        self.write = write
         self.directory = Path(directory)
         self.progress = progress
 
@@ -87,5 +90,5 @@ class ExportModel(Hook):
         """Export the checkpoint that was saved last."""
         if stop is StopReason.FINISHED:
             with self.progress.at("exporting the model"):
-                self.checkpointer.export_model(self.directory)
+                self.write(self.directory)
         return state

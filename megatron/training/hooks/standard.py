@@ -19,7 +19,7 @@ from megatron.training.hooks.housekeeping import (
 )
 from megatron.training.hooks.log import LogLine
 from megatron.training.hooks.progress import TrackProgress
-from megatron.training.hooks.save import ExportModel, SaveCheckpoints
+from megatron.training.hooks.save import Export, SaveCheckpoints
 from megatron.training.hooks.scalars import ProgressBar, Scalars, sinks_here
 from megatron.training.hooks.stop import (
     ExitDuration,
@@ -87,7 +87,9 @@ def standard_hooks(
             )
         )
         if run.save_hf is not None:
-            hooks.append(ExportModel(checkpointer, run.save_hf, progress))
+            hooks.append(Export(checkpointer.export_model, run.save_hf, progress))
+        if run.save_adapter is not None:
+            hooks.append(Export(checkpointer.export_adapters, run.save_adapter, progress))
     save_directory = local_save_directory(run)
     if run.log_progress and save_directory is not None and is_rank_0():
         hooks.append(ProgressFile(save_directory, run.world_size))

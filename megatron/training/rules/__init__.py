@@ -5,6 +5,7 @@ from __future__ import annotations
 from megatron.core.errors import raise_together
 from megatron.training.resolve import ResolvedRun
 from megatron.training.rules import (  # noqa: F401
+    adapters,
     batch,
     data,
     model,

@@ -50,6 +50,7 @@ def assemble(
         optimizer=optimizer,
         scheduler=scheduler,
         groups=groups,
+        weights="all" if run.lora_rank is None else "adapters",
         args={**run.values, **run.extra},
     )
     return parts, Checkpointer(CheckpointSettings.from_values(run.values), saved)

@@ -15,6 +15,7 @@ from megatron.core.enums import ModelType
 from megatron.core.initialization import parameters_without_memory
 from megatron.core.pipeline_parallel.layout import pipeline_layout
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.low_rank_adapter import AdapterSettings, add_adapters
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_model_config, get_pg_rank
@@ -42,6 +43,19 @@ def data_parallel_config(settings: Mapping[str, Any]) -> DistributedDataParallel
         powersgd_rank=settings["powersgd_rank"],
         grad_compression_warmup=settings["grad_compression_warmup"],
         average_in_collective=settings["ddp_average_in_collective"],
+    )
+
+
+def adapter_settings(settings: Mapping[str, Any]) -> AdapterSettings | None:
+    """Return the settings of the adapters that are trained, or None."""
+    rank = settings.get("lora_rank")
+    if rank is None:
+        return None
+    return AdapterSettings(
+        rank=rank,
+        alpha=settings["lora_alpha"] or rank,
+        dropout=settings["lora_dropout"],
+        target_modules=tuple(settings["lora_target_modules"]),
     )
 
 
@@ -80,6 +94,10 @@ def build_model(
                     pg_collection=groups,
                 )
             )
+    adapters = adapter_settings(settings)
+    if adapters is not None:
+        for chunk in chunks:
+            add_adapters(chunk, adapters, groups)
     _announce_size(chunks, groups)
     where = device.current_device()
     chunks = [chunk.to(where) for chunk in chunks]

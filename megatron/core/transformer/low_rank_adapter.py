@@ -1,0 +1,221 @@
+"""Low-rank adapters on parallel linear layers: the layer is frozen, a product of rank r is learned.
+
+E. Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", section 4.1, arXiv 2106.09685:
+y = W x + (alpha / r) B A dropout(x), with A drawn at random and B zero, so training begins at the
+frozen model.
+
+Tensor parallelism follows the layer's own. Of a column-parallel layer A is replicated and B has
+the rows of W; of a row-parallel one A has the columns of W and B is replicated. What is
+communicated is r wide: the projection of the sequence shards is gathered, partial projections are
+summed. Names, initial values and dropout do not depend on the layout.
+
+Legend: s sequence, b micro batch, i and o inputs and outputs of the layer, r rank.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron.core.context_parallel import rows_of_rank
+from megatron.core.errors import ConfigError
+from megatron.core.initialization import canonical_names, draw_parameter
+from megatron.core.param_meta import ParamMeta, get_param_meta, set_param_meta
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.rng import keyed_dropout, keyed_keep_mask, rng_state
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
+from megatron.core.utils import get_pg_rank, get_pg_size
+
+TARGETS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
+"""Layers that can have an adapter."""
+ATTRIBUTE = "adapter"
+"""Name of an adapter in its layer; parameters are `<layer>.adapter.down` and `.up`."""
+
+
+class UniformInit:
+    """Fill with U(-bound, bound). Elementwise, so any block of rows can be drawn alone."""
+
+    is_elementwise = True
+
+    def __init__(self, bound: float) -> None:
+        self.bound = bound
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        return nn.init.uniform_(tensor, -self.bound, self.bound)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdapterSettings:
+    """Rank, strength and places of the adapters of a model."""
+
+    rank: int
+    alpha: float
+    """The product is scaled by alpha / rank."""
+    dropout: float = 0.0
+    """Of the adapter's input, in training."""
+    target_modules: tuple[str, ...] = TARGETS
+
+    @property
+    def scale(self) -> float:
+        """Factor on the product."""
+        return self.alpha / self.rank
+
+
+class LowRankAdapter(nn.Module):
+    """The learned product beside one parallel linear layer.
+
+    Attributes:
+        down: A, [r, i] ([r, i/tp] beside a row-parallel layer).
+        up: B, [o/tp, r] ([o, r] beside a row-parallel layer).
+    """
+
+    def __init__(
+        self,
+        layer: ColumnParallelLinear | RowParallelLinear,
+        settings: AdapterSettings,
+        name: str,
+        groups: ProcessGroupCollection,
+    ) -> None:
+        super().__init__()
+        self.settings, self.name, self.groups = settings, name, groups
+        self.tp, self.sequence_parallel = layer.tp_group, layer.sequence_parallel
+        self.is_column = isinstance(layer, ColumnParallelLinear)
+        self.input_size = layer.input_size
+        weight = layer.weight
+        assert weight is not None
+        place = {"dtype": weight.dtype, "device": weight.device}
+        self.down = nn.Parameter(torch.empty(settings.rank, weight.shape[1], **place))
+        self.up = nn.Parameter(torch.zeros(weight.shape[0], settings.rank, **place))
+        meta = get_param_meta(weight)
+        # Drawn as torch draws a linear layer's weight: U(-1/sqrt(i), 1/sqrt(i)).
+        draw = UniformInit(1.0 / math.sqrt(layer.input_size))
+        # The replicated one sees this rank's part of the sequence, under sequence parallelism.
+        sees_part: tuple[str, ...] = ("tp",) if layer.sequence_parallel else ()
+        if self.is_column:
+            set_param_meta(self.down, ParamMeta(init_method=draw, grad_sum_axes=sees_part))
+            set_param_meta(self.up, ParamMeta(split_dim=0, split_axis="tp", stride=meta.stride))
+        else:
+            set_param_meta(self.down, ParamMeta(split_dim=1, split_axis="tp", init_method=draw))
+            set_param_meta(self.up, ParamMeta(grad_sum_axes=sees_part))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return what is added to the layer's output, in its shape.
+
+        Args:
+            x: the layer's input.
+        Communication:
+            of [s, b, r]: an all-gather of rows or a copy (column), a reduce-scatter or an
+            all-reduce (row); in backward their conjugates.
+        """
+        narrow = F.linear(self._dropped(x), self.down) * self.settings.scale
+        if self.is_column:
+            enter = (
+                gather_from_sequence_parallel_region
+                if self.sequence_parallel
+                else copy_to_tensor_model_parallel_region
+            )
+            return F.linear(enter(narrow, group=self.tp), self.up)
+        leave = (
+            reduce_scatter_to_sequence_parallel_region
+            if self.sequence_parallel
+            else reduce_from_tensor_model_parallel_region
+        )
+        return F.linear(leave(narrow, group=self.tp), self.up)
+
+    def _dropped(self, x: Tensor) -> Tensor:
+        """Drop inputs; a place of its own for the draws leaves those of the model as they are."""
+        probability = self.settings.dropout
+        if not (self.training and probability):
+            return x
+        state = rng_state()
+        holds_shard = self.is_column and self.sequence_parallel
+        rows = rows_of_rank(x.shape[0], self.groups.cp, self.tp if holds_shard else None)
+        with state.at(*state.scope.path, ATTRIBUTE, self.name, rows=rows):
+            if self.is_column:
+                return keyed_dropout(x, probability)
+            # The inputs of all ranks are drawn, of which these are some columns.
+            whole = x.new_empty(1).expand(*x.shape[:-1], self.input_size)
+            begin = get_pg_rank(self.tp) * x.shape[-1]
+            mask = keyed_keep_mask(whole, 1.0 - probability)[..., begin : begin + x.shape[-1]]
+            return x * mask.div_(1.0 - probability)
+
+
+def _add_adapter_output(layer: Any, arguments: tuple[Tensor, ...], output: Any) -> Any:
+    """Forward hook of a layer with an adapter."""
+    out, bias = output
+    return out + layer.adapter(arguments[0]), bias
+
+
+def add_adapters(
+    model: nn.Module, settings: AdapterSettings, groups: ProcessGroupCollection
+) -> int:
+    """Freeze a model and give its layers adapters, which alone are trained from then on.
+
+    Args:
+        model: this rank's chunk, before any wrapper of data parallelism.
+    Returns:
+        the number of trained parameters on this rank.
+    Raises:
+        ConfigError: a layer that was asked for is not there, or cannot have one.
+    """
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    present = set()
+    for path, layer in list(model.named_modules()):
+        name = path.rpartition(".")[2]
+        if not isinstance(layer, (ColumnParallelLinear, RowParallelLinear)):
+            continue
+        present.add(name)
+        if name in settings.target_modules:
+            layer.add_module(ATTRIBUTE, LowRankAdapter(layer, settings, name, groups))
+            layer.register_forward_hook(_add_adapter_output)
+    missing = sorted(set(settings.target_modules) - present)
+    if missing and present & set(TARGETS):  # a stage may hold no layers at all
+        raise ConfigError(
+            f"the model has no parallel layer called {', '.join(missing)}.",
+            rule=f"adapters stand beside the parallel layers {', '.join(TARGETS)} of the local"
+            " backend",
+            flags=["--lora-target-modules", "--transformer-impl"],
+            fix="name layers that the model has, with --transformer-impl local",
+        )
+    names = canonical_names(model)
+    tp_rank, tp_size = get_pg_rank(groups.tp), get_pg_size(groups.tp)
+    trained = 0
+    for name, parameter in adapter_parameters(model):
+        trained += parameter.numel()
+        meta = get_param_meta(parameter)
+        if meta.init_method is not None:
+            draw_parameter(
+                parameter,
+                meta,
+                meta.init_method,
+                seed=rng_state().seed,
+                name=names[name],
+                axis_rank=tp_rank,
+                axis_size=tp_size,
+            )
+    return trained
+
+
+def adapter_parameters(model: nn.Module) -> Iterable[tuple[str, nn.Parameter]]:
+    """Yield the parameters of all adapters by their names in `model`."""
+    for name, parameter in model.named_parameters():
+        if is_of_adapter(name):
+            yield name, parameter
+
+
+def is_of_adapter(name: str) -> bool:
+    """Return whether a parameter's name is that of an adapter's."""
+    return name.endswith((f".{ATTRIBUTE}.down", f".{ATTRIBUTE}.up"))

@@ -1,0 +1,105 @@
+"""Where parameters of ours lie in an opened checkpoint, and reading one of them whole."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.core.dist_checkpointing.loader import Contents, SliceReader
+from megatron.core.dist_checkpointing.manifest import StoredTensor
+from megatron.core.dist_checkpointing.planner import ShardIndex
+from megatron.core.dist_checkpointing.shard_file import DTYPES
+from megatron.core.errors import CheckpointError
+
+_LAYER = re.compile(r"(decoder\.layers)\.(\d+)\.(.+)", re.ASCII)
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where our parameter lies in a checkpoint: a whole tensor, or one layer of a stack."""
+
+    tensor: StoredTensor
+    layer: int | None
+    shape: tuple[int, ...]
+
+
+def find_source(contents: Contents, ours: str) -> Source:
+    tensors = contents.manifest.tensors
+    if ours in tensors:
+        return Source(tensors[ours], None, tensors[ours].shape)
+    match = _LAYER.fullmatch(ours)
+    stack = None if match is None else tensors.get(f"{match[1]}.{match[3]}")
+    if match is None or stack is None or int(match[2]) >= stack.shape[0]:
+        raise CheckpointError(
+            f"{contents.directory} has no {ours}.",
+            rule="an export needs all weights of the model",
+            fix="export a complete checkpoint",
+        )
+    return Source(stack, int(match[2]), stack.shape[1:])
+
+
+def read_source(source: Source, reader: SliceReader) -> Tensor:
+    stacked = () if source.layer is None else (1,)
+    corner = () if source.layer is None else (source.layer,)
+    shape = (*stacked, *source.shape)
+    into = torch.empty(shape, dtype=DTYPES[source.tensor.dtype])
+    wanted = ((*corner, *(0 for _ in source.shape)), shape)
+    for read in ShardIndex(source.tensor).reads(wanted):
+        part = into
+        for axis, (begin, length) in enumerate(zip(*read.in_wanted, strict=True)):
+            part = part.narrow(axis, begin, length)
+        reader.read(source.tensor, read, part)
+    return into.view(source.shape)
+
+
+@dataclass(frozen=True)
+class StoredAdapters:
+    """The low-rank adapters of a checkpoint; see `megatron.core.transformer.low_rank_adapter`."""
+
+    contents: Contents
+    rank: int
+    alpha: float
+    dropout: float
+
+    def of(self, ours: str) -> tuple[Tensor, Tensor] | None:
+        """Return A [r, i] and B [o, r] beside a weight; None if it has none."""
+        names = [f"{ours.removesuffix('.weight')}.adapter.{part}" for part in ("down", "up")]
+        stored = self.contents.manifest.tensors
+        stack = _LAYER.sub(r"\1.\3", names[0])
+        if not ours.endswith(".weight") or not (names[0] in stored or stack in stored):
+            return None
+        with self.contents.open_reader() as reader:
+            down, up = (read_source(find_source(self.contents, name), reader) for name in names)
+        return down, up
+
+    def merged(self, ours: str, weight: Tensor) -> Tensor:
+        """Return the weight with its adapter's product added, formed in fp32."""
+        pair = self.of(ours)
+        if pair is None:
+            return weight
+        down, up = (part.float() for part in pair)
+        product = torch.addmm(weight.float(), up, down, alpha=self.alpha / self.rank)
+        return product.to(weight.dtype)
+
+
+def stored_adapters(contents: Contents, settings: Mapping[str, Any]) -> StoredAdapters:
+    """Return the adapters of a checkpoint.
+
+    Raises:
+        CheckpointError: it has none.
+    """
+    rank = settings.get("lora_rank")
+    if not rank:
+        raise CheckpointError(
+            f"{contents.directory} holds no adapters.",
+            rule="a run with --lora-rank saves them",
+            flags=["--lora-rank"],
+            fix="give a checkpoint of such a run",
+        )
+    alpha = settings.get("lora_alpha") or rank
+    return StoredAdapters(contents, int(rank), float(alpha), settings.get("lora_dropout") or 0.0)

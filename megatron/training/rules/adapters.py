@@ -1,0 +1,86 @@
+"""Rules of low-rank adapters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron.core.errors import MegatronError
+from megatron.training.config.flag import kebab
+from megatron.training.resolve import ResolvedRun
+from megatron.training.rules.registry import problem, rule
+
+
+@rule
+def adapters_have_a_rank(run: ResolvedRun) -> Iterator[MegatronError]:
+    """Rank, strength and dropout are numbers that make an adapter."""
+    for name, least, most in (
+        ("lora_rank", 1, float("inf")),
+        ("lora_alpha", 1e-9, float("inf")),
+        ("lora_dropout", 0.0, 1.0 - 1e-9),
+    ):
+        value = run.values[name]
+        if value is not None and not least <= value <= most:
+            yield problem(
+                f"{kebab(name)} {value}.",
+                "rank and alpha are positive, a dropout lies in [0, 1)",
+                kebab(name),
+                fix=f"drop {kebab(name)}, or use {kebab(name)} {0.1 if least == 0.0 else 16}",
+            )
+
+
+@rule
+def adapters_stand_beside_a_trained_model(run: ResolvedRun) -> Iterator[MegatronError]:
+    """What is frozen must be worth freezing, and must not be sharded or made of other parts."""
+    if run.lora_rank is None:
+        return
+    if run.load_hf is None and run.pretrained_checkpoint is None and not run.skip_train:
+        yield problem(
+            "--lora-rank without a model.",
+            "adapters stand beside the frozen weights of a trained model",
+            "--lora-rank",
+            "--load-hf",
+            "--pretrained-checkpoint",
+            fix="add --load-hf DIRECTORY; --load is where the adapters are saved",
+        )
+    wrong = {
+        "transformer_impl": run.transformer_impl != "local",
+        "multi_latent_attention": run.multi_latent_attention,
+        "num_experts": run.values["num_experts"] is not None,
+        "use_torch_fsdp2": run.values["use_torch_fsdp2"],
+        "data_parallel_sharding_strategy": run.values["data_parallel_sharding_strategy"]
+        == "optim_grads_params",
+    }
+    for name, is_wrong in wrong.items():
+        if is_wrong:
+            fix = f"drop {kebab(name)}"
+            yield problem(
+                f"--lora-rank with {kebab(name)} {run.values[name]}.",
+                "adapters stand beside the dense layers of the local backend, whose frozen weights"
+                " every replica holds",
+                "--lora-rank",
+                kebab(name),
+                fix="use --transformer-impl local" if name == "transformer_impl" else fix,
+            )
+
+
+@rule
+def exported_adapters_have_a_place(run: ResolvedRun) -> Iterator[MegatronError]:
+    """An export is made from a checkpoint of the run, and merged into a Hugging Face model."""
+    if run.lora_rank is None:
+        return
+    if run.save_adapter is not None and run.save is None:
+        yield problem(
+            "--save-adapter without --save.",
+            "adapters are exported from a checkpoint of the run",
+            "--save-adapter",
+            "--save",
+            fix="add --save DIRECTORY",
+        )
+    if run.save_hf is not None and run.load_hf is None:
+        yield problem(
+            "--save-hf with --lora-rank, without --load-hf.",
+            "adapters are merged into the files of the model that they began with",
+            "--save-hf",
+            "--load-hf",
+            fix="use --save-adapter, or begin with --load-hf DIRECTORY",
+        )

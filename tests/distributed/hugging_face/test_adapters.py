@@ -1,0 +1,121 @@
+"""Low-rank adapters: the same in every layout, and PEFT computes what we do with them."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+
+from megatron.core.agreement import SingleProcess
+from megatron.core.dist_checkpointing.loader import open_contents
+from megatron.core.errors import ConfigError
+from megatron.training.cli.parser import parse_command_line
+from megatron.training.resolve import resolve
+from megatron.training.rules import check_run
+from tests.distributed.hugging_face.test_layouts import train
+from tests.harness.tolerances import FP32_AFTER_OPTIMIZER, FP32_REORDERED_SUM, assert_close
+from tests.unit.hugging_face.models import VOCAB, flags_for, saved
+
+LORA = "--lora-rank 4 --lora-alpha 64 --lora-dropout 0.1"
+LAYOUT = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"
+
+
+def with_peft(base, adapter):
+    """Return Transformers' model with the adapters that PEFT read."""
+    import peft
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(base, attn_implementation="eager")
+    return peft.PeftModel.from_pretrained(model, adapter).eval()
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # of Transformers, as PEFT uses it
+@pytest.mark.parametrize(
+    ("case", "flags", "targets"),
+    [
+        ("llama 3.1, tied", f"{LAYOUT} --sequence-parallel", ""),
+        ("gpt2", LAYOUT, "--lora-target-modules linear_qkv linear_proj"),
+    ],
+)
+def test_adapters_do_not_depend_on_the_layout_and_peft_computes_the_same(
+    case, flags, targets, tmp_path
+):
+    base = tmp_path / "base"
+    saved(case, base)
+    runs = {}
+    for name, world, layout, sizes in (
+        ("one", 1, "", {}),
+        ("many", 4, flags, {"tp": 2, "pp": 2}),
+    ):
+        words = f"{LORA} {targets} {layout} --save-adapter {tmp_path / name}"
+        runs[name] = train(base, tmp_path, f"{name}-run", world, words, **sizes)
+    (expected, _), (losses, merged) = runs["one"], runs["many"]
+    assert_close(losses, expected, FP32_REORDERED_SUM, "losses")
+    one, many = (load_file(tmp_path / n / "adapter_model.safetensors") for n in ("one", "many"))
+    assert one.keys() == many.keys()
+    for name, tensor in one.items():
+        assert_close(many[name], tensor, FP32_AFTER_OPTIMIZER, name)
+        if "lora_B" in name:
+            assert tensor.abs().max() > 1e-3, name  # it begins at zero
+
+    before = load_file(base / "model.safetensors")
+    assert before.keys() == merged.keys()
+    ids = torch.randint(VOCAB, (2, 16), generator=torch.Generator().manual_seed(8))
+    with torch.no_grad():
+        beside = with_peft(base, tmp_path / "many")(ids).logits
+        whole = transformers.AutoModelForCausalLM.from_pretrained(
+            tmp_path / "many-run-out", attn_implementation="eager"
+        )(ids).logits
+        frozen = transformers.AutoModelForCausalLM.from_pretrained(
+            base, attn_implementation="eager"
+        )(ids).logits
+    assert_close(whole, beside, FP32_REORDERED_SUM, "logits")
+    assert (beside - frozen).abs().max() > 0.01
+    places = json.loads((tmp_path / "many" / "adapter_config.json").read_text())["target_modules"]
+    assert all(any(place in name for place in places) for name in one)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("base")
+    saved("qwen2, tied", directory)
+    return directory
+
+
+def test_checkpoints_hold_the_adapters_alone_and_a_run_goes_on_from_them(base, tmp_path):
+    expected, weights = train(base, tmp_path, "whole", 1, f"{LORA} --save-interval 2")
+    checkpoint = tmp_path / "whole-save" / "iter_0000002"
+    stored = open_contents(checkpoint, peers=SingleProcess()).manifest.tensors
+    models = [key for key in stored if not key.startswith("optimizer.")]
+    assert models
+    assert all(key.endswith((".adapter.down", ".adapter.up")) for key in models)
+    words = f"{LORA} --load {tmp_path / 'whole-save'} --ckpt-step 2"
+    losses, again = train(base, tmp_path, "rest", 1, words)
+    assert losses == expected[-1:]
+    assert all(torch.equal(again[name], weights[name]) for name in weights)
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        ("--lora-rank 0", "--lora-rank 0"),
+        ("--lora-rank 4 --lora-dropout 1.0", "--lora-dropout 1.0"),
+        ("--lora-rank 4 --save-adapter there", "--save-adapter without --save"),
+        ("--lora-rank 4 --data-parallel-sharding-strategy optim_grads_params",
+         "every replica holds"),
+        ("--lora-rank 4 --lora-target-modules q_proj", "linear_qkv"),
+    ],
+)  # fmt: skip
+def test_adapters_that_cannot_be_are_refused(base, words, named):
+    with pytest.raises(ConfigError, match=named):
+        config = parse_command_line([*flags_for(base), *words.split()]).config
+        check_run(resolve(config, world_size=1))
+
+
+def test_adapters_without_a_model_are_refused():
+    words = "--lora-rank 4 --num-layers 2 --hidden-size 32 --num-attention-heads 4"
+    config = parse_command_line(words.split()).config
+    with pytest.raises(ConfigError, match="--lora-rank without a model"):
+        check_run(resolve(config, world_size=1))
