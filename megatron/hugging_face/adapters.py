@@ -38,7 +38,7 @@ def write_adapters(contents: Contents, target: Path, *, base: str | None) -> Non
     """
     settings = vars(contents.common_state()["args"])
     family, geometry = family_of_settings(settings), geometry_of(settings)
-    adapters = stored_adapters(contents, settings)
+    adapters = stored_adapters(contents)
     tensors: dict[str, Tensor] = {}
     places: set[str] = set()
     is_transposed = False

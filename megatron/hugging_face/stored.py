@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -87,12 +85,14 @@ class StoredAdapters:
         return product.to(weight.dtype)
 
 
-def stored_adapters(contents: Contents, settings: Mapping[str, Any]) -> StoredAdapters:
+def stored_adapters(contents: Contents) -> StoredAdapters:
     """Return the adapters of a checkpoint.
 
     Raises:
         CheckpointError: it has none.
     """
+    args = contents.common_state().get("args")
+    settings = {} if args is None else vars(args)
     rank = settings.get("lora_rank")
     if not rank:
         raise CheckpointError(

@@ -100,10 +100,10 @@ def write_model(
         CheckpointError: weights are missing, or the directory cannot be written.
     """
     if settings is None:
-        settings = vars((adapters or contents).common_state()["args"])
+        settings = vars(contents.common_state()["args"])
     family = family_of_settings(settings)
     groups = _plan(contents, family, settings)
-    merge = None if adapters is None else stored_adapters(adapters, settings)
+    merge = None if adapters is None else stored_adapters(adapters)
     with new_directory(target) as draft:
         files, total = _write_weights(contents, groups, merge, draft, dtype, file_bytes)
         stored = DTYPES[groups[0].source.tensor.dtype] if dtype is None else dtype

@@ -19,7 +19,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -95,9 +94,8 @@ class LowRankAdapter(nn.Module):
         self.input_size = layer.input_size
         weight = layer.weight
         assert weight is not None
-        place = {"dtype": weight.dtype, "device": weight.device}
-        self.down = nn.Parameter(torch.empty(settings.rank, weight.shape[1], **place))
-        self.up = nn.Parameter(torch.zeros(weight.shape[0], settings.rank, **place))
+        self.down = nn.Parameter(weight.new_empty(settings.rank, weight.shape[1]))
+        self.up = nn.Parameter(weight.new_zeros(weight.shape[0], settings.rank))
         meta = get_param_meta(weight)
         # Drawn as torch draws a linear layer's weight: U(-1/sqrt(i), 1/sqrt(i)).
         draw = UniformInit(1.0 / math.sqrt(layer.input_size))

@@ -96,8 +96,8 @@ def build_model(
             )
     adapters = adapter_settings(settings)
     if adapters is not None:
-        for chunk in chunks:
-            add_adapters(chunk, adapters, groups)
+        for part in chunks:
+            add_adapters(part, adapters, groups)
     _announce_size(chunks, groups)
     where = device.current_device()
     chunks = [chunk.to(where) for chunk in chunks]

@@ -90,6 +90,7 @@ def test_checkpoints_hold_the_adapters_alone_and_a_run_goes_on_from_them(base, t
     stored = open_contents(checkpoint, peers=SingleProcess()).manifest.tensors
     models = [key for key in stored if not key.startswith("optimizer.")]
     assert models
+    assert {k for k in models if not k.endswith((".adapter.down", ".adapter.up"))} == set(), models
     assert all(key.endswith((".adapter.down", ".adapter.up")) for key in models)
     words = f"{LORA} --load {tmp_path / 'whole-save'} --ckpt-step 2"
     losses, again = train(base, tmp_path, "rest", 1, words)
@@ -110,12 +111,14 @@ def test_checkpoints_hold_the_adapters_alone_and_a_run_goes_on_from_them(base, t
 )  # fmt: skip
 def test_adapters_that_cannot_be_are_refused(base, words, named):
     with pytest.raises(ConfigError, match=named):
-        config = parse_command_line([*flags_for(base), *words.split()]).config
-        check_run(resolve(config, world_size=1))
+        check([*flags_for(base), *words.split()])
 
 
 def test_adapters_without_a_model_are_refused():
     words = "--lora-rank 4 --num-layers 2 --hidden-size 32 --num-attention-heads 4"
-    config = parse_command_line(words.split()).config
     with pytest.raises(ConfigError, match="--lora-rank without a model"):
-        check_run(resolve(config, world_size=1))
+        check(words.split())
+
+
+def check(words):
+    check_run(resolve(parse_command_line(words).config, world_size=1))
