@@ -144,13 +144,14 @@ def our_model(
     """
     groups = groups or ProcessGroupCollection.single()
     stage, num_stages = get_pg_rank(groups.pp), get_pg_size(groups.pp)
+    tp = get_pg_size(groups.tp)
     config = parse_command_line([*flags_for(directory), *words]).config
-    run = resolve(config, world_size=get_pg_size(groups.tp) * num_stages)
+    run = resolve(config, world_size=tp * num_stages)
     settings = {**run.values, "unpadded_vocab_size": run.vocab_size}
     model = GPTModel(
         transformer_config(settings),
         get_gpt_layer_local_spec(qk_layernorm=run.qk_layernorm, normalization=run.normalization),
-        vocab_size=128,
+        vocab_size=-(-run.vocab_size // (128 * tp)) * 128 * tp,
         max_sequence_length=run.max_position_embeddings,
         pre_process=stage == 0,
         post_process=stage == num_stages - 1,
