@@ -6,6 +6,7 @@ import difflib
 
 from megatron.training.config.run import flags_by_spelling
 
+_RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 RENAMED = {
     "--tp": "--tensor-model-parallel-size",
     "--tp-size": "--tensor-model-parallel-size",
@@ -32,14 +33,15 @@ RENAMED = {
     "--warmup-steps": "--lr-warmup-iters",
     "--gradient-clipping": "--clip-grad",
     "--dropout": "--hidden-dropout and --attention-dropout",
-    "--checkpoint-activations": (
-        "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
-    ),
-    "--gradient-checkpointing": (
-        "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
-    ),
+    "--checkpoint-activations": _RECOMPUTE,
+    "--gradient-checkpointing": _RECOMPUTE,
     "--rope": "--position-embedding-type rope",
-    "--zero-stage": "--use-distributed-optimizer",
+    "--zero-stage": "--data-parallel-sharding-strategy optim, optim_grads or optim_grads_params",
+    "--cpu-optimizer": "--optimizer-cpu-offload",
+    "--remote-device": "--optimizer-cpu-offload or --optimizer-offload-path",
+    "--ds-sequence-parallel-size": "--context-parallel-size",
+    "--universal-checkpoint": "--load: any number of ranks loads any checkpoint",
+    "--deepspeed-activation-checkpointing": _RECOMPUTE,
     "--output-dir": "--save",
     "--resume": "--load",
     "--resume-from": "--load",

@@ -46,7 +46,7 @@ def micro_batch(step, number, rank):
     return torch.randint(VOCABULARY, (MICRO, 7), generator=torch.Generator().manual_seed(seed))
 
 
-def train_serially(optimizer_of=None):
+def train_serially(optimizer_of=None, replicas=REPLICAS):
     """Return (losses of the first replica, norms, weights after the last step)."""
     model = Model()
     make = optimizer_of or (
@@ -57,9 +57,9 @@ def train_serially(optimizer_of=None):
     for step in range(STEPS):
         optimizer.zero_grad()
         for number in range(ACCUMULATION):
-            for rank in range(REPLICAS):
+            for rank in range(replicas):
                 loss = loss_of(model, micro_batch(step, number, rank))
-                (loss / (ACCUMULATION * REPLICAS)).backward()
+                (loss / (ACCUMULATION * replicas)).backward()
                 losses += [loss.item()] if rank == 0 else []
         for parameter in model.parameters():
             if parameter.grad is None:  # decay goes on without a gradient

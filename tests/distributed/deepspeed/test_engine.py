@@ -57,6 +57,15 @@ def test_losses_norms_and_weights_are_those_of_one_process(groups, stage):
     assert (engine.micro_steps, engine.global_steps, engine.global_samples) == counts
 
 
+@distributed(world_size=4)
+def test_shard_groups_of_two_among_four_replicas(groups):
+    _, norms, weights = train_serially(replicas=4)
+    engine = start(3, zero_optimization={"stage": 3, "mics_shard_size": 2})
+    _, found = train(engine, dist.get_rank())
+    assert_close(torch.tensor(found), torch.tensor(norms), FP32_REORDERED_SUM, "norms")
+    assert_weights(engine, weights)
+
+
 @distributed(world_size=2)
 @pytest.mark.parametrize("stage", [0, 3])
 def test_optimizer_of_the_caller_and_plain_backward(groups, stage):
