@@ -7,7 +7,7 @@ SAVE_DIR/global_step10/    a checkpoint: complete or not there, without pickle
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +17,11 @@ from torch import Tensor
 from megatron.core import dist_checkpointing
 from megatron.core.agreement import agree, peers_of
 from megatron.core.dist_checkpointing import ShardedTensor, StrictHandling
-from megatron.core.dist_checkpointing.durable import rename_durably, replace_durably
+from megatron.core.dist_checkpointing.durable import (
+    describe_os_error,
+    rename_durably,
+    replace_durably,
+)
 from megatron.core.dist_checkpointing.foreign.contents import ForeignContents
 from megatron.core.dist_checkpointing.foreign.opening import LATEST_NAME, open_any
 from megatron.core.dist_checkpointing.loader import Contents, load_state
@@ -29,6 +33,7 @@ from megatron.core.dist_checkpointing.shard_file import (
 )
 from megatron.core.dist_checkpointing.tree import map_leaves
 from megatron.core.errors import CheckpointError, MegatronError
+from megatron.deepspeed.lr_schedules import Schedule
 
 if TYPE_CHECKING:
     from megatron.deepspeed.engine import DeepSpeedEngine
@@ -50,8 +55,7 @@ def save(
     peers = peers_of(None)
     tag = peers.broadcast(f"global_step{engine.global_steps}" if tag is None else str(tag))
     directory = Path(save_dir)
-    if peers.rank == 0:
-        directory.mkdir(parents=True, exist_ok=True)
+    _on_first_rank(directory, lambda: directory.mkdir(parents=True, exist_ok=True))
     model = engine.replica.sharded_state_dict()
     state: dict[str, Any] = {
         "optimizer": engine.optimizer.sharded_state_dict(model) if engine.optimizer else {},
@@ -63,9 +67,24 @@ def save(
         frozen = {n for n, p in engine.module.named_parameters() if not p.requires_grad}
         model = {name: value for name, value in model.items() if name not in frozen}
     dist_checkpointing.save({"model": model, **state}, directory / tag)
-    if is_latest and peers.rank == 0:
-        replace_durably(directory / LATEST_NAME, tag.encode())
-    peers.broadcast(None)
+    if is_latest:
+        latest = directory / LATEST_NAME
+        _on_first_rank(latest, lambda: replace_durably(latest, tag.encode()))
+
+
+def _on_first_rank(path: Path, write: Callable[[], None]) -> None:
+    """Let the first rank write, and all wait.
+
+    Raises:
+        CheckpointError: on all ranks, if the system refused.
+    """
+    problem: MegatronError | None = None
+    if peers_of(None).rank == 0:
+        try:
+            write()
+        except OSError as error:
+            problem = describe_os_error(error, path=path, doing="writing")
+    agree(problem)
 
 
 def load(
@@ -95,6 +114,7 @@ def load(
         wanted["optimizer"] = optimizer.sharded_state_dict(model, is_loading=True)
     contents = open_any(path, peers=peers)
     if isinstance(contents, ForeignContents):
+        _check_foreign(contents, needs_moments="optimizer" in wanted)
         wanted = map_leaves(partial(_place_in, contents), wanted)
     strictness = _strictness(wanted, is_strict, contents)
     state = load_state(wanted, contents, peers=peers, strict=strictness).state
@@ -106,8 +126,11 @@ def load(
             optimizer.load_state_dict(state["optimizer"])
         else:
             optimizer.reload_model_params()
-    if engine.lr_scheduler is not None and scheduler_states and state.get("lr_scheduler"):
-        engine.lr_scheduler.load_state_dict(state["lr_scheduler"])
+    schedule = engine.lr_scheduler
+    # Of another program's checkpoint only the place in one of our schedules is known.
+    is_known = isinstance(schedule, Schedule) or not isinstance(contents, ForeignContents)
+    if schedule is not None and is_known and scheduler_states and state.get("lr_scheduler"):
+        schedule.load_state_dict(state["lr_scheduler"])
     for name, value in state.get("engine", {}).items():
         setattr(engine, name, value)
     return str(path), state.get("client_state", {})
@@ -125,19 +148,19 @@ def _strictness(wanted: Mapping[str, Any], is_strict: bool, contents: Contents) 
     return StrictHandling.RAISE_ALL
 
 
-def _complete(state: dict[str, Any], wanted: Mapping[str, Any], contents: ForeignContents) -> None:
-    """Add what a checkpoint of DeepSpeed's own has under other names.
+def _check_foreign(contents: ForeignContents, *, needs_moments: bool) -> None:
+    """Raise on all ranks alike, if the optimizer's state is wanted and cannot be read."""
+    if needs_moments and (contents.no_optimizer or not contents.has_optimizer):
+        raise CheckpointError(
+            f"{contents.directory}: {contents.no_optimizer or 'it holds no optimizer state'}.",
+            rule="a run goes on only with the optimizer state it stopped with",
+            fix="give load_optimizer_states=False to go on with fresh moments",
+        )
 
-    Raises:
-        CheckpointError: the optimizer's state is wanted and cannot be read; on all ranks alike.
-    """
+
+def _complete(state: dict[str, Any], wanted: Mapping[str, Any], contents: ForeignContents) -> None:
+    """Add what a checkpoint of DeepSpeed's own has under other names."""
     if "optimizer" in wanted:
-        if not contents.has_optimizer:
-            raise CheckpointError(
-                f"{contents.directory}: {contents.no_optimizer or 'it holds no optimizer state'}.",
-                rule="a run goes on only with the optimizer state it stopped with",
-                fix="give load_optimizer_states=False to go on with fresh moments",
-            )
         contents.complete_optimizer(state["optimizer"], wanted["optimizer"])
     common = contents.common_state()
     steps, samples = int(common.get("iteration", 0)), int(common.get("consumed_train_samples", 0))
@@ -153,23 +176,18 @@ def save_weights(engine: DeepSpeedEngine, directory: str, name: str) -> None:
             format.
     """
     state = {n: v for n, v in engine.state_dict().items() if isinstance(v, Tensor)}
-    problem: MegatronError | None = None
     if not name.endswith(".safetensors"):
-        problem = CheckpointError(
+        raise CheckpointError(
             f"save_16bit_model(save_filename={name!r}).",
             rule="weights are written as safetensors, which no reader executes",
             fix=f"use {Path(name).stem}.safetensors",
         )
-    elif peers_of(None).rank == 0:
-        try:
-            Path(directory).mkdir(parents=True, exist_ok=True)
-            _write_safetensors(Path(directory) / name, state)
-        except OSError as error:
-            problem = CheckpointError(f"{directory}/{name} cannot be written: {error}.")
-    agree(problem)
+    path = Path(directory) / name
+    _on_first_rank(path, lambda: _write_safetensors(path, state))
 
 
 def _write_safetensors(path: Path, state: Mapping[str, Tensor]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
     described = [(name, dtype_name(value.dtype), value.shape) for name, value in state.items()]
     draft = path.with_name(f".{path.name}.unfinished")
     draft.unlink(missing_ok=True)

@@ -178,6 +178,13 @@ def test_missing_checkpoint_is_none_and_a_warning(tmp_path):
         assert engine.load_checkpoint(str(tmp_path)) == (None, None)
 
 
+def test_directory_that_cannot_be_written_is_told(tmp_path):
+    engine, *_ = start()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match="file"):
+        engine.save_checkpoint(str(tmp_path / "file" / "inside"))
+
+
 def test_client_state_that_would_need_pickle_is_refused(tmp_path):
     engine, *_ = start()
     with pytest.raises(CheckpointError, match="client_state"):
