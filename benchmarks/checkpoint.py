@@ -8,6 +8,8 @@ run; rows are medians, wall time of the slowest rank, processor time of all. Dur
 the bytes are on the disk; files are removed and the disk is synced between turns. Loads read from
 the page cache into memory that was used before, or into fresh memory (`load raw`), as the
 candidate does by itself; `cold` rows read from the disk. Ours also hashes every byte, both ways.
+Before a turn each rank touches as much memory as it will read or write and gives it back: on a
+virtual machine the first use of a page costs several times the copy into it.
 
 With `--megatron`, the Python of an environment with megatron-core, that takes its turns as well.
 
@@ -66,23 +68,27 @@ def take_turns(candidates: Candidates, peer: Peer | None, repeats: int) -> Times
     rows: Times = {}
 
     def turn(row: str, function: Callable[[], Any]) -> Any:
+        candidates.touch_memory()
         wall, processor, result = measure(function)
         everybody = torch.tensor([processor])
         dist.all_reduce(everybody)
         rows.setdefault(row, []).append((wall, float(everybody)))
         return result
 
+    def turn_of_peer(row: str, what: str) -> None:
+        if peer is not None:
+            candidates.touch_memory()
+            rows.setdefault(f"{row} megatron-core", []).append(peer.turn(what))
+
     names = ("raw", "safetensors", "torch", "ours")
     for _ in range(repeats):
         for name in names:
             candidates.remove(name)
             turn(f"save {name}", getattr(candidates, f"save_{name}"))
-        if peer is not None:
-            rows.setdefault("save megatron-core", []).append(peer.turn("save"))
+        turn_of_peer("save", "save")
         for name in ("raw", "raw_in_place", "safetensors", "torch", "ours"):
             turn(f"load {name}", getattr(candidates, f"load_{name}"))
-        if peer is not None:
-            rows.setdefault("load megatron-core", []).append(peer.turn("load"))
+        turn_of_peer("load", "load")
         for name in names:
             candidates.leave_cache(name)
             turn(f"load {name}, cold", getattr(candidates, f"load_{name}"))
@@ -90,9 +96,8 @@ def take_turns(candidates: Candidates, peer: Peer | None, repeats: int) -> Times
         handle = turn("pause ours", candidates.begin_ours)
         turn("rest of ours", handle.finish)
         turn("save short-lived", candidates.save_short_lived)
-        if peer is not None:
-            rows.setdefault("pause megatron-core", []).append(peer.turn("begin"))
-            rows.setdefault("rest of megatron-core", []).append(peer.turn("finish"))
+        turn_of_peer("pause", "begin")
+        turn_of_peer("rest of", "finish")
     return rows
 
 
