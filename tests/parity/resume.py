@@ -14,6 +14,7 @@ import random
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -167,6 +168,8 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     cases = [case for case in CASES if arguments.only in case.name]
+    # Four loader workers are more than some machines have cores for, and are meant.
+    warnings.filterwarnings("ignore", message="This DataLoader will create")
     rng, started, failures = random.Random(arguments.seed), time.time(), 0
     print(
         f"{'layout':<42}{'':24}{'stopped at':>14}{'losses':>8}{'weights':>9}{'Adam':>7}{'all':>7}"

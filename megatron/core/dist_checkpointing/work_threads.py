@@ -28,6 +28,11 @@ def threads_per_rank() -> int:
     return max(1, min(MOST_THREADS, num_cores // max(1, num_ranks)))
 
 
+def threads_beside_this() -> int:
+    """Return how many threads may help the calling one: it needs a core for itself."""
+    return max(1, threads_per_rank() - 1)
+
+
 class WorkThreads:
     """Runs functions in threads, in the order they were given. Use as a context manager."""
 

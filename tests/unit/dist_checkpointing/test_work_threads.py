@@ -16,7 +16,11 @@ from megatron.core.dist_checkpointing.shard_file import (
     read_block,
     write_shards,
 )
-from megatron.core.dist_checkpointing.work_threads import WorkThreads, threads_per_rank
+from megatron.core.dist_checkpointing.work_threads import (
+    WorkThreads,
+    threads_beside_this,
+    threads_per_rank,
+)
 
 
 def test_a_future_has_the_result_or_the_exception() -> None:
@@ -35,6 +39,7 @@ def test_ranks_of_a_machine_share_its_cores(ranks, cores, expected, monkeypatch)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(cores)), raising=False)
     assert threads_per_rank() == expected
+    assert threads_beside_this() == max(1, expected - 1)
 
 
 @pytest.mark.parametrize("num_threads", [1, 3])
