@@ -11,25 +11,23 @@ from __future__ import annotations
 
 import argparse
 from contextlib import ExitStack
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from megatron.core.dist_checkpointing import commit, typed_json
-from megatron.core.dist_checkpointing.lease import Lease
 from megatron.core.dist_checkpointing.loader import Contents
 from megatron.core.dist_checkpointing.object_store import place_of
 from megatron.core.dist_checkpointing.rewrite import Produced, read_whole, write_whole_tensors
 from megatron.core.dist_checkpointing.shard_file import DTYPES
 from megatron.core.errors import CheckpointError
 from megatron.training.checkpointing.sources import MAIN_WEIGHT_PREFIX
-from tools.checkpoint.opening import OPTIMIZER_PREFIX, checkpoint_in, opened, settings_of
+from tools.checkpoint.opening import OPTIMIZER_PREFIX, checkpoint_in, held, opened, settings_of
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
-    parser.add_argument("out", help="the save directory to write OUT/release to")
+    parser.add_argument("out", help="the save directory, or its URL, to write OUT/release to")
     parser.add_argument("paths", nargs="+", help="checkpoints, or save directories")
     parser.add_argument(
         "--factors", type=float, nargs="+", help="one per checkpoint; scaled to a sum of 1"
@@ -54,42 +52,38 @@ def run(arguments: argparse.Namespace) -> int:
     }
     for other in every[1:]:
         _check_same_model(every[0], other)
-    out = Path(arguments.out)
-    lease = Lease.acquire(out)
-    try:
-        with ExitStack() as stack:
-            readers = [stack.enter_context(c.open_reader()) for c in every]
+    out = place_of(arguments.out)
+    with held(out), ExitStack() as stack:
+        readers = [stack.enter_context(c.open_reader()) for c in every]
 
-            def average(key: str) -> Tensor:
-                total = None
-                for contents, reader, share in zip(every, readers, shares, strict=True):
-                    stored = contents.manifest.tensors
-                    source = stored.get(MAIN_WEIGHT_PREFIX + key, stored[key])
-                    part = read_whole(contents, source, reader)
-                    if not part.is_floating_point():
-                        return part  # a count or a mask: the first one's
-                    part = part.double().mul_(share)
-                    total = part if total is None else total.add_(part)
-                assert total is not None
-                return total.to(DTYPES[weights[key].dtype])
+        def average(key: str) -> Tensor:
+            total = None
+            for contents, reader, share in zip(every, readers, shares, strict=True):
+                stored = contents.manifest.tensors
+                source = stored.get(MAIN_WEIGHT_PREFIX + key, stored[key])
+                part = read_whole(contents, source, reader)
+                if not part.is_floating_point():
+                    return part  # a count or a mask: the first one's
+                part = part.double().mul_(share)
+                total = part if total is None else total.add_(part)
+            assert total is not None
+            return total.to(DTYPES[weights[key].dtype])
 
-            tensors = {
-                key: Produced(t.dtype, t.shape, t.is_padded, lambda key=key: average(key))
-                for key, t in weights.items()
-            }
-            state = every[0].common_state()
-            args = argparse.Namespace(**settings_of(state))
-            kept = {"args": args, "checkpoint_version": state.get("checkpoint_version", 4.0)}
-            plain = {"common": typed_json.encode(kept), "objects": {}}
-            sources = [
-                {"path": str(c.directory), "run": c.manifest.run, "share": share}
-                for c, share in zip(every, shares, strict=True)
-            ]
-            info = dict(every[0].manifest.info) | {"average_of": sources}
-            write_whole_tensors(out / commit.RELEASE, tensors, plain, info, num_files=1)
+        tensors = {
+            key: Produced(t.dtype, t.shape, t.is_padded, lambda key=key: average(key))
+            for key, t in weights.items()
+        }
+        state = every[0].common_state()
+        args = argparse.Namespace(**settings_of(state))
+        kept = {"args": args, "checkpoint_version": state.get("checkpoint_version", 4.0)}
+        plain = {"common": typed_json.encode(kept), "objects": {}}
+        sources = [
+            {"path": str(c.directory), "run": c.manifest.run, "share": share}
+            for c, share in zip(every, shares, strict=True)
+        ]
+        info = dict(every[0].manifest.info) | {"average_of": sources}
+        write_whole_tensors(out / commit.RELEASE, tensors, plain, info, num_files=1)
         commit.write_tracker(out, commit.RELEASE)
-    finally:
-        lease.release()
     for source in sources:
         print(f"{source['share']:.4f} x {source['path']}")
     print(f"{out / commit.RELEASE}: {len(tensors)} tensors")

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from megatron.core.agreement import SingleProcess
 from megatron.core.dist_checkpointing import commit
 from megatron.core.dist_checkpointing.foreign.opening import find_deepspeed, open_any, recognise
+from megatron.core.dist_checkpointing.lease import Lease
 from megatron.core.dist_checkpointing.loader import Contents
 from megatron.core.dist_checkpointing.manifest import METADATA_NAME
 from megatron.core.dist_checkpointing.object_store import Place
@@ -35,6 +38,17 @@ def is_checkpoint(path: Place) -> bool:
 def opened(path: Place) -> Contents:
     """Open a checkpoint in this process alone."""
     return open_any(checkpoint_in(path), peers=SingleProcess())
+
+
+@contextlib.contextmanager
+def held(directory: Place) -> Iterator[None]:
+    """Keep runs and other tools from writing to a save directory; object stores have no lease."""
+    lease = Lease.acquire(directory) if isinstance(directory, Path) else None
+    try:
+        yield
+    finally:
+        if lease is not None:
+            lease.release()
 
 
 def settings_of(state: dict[str, Any]) -> dict[str, Any]:

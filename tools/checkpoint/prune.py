@@ -7,18 +7,19 @@ deleted. Without --yes it only prints what it would delete.
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
+from contextlib import nullcontext
 
 from megatron.core.dist_checkpointing import commit
-from megatron.core.dist_checkpointing.durable import describe_os_error, remove_tree
-from megatron.core.dist_checkpointing.lease import Lease
+from megatron.core.dist_checkpointing.durable import describe_os_error
+from megatron.core.dist_checkpointing.object_store import place_of
 from megatron.core.dist_checkpointing.verify import verify_checkpoint
 from megatron.core.errors import CheckpointError
+from tools.checkpoint.opening import held
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
-    parser.add_argument("path", help="a save directory")
+    parser.add_argument("path", help="a save directory, or its URL")
     parser.add_argument("--keep-last", type=int, default=1, help="the newest N; default 1")
     parser.add_argument("--keep-every", type=int, help="iterations that N divides as well")
     parser.add_argument("--yes", action="store_true", help="delete, instead of only printing")
@@ -26,15 +27,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Delete and return 0."""
-    directory, last, every = Path(arguments.path), arguments.keep_last, arguments.keep_every
+    directory, last, every = place_of(arguments.path), arguments.keep_last, arguments.keep_every
     if last < 1 or (every is not None and every < 1):
         raise CheckpointError(
             f"--keep-last {last}, --keep-every {every}.",
             rule="both are at least 1: the newest checkpoint is never deleted",
             flags=["--keep-last", "--keep-every"],
         )
-    lease = Lease.acquire(directory) if arguments.yes else None
-    try:
+    with held(directory) if arguments.yes else nullcontext():
         found = [
             f
             for f in commit.list_checkpoints(directory).checkpoints
@@ -54,13 +54,10 @@ def run(arguments: argparse.Namespace) -> int:
             print(f"{'deleted' if arguments.yes else 'delete '} {each.path}")
             if arguments.yes:
                 try:
-                    retired = each.path.with_name(f"{each.path.name}.deleting-0")
-                    remove_tree(each.path, retired_as=retired)
+                    commit.remove_checkpoint(each, "0")
                 except OSError as error:
-                    raise describe_os_error(error, path=each.path, doing="deleting") from error
-    finally:
-        if lease is not None:
-            lease.release()
+                    path = str(each.path)
+                    raise describe_os_error(error, path=path, doing="deleting") from error
     if doomed and not arguments.yes:
         print("nothing was deleted: add --yes")
     return 0

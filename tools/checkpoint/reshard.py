@@ -9,11 +9,9 @@ checkpoint of Megatron-LM or DeepSpeed become a checkpoint of this program.
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 from megatron.core.dist_checkpointing import commit
 from megatron.core.dist_checkpointing.foreign.contents import ForeignContents
-from megatron.core.dist_checkpointing.lease import Lease
 from megatron.core.dist_checkpointing.object_store import place_of
 from megatron.core.dist_checkpointing.rewrite import (
     Produced,
@@ -22,13 +20,13 @@ from megatron.core.dist_checkpointing.rewrite import (
     write_whole_tensors,
 )
 from megatron.core.errors import CheckpointError
-from tools.checkpoint.opening import OPTIMIZER_PREFIX, add_path, opened, size_text
+from tools.checkpoint.opening import OPTIMIZER_PREFIX, add_path, held, opened, size_text
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     add_path(parser)
-    parser.add_argument("out", help="the save directory to write to")
+    parser.add_argument("out", help="the save directory to write to, or its URL")
     parser.add_argument("--files", type=int, default=1, help="how many shard files; default 1")
     parser.add_argument("--weights", action="store_true", help="leave optimizer state out")
 
@@ -37,7 +35,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Write and return 0."""
     contents = opened(place_of(arguments.path))
     found = contents.manifest.tensors
-    out = Path(arguments.out)
+    out = place_of(arguments.out)
     final = out / contents.directory.name
     if isinstance(contents, ForeignContents):
         if not arguments.weights:
@@ -48,25 +46,21 @@ def run(arguments: argparse.Namespace) -> int:
                 fix="give --weights, or --load it in a run and save there",
             )
         final = out / commit.iteration_directory(contents.common_state().get("iteration", 0))
-    lease = Lease.acquire(out)
-    try:
-        with contents.open_reader() as reader:
-            tensors = {
-                key: Produced(
-                    t.dtype, t.shape, t.is_padded, lambda t=t: read_whole(contents, t, reader)
-                )
-                for key, t in found.items()
-                if not (arguments.weights and key.startswith(OPTIMIZER_PREFIX))
-            }
-            info = contents.manifest.info
-            write_whole_tensors(
-                final, tensors, plain_form(contents), info, num_files=max(1, arguments.files)
+    with held(out), contents.open_reader() as reader:
+        tensors = {
+            key: Produced(
+                t.dtype, t.shape, t.is_padded, lambda t=t: read_whole(contents, t, reader)
             )
+            for key, t in found.items()
+            if not (arguments.weights and key.startswith(OPTIMIZER_PREFIX))
+        }
+        info = contents.manifest.info
+        write_whole_tensors(
+            final, tensors, plain_form(contents), info, num_files=max(1, arguments.files)
+        )
         name = final.name.removeprefix("iter_")
         if name == commit.RELEASE or name.isdecimal():
             commit.write_tracker(out, name if name == commit.RELEASE else int(name))
-    finally:
-        lease.release()
     size = sum(t.num_bytes for t in tensors.values())
     print(f"{final}: {len(tensors)} tensors, {size_text(size)}")
     return 0

@@ -25,7 +25,6 @@ LAYOUTS = [
     Layout(tp=2, sp=True),
     Layout(pp=2, vp=2),
     Layout(dp=2, zero=1),
-    Layout(tp=2, pp=2),
     Layout(tp=2, cp=2, zero=2),
     Layout(pp=2, dp=2, zero=3),
 ]

@@ -94,6 +94,22 @@ def test_a_run_saves_keeps_and_goes_on(url: str, capsys) -> None:
     assert load(f"{url}/empty") is None
 
 
+def test_tools_write_to_and_delete_from_a_store(url: str) -> None:
+    for iteration in (5, 10):
+        save(url, iteration)
+    assert tool.main(["reshard", url, f"{url}/whole", "--files", "2"]) == 0
+    source, whole = place_of(f"{url}/iter_0000010"), place_of(f"{url}/whole/iter_0000010")
+    assert checkpoint_digest(whole) == checkpoint_digest(source)
+    assert load(f"{url}/whole") == 10
+    assert tool.main(["average", f"{url}/mean", f"{url}/iter_0000005", f"{url}/iter_0000010"]) == 0
+    mean = dist_checkpointing.load_plain_tensors(f"{url}/mean/release")
+    assert mean["first.weight"].unique().tolist() == [7.5]
+    for words, left in (([], 2), (["--yes"], 1)):
+        assert tool.main(["prune", url, *words]) == 0
+        assert len(commit.list_checkpoints(place_of(url)).checkpoints) == left
+    assert load(url) == 10
+
+
 class DyingStore(MemoryFileSystem):
     """Refuses every write after the first few."""
 
