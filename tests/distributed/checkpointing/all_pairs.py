@@ -3,7 +3,8 @@
 For a tied and an untied model: saves a run in each layout, loads it in each other one, saves it
 again and compares digests; then lets each layout train 10 further steps from a checkpoint of
 another layout and compares the losses with the unbroken run. From tied to untied, checks that the
-head is the embedding and that nothing else changed. Prints a summary; exits 1 on any difference.
+head is the embedding and that nothing else changed. For a model with experts: all pairs of layouts
+with expert parallelism. Prints a summary; exits 1 on any difference.
 """
 
 from __future__ import annotations
@@ -51,6 +52,17 @@ def layouts(max_ranks: int, stages: tuple[int, ...]) -> list[Layout]:
     return found
 
 
+def expert_layouts(max_ranks: int) -> list[Layout]:
+    """TP {1,2} x PP {1,2} x DP {1,2,4} x EP {1,2,4} x expert-TP {1,2}, the stages in turn."""
+    found: list[Layout] = []
+    for tp, pp, dp, ep, expt_tp in product((1, 2), (1, 2), (1, 2, 4), (1, 2, 4), (1, 2)):
+        if tp * pp * dp > max_ranks or expt_tp > tp or tp * dp % (ep * expt_tp):
+            continue
+        zero = (0, 1, 3)[len(found) % 3] if dp > 1 else 0
+        found.append(Layout(tp=tp, pp=pp, dp=dp, ep=ep, expt_tp=expt_tp, zero=zero))
+    return found
+
+
 def run(function, layout: Layout, *arguments) -> list:
     """Run a job in a layout and return the results of its ranks."""
     return run_distributed(function, layout.size, layout, *arguments, **layout.axes())
@@ -82,7 +94,8 @@ class Table:
 
 def check_pairs(every: list[Layout], model: Model, root: Path, table: Table) -> None:
     """Compare the digests of all ordered pairs of layouts."""
-    kind = f"{'tied' if model.is_tied else 'untied'} to the same"
+    name = "experts" if model.experts else "tied" if model.is_tied else "untied"
+    kind = f"{name} to the same"
     digests = {}
     for layout in every:
         run(train_and_save, layout, model, root / str(layout), STEPS_BEFORE)
@@ -132,24 +145,36 @@ def check_untying(every: list[Layout], root: Path, table: Table) -> None:
         shutil.rmtree(root / "now")
 
 
+def check_dense(every: list[Layout], root: Path, table: Table) -> float:
+    """Compare pairs and further steps of dense models; return the largest error of a loss."""
+    worst = 0.0
+    for is_tied in (True, False):
+        model, where = Model(is_tied=is_tied), root / ("tied" if is_tied else "untied")
+        check_pairs(every, model, where, table)
+        table.show()
+        worst = max(worst, check_further_steps(every, model, where, table))
+        table.show()
+    check_untying(every, root, table)
+    return worst
+
+
 def main() -> int:
     """Run all pairs and print what was found."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--max-ranks", type=int, default=4)
     parser.add_argument("--stages", type=int, nargs="+", default=[0, 1, 2, 3])
+    parser.add_argument("--experts-only", action="store_true", help="not the dense models")
     arguments = parser.parse_args()
     every, started_at = layouts(arguments.max_ranks, tuple(arguments.stages)), time.monotonic()
     table, worst = Table(), 0.0
     with tempfile.TemporaryDirectory() as name:
         root = Path(name)
-        for is_tied in (True, False):
-            model, where = Model(is_tied=is_tied), root / ("tied" if is_tied else "untied")
-            check_pairs(every, model, where, table)
-            table.show()
-            worst = max(worst, check_further_steps(every, model, where, table))
-            table.show()
-        check_untying(every, root, table)
-    print(f"{len(every)} layouts, {time.monotonic() - started_at:.0f} s")
+        if not arguments.experts_only:
+            worst = check_dense(every, root, table)
+        with_experts = expert_layouts(arguments.max_ranks)
+        check_pairs(with_experts, Model(experts=4), root / "experts", table)
+    seconds = time.monotonic() - started_at
+    print(f"{len(every)} layouts, {len(with_experts)} with experts, {seconds:.0f} s")
     table.show()
     print(f"largest relative error of a loss in {STEPS_AFTER} further steps: {worst:.1e}")
     for what in table.different:

@@ -62,7 +62,7 @@ class Layout:
         text = f"tp{self.tp}{'+sp' if self.sp else ''}-pp{self.pp}-dp{self.dp}"
         return (
             text
-            + (f"-ep{self.ep}-etp{self.expt_tp}" if self.ep > 1 else "")
+            + (f"-ep{self.ep}-etp{self.expt_tp}" if self.ep * self.expt_tp > 1 else "")
             + (f"-vp{self.vp}" if self.vp > 1 else "")
             + (f"-cp{self.cp}" if self.cp > 1 else "")
             + (f"-zero{self.zero}" * (self.zero > 0))
