@@ -34,6 +34,9 @@ EXTRA_OF = {
     "datatrove": "cluster",
     "ray": "ray",
     "psutil": "logging",
+    "uvicorn": "server",
+    "h11": "server",
+    "lm_eval": "eval",
 }
 """Import name -> extra of the `megatron-lattice` distribution that brings it."""
 

@@ -1,0 +1,154 @@
+"""A model as EleutherAI's evaluation harness (lm_eval) wants it, in any layout.
+
+Every rank asks the harness for the same tasks and answers the same requests together, so the
+harness itself need not know of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from megatron.core.capabilities import require
+from megatron.core.errors import ConfigError
+from megatron.inference.engine import Engine, Request
+from megatron.inference.sampling import Sampling
+from megatron.inference.scoring import Row, Score, score
+from megatron.inference.session import ModelSession
+from megatron.inference.text import continue_texts
+
+PURPOSE = "tools/evaluate_harness.py"
+DEFAULT_NEW_TOKENS = 256
+"""As the harness's own models have it."""
+
+
+def row_of_pair(context: Sequence[int], continuation: Sequence[int], longest: int) -> Row:
+    """Return the row that scores `continuation` behind `context`; what is too long is cut in front.
+
+    Args:
+        longest: positions of the model. The last token needs none.
+    """
+    tokens = [*context, *continuation][-(longest + 1) :]
+    return Row(tokens, max(1, len(tokens) - len(continuation)))
+
+
+def rolling_rows(tokens: Sequence[int], prefix: int, longest: int) -> list[Row]:
+    """Return rows that score each of `tokens` once, each window as full as it can be.
+
+    Args:
+        prefix: stands before the first token.
+    """
+    whole = [prefix, *tokens]
+    rows, done = [], 1
+    while done < len(whole):
+        end = min(len(whole), done + longest)
+        begin = max(0, end - longest - 1)
+        rows.append(Row(whole[begin:end], done - begin))
+        done = end
+    return rows
+
+
+def harness_model(session: ModelSession, *, batch_size: int) -> Any:
+    """Return an `lm_eval.api.model.LM` that asks this model.
+
+    Raises:
+        MissingExtraError: lm_eval is not installed.
+    """
+    base: Any = require("lm_eval.api.model", purpose=PURPOSE).LM
+    tokenizer, longest = session.tokenizer, session.max_sequence_length
+    beginning = getattr(tokenizer, "bos", None)
+    prefix = tokenizer.eod if beginning is None else beginning
+
+    def scored(rows: Sequence[Row]) -> list[Score]:
+        # Rows of like length share a micro batch; the longest come first, so that memory that
+        # does not suffice shows at once.
+        order = sorted(range(len(rows)), key=lambda place: -len(rows[place].tokens))
+        found = score(
+            session.model,
+            [rows[place] for place in order],
+            vocab_size=tokenizer.vocab_size,
+            batch_size=batch_size,
+            groups=session.groups,
+        )
+        placed = dict(zip(order, found, strict=True))
+        return [placed[place] for place in range(len(rows))]
+
+    def pair(context: str, continuation: str) -> Row:
+        # A space between the two belongs to the word that follows, as tokenizers have it.
+        stripped = context.rstrip()
+        continuation = context[len(stripped) :] + continuation
+        if not stripped:
+            tokens = tokenizer.tokenize(continuation)
+            return row_of_pair([prefix], tokens, longest)
+        whole = tokenizer.tokenize(stripped + continuation)
+        before = tokenizer.tokenize(stripped)
+        return row_of_pair(before, whole[len(before) :], longest)
+
+    class Model(base):  # type: ignore[misc]
+        """Answers the three kinds of requests that the harness has."""
+
+        def loglikelihood(self, requests: Any, **options: Any) -> list[tuple[float, bool]]:
+            """Score continuations: (log-probability, whether greedy choice would write it)."""
+            if not requests:
+                return []
+            found = scored([pair(*request.args) for request in requests])
+            return [(sum(one.log_probabilities), all(one.is_greedy)) for one in found]
+
+        def loglikelihood_rolling(self, requests: Any, **options: Any) -> list[float]:
+            """Score whole texts."""
+            parts = [
+                rolling_rows(tokenizer.tokenize(request.args[0]), prefix, longest)
+                for request in requests
+            ]
+            rows = [row for part in parts for row in part]
+            found = iter(scored(rows) if rows else [])
+            return [sum(sum(next(found).log_probabilities) for _ in part) for part in parts]
+
+        def generate_until(self, requests: Any, **options: Any) -> list[str]:
+            """Continue prompts until one of their stop words."""
+            texts = []
+            for request in requests:  # each has stop words and a length of its own
+                context, how = request.args
+                texts.append(_written(session, engine(), context, how, longest))
+            return texts
+
+    engines: list[Engine] = []
+
+    def engine() -> Engine:
+        if not engines:
+            engines.append(Engine(session.with_cache(max_rows=1)))
+        return engines[0]
+
+    return Model()
+
+
+def _written(
+    session: ModelSession, engine: Engine, context: str, how: dict[str, Any], longest: int
+) -> str:
+    tokenizer = session.tokenizer
+    until = how.get("until") or []
+    most = int(how.get("max_gen_toks", DEFAULT_NEW_TOKENS))
+    if not 0 < most < longest:
+        raise ConfigError(
+            f"a task wants up to {most} new tokens.",
+            rule=f"the model has {longest} positions, one at least for the prompt",
+            flags=["max_gen_toks"],
+            fix=f"set max_gen_toks below {longest} in the task's generation_kwargs",
+        )
+    samples = how.get("do_sample", False)
+    sampling = Sampling(
+        temperature=float(how.get("temperature", 1.0)) if samples else 0.0,
+        top_k=int(how.get("top_k", 0)),
+        top_p=float(how.get("top_p", 1.0)),
+        seed=session.run.seed,
+    )
+    tokens = tokenizer.tokenize(context)[-(longest - most) :]
+    request = Request(
+        tokens=tokens,
+        max_new_tokens=most,
+        sampling=sampling,
+        stop_tokens=frozenset({tokenizer.eod}),
+    )
+    words = [until] if isinstance(until, str) else list(until)
+    (found,) = continue_texts(engine, [request], tokenizer, words)
+    return found.text

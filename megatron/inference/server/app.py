@@ -1,0 +1,368 @@
+"""The ASGI application: routes, bodies with limits, answers and streams.
+
+It is written to the ASGI specification itself, so that every wait has its limit: for the body,
+for the engine, and for a client that does not take what it asked for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from contextlib import suppress
+from typing import Any
+
+from megatron.core.datasets.preprocessing.documents import BadDocumentError
+from megatron.core.errors import MegatronError
+from megatron.inference.engine import Request, Token
+from megatron.inference.server.answers import Answer
+from megatron.inference.server.limits import Limits
+from megatron.inference.server.protocol import (
+    BadRequest,
+    TextRequest,
+    parse_json,
+    read_request,
+)
+from megatron.inference.server.serving import Service, ServiceError, Ticket
+from megatron.inference.text import Continuation, TextStream, take
+
+Receive = Callable[[], Coroutine[Any, Any, dict[str, Any]]]
+_LOG = logging.getLogger(__name__)
+Send = Callable[[dict[str, Any]], Coroutine[Any, Any, None]]
+
+
+class ClientGone(Exception):
+    """The client has closed the connection, or was too slow."""
+
+
+class App:
+    """The server's ASGI application.
+
+    Args:
+        service: the running engine.
+        tokenizer: has `tokenize`, `detokenize`, `eod`.
+        model: the name under which the model is served.
+        chat_template: renders messages; None if the model has none.
+    """
+
+    def __init__(
+        self, service: Service, tokenizer: Any, model: str, limits: Limits, chat_template: Any
+    ) -> None:
+        self.service, self.tokenizer, self.model = service, tokenizer, model
+        self.limits, self.chat_template = limits, chat_template
+        self.started = int(time.time())
+
+    async def __call__(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
+        """Answer one request; see the ASGI specification, version 3."""
+        if scope["type"] != "http":
+            return
+        client = _Client(receive, send, self.limits)
+        try:
+            try:
+                await self._route(scope["method"], scope["path"], scope["headers"], client)
+            except (BadRequest, ServiceError) as problem:
+                shown = _shown(problem)
+                await client.answer(shown.status, shown.body())
+        except (ClientGone, ConnectionError):
+            pass
+        except Exception:
+            _LOG.exception("%s %s failed", scope["method"], scope["path"])
+            await client.answer_if_possible(500, BadRequest("internal error", status=500).body())
+
+    async def _route(self, method: str, path: str, headers: Any, client: _Client) -> None:
+        posts = {"/v1/completions": False, "/v1/chat/completions": True}
+        if path in posts:
+            if method != "POST":
+                raise BadRequest(f"{path[:80]} is called with POST", status=405)
+            body = await client.body(headers)
+            request = read_request(
+                parse_json(body, self.limits),
+                is_chat=posts[path],
+                model=self.model,
+                limits=self.limits,
+            )
+            await self._continue(request, client)
+            return
+        found: dict[str, Any] | None = None
+        if path == "/health":
+            found = {"status": "ok"}
+            if self.service.failure is not None:
+                raise self.service.failure
+        elif path == "/v1/models":
+            found = {"object": "list", "data": [self._described()]}
+        elif path == f"/v1/models/{self.model}":
+            found = self._described()
+        if found is None:
+            raise BadRequest(f"there is nothing at {path[:80]!r}", status=404)
+        if method not in ("GET", "HEAD"):
+            raise BadRequest(f"{path[:80]} is called with GET", status=405)
+        await client.answer(200, found)
+
+    def _described(self) -> dict[str, Any]:
+        return {
+            "id": self.model,
+            "object": "model",
+            "created": self.started,
+            "owned_by": "local",
+            "max_model_len": self.service.engine.max_length,
+        }
+
+    async def _continue(self, request: TextRequest, client: _Client) -> None:
+        # Tokenizing a megabyte takes a while: other clients are answered meanwhile.
+        prompts = await asyncio.to_thread(self._tokenized, request)
+        requests = [
+            self._sequence(request, tokens, number)
+            for tokens in prompts
+            for number in range(request.count)
+        ]
+        for one in requests:
+            problem = self.service.engine.check(one)
+            if problem is not None:
+                raise BadRequest(problem.found, param="prompt", code="context_length_exceeded")
+        if not self.service.has_room_for(len(requests)):
+            raise BadRequest("too many requests are waiting", status=429, code="queue_full")
+        answer = Answer(request, self.model, self.tokenizer, sum(map(len, prompts)))
+        work = _Work(self.service, requests, self.tokenizer, request.stop, self.limits)
+        prefixes = [""] * len(requests)
+        if request.echoes:
+            prefixes = [self.tokenizer.detokenize(list(one.tokens)) for one in requests]
+        watching = asyncio.ensure_future(client.gone())
+        try:
+            if request.streams:
+                await self._stream(answer, work, prefixes, client, watching)
+            else:
+                async for _ in work.pieces(watching):
+                    pass
+                await client.answer(200, answer.whole(work.found, prefixes))
+        finally:
+            watching.cancel()
+            work.give_up()
+
+    async def _stream(
+        self,
+        answer: Answer,
+        work: _Work,
+        prefixes: list[str],
+        client: _Client,
+        watching: asyncio.Future[None],
+    ) -> None:
+        await client.begin_stream()
+        begun = [False] * len(prefixes)
+        try:
+            async for place, text, logs, reason in work.pieces(watching):
+                if not text and not logs and reason is None and begun[place]:
+                    continue
+                text = text if begun[place] else prefixes[place] + text
+                chunk = answer.chunk(place, text, logs, reason, is_first=not begun[place])
+                begun[place] = True
+                await client.event(json.dumps(chunk))
+        except (BadRequest, ServiceError) as problem:
+            # The status is sent already: the error comes as an event.
+            await client.event(json.dumps(_shown(problem).body()))
+            await client.end_stream()
+            return
+        if answer.request.includes_usage:
+            num_new = sum(len(one.tokens) for one in work.found)
+            await client.event(json.dumps(answer.usage_chunk(num_new)))
+        await client.event("[DONE]")
+        await client.end_stream()
+
+    def _tokenized(self, request: TextRequest) -> list[list[int]]:
+        prompts: list[Any] = list(request.prompts)
+        if request.is_chat:
+            if self.chat_template is None:
+                message = "this model has no chat template"
+                raise BadRequest(message, param="messages", code="no_chat_template")
+            try:
+                prompts = [self.chat_template.render(list(request.messages), to_be_answered=True)]
+            except BadDocumentError as error:
+                raise BadRequest(f"messages: {error}", param="messages") from None
+        try:
+            return [
+                self.tokenizer.tokenize(prompt) if isinstance(prompt, str) else list(prompt)
+                for prompt in prompts
+            ]
+        except (MegatronError, ValueError, KeyError) as error:
+            raise BadRequest(f"the prompt cannot be tokenized: {error}", param="prompt") from None
+
+    def _sequence(self, request: TextRequest, tokens: list[int], number: int) -> Request:
+        room = self.service.engine.max_length - len(tokens)
+        most = request.max_new_tokens
+        return Request(
+            tokens=tokens,
+            max_new_tokens=max(1, room) if most is None else most,
+            sampling=request.sampling,
+            sequence=number,
+            stop_tokens=frozenset({self.tokenizer.eod}),
+            num_best=request.num_best,
+        )
+
+
+class _Work:
+    """The sequences of one request, while the engine works at them."""
+
+    def __init__(
+        self,
+        service: Service,
+        requests: list[Request],
+        tokenizer: Any,
+        stop: tuple[str, ...],
+        limits: Limits,
+    ) -> None:
+        self.found = [Continuation() for _ in requests]
+        self._service = service
+        self._streams = [TextStream(tokenizer, one.tokens, stop) for one in requests]
+        self._open = set(range(len(requests)))
+        self._deadline = time.monotonic() + limits.request_timeout_s
+        loop = asyncio.get_running_loop()
+        # Bounded by itself: a sequence brings no more tokens than it may have.
+        self._arrived: asyncio.Queue[tuple[int, Token | ServiceError]] = asyncio.Queue()
+
+        def deliver(place: int, what: Token | ServiceError) -> None:
+            with suppress(RuntimeError):  # the server has stopped; nobody listens
+                loop.call_soon_threadsafe(self._arrived.put_nowait, (place, what))
+
+        self._ticket: Ticket = service.submit(requests, deliver)
+
+    async def pieces(
+        self, watching: asyncio.Future[None]
+    ) -> AsyncIterator[tuple[int, str, list[Any], str | None]]:
+        """Yield (place, new text, logs of new tokens, reason of the end) until all have ended.
+
+        Raises:
+            ClientGone: `watching` is done.
+            BadRequest: it takes too long.
+            ServiceError: the engine has ended.
+        """
+        while self._open:
+            place, what = await self._next(watching)
+            if isinstance(what, ServiceError):
+                self._open.clear()
+                raise what
+            if place not in self._open:
+                continue  # came after a stop word
+            stream, result = self._streams[place], self.found[place]
+            known = len(result.logs)
+            text = take(what, stream, result)
+            ended = what.finish_reason is not None or stream.stopped
+            if ended:
+                self._open.discard(place)
+                if what.finish_reason is None:
+                    self._service.cancel(self._ticket, place)
+            yield place, text, result.logs[known:], result.finish_reason if ended else None
+
+    async def _next(self, watching: asyncio.Future[None]) -> tuple[int, Token | ServiceError]:
+        if not self._arrived.empty():
+            if watching.done():
+                raise ClientGone
+            return self._arrived.get_nowait()
+        arriving: asyncio.Future[Any] = asyncio.ensure_future(self._arrived.get())
+        waiting: set[asyncio.Future[Any]] = {arriving, watching}
+        left = self._deadline - time.monotonic()
+        try:
+            await asyncio.wait(waiting, timeout=max(left, 0), return_when=asyncio.FIRST_COMPLETED)
+            if watching.done():
+                raise ClientGone
+            if not arriving.done():
+                raise BadRequest("the answer took too long", status=504, code="timeout")
+            return arriving.result()
+        finally:
+            arriving.cancel()
+
+    def give_up(self) -> None:
+        """Tell the engine that nobody waits for what is left."""
+        for place in self._open:
+            self._service.cancel(self._ticket, place)
+        self._open.clear()
+
+
+class _Client:
+    """One request's side of the connection.
+
+    Waiting for a client to read has its limit below, in `connections`.
+    """
+
+    def __init__(self, receive: Receive, send: Send, limits: Limits) -> None:
+        self._receive, self._send, self._limits = receive, send, limits
+        self._has_begun = False
+
+    async def body(self, headers: Any) -> bytes:
+        """Read the body.
+
+        Raises:
+            BadRequest: it is too large or too slow.
+            ClientGone: it ended early.
+        """
+        most = self._limits.body_bytes
+        declared = dict(headers).get(b"content-length", b"0")
+        if not declared.isdigit() or int(declared[:20]) > most:
+            raise _too_large(most)
+        deadline = time.monotonic() + self._limits.receive_timeout_s
+        parts: list[bytes] = []
+        size = 0
+        while True:
+            try:
+                message = await asyncio.wait_for(
+                    self._receive(), max(deadline - time.monotonic(), 0.0)
+                )
+            except asyncio.TimeoutError:
+                raise BadRequest("the body took too long", status=408) from None
+            if message["type"] == "http.disconnect":
+                raise ClientGone
+            part = message.get("body", b"")
+            size += len(part)
+            if size > most:
+                raise _too_large(most)
+            parts.append(part)
+            if not message.get("more_body", False):
+                return b"".join(parts)
+
+    async def gone(self) -> None:
+        """Return when the client has closed the connection."""
+        while True:
+            if (await self._receive())["type"] == "http.disconnect":
+                return
+
+    async def answer(self, status: int, content: Mapping[str, Any]) -> None:
+        """Send a JSON object."""
+        body = json.dumps(content).encode()
+        headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+        if status in (408, 413):
+            headers.append((b"connection", b"close"))  # what is left of the body is not read
+        if status == 429:
+            headers.append((b"retry-after", b"1"))
+        self._has_begun = True
+        await self._send({"type": "http.response.start", "status": status, "headers": headers})
+        await self._send({"type": "http.response.body", "body": body})
+
+    async def answer_if_possible(self, status: int, content: Mapping[str, Any]) -> None:
+        """Send a JSON object, unless another answer has begun."""
+        if not self._has_begun:
+            await self.answer(status, content)
+
+    async def begin_stream(self) -> None:
+        """Send the head of a stream of events."""
+        self._has_begun = True
+        headers = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")]
+        await self._send({"type": "http.response.start", "status": 200, "headers": headers})
+
+    async def event(self, data: str) -> None:
+        """Send one event."""
+        body = f"data: {data}\n\n".encode()
+        await self._send({"type": "http.response.body", "body": body, "more_body": True})
+
+    async def end_stream(self) -> None:
+        """End the stream."""
+        await self._send({"type": "http.response.body", "body": b""})
+
+
+def _shown(problem: BadRequest | ServiceError) -> BadRequest:
+    if isinstance(problem, BadRequest):
+        return problem
+    return BadRequest(problem.found, status=503, code="unavailable")
+
+
+def _too_large(most: int) -> BadRequest:
+    return BadRequest(f"the body is larger than {most} bytes", status=413, code="body_too_large")

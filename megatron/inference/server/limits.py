@@ -1,0 +1,27 @@
+"""What a client may ask of the server."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """Bounds on everything that costs memory or time."""
+
+    body_bytes: int = 1 << 20
+    json_depth: int = 32
+    sequences: int = 16
+    """Continuations of one request: prompts times `n`."""
+    queued: int = 64
+    """Sequences that wait for a row of the cache; more are told to come again."""
+    connections: int = 256
+    stop_words: int = 4
+    stop_characters: int = 256
+    log_probs: int = 20
+    receive_timeout_s: float = 10.0
+    """For the headers, and again for the whole body."""
+    send_timeout_s: float = 20.0
+    """For a client to take the next piece of an answer."""
+    request_timeout_s: float = 300.0
+    """From the body to the last token."""

@@ -1,0 +1,195 @@
+"""One engine on all ranks, fed by the rank that serves.
+
+Before each step the serving rank tells the others what was asked and what was given up; then all
+take the step. Clients are answered from what the serving rank's own engine returns.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from megatron.core.agreement import Peers
+from megatron.core.errors import MegatronError
+from megatron.inference.engine import Engine, Request, Token
+
+HEARTBEAT_S = 5.0
+"""Ranks meet at least so often, so that nobody takes a quiet hour for a lost neighbour."""
+
+
+@dataclass
+class Order:
+    """What changes before the next step; the same on all ranks."""
+
+    add: list[Request] = field(default_factory=list)
+    cancel: list[int] = field(default_factory=list)
+    ends: bool = False
+
+
+class ServiceError(MegatronError):
+    """The engine no longer runs."""
+
+
+Deliver = Callable[[int, "Token | ServiceError"], None]
+"""Takes the place of a sequence in its ticket, and what happened to it."""
+
+
+class Ticket:
+    """Sequences of one client."""
+
+    def __init__(self, requests: Sequence[Request], deliver: Deliver) -> None:
+        self.requests = list(requests)
+        self.deliver = deliver
+        self.numbers: list[int] = []
+        """What the engine calls them, once it knows them."""
+
+
+class Service:
+    """The engine of the serving rank. `submit` and `cancel` may be called from any thread.
+
+    Args:
+        engine: this rank's.
+        peers: all ranks of the run; rank 0 serves.
+        max_queued: sequences that may wait.
+    """
+
+    def __init__(self, engine: Engine, peers: Peers, max_queued: int) -> None:
+        self.engine, self.peers = engine, peers
+        self.failure: ServiceError | None = None
+        self.crash: Exception | None = None
+        """What ended `run`, if something went wrong."""
+        self._most = engine.max_rows + max_queued
+        self._inbox: queue.SimpleQueue[tuple[str, Ticket | None, int]] = queue.SimpleQueue()
+        self._place_of: dict[int, tuple[Ticket, int]] = {}
+        self._new: list[Ticket] = []
+        self._unfinished = 0
+        self._lock = threading.Lock()
+
+    @property
+    def num_unfinished(self) -> int:
+        """Sequences that were submitted and have not ended."""
+        return self._unfinished
+
+    def has_room_for(self, count: int) -> bool:
+        """Whether so many sequences may be submitted. Ask and submit from one thread."""
+        return self._unfinished + count <= self._most
+
+    def submit(self, requests: Sequence[Request], deliver: Deliver) -> Ticket:
+        """Queue sequences that `engine.check` found nothing wrong with.
+
+        Args:
+            deliver: called in the engine's thread.
+        """
+        ticket = Ticket(requests, deliver)
+        with self._lock:
+            if self.failure is not None:
+                raise self.failure
+            self._unfinished += len(ticket.requests)
+            self._inbox.put(("add", ticket, 0))
+        return ticket
+
+    def cancel(self, ticket: Ticket, place: int) -> None:
+        """Give up a sequence; nothing happens if it has ended."""
+        self._inbox.put(("cancel", ticket, place))
+
+    def stop(self) -> None:
+        """End the engine on all ranks."""
+        self._inbox.put(("stop", None, 0))
+
+    def run(self) -> None:
+        """Serve until `stop`: the serving rank's thread.
+
+        Communication:
+            a broadcast of a small Python object a step on all ranks, and those of the model.
+        Raises:
+            whatever ended the engine, after every waiting client was told.
+        """
+        try:
+            while True:
+                order = self._next_order()
+                self.peers.broadcast(order)
+                if order.ends:
+                    self._give_up("the server is stopping")
+                    return
+                self._apply(order)
+        except Exception as error:
+            self._give_up(f"the engine ended: {error}")
+            raise
+
+    def follow(self) -> None:
+        """Take part until the serving rank stops: every other rank's main thread."""
+        while True:
+            order = self.peers.broadcast(None)
+            if order.ends:
+                return
+            for number in order.cancel:
+                self.engine.cancel(number)
+            for request in order.add:
+                self.engine.add(request)
+            self.engine.step()
+
+    def _next_order(self) -> Order:
+        """Collect what has come; wait for it if there is nothing else to do."""
+        order = Order()
+        self._new = []
+        timeout: float | None = HEARTBEAT_S if self.engine.is_idle else None
+        while True:
+            try:
+                kind, ticket, place = self._inbox.get(block=timeout is not None, timeout=timeout)
+            except queue.Empty:
+                return order
+            timeout = None
+            if kind == "stop":
+                order.ends = True
+                return order
+            assert ticket is not None
+            if kind == "add":
+                order.add += ticket.requests
+                self._new.append(ticket)
+            elif ticket.numbers:
+                self._forget(ticket.numbers[place], order)
+            else:  # it came in this very order
+                self._inbox.put((kind, ticket, place))
+                return order
+
+    def _forget(self, number: int, order: Order) -> None:
+        if self._place_of.pop(number, None) is not None:
+            self._ended_one()
+            order.cancel.append(number)
+
+    def _ended_one(self) -> None:
+        with self._lock:
+            self._unfinished -= 1
+
+    def _apply(self, order: Order) -> None:
+        for number in order.cancel:
+            self.engine.cancel(number)
+        for ticket in self._new:
+            for place, request in enumerate(ticket.requests):
+                number = self.engine.add(request)
+                ticket.numbers.append(number)
+                self._place_of[number] = ticket, place
+        for token in self.engine.step():
+            found = self._place_of.get(token.request)
+            if found is None:
+                continue
+            if token.finish_reason is not None:
+                del self._place_of[token.request]
+                self._ended_one()
+            ticket, place = found
+            ticket.deliver(place, token)
+
+    def _give_up(self, why: str) -> None:
+        with self._lock:
+            self.failure = ServiceError(why, fix="start the server again")
+        unknown = [ticket for ticket in self._new if not ticket.numbers]
+        while not self._inbox.empty():
+            kind, queued, _ = self._inbox.get()
+            if kind == "add" and queued is not None:
+                unknown.append(queued)
+        waiting = list(self._place_of.values())
+        waiting += [(ticket, place) for ticket in unknown for place in range(len(ticket.requests))]
+        for ticket, place in waiting:
+            ticket.deliver(place, self.failure)

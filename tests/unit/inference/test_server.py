@@ -1,0 +1,258 @@
+"""The server answers OpenAI's own client, says what is wrong, and outlives hostile clients."""
+
+import json
+import socket
+import threading
+import time
+
+import httpx
+import openai
+import pytest
+
+from megatron.core.agreement import SingleProcess
+from megatron.core.datasets.preprocessing.chat_template import ChatTemplate
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.rng import rng_state
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.inference.engine import Engine, Request
+from megatron.inference.forward import CachedModel
+from megatron.inference.generate import generate
+from megatron.inference.server.app import App
+from megatron.inference.server.connections import http_server
+from megatron.inference.server.limits import Limits
+from megatron.inference.server.serving import Service
+from tests.parity import hostile_requests
+
+LIMITS = Limits(
+    body_bytes=1 << 18, queued=12, sequences=6, receive_timeout_s=1.0, send_timeout_s=1.0
+)
+CONTEXT = 96
+TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
+
+
+class Bytes:
+    """One token a byte."""
+
+    eod = 128  # outside the vocabulary: nothing ends early
+
+    def tokenize(self, text):
+        return list(text.encode())
+
+    def detokenize(self, tokens):
+        return bytes(tokens).decode("utf-8", errors="replace")
+
+
+@pytest.fixture(scope="module")
+def model():
+    rng_state().set_seed(4)
+    config = TransformerConfig(
+        num_layers=2, hidden_size=32, num_attention_heads=4, init_method_std=0.5,
+        use_cpu_initialization=True,
+    )  # fmt: skip
+    return GPTModel(
+        config,
+        get_gpt_layer_local_spec(),
+        vocab_size=128,
+        max_sequence_length=CONTEXT,
+        pg_collection=ProcessGroupCollection.single(),
+    ).eval()
+
+
+@pytest.fixture(scope="module")
+def server(model):
+    groups = ProcessGroupCollection.single()
+    engine = Engine(
+        CachedModel(model, vocab_size=128, max_rows=4, max_length=CONTEXT, groups=groups)
+    )
+    service = Service(engine, SingleProcess(), LIMITS.queued)
+    app = App(service, Bytes(), "model", LIMITS, ChatTemplate(TEMPLATE, {}))
+    listening = http_server(app, limits=LIMITS)
+    listening.config.port = 0
+    threads = [threading.Thread(target=service.run), threading.Thread(target=listening.run)]
+    for thread in threads:
+        thread.start()
+    while not listening.started:
+        time.sleep(0.01)
+    yield listening.servers[0].sockets[0].getsockname()[1], service
+    listening.should_exit = True
+    service.stop()
+    for thread in threads:
+        thread.join(20)
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    with openai.OpenAI(base_url=f"http://127.0.0.1:{server[0]}/v1", api_key="-") as found:
+        yield found
+
+
+def greedy(model, prompt, count):
+    (row,) = generate(
+        model, [list(prompt)], max_new_tokens=count, vocab_size=128,
+        max_sequence_length=CONTEXT, pg_collection=ProcessGroupCollection.single(),
+    )  # fmt: skip
+    return Bytes().detokenize(row[len(prompt) :])
+
+
+def test_a_completion_is_what_the_model_writes(client, model):
+    found = client.completions.create(model="model", prompt="Hello", max_tokens=9, temperature=0)
+    assert found.choices[0].text == greedy(model, b"Hello", 9)
+    assert found.choices[0].finish_reason == "length"
+    assert (found.usage.prompt_tokens, found.usage.completion_tokens) == (5, 9)
+
+
+def test_a_stream_is_the_same_in_pieces(client, model):
+    stream = client.completions.create(
+        model="model", prompt=["Hello", "you"], max_tokens=9, temperature=0, stream=True,
+        stream_options={"include_usage": True},
+    )  # fmt: skip
+    texts, usage = ["", ""], None
+    for chunk in stream:
+        usage = chunk.usage
+        for choice in chunk.choices:
+            texts[choice.index] += choice.text
+    assert texts == [greedy(model, b"Hello", 9), greedy(model, b"you", 9)]
+    assert usage.completion_tokens == 18
+
+
+def test_a_chat_goes_through_the_template(client, model):
+    options = {"model": "model", "max_completion_tokens": 7, "temperature": 0}
+    messages = [
+        {"role": "system", "content": "s"},
+        {"role": "user", "content": [{"type": "text", "text": "Hi"}]},
+    ]
+    expected = greedy(model, b"<system>s<user>Hi<assistant>", 7)
+    whole = client.chat.completions.create(messages=messages, **options)
+    assert whole.choices[0].message.content == expected
+    pieces = client.chat.completions.create(messages=messages, stream=True, **options)
+    deltas = [chunk.choices[0].delta for chunk in pieces]
+    assert deltas[0].role == "assistant"
+    assert "".join(delta.content or "" for delta in deltas) == expected
+
+
+def test_a_seed_repeats_and_its_continuations_differ(client):
+    def sampled(seed):
+        found = client.completions.create(
+            model="model", prompt="ab", max_tokens=8, temperature=1.0, n=3, seed=seed
+        )
+        return [choice.text for choice in found.choices]
+
+    assert sampled(5) == sampled(5) != sampled(6)
+    assert len(set(sampled(5))) == 3
+
+
+def test_log_probabilities_and_stop_words(client):
+    found = client.completions.create(
+        model="model", prompt="Hello", max_tokens=6, temperature=0, logprobs=2
+    ).choices[0]
+    assert len(found.logprobs.token_logprobs) == 6
+    assert all(len(best) <= 2 for best in found.logprobs.top_logprobs)
+    assert max(found.logprobs.token_logprobs) <= 0
+    word = found.text[2:4]
+    cut = client.completions.create(
+        model="model", prompt="Hello", max_tokens=6, temperature=0, stop=word
+    ).choices[0]
+    assert cut.text == found.text[: found.text.index(word)]
+    assert cut.finish_reason == "stop"
+    chat = client.chat.completions.create(
+        model="model", messages=[{"role": "user", "content": "x"}], max_tokens=2, logprobs=True,
+        top_logprobs=3,
+    )  # fmt: skip
+    assert [len(step.top_logprobs) for step in chat.choices[0].logprobs.content] == [3, 3]
+
+
+def test_models_are_listed(client):
+    assert [one.id for one in client.models.list()] == ["model"]
+    assert client.models.retrieve("model").id == "model"
+
+
+@pytest.mark.parametrize(
+    ("fields", "status", "message"),
+    [
+        ({"model": "other"}, 404, "there is no model 'other'"),
+        ({"max_tokens": 1000}, 400, "do not fit the model's 96 positions"),
+        ({"max_tokens": 0}, 400, "max_tokens is not between"),
+        ({"temperature": -1}, 400, "temperature is not between 0 and 2"),
+        ({"temperature": "hot"}, 400, "temperature is not a number"),
+        ({"n": 7}, 400, "n is not between 1 and 6"),
+        ({"prompt": ["a"] * 7}, 400, "more than 6 continuations"),
+        ({"prompt": ""}, 400, "a prompt is empty"),
+        ({"prompt": {"a": 1}}, 400, "prompt is not a text"),
+        ({"prompt": "\ud800"}, 400, "half of a surrogate pair"),
+        ({"presence_penalty": 1}, 400, "presence_penalty is not supported"),
+        ({"stop": ["a"] * 5}, 400, "more than 4 stop words"),
+        ({"stop": ""}, 400, "a stop word has 1 to"),
+        ({"stream_options": {}}, 400, "stream_options goes with stream"),
+        ({"surprise": 1}, 400, "unknown field 'surprise'"),
+        ({"prompt": "a" * (1 << 18)}, 413, "the body is larger"),
+    ],
+)
+def test_what_cannot_be_done_is_said(server, fields, status, message):
+    body = {"model": "model", "prompt": "a", "max_tokens": 1, **fields}
+    found = httpx.post(f"http://127.0.0.1:{server[0]}/v1/completions", content=json.dumps(body))
+    assert found.status_code == status
+    assert message in found.json()["error"]["message"]
+
+
+def test_more_than_the_queue_holds_is_told_to_come_again(server):
+    port, service = server
+    body = {"model": "model", "prompt": ["a"] * 6, "max_tokens": 90}
+    found = []
+
+    def ask():
+        found.append(httpx.post(f"http://127.0.0.1:{port}/v1/completions", json=body, timeout=60))
+
+    threads = [threading.Thread(target=ask) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    statuses = [answer.status_code for answer in found]
+    assert set(statuses) == {200, 429}
+    assert all(a.headers["retry-after"] == "1" for a in found if a.status_code == 429)
+    assert service.num_unfinished == 0
+
+
+def test_hostile_clients_do_not_disturb_others(server, monkeypatch):
+    monkeypatch.setattr(
+        hostile_requests, "GOOD",
+        {"model": "model", "prompt": "Hello", "max_tokens": 4, "temperature": 0},
+    )  # fmt: skip
+    port, service = server
+    found = hostile_requests.besiege(port, 3 * len(hostile_requests.ATTACKS), every=21)
+    assert found["wrong_types", "400"] and found["large_bodies", "413"]
+    deadline = time.monotonic() + 10
+    while service.num_unfinished and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert service.num_unfinished == 0, "sequences of clients that left go on"
+
+
+def test_a_client_that_says_nothing_is_dropped(server):
+    with socket.create_connection(("127.0.0.1", server[0]), 10) as slow:
+        slow.sendall(b"GET /health HTTP/1.1\r\nHo")
+        begin = time.monotonic()
+        assert slow.recv(100) == b""
+    assert time.monotonic() - begin < 5
+
+
+class Breaking(Engine):
+    def step(self):
+        if self.is_idle:
+            return []
+        raise RuntimeError("out of memory")
+
+
+def test_clients_are_told_when_the_engine_ends(model):
+    cached = CachedModel(
+        model, vocab_size=128, max_rows=1, max_length=8, groups=ProcessGroupCollection.single()
+    )
+    service = Service(Breaking(cached), SingleProcess(), 4)
+    told = []
+    service.submit([Request(tokens=[1], max_new_tokens=2)], lambda *what: told.append(what))
+    with pytest.raises(RuntimeError, match="out of memory"):
+        service.run()
+    assert told[0][0] == 0 and "out of memory" in str(told[0][1])
+    with pytest.raises(type(service.failure)):
+        service.submit([Request(tokens=[1], max_new_tokens=2)], lambda *what: None)

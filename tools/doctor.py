@@ -1,0 +1,87 @@
+"""Say what is installed, what is used and why the rest is not, and whether two ranks can meet.
+
+    python tools/doctor.py                 # all of it; under half a minute
+    python tools/doctor.py --no-self-test
+    python tools/doctor.py --imports       # also import every optional library
+    python tools/doctor.py --json
+
+The exit status is 1 if something is wrong; what is merely not installed is not wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+
+sys.path.append(os.path.join(os.path.dirname(os.path.abspath(__file__)), os.pardir))
+
+from megatron.training.doctor import findings
+from megatron.training.doctor.findings import Finding, State
+from megatron.training.doctor.self_test import python_of, run_rank, self_test
+
+
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parse the command line."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--no-self-test", action="store_true", help="start no ranks")
+    parser.add_argument("--imports", action="store_true", help="import every optional library")
+    parser.add_argument("--json", action="store_true", help="write a JSON list of findings")
+    parser.add_argument("--self-test-rank", action="store_true", help=argparse.SUPPRESS)
+    return parser.parse_args(argv)
+
+
+def examine(options: argparse.Namespace) -> list[Finding]:
+    """Return everything that was found."""
+    parts = (
+        findings.base_findings,
+        findings.device_findings,
+        findings.backend_findings,
+        lambda: findings.library_findings(imports=options.imports),
+        findings.network_findings,
+        findings.environment_findings,
+    )
+    found: list[Finding] = []
+    for part in parts:
+        try:
+            found += part()
+        except Exception as error:  # one broken part must not hide the others
+            found.append(findings.problem_of("doctor", "an examination", error))
+    if not options.no_self_test:
+        found.append(self_test(python_of(os.path.abspath(__file__), "--self-test-rank")))
+    return found
+
+
+def report(found: Sequence[Finding]) -> str:
+    """Return the findings as text, a section after the other."""
+    lines: list[str] = []
+    width = max(len(one.name) for one in found)
+    section = ""
+    for one in found:
+        if one.section != section:
+            section = one.section
+            lines.append(section)
+        lines.append(f"  {one.state.value} {one.name:{width}}  {one.text}")
+    problems = sum(one.state is State.PROBLEM for one in found)
+    lines.append("no problems" if not problems else f"{problems} problem(s), marked !!")
+    return "\n".join(lines)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Examine and print; return the exit status."""
+    options = parse_args(argv)
+    if options.self_test_rank:
+        return run_rank()
+    found = examine(options)
+    if options.json:
+        shown = [{**vars(one), "state": one.state.name.lower()} for one in found]
+        print(json.dumps(shown, indent=2))
+    else:
+        print(report(found))
+    return int(any(one.state is State.PROBLEM for one in found))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

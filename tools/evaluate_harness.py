@@ -1,0 +1,71 @@
+"""Run tasks of EleutherAI's evaluation harness (lm_eval) on a trained model, in any layout.
+
+    pip install 'megatron-lattice[eval]'
+    torchrun --nproc-per-node 2 tools/evaluate_harness.py --load-hf DIRECTORY \
+        --tensor-model-parallel-size 2 --tasks hellaswag,arc_easy --limit 200
+
+--include-path names a folder with task files of your own. Scores are those of the harness; nothing
+of a model's or a task's repository is executed unless the harness is told so by its own settings.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+
+sys.path.append(os.path.join(os.path.dirname(os.path.abspath(__file__)), os.pardir))
+
+from megatron.core.capabilities import require
+from megatron.inference.harness import PURPOSE, harness_model
+from megatron.inference.session import open_session
+from megatron.training import launch
+from megatron.training.printing import is_rank_0
+from megatron.training.resilience.failure import failures_reported
+from megatron.training.resilience.progress import RunProgress
+from megatron.training.setup.distributed import shut_down
+from pretrain_gpt import model_provider
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add the flags of this tool to those of training."""
+    group = parser.add_argument_group("evaluation harness")
+    group.add_argument("--tasks", required=True, help="names, joined by commas")
+    group.add_argument("--include-path", type=Path, help="folder with task files of your own")
+    group.add_argument("--num-fewshot", type=int, help="examples before each question")
+    group.add_argument("--limit", type=int, help="questions of each task, from the first")
+    group.add_argument("--output", type=Path, help="file for the results, in JSON")
+    return parser
+
+
+def main() -> None:
+    """Load, ask, print."""
+    progress = RunProgress(rank=launch.place_of_this_process().rank)
+    with failures_reported(progress, []):
+        harness = require("lm_eval", purpose=PURPOSE)
+        tasks = require("lm_eval.tasks", purpose=PURPOSE)
+        session = open_session(model_provider, add_arguments)
+        options = session.options
+        folder = None if options.include_path is None else str(options.include_path)
+        found = harness.simple_evaluate(
+            model=harness_model(session, batch_size=session.run.micro_batch_size),
+            tasks=options.tasks.split(","),
+            task_manager=tasks.TaskManager(include_path=folder),
+            num_fewshot=options.num_fewshot,
+            limit=options.limit,
+            log_samples=False,
+            bootstrap_iters=0,
+        )
+        if is_rank_0():
+            report = {"results": found["results"], "versions": found["versions"]}
+            text = json.dumps(report, indent=2, default=str)
+            print(text, flush=True)
+            if options.output is not None:
+                options.output.write_text(text + "\n")
+        shut_down()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,157 @@
+"""Perplexity of a trained model on a corpus or a text, in any layout.
+
+    torchrun --nproc-per-node 4 tools/evaluate_perplexity.py --load checkpoints \
+        --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 \
+        --tokenizer-type GPT2BPETokenizer --vocab-file vocab.json --merge-file merges.txt \
+        --corpus held-out_text_document --window 1024 --stride 512
+
+Tokens stand in windows; each token but the first of all is predicted once, from what stands before
+it in its window: at least window - stride tokens, except at the beginning. A smaller stride gives
+more context and costs more. The result is the same in every layout, up to the rounding of sums.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+sys.path.append(os.path.join(os.path.dirname(os.path.abspath(__file__)), os.pardir))
+
+from megatron.core.datasets.indexed_dataset import IndexedDataset
+from megatron.core.errors import ConfigError, DataError
+from megatron.inference.scoring import Row, score
+from megatron.inference.session import ModelSession, open_session
+from megatron.training import launch
+from megatron.training.printing import is_rank_0
+from megatron.training.resilience.failure import failures_reported
+from megatron.training.resilience.progress import RunProgress
+from megatron.training.setup.distributed import shut_down
+from pretrain_gpt import model_provider
+
+AT_A_TIME = 64
+"""Micro batches per rank between two reports of progress."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add the flags of this tool to those of training."""
+    group = parser.add_argument_group("perplexity")
+    group.add_argument("--corpus", help="path of a .bin/.idx pair, without the ending")
+    group.add_argument("--text", type=Path, help="a text file, tokenized as one document")
+    group.add_argument("--window", type=int, help="tokens of a window; --seq-length by default")
+    group.add_argument("--stride", type=int, help="tokens between windows; a window by default")
+    group.add_argument("--max-tokens", type=int, help="of the corpus, from its beginning")
+    return parser
+
+
+def tokens_of(session: ModelSession) -> tuple[list[int], int | None]:
+    """Return the tokens, and the bytes of text that they stand for where they are known."""
+    options = session.options
+    if (options.corpus is None) == (options.text is None):
+        raise ConfigError(
+            "there is not one thing to evaluate on.",
+            rule="a corpus of tokens, or a text",
+            flags=["--corpus", "--text"],
+            fix="give one of the two",
+        )
+    if options.text is not None:
+        try:
+            text = options.text.read_text()
+        except (OSError, UnicodeDecodeError) as error:
+            raise DataError(
+                f"{options.text} cannot be read: {error}.",
+                rule="a text is a UTF-8 file",
+                flags=["--text"],
+                fix="name a text file",
+            ) from error
+        tokens = session.tokenizer.tokenize(text)
+        is_whole = options.max_tokens is None or options.max_tokens >= len(tokens)
+        return tokens[: options.max_tokens], len(text.encode()) if is_whole else None
+    corpus = IndexedDataset(options.corpus)
+    tokens = []
+    for number in range(len(corpus)):
+        tokens += corpus[number].tolist()
+        if options.max_tokens is not None and len(tokens) >= options.max_tokens:
+            return tokens[: options.max_tokens], None
+    return tokens, None
+
+
+def windows(num_tokens: int, window: int, stride: int) -> Iterator[tuple[int, int, int]]:
+    """Yield (begin, end, first scored token in the window); every token but the first once."""
+    scored = 1
+    for begin in range(0, num_tokens, stride):
+        end = min(begin + window, num_tokens)
+        if end <= scored:
+            return
+        # The window that follows predicts its first token too, so it begins one before it.
+        yield begin, end, scored - begin
+        scored = end
+
+
+def check_windows(window: int, stride: int, longest: int) -> None:
+    """Raise unless windows overlap by a token at least and fit the model.
+
+    Raises:
+        ConfigError: otherwise.
+    """
+    if not 1 <= stride < window <= longest + 1:
+        raise ConfigError(
+            f"windows of {window} tokens every {stride}.",
+            rule="a window begins inside the one before it, so that every token is predicted; "
+            f"the model has {longest} positions, and the last token of a window needs none",
+            flags=["--window", "--stride"],
+            fix=f"use --window {longest + 1} --stride {max(longest // 2, 1)}",
+        )
+
+
+def main() -> None:
+    """Load, score, print."""
+    progress = RunProgress(rank=launch.place_of_this_process().rank)
+    with failures_reported(progress, []):
+        session = open_session(model_provider, add_arguments)
+        options = session.options
+        window = options.window or session.run.seq_length + 1
+        stride = options.stride or window - 1
+        check_windows(window, stride, session.max_sequence_length)
+        tokens, num_bytes = tokens_of(session)
+        rows = [
+            Row(tokens[begin:end], first)
+            for begin, end, first in windows(len(tokens), window, stride)
+        ]
+        if not rows:
+            raise DataError(
+                f"{len(tokens)} tokens are too few.",
+                rule="the first token has nothing before it, so it is not predicted",
+                flags=["--corpus", "--text"],
+                fix="give two tokens at least",
+            )
+        batch_size = session.run.micro_batch_size
+        total, count = 0.0, 0
+        chunk = AT_A_TIME * batch_size
+        for begin in range(0, len(rows), chunk):
+            for found in score(
+                session.model,
+                rows[begin : begin + chunk],
+                vocab_size=session.tokenizer.vocab_size,
+                batch_size=batch_size,
+                groups=session.groups,
+            ):
+                total -= math.fsum(found.log_probabilities)
+                count += len(found.log_probabilities)
+            if is_rank_0() and begin + chunk < len(rows):
+                print(f" {count} tokens, perplexity {math.exp(total / count):.4f}", flush=True)
+        if is_rank_0():
+            report = {"tokens": count, "loss": total / count}
+            report["perplexity"] = math.exp(total / count)
+            if num_bytes:
+                report["bits_per_byte"] = total / math.log(2) / num_bytes
+            print(json.dumps(report), flush=True)
+        shut_down()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,193 @@
+"""Serve a trained model over HTTP, with OpenAI's interface.
+
+    torchrun --nproc-per-node 2 tools/run_text_generation_server.py --load-hf DIRECTORY \
+        --tensor-model-parallel-size 2 --port 5000
+
+    curl http://127.0.0.1:5000/v1/completions -H 'Content-Type: application/json' \
+        -d '{"model": "model", "prompt": "To be, or not", "max_tokens": 20}'
+
+It listens on this machine only unless --host says otherwise; it knows no users and no keys, so
+what is beyond the machine belongs behind a proxy that does. Flags of layout, precision and
+tokenizer are those of pretrain_gpt.py. Control-C ends it on all ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import signal
+import socket
+import sys
+import threading
+from typing import Any
+
+sys.path.append(os.path.join(os.path.dirname(os.path.abspath(__file__)), os.pardir))
+
+from megatron.core.agreement import agree, peers_of
+from megatron.core.capabilities import require
+from megatron.core.datasets.preprocessing.chat_template import find_chat_template
+from megatron.core.errors import ConfigError, MegatronError
+from megatron.inference.engine import Engine
+from megatron.inference.server.app import App
+from megatron.inference.server.connections import http_server
+from megatron.inference.server.limits import Limits
+from megatron.inference.server.serving import Service
+from megatron.inference.session import ModelSession, open_session
+from megatron.training import launch
+from megatron.training.resilience.failure import failures_reported
+from megatron.training.resilience.progress import RunProgress
+from megatron.training.setup.distributed import shut_down
+from pretrain_gpt import model_provider
+
+LIMITS = Limits()
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add the flags of this tool to those of training."""
+    group = parser.add_argument_group("text generation server")
+    group.add_argument("--host", default="127.0.0.1", help="address to listen on")
+    group.add_argument("--port", type=int, default=5000, help="0 takes a free one")
+    group.add_argument("--served-model-name", default="model", help="what clients call it")
+    group.add_argument("--max-batch-size", type=int, default=8, help="sequences in work at once")
+    group.add_argument(
+        "--max-context", type=int, help="tokens of prompt and answer; the model's own by default"
+    )
+    group.add_argument("--chat-template", help="Jinja file; the tokenizer's own by default")
+    group.add_argument(
+        "--max-queue", type=int, default=LIMITS.queued, help="sequences that may wait"
+    )
+    group.add_argument(
+        "--max-body-bytes", type=int, default=LIMITS.body_bytes, help="size of a request"
+    )
+    group.add_argument(
+        "--max-connections", type=int, default=LIMITS.connections, help="clients at once"
+    )
+    group.add_argument(
+        "--receive-timeout-s", type=float, default=LIMITS.receive_timeout_s,
+        help="for headers, and for a body",
+    )  # fmt: skip
+    group.add_argument(
+        "--send-timeout-s", type=float, default=LIMITS.send_timeout_s,
+        help="for a client to take a piece of an answer",
+    )  # fmt: skip
+    group.add_argument(
+        "--request-timeout-s", type=float, default=LIMITS.request_timeout_s,
+        help="from the body to the last token",
+    )  # fmt: skip
+    return parser
+
+
+def limits_of(options: argparse.Namespace) -> Limits:
+    """Return the limits of the command line.
+
+    Raises:
+        ConfigError: one is not positive.
+    """
+    flags = {
+        "queued": "max_queue",
+        "body_bytes": "max_body_bytes",
+        "connections": "max_connections",
+        "receive_timeout_s": "receive_timeout_s",
+        "send_timeout_s": "send_timeout_s",
+        "request_timeout_s": "request_timeout_s",
+    }
+    for name in (*flags.values(), "max_batch_size"):
+        value = getattr(options, name)
+        if not value > 0:
+            raise ConfigError(
+                f"--{name.replace('_', '-')} {value:g}.",
+                rule="limits are positive",
+                flags=[f"--{name.replace('_', '-')}"],
+                fix="leave it out, or give a number above 0",
+            )
+    return dataclasses.replace(LIMITS, **{k: getattr(options, v) for k, v in flags.items()})
+
+
+def chat_template_of(session: ModelSession) -> Any:
+    """Return the chat template, or None if nobody gives one."""
+    options = session.options
+    try:
+        return find_chat_template(options.chat_template, session.run.tokenizer_model)
+    except ConfigError:
+        if options.chat_template is not None:
+            raise
+        return None
+
+
+def serve(app: App, service: Service, listener: socket.socket) -> None:
+    """Serve until a signal or the end of the engine; the serving rank's main thread."""
+    server = http_server(app, limits=app.limits)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: setattr(server, "should_exit", True))
+    engine = threading.Thread(target=_run_engine, args=(service, server), name="engine")
+    engine.start()
+    try:
+        host, port = listener.getsockname()[:2]
+        print(f"serving {app.model} at http://{host}:{port}", flush=True)
+        server.run(sockets=[listener])
+    finally:
+        service.stop()
+        engine.join()
+    if service.crash is not None:
+        raise service.crash
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Return a listening socket.
+
+    Raises:
+        ConfigError: the address cannot be used.
+    """
+    try:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        return socket.create_server((host, port), family=family)
+    except (OSError, OverflowError) as error:
+        raise ConfigError(
+            f"the server cannot listen at {host}, port {port}: {error}.",
+            rule="the address is this machine's and the port is free",
+            flags=["--host", "--port"],
+            fix="use --port 0 for a free one",
+        ) from error
+
+
+def _run_engine(service: Service, server: Any) -> None:
+    try:
+        service.run()
+    except Exception as error:
+        service.crash = error  # raised in the main thread
+    finally:
+        server.should_exit = True
+
+
+def main() -> None:
+    """Load and serve."""
+    progress = RunProgress(rank=launch.place_of_this_process().rank)
+    with failures_reported(progress, []):
+        require("uvicorn", purpose="tools/run_text_generation_server.py")
+        session = open_session(model_provider, add_arguments)
+        options, limits = session.options, limits_of(session.options)
+        model = session.with_cache(max_rows=options.max_batch_size, max_length=options.max_context)
+        service = Service(Engine(model), peers_of(None), limits.queued)
+        app, listener, problem = None, None, None
+        if service.peers.rank == 0:
+            try:
+                template = chat_template_of(session)
+                name = options.served_model_name
+                app = App(service, session.tokenizer, name, limits, template)
+                listener = listen(options.host, options.port)
+            except MegatronError as error:
+                problem = error
+        agree(problem, service.peers)
+        if app is not None and listener is not None:
+            serve(app, service, listener)
+        else:
+            # The serving rank hears the signal and says when to end.
+            for number in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(number, signal.SIG_IGN)
+            service.follow()
+        shut_down()
+
+
+if __name__ == "__main__":
+    main()
