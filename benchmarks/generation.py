@@ -23,6 +23,7 @@ import torch
 
 from megatron.core.capabilities import require
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.inference.forward import CachedModel
 from megatron.inference.generate import generate
 from megatron.inference.session import open_session
 from pretrain_gpt import model_provider
@@ -71,6 +72,7 @@ def main() -> int:
     parser.add_argument("--new-tokens", type=int, default=48)
     parser.add_argument("--dtype", choices=DTYPES, default="fp32")
     parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--no-weight-packing", action="store_true")
     parser.add_argument("--layers", type=int, default=30)
     parser.add_argument("--hidden", type=int, default=576)
     parser.add_argument("--heads", type=int, default=9)
@@ -90,6 +92,14 @@ def main() -> int:
         )
         times: dict[str, list[float]] = {"theirs": [], "ours": []}
         written: dict[str, Any] = {}
+        cached = CachedModel(
+            ours,
+            vocab_size=options.vocabulary,
+            max_rows=batch,
+            max_length=options.prompt_tokens + options.new_tokens,
+            groups=ProcessGroupCollection.single(),
+            packs_weights=not options.no_weight_packing,
+        )
         for turn in range(options.turns + 1):
             for name in times:
                 begin = time.perf_counter()
@@ -103,7 +113,7 @@ def main() -> int:
                     ).tolist()
                 else:
                     written[name] = generate(
-                        ours,
+                        cached,
                         prompts.tolist(),
                         max_new_tokens=options.new_tokens,
                         vocab_size=options.vocabulary,

@@ -54,6 +54,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     group.add_argument("--max-batch-size", type=int, default=32, help="prompts in work at once")
     group.add_argument("--json", action="store_true", help="write a JSON object a prompt")
     group.add_argument("--output", type=Path, help="file for the text, besides the screen")
+    group.add_argument(
+        "--no-weight-packing", action="store_true",
+        help="on CPUs: keep no second copy of the weights; slower, half the memory",
+    )  # fmt: skip
     return parser
 
 
@@ -115,6 +119,7 @@ def continuations(session: ModelSession, prompts: Sequence[Sequence[int]]) -> li
         model = session.with_cache(
             max_rows=min(len(prompts), options.max_batch_size),
             max_length=min(longest, session.max_sequence_length),
+            packs_weights=not options.no_weight_packing,
         )
         requests = [
             Request(

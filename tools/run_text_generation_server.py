@@ -75,6 +75,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "--request-timeout-s", type=float, default=LIMITS.request_timeout_s,
         help="from the body to the last token",
     )  # fmt: skip
+    group.add_argument(
+        "--no-weight-packing", action="store_true",
+        help="on CPUs: keep no second copy of the weights; slower, half the memory",
+    )  # fmt: skip
     return parser
 
 
@@ -167,7 +171,11 @@ def main() -> None:
         require("uvicorn", purpose="tools/run_text_generation_server.py")
         session = open_session(model_provider, add_arguments)
         options, limits = session.options, limits_of(session.options)
-        model = session.with_cache(max_rows=options.max_batch_size, max_length=options.max_context)
+        model = session.with_cache(
+            max_rows=options.max_batch_size,
+            max_length=options.max_context,
+            packs_weights=not options.no_weight_packing,
+        )
         service = Service(Engine(model), peers_of(None), limits.queued)
         app, listener, problem = None, None, None
         if service.peers.rank == 0:

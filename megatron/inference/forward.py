@@ -5,7 +5,7 @@ Legend: b rows, s new tokens, h hidden, v real vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,8 @@ from megatron.core.pipeline_parallel.layout import loss_rank, placement_shape
 from megatron.core.pipeline_parallel.p2p_communication import Message, P2PCommunicator
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
+from megatron.core.tensor_parallel.packed_weights import pack
+from megatron.core.tensor_parallel.parallel_parameters import ParallelLinear
 from megatron.core.utils import as_list, get_model_config, get_pg_rank, get_pg_size, unwrap_model
 from megatron.inference.sampling import Draw, choose_tokens, log_probabilities
 
@@ -36,6 +38,8 @@ class CachedModel:
         model: this rank's model chunk, or its list of chunks.
         vocab_size: number of real tokens; logits of padding beyond it are ignored.
         max_rows, max_length: size of the cache.
+        packs_weights: on the CPU, keep a second copy of the weights, laid out for few rows. It is
+            taken at once; a weight that changes later is used as it is.
     """
 
     def __init__(
@@ -46,6 +50,7 @@ class CachedModel:
         max_rows: int,
         max_length: int,
         groups: ProcessGroupCollection,
+        packs_weights: bool = False,
     ) -> None:
         self.groups = groups
         self.vocab_size = vocab_size
@@ -53,12 +58,26 @@ class CachedModel:
         self.config = get_model_config(self.chunks[0])
         self.context = StaticInferenceContext(max_rows, max_length)
         self.context.materialize_only_last_token_logits = True
+        if packs_weights:
+            for weight in self._weights():
+                pack(weight)
         self._rank = get_pg_rank(groups.pp)
         self._placement = Placement(
             get_pg_size(groups.pp), len(self.chunks), placement_shape(self.config.pipeline_schedule)
         )
         has_peers = self._placement.num_ranks > 1
         self._channel = P2PCommunicator(groups.pp, self.config) if has_peers else None
+
+    def _weights(self) -> Iterator[Tensor]:
+        """Yield the weights of linear layers and heads, also of a tied one."""
+        for chunk in self.chunks:
+            for module in chunk.modules():
+                if isinstance(module, ParallelLinear):
+                    weight = getattr(module, "weight", None)
+                    if weight is not None:
+                        yield weight
+            if getattr(chunk, "post_process", False) and chunk.output_layer.weight is None:
+                yield chunk.shared_embedding_or_output_weight()
 
     @torch.no_grad()
     def next_tokens(

@@ -35,7 +35,8 @@ def generate(
     """Return each prompt with its continuation, the same on every rank.
 
     Args:
-        model: this rank's model chunk, or its list of chunks.
+        model: this rank's model chunk, or its list of chunks; or a `CachedModel`, whose cache
+            and packed weights then serve for many calls.
         prompts: token ids, one or more rows of at least one token each; the same on every rank.
         max_new_tokens: added to each row at most.
         vocab_size: number of real tokens; logits of padding beyond it are ignored.
@@ -58,6 +59,9 @@ def generate(
     for problem in problems:
         if problem is not None:
             raise problem
+    if isinstance(model, CachedModel):
+        with evaluating(model.chunks):
+            return _through_cache(model, prompts, max_new_tokens, sampling, eod)
     if uses_cache is None:
         uses_cache = has_cache(model)
     with evaluating(model):
@@ -78,26 +82,36 @@ def generate(
             max_length=max(map(len, prompts)) + max_new_tokens,
             groups=groups,
         )
-        engine = Engine(cached)
-        rows = [list(prompt) for prompt in prompts]
-        stop = frozenset(() if eod is None else (eod,))
-        row_of = {
-            engine.add(
-                Request(
-                    tokens=prompt,
-                    max_new_tokens=max_new_tokens,
-                    sampling=sampling,
-                    sequence=number,
-                    stop_tokens=stop,
-                )
-            ): rows[number]
-            for number, prompt in enumerate(prompts)
-        }
-        while not engine.is_idle:
-            for event in engine.step():
-                if event.finish_reason != "stop":
-                    row_of[event.request].append(event.token)
-        return rows
+        return _through_cache(cached, prompts, max_new_tokens, sampling, eod)
+
+
+def _through_cache(
+    cached: CachedModel,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    sampling: Sampling,
+    eod: int | None,
+) -> list[list[int]]:
+    engine = Engine(cached)
+    rows = [list(prompt) for prompt in prompts]
+    stop = frozenset(() if eod is None else (eod,))
+    row_of = {
+        engine.add(
+            Request(
+                tokens=prompt,
+                max_new_tokens=max_new_tokens,
+                sampling=sampling,
+                sequence=number,
+                stop_tokens=stop,
+            )
+        ): rows[number]
+        for number, prompt in enumerate(prompts)
+    }
+    while not engine.is_idle:
+        for event in engine.step():
+            if event.finish_reason != "stop":
+                row_of[event.request].append(event.token)
+    return rows
 
 
 @contextmanager

@@ -49,8 +49,10 @@ class ModelSession:
         """The longest sequence the model has positions for."""
         return int(self.run.max_position_embeddings)
 
-    def with_cache(self, *, max_rows: int, max_length: int | None = None) -> CachedModel:
-        """Give the model a cache of keys and values.
+    def with_cache(
+        self, *, max_rows: int, max_length: int | None = None, packs_weights: bool = True
+    ) -> CachedModel:
+        """Give the model a cache of keys and values; see `CachedModel`.
 
         Raises:
             ConfigError: its ranks share the sequence.
@@ -68,6 +70,7 @@ class ModelSession:
             max_rows=max_rows,
             max_length=max_length or self.max_sequence_length,
             groups=self.groups,
+            packs_weights=packs_weights,
         )
 
 

@@ -25,25 +25,9 @@ QUESTIONS = 24
 RELATIVE = 1e-4
 """Of perplexities: sums of fp32 log-probabilities from logits in another order."""
 WORDS = [
-    "the",
-    "a",
-    "cat",
-    "dog",
-    "bird",
-    "sees",
-    "hears",
-    "finds",
-    "small",
-    "red",
-    "old",
-    "house",
-    "tree",
-    "river",
-    "and",
-    "then",
-    "it",
-    "was",
-]
+    "the", "a", "cat", "dog", "bird", "sees", "hears", "finds", "small", "red", "old", "house",
+    "tree", "river", "and", "then", "it", "was",
+]  # fmt: skip
 
 CHOICE = """
 task: local_choice

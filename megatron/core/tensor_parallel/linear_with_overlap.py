@@ -24,6 +24,7 @@ from megatron.core.errors import ConfigError
 from megatron.core.param_meta import accumulate_main_grad, has_main_grad, main_grad_addmm
 from megatron.core.process_groups_config import Group
 from megatron.core.tensor_parallel import collectives, mappings
+from megatron.core.tensor_parallel.packed_weights import linear
 from megatron.core.utils import get_pg_size
 
 
@@ -90,7 +91,7 @@ def parallel_linear(x: Tensor, weight: Tensor, bias: Tensor | None, plan: Linear
     splits = writes_main_grad or deferred_gradients.may_wait()
     if not communicates and not (splits and torch.is_grad_enabled()):
         # Nothing to do beyond torch's own: its C++ autograd is as fast as it gets.
-        return F.linear(x, weight, bias)
+        return linear(x, weight, bias)
     if torch.is_autocast_enabled(x.device.type):
         return _composed_linear(x, weight, bias, plan)
     return _ParallelLinear.apply(x, weight, bias, plan, communicates)
@@ -133,8 +134,8 @@ class _ParallelLinear(torch.autograd.Function):
         if input_mode is InputMode.SEQUENCE_SHARD:
             x = collectives.all_gather(x, plan.group)
         if output_mode is OutputMode.LOCAL:
-            return F.linear(x, weight, bias)
-        out = F.linear(x, weight).contiguous()
+            return linear(x, weight, bias)
+        out = linear(x, weight, None).contiguous()
         if output_mode is OutputMode.ALL_REDUCE:
             out = collectives.all_reduce(out, plan.group)
         else:

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from megatron.core.errors import ConfigError
 from megatron.core.inference.contexts import StaticInferenceContext
@@ -10,13 +11,14 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.rng import rng_state
+from megatron.core.tensor_parallel.packed_weights import linear, pack, unpack
 from megatron.core.transformer.transformer_config import (
     MLATransformerConfig,
     TransformerConfig,
 )
 from megatron.inference.forward import CachedModel
 from megatron.inference.sampling import Draw, Sampling
-from tests.harness.tolerances import FP32_REORDERED_SUM, assert_close
+from tests.harness.tolerances import BF16_ROUNDED_ONCE, EXACT, FP32_REORDERED_SUM, assert_close
 
 COMMON = {
     "num_layers": 2,
@@ -117,6 +119,21 @@ def test_rows_may_be_at_places_of_their_own(name):
     cache.move_row(2, 0, 6)  # the first ends, the last takes its place
     step([2, 1], 0, [6, 5], [1, 1])
     step([2, 1], 0, [7, 6], [2, 1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_packed_weights_give_the_same_product_until_they_change(dtype):
+    draw = torch.Generator().manual_seed(6)
+    weight, bias = (torch.randn(*shape, generator=draw).to(dtype) for shape in ((24, 16), (24,)))
+    x = torch.randn(1, 5, 16, generator=draw).to(dtype)
+    with torch.no_grad():
+        assert pack(weight, 5)
+        tolerance = FP32_REORDERED_SUM if dtype == torch.float32 else BF16_ROUNDED_ONCE
+        assert_close(linear(x, weight, bias), F.linear(x, weight, bias), tolerance, "product")
+        weight.mul_(2)
+        assert_close(linear(x, weight, None), F.linear(x, weight), EXACT, "product")
+        unpack(weight)
+        assert weight.packed_weight is None
 
 
 def test_more_than_the_cache_holds_is_refused():
