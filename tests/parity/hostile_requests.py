@@ -248,8 +248,9 @@ def running_server(folder: Path, *flags: str, num_ranks: int = 2) -> Iterator[tu
             assert not ended, log.read_text()[-4000:]
             time.sleep(0.5)
         yield int(found[1]), launcher.pid
-        launcher.send_signal(signal.SIGINT)
-        launcher.wait(60)
+        for rank in psutil.Process(launcher.pid).children():
+            rank.send_signal(signal.SIGINT)
+        assert launcher.wait(60) == 0, log.read_text()[-4000:]
     finally:
         if launcher.poll() is None:
             launcher.kill()

@@ -36,10 +36,13 @@ def test_a_host_without_a_reachable_name_is_a_problem(monkeypatch):
         raise socket.gaierror("unknown host")
 
     monkeypatch.setattr(socket, "gethostbyname", unknown)
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nonsense0")
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     found = by_name(findings.network_findings())
     assert found["this host"].state is State.PROBLEM
     assert "GLOO_SOCKET_IFNAME=lo" in found["this host"].text
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nonsense0")
+    found = by_name(findings.network_findings())
+    assert found["this host"].state is State.ABSENT
     assert found["GLOO_SOCKET_IFNAME"].state is State.PROBLEM
 
 
