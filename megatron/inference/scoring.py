@@ -17,10 +17,11 @@ from torch import Tensor
 
 from megatron.core import device
 from megatron.core.context_parallel import get_batch_on_this_cp_rank, rows_of_rank
+from megatron.core.pipeline_parallel.layout import loss_rank
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
-from megatron.core.utils import as_list, get_pg_rank, get_pg_size
+from megatron.core.utils import as_list, get_model_config, get_pg_rank, get_pg_size
 
 UNSCORED = -100
 """Label of positions whose next token is not asked for; the loss of it is 0."""
@@ -78,7 +79,7 @@ def score(
         scored = _run(chunks, [batch for _, batch in mine], width, batch_size, vocab_size, groups)
         for (first, _), one in zip(mine, scored, strict=False):
             table[:, first : first + batch_size] = one
-        _share(table, groups)
+        _share(table, loss_rank(get_model_config(chunks[0])), groups)
         found += [_score_of(row, table[:, place]) for place, row in enumerate(part)]
     return found
 
@@ -169,15 +170,18 @@ def _of_tokens(
     return torch.stack((-loss, (pair[1] >= pair[0]).to(loss.dtype)))
 
 
-def _share(table: Tensor, groups: ProcessGroupCollection) -> None:
-    """Bring what the ranks of cp and dp found together, and give it to all stages."""
-    num_stages = get_pg_size(groups.pp)
-    if get_pg_rank(groups.pp) == num_stages - 1:
+def _share(table: Tensor, last_rank: int, groups: ProcessGroupCollection) -> None:
+    """Bring what the ranks of cp and dp found together, and give it to all stages.
+
+    Args:
+        last_rank: of the pipeline, where the logits are.
+    """
+    if get_pg_rank(groups.pp) == last_rank:
         for group in (groups.cp, groups.dp):
             if get_pg_size(group) > 1:
                 dist.all_reduce(table, group=group)
-    if num_stages > 1:
-        source = dist.get_global_rank(groups.pp, num_stages - 1)
+    if get_pg_size(groups.pp) > 1:
+        source = dist.get_global_rank(groups.pp, last_rank)
         dist.broadcast(table, src=source, group=groups.pp)
 
 
