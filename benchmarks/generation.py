@@ -68,8 +68,8 @@ def main() -> int:
     """Measure and print; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8])
-    parser.add_argument("--prompt-tokens", type=int, default=64)
-    parser.add_argument("--new-tokens", type=int, default=48)
+    parser.add_argument("--prompt-tokens", type=int, default=32)
+    parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--dtype", choices=DTYPES, default="fp32")
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--no-weight-packing", action="store_true")
