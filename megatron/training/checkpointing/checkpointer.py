@@ -57,6 +57,7 @@ from megatron.training.checkpointing.selection import (
 from megatron.training.checkpointing.settings import CheckpointSettings
 from megatron.training.checkpointing.short_lived import make_tier
 from megatron.training.checkpointing.sources import compare_heads, stored_source
+from megatron.training.checkpointing.upcycling import is_dense, read_from_dense
 from megatron.training.state import TrainState
 
 _RUN = secrets.token_hex(6)
@@ -374,6 +375,8 @@ class Checkpointer:
 
     def _load_contents(self, contents: Contents, *, is_finetuning: bool) -> Restored:
         settings = self.settings
+        is_upcycling = settings.moe_use_upcycling and is_dense(contents.manifest)
+        is_finetuning = is_finetuning or is_upcycling
         with_optimizer = not (is_finetuning or settings.no_load_optim)
         with_rng = not (is_finetuning or settings.no_load_rng)
         has_optimizer = self.parts.optimizer is not None
@@ -381,6 +384,9 @@ class Checkpointer:
             for line in check_foreign(contents, needs_moments=with_optimizer and has_optimizer):
                 self._say(f"  {line}")
         template = self._template(with_optimizer=with_optimizer, with_rng=with_rng)
+        if is_upcycling:
+            template = read_from_dense(template, contents.manifest)
+            self._say("  every expert begins as a copy of the dense MLP of its layer")
         strict = parse_strict_handling(settings.dist_ckpt_strictness)
         note = compare_heads(template, contents, strict, peers=self.peers)
         if note:

@@ -19,6 +19,7 @@ class CheckpointSettings:
     save_retain_interval: int | None = None
     ckpt_step: int | None = None
     finetune: bool = False
+    moe_use_upcycling: bool = False
     no_load_optim: bool = False
     no_load_rng: bool = False
     no_save_optim: bool = False

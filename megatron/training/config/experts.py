@@ -106,10 +106,8 @@ class ExpertConfig:
     """Noise on the router's input."""
     moe_layer_recompute: bool = flag(False, part_of="num_experts")
     """Recompute expert layers in backward."""
-    moe_use_upcycling: bool = flag(
-        False, part_of="num_experts", refuse="drop it: experts start from their own initial values"
-    )
-    """Start experts from a dense checkpoint."""
+    moe_use_upcycling: bool = flag(False, part_of="num_experts")
+    """Where a checkpoint to load is that of a dense model, start every expert as its MLP."""
     moe_per_layer_logging: bool = flag(False, part_of="num_experts")
     """Log the balance of each layer."""
     overlap_moe_expert_parallel_comm: bool = flag(

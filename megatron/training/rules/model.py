@@ -213,3 +213,28 @@ def groups_are_asked_for(run: ResolvedRun) -> Iterator[MegatronError]:
             "--group-query-attention",
             fix="add --group-query-attention",
         )
+
+
+@rule
+def experts_begin_as_the_dense_mlp(run: ResolvedRun) -> Iterator[MegatronError]:
+    """Upcycling copies a whole MLP, from a checkpoint."""
+    if not (run.moe_use_upcycling and run.num_experts):
+        return
+    width = run.moe_ffn_hidden_size
+    if width is not None and width != run.ffn_hidden_size:
+        yield problem(
+            f"--moe-use-upcycling with experts of width {width} from an MLP of width"
+            f" {run.ffn_hidden_size}.",
+            "every expert begins as a copy of the dense MLP",
+            "--moe-use-upcycling",
+            "--moe-ffn-hidden-size",
+            fix="drop --moe-ffn-hidden-size",
+        )
+    if not (run.load or run.pretrained_checkpoint or run.load_hf):
+        yield problem(
+            "--moe-use-upcycling without a checkpoint.",
+            "experts begin with the weights of a dense model",
+            "--moe-use-upcycling",
+            "--pretrained-checkpoint",
+            fix="add --pretrained-checkpoint with the directory of a dense run",
+        )

@@ -314,6 +314,24 @@ def train_and_save(groups, layout: Layout, model: Model, directory: Path, num_st
     return run.losses
 
 
+def upcycle_and_save(groups, layout: Layout, model: Model, source: Path, target: Path) -> None:
+    """Begin a model with experts from a dense checkpoint, and save it."""
+    settings = {"pretrained_checkpoint": str(source), "moe_use_upcycling": True}
+    run = Run(groups, layout, model, save=str(target), no_save_optim=True, **settings)
+    assert run.load()
+    run.save()
+    run.checkpointer.close()
+
+
+def first_loss_after_loading(groups, layout: Layout, model: Model, source: Path) -> float:
+    """Load weights and train a step: the loss that it began with."""
+    settings = {"pretrained_checkpoint": str(source), "moe_use_upcycling": model.experts > 0}
+    run = Run(groups, layout, model, **settings)
+    assert run.load()
+    run.train(1)
+    return run.losses[0]
+
+
 def load_each_and_save_again(
     groups,
     layout: Layout,

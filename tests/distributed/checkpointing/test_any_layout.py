@@ -12,13 +12,15 @@ from megatron.core.dist_checkpointing.digest import checkpoint_digest
 from tests.distributed.checkpointing.gpt_run import (
     Layout,
     Model,
+    first_loss_after_loading,
     load_each_and_save_again,
     resume_and_train,
     train_and_save,
+    upcycle_and_save,
     weights_after_loading,
 )
 from tests.harness.distributed import run_distributed
-from tests.harness.tolerances import FP32_AFTER_OPTIMIZER, assert_close
+from tests.harness.tolerances import FP32_AFTER_OPTIMIZER, FP32_REORDERED_SUM, assert_close
 
 LAYOUTS = [
     Layout(),
@@ -105,3 +107,31 @@ def test_weights_loaded_without_optimizer_state_reach_the_main_weights(ram_path:
     for name, weight in found["model"].items():
         main = found["main"][name].view_as(weight)
         assert torch.equal(main.to(torch.bfloat16), weight), name
+
+
+def test_experts_begin_as_copies_of_the_dense_mlp_in_every_layout(ram_path: Path) -> None:
+    dense = ram_path / "dense"
+    run(train_and_save, Layout(), Model(), dense, 2)
+    digests = set()
+    layouts = [Layout(), Layout(tp=2, dp=2, ep=2, expt_tp=2), Layout(pp=2, dp=2, ep=2, zero=3)]
+    for layout in layouts:
+        run(upcycle_and_save, layout, Model(experts=4), dense, ram_path / str(layout))
+        saved = ram_path / str(layout) / "iter_0000000"
+        digests.add(checkpoint_digest(saved))
+    assert len(digests) == 1
+    before = load_plain_tensors(dense / "iter_0000002")
+    after = load_plain_tensors(saved)
+    for kind in ("linear_fc1.weight", "linear_fc2.weight"):
+        copies = after[f"decoder.layers.2.mlp.experts.experts.{kind}"]
+        assert copies.shape[0] == 4
+        for copy in copies:
+            assert torch.equal(copy, before[f"decoder.layers.mlp.{kind}"][2])
+    norm = before["decoder.layers.mlp.linear_fc1.layer_norm_weight"][2]
+    assert torch.equal(after["decoder.layers.2.pre_mlp_layernorm.weight"], norm)
+
+
+def test_an_upcycled_model_begins_with_the_loss_of_the_dense_one(ram_path: Path) -> None:
+    run(train_and_save, Layout(), Model(dropout=0.0), ram_path, 2)
+    dense = run(first_loss_after_loading, Layout(), Model(dropout=0.0), ram_path)[0]
+    experts = run(first_loss_after_loading, Layout(), Model(dropout=0.0, experts=4), ram_path)[0]
+    assert_close(experts, dense, FP32_REORDERED_SUM, what="loss")
