@@ -16,6 +16,7 @@ from megatron.core.rng import rng_state
 from megatron.core.utils import get_model_config, get_pg_rank, get_pg_size
 from megatron.training.losses import LossTable, Report
 from megatron.training.meeting import any_rank, of_rank
+from megatron.training.metrics.expert_load import first_bad_router
 from megatron.training.metrics.flops import FlopConvention, training_flops
 from megatron.training.parts import StepPlan, TrainingParts
 from megatron.training.state import StepResult, TrainState
@@ -125,14 +126,16 @@ def _check_losses(
         return found is not None
     if not any_rank(found is not None):
         return False
-    problem = None
+    problem, routers = None, ""
+    if parts.run.num_experts:
+        routers = first_bad_router(parts.model, parts.groups)
     if found is not None:
         microbatch, name, value = found
         row = microbatch * get_pg_size(parts.groups.dp) + get_pg_rank(parts.groups.dp)
         first = state.consumed_train_samples + row * plan.micro_batch_size
         problem = NumericsError(
             f"iteration {state.iteration + 1}: {name} is {value} in micro batch"
-            f" {microbatch} (samples {first} to {first + plan.micro_batch_size - 1}).",
+            f" {microbatch} (samples {first} to {first + plan.micro_batch_size - 1})." + routers,
             rule="weights are updated only from finite losses; this step was not applied",
             flags=["--no-check-for-nan-in-loss-and-grad", "--iterations-to-skip", "--lr"],
             fix=f"lower --lr, or resume with --iterations-to-skip {state.iteration + 1} if the"

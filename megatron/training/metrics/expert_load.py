@@ -26,11 +26,31 @@ def collect_loads(model: Sequence[nn.Module], groups: ProcessGroupCollection) ->
         summary = LoadSummary.of(router.load)
         if summary is not None:
             own.append((summary, router.load.step_losses))
-    if get_pg_size(groups.pp) > 1:
-        gathered: list[Any] = [None] * get_pg_size(groups.pp)
-        dist.all_gather_object(gathered, own, group=groups.pp)
-        own = [load for loads in gathered for load in loads]
-    return sorted(own, key=lambda load: load[0].layer_number)
+    return sorted(_over_stages(own, groups), key=lambda load: load[0].layer_number)
+
+
+def first_bad_router(model: Sequence[nn.Module], groups: ProcessGroupCollection) -> str:
+    """Return a sentence on the first layer whose router met what is not finite; "" if none did.
+
+    Communication: as `collect_loads`.
+    """
+    own = [r.load.layer_number for r in routers_of(model) if not r.load.step_is_finite]
+    bad = _over_stages(own, groups)
+    if not bad:
+        return ""
+    return (
+        f" The router of layer {min(bad)} is the first whose logits were not finite: look at its"
+        " weight, and at what comes before it."
+    )
+
+
+def _over_stages(own: list[Any], groups: ProcessGroupCollection) -> list[Any]:
+    """Return the lists of all pipeline stages, joined."""
+    if get_pg_size(groups.pp) == 1:
+        return own
+    gathered: list[Any] = [None] * get_pg_size(groups.pp)
+    dist.all_gather_object(gathered, own, group=groups.pp)
+    return [entry for entries in gathered for entry in entries]
 
 
 def balance_losses(loads: Loads) -> dict[str, float]:

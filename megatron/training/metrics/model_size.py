@@ -221,7 +221,7 @@ class ModelSize:
         sizes = self.experts
         assert sizes is not None
         shared = self._always_visited + self._mlp_biases(sizes.shared_width)
-        return self._attention_parameters + shared
+        return self._attention_parameters + shared + sizes.num_experts * self.has_linear_bias
 
     @property
     def routed_parameters(self) -> int:

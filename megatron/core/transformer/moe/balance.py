@@ -74,6 +74,7 @@ class ExpertLoad:
         losses: name -> sum over micro batches of this rank's part of a balance loss.
         step_visits, step_dropped, step_losses: the same of all ranks, after `finish_step`; losses
             are means over micro batches.
+        step_is_finite: whether all logits of the last step were finite numbers, on all ranks.
     """
 
     def __init__(self, num_experts: int, layer_number: int) -> None:
@@ -82,13 +83,19 @@ class ExpertLoad:
         self.step_visits: Tensor | None = None
         self.step_dropped = 0
         self.step_losses: dict[str, float] = {}
+        self.step_is_finite = True
+        self._bad_batches: Tensor | None = None
         self._visits: Tensor | None = None
         self._dropped: Tensor | None = None
         self._losses: dict[str, Tensor] = {}
         self.num_microbatches = 0
 
-    def count(self, routing_map: Tensor, dropped: Tensor | None = None) -> None:
-        """Add the choices [t, e] of one micro batch."""
+    def count(
+        self, routing_map: Tensor, dropped: Tensor | None = None, *, is_finite: Tensor
+    ) -> None:
+        """Add the choices [t, e] of one micro batch, and whether its logits were finite."""
+        is_bad = is_finite.logical_not()
+        self._bad_batches = is_bad if self._bad_batches is None else self._bad_batches + is_bad
         visits = routing_map.sum(0)
         self._visits = visits if self._visits is None else self._visits + visits
         if dropped is not None:
@@ -109,9 +116,11 @@ class ExpertLoad:
         visits = self._visits if self._visits is not None else zero.expand(self.num_experts)
         dropped = self._dropped if self._dropped is not None else zero
         losses = [self._losses.get(name, zero) for name in names]
+        bad = self._bad_batches if self._bad_batches is not None else zero
         count = torch.tensor(self.num_microbatches, device=device)
         self._visits, self._dropped, self._losses, self.num_microbatches = None, None, {}, 0
-        rest = torch.stack([x.double() for x in (dropped, count, *losses)])
+        self._bad_batches = None
+        rest = torch.stack([x.double() for x in (dropped, bad, count, *losses)])
         return torch.cat([visits.double(), rest])
 
     def finish_step(self, packed: Tensor, names: Sequence[str], ranks_per_sample: int) -> None:
@@ -119,10 +128,11 @@ class ExpertLoad:
         visits, rest = packed[: self.num_experts], packed[self.num_experts :].tolist()
         self.step_visits = visits.clone()
         self.step_dropped = int(rest[0])
-        num_microbatches = rest[1] / ranks_per_sample
+        self.step_is_finite = rest[1] == 0
+        num_microbatches = rest[2] / ranks_per_sample
         self.step_losses = {
             name: value / max(num_microbatches, 1)
-            for name, value in zip(names, rest[2:], strict=True)
+            for name, value in zip(names, rest[3:], strict=True)
         }
 
 

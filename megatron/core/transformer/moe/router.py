@@ -13,14 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.core.context_parallel import rows_of_rank
-from megatron.core.device import current_device
-from megatron.core.initialization import initialization_is_deferred
-from megatron.core.param_meta import ParamMeta, set_param_meta
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.rng import keyed_uniform
 from megatron.core.side_losses import attach_side_loss
 from megatron.core.tensor_parallel import collectives
 from megatron.core.tensor_parallel.activation_recompute import is_recomputing
+from megatron.core.tensor_parallel.parallel_parameters import ParallelLayer
 from megatron.core.transformer.moe.balance import (
     BalancedRouter,
     ExpertLoad,
@@ -41,14 +39,14 @@ from megatron.core.utils import get_pg_size
 ROUTER_DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 
 
-class TopKRouter(BalancedRouter):
+class TopKRouter(BalancedRouter, ParallelLayer):
     """Scores every expert for every token and chooses k of them.
 
     The ranks of tp x cp share the sequences of a micro batch, each holding other tokens of them,
     also without sequence parallelism: the weight's gradient is partial over `tp`.
 
     Attributes:
-        weight: [e, h].
+        weight: [e, h]; bias: [e], in models with biases (None in others).
         expert_bias: [e] fp32, added to the scores for the choice; None without it.
         global_shares: [e] fp32, each expert's share of the last step's visits; None without a
             balance loss over the global batch.
@@ -63,24 +61,28 @@ class TopKRouter(BalancedRouter):
         pg_collection: ProcessGroupCollection | None = None,
         is_mtp_layer: bool = False,
     ) -> None:
-        super().__init__()
-        assert config.num_moe_experts and config.init_method
-        self.config = config
+        super().__init__(config, pg_collection=pg_collection)
+        assert config.num_moe_experts
+        self.config: TransformerConfig = config
         self.pg_collection = pg_collection or ProcessGroupCollection.current()
         self.is_mtp_layer = is_mtp_layer
         self.num_experts = config.num_moe_experts
         self.topk = config.moe_router_topk
         self.load = ExpertLoad(self.num_experts, 0)
-        device = torch.device("cpu") if config.use_cpu_initialization else current_device()
-        shape = (self.num_experts, config.hidden_size)
-        self.weight = nn.Parameter(torch.empty(shape, dtype=config.params_dtype, device=device))
         axes = ("tp",) if config.tensor_model_parallel_size > 1 else ()
-        meta = ParamMeta(init_method=config.init_method, grad_sum_axes=axes)
-        set_param_meta(self.weight, meta)
-        if config.perform_initialization and not initialization_is_deferred():
-            with torch.no_grad():
-                config.init_method(self.weight)
-        even = torch.full((self.num_experts,), 1.0 / self.num_experts, device=device)
+        self.weight = self.new_parameter(
+            self.num_experts,
+            config.hidden_size,
+            init_method=config.init_method,
+            split_dim=None,
+            grad_sum_axes=axes,
+        )
+        self.bias: nn.Parameter | None = None
+        if config.add_bias_linear:
+            self.bias = self.new_parameter(
+                self.num_experts, init_method=None, split_dim=None, grad_sum_axes=axes
+            )
+        even = torch.full((self.num_experts,), 1.0 / self.num_experts, device=self.weight.device)
         uses_bias = config.moe_router_enable_expert_bias
         uses_shares = "global_aux_loss" in config.balance_losses()
         self.register_buffer("expert_bias", torch.zeros_like(even) if uses_bias else None)
@@ -119,7 +121,7 @@ class TopKRouter(BalancedRouter):
             probs = probs * routing_map
         if self.training and torch.is_grad_enabled():
             if not is_recomputing():
-                self.load.count(demanded, dropped)
+                self.load.count(demanded, dropped, is_finite=logits.detach().isfinite().all())
             probs = self._with_losses(probs, logits, choice, is_token)
         return probs, routing_map
 
@@ -158,7 +160,8 @@ class TopKRouter(BalancedRouter):
             eps = config.moe_input_jitter_eps
             x = x * keyed_uniform(x, rows).mul_(2 * eps).add_(1.0 - eps).to(x.dtype)
         dtype = ROUTER_DTYPES.get(config.moe_router_dtype or "", x.dtype)
-        logits = F.linear(x.to(dtype), self.weight.to(dtype))
+        bias = None if self.bias is None else self.bias.to(dtype)
+        logits = F.linear(x.to(dtype), self.weight.to(dtype), bias)
         if logits.dtype in (torch.float16, torch.bfloat16):
             logits = logits.float()
         if config.moe_router_force_load_balancing:

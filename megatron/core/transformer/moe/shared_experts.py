@@ -11,11 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.core.device import current_device
-from megatron.core.initialization import initialization_is_deferred
-from megatron.core.param_meta import ParamMeta, set_param_meta
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.replicated_linear import ReplicatedLinear
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 
@@ -43,16 +41,13 @@ class SharedExpertMLP(MLP):
         )
         self.gate_weight: nn.Parameter | None = None
         if gate or config.moe_shared_expert_gate:
-            device = torch.device("cpu") if config.use_cpu_initialization else current_device()
-            shape = (1, config.hidden_size)
-            weight = nn.Parameter(torch.empty(shape, dtype=config.params_dtype, device=device))
-            axes = ("tp",) if config.sequence_parallel else ()
-            set_param_meta(weight, ParamMeta(init_method=config.init_method, grad_sum_axes=axes))
-            if config.perform_initialization and not initialization_is_deferred():
-                assert config.init_method
-                with torch.no_grad():
-                    config.init_method(weight)
-            self.gate_weight = weight
+            self.gate_weight = ReplicatedLinear(
+                config.hidden_size,
+                1,
+                config=config,
+                init_method=config.init_method,
+                pg_collection=pg_collection,
+            ).weight
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
         """Compute the expert of [s, b, h] (under sequence parallelism [s/tp, b, h])."""

@@ -15,6 +15,7 @@ from megatron.core.side_losses import SideLossWeight, set_side_loss_weight
 from megatron.core.transformer.moe.balance import LoadSummary, finish_step_of_routers
 from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.training.metrics.expert_load import first_bad_router
 from tests.harness.tolerances import FP32_REORDERED_SUM, assert_close
 
 H, E, K = 16, 4, 2
@@ -51,7 +52,7 @@ def by_hand(moe, x):
     weights = dict(moe.named_parameters())
     out = torch.zeros(x.shape[0] * x.shape[1], H)
     for index, token in enumerate(x.reshape(-1, H)):
-        logits = weights["router.weight"] @ token
+        logits = F.linear(token, weights["router.weight"], weights["router.bias"])
         best = logits.topk(K)
         for expert, share in zip(best.indices.tolist(), best.values.softmax(0), strict=True):
             part = {
@@ -183,3 +184,17 @@ def test_forced_balance_spreads_tokens_whatever_the_router_says():
     finish_step_of_routers([moe], ProcessGroupCollection.single())
     summary = LoadSummary.of(moe.router.load)
     assert 0.8 < summary.lowest <= summary.median <= summary.p90 <= summary.highest < 1.2
+
+
+def test_a_router_that_meets_what_is_not_finite_is_named():
+    groups = ProcessGroupCollection.single()
+    moe, x = layer(), tokens()
+    moe.set_layer_number(7)
+    moe(x)[0].sum().backward()
+    finish_step_of_routers([moe], groups)
+    assert first_bad_router([moe], groups) == ""
+    with torch.no_grad():
+        moe.router.weight[1, 2] = float("nan")
+    moe(x)[0].sum().backward()
+    finish_step_of_routers([moe], groups)
+    assert "The router of layer 7 is the first" in first_bad_router([moe], groups)
