@@ -79,7 +79,9 @@ EXPERTS: dict[str, dict[str, Any]] = {
         moe_aux_loss_coeff=[0.1, 0.05, 0.2],
         moe_z_loss_coeff=0.01,
     ),
-    "capacity": dict(moe_expert_capacity_factor=0.75, moe_aux_loss_coeff=0.1),
+    "capacity": dict(
+        moe_expert_capacity_factor=0.75, moe_aux_loss_coeff=0.1, calculate_per_token_loss=True
+    ),
     "deepseek": dict(
         moe_router_score_function="sigmoid",
         moe_router_enable_expert_bias=True,

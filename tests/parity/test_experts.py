@@ -7,7 +7,7 @@ from tests.parity.table import assert_equals_one_process
 
 SAMPLE = [
     (
-        LayoutCase(tp=2, sp=True, dp=2, ep=2, expt_tp=2, grouped=False),
+        LayoutCase(tp=2, sp=True, dp=2, ep=2, expt_tp=2, grouped=False, micro_batch_size=2),
         ModelCase("llama", True, 0.0, experts="dropless", padded=True),
     ),
     (

@@ -131,8 +131,11 @@ def gated(
     """Apply activation and, where the config says so, gate: [..., f or 2f] -> [..., f]."""
     if not config.gated_linear_unit:
         return activation_func(x)
+    bound, offset = config.activation_func_clamp_value, config.glu_linear_offset
     fused = FUSED_GATES.get(activation_func)
-    if fused is not None and config.bias_activation_fusion:
+    if fused is not None and config.bias_activation_fusion and bound is None and not offset:
         return fused(x)
     gate, up = torch.chunk(x, 2, dim=-1)
-    return activation_func(gate) * up
+    if bound is not None:
+        gate, up = gate.clamp(max=bound), up.clamp(-bound, bound)
+    return activation_func(gate) * (up + offset if offset else up)

@@ -88,6 +88,10 @@ class ModelConfig:
     """MLP gated by the tanh approximation of GELU (arXiv 2002.05202)."""
     quick_geglu: bool = False
     """MLP gated by x * sigmoid(1.702 x)."""
+    glu_linear_offset: float = 0.0
+    """Added to the branch that the gate multiplies."""
+    activation_func_clamp_value: float | None = None
+    """Bound of a gated MLP's branches before the nonlinearity."""
     openai_gelu: bool = False
     """The tanh approximation of GELU."""
     add_bias_linear: bool = flag(True, "--disable-bias-linear")

@@ -8,10 +8,11 @@ import torch.nn.functional as F
 
 from megatron.core.activations import fast_gelu, quick_gelu, squared_relu
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer import mlp as mlp_module
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.spec_utils import get_submodules
 from megatron.core.transformer.transformer_config import TransformerConfig
-from tests.harness.tolerances import FP32_REORDERED_SUM, assert_close
+from tests.harness.tolerances import FP32_REORDERED_SUM, FP32_ROUNDED_ONCE, assert_close
 
 
 def make_mlp(**fields):
@@ -71,3 +72,15 @@ def test_input_and_inner_sizes_can_differ_from_the_config():
     mlp = MLP(config, parts, input_size=6, ffn_hidden_size=10)
     assert mlp(torch.randn(3, 1, 6))[0].shape == (3, 1, 8)
     assert mlp.linear_fc1.weight.shape == (10, 6)
+
+
+def test_a_bounded_gate_with_an_offset_is_that_of_gpt_oss():
+    config = TransformerConfig(
+        num_layers=1, hidden_size=8, num_attention_heads=1, gated_linear_unit=True,
+        activation_func=quick_gelu, glu_linear_offset=1.0, activation_func_clamp_value=7.0,
+    )  # fmt: skip
+    x = torch.randn(40, 16, generator=torch.Generator().manual_seed(3)) * 8
+    gate, up = x.chunk(2, -1)
+    gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
+    expected = gate * torch.sigmoid(1.702 * gate) * (up + 1)
+    assert_close(mlp_module.gated(x, quick_gelu, config), expected, FP32_ROUNDED_ONCE, "gated MLP")

@@ -48,6 +48,11 @@ class BlockConfig:
     """Gate the MLP: fc2(act(gate) * up) (arXiv 2002.05202)."""
     activation_func: Callable[[torch.Tensor], torch.Tensor] = F.gelu
     """Nonlinearity of the MLP."""
+    glu_linear_offset: float = 0.0
+    """Added to the branch that a gate multiplies (GPT-OSS: 1)."""
+    activation_func_clamp_value: float | None = None
+    """Bound of a gated MLP's branches before the nonlinearity: above for the gate, on both sides
+    for the other; None is none."""
 
     hidden_dropout: float = 0.1
     """Dropout probability of the embedding and of each residual branch."""

@@ -206,20 +206,24 @@ class _ExchangePlan:
 
     def by_expert(self, rows: Tensor) -> Tensor:
         """Put rows that lie by source and expert in order of the experts."""
-        if len(self.blocks) == 1 or len(self.blocks[0]) == 1:
-            return rows
-        pieces = rows.split([count for row in self.blocks for count in row])
-        width = len(self.blocks[0])
-        return torch.cat([piece for expert in range(width) for piece in pieces[expert::width]])
+        return _inner_first(rows, self.blocks)
 
     def by_source(self, rows: Tensor) -> Tensor:
         """Undo `by_expert`."""
-        if len(self.blocks) == 1 or len(self.blocks[0]) == 1:
-            return rows
-        columns = list(zip(*self.blocks, strict=True))
-        pieces = rows.split([count for column in columns for count in column])
-        height = len(self.blocks)
-        return torch.cat([piece for source in range(height) for piece in pieces[source::height]])
+        return _inner_first(rows, list(zip(*self.blocks, strict=True)))
+
+
+def _inner_first(rows: Tensor, counts: Sequence[Sequence[int]]) -> Tensor:
+    """Reorder rows that lie by (outer, inner) to lie by (inner, outer).
+
+    Args:
+        counts: rows of each [outer][inner].
+    """
+    width = len(counts[0])
+    if len(counts) == 1 or width == 1:
+        return rows
+    pieces = rows.split([count for row in counts for count in row])
+    return torch.cat([piece for inner in range(width) for piece in pieces[inner::width]])
 
 
 DISPATCHERS: dict[str, Callable[..., TokenDispatcher]] = {
