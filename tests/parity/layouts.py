@@ -99,6 +99,7 @@ EXPERTS: dict[str, dict[str, Any]] = {
         moe_input_jitter_eps=0.1,
         moe_expert_capacity_factor=1.0,
         moe_token_drop_policy="position",
+        moe_pad_expert_input_to_capacity=True,
         moe_shared_expert_intermediate_size=16,
         moe_shared_expert_gate=True,
         moe_layer_freq=2,

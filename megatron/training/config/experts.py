@@ -96,9 +96,7 @@ class ExpertConfig:
     """Compute the shared expert during dispatch."""
     moe_expert_capacity_factor: float | None = flag(None, part_of="num_experts")
     """Tokens of one sequence that an expert takes, over the even share; None drops nothing."""
-    moe_pad_expert_input_to_capacity: bool = flag(
-        False, part_of="num_experts", refuse="drop it: experts take inputs of any length"
-    )
+    moe_pad_expert_input_to_capacity: bool = flag(False, part_of="num_experts")
     """Give every expert an input of equal length."""
     moe_token_drop_policy: str = flag("probs", choices=("probs", "position"), part_of="num_experts")
     """Which tokens are dropped first."""

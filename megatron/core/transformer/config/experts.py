@@ -65,6 +65,8 @@ class ExpertConfig:
     """Tokens of one sequence that an expert takes, over the even share; None drops nothing."""
     moe_token_drop_policy: str = "probs"
     """Which tokens stay where an expert is full: the likeliest, or the first."""
+    moe_pad_expert_input_to_capacity: bool = False
+    """Give every expert an input of the same length: its capacity in each sequence."""
     moe_shared_expert_intermediate_size: int | None = None
     """Width of the expert that every token visits; None is none."""
     moe_shared_expert_gate: bool = False
@@ -345,6 +347,16 @@ class ExpertConfig:
                     "it is a positive multiple of the even share of tokens",
                     "--moe-expert-capacity-factor",
                     fix="use --moe-expert-capacity-factor 1.25, or drop it to drop no tokens",
+                )
+            )
+        if factor is None and self.moe_pad_expert_input_to_capacity:
+            problems.append(
+                _problem(
+                    "moe_pad_expert_input_to_capacity without a capacity.",
+                    "inputs are padded to the capacity of an expert",
+                    "--moe-pad-expert-input-to-capacity",
+                    "--moe-expert-capacity-factor",
+                    fix="add --moe-expert-capacity-factor 1.25",
                 )
             )
         return problems

@@ -22,8 +22,8 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from megatron.core.tensor_parallel.random import checkpoint
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.moe.router import TopKRouter
-from megatron.core.transformer.moe.token_dispatcher import DISPATCHERS, TokenDispatcher
+from megatron.core.transformer.moe.router import TopKRouter, expert_capacity
+from megatron.core.transformer.moe.token_dispatcher import DISPATCHERS, TokenDispatcher, padded
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import divide, get_pg_rank, get_pg_size
@@ -126,11 +126,22 @@ class MoELayer(MegatronModule):
             mask = _own_rows(mask, cut or self.pg_collection.tp or FakeGroup(0, 1))
         probs, routing_map = self.router(x, mask)
         sent = self.token_dispatcher.dispatch(x.reshape(-1, x.shape[-1]), probs, routing_map)
+        if self.config.moe_pad_expert_input_to_capacity:
+            sent = padded(sent, self._most_rows(x))
         output, _ = self.experts(sent.tokens, sent.num_rows, sent.probs)
         output = sent.combine(output).view(x.shape)
         if cut is not None:
             output = gather_from_sequence_parallel_region(output, False, cut)[:rows]
         return output
+
+    def _most_rows(self, x: Tensor) -> int:
+        """Return how many rows an expert gets at most: its capacity in every sequence at hand."""
+        groups = self.pg_collection
+        parts = get_pg_size(groups.tp) * get_pg_size(groups.cp)
+        capacity = expert_capacity(self.config, x.shape[0] * parts)
+        senders = get_pg_size(groups.tp_ep)
+        of_my_sequences = set(groups.ranks.get("tp_ep", [0])) & set(groups.ranks.get("tp_cp", [0]))
+        return x.shape[1] * capacity * (senders // max(len(of_my_sequences), 1))
 
 
 def _with_even_rows(x: Tensor, mask: Tensor | None, parts: int) -> tuple[Tensor, Tensor | None]:

@@ -51,6 +51,26 @@ class TokenDispatcher(Protocol):
         """
 
 
+def padded(sent: Dispatched, num_rows: int) -> Dispatched:
+    """Give every expert `num_rows` rows, zeros behind its own: shapes that do not change.
+
+    Args:
+        num_rows: as many as an expert can get, at least.
+    """
+    counts = torch.tensor(sent.num_rows, device=sent.tokens.device)
+    experts = torch.arange(len(sent.num_rows), device=counts.device)
+    begins = experts * num_rows - (counts.cumsum(0) - counts)
+    shift = begins.repeat_interleave(counts, output_size=sent.tokens.shape[0])
+    place = shift + torch.arange(sent.tokens.shape[0], device=counts.device)
+    total = len(sent.num_rows) * num_rows
+    return Dispatched(
+        sent.tokens.new_zeros((total, sent.tokens.shape[1])).index_copy(0, place, sent.tokens),
+        sent.probs.new_zeros(total).index_copy(0, place, sent.probs),
+        [num_rows] * len(sent.num_rows),
+        lambda output: sent.combine(output.index_select(0, place)),
+    )
+
+
 def rows_by_expert(routing_map: Tensor) -> tuple[Tensor, Tensor]:
     """Return (expert, token) of every visit, int64 [n] each: by expert, then by token."""
     visits = routing_map.t().nonzero()

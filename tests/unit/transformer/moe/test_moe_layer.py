@@ -164,3 +164,25 @@ def test_a_router_that_meets_what_is_not_finite_is_named():
     moe(x)[0].sum().backward()
     finish_step_of_routers([moe], groups)
     assert "The router of layer 7 is the first" in first_bad_router([moe], groups)
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+def test_inputs_padded_to_the_capacity_have_one_length_and_change_nothing(grouped, monkeypatch):
+    options = {"moe_expert_capacity_factor": 0.75, "moe_grouped_gemm": grouped}
+    plain, padded = layer(**options), layer(**options, moe_pad_expert_input_to_capacity=True)
+    padded.load_state_dict(plain.state_dict())
+    lengths = []
+    compute = padded.experts.forward
+
+    def watch(rows, counts, probs):
+        lengths.append(list(counts))
+        return compute(rows, counts, probs)
+
+    monkeypatch.setattr(padded.experts, "forward", watch)
+    x, y = tokens(s=8), tokens(s=8)
+    plain(x)[0].square().sum().backward()
+    padded(y)[0].square().sum().backward()
+    assert lengths == [[6] * E]  # two sequences, each of 8 * 2 / 4 * 0.75
+    assert_close(y.grad, x.grad, FP32_REORDERED_SUM, "gradient of the input")
+    for p, q in zip(padded.parameters(), plain.parameters(), strict=True):
+        assert_close(p.grad, q.grad, FP32_REORDERED_SUM, "gradient")

@@ -101,6 +101,7 @@ def test_a_full_expert_keeps_the_likeliest_or_the_first():
         ({"moe_router_topk": 9}, "moe_router_topk=9 of 8 experts"),
         ({"num_moe_experts": 0}, "num_moe_experts=0"),
         ({"moe_expert_capacity_factor": 0.0}, "moe_expert_capacity_factor=0.0"),
+        ({"moe_pad_expert_input_to_capacity": True}, "without a capacity"),
         ({"expert_model_parallel_size": 3}, "8 experts cannot be split"),
         ({"expert_tensor_parallel_size": 5}, "moe_ffn_hidden_size=32 cannot be split"),
         ({"num_moe_experts": None, "expert_model_parallel_size": 2}, "without experts"),
