@@ -8,6 +8,7 @@ from megatron.core.initialization import canonical_names
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.side_losses import SideLossWeight, set_side_loss_weight
 from megatron.core.transformer.moe.balance import LoadSummary, finish_step_of_routers
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.training.metrics.expert_load import first_bad_router
 from tests.harness.tolerances import FP32_REORDERED_SUM, assert_close
 from tests.unit.transformer.moe.small_layer import E, H, K, layer, tokens
@@ -186,3 +187,12 @@ def test_inputs_padded_to_the_capacity_have_one_length_and_change_nothing(groupe
     assert_close(y.grad, x.grad, FP32_REORDERED_SUM, "gradient of the input")
     for p, q in zip(padded.parameters(), plain.parameters(), strict=True):
         assert_close(p.grad, q.grad, FP32_REORDERED_SUM, "gradient")
+
+
+def test_megatrons_scaler_gives_an_attached_loss_its_scale():
+    x = torch.ones(3, requires_grad=True)
+    MoEAuxLossAutoScaler.set_loss_scale(torch.tensor(4.0))
+    out = MoEAuxLossAutoScaler.apply(x * 2, x.square().sum())
+    MoEAuxLossAutoScaler.set_loss_scale(1.0)
+    out.sum().backward()
+    assert x.grad.tolist() == [2.0 + 4.0 * 2.0] * 3
