@@ -51,7 +51,7 @@ class TransformerConfig(
         self.derive_shape()
         self.derive_initialization(self.num_layers)
         self.derive_recompute()
-        self.derive_experts(self.ffn_hidden_size)
+        self.derive_experts(self.ffn_hidden_size, self.recompute_modules)
         problems = [
             *self.check_shape(),
             *self.check_parallel(),

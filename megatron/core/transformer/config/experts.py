@@ -72,8 +72,12 @@ class ExpertConfig:
     moe_shared_expert_gate: bool = False
     """Weigh the shared expert's output by a sigmoid gate of the token."""
 
-    def derive_experts(self, ffn_hidden_size: int | None) -> None:
-        """Fill the width of an expert."""
+    def derive_experts(
+        self, ffn_hidden_size: int | None, recompute_modules: list[str] | None
+    ) -> None:
+        """Fill the width of an expert, and whether expert layers are recomputed."""
+        if "moe" in (recompute_modules or []):
+            self.moe_layer_recompute = True
         if self.num_moe_experts is not None and self.moe_ffn_hidden_size is None:
             self.moe_ffn_hidden_size = ffn_hidden_size
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from megatron.core.errors import ConfigError, MegatronError
 
-RECOMPUTE_MODULES = ("core_attn", "mlp", "layernorm")
+RECOMPUTE_MODULES = ("core_attn", "mlp", "layernorm", "moe")
 """Parts of a layer that selective recomputation can drop and form again."""
 
 
@@ -21,7 +21,8 @@ class RecomputeConfig:
     recompute_num_layers: int | None = None
     """Layers per group (uniform) or per chunk (block)."""
     recompute_modules: list[str] | None = None
-    """For "selective": any of core_attn, mlp, layernorm; None means core_attn."""
+    """For "selective": any of core_attn, mlp (of dense layers), moe, layernorm; None means
+    core_attn."""
     distribute_saved_activations: bool = False
     """Shard the saved layer inputs over the tensor-parallel ranks."""
     mlp_chunks_for_training: int = 1

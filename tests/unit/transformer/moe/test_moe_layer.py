@@ -131,11 +131,16 @@ def test_the_bias_stays_fp32_in_a_half_precision_model():
     assert moe.router.expert_bias.eq(1.0 + 2.0**-20).all()
 
 
-def test_recomputation_counts_each_visit_once_and_changes_no_gradient():
-    plain, again = (
-        layer(moe_aux_loss_coeff=0.1),
-        layer(moe_aux_loss_coeff=0.1, moe_layer_recompute=True),
-    )
+RECOMPUTES = [
+    {"moe_layer_recompute": True},
+    {"recompute_granularity": "selective", "recompute_modules": ["moe"]},
+]
+
+
+@pytest.mark.parametrize("options", RECOMPUTES)
+def test_recomputation_counts_each_visit_once_and_changes_no_gradient(options):
+    plain, again = layer(moe_aux_loss_coeff=0.1), layer(moe_aux_loss_coeff=0.1, **options)
+    assert again.config.moe_layer_recompute
     for moe in (plain, again):
         moe(tokens())[0].square().sum().backward()
         finish_step_of_routers([moe], ProcessGroupCollection.single())
