@@ -187,7 +187,12 @@ def _pieces(
         raise _not_as_expected(
             model.path, f"{', '.join(names)} have more rows than the config says"
         )
-    return (height, *rest), pieces
+    count = rule.num_experts
+    if count is None:
+        return (height, *rest), pieces
+    each = height // count
+    numbered = [((*divmod(place[0], each), *place[1:]), view) for place, view in pieces]
+    return (count, each, *rest), numbered
 
 
 def _not_as_expected(path: Path, what: str) -> CheckpointError:

@@ -63,6 +63,9 @@ class Rule:
     """Theirs are [in, out], ours [out, in]."""
     has_vocabulary_rows: bool = False
     """Rows are those of the vocabulary; ours may have more, which are padding."""
+    num_experts: int | None = None
+    """Ours has an axis of so many experts before its rows, which are counted through all of them:
+    row i of expert e is e * rows + i."""
 
     def names(self, geometry: Geometry) -> list[tuple[str, tuple[str, ...]]]:
         """Return (our name, their names), for every layer."""
@@ -92,6 +95,14 @@ def vocabulary(ours: str, theirs: str) -> Rule:
 def stacked(ours: str, *theirs: str) -> Rule:
     """Tensors above each other: gate and up of a gated MLP."""
     return Rule(ours, theirs)
+
+
+def experts(ours: str, num_experts: int, *theirs: str) -> Rule:
+    """Tensors of every expert above each other; `{expert}` in their names is its number."""
+    names = tuple(
+        name.replace("{expert}", str(number)) for number in range(num_experts) for name in theirs
+    )
+    return Rule(ours, names, num_experts=num_experts)
 
 
 def query_key_value(ours: str, query: str, key: str, value: str) -> Rule:

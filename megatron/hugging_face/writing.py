@@ -147,6 +147,8 @@ def _plan(contents: Contents, family: Family, settings: Settings) -> list[Group]
         for ours, theirs in rule.names(geometry):
             source = find_source(contents, ours)
             shape = source.shape
+            if rule.num_experts is not None:
+                shape = (shape[0] * shape[1], *shape[2:])
             if rule.has_vocabulary_rows:
                 shape = (vocabulary, *shape[1:])
                 source = Source(source.tensor, source.layer, shape)
@@ -172,6 +174,8 @@ def _tensors(
     with contents.open_reader() as reader:
         for group in groups:
             ours = read_source(group.source, reader)
+            if group.rule.num_experts is not None:
+                ours = ours.flatten(0, 1)
             if merge is not None:
                 ours = merge.merged(group.ours, ours)
             for index, shape in enumerate(group.shapes):

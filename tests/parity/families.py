@@ -52,6 +52,11 @@ LAYOUTS: tuple[dict[str, Any], ...] = (
     {"tp": 2, "pp": 2, "sp": True},
 )
 
+EXPERT_LAYOUTS: tuple[dict[str, Any], ...] = (
+    {"tp": 1, "pp": 1, "ep": 2},
+    {"tp": 2, "pp": 1, "ep": 2, "sp": True},
+)
+
 
 def text(seed: int) -> Tensor:
     """Return token ids [2, s]."""
@@ -64,6 +69,8 @@ def one_step(
     """Return the logits [b, s, v] on the last stage, and this rank's gradients."""
     flags = ["--tensor-model-parallel-size", str(layout["tp"])]
     flags += ["--pipeline-model-parallel-size", str(layout["pp"])]
+    if layout.get("ep"):
+        flags += ["--expert-model-parallel-size", str(layout["ep"])]
     flags += ["--sequence-parallel"] * layout.get("sp", False)
     chunk, _ = our_model(directory, groups, *flags)
     config = chunk.config
@@ -108,8 +115,9 @@ def compare(case: str, layout: dict[str, Any], directory: Path, theirs: Any) -> 
     Raises:
         AssertionError: one exceeds its tolerance.
     """
-    sizes = {"tp": layout["tp"], "pp": layout["pp"]}
-    reports = run_distributed(one_step, layout["tp"] * layout["pp"], directory, layout, **sizes)
+    sizes = {name: layout[name] for name in ("tp", "pp", "ep") if name in layout}
+    world_size = layout["tp"] * layout["pp"] * layout.get("ep", 1)
+    reports = run_distributed(one_step, world_size, directory, layout, **sizes)
     output = theirs(text(0)).logits
     expected = output.detach()
     logits = next(logits for logits, _ in reports if logits is not None)[..., :VOCAB]
@@ -134,7 +142,7 @@ def main() -> int:
             continue
         with tempfile.TemporaryDirectory() as folder:
             theirs = saved(case, Path(folder))
-            for layout in LAYOUTS:
+            for layout in LAYOUTS + EXPERT_LAYOUTS * hasattr(theirs.config, "num_experts_per_tok"):
                 num_cases += 1
                 name = " ".join(f"{k}{int(v)}" for k, v in layout.items())
                 try:

@@ -196,7 +196,7 @@ def check(make: Callable[[Path, Path], Published], wheel: Path) -> list[str]:
                 timeout_s=300.0, **layout,
             )  # fmt: skip
             logits, texts = reports[0]
-            error = float("nan")
+            error = 0.0
             if logits is not None:
                 pairs = list(zip(logits, model.logits, strict=True))
                 error = max(float((a - b).abs().max()) for a, b in pairs)
@@ -206,9 +206,11 @@ def check(make: Callable[[Path, Path], Published], wheel: Path) -> list[str]:
                 except AssertionError as problem:
                     failures.append(f"{name}: {problem}")
             equal = sum(a == b for a, b in zip(texts, model.continued, strict=True))
+            scale = model.logits[0].abs().max()
+            compared = "" if logits is None else f"logits {error:.1e} of {scale:.0f}, "
             print(
-                f"{name:<26} logits {error:.1e} of {model.logits[0].abs().max():.0f}, greedy"
-                f" {equal} of {len(texts)} continuations of {NEW_TOKENS} tokens equal",
+                f"{name:<26} {compared}greedy {equal} of {len(texts)} continuations of"
+                f" {NEW_TOKENS} tokens equal",
                 flush=True,
             )
             if equal != len(texts):

@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron.core.errors import ConfigError
 from megatron.hugging_face.config_fields import ConfigFields
-from megatron.hugging_face.families import gemma, gpt2, gpt_neox, llama, phi3
+from megatron.hugging_face.families import experts, gemma, gpt2, gpt_neox, llama, phi3
 from megatron.hugging_face.families.family import Family, differences
 
 FAMILIES: tuple[Family, ...] = (
@@ -20,6 +20,8 @@ FAMILIES: tuple[Family, ...] = (
     gpt_neox.GPT_NEOX,
     gemma.GEMMA2,
     gemma.GEMMA3,
+    experts.MIXTRAL,
+    experts.QWEN3_MOE,
 )
 """In the order in which a family is looked for that can express a model."""
 

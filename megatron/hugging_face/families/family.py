@@ -67,6 +67,17 @@ PLAIN: dict[str, Any] = {
     "final_logit_softcapping": None,
     "multi_latent_attention": False,
     "num_experts": None,
+    "moe_layer_freq": 1,
+    "moe_ffn_hidden_size": None,
+    "moe_router_topk": 2,
+    "moe_router_score_function": "softmax",
+    "moe_router_pre_softmax": False,
+    "moe_router_topk_scaling_factor": None,
+    "moe_router_num_groups": None,
+    "moe_router_group_topk": None,
+    "moe_router_enable_expert_bias": False,
+    "moe_shared_expert_intermediate_size": None,
+    "moe_expert_capacity_factor": None,
     "mtp_num_layers": None,
 }
 """Settings that decide what a model computes, besides its sizes, with what absence means."""
@@ -97,6 +108,11 @@ def head_dim_of(settings: Settings) -> int:
     """Return the width of a head."""
     given = settings.get("kv_channels")
     return int(given or settings["hidden_size"] // settings["num_attention_heads"])
+
+
+def experts_width(settings: Settings) -> int:
+    """Return the width of an expert."""
+    return int(settings.get("moe_ffn_hidden_size") or settings["ffn_hidden_size"])
 
 
 def windowed_layers(settings: Settings) -> list[bool]:
@@ -133,6 +149,15 @@ def _meaning(settings: Settings) -> dict[str, Any]:
         meaning["rope_scaling_factor"] = PLAIN["rope_scaling_factor"]
     if meaning["add_bias_linear"]:
         meaning["add_qkv_bias"] = False  # implied
+    if meaning["num_experts"] is None:
+        for name in PLAIN:
+            if name.startswith("moe_"):
+                meaning[name] = PLAIN[name]
+    else:
+        meaning["moe_ffn_hidden_size"] = experts_width(settings)
+        meaning["ffn_hidden_size"] = None  # of dense layers, of which there are none
+        freq = meaning["moe_layer_freq"]
+        meaning["moe_layer_freq"] = 1 if isinstance(freq, list) and all(freq) else freq
     window = settings.get("window_size")
     windowed = [window is not None and has_it for has_it in windowed_layers(settings)]
     meaning["window_size"] = None if window is None else tuple(window)

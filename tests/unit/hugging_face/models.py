@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,11 @@ from torch import Tensor
 from megatron.core.agreement import SingleProcess
 from megatron.core.dist_checkpointing.loader import load_state
 from megatron.core.dist_checkpointing.validation import parse_strict_handling
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.sharded_state import sharded_state_dict_of
+from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_pg_rank, get_pg_size
 from megatron.hugging_face import open_model, read_model_directory
 from megatron.hugging_face.families.family import geometry_of
@@ -98,6 +100,20 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
              "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
              "sliding_attention": {"rope_type": "default", "rope_theta": 5000.0}}},
     ),
+    "mixtral": (
+        "MixtralConfig",
+        {**_SIZES, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 7},
+    ),
+    "qwen3 with experts": (
+        "Qwen3MoeConfig",
+        {**_SIZES, "head_dim": 32, "num_experts": 8, "num_experts_per_tok": 3,
+         "moe_intermediate_size": 48, "norm_topk_prob": True},
+    ),
+    "qwen3 with experts, not normed": (
+        "Qwen3MoeConfig",
+        {**_SIZES, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48,
+         "norm_topk_prob": False},
+    ),
 }  # fmt: skip
 """Name -> config class of Transformers and its arguments."""
 
@@ -146,11 +162,12 @@ def our_model(
     stage, num_stages = get_pg_rank(groups.pp), get_pg_size(groups.pp)
     tp = get_pg_size(groups.tp)
     config = parse_command_line([*flags_for(directory), *words]).config
-    run = resolve(config, world_size=tp * num_stages)
+    run = resolve(config, world_size=tp * num_stages * get_pg_size(groups.dp))
     settings = {**run.values, "unpadded_vocab_size": run.vocab_size}
+    transformer: TransformerConfig = transformer_config(settings)
     model = GPTModel(
-        transformer_config(settings),
-        get_gpt_layer_local_spec(qk_layernorm=run.qk_layernorm, normalization=run.normalization),
+        transformer,
+        get_gpt_decoder_block_spec(transformer, use_transformer_engine=False, pp_rank=stage),
         vocab_size=-(-run.vocab_size // (128 * tp)) * 128 * tp,
         max_sequence_length=run.max_position_embeddings,
         pre_process=stage == 0,
@@ -189,18 +206,46 @@ def compare_gradients(directory: Path, theirs: Any, ours: Mapping[str, Tensor]) 
         names.setdefault("embed_out.weight", names["lm_head.weight"])  # so GPT-NeoX's file has it
     model = read_model_directory(directory)
     geometry = geometry_of(model.settings)
+    prefix = model.family.prefixes[0]
     compared, worst = 0, 0.0
     for rule in model.family.rules(model.settings):
         for mine, others in rule.names(geometry):
             mine = mine.replace("self_attention.linear_qkv.layer_norm_", "input_layernorm.")
             mine = mine.replace("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm.")
-            grads = [names[full_name(n, model.family.prefixes[0])].grad for n in others]
+            grads = [_gradient(names, full_name(n, prefix)) for n in others]
             grads = [g.t() if rule.is_transposed else g for g in grads]
+            mine_whole = _our_gradient(ours, mine, rule.num_experts)
             for rows in rule.arrangement(geometry, [len(g) for g in grads]):
                 part = grads[rows.source].narrow(0, rows.begin, rows.length)
-                own = ours[mine].narrow(0, rows.place, rows.length)
+                own = mine_whole.narrow(0, rows.place, rows.length)
                 assert_close(own, part, FP32_REORDERED_SUM, mine)
                 error = (own - part).abs().max() / grads[rows.source].abs().max()
                 compared, worst = compared + part.numel(), max(worst, float(error))
     assert compared == sum(p.numel() for p in theirs.parameters())
     return worst
+
+
+_EXPERT = re.compile(r"(.*)\.(?:block_sparse_moe|mlp)\.experts\.(\d+)\.(\w+)\.weight")
+_HALF = {"w1": 0, "gate_proj": 0, "w3": 1, "up_proj": 1}
+
+
+def _gradient(names: Mapping[str, Any], name: str) -> Tensor:
+    """Return the gradient of a tensor of their files: modules hold all experts in one tensor."""
+    expert = _EXPERT.fullmatch(name)
+    if expert is not None:
+        layer, number, part = expert[1], int(expert[2]), expert[3]
+        if part not in _HALF:
+            return names[f"{layer}.mlp.experts.down_proj"].grad[number]
+        both = names[f"{layer}.mlp.experts.gate_up_proj"].grad[number]
+        return both.chunk(2)[_HALF[part]]
+    return names[name.replace("block_sparse_moe", "mlp")].grad
+
+
+def _our_gradient(ours: Mapping[str, Tensor], name: str, num_experts: int | None) -> Tensor:
+    """Return our gradient, experts above each other."""
+    if num_experts is None:
+        return ours[name]
+    before, after = name.split("experts.experts.")
+    forms = (before + "experts.local_experts.{}." + after, before + "experts." + after + "{}")
+    form = next(form for form in forms if form.format(0) in ours)
+    return torch.cat([ours[form.format(number)] for number in range(num_experts)])

@@ -1,0 +1,114 @@
+"""Mixtral and Qwen 3 with experts: the attention of Mistral and Qwen 3, and an MLP per expert."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from megatron.hugging_face.config_fields import ConfigFields
+from megatron.hugging_face.families.family import Family, Settings, experts_width
+from megatron.hugging_face.families.llama import MISTRAL, QWEN3
+from megatron.hugging_face.rules import Rule, experts, same
+
+_OURS, _THEIRS = "decoder.layers.{}.", "model.layers.{}."
+_WITHOUT_EFFECT = ("router_aux_loss_coef", "output_router_logits")
+"""The balance loss of training, which has flags of its own here."""
+
+
+def _num_experts(config: ConfigFields) -> int:
+    """Return the number of experts, which versions of Transformers call by two names."""
+    newer = config.take("num_local_experts", None)
+    number: int = config.take("num_experts", newer) if newer else config.take("num_experts")
+    return number
+
+
+def _mixtral_settings(config: ConfigFields) -> dict[str, Any]:
+    for name in _WITHOUT_EFFECT:
+        config.take(name, None)
+    config.only("router_jitter_noise", 0.0)
+    settings = MISTRAL.settings(config)
+    return {
+        **settings,
+        "num_experts": _num_experts(config),
+        "moe_router_topk": config.take("num_experts_per_tok"),
+        "moe_ffn_hidden_size": settings["ffn_hidden_size"],
+    }
+
+
+def _mixtral_fields(settings: Settings) -> dict[str, Any]:
+    return {
+        **MISTRAL.fields(settings),
+        "intermediate_size": experts_width(settings),
+        "num_local_experts": settings.get("num_experts") or 1,
+        "num_experts_per_tok": settings.get("moe_router_topk") or 2,
+    }
+
+
+def _qwen3_settings(config: ConfigFields) -> dict[str, Any]:
+    for name in _WITHOUT_EFFECT:
+        config.take(name, None)
+    config.only("decoder_sparse_step", 1)
+    config.only("mlp_only_layers", [])
+    return {
+        **QWEN3.settings(config),
+        "num_experts": _num_experts(config),
+        "moe_router_topk": config.take("num_experts_per_tok"),
+        "moe_ffn_hidden_size": config.take("moe_intermediate_size"),
+        "moe_router_pre_softmax": not config.take("norm_topk_prob", False),
+    }
+
+
+def _qwen3_fields(settings: Settings) -> dict[str, Any]:
+    return {
+        **QWEN3.fields(settings),
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "num_experts": settings.get("num_experts") or 1,
+        "num_experts_per_tok": settings.get("moe_router_topk") or 2,
+        "moe_intermediate_size": experts_width(settings),
+        "norm_topk_prob": not settings.get("moe_router_pre_softmax"),
+    }
+
+
+def _rules(dense: Family, block: str, gate: str, up: str, down: str) -> Any:
+    """Return the function that gives the rules of a dense family with experts in its MLP."""
+
+    def rules(settings: Settings) -> list[Rule]:
+        found = [rule for rule in dense.rules(settings) if ".mlp." not in rule.ours]
+        count = settings.get("num_experts") or 1
+        theirs, ours = f"{_THEIRS}{block}.experts.{{expert}}.", f"{_OURS}mlp.experts.experts."
+        return [
+            *found,
+            same(
+                _OURS + "pre_mlp_layernorm.weight",
+                _THEIRS + "post_attention_layernorm.weight",
+            ),
+            same(_OURS + "mlp.router.weight", f"{_THEIRS}{block}.gate.weight"),
+            experts(
+                ours + "linear_fc1.weight",
+                count,
+                f"{theirs}{gate}.weight",
+                f"{theirs}{up}.weight",
+            ),
+            experts(ours + "linear_fc2.weight", count, f"{theirs}{down}.weight"),
+        ]
+
+    return rules
+
+
+MIXTRAL = replace(
+    MISTRAL,
+    model_type="mixtral",
+    architecture="MixtralForCausalLM",
+    settings=_mixtral_settings,
+    fields=_mixtral_fields,
+    rules=_rules(MISTRAL, "block_sparse_moe", "w1", "w3", "w2"),
+)
+QWEN3_MOE = replace(
+    QWEN3,
+    model_type="qwen3_moe",
+    architecture="Qwen3MoeForCausalLM",
+    settings=_qwen3_settings,
+    fields=_qwen3_fields,
+    rules=_rules(QWEN3, "mlp", "gate_proj", "up_proj", "down_proj"),
+)
