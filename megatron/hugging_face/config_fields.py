@@ -15,6 +15,7 @@ WITHOUT_EFFECT = frozenset({
     "torch_dtype", "dtype", "initializer_range", "quantization",
     # Generation and its caches.
     "use_cache", "bos_token_id", "eos_token_id", "pad_token_id", "cls_token_id", "sep_token_id",
+    "unk_token_id",
     "decoder_start_token_id", "cache_implementation", "max_length", "min_length", "do_sample",
     # How Transformers executes the model, and tasks other than language modelling.
     "pretraining_tp", "attn_implementation", "_attn_implementation", "gradient_checkpointing",
