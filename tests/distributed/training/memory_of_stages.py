@@ -9,7 +9,9 @@ tolerance.
 
 from __future__ import annotations
 
+import io
 import sys
+from contextlib import redirect_stdout
 
 import torch
 
@@ -27,9 +29,9 @@ from tests.harness.distributed import run_distributed
 
 STATE_TOLERANCE = 0.02
 """Padding of slots and shards to 128 elements."""
-ACTIVATION_TOLERANCE = 0.20
-"""The formula counts the inputs of each operation; a fused one keeps fewer, and logits that are
-converted to fp32 are freed in bf16 earlier than it assumes."""
+ACTIVATION_TOLERANCE = 0.10
+"""The formula counts matrices of [tokens, width]; statistics of norms and softmax are left out, and
+a fused operation keeps fewer."""
 SMALL = "--num-layers 2 --hidden-size 128 --num-attention-heads 4 --seq-length 64 --vocab-size 512"
 LARGE = (
     "--num-layers 8 --hidden-size 512 --num-attention-heads 8 --seq-length 256 --vocab-size 16384"
@@ -71,7 +73,8 @@ def _measure_stage(groups, run):
             pg_collection=pg_collection,
         )
 
-    (chunk,) = build_model(run.values, provider, groups)
+    with redirect_stdout(io.StringIO()):
+        (chunk,) = build_model(run.values, provider, groups)
     optimizer = build_optimizer(run.values, [chunk], groups)
     tokens = torch.randint(size.vocab_size, (run.micro_batch_size, size.seq_length))
     positions = torch.arange(size.seq_length).expand_as(tokens)
@@ -119,7 +122,9 @@ def compare(model, dtype):
         size = ModelSize.from_settings(run.values)
         (estimate,) = memory_of_stages(run, size)
         parts = estimate.parts
-        parts["activations"] += parts.pop("logits")
+        # The report has the peak at the loss, logits and their fp32 copy; the former are saved.
+        item = {"fp32": 4, "bf16": 2}[dtype]
+        parts["activations"] += parts["logits"] * item / (item + 4)
         for part in ("weights", "gradients", "main weights", "optimizer", "activations"):
             count = max(found[stage][part] for found in measured)
             tolerance = ACTIVATION_TOLERANCE if part == "activations" else STATE_TOLERANCE
