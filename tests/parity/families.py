@@ -101,11 +101,13 @@ def one_step(
         logits = gather_from_tensor_model_parallel_region(collected[0], group=groups.tp)
     model.zero_grad_buffer()
     losses = run(forward_step_func=loss_step, forward_only=False)
-    report = RankReport(get_pg_rank(groups.tp), 0, [float(x["loss"]) for x in losses], [], {}, {},
-                        {})  # fmt: skip
+    ranks = get_pg_rank(groups.tp), get_pg_rank(groups.expt_tp), 0
+    report = RankReport(*ranks, [float(x["loss"]) for x in losses], [], {}, {}, {}, {})
     named = list(named_parameters([model]))
     report.gradients[0] = {name: whole_gradient(c, p) for name, c, p in named}
-    report.metas = {n: (get_param_meta(p).split_dim, get_param_meta(p).stride) for n, _, p in named}
+    for name, _, parameter in named:
+        meta = get_param_meta(parameter)
+        report.metas[name] = (meta.split_dim, meta.stride, meta.is_expert)
     return logits, report
 
 
