@@ -35,7 +35,7 @@ EXPERTS = (
     " --moe-aux-loss-coeff 0.01 --moe-z-loss-coeff 0.001 --moe-router-topk-scaling-factor 2"
 )
 """The weights of the two experts add up to 2: each is half of a dense MLP, and counts as such. With
-weights that add up to 1 the experts begin at half the strength of the dense MLP, and stay behind."""
+weights that add up to 1 the experts begin at half the strength of the dense MLP and stay behind."""
 
 
 @dataclass(frozen=True)
