@@ -55,10 +55,10 @@ else:
     model = tiktoken.Encoding("r", pat_str=files[1], mergeable_ranks=ranks, special_tokens={})
     def encode(part):
         return [model.encode_ordinary(text) for text in part]
-begun, count = time.perf_counter(), 0
+begun, spent, count = time.perf_counter(), time.process_time(), 0
 for i in range(0, len(texts), 100):
     count += sum(map(len, encode(texts[i:i + 100])))
-print(count, time.perf_counter() - begun)
+print(count, time.perf_counter() - begun, time.process_time() - spent)
 """
 """The library alone: texts in memory before the clock starts, ids counted and dropped."""
 
@@ -79,7 +79,8 @@ if __name__ == "__main__":
     builder = IndexedDatasetBuilder(output + ".bin", dtype=DType.optimal_dtype(50257))
     with multiprocessing.Pool(2, initializer=begin) as pool, open(corpus) as lines:
         for ids, lengths, _ in pool.imap(encode, lines, 32):
-            builder.add_document(torch.IntTensor(ids), lengths)
+            if ids:  # the tool leaves empty documents out
+                builder.add_document(torch.IntTensor(ids), lengths)
     builder.finalize(output + ".idx")
 """
 """The job in the shape of Megatron-LM's tool."""
@@ -132,8 +133,12 @@ def cut(corpus: str, megabytes: float, folder: Path) -> str:
     return str(path)
 
 
-def tool(corpus: str, output: str, flags: list[str]) -> tuple[float, int, float]:
-    """Run the tool; return wall seconds, tokens and the peak memory of a process in MB."""
+def tool(corpus: str, output: str, flags: list[str]) -> tuple[float, float, int, float]:
+    """Run the tool.
+
+    Returns:
+        seconds, processor seconds of all its processes, tokens, peak memory of a process in MB.
+    """
     command = [
         sys.executable, str(ROOT / "tools/preprocess_data.py"), "--input", corpus,
         "--output-prefix", output, "--restart", *flags,
@@ -145,7 +150,7 @@ def tool(corpus: str, output: str, flags: list[str]) -> tuple[float, int, float]
     seconds = time.perf_counter() - begun
     assert process.returncode == 0, command
     tokens = int(IndexedDataset(f"{output}_text_document").sequence_lengths.sum())
-    return seconds, tokens, usage.ru_maxrss / 1e3
+    return seconds, usage.ru_utime + usage.ru_stime, tokens, usage.ru_maxrss / 1e3
 
 
 def contents(prefix: str) -> list[str]:
@@ -158,31 +163,35 @@ def contents(prefix: str) -> list[str]:
 
 
 def compare(corpus: str, kind: str, raw: list[str], flags: list[str], folder: Path, n: int) -> None:
-    """Print the rates of one library, bare and through the tool."""
-    raw_rates: list[float] = []
+    """Print the rates of one library, bare and through the tool.
+
+    Two ratios: by the clock, and by processor seconds, which others on the machine hardly change.
+    """
+    raw_rates: list[tuple[float, float]] = []
     made: set[tuple[str, ...]] = set()
     ways = [(backend, workers) for backend in ("library", "auto") for workers in (1, 2)]
-    rates: dict[tuple[str, int], list[float]] = {way: [] for way in ways}
+    rates: dict[tuple[str, int], list[tuple[float, float]]] = {way: [] for way in ways}
     for _ in range(n):
         done = subprocess.run(
             [sys.executable, "-c", RAW, kind, corpus, *raw],
             check=True, capture_output=True, text=True,
         )  # fmt: skip
-        count, seconds = done.stdout.split()
-        raw_rates.append(int(count) / float(seconds))
+        count, seconds, spent = done.stdout.split()
+        raw_rates.append((int(count) / float(seconds), int(count) / float(spent)))
         for backend, workers in ways:
             more = ["--tokenizer-backend", backend, "--workers", str(workers)]
-            wall, tokens, _ = tool(corpus, str(folder / "out"), [*flags, *more])
+            wall, processor, tokens, _ = tool(corpus, str(folder / "out"), [*flags, *more])
             assert tokens == int(count), (tokens, count)
             made.add(tuple(contents(str(folder / "out_text_document"))))
-            rates[backend, workers].append(tokens / wall)
-    bare = statistics.median(raw_rates)
+            rates[backend, workers].append((tokens / wall, tokens / processor))
+    bare, bare_processor = (statistics.median(one) for one in zip(*raw_rates, strict=True))
     print(f"{kind:<8} bare library, 1 process    {bare:>12,.0f} tokens/s")
     for (backend, workers), found in rates.items():
-        rate = statistics.median(found)
+        rate, of_processor = (statistics.median(one) for one in zip(*found, strict=True))
         print(
             f"{kind:<8} tool, {backend:<7}, {workers} workers   {rate:>12,.0f} tokens/s"
-            f"   {rate / bare:6.2f} of the bare library",
+            f"   {rate / bare:6.2f} of the bare library"
+            f"   {of_processor / bare_processor:6.2f} by processor seconds",
             flush=True,
         )
     if len(made) != 1:
@@ -256,7 +265,7 @@ def main() -> None:
         starts = [tool(small, str(folder / "small"), flags)[0] for _ in range(args.repeats)]
         print(f"start-up: one document from start to end in {statistics.median(starts):.2f} s")
         for times in (1, args.largest):
-            seconds, tokens, peak = tool(
+            seconds, _, tokens, peak = tool(
                 cut(given.input, size * times, folder), str(folder / "big"), flags
             )
             print(

@@ -23,7 +23,9 @@ from megatron.core.errors import ConfigError, DataError
 from megatron.core.tokenizers.base import TextTokenizer
 
 _SHORT = 512
-"""Characters below which texts are encoded together, in rows as wide as the longest of them."""
+"""Characters up to which texts are encoded together, in rows as wide as the longest of them."""
+_TOGETHER = 256
+"""Texts at most: bounds the rows at 2 MiB, should one of them need four tokens a character."""
 
 
 class TokenizerBackend(Enum):
@@ -69,6 +71,8 @@ class GigatokenEngine:
 
     def __init__(self, tokenizer: TextTokenizer, model: Any) -> None:
         self._model = model
+        # Its SentencePiece models set themselves up anew, for 1 ms, in each call of many texts.
+        self._takes_many = type(model.backend).__name__ == "BPETokenizer"
         self._tokenizer = tokenizer
         spelled = map(re.escape, tokenizer.spelled_specials)
         self._left_to_library = (
@@ -105,16 +109,19 @@ class GigatokenEngine:
         """Encode short texts that stand together in one call: a call costs as much as 15 words."""
         encode = self._model.backend.encode
         arrays, counts = [np.empty(0, np.uint32)], [np.empty(0, np.int64)]
-        for are_short, run in groupby(texts, key=lambda text: len(text) <= _SHORT):
+        longest = _SHORT if self._takes_many else -1
+        for are_short, run in groupby(texts, key=lambda text: len(text) <= longest):
             together = [*run]
-            if are_short and len(together) > 1:
-                padded, lengths = self._model.encode_batch_padded(together, 0, parallel=False)
-                arrays.append(padded[np.arange(padded.shape[1]) < lengths[:, None]])
-                counts.append(lengths)
-            else:
+            if not are_short or len(together) < 4:
                 found = [encode(text) for text in together]
                 arrays += found
                 counts.append(np.fromiter(map(len, found), np.int64, len(found)))
+                continue
+            for at in range(0, len(together), _TOGETHER):
+                texts_of_call = together[at : at + _TOGETHER]
+                padded, lengths = self._model.encode_batch_padded(texts_of_call, 0, parallel=False)
+                arrays.append(padded[np.arange(padded.shape[1]) < lengths[:, None]])
+                counts.append(lengths)
         return np.concatenate(arrays), np.concatenate(counts)
 
 
