@@ -104,7 +104,8 @@ def broken_off_bodies(port: int, draw: random.Random) -> str | None:
 
 def large_bodies(port: int, draw: random.Random) -> str | None:
     head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
-    return exchange(port, head + (b"10000\r\n" + b"x" * 65536 + b"\r\n") * 20)
+    chunks = (b"10000\r\n" + b"x" * 65536 + b"\r\n") * draw.choice([20, 80])
+    return exchange(port, head + chunks + b"0\r\n\r\n")
 
 
 def deep_json(port: int, draw: random.Random) -> str | None:
