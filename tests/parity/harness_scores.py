@@ -12,13 +12,12 @@ import json
 import math
 import os
 import random
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
 from megatron.core.capabilities import require
-from tests.harness.pool import REPOSITORY
+from tests.parity.started_tool import run_tool
 
 NUM_RANKS = 2
 QUESTIONS = 24
@@ -140,18 +139,11 @@ def their_scores(model: Path, tasks: Path) -> tuple[dict, list[str]]:
 def our_scores(model: Path, tasks: Path) -> dict:
     """Return what the tool finds with tensor parallelism."""
     report = tasks / "report.json"
-    command = [
-        sys.executable, "-m", "torch.distributed.run", "--standalone",
-        "--nproc-per-node", str(NUM_RANKS), "tools/evaluate_harness.py", "--load-hf", str(model),
-        "--tensor-model-parallel-size", str(NUM_RANKS), "--seq-length", "64",
-        "--micro-batch-size", "4", "--transformer-impl", "local", "--tasks", ",".join(TASKS),
-        "--include-path", str(tasks), "--output", str(report),
-    ]  # fmt: skip
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "LATTICE_DEVICE": "cpu",
-                   "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}  # fmt: skip
-    done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True)
-    if done.returncode:
-        raise SystemExit(f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}")
+    run_tool(
+        "evaluate_harness", NUM_RANKS, "--load-hf", str(model),
+        "--tensor-model-parallel-size", str(NUM_RANKS), "--micro-batch-size", "4",
+        "--tasks", ",".join(TASKS), "--include-path", str(tasks), "--output", str(report),
+    )  # fmt: skip
     return json.loads(report.read_text())["results"]
 
 

@@ -10,17 +10,15 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import random
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 from megatron.core.capabilities import require
-from tests.harness.pool import REPOSITORY
 from tests.parity.harness_scores import make_model, sentence
+from tests.parity.started_tool import run_tool
 
 RELATIVE = 1e-5
 """Of a mean of fp32 losses: sums in another order."""
@@ -35,17 +33,8 @@ PROMPTS = ["the cat sees", "a small red house and then", "river"]
 
 def run(tool: str, num_ranks: int, *flags: str) -> list[Any]:
     """Run a tool; return the JSON objects that it printed."""
-    command = [
-        sys.executable, "-m", "torch.distributed.run", "--standalone",
-        "--nproc-per-node", str(num_ranks), f"tools/{tool}.py", "--seq-length", "64",
-        "--transformer-impl", "local", *flags,
-    ]  # fmt: skip
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "LATTICE_DEVICE": "cpu",
-                   "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}  # fmt: skip
-    done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True)
-    if done.returncode:
-        raise SystemExit(f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}")
-    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    printed = run_tool(tool, num_ranks, *flags)
+    return [json.loads(line) for line in printed.splitlines() if line.startswith("{")]
 
 
 def their_texts_and_loss(folder: Path, text: str) -> tuple[list[str], float]:

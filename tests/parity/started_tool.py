@@ -1,0 +1,28 @@
+"""A tool of `tools/` as a user starts it, under torchrun on the CPU."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+from tests.harness.pool import REPOSITORY
+
+
+def run_tool(tool: str, num_ranks: int, *flags: str) -> str:
+    """Run a tool over sequences of 64; return what it printed.
+
+    Raises:
+        SystemExit: it failed; with the end of its output.
+    """
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--standalone",
+        "--nproc-per-node", str(num_ranks), f"tools/{tool}.py", "--seq-length", "64",
+        "--transformer-impl", "local", *flags,
+    ]  # fmt: skip
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "LATTICE_DEVICE": "cpu",
+                   "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}  # fmt: skip
+    done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}")
+    return done.stdout
