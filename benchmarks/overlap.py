@@ -17,6 +17,7 @@ import argparse
 import json
 import os
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -273,6 +274,8 @@ def main() -> int:
     if reason := problem():
         print(f"cannot shape a link: {reason}", file=sys.stderr)
         return 2
+    # What was made goes away also when the command is ended.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     print(f"two ranks, {options.mbit} Mbit/s each way")
     with tempfile.TemporaryDirectory() as directory, shaped_link(options.mbit):
         return run_ranks([*sys.argv[1:], "--directory", directory])

@@ -28,12 +28,12 @@ CANDIDATES = (
 )  # fmt: skip
 
 
-def peak_mib() -> float:
-    """Return the largest resident size that this process has had, in MiB (Linux)."""
+def status_mib(name: str) -> float:
+    """Return a size that /proc tells of this process, in MiB: "VmHWM" is the largest so far."""
     for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("VmHWM:"):
+        if line.startswith(name + ":"):
             return int(line.split()[1]) / 1024
-    raise RuntimeError("/proc/self/status has no VmHWM: this benchmark needs Linux")
+    raise RuntimeError(f"/proc/self/status has no {name}: this benchmark needs Linux")
 
 
 def train(rank: int, directory: str, name: str, options: argparse.Namespace) -> None:
@@ -47,7 +47,7 @@ def train(rank: int, directory: str, name: str, options: argparse.Namespace) -> 
         for _ in range(options.steps):
             step()
     dist.barrier()
-    Path(directory, f"peak{rank}").write_text(str(peak_mib()))
+    Path(directory, f"peak{rank}").write_text(str(status_mib("VmHWM")))
     dist.destroy_process_group()
 
 

@@ -10,7 +10,7 @@ import platform
 import torch
 
 RETURNED_BLOCK_BYTES = 2 << 20
-KEPT_HEAP_BYTES = 64 << 20
+KEPT_HEAP_BYTES = 32 << 20
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 """Names of settings in glibc's malloc.h."""
 

@@ -246,7 +246,7 @@ def train(
     optimizer_settings: Mapping[str, Any] | None = None,
     num_steps: int = NUM_STEPS,
 ) -> RankReport:
-    """Train a few steps; the job of one rank."""
+    """Train on `NUM_STEPS` batches, again and again if that is too few; the job of one rank."""
     rng_state().set_seed(SEED)
     config = transformer_config(layout, model)
     chunks = build_chunks(config, model, layout, groups)
@@ -288,7 +288,8 @@ def train(
             chunk.zero_grad_buffer()
         optimizer.zero_grad()
         iterators = [
-            local_micro_batches(step, layout, dp_rank, model.packed, model.padded) for _ in wrapped
+            local_micro_batches(step % NUM_STEPS, layout, dp_rank, model.packed, model.padded)
+            for _ in wrapped
         ]
         reported = schedule(
             forward_step_func=forward_step,

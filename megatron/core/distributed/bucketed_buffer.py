@@ -64,7 +64,7 @@ class BucketedBuffer(ABC):
     Subclasses decide where gradients lie.
     """
 
-    max_in_flight = 4
+    max_in_flight = 2
     """Buckets in reduction beside the newest one: bounds the memory for what is received."""
 
     def __init__(

@@ -20,8 +20,8 @@ import sys
 import torch
 from torch import Tensor
 
-MAX_SPARE = 2
-"""Tensors of one size whose pages are kept for another one; more go back to the system."""
+MAX_SPARE = 1
+"""Tensors of one size whose pages wait for another one; those of more go back to the system."""
 
 _MREMAP_FLAGS = 1 | 2 | 4
 """MAYMOVE, FIXED, DONTUNMAP: to this address, and leave an empty range behind (Linux 5.7)."""

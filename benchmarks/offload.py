@@ -1,0 +1,223 @@
+"""Training in less memory than the whole state needs, and what offload costs.
+
+    sudo python -m benchmarks.offload --directory /var/tmp
+
+Linux, root, and the memory controller of control groups (version 1 or 2). One process trains the
+plain PyTorch GPT of `benchmarks.data_parallel` (34 million parameters, fp32: 513 MiB of state) with
+AdamW, with the moments on the device, in host memory, and in a file in `--directory`. Then a
+control group gets less memory than the first needs and more than the last, half-way between.
+Inside, the kernel kills the run that holds its whole state, and the run with the file trains; the
+weights of all runs are compared by their hash.
+
+"device" counts the bytes of weights, gradients and moments that lie where the model computes,
+"peak" is the largest resident memory without mapped files. On a CPU the host is the device:
+offload to host memory saves bytes of an accelerator, but none here, and the table says so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.data_parallel import CONFIG, backward, build_model, micro_batches
+from benchmarks.peak_memory import status_mib
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+PLACES = ("device", "host memory", "file")
+KILLED = -9
+
+
+def settings_of(place: str, directory: str) -> dict[str, Any]:
+    """Return the fields of `OptimizerConfig` that keep state in a place."""
+    return {
+        "device": {},
+        "host memory": {"optimizer_cpu_offload": True},
+        "file": {"optimizer_offload_path": directory},
+    }[place]
+
+
+def train(options: argparse.Namespace) -> dict[str, Any]:
+    """Train with state in `options.place`; the job of one process."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    groups = ProcessGroupCollection.single()
+    ddp = DistributedDataParallel(
+        CONFIG, DistributedDataParallelConfig(), build_model(options), pg_collection=groups
+    )
+    config = OptimizerConfig(lr=1e-3, **settings_of(options.place, options.directory))
+    optimizer = get_megatron_optimizer(config, [ddp], pg_collection=groups)
+    batches, seconds = micro_batches(0, options), []
+    for _ in range(options.steps):
+        begin = time.perf_counter()
+        ddp.zero_grad_buffer()
+        backward(ddp, batches, 0)
+        finalize_model_grads([ddp], pg_collection=groups)
+        optimizer.step()
+        seconds.append(time.perf_counter() - begin)
+    digest = hashlib.sha256()
+    for parameter in ddp.parameters():
+        digest.update(parameter.detach().contiguous().view(torch.uint8).numpy())
+    held = [*ddp.parameters(), *(buffer.gradients for buffer in ddp.gradient_buffers)]  # type: ignore[attr-defined]
+    if options.place == "device":
+        held += [v for s in optimizer.state.values() for v in s.values() if isinstance(v, Tensor)]
+    return {
+        "digest": digest.hexdigest(),
+        "seconds": statistics.median(seconds[1:]),
+        "device": sum(tensor.nbytes for tensor in held) / 2**20,
+        "peak": status_mib("VmHWM") - status_mib("RssFile"),
+    }
+
+
+# Control groups -------------------------------------------------------------------------------
+
+
+class ControlGroup:
+    """A control group of this benchmark with a limit on memory."""
+
+    def __init__(self, parent: Path, files: tuple[str, ...]) -> None:
+        """
+        Args:
+            files: of the limits, of memory and of memory and swap.
+        """
+        self._path = parent / f"lattice-offload-{os.getpid()}"
+        self._files = files
+
+    @classmethod
+    def find(cls) -> ControlGroup | None:
+        """Return a group below the one of this process; None without the memory controller."""
+        top = Path("/sys/fs/cgroup")
+        for line in Path("/proc/self/cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if controllers == "memory":
+                limits = ("memory.limit_in_bytes", "memory.memsw.limit_in_bytes")
+                return cls(top / "memory" / path.lstrip("/"), limits)
+        controllers_file = top / "cgroup.subtree_control"
+        if controllers_file.exists() and "memory" in controllers_file.read_text().split():
+            return cls(top, ("memory.max", "memory.swap.max"))
+        return None
+
+    @contextmanager
+    def limited(self, num_bytes: int) -> Iterator[Path]:
+        """Make the group; yield the file that takes the ids of its processes."""
+        self._path.mkdir()
+        try:
+            for name in self._files:
+                if (self._path / name).exists():
+                    limit = 0 if "swap.max" in name else num_bytes
+                    (self._path / name).write_text(str(limit))
+            yield self._path / "cgroup.procs"
+        finally:
+            self._path.rmdir()
+
+
+def problem() -> str | None:
+    """Say why this machine cannot run the benchmark; None if it can."""
+    if sys.platform != "linux":
+        return "control groups are a part of Linux; this is " + sys.platform
+    if os.geteuid() != 0:
+        return "making control groups needs root; run it with sudo"
+    if ControlGroup.find() is None:
+        return "no memory controller in /sys/fs/cgroup"
+    return None
+
+
+def run(
+    place: str, options: argparse.Namespace, members: Path | None = None
+) -> tuple[int, dict[str, Any]]:
+    """Run a process, in a control group if its list of members is given.
+
+    Returns:
+        (exit status, what `train` found).
+    """
+    with tempfile.TemporaryDirectory() as directory:
+        report = Path(directory, "report.json")
+        words = ["--place", place, "--report", str(report), *sys.argv[1:]]
+        if members is None:
+            command = [sys.executable, "-m", "benchmarks.offload"]
+        else:
+            # A shell joins before Python begins: all its memory counts.
+            join = 'echo $$ > "$0"; exec "$@"'
+            command = ["sh", "-c", join, str(members), sys.executable, "-m", "benchmarks.offload"]
+        status = subprocess.run([*command, *words], check=False).returncode
+        return status, json.loads(report.read_text()) if report.exists() else {}
+
+
+def print_row(name: str, found: dict[str, Any], digest: str) -> None:
+    """Print what a run has measured."""
+    same = "equal" if found["digest"] == digest else "DIFFERENT"
+    print(
+        f"{name:<26}{found['device']:>12.0f}{found['peak']:>10.0f}"
+        f"{found['seconds'] * 1e3:>12.0f}   {same}",
+        flush=True,
+    )
+
+
+def compare(options: argparse.Namespace) -> int:
+    """Run all; return the exit status."""
+    print(f"{'state in':<26}{'device MiB':>12}{'peak MiB':>10}{'ms a step':>12}   weights")
+    found = {}
+    for place in PLACES:
+        status, found[place] = run(place, options)
+        if status:
+            return status
+        print_row(place, found[place], found["device"]["digest"])
+    limit = (found["device"]["peak"] + found["file"]["peak"]) / 2
+    group = ControlGroup.find()
+    assert group is not None
+    with group.limited(int(limit * 2**20)) as members:
+        print(f"in a control group of {limit:.0f} MiB:")
+        status, _ = run("device", options, members)
+        was_killed = status == KILLED
+        print(f"{'device':<26}" + ("killed: out of memory" if was_killed else f"exit {status}"))
+        status, inside = run("file", options, members)
+        if status:
+            return status
+        print_row("file", inside, found["device"]["digest"])
+    digests = {report["digest"] for report in [*found.values(), inside]}
+    return 0 if was_killed and len(digests) == 1 else 1
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--directory", default=tempfile.gettempdir(), help="of the file of state")
+    parser.add_argument("--layers", type=int, default=8, help="layers of the model")
+    parser.add_argument("--vocabulary", type=int, default=16384, help="rows of the embedding")
+    parser.add_argument("--steps", type=int, default=4, help="steps of each run")
+    parser.add_argument("--place", choices=PLACES, help=argparse.SUPPRESS)
+    parser.add_argument("--report", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    options.microbatches = 1
+    if options.place is not None:
+        Path(options.report).write_text(json.dumps(train(options)))
+        return 0
+    if reason := problem():
+        print(f"cannot limit memory: {reason}", file=sys.stderr)
+        return 2
+    # What was made goes away also when the command is ended.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    return compare(options)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
