@@ -5,8 +5,8 @@ the memory of the first. But what autograd has saved of a weight (its transpose,
 address, so a weight must come back to where it was. On Linux both hold: a tensor keeps its
 address range for good, and the pages behind it move from one range to another (mremap(2)). That
 costs the moving of page table entries, where fresh pages would have to be faulted in and cleared
-one by one, and blocks of malloc of changing sizes would leave holes: a 34-million-parameter GPT in
-ZeRO-3 took 150 MiB of holes. On other systems, and on accelerators, whose allocator keeps freed
+one by one, and blocks of malloc of changing sizes would leave holes (60 MiB of them in a
+34-million-parameter GPT). On other systems, and on accelerators, whose allocator keeps freed
 blocks for the next one, the storage is emptied and filled again.
 """
 
