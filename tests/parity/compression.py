@@ -38,9 +38,9 @@ FORMS: dict[str, dict[str, Any]] = {
     "none": {},
     "bf16": {"grad_compression": "bf16"},
     "int8": {"grad_compression": "int8"},
-    "powersgd rank 8": {
+    "powersgd rank 16": {
         "grad_compression": "powersgd",
-        "powersgd_rank": 8,
+        "powersgd_rank": 16,
         "grad_compression_warmup": 20,
     },
 }
