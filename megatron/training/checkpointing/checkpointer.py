@@ -205,7 +205,10 @@ class Checkpointer:
                 commit.write_tracker(directory, iteration)
             except OSError as error:
                 problem = describe_os_error(
-                    error, path=str(directory / commit.TRACKER_NAME), doing="writing"
+                    error,
+                    path=str(directory / commit.TRACKER_NAME),
+                    doing="writing",
+                    needed_bytes=len(str(iteration)),
                 )
         agree(problem, self.peers)
         self._say(f"  successfully saved checkpoint from iteration {iteration:7d} to {directory}")
