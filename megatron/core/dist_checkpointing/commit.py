@@ -94,7 +94,11 @@ def publish(staging: Path, final: Path, run: str) -> None:
     try:
         rename_durably(staging, final)
     except OSError:
-        rename_durably(replaced, final)
+        # Unless it was only the wait for the disk that failed, after the rename. If the old one
+        # cannot have its name back it stays readable as it is, and the first error is told.
+        if not final.exists():
+            with contextlib.suppress(OSError):
+                rename_durably(replaced, final)
         raise
     shutil.rmtree(replaced)
 
