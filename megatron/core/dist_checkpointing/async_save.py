@@ -57,7 +57,9 @@ class AsyncSave:
     def _write(self) -> None:
         # Linux gives each thread a priority of its own, which the threads it starts inherit.
         with contextlib.suppress(OSError, AttributeError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+            thread = threading.get_native_id()
+            niceness = os.getpriority(os.PRIO_PROCESS, thread) + NICENESS
+            os.setpriority(os.PRIO_PROCESS, thread, niceness)
         self._saving.write()
 
     def add_finalize_fn(self, function: Callable[[], None]) -> None:
