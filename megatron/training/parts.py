@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,6 +42,17 @@ class DataIterators:
     """`order_identity()` of the training set on rank 0, if it tells one."""
     num_test_rows: int = 0
     """Micro batches of all replicas in the test set, equal on all ranks; 0 if there is none."""
+
+    def close(self) -> None:
+        """End the loaders' worker processes now.
+
+        Left to the garbage collector they would not hear of it, because the queues that tell them
+        are collected first, and each would be waited for in vain.
+        """
+        for held in (self.train, self.test, *(each.data for each in self.valid)):
+            for iterator in held if isinstance(held, list) else [held]:
+                if isinstance(iterator, Generator):
+                    iterator.close()
 
 
 @dataclass(frozen=True)

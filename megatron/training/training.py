@@ -12,7 +12,6 @@ from megatron.training.cli.parser import ExtraArguments, ParsedCommand, parse_co
 from megatron.training.config.run import RunConfig
 from megatron.training.hooks.standard import standard_hooks
 from megatron.training.loop import train
-from megatron.training.parts import DataIterators
 from megatron.training.printing import print_rank_0
 from megatron.training.resilience.failure import failures_reported
 from megatron.training.resilience.progress import RunProgress
@@ -172,4 +171,4 @@ def run_session(session: Session, call: PretrainCall) -> None:
             train(parts, state, hooks)
     finally:
         hooks.close()
-        parts.data = DataIterators()  # ends the loaders' worker processes
+        parts.data.close()
