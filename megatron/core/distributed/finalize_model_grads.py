@@ -99,19 +99,19 @@ def _sum_tied_gradients(model: Sequence[nn.Module], groups: ProcessGroupCollecti
     """
     if get_pg_size(groups.embd) == 1:
         return
-    copies = []
+    by_stage: list[list[Tensor]] = []
     for chunk in model:
         inner = chunk.module if isinstance(chunk, DistributedDataParallel) else chunk
-        copies += [_reduced(chunk, parameter) for parameter in tied_parameters(inner)]
-    if len(copies) == 1:
-        for gradient in copies[0]:
-            sum_in_place(gradient.view(-1), groups.embd)
+        tied = tied_parameters(inner)
+        if tied:
+            by_stage.append([g for parameter in tied for g in _reduced(chunk, parameter)])
+    if len(by_stage) == 2:
+        for first, last in zip(*by_stage, strict=True):
+            first.add_(last)
+            last.copy_(first)
         return
-    for gradients in zip(*copies, strict=True):
-        for gradient in gradients[1:]:
-            gradients[0].add_(gradient)
-        for gradient in gradients[1:]:
-            gradient.copy_(gradients[0])
+    for gradient in by_stage[0] if by_stage else []:
+        sum_in_place(gradient.view(-1), groups.embd)
 
 
 def _divide_by_tokens(
