@@ -96,10 +96,10 @@ class Plan(NamedTuple):
     @property
     def num_steps(self) -> int:
         """Return the number of compute steps of all ranks together."""
-        steps = self.pipeline_size * self.num_chunks * self.num_microbatches
-        return (
-            steps if self.forward_only else steps * (3 if self.schedule in SPLIT_SCHEDULES else 2)
-        )
+        forwards = self.pipeline_size * self.num_chunks * self.num_microbatches
+        if self.forward_only:
+            return forwards
+        return forwards * (3 if self.schedule in SPLIT_SCHEDULES else 2)
 
 
 @functools.lru_cache(maxsize=64)
