@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
@@ -33,14 +33,12 @@ from megatron.core.dist_checkpointing.shard_file import (
 )
 from megatron.core.dist_checkpointing.tree import map_leaves
 from megatron.core.errors import CheckpointError, MegatronError
+from megatron.deepspeed.engine_state import EngineState
 from megatron.deepspeed.lr_schedules import Schedule
-
-if TYPE_CHECKING:
-    from megatron.deepspeed.engine import DeepSpeedEngine
 
 
 def save(
-    engine: DeepSpeedEngine,
+    engine: EngineState,
     save_dir: str,
     tag: str | None,
     client_state: Mapping[str, Any],
@@ -88,7 +86,7 @@ def _on_first_rank(path: Path, write: Callable[[], None]) -> None:
 
 
 def load(
-    engine: DeepSpeedEngine,
+    engine: EngineState,
     load_dir: str,
     tag: str | None,
     *,
@@ -96,7 +94,7 @@ def load(
     optimizer_states: bool,
     scheduler_states: bool,
 ) -> tuple[str | None, dict[str, Any] | None]:
-    """Load what `save` saved: collective. See `DeepSpeedEngine.load_checkpoint`."""
+    """Load what `save` saved: collective. See `EngineState.load_checkpoint`."""
     peers = peers_of(None)
     if tag is None:
         latest = Path(load_dir) / LATEST_NAME
@@ -168,7 +166,7 @@ def _complete(state: dict[str, Any], wanted: Mapping[str, Any], contents: Foreig
     state["lr_scheduler"] = {"last_batch_iteration": steps - 1}
 
 
-def save_weights(engine: DeepSpeedEngine, directory: str, name: str) -> None:
+def save_weights(engine: EngineState, directory: str, name: str) -> None:
     """Write the whole weights to one file of raw tensors: collective.
 
     Raises:
