@@ -10,15 +10,14 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-import random
 from collections.abc import Iterator
 
-import numpy
 import pytest
 import torch
 
 from megatron.core import device
 from tests.harness import reaper
+from tests.harness.global_state import reset_global_state
 from tests.harness.pool import POOL
 
 reaper.start()
@@ -31,10 +30,8 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _same_random_state() -> None:
-    random.seed(0)
-    numpy.random.seed(0)
-    torch.manual_seed(0)
+def _fresh_state() -> None:
+    reset_global_state()
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,6 @@ import functools
 import importlib
 import os
 import pickle
-import random
 import signal
 import sys
 import threading
@@ -21,12 +20,12 @@ from multiprocessing import parent_process
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-import numpy
 import torch
 import torch.distributed as dist
 
-from megatron.core import parallel_state, rng
+from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
+from tests.harness.global_state import reset_global_state
 
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
@@ -149,7 +148,7 @@ def run_job(job: Job) -> Outcome:
     try:
         with warnings.catch_warnings():
             _use_warning_filters(job.warning_filters)
-            _reset_global_state()
+            reset_global_state()
             groups = _form_world(job)
             args, kwargs = pickle.loads(job.arguments)
             value = job.function.resolve()(groups, *args, **kwargs)
@@ -192,26 +191,6 @@ def _form_world(job: Job) -> ProcessGroupCollection:
 def _store_client(port: int) -> dist.TCPStore:
     """Connect to the pool's rendezvous once: about one new connection in 200 takes 5 s."""
     return dist.TCPStore("127.0.0.1", port, is_master=False)
-
-
-def _reset_global_state() -> None:
-    """Give each job the state of a fresh process, as far as tests can see it."""
-    random.seed(0)
-    numpy.random.seed(0)
-    torch.manual_seed(0)
-    torch.set_default_dtype(torch.float32)
-    torch.set_grad_enabled(True)
-    # Asked first, because the call imports the compiler: a second for every new worker.
-    if torch.are_deterministic_algorithms_enabled():
-        torch.use_deterministic_algorithms(False)
-    rng.rng_state().__init__()  # type: ignore[misc]
-    for module, function in (
-        ("megatron.core.num_microbatches_calculator", "destroy_num_microbatches_calculator"),
-        ("megatron.training.global_vars", "destroy_global_vars"),
-    ):
-        destroy = getattr(sys.modules.get(module), function, None)
-        if destroy is not None:
-            destroy()
 
 
 def _use_warning_filters(filters: list[tuple[Any, ...]]) -> None:

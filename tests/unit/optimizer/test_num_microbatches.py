@@ -6,12 +6,6 @@ from megatron.core import num_microbatches_calculator as calculator
 from megatron.core.errors import ConfigError
 
 
-@pytest.fixture(autouse=True)
-def _forget_the_calculator():
-    yield
-    calculator.destroy_num_microbatches_calculator()
-
-
 def start(ramp=None, batch=32, micro=2, replicas=4, **options):
     calculator.init_num_microbatches_calculator(0, ramp, batch, micro, replicas, **options)
 
