@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.random import RandomState  # here, so that no clock runs while numpy loads it
 
 SEQUENCE = 4096
 VOCABULARY = 50_000
@@ -50,7 +51,7 @@ def write_all(folder: Path, num_documents: int, num_files: int, num_real: int) -
     """Write the corpora of all measurements."""
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
-    random = np.random.RandomState(0)
+    random = RandomState(0)
     lengths = random.randint(1, 1000, num_documents).astype(np.int32)
     write_index_only(str(folder / "whole"), lengths)
     for part, piece in enumerate(np.array_split(lengths, 10)):
@@ -102,7 +103,7 @@ def plain_recipe(prefix: str) -> list[np.ndarray]:
     from megatron.core.datasets.indexed_dataset import IndexedDataset
 
     lengths = IndexedDataset(prefix, check=False).sequence_lengths
-    random = np.random.RandomState(1234)
+    random = RandomState(1234)
     documents = np.arange(len(lengths), dtype=np.int32)
     random.shuffle(documents)
     ends = np.cumsum(lengths[documents], dtype=np.int64)
@@ -132,7 +133,7 @@ def blend_of(kind: str, folder: str) -> tuple[Any, int | None]:
     if kind == "corpus":
         return ([f"{folder}/whole"], None), None
     if kind == "blend":
-        weights = (np.random.RandomState(3).rand(10) * 0.2 + 0.9).tolist()
+        weights = (RandomState(3).rand(10) * 0.2 + 0.9).tolist()
         return ([f"{folder}/part{n}" for n in range(10)], weights), 240_000
     files = len(list(Path(folder).glob("file*.idx")))
     return ([f"{folder}/file{n}" for n in range(files)], [1.0] * files), 20 * files
@@ -146,7 +147,7 @@ def fetch_rates(folder: str, order: str) -> dict[str, Any]:
     settings = {"sample_order": order} if order else {}
     dataset = build_train(([f"{folder}/real"], None), None, f"{folder}/fetch-cache", **settings)
     tokens = np.memmap(f"{folder}/real.bin", np.uint16, mode="r")
-    places = np.random.RandomState(5).permutation(len(dataset))[:4000].tolist()
+    places = RandomState(5).permutation(len(dataset))[:4000].tolist()
 
     def raw(place: int) -> Any:
         begin = place * SEQUENCE
@@ -184,6 +185,7 @@ def one(kind: str, folder: str, cache: str, order: str) -> dict[str, Any]:
             torch.distributed.init_process_group(
                 "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
             )
+    blend, size = blend_of(kind, folder)
     Path("/proc/self/clear_refs").write_text("5")  # peak memory counts from here
     resident = status_kib("VmRSS")
     before = resource.getrusage(resource.RUSAGE_SELF)
@@ -191,7 +193,6 @@ def one(kind: str, folder: str, cache: str, order: str) -> dict[str, Any]:
     if kind == "recipe":
         plain_recipe(f"{folder}/whole")
     else:
-        blend, size = blend_of(kind, folder)
         settings = {"sample_order": order} if order else {}
         dataset = build_train(blend, size, cache, **settings)
     wall = time.perf_counter() - begun

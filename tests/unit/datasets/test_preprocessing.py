@@ -17,7 +17,7 @@ import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.preprocessing import documents
 from megatron.core.datasets.preprocessing.documents import documents_of
-from megatron.core.datasets.preprocessing.encoder import Encoder
+from megatron.core.datasets.preprocessing.encoder import Encoder, check_ids
 from megatron.core.datasets.preprocessing.inputs import expand_inputs
 from megatron.core.datasets.preprocessing.sentence_splitting import SentenceSplitter
 from megatron.core.datasets.preprocessing.units import read_units
@@ -210,6 +210,12 @@ def test_a_text_that_the_tokenizer_does_not_take_is_located(tmp_path, capsys):
     assert run(tmp_path, "--skip-bad-lines", tokenizer=numbers) == 0
     dataset = IndexedDataset(str(tmp_path / "out_text_document"))
     assert [sequence.tolist() for sequence in dataset[:]] == [[1, 2], [4]]
+
+
+@pytest.mark.parametrize("ids", [np.array([3, 10], np.uint32), np.array([3, -1], np.int32)])
+def test_ids_outside_the_vocabulary_are_never_written(ids):
+    with pytest.raises(DataError, match=f"gave id {ids[1]}, outside its vocabulary of 10"):
+        check_ids(ids, 10)
 
 
 def test_empty_documents_are_left_out_and_lists_become_sequences(tmp_path, capsys):

@@ -96,12 +96,14 @@ def test_reading_can_go_on_from_every_unit(tmp_path, kind):
         ("parquet", "in.parquet, row group 0, row 1: cannot be read"),
     ],
 )
-@pytest.mark.parametrize("damage", ["cut", "overwritten"])
+@pytest.mark.parametrize("damage", ["cut", "emptied", "overwritten"])
 def test_a_damaged_file_is_named(tmp_path, capsys, kind, message, damage):
     path = make_input(tmp_path, kind)
     whole = path.read_bytes()
     if damage == "cut":
         path.write_bytes(whole[:-9])
+    elif damage == "emptied":
+        path.write_bytes(b"")
     else:
         path.write_bytes(whole[:30] + b"\xa5" * 30 + whole[60:])
     assert run(tmp_path, path) == 1

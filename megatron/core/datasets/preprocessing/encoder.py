@@ -213,10 +213,12 @@ def check_ids(ids: np.ndarray, vocab_size: int) -> None:
     Raises:
         DataError: names the id.
     """
-    if len(ids) and int(ids.max()) >= vocab_size:
+    lowest, highest = int(ids.min(initial=0)), int(ids.max(initial=0))
+    if lowest < 0 or highest >= vocab_size:
+        worst = lowest if lowest < 0 else highest
         raise DataError(
-            f"the tokenizer gave id {int(ids.max())}, outside its vocabulary of {vocab_size}.",
-            rule="every id lies below the vocabulary size",
+            f"the tokenizer gave id {worst}, outside its vocabulary of {vocab_size}.",
+            rule="every id lies between 0 and the vocabulary size - 1",
             flags=["--tokenizer-type", "--tokenizer-model", "--vocab-size"],
             fix="check that the tokenizer's files belong together",
         )

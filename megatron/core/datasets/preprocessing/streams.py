@@ -45,6 +45,8 @@ def blocks_of(path: str) -> Iterator[tuple[bytes, int]]:
             for block in _decompressed(path, raw):
                 seen += len(block)
                 yield block, raw.tell() if raw.seekable() else seen
+            if path.endswith(COMPRESSION_SUFFIXES) and raw.seekable() and not raw.tell():
+                raise EOFError("the file holds nothing, not even a header")
     except DataError:
         raise
     except Exception as error:  # each decompressor and file system has its own exceptions
