@@ -3,11 +3,12 @@
     python -m benchmarks.preprocessing --input corpus.jsonl --megabytes 100 \
         --bpe FOLDER_WITH_VOCAB_AND_MERGES --pieces tokenizer.model --ranks gpt2.tiktoken
 
-Without arguments it uses the test text and tokenizers trained on it (under a minute; too short to
-judge by). For each library: tokens per second of the bare library in one process with the texts in
-memory, and of the whole tool, from its start to its end, with 1 and 2 workers, once through the
-same library and once through the fast engine; the files of all of them must be equal. Then the
-start-up, and the peak memory over the size of the input.
+Each round runs the bare library once and then each of `--ways`: `--ways library:1 --largest 0`
+compares these two alone. Without arguments it uses the test text and tokenizers trained on it
+(under a minute; too short to judge by). For each library: tokens per second of the bare library in
+one process with the texts in memory, and of the whole tool, from its start to its end, with 1 and 2
+workers, once through the same library and once through the fast engine; the files of all of them
+must be equal. Then the start-up, and the peak memory over the size of the input.
 
 With `--peer PYTHON`, an interpreter that has megatron-core and tokenizers, the same job is also
 done as Megatron-LM's tool does it: a pool of 2 processes takes a document for a task, 32 at a time,
@@ -162,15 +163,22 @@ def contents(prefix: str) -> list[str]:
     return digests
 
 
-def compare(corpus: str, kind: str, raw: list[str], flags: list[str], folder: Path, n: int) -> None:
-    """Print the rates of one library, bare and through the tool.
+def compare(
+    corpus: str,
+    kind: str,
+    raw: list[str],
+    flags: list[str],
+    folder: Path,
+    n: int,
+    ways: list[tuple[str, str]],
+) -> None:
+    """Print the rates of one library, bare and through the tool by (backend, workers).
 
     Two ratios: by the clock, and by processor seconds, which others on the machine hardly change.
     """
     raw_rates: list[tuple[float, float]] = []
     made: set[tuple[str, ...]] = set()
-    ways = [(backend, workers) for backend in ("library", "auto") for workers in (1, 2)]
-    rates: dict[tuple[str, int], list[tuple[float, float]]] = {way: [] for way in ways}
+    rates: dict[tuple[str, str], list[tuple[float, float]]] = {way: [] for way in ways}
     for _ in range(n):
         done = subprocess.run(
             [sys.executable, "-c", RAW, kind, corpus, *raw],
@@ -179,7 +187,7 @@ def compare(corpus: str, kind: str, raw: list[str], flags: list[str], folder: Pa
         count, seconds, spent = done.stdout.split()
         raw_rates.append((int(count) / float(seconds), int(count) / float(spent)))
         for backend, workers in ways:
-            more = ["--tokenizer-backend", backend, "--workers", str(workers)]
+            more = ["--tokenizer-backend", backend, "--workers", workers]
             wall, processor, tokens, _ = tool(corpus, str(folder / "out"), [*flags, *more])
             assert tokens == int(count), (tokens, count)
             made.add(tuple(contents(str(folder / "out_text_document"))))
@@ -233,7 +241,16 @@ def main() -> None:
     parser.add_argument("--ranks", help="a .tiktoken file cut as GPT-2 cuts")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--peer", help="interpreter of an environment with megatron-core")
-    parser.add_argument("--largest", type=int, default=4, help="times the input, for the memory")
+    parser.add_argument(
+        "--largest", type=int, default=4, help="times the input, for memory; 0: not"
+    )
+    parser.add_argument(
+        "--ways",
+        nargs="+",
+        default=["library:1", "library:2", "auto:1", "auto:2"],
+        metavar="BACKEND:WORKERS",
+        help="what is compared with the bare library",
+    )
     args = parser.parse_args()
     from megatron.core.tokenizers.tik_token import PATTERNS
 
@@ -256,11 +273,13 @@ def main() -> None:
             files = [given.ranks, PATTERNS["gpt2"]]
             cases.append(("ranks", files, [*ranks, "--tokenizer-model", given.ranks]))
         for kind, files, flags in cases:
-            compare(corpus, kind, files, flags, folder, args.repeats)
+            ways = [(way.split(":")[0], way.split(":")[1]) for way in args.ways]
+            compare(corpus, kind, files, flags, folder, args.repeats, ways)
         if args.peer and given.bpe:
             against_peer(args.peer, corpus, cases[0][1], cases[0][2], args.repeats)
-        kind, _, flags = cases[0]
-        flags = [*flags, "--workers", "2"]
+        if not args.largest:
+            return
+        flags = [*cases[0][2], "--workers", "2"]
         small = cut(given.input, 0.001, folder)
         starts = [tool(small, str(folder / "small"), flags)[0] for _ in range(args.repeats)]
         print(f"start-up: one document from start to end in {statistics.median(starts):.2f} s")

@@ -13,7 +13,10 @@ from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Sequence
 from functools import cached_property
+from itertools import chain
 from typing import Any
+
+import numpy as np
 
 from megatron.core.errors import ConfigError, DataError
 
@@ -77,6 +80,12 @@ class TextTokenizer(ABC):
     def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the ids of several texts, on one thread."""
         return [self.tokenize(text) for text in texts]
+
+    def tokenize_flat(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+        """Return the ids of all texts, one after the other, and how many each has (int64)."""
+        lists = self.tokenize_batch(texts)
+        counts = np.fromiter(map(len, lists), np.int64, len(lists))
+        return np.fromiter(chain.from_iterable(lists), np.int32, int(counts.sum())), counts
 
     def load_into_gigatoken(self, library: Any) -> Any | None:
         """Return the same tokenizer as a `gigatoken.Tokenizer`, or None if it has none.

@@ -14,6 +14,8 @@ import tempfile
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from megatron.core.capabilities import require
 from megatron.core.errors import ConfigError, DataError
 from megatron.core.tokenizers.base import TextTokenizer, digest_of_file
@@ -155,10 +157,15 @@ class TikTokenizer(TextTokenizer):
         """Return the ids."""
         return self._shifted(self._model.encode_ordinary(text))
 
-    def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the ids of several texts."""
-        # One by one: the library's batch call starts a thread pool each time.
-        return [self._shifted(self._model.encode_ordinary(text)) for text in texts]
+    def tokenize_flat(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+        """Return the ids of all texts, one after the other, and how many each has (int64)."""
+        # One by one: the library's batch call starts a thread pool each time. As arrays: lists of
+        # Python's integers cost a sixth of the time.
+        encode = self._model.encode_to_numpy
+        arrays = [encode(text, disallowed_special=()) for text in texts]
+        counts = np.fromiter(map(len, arrays), np.int64, len(arrays))
+        ids = np.concatenate(arrays) if arrays else np.empty(0, np.uint32)
+        return ids + np.uint32(self.first_text_id), counts
 
     def load_into_gigatoken(self, library: Any) -> Any | None:
         """Return the same ranks as a `gigatoken.Tokenizer` if it knows the pattern."""

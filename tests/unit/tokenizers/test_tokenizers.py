@@ -66,6 +66,10 @@ def test_text_comes_back_and_batches_equal_single_texts(make, sonnets, kind):
     texts = [*HARD_TEXTS, sonnets[:5000]]
     if "SentencePiece" in kind or kind == "Llama2Tokenizer":
         texts = [text for text in texts if "\u0000" not in text]
+    texts.append("text that spells <|endoftext|> stays text")
+    flat, counts = tokenizer.tokenize_flat(texts)
+    assert flat.tolist() == [number for text in texts for number in tokenizer.tokenize(text)]
+    assert counts.tolist() == [len(tokenizer.tokenize(text)) for text in texts]
     for text, ids in zip(texts, tokenizer.tokenize_batch(texts), strict=True):
         assert ids == tokenizer.tokenize(text)
         assert all(0 <= number < tokenizer.vocab_size for number in ids)
