@@ -3,9 +3,12 @@
     python tools/merge_datasets.py --input shards/ --output-prefix data/whole
     python tools/merge_datasets.py --input shards/ --output-prefix data/whole --no-copy
 
-A folder stands for all its corpora in the order of their names. The tokens are copied, not held in
-memory; with --no-copy only the indices are joined, and the tokens stay in the files of the shards,
-which must then stay too.
+A folder stands for all its corpora in the order of their names; shards in it must be complete.
+Shards of several kinds (of several keys, or conversations and their masks) become one corpus for
+each kind, with the end of its name behind the prefix: data/whole_messages_document.
+
+The tokens are copied, not held in memory; with --no-copy only the indices are joined, and the
+tokens stay in the files of the shards, which must then stay too.
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ from megatron.core.datasets.indexed_dataset import (
     get_idx_path,
 )
 from megatron.core.datasets.joined_tokens import list_of_parts, parts_path, token_files
+from megatron.core.datasets.preprocessing.shards import by_kind, refuse_missing_shards
 from megatron.core.datasets.token_file import WholeFile
 from megatron.core.errors import DataError, MegatronError
 
@@ -60,7 +64,9 @@ def corpora_of(inputs: Sequence[str]) -> list[str]:
                 rule="a folder of .bin/.idx pairs",
                 flags=["--input"],
             )
-        prefixes += [os.path.join(name, entry) for entry in entries]
+        found = [os.path.join(name, entry) for entry in entries]
+        refuse_missing_shards(found)
+        prefixes += found
     return prefixes
 
 
@@ -73,6 +79,7 @@ def merge(prefixes: Sequence[str], output_prefix: str, *, multimodal: bool = Fal
             builder.add_index(prefix)
             print(f"added {prefix}: {builder.num_documents:,} documents so far", flush=True)
         builder.finalize(get_idx_path(output_prefix))
+        print(f"{output_prefix}: {builder.num_documents:,} documents", flush=True)
 
 
 def join(prefixes: Sequence[str], output_prefix: str, *, multimodal: bool = False) -> None:
@@ -105,7 +112,8 @@ def join(prefixes: Sequence[str], output_prefix: str, *, multimodal: bool = Fals
         os.unlink(idx_path)
     parts.commit()
     index.commit()
-    print(f"joined {len(files)} token files: {sum(map(len, documents)):,} documents", flush=True)
+    total = sum(map(len, documents))
+    print(f"{output_prefix}: {len(files)} token files, {total:,} documents", flush=True)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -113,7 +121,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
     try:
         work = join if args.no_copy else merge
-        work(corpora_of(args.input), args.output_prefix, multimodal=args.multimodal)
+        kinds = by_kind(corpora_of(args.input))
+        for kind, prefixes in kinds.items():
+            output = args.output_prefix + (kind if len(kinds) > 1 else "")
+            work(prefixes, output, multimodal=args.multimodal)
     except MegatronError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1

@@ -211,6 +211,27 @@ def test_joined_shards_equal_one_run(tmp_path, num_shards):
         assert (tmp_path / f"joined{end}").read_bytes() == whole
 
 
+def test_a_folder_of_shards_is_joined_by_key_and_only_when_it_is_complete(tmp_path, capsys):
+    path = tmp_path / "in.jsonl"
+    path.write_text("".join(json.dumps({"text": t, "b": t[::-1]}) + "\n" for t in TEXTS))
+    flags = ["--json-keys", "text", "b"]
+    assert run(tmp_path, path, flags=[*flags, "--num-shards", "3"]) == 0
+    (tmp_path / "shards").mkdir()
+    for file in tmp_path.glob("out-*"):
+        file.rename(tmp_path / "shards" / file.name)
+    merge = ["--input", str(tmp_path / "shards"), "--output-prefix", str(tmp_path / "joined")]
+    assert merge_datasets.main(merge) == 0
+    assert run(tmp_path, path, flags=flags) == 0
+    for end in ("_text_document.bin", "_b_document.bin", "_text_document.idx", "_b_document.idx"):
+        assert (tmp_path / f"joined{end}").read_bytes() == (tmp_path / f"out{end}").read_bytes()
+    capsys.readouterr()
+    (tmp_path / "shards/out-00001-of-00003_b_document.idx").unlink()
+    assert merge_datasets.main([*merge, "--no-copy"]) == 1
+    said = capsys.readouterr().err
+    assert "1 of 3 shards of" in said
+    assert "out-00001-of-00003_b_document first" in said
+
+
 @pytest.mark.parametrize("mmap", [True, False])
 def test_shards_joined_without_copying_read_like_the_whole(tmp_path, mmap):
     path = make_input(tmp_path, "jsonl")

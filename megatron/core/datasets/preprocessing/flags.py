@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Sequence
 
 from megatron.core.datasets.preprocessing.inputs import InputFile, InputFormat
 from megatron.core.errors import ConfigError, raise_together
+
+DESCRIPTION = """Turn text into token files for training: PREFIX_text_document.bin and .idx.
+The same input gives the same bytes with any number of workers. A run that was killed goes on where
+it stopped when the same command is given again."""
+EXAMPLE = """example:
+  python tools/preprocess_data.py --input 'corpus/*.jsonl.zst' --output-prefix data/corpus \\
+      --tokenizer-type HuggingFaceTokenizer --tokenizer-model FOLDER --append-eod"""
 
 
 def parse_flags(
@@ -18,7 +26,10 @@ def parse_flags(
         tokenizer_types, backends: values of --tokenizer-type and --tokenizer-backend.
     """
     parser = argparse.ArgumentParser(
-        description="Turn text into token files for training.", allow_abbrev=False
+        description=f"{DESCRIPTION}\n\n{EXAMPLE}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage="%(prog)s --input PATH ... --output-prefix PREFIX --tokenizer-type TYPE [flags]",
+        allow_abbrev=False,
     )
     data = parser.add_argument_group("input")
     data.add_argument(
@@ -37,7 +48,9 @@ def parse_flags(
     data.add_argument(
         "--split-sentences", action="store_true", help="one sequence for each sentence (NLTK)"
     )
-    data.add_argument("--lang", default="english", help="language of the sentence model")
+    data.add_argument(
+        "--lang", default="english", help="language of the sentence model (%(default)s)"
+    )
     data.add_argument(
         "--keep-newlines", action="store_true", help="keep white space between sentences"
     )
@@ -55,9 +68,17 @@ def parse_flags(
     text.add_argument("--vocab-size", type=int, help="ids of NullTokenizer, limit of TikTokenizer")
     text.add_argument("--vocab-extra-ids", type=int, default=0, help="added <extra_id_N> tokens")
     text.add_argument("--tiktoken-pattern", help="v1, v2, or a regular expression")
-    text.add_argument("--tiktoken-num-special-tokens", type=int)
-    text.add_argument("--tiktoken-special-tokens", nargs="+")
-    text.add_argument("--trust-remote-code", action="store_true")
+    text.add_argument(
+        "--tiktoken-num-special-tokens",
+        type=int,
+        help="ids reserved before the ranks of a list (1000, or what its file says)",
+    )
+    text.add_argument("--tiktoken-special-tokens", nargs="+", help="names of the first of them")
+    text.add_argument(
+        "--trust-remote-code",
+        action="store_true",
+        help="run Python code that lies with a tokenizer",
+    )
     text.add_argument(
         "--tokenizer-backend",
         choices=backends,
@@ -67,10 +88,22 @@ def parse_flags(
     text.add_argument("--append-eod", action="store_true", help="end every document with a token")
 
     middle = parser.add_argument_group("fill in the middle")
-    middle.add_argument("--fim-rate", type=float, default=0.0, help="share of documents cut")
-    middle.add_argument("--fim-spm-rate", type=float, default=0.5, help="of those, suffix first")
-    middle.add_argument("--fim-seed", type=int, default=1234)
-    middle.add_argument("--fim-tokens", nargs=3, metavar=("PREFIX", "MIDDLE", "SUFFIX"))
+    middle.add_argument(
+        "--fim-rate",
+        type=float,
+        default=0.0,
+        help="share of documents cut in three (%(default)s: none)",
+    )
+    middle.add_argument(
+        "--fim-spm-rate", type=float, default=0.5, help="of those, suffix first (%(default)s)"
+    )
+    middle.add_argument("--fim-seed", type=int, default=1234, help="names the cuts (%(default)s)")
+    middle.add_argument(
+        "--fim-tokens",
+        nargs=3,
+        metavar=("PREFIX", "MIDDLE", "SUFFIX"),
+        help="tokens of the vocabulary; the usual names if not given",
+    )
 
     chat = parser.add_argument_group("conversations")
     chat.add_argument(
@@ -101,7 +134,10 @@ def parse_flags(
 
     run = parser.add_argument_group("running")
     run.add_argument(
-        "--workers", type=int, required=True, help="processes that tokenize; 0: this one"
+        "--workers",
+        type=int,
+        default=usable_cores(),
+        help="processes that tokenize; 0: this one (one for each core: %(default)s)",
     )
     run.add_argument(
         "--partitions",
@@ -114,21 +150,42 @@ def parse_flags(
         action="store_true",
         help="accepted: documents always stay in the order of the input",
     )
-    run.add_argument("--log-interval", type=int, default=1000, help="documents between reports")
     run.add_argument(
-        "--journal-interval", type=float, default=5.0, help="seconds of work a kill can cost"
+        "--log-interval",
+        type=int,
+        default=1000,
+        help="documents between two lines of progress (%(default)s)",
+    )
+    run.add_argument(
+        "--journal-interval",
+        type=float,
+        default=5.0,
+        help="seconds of work a kill can cost (%(default)s)",
     )
     run.add_argument(
         "--find-optimal-num-workers",
         action="store_true",
         help="measure --workers-to-check on the first --max-documents and write nothing",
     )
-    run.add_argument("--workers-to-check", type=int, nargs="+", default=[1, 2, 4, 8, 16])
-    run.add_argument("--max-documents", type=int, default=100_000)
+    run.add_argument(
+        "--workers-to-check",
+        type=int,
+        nargs="+",
+        default=[1, 2, 4, 8, 16],
+        help="numbers of workers to measure (1 2 4 8 16)",
+    )
+    run.add_argument("--max-documents", type=int, default=100_000, help="measured on (%(default)s)")
     args = parser.parse_args(argv)
     if args.json_keys is None:
         args.json_keys = ["messages" if args.sft else "text"]
     return args
+
+
+def usable_cores() -> int:
+    """Return the cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def check_flags(args: argparse.Namespace, files: Sequence[InputFile]) -> None:

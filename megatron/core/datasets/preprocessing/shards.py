@@ -1,11 +1,16 @@
-"""Which shards a process works on: plain arithmetic on ranks and the environment of schedulers."""
+"""Which shards a process works on, and which shards there are: plain arithmetic on ranks, names and
+the environment of schedulers.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 
-from megatron.core.errors import ConfigError
+from megatron.core.errors import ConfigError, DataError
+
+_SHARD = re.compile(r"(.*)-(\d{5,})-of-(\d{5,})(_.*)")
 
 
 def shard_name(prefix: str, shard: int, num_shards: int) -> str:
@@ -53,3 +58,39 @@ def rank_and_world(
 def shards_of(rank: int, world_size: int, num_shards: int) -> range:
     """Return the shards that a process works on, one after the other."""
     return range(rank, num_shards, world_size)
+
+
+def by_kind(prefixes: Sequence[str]) -> dict[str, list[str]]:
+    """Group the corpora of shards by what they hold: the end of the name, "_text_document".
+
+    Returns:
+        kind -> prefixes in the order given; all under one kind, "", if one of them is no shard.
+    """
+    kinds: dict[str, list[str]] = {}
+    for prefix in prefixes:
+        match = _SHARD.fullmatch(prefix)
+        if match is None:
+            return {"": list(prefixes)}
+        kinds.setdefault(match[4], []).append(prefix)
+    return kinds
+
+
+def refuse_missing_shards(prefixes: Sequence[str]) -> None:
+    """Refuse a folder in which shards of an output are missing: an array task that died.
+
+    Raises:
+        DataError: names the first.
+    """
+    found: dict[tuple[str, str, str], set[int]] = {}
+    for match in filter(None, map(_SHARD.fullmatch, prefixes)):
+        found.setdefault((match[1], match[3], match[4]), set()).add(int(match[2]))
+    for (output, num_shards, kind), shards in found.items():
+        missing = sorted(set(range(int(num_shards))) - shards)
+        if missing:
+            raise DataError(
+                f"{len(missing)} of {int(num_shards)} shards of {output} are missing, "
+                f"{shard_name(output, missing[0], int(num_shards))}{kind} first.",
+                rule="the shards of a folder are joined when all of them are there",
+                flags=["--input"],
+                fix=f"run task {missing[0]} again; to join some only, name them one by one",
+            )

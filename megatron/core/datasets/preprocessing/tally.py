@@ -223,8 +223,10 @@ def summary(tally: Tally, prefixes: dict[str, str], dtypes: dict[str, str], seco
         lines.append(f"  tokens            {corpus.tokens:>14,}  ({dtypes[name]})")
         if corpus.documents:
             quantiles = ", ".join(f"{corpus.quantile(share):,}" for share in (0.5, 0.9, 0.99))
+            if corpus.text_bytes:  # a mask holds none
+                per_token = corpus.text_bytes / max(corpus.tokens, 1)
+                lines.append(f"  bytes per token   {per_token:>14.3f}")
             lines += [
-                f"  bytes per token   {corpus.text_bytes / max(corpus.tokens, 1):>14.3f}",
                 f"  tokens/document   {corpus.tokens / corpus.documents:>14.1f}  "
                 f"(half, 90 %, 99 % below about {quantiles}; longest {corpus.longest:,})",
             ]
