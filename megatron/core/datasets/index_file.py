@@ -35,8 +35,8 @@ from megatron.core.errors import DataError
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
 HEADER = struct.Struct("<9sQBQQ")
-CHECK_BLOCK = 1 << 20
-"""Entries checked or written at a time: bounds the memory of a check at about 32 MiB."""
+CHECK_BLOCK = 1 << 18
+"""Entries checked or written at a time: bounds the memory of a check at about 8 MiB."""
 
 
 class DType(Enum):
