@@ -23,6 +23,7 @@ from collections.abc import Sequence
 sys.path.append(os.path.join(os.path.dirname(os.path.abspath(__file__)), os.pardir))
 
 from megatron.core.datasets import inspection
+from megatron.core.datasets.corpus_paths import MASK_SUFFIX
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.errors import DataError, MegatronError
 from megatron.core.tokenizers.megatron_tokenizer import TOKENIZER_TYPES, make_tokenizer
@@ -134,6 +135,8 @@ def show(args: argparse.Namespace) -> int:
     """Print documents as ids, and as text if a tokenizer is named."""
     (prefix,) = corpora_of(args.corpora)
     corpus = IndexedDataset(prefix)
+    has_mask = IndexedDataset.exists(prefix + MASK_SUFFIX)
+    mask = IndexedDataset(prefix + MASK_SUFFIX) if has_mask else None
     tokenizer = None
     if args.tokenizer_type is not None:
         tokenizer = make_tokenizer(
@@ -158,6 +161,11 @@ def show(args: argparse.Namespace) -> int:
         print(f"  ids   {' '.join(map(str, shown))}")
         if tokenizer is not None:
             print(f"  text  {tokenizer.detokenize(shown)!r}")
+        if mask is not None:  # conversations
+            is_learned = inspection.document_tokens(mask, number) == 1
+            learned = tokens[: args.tokens][is_learned[: args.tokens]]
+            text = "" if tokenizer is None else f": {tokenizer.detokenize(learned.tolist())!r}"
+            print(f"  of these {len(learned)} are learned{text}")
     return 0
 
 

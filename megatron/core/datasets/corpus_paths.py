@@ -7,6 +7,9 @@ import os
 from megatron.core.datasets.joined_tokens import tokens_exist
 from megatron.core.errors import DataError
 
+MASK_SUFFIX = "_mask"
+"""Ends the name of the corpus that says which tokens of a conversation are learned."""
+
 
 def get_bin_path(path_prefix: str) -> str:
     """Return the name of the token file of a corpus."""

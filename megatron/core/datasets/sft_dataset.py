@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron.core.datasets.corpus_paths import MASK_SUFFIX
 from megatron.core.datasets.document_masks import attention_mask
 from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
 from megatron.core.datasets.indexed_dataset import IndexedDataset
@@ -21,8 +22,6 @@ from megatron.core.datasets.megatron_dataset import MegatronDataset
 from megatron.core.datasets.permutation import KeyedPermutation
 from megatron.core.datasets.utils import Split
 from megatron.core.errors import DataError
-
-MASK_SUFFIX = "_mask"
 
 
 class Conversations:

@@ -80,6 +80,9 @@ def test_documents_are_shown_as_ids_and_as_text(tmp_path, capsys):
     assert (status, text) == (0, "document 1: 3 tokens\n  ids   72 105 33\n  text  'Hi!'\n")
     _, text = run(capsys, "show", prefix, "--tokens", 2)
     assert text == "document 0: 5 tokens (the first 2)\n  ids   102 105\n"
+    write_corpus(tmp_path / "c_mask", [[0] * 5, [0, 1, 1]])
+    _, text = run(capsys, "show", prefix, "--documents", 1, "--tokenizer-type", "ByteTokenizer")
+    assert text.endswith("  text  'Hi!'\n  of these 2 are learned: 'i!'\n")
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from itertools import chain
 
 import numpy as np
 
+from megatron.core.datasets.corpus_paths import MASK_SUFFIX
 from megatron.core.datasets.preprocessing.chat_template import ChatTemplate
 from megatron.core.datasets.preprocessing.documents import documents_of
 from megatron.core.datasets.preprocessing.encoder import (
@@ -28,8 +29,6 @@ from megatron.core.datasets.preprocessing.encoder import (
     check_ids,
 )
 from megatron.core.datasets.preprocessing.units import LONGEST_LINE_BYTES, UNIT_BYTES, Unit
-
-MASK_SUFFIX = "_mask"
 
 
 def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
