@@ -122,7 +122,7 @@ class WholeFile:
                 os.makedirs(directory, exist_ok=True)
                 # A buffer of 1 MiB: documents are small, system calls are not.
                 self._file = io.BufferedWriter(io.FileIO(self._partial, "w"), 1 << 20)
-        except (PermissionError, NotADirectoryError, FileExistsError) as error:
+        except OSError as error:
             raise DataError(
                 f"cannot write {path}: {error.strerror}.",
                 rule="the output directory must be writable",

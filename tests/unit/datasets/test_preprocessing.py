@@ -247,6 +247,12 @@ def test_a_missing_input_or_end_token_is_named_before_any_work(tmp_path, capsys)
     assert "--workers -1" in capsys.readouterr().err
 
 
+def test_an_output_that_cannot_be_made_is_named(tmp_path, capsys):
+    write_lines(tmp_path / "in.jsonl", [{"text": "x"}])
+    assert run(tmp_path, "--output-prefix", str(tmp_path / ("n" * 300))) == 1
+    assert "nnn.journal: File name too long" in capsys.readouterr().err
+
+
 def test_the_number_of_workers_can_be_measured(tmp_path, capsys):
     write_lines(tmp_path / "in.jsonl", [{"text": "x y"}] * 50)
     assert run(tmp_path, "--find-optimal-num-workers", "--workers-to-check", "0") == 0

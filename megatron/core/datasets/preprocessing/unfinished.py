@@ -149,7 +149,7 @@ def _open_to_append(path: str) -> BinaryIO:
             file = open(path, "a+b", buffering=1 << 20)  # noqa: SIM115
             file.seek(0, os.SEEK_END)
             return file
-    except (PermissionError, NotADirectoryError, FileExistsError, IsADirectoryError) as error:
+    except OSError as error:
         raise DataError(
             f"cannot write {path}: {error.strerror}.",
             rule="the output directory must be writable",
