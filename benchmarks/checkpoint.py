@@ -1,20 +1,24 @@
 """Cost of saving and loading against raw files, safetensors, torch's format and megatron-core.
 
-    python -m benchmarks.checkpoint [--million-parameters 64] [--ranks 1 2] [--repeats 5]
-        [--directory DIR] [--megatron PYTHON] [--growth-saves 50]
+    python -m benchmarks.checkpoint [--only save load pause steps memory] [--ranks 1 2]
+        [--million-parameters 64] [--turns 5] [--directory DIR] [--megatron PYTHON] [--saves 50]
 
-Ranks hold rows of weights and of two Adam moments in fp32. All candidates take turns in the same
-run; rows are medians, wall time of the slowest rank, processor time of all. Durable saves end when
-the bytes are on the disk; files are removed and the disk is synced between turns. Loads read from
-the page cache into memory that was used before, or into fresh memory (`load raw`), as the
-candidate does by itself; `cold` rows read from the disk. Ours also hashes every byte, both ways.
-Before a turn each rank touches as much memory as it will read or write and gives it back: on a
-virtual machine the first use of a page costs several times the copy into it.
+Ranks hold rows of weights and of two Adam moments in fp32. In every turn each candidate comes once,
+and another one begins each time. Times are wall time of the slowest rank and processor time of all.
+A ratio is the median of the turns' own ratios, with the lowest and the highest: a disk that is slow
+for a while is so for both sides of it. The ratio of the medians stands beside it.
+
+save    until the bytes are on the disk. Before each, all that was written is removed and the disk
+        is synced, and as much memory is touched and given back as the save needs: on a virtual
+        machine the first use of a page costs several times the copy into it.
+load    from the page cache into memory that was used before, or into fresh memory (`raw`), as the
+        candidate does by itself; then the same from the disk. Ours verifies every byte.
+pause   what a training loop waits for an asynchronous save, against a durable one.
+steps   matrix products during a background write, against those before it; beside it what the
+        same bytes cost there when a thread of the same priority only writes and syncs them.
+memory  what asynchronous saves add to the process, and whether it grows from save to save.
 
 With `--megatron`, the Python of an environment with megatron-core, that takes its turns as well.
-
-`pause` is what a training loop waits for an asynchronous save; the slowdown compares steps of
-matrix products during the write with steps before it; memory is the process's resident size.
 """
 
 from __future__ import annotations
@@ -27,16 +31,26 @@ import statistics
 import tempfile
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from benchmarks.checkpoint_candidates import Candidates, Peer, busy_step, make_state
+from benchmarks.checkpoint_candidates import (
+    Candidates,
+    Peer,
+    Writing,
+    busy_step,
+    free_memory,
+    make_state,
+    resident_bytes,
+)
 
-Times = dict[str, list[tuple[float, float]]]
+Way = Callable[[], Any]
+FILES = ("raw", "safetensors", "torch", "ours")
+PARTS = ("save", "load", "pause", "steps", "memory")
 
 
 def free_port() -> int:
@@ -46,63 +60,135 @@ def free_port() -> int:
         return found.getsockname()[1]
 
 
-def measure(function: Callable[[], Any]) -> tuple[float, float, Any]:
-    """Run a collective function; return (wall seconds until all are done, own processor seconds,
-    result)."""
-    dist.barrier()
-    wall, processor = time.perf_counter(), time.process_time()
-    result = function()
-    processor = time.process_time() - processor
-    dist.barrier()
-    return time.perf_counter() - wall, processor, result
+def spread(values: Sequence[float]) -> str:
+    """Return the median and the range of values."""
+    return f"{statistics.median(values):.2f} ({min(values):.2f} to {max(values):.2f})"
 
 
-def resident_bytes() -> int:
-    """Return the memory of this process."""
-    with open("/proc/self/statm", encoding="ascii") as file:
-        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+class Contest:
+    """Times of several ways to do a thing, which take turns."""
 
+    def __init__(self, candidates: Candidates, turns: int) -> None:
+        self.candidates, self.turns = candidates, turns
+        self.wall: dict[str, list[float]] = {}
+        self.processor: dict[str, list[float]] = {}
 
-def take_turns(candidates: Candidates, peer: Peer | None, repeats: int) -> Times:
-    """Let all candidates save and load `repeats` times."""
-    rows: Times = {}
+    def run(self, ways: dict[str, Way], prepare: Callable[[str], None]) -> None:
+        """Let each way run once a turn; another begins each time.
 
-    def turn(row: str, function: Callable[[], Any]) -> Any:
-        candidates.touch_memory()
-        wall, processor, result = measure(function)
-        everybody = torch.tensor([processor])
+        Args:
+            ways: what to time. One that returns a function has it called afterwards, untimed; one
+                that returns a pair has timed itself (wall and processor seconds).
+            prepare: called with the way's name before it.
+        """
+        names = list(ways)
+        for turn in range(self.turns):
+            for place in range(len(names)):
+                name = names[(turn + place) % len(names)]
+                prepare(name)
+                self._time(name, ways[name])
+
+    def _time(self, name: str, way: Way) -> None:
+        dist.barrier()
+        wall, processor = time.perf_counter(), time.process_time()
+        answer = way()
+        everybody = torch.tensor([time.process_time() - processor])
         dist.all_reduce(everybody)
-        rows.setdefault(row, []).append((wall, float(everybody)))
-        return result
+        taken = time.perf_counter() - wall, float(everybody)
+        if isinstance(answer, tuple):
+            taken = answer
+        elif answer is not None:
+            answer()
+        self.wall.setdefault(name, []).append(taken[0])
+        self.processor.setdefault(name, []).append(taken[1])
 
-    def turn_of_peer(row: str, what: str) -> None:
+    def show(self) -> None:
+        """Print the times."""
+        num_bytes = self.candidates.num_bytes * self.candidates.size
+        print(f"{'':26}{'median s':>9}{'lowest':>9}{'highest':>9}{'cpu s':>9}{'GB/s':>8}")
+        for name, wall in self.wall.items():
+            middle, cpu = statistics.median(wall), statistics.median(self.processor[name])
+            rate = num_bytes / middle / 1e9
+            print(f"{name:26}{middle:9.3f}{min(wall):9.3f}{max(wall):9.3f}{cpu:9.3f}{rate:8.2f}")
+
+    def compare(self, name: str, other: str) -> None:
+        """Print the ratio of two ways."""
+        said = []
+        for kind, times in (("wall", self.wall), ("cpu", self.processor)):
+            pairs = zip(times[name], times[other], strict=True)
+            ratios = [a / b for a, b in pairs if b > 0]
+            medians = statistics.median(times[name]) / statistics.median(times[other])
+            said.append(f"{kind} {spread(ratios)}, of medians {medians:.2f}")
+        print(f"{name} / {other}: {'; '.join(said)}")
+
+
+def time_saves(candidates: Candidates, peer: Peer | None, turns: int) -> None:
+    """Compare durable saves."""
+    contest = Contest(candidates, turns)
+    ways: dict[str, Way] = {name: getattr(candidates, f"save_{name}") for name in FILES}
+    if peer is not None:
+        ways["megatron-core"] = lambda: peer.turn("save")
+    contest.run(ways, lambda _: candidates.begin_clean())
+    if candidates.rank == 0:
+        contest.show()
+        for name in list(ways)[2:]:
+            contest.compare(name, "safetensors")
+
+
+def time_loads(candidates: Candidates, peer: Peer | None, turns: int) -> None:
+    """Compare loads from the page cache and from the disk."""
+    candidates.begin_clean()
+    for name in FILES:
+        getattr(candidates, f"save_{name}")()
+    ways: dict[str, Way] = {
+        name: getattr(candidates, f"load_{name.replace(' ', '_')}")
+        for name in ("raw", "raw in place", *FILES[1:])
+    }
+    if peer is not None:
+        peer.turn("save")
+        ways["megatron-core"] = lambda: peer.turn("load")
+    warm = Contest(candidates, turns)
+    warm.run(ways, lambda _: free_memory(candidates.num_bytes))
+    cold = Contest(candidates, turns)
+    cold.run({name: ways[name] for name in FILES}, candidates.leave_cache)
+    if candidates.rank == 0:
+        warm.show()
+        for name in list(ways)[2:]:
+            warm.compare(name, "raw")
+        print("from the disk")
+        cold.show()
+
+
+def time_pauses(candidates: Candidates, peer: Peer | None, turns: int) -> None:
+    """Compare what training waits for with a durable save."""
+    contest = Contest(candidates, turns)
+    ways: dict[str, Way] = {
+        "durable": candidates.save_ours,
+        "pause": lambda: candidates.begin_ours().finish,
+        "short-lived": candidates.save_short_lived,
+    }
+    if peer is not None:
+        ways["durable megatron-core"] = lambda: peer.turn("save")
+        ways["pause megatron-core"] = lambda: peer.turn("begin")
+
+    def prepare(name: str) -> None:
+        if peer is not None and peer.is_saving:
+            peer.turn("finish")
+        candidates.begin_clean()
+
+    candidates.begin_ours().finish()  # allocates the buffer, once in a run
+    contest.run(ways, prepare)
+    if candidates.rank == 0:
+        contest.show()
+        contest.compare("pause", "durable")
         if peer is not None:
-            candidates.touch_memory()
-            rows.setdefault(f"{row} megatron-core", []).append(peer.turn(what))
-
-    names = ("raw", "safetensors", "torch", "ours")
-    for _ in range(repeats):
-        for name in names:
-            candidates.remove(name)
-            turn(f"save {name}", getattr(candidates, f"save_{name}"))
-        turn_of_peer("save", "save")
-        for name in ("raw", "raw_in_place", "safetensors", "torch", "ours"):
-            turn(f"load {name}", getattr(candidates, f"load_{name}"))
-        turn_of_peer("load", "load")
-        for name in names:
-            candidates.leave_cache(name)
-            turn(f"load {name}, cold", getattr(candidates, f"load_{name}"))
-        candidates.remove("ours")
-        handle = turn("pause ours", candidates.begin_ours)
-        turn("rest of ours", handle.finish)
-        turn("save short-lived", candidates.save_short_lived)
-        turn_of_peer("pause", "begin")
-        turn_of_peer("rest of", "finish")
-    return rows
+            contest.compare("pause megatron-core", "durable megatron-core")
+    if peer is not None and peer.is_saving:
+        peer.turn("finish")
 
 
-def slowdown_of_steps(candidates: Candidates) -> float:
-    """Return the median step during a background write over the median step without one."""
+def time_steps(candidates: Candidates, turns: int) -> None:
+    """Compare steps during background writes with steps before them."""
     step = busy_step(torch.randn(1024, 1024))
 
     def timed() -> float:
@@ -110,22 +196,43 @@ def slowdown_of_steps(candidates: Candidates) -> float:
         step()
         return time.perf_counter() - start
 
-    before = [timed() for _ in range(50)]
-    candidates.remove("ours")
-    handle = candidates.begin_ours()
-    during = []
-    while not handle.is_written:
-        during.append(timed())
-    handle.finish()
-    return statistics.median(during) / statistics.median(before)
+    begins: dict[str, Callable[[], Writing]] = {
+        "only writing": candidates.begin_raw,
+        "ours": candidates.begin_ours,
+    }
+    found: dict[str, list[list[float]]] = {name: [[], [], [], []] for name in begins}
+    for turn in range(turns):
+        for name in list(begins) if turn % 2 else list(begins)[::-1]:
+            candidates.begin_clean()
+            before = [timed() for _ in range(30)]
+            dist.barrier()
+            start, processor = time.perf_counter(), time.process_time()
+            writing, during = begins[name](), []
+            while not writing.is_written:
+                during.append(timed())
+            written = time.perf_counter() - start
+            undisturbed = len(during) * statistics.mean(before)
+            own = time.process_time() - processor - undisturbed
+            lost = sum(during) - undisturbed
+            writing.finish()
+            median = statistics.median(during) / statistics.median(before)
+            values = (median, lost, written, own)
+            for column, value in zip(found[name], values, strict=True):
+                column.append(value)
+    if candidates.rank == 0:
+        for name, (medians, lost, written, own) in found.items():
+            print(
+                f"{name:12} a step takes {spread(medians)} of its time before; rank 0 writes for "
+                f"{spread(written)} s, in which training loses {spread(lost)} s; processor time "
+                f"beside the steps {spread(own)} s"
+            )
 
 
-def memory_of_saves(candidates: Candidates, num_saves: int) -> tuple[float, float]:
-    """Return (extra memory during asynchronous saves, growth from the 5th to the last), both over
-    the bytes of this rank."""
+def watch_memory(candidates: Candidates, num_saves: int) -> None:
+    """Print what asynchronous saves add to the memory of each rank, over the rank's bytes."""
     base, sizes = resident_bytes(), []
     for _ in range(num_saves):
-        candidates.remove("ours")
+        candidates.begin_clean()
         handle = candidates.begin_ours()
         peak = resident_bytes()
         while not handle.is_written:
@@ -133,33 +240,17 @@ def memory_of_saves(candidates: Candidates, num_saves: int) -> tuple[float, floa
             time.sleep(0.01)
         handle.finish()
         sizes.append(peak)
-    settled = sizes[min(4, len(sizes) - 1)]
-    return (max(sizes) - base) / candidates.num_bytes, (sizes[-1] - settled) / candidates.num_bytes
-
-
-def show(rows: Times, num_bytes: int, repeats: int) -> None:
-    """Print one table and the ratios that matter."""
-    print(f"{num_bytes / 1e6:.0f} MB over all ranks, medians of {repeats} turns")
-    print(f"{'':28}{'wall s':>9}{'cpu s':>9}{'GB/s wall':>11}")
-    wall: dict[str, float] = {}
-    processor: dict[str, float] = {}
-    for name, times in rows.items():
-        wall[name], processor[name] = (
-            statistics.median(column) for column in zip(*times, strict=True)
-        )
-        rate = num_bytes / wall[name] / 1e9
-        print(f"{name:28}{wall[name]:9.3f}{processor[name]:9.3f}{rate:11.2f}")
-    names = ["torch", "ours"] + ["megatron-core"] * ("save megatron-core" in rows)
-    for name in names:
-        print(f"save {name} / safetensors: {wall[f'save {name}'] / wall['save safetensors']:.2f}")
-    for name in ["safetensors", *names]:
-        row = f"load {name}"
-        print(
-            f"{row} / raw: {wall[row] / wall['load raw']:.2f} wall, "
-            f"{processor[row] / processor['load raw']:.2f} cpu"
-        )
-    for name in names[1:]:
-        print(f"pause / durable save, {name}: {wall[f'pause {name}'] / wall[f'save {name}']:.2f}")
+    places = sorted({min(n, num_saves) - 1 for n in (5, 20, 50, 100, num_saves)})
+    shares = [[(sizes[place] - base) / candidates.num_bytes for place in places]]
+    everybody: list[Any] = [None] * candidates.size
+    dist.all_gather_object(everybody, (shares[0], sizes[-1] - sizes[places[0]]))
+    if candidates.rank == 0:
+        for rank, (found, growth) in enumerate(everybody):
+            text = ", ".join(f"{s:.3f} at save {p + 1}" for s, p in zip(found, places, strict=True))
+            print(
+                f"rank {rank}: extra memory / its {candidates.num_bytes / 1e6:.0f} MB: {text}; "
+                f"{growth / 1e6:+.1f} MB from save {places[0] + 1} on"
+            )
 
 
 def bench(rank: int, size: int, arguments: argparse.Namespace, root: str, ports: list[int]) -> None:
@@ -169,27 +260,34 @@ def bench(rank: int, size: int, arguments: argparse.Namespace, root: str, ports:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(ports[0])}
     os.environ["LOCAL_WORLD_SIZE"] = str(size)
     dist.init_process_group("gloo", rank=rank, world_size=size)
-    # Before anything else, while this process has no buffers yet.
-    small = Candidates(make_state(max(13, arguments.million_parameters // 4), size), Path(root))
-    extra, growth = memory_of_saves(small, arguments.growth_saves)
+
+    def say(what: str) -> None:
+        if rank == 0:
+            print(f"\n== {size} rank{'s' * (size > 1)}: {what}", flush=True)
+
+    if "memory" in arguments.only:  # before anything else, while this process has no buffers yet
+        say("memory")
+        share = max(13, arguments.million_parameters // 4)
+        watch_memory(Candidates(make_state(share, size), Path(root)), arguments.saves)
     candidates = Candidates(make_state(arguments.million_parameters, size), Path(root))
     peer = None
     if arguments.megatron:
         place = [str(n) for n in (arguments.million_parameters, rank, size, ports[1])]
         peer = Peer(arguments.megatron, candidates, place)
-    rows = take_turns(candidates, peer, arguments.repeats)
+    megabytes = f"{candidates.num_bytes * size / 1e6:.0f} MB, {arguments.turns} turns"
+    parts: dict[str, Callable[[], None]] = {
+        "save": lambda: time_saves(candidates, peer, arguments.turns),
+        "load": lambda: time_loads(candidates, peer, arguments.turns),
+        "pause": lambda: time_pauses(candidates, peer, arguments.turns),
+        "steps": lambda: time_steps(candidates, arguments.turns),
+    }
+    for name, part in parts.items():
+        if name in arguments.only:
+            say(f"{name}, {megabytes}")
+            part()
+    candidates.begin_clean()
     if peer is not None:
         peer.close()
-    slowdown = slowdown_of_steps(candidates)
-    if rank == 0:
-        print(f"\n== {size} rank{'s' * (size > 1)}")
-        show(rows, candidates.num_bytes * size, arguments.repeats)
-        print(f"steps during the background write take {slowdown:.2f} of their time before")
-        print(
-            f"extra memory of asynchronous saves / local shard: {extra:.2f}; growth from save 5 "
-            f"to {arguments.growth_saves}: {growth:+.3f}",
-            flush=True,
-        )
     dist.destroy_process_group()
 
 
@@ -198,12 +296,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--only", choices=PARTS, nargs="+", default=PARTS, help="these questions")
     parser.add_argument("--million-parameters", type=int, default=64)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--directory", default=None, help="where to write; a temporary one")
     parser.add_argument("--megatron", default=None, help="Python of megatron-core's environment")
-    parser.add_argument("--growth-saves", type=int, default=50)
+    parser.add_argument("--saves", type=int, default=50, help="of the question of memory")
     arguments = parser.parse_args()
     for size in arguments.ranks:
         root = tempfile.mkdtemp(dir=arguments.directory)

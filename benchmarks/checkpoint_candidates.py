@@ -6,8 +6,10 @@ import os
 import shutil
 import subprocess
 import tempfile
+import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -20,6 +22,7 @@ from megatron.core import dist_checkpointing
 from megatron.core.agreement import SingleProcess
 from megatron.core.capabilities import require
 from megatron.core.dist_checkpointing import AsyncSave, ShardedTensor
+from megatron.core.dist_checkpointing.async_save import give_way
 from megatron.core.dist_checkpointing.own_state import as_own_state
 
 HIDDEN = 1024
@@ -37,6 +40,30 @@ def make_state(million_parameters: int, num_ranks: int) -> dict[str, Tensor]:
     }
 
 
+def resident_bytes() -> int:
+    """Return the memory of this process."""
+    with open("/proc/self/statm", encoding="ascii") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def free_memory(num_bytes: int) -> None:
+    """Let the machine have so much memory at hand, whoever comes first."""
+    torch.empty(num_bytes, dtype=torch.uint8).fill_(1)
+
+
+class Writing(Protocol):
+    """A write in the background."""
+
+    @property
+    def is_written(self) -> bool:
+        """Whether this rank's bytes are on the disk."""
+        ...
+
+    def finish(self) -> None:
+        """Wait for it: collective."""
+        ...
+
+
 class Candidates:
     """The ways to save and load one rank's state in one directory; methods are collective."""
 
@@ -52,19 +79,15 @@ class Candidates:
         """Return where a candidate writes: raw and safetensors a file per rank."""
         return self.root / (f"{name}{self.rank}" if name in ("raw", "safetensors") else name)
 
-    def remove(self, name: str) -> None:
-        """Delete what an earlier turn wrote, and let the disk come to rest."""
-        path = self.path(name)
-        if path.is_file():
-            path.unlink()
-        elif self.rank == 0:
-            shutil.rmtree(path, ignore_errors=True)
-        os.sync()
+    def begin_clean(self) -> None:
+        """Delete all that was written, let the disk come to rest, have memory at hand."""
         dist.barrier()
-
-    def touch_memory(self) -> None:
-        """Let the machine have the memory of this turn at hand, whoever comes first."""
-        torch.empty(self.num_bytes, dtype=torch.uint8).fill_(1)
+        if self.rank == 0:
+            for path in self.root.iterdir():
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+        os.sync()
+        free_memory(self.num_bytes)
+        dist.barrier()
 
     def leave_cache(self, name: str) -> None:
         """Let the next load come from the disk."""
@@ -82,6 +105,10 @@ class Candidates:
             for tensor in self.state.values():
                 file.write(tensor.view(-1).numpy().data)
             os.fsync(file.fileno())
+
+    def begin_raw(self) -> Writing:
+        """Write the bytes in a thread that gives way as ours does."""
+        return RawWriting(self)
 
     def load_raw(self) -> None:
         """Read into fresh memory."""
@@ -154,6 +181,28 @@ class Candidates:
         dist_checkpointing.load(self.declared(self.into), self.path("ours"))
 
 
+class RawWriting:
+    """A thread that writes a rank's bytes from the memory that training uses, and syncs."""
+
+    def __init__(self, candidates: Candidates) -> None:
+        def write() -> None:
+            give_way()
+            candidates.save_raw()
+
+        self._thread = threading.Thread(target=write)
+        self._thread.start()
+
+    @property
+    def is_written(self) -> bool:
+        """See `Writing`."""
+        return not self._thread.is_alive()
+
+    def finish(self) -> None:
+        """See `Writing`."""
+        self._thread.join()
+        dist.barrier()
+
+
 class Peer:
     """megatron-core in another environment: the same sizes, driven through a pipe.
 
@@ -166,6 +215,7 @@ class Peer:
             [python, str(script), str(candidates.path("megatron")), *arguments],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1,
         )  # fmt: skip
+        self.is_saving = False
         self._answer()
 
     def _answer(self) -> tuple[float, float]:
@@ -173,12 +223,15 @@ class Peer:
         for line in self.process.stdout:
             if line.startswith("peer: "):
                 wall, processor = map(float, line.split()[1:])
-                return wall, processor
+                everybody = torch.tensor([processor])
+                dist.all_reduce(everybody)
+                return wall, float(everybody)
         raise RuntimeError(f"the peer ended with status {self.process.wait()}")
 
     def turn(self, what: str) -> tuple[float, float]:
-        """Let it save, load or begin; return (wall seconds, processor seconds) as it measured."""
+        """Let it save, load, begin or finish; return (wall seconds, processor seconds of all)."""
         assert self.process.stdin is not None
+        self.is_saving = what == "begin"
         self.process.stdin.write(what + "\n")
         return self._answer()
 

@@ -23,6 +23,15 @@ _BUFFER = SnapshotBuffer()
 _IN_FLIGHT: AsyncSave | None = None
 
 
+def give_way() -> None:
+    """Let this thread, and those it starts, have only what training leaves of the cores."""
+    # Linux gives each thread a priority of its own, which the threads it starts inherit.
+    with contextlib.suppress(OSError, AttributeError):
+        thread = threading.get_native_id()
+        niceness = os.getpriority(os.PRIO_PROCESS, thread) + NICENESS
+        os.setpriority(os.PRIO_PROCESS, thread, niceness)
+
+
 class AsyncSave:
     """A save whose bytes are being written in the background."""
 
@@ -55,11 +64,7 @@ class AsyncSave:
         return handle
 
     def _write(self) -> None:
-        # Linux gives each thread a priority of its own, which the threads it starts inherit.
-        with contextlib.suppress(OSError, AttributeError):
-            thread = threading.get_native_id()
-            niceness = os.getpriority(os.PRIO_PROCESS, thread) + NICENESS
-            os.setpriority(os.PRIO_PROCESS, thread, niceness)
+        give_way()
         self._saving.write()
 
     def add_finalize_fn(self, function: Callable[[], None]) -> None:

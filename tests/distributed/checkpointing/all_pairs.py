@@ -5,6 +5,9 @@ again and compares digests; then lets each layout train 10 further steps from a 
 another layout and compares the losses with the unbroken run. From tied to untied, checks that the
 head is the embedding and that nothing else changed. For a model with experts: all pairs of layouts
 with expert parallelism. Prints a summary; exits 1 on any difference.
+
+`--involving cp` keeps the pairs of which one layout has that in its name, among those layouts and
+`--others` (6) more.
 """
 
 from __future__ import annotations
@@ -92,8 +95,17 @@ class Table:
             self.different.append(f"{kind}: {what}")
 
 
-def check_pairs(every: list[Layout], model: Model, root: Path, table: Table) -> None:
-    """Compare the digests of all ordered pairs of layouts."""
+def layouts_around(every: list[Layout], text: str, num_others: int) -> list[Layout]:
+    """Return the layouts with `text` in their name, and evenly chosen ones of the others."""
+    others = [layout for layout in every if text not in str(layout)]
+    step = max(1, -(-len(others) // max(1, num_others)))
+    return [layout for layout in every if text in str(layout)] + others[::step]
+
+
+def check_pairs(
+    every: list[Layout], model: Model, root: Path, table: Table, involving: str = ""
+) -> None:
+    """Compare the digests of the ordered pairs of layouts in which one is named `involving`."""
     name = "experts" if model.experts else "tied" if model.is_tied else "untied"
     kind = f"{name} to the same"
     digests = {}
@@ -101,9 +113,10 @@ def check_pairs(every: list[Layout], model: Model, root: Path, table: Table) -> 
         run(train_and_save, layout, model, root / str(layout), STEPS_BEFORE)
         digests[layout] = checkpoint_digest(root / str(layout) / CHECKPOINT)
     for wanted in every:
-        work = [(root / str(source), root / f"{source}--{wanted}") for source in every]
+        sources = [s for s in every if involving in str(s) or involving in str(wanted)]
+        work = [(root / str(source), root / f"{source}--{wanted}") for source in sources]
         run(load_each_and_save_again, wanted, model, work)
-        for source, (_, again) in zip(every, work, strict=True):
+        for source, (_, again) in zip(sources, work, strict=True):
             found = checkpoint_digest(again / CHECKPOINT)
             table.compare(kind, found == digests[source], f"{source} -> {wanted}")
             shutil.rmtree(again)
@@ -145,12 +158,12 @@ def check_untying(every: list[Layout], root: Path, table: Table) -> None:
         shutil.rmtree(root / "now")
 
 
-def check_dense(every: list[Layout], root: Path, table: Table) -> float:
+def check_dense(every: list[Layout], root: Path, table: Table, involving: str) -> float:
     """Compare pairs and further steps of dense models; return the largest error of a loss."""
     worst = 0.0
     for is_tied in (True, False):
         model, where = Model(is_tied=is_tied), root / ("tied" if is_tied else "untied")
-        check_pairs(every, model, where, table)
+        check_pairs(every, model, where, table, involving)
         table.show()
         worst = max(worst, check_further_steps(every, model, where, table))
         table.show()
@@ -164,17 +177,21 @@ def main() -> int:
     parser.add_argument("--max-ranks", type=int, default=4)
     parser.add_argument("--stages", type=int, nargs="+", default=[0, 1, 2, 3])
     parser.add_argument("--experts-only", action="store_true", help="not the dense models")
+    parser.add_argument("--dense-only", action="store_true", help="not the model with experts")
+    parser.add_argument("--involving", default="", help="pairs with this in a layout's name")
+    parser.add_argument("--others", type=int, default=6, help="layouts beside those")
     arguments = parser.parse_args()
     every, started_at = layouts(arguments.max_ranks, tuple(arguments.stages)), time.monotonic()
-    table, worst = Table(), 0.0
+    every = layouts_around(every, arguments.involving, arguments.others)
+    table, worst, with_experts = Table(), 0.0, expert_layouts(arguments.max_ranks)
     with tempfile.TemporaryDirectory() as name:
         root = Path(name)
         if not arguments.experts_only:
-            worst = check_dense(every, root, table)
-        with_experts = expert_layouts(arguments.max_ranks)
-        check_pairs(with_experts, Model(experts=4), root / "experts", table)
-    seconds = time.monotonic() - started_at
-    print(f"{len(with_experts)} layouts with experts, {seconds:.0f} s")
+            worst = check_dense(every, root, table, arguments.involving)
+        if not arguments.dense_only:
+            check_pairs(with_experts, Model(experts=4), root / "experts", table)
+            print(f"{len(with_experts)} layouts with experts")
+    print(f"{time.monotonic() - started_at:.0f} s")
     table.show()
     if not arguments.experts_only:
         print(
