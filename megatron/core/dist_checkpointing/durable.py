@@ -42,7 +42,7 @@ def describe_os_error(
         free = free_bytes(path)
         need = "" if needed_bytes is None else f" need={needed_bytes} bytes"
         found = f"{found[:-1]}:{need} have={free} bytes."
-        fix = "free space on that file system, or keep fewer checkpoints (--save-retain-interval)"
+        fix = "free space on that file system, or keep fewer checkpoints (--most-recent-k)"
     elif error.errno == errno.EROFS:
         fix = "the file system is mounted read-only: save elsewhere or remount it"
     elif error.errno in (errno.EACCES, errno.EPERM):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from megatron.core.agreement import Peers, agree
 from megatron.core.dist_checkpointing import commit
 from megatron.core.dist_checkpointing.durable import describe_os_error
@@ -10,21 +12,38 @@ from megatron.core.dist_checkpointing.verify import verify_checkpoint
 from megatron.core.errors import MegatronError
 
 
-def checkpoints_to_delete(
-    directory: Place, newest: int, retain_interval: int
-) -> list[commit.Found]:
-    """Return what `--save-retain-interval` lets go: older than `newest`, and not a multiple."""
-    return [
-        found
-        for found in commit.list_checkpoints(directory).checkpoints
-        if isinstance(found.iteration, int)
-        and found.iteration < newest
-        and found.iteration % retain_interval
-    ]
+@dataclass(frozen=True)
+class Retention:
+    """Which checkpoints stay beside the newest; all of them if neither rule is given."""
+
+    interval: int | None = None
+    """Iterations that this divides stay (`--save-retain-interval`)."""
+    most_recent: int | None = None
+    """So many of the newest stay (`--most-recent-k`)."""
+
+    def __str__(self) -> str:
+        """The flags."""
+        rules = {"--save-retain-interval": self.interval, "--most-recent-k": self.most_recent}
+        return " ".join(f"{flag} {n}" for flag, n in rules.items() if n is not None)
+
+    def checkpoints_to_delete(self, directory: Place, newest: int) -> list[commit.Found]:
+        """Return what may go: older than `newest` and kept by no rule."""
+        if self.interval is None and self.most_recent is None:
+            return []
+        older = [
+            found
+            for found in commit.list_checkpoints(directory).checkpoints
+            if isinstance(found.iteration, int) and found.iteration < newest
+        ]
+        iterations = sorted({int(found.iteration) for found in older}, reverse=True)
+        kept = set(iterations[: (self.most_recent or 1) - 1])
+        if self.interval is not None:
+            kept |= {i for i in iterations if i % self.interval == 0}
+        return [found for found in older if found.iteration not in kept]
 
 
 def apply_retention(
-    directory: Place, newest: int, retain_interval: int, run: str, *, peers: Peers
+    directory: Place, newest: int, retention: Retention, run: str, *, peers: Peers
 ) -> list[Place]:
     """Verify checkpoint `newest` from the disk, then delete those that need not be kept.
 
@@ -36,7 +55,7 @@ def apply_retention(
     """
     doomed: list[commit.Found] | None = None
     if peers.rank == 0:
-        doomed = checkpoints_to_delete(directory, newest, retain_interval)
+        doomed = retention.checkpoints_to_delete(directory, newest)
     doomed = peers.broadcast(doomed)
     if not doomed:
         return []

@@ -13,11 +13,13 @@ shard hashes little more than the slice.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import hashlib
 import json
 import math
 import os
 import struct
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
@@ -47,6 +49,24 @@ _WRITEBACK_BYTES = 16 << 20
 """The disk is set to work each time so much has been written."""
 _INLINE_BYTES = 64 << 10
 """A smaller block is hashed at once: handing it to a thread would take as long."""
+_START_WRITING = 2
+"""SYNC_FILE_RANGE_WRITE of Linux."""
+
+
+def _find_sync_file_range() -> Callable[[int, int, int, int], int] | None:
+    """Return a call of Linux that Python does not have; None elsewhere."""
+    if sys.platform != "linux":
+        return None
+    try:
+        found = ctypes.CDLL(None).sync_file_range
+    except (OSError, AttributeError):
+        return None
+    found.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
+    call: Callable[[int, int, int, int], int] = found
+    return call
+
+
+_SYNC_FILE_RANGE = _find_sync_file_range()
 
 _NAMES: dict[torch.dtype, str] = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
@@ -218,11 +238,12 @@ def _start_hash(threads: WorkThreads, block: memoryview) -> Future[str]:
 def _start_writeback(descriptor: int, begin: int, num_bytes: int) -> None:
     """Let the disk begin with what is written, so that fsync finds little left to do.
 
-    On Linux this advice starts to write out dirty pages (and later drops them: training needs the
-    memory more). It is a hint; a file system that refuses it is only slower.
+    It is a hint; a file system that refuses it is only slower. `posix_fadvise(DONTNEED)` starts
+    the disk too, but also looks for pages to drop, of which there are none yet: measured, writing
+    takes half as much processor time again.
     """
-    with contextlib.suppress(OSError, AttributeError):
-        os.posix_fadvise(descriptor, begin, num_bytes, os.POSIX_FADV_DONTNEED)
+    if _SYNC_FILE_RANGE is not None:
+        _SYNC_FILE_RANGE(descriptor, begin, num_bytes, _START_WRITING)
 
 
 def read_block(file: OpenFile, into: memoryview, position: int, expected: str, path: Place) -> None:
@@ -285,5 +306,5 @@ def room_for(path: Path, num_bytes: int) -> CheckpointError | None:
         f"ENOSPC before writing {path}: need={num_bytes} bytes have={free} bytes.",
         rule="a checkpoint is started only if it fits",
         flags=["--save"],
-        fix="free space on that file system, or keep fewer checkpoints (--save-retain-interval)",
+        fix="free space on that file system, or keep fewer checkpoints (--most-recent-k)",
     )

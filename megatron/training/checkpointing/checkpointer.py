@@ -25,7 +25,7 @@ from megatron.core.dist_checkpointing.lease import Lease
 from megatron.core.dist_checkpointing.loader import Contents, Loaded, load_state
 from megatron.core.dist_checkpointing.object_store import Place, place_of
 from megatron.core.dist_checkpointing.own_state import as_own_state
-from megatron.core.dist_checkpointing.retention import apply_retention
+from megatron.core.dist_checkpointing.retention import Retention, apply_retention
 from megatron.core.dist_checkpointing.validation import parse_strict_handling
 from megatron.core.errors import CheckpointError, MegatronError
 from megatron.training.checkpointing.foreign_state import (
@@ -212,10 +212,9 @@ class Checkpointer:
                 )
         agree(problem, self.peers)
         self._say(f"  successfully saved checkpoint from iteration {iteration:7d} to {directory}")
-        interval = self.settings.save_retain_interval
-        if interval is not None:
-            for path in apply_retention(directory, iteration, interval, _RUN, peers=self.peers):
-                self._say(f"  deleted {path} (--save-retain-interval {interval})")
+        retention = Retention(self.settings.save_retain_interval, self.settings.most_recent_k)
+        for path in apply_retention(directory, iteration, retention, _RUN, peers=self.peers):
+            self._say(f"  deleted {path} ({retention})")
 
     def export_model(self, directory: Path) -> None:
         """Write the newest checkpoint of this run as a Hugging Face model.

@@ -17,6 +17,7 @@ class CheckpointSettings:
     pretrained_checkpoint: str | None = None
     load_hf: str | None = None
     save_retain_interval: int | None = None
+    most_recent_k: int | None = None
     ckpt_step: int | None = None
     finetune: bool = False
     moe_use_upcycling: bool = False

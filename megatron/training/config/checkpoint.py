@@ -21,6 +21,8 @@ class CheckpointConfig:
     """Steps between checkpoints; one is written at the end in any case."""
     save_retain_interval: int | None = None
     """Keep only checkpoints whose step this divides, and the newest."""
+    most_recent_k: int | None = None
+    """Keep only so many of the newest checkpoints, and what --save-retain-interval keeps."""
     ckpt_format: str = flag(
         "torch_dist",
         "--ckpt-format",

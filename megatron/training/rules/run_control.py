@@ -21,7 +21,7 @@ from megatron.training.rules.registry import problem, rule
 @rule
 def checkpoints_have_a_place(run: ResolvedRun) -> Iterator[MegatronError]:
     """Flags of saving and loading name a directory."""
-    for name in ("save_interval", "save_retain_interval"):
+    for name in ("save_interval", "save_retain_interval", "most_recent_k"):
         value = run.values[name]
         if value is not None and value < 1:
             yield problem(f"{kebab(name)} {value}.", "it is a positive number", kebab(name),

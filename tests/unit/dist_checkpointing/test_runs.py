@@ -205,10 +205,19 @@ def test_a_checkpoint_can_be_named_itself(ram_path: Path) -> None:
     assert load(ram_path / "iter_0000010") == 10
 
 
-def test_retention_keeps_multiples_and_the_newest(ram_path: Path) -> None:
+@pytest.mark.parametrize(
+    "rule, kept",
+    [
+        ({"save_retain_interval": 20}, [40, 20]),
+        ({"most_recent_k": 3}, [40, 35, 30]),
+        ({"save_retain_interval": 20, "most_recent_k": 2}, [40, 35, 20]),
+        ({}, [40, 35, 30, 25, 20, 10]),
+    ],
+)
+def test_retention_keeps_the_newest_and_what_its_rules_name(ram_path: Path, rule, kept) -> None:
     for iteration in (10, 20, 25, 30, 35, 40):
-        save(ram_path, iteration, save_retain_interval=20)
-    assert [f.iteration for f in commit.list_checkpoints(ram_path).checkpoints] == [40, 20]
+        save(ram_path, iteration, **rule)
+    assert [f.iteration for f in commit.list_checkpoints(ram_path).checkpoints] == kept
 
 
 def test_retention_deletes_nothing_when_the_new_checkpoint_reads_back_damaged(
