@@ -1,7 +1,7 @@
 """Look into checkpoints, check, compare, rewrite and delete them.
 
     python tools/checkpoint inspect SAVE [--tensors] [--args]   what is there
-    python tools/checkpoint diff SAVE_A SAVE_B [--contents]     settings and tensors that differ
+    python tools/checkpoint diff SAVE_A SAVE_B [--contents]     settings, data, tensors that differ
     python tools/checkpoint verify SAVE [--all]                 read all bytes; exit 1 if damaged
     python tools/checkpoint digest SAVE [--weights] [--each]    equal state, equal digest
     python tools/checkpoint reshard SAVE OUT [--files N]        whole tensors in N files

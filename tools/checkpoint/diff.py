@@ -1,12 +1,14 @@
-"""Print settings and tensors in which two checkpoints differ; exit 1 if any do."""
+"""Print settings, data, versions and tensors in which two checkpoints differ; exit 1 if any do."""
 
 from __future__ import annotations
 
 import argparse
+from typing import Any
 
 from megatron.core.dist_checkpointing.digest import tensor_digests
+from megatron.core.dist_checkpointing.loader import Contents
 from megatron.core.dist_checkpointing.object_store import place_of
-from tools.checkpoint.opening import add_path, opened, settings_of
+from tools.checkpoint.opening import add_path, data_of, opened, settings_of
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -19,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print the differences and return whether there are any."""
     both = [opened(place_of(p)) for p in (arguments.path, arguments.other)]
-    settings = [settings_of(contents.common_state()) for contents in both]
+    settings = [_facts_of(contents) for contents in both]
     num_found = 0
     for name in sorted(settings[0].keys() | settings[1].keys()):
         values = [s.get(name, "absent") for s in settings]
@@ -43,3 +45,10 @@ def run(arguments: argparse.Namespace) -> int:
                 print(f"{key}: contents differ")
     print(f"{num_found} differences")
     return int(num_found > 0)
+
+
+def _facts_of(contents: Contents) -> dict[str, Any]:
+    state = contents.common_state()
+    versions = contents.manifest.info.get("versions", {})
+    known = {f"version of {name}": value for name, value in versions.items()}
+    return settings_of(state) | data_of(state) | known

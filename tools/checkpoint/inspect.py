@@ -11,6 +11,7 @@ from megatron.core.dist_checkpointing.object_store import place_of
 from tools.checkpoint.opening import (
     OPTIMIZER_PREFIX,
     add_path,
+    data_of,
     is_checkpoint,
     opened,
     settings_of,
@@ -45,6 +46,8 @@ def run(arguments: argparse.Namespace) -> int:
     for name in ("iteration", "consumed_train_samples", "num_floating_point_operations_so_far"):
         if name in state:
             print(f"  {name}: {state[name]}")
+    for name, value in data_of(state).items():
+        print(f"  {name}: {value}")
     if isinstance(contents, ForeignContents):
         print(f"  format: {contents.kind}")
     else:

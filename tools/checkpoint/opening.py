@@ -57,6 +57,24 @@ def settings_of(state: dict[str, Any]) -> dict[str, Any]:
     return vars(args) if isinstance(args, argparse.Namespace) else {}
 
 
+def data_of(state: dict[str, Any]) -> dict[str, Any]:
+    """Return what the order of the training data follows from: corpora by fingerprint, seed, ..."""
+    found: dict[str, Any] = {}
+
+    def add(name: str, value: Any) -> None:
+        if isinstance(value, dict):
+            for inner, part in value.items():
+                add(f"{name}.{inner}", part)
+        elif isinstance(value, (list, tuple)) and any(isinstance(v, dict) for v in value):
+            for index, part in enumerate(value):
+                add(f"{name}[{index}]", part)
+        else:
+            found[name] = value
+
+    add("data", state.get("data_order") or {})
+    return found
+
+
 def size_text(num_bytes: int) -> str:
     """Return a size for people: 1.5 GiB."""
     size, unit = float(num_bytes), "B"

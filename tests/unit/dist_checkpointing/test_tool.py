@@ -63,6 +63,20 @@ def test_digest_is_of_the_state_and_diff_tells_what_changed(tool, ram_path: Path
     assert "first.weight: contents differ" in capsys.readouterr().out
 
 
+def test_the_data_of_a_run_are_shown_and_compared(tool, ram_path: Path, capsys) -> None:
+    for name, corpus in (("a", "0f"), ("b", "9c")):
+        order = {"seed": 3, "members": [{"corpus": "77"}, {"corpus": corpus}], "weights": [1, 2]}
+        state = {"w": one_tensor("w"), "iteration": 1, "data_order": order}
+        dist_checkpointing.save(state, ram_path / name / "iter_0000001")
+    assert tool.main(["inspect", str(ram_path / "b")]) == 0
+    assert "data.members[1].corpus: 9c" in capsys.readouterr().out
+    assert tool.main(["diff", str(ram_path / "a"), str(ram_path / "b")]) == 1
+    assert capsys.readouterr().out.splitlines() == [
+        "data.members[1].corpus: '0f' -> '9c'",
+        "1 differences",
+    ]
+
+
 def test_reshard_changes_files_and_not_the_state(tool, ram_path: Path, capsys) -> None:
     three = run_ranks(
         3,
