@@ -5,11 +5,14 @@ both sides: half a megabyte takes a millisecond or two. Ranks on one machine can
 bytes instead. Each rank owns two slots in a shared mapping; it publishes a tensor into a slot,
 and the others read it there.
 
-    mapping | process ids | semaphores [from, to] | rank 0: slot, slot | rank 1: slot, slot | ...
+    mapping | process ids | semaphores | bells | rank 0: slot, slot | rank 1: slot, slot | ...
 
-A counting semaphore per ordered pair of ranks says how often `from` has published for `to`. A
+A counting semaphore per ordered pair [from, to] of ranks says how often `from` has published. A
 rank publishes for the i-th time only after it has read everybody's (i-1)-th tensor, and the
 others published that one after reading the (i-2)-th: so slot i mod 2 is free.
+
+A bell per ordered pair is a semaphore too: it says that there is something to look at, and wakes
+who sleeps in `sleep_until`; `host_memory` uses it.
 
 The name of the mapping lives for a moment only, while the ranks attach; a run that is killed
 leaves nothing behind. Waiting blocks in the kernel, notices a rank that died, and ends with the
@@ -64,13 +67,16 @@ class HostExchange:
         self._libc = ctypes.CDLL(None, use_errno=True)
         self._memory = memory
         base = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-        self._semaphores = [
+        self._semaphores, self._bells = (
             [
-                ctypes.c_void_p(base + HEADER_BYTES * (size + source * size + target))
-                for target in range(size)
+                [
+                    ctypes.c_void_p(base + HEADER_BYTES * (first + source * size + target))
+                    for target in range(size)
+                ]
+                for source in range(size)
             ]
-            for source in range(size)
-        ]
+            for first in (size, size + size * size)
+        )
         start = _header_bytes(size)
         whole = torch.frombuffer(memory, dtype=torch.uint8)
         self._slots = [
@@ -112,10 +118,32 @@ class HostExchange:
         slot = self._slots[rank][self._published % 2]
         return slot[: like.numel() * like.element_size()].view(like.dtype).view(like.shape)
 
+    def ring(self) -> None:
+        """Wake the ranks that sleep until this one has done something."""
+        for other in self._others:
+            self._libc.sem_post(self._bells[self.rank][other])
+
+    def sleep_until(self, other: int, is_reached: Callable[[], bool]) -> None:
+        """Sleep until something is true that `other` brings about before it rings.
+
+        Raises:
+            TopologyError: the rank died, or the timeout of the group passed.
+        """
+        bell = self._bells[other][self.rank]
+        while not is_reached():
+            # Rings that nobody waited for have piled up.
+            if self._libc.sem_trywait(bell) != 0:
+                self._block(bell, other, is_reached)
+
     def _await(self, other: int) -> None:
         semaphore = self._semaphores[other][self.rank]
-        if self._libc.sem_trywait(semaphore) == 0:
-            return
+        if self._libc.sem_trywait(semaphore) != 0:
+            self._block(semaphore, other, lambda: self._libc.sem_trywait(semaphore) == 0)
+
+    def _block(
+        self, semaphore: ctypes.c_void_p, other: int, is_reached: Callable[[], bool]
+    ) -> None:
+        """Return when `semaphore` has been taken, or `is_reached` after the end of `other`."""
         end = time.monotonic() + self.timeout
         while True:
             wake = time.time() + LIVENESS_SECONDS
@@ -123,7 +151,9 @@ class HostExchange:
             if self._libc.sem_timedwait(semaphore, ctypes.byref(until)) == 0:
                 return
             # Look again after finding a death: the last words may have come in between.
-            if self._is_dead(other) and self._libc.sem_trywait(semaphore) != 0:
+            if self._is_dead(other):
+                if is_reached():
+                    return
                 raise _lost(other, "its process has ended")
             if time.monotonic() > end:
                 raise _lost(other, f"it did not come within {self.timeout:.0f} s")
@@ -138,7 +168,7 @@ class HostExchange:
         """First rank only: make the semaphores."""
         return all(
             self._libc.sem_init(semaphore, 1, 0) == 0
-            for row in self._semaphores
+            for row in (*self._semaphores, *self._bells)
             for semaphore in row
         )
 
@@ -174,15 +204,18 @@ def connect(group: dist.ProcessGroup) -> HostExchange | None:
     return known
 
 
+def is_off() -> bool:
+    """Return whether the user wants all groups to use their backend."""
+    return os.environ.get(OFF, "1") == "0"
+
+
 _UNKNOWN = object()
 _CONNECTED: weakref.WeakKeyDictionary[dist.ProcessGroup, object] = weakref.WeakKeyDictionary()
 
 
 def _connect(group: dist.ProcessGroup) -> HostExchange | None:
     rank, size = group.rank(), group.size()
-    wanted = (
-        sys.platform == "linux" and hasattr(os, "pidfd_open") and os.environ.get(OFF, "1") != "0"
-    )
+    wanted = sys.platform == "linux" and hasattr(os, "pidfd_open") and not is_off()
     token = torch.frombuffer(bytearray(secrets.token_bytes(16)), dtype=torch.uint8)
     dist.broadcast(token, group=group, group_src=0)
     path = DIRECTORY / f"megatron-{token.numpy().tobytes().hex()}"
@@ -192,17 +225,17 @@ def _connect(group: dist.ProcessGroup) -> HostExchange | None:
         if memory is not None:
             exchange = HostExchange(memory, rank, size, _timeout(group))
             wanted = exchange._initialize()
-        if not _all_agree(wanted and (rank > 0 or exchange is not None), group):
+        if not all_agree(wanted and (rank > 0 or exchange is not None), group):
             return None
         if rank > 0:
             memory = _map(path, size, create=False)
             exchange = None if memory is None else HostExchange(memory, rank, size, _timeout(group))
         if exchange is not None:
             exchange._sign()
-        if not _all_agree(exchange is not None, group):
+        if not all_agree(exchange is not None, group):
             return None
         assert exchange is not None
-        return exchange if _all_agree(exchange._watch(), group) else None
+        return exchange if all_agree(exchange._watch(), group) else None
     finally:
         if rank == 0:
             path.unlink(missing_ok=True)
@@ -225,11 +258,15 @@ def _map(path: Path, size: int, *, create: bool) -> mmap.mmap | None:
 
 
 def _header_bytes(size: int) -> int:
-    """Bytes of process ids and semaphores, in whole pages."""
-    return -(-HEADER_BYTES * (size + size * size) // mmap.PAGESIZE) * mmap.PAGESIZE
+    """Bytes of process ids, semaphores and bells, in whole pages."""
+    return -(-HEADER_BYTES * (size + 2 * size * size) // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
-def _all_agree(mine: bool, group: dist.ProcessGroup) -> bool:
+def all_agree(mine: bool, group: dist.ProcessGroup) -> bool:
+    """Return whether all ranks of `group` say yes.
+
+    Communication: an all-reduce of a few bytes on `group`.
+    """
     vote = torch.tensor([int(mine)])
     dist.all_reduce(vote, dist.ReduceOp.MIN, group=group)
     return bool(vote.item())

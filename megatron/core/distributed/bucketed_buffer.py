@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from megatron.core.distributed.communication import (
     Mesh,
-    Steps,
     Transfer,
     finish_all,
     gather_parameters,
@@ -23,7 +22,9 @@ from megatron.core.distributed.compressed_reduction import (
     TrafficCount,
 )
 from megatron.core.distributed.parameter_shard import ParameterShard, ShardSpan
+from megatron.core.distributed.pieces import HostPlace, Steps
 from megatron.core.distributed.sharding_arithmetic import BLOCK, BufferPlan, Piece, plan_buffer
+from megatron.core.host_memory import HostMemory
 
 
 @dataclass(frozen=True)
@@ -101,6 +102,8 @@ class BucketedBuffer(ABC):
         )
         self.values: Tensor | None = None
         """All parameters in one tensor, where shards of them are gathered."""
+        self._value_memory: HostMemory | None = None
+        self._gradient_memory: HostMemory | None = None
         if mesh.shard_size > 1:
             self._collect_values()
         self.buckets: list[Bucket] = []
@@ -139,14 +142,26 @@ class BucketedBuffer(ABC):
         return CompressedReduction(settings, matrices, bucket.end - bucket.begin, self.traffic)
 
     def _collect_values(self) -> None:
-        self.values = torch.zeros(
-            self.plan.numel, dtype=self.parameters[0].dtype, device=self.device
-        )
+        dtype = self.parameters[0].dtype
+        self.values, self._value_memory = self._readable_zeros(self.plan.numel, dtype)
         for slot in self.plan.slots:
             parameter = self.parameters[slot.index]
             place = self.values[slot.begin : slot.end].view(parameter.shape)
             place.copy_(parameter.detach())
             parameter.data = place
+
+    def _readable_zeros(self, numel: int, dtype: torch.dtype) -> tuple[Tensor, HostMemory | None]:
+        """Return zeros that the other ranks of this machine can read, with a word per bucket."""
+        memory = self._host_memory(numel * dtype.itemsize)
+        if memory is None:
+            return torch.zeros(numel, dtype=dtype, device=self.device), None
+        return memory.tensor(dtype, 0, numel), memory
+
+    def _host_memory(self, num_bytes: int) -> HostMemory | None:
+        """Return memory for a buffer of which ranks have copies or shards; None elsewhere."""
+        if self.device.type != "cpu" or self.mesh.size == 1:
+            return None
+        return HostMemory(num_bytes, self.plan.num_buckets)
 
     # Gradients ------------------------------------------------------------------------------
 
@@ -191,7 +206,12 @@ class BucketedBuffer(ABC):
             tag=self._tag + bucket.number,
             average=self.policy.average,
             compression=self._compressions[bucket.number],
+            place=self._place(self._gradient_memory, bucket.number),
         )
+
+    @staticmethod
+    def _place(memory: HostMemory | None, number: int) -> HostPlace | None:
+        return None if memory is None else HostPlace(memory, number)
 
     def scale_gradients(self, factor: float | Tensor) -> None:
         """Multiply the reduced gradients that this rank owns."""
@@ -289,13 +309,17 @@ class BucketedBuffer(ABC):
         self.finish_gathers()
         for bucket in reversed(self.buckets):
             self._gathers[bucket.number] = gather_parameters(
-                self.values[bucket.begin : bucket.end], self.mesh, tag=self._tag + bucket.number
+                self.values[bucket.begin : bucket.end],
+                self.mesh,
+                tag=self._tag + bucket.number,
+                place=self._place(self._value_memory, bucket.number),
             )
 
     def finish_gathers(self, indices: Collection[int] | None = None) -> None:
-        """Wait until parameters are whole again: those numbered `indices`, or all."""
-        if not self._gathers:
-            return
+        """Wait until parameters are whole again: those numbered `indices`, or all.
+
+        After all, the own shard may change.
+        """
         if indices is None:
             numbers = list(self._gathers)
         else:
@@ -304,3 +328,5 @@ class BucketedBuffer(ABC):
             transfer = self._gathers.pop(number, None)
             if transfer is not None:
                 transfer.finish()
+        if indices is None and self._value_memory is not None:
+            self._value_memory.settle()

@@ -10,30 +10,37 @@ moves the bytes of a ring, 2 (n-1)/n per element, without the ring's copies. The
 depends neither on the bucket it travels in nor on whether the state is sharded, so every rung of
 the sharding ladder gives the same bits. Half-precision gradients are added in fp32.
 
-Two ranks that both need all of the sum use gloo's own all-reduce: a + b = b + a to the bit, and
-its threads need no help of ours to go on.
+Ranks of one machine send nothing: they read each other's gradients and parameters where they lie
+(`megatron.core.host_memory`), in the same order. Otherwise two ranks that both need all of the sum
+use gloo's own all-reduce: a + b = b + a to the bit, and its threads need no help of ours to go on.
 
 Other backends (NCCL) use their native collectives.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron.core.distributed.pieces import (
+    HostPlace,
+    Messages,
+    Steps,
+    global_rank,
+    is_half,
+    is_pairwise,
+    piece_of,
+    way_between,
+)
 from megatron.core.process_groups_config import Group
 from megatron.core.utils import get_pg_rank, get_pg_size
 
 SUM_TAG = (1 << 31) - 1
 """Message tag of `sum_in_place`, apart from those of buckets."""
-
-Steps = Iterator[Sequence[Any]]
-"""Yields lists of handles with `wait()`; continued after they were waited for."""
 
 
 @dataclass(frozen=True)
@@ -121,20 +128,43 @@ def finish_all(transfers: Sequence[Transfer]) -> None:
             transfer.advance()
 
 
-def gather_parameters(bucket: Tensor, mesh: Mesh, *, tag: int) -> Transfer:
-    """Fill a bucket with the shards of all ranks of `mesh.shard`, in place.
+def gather_parameters(
+    bucket: Tensor,
+    mesh: Mesh,
+    *,
+    tag: int,
+    shard: Tensor | None = None,
+    place: HostPlace | None = None,
+) -> Transfer:
+    """Fill a bucket with the shards of all ranks of `mesh.shard`.
 
     Args:
-        bucket: [n]; `mesh.own(bucket)` is this rank's contribution.
+        bucket: [n].
+        shard: [n / size], this rank's contribution; None is `mesh.own(bucket)`.
+        place: of the shard. It may not change before `place.memory.settle()`.
     """
-    return Transfer(_gather(bucket, mesh.shard, tag))
+    own = mesh.own(bucket)
+    if shard is not None:
+        own.copy_(shard)
+    if mesh.shard_size == 1 or not is_pairwise(mesh.shard):
+        return Transfer(_gather_natively(bucket, mesh.shard))
+    way = way_between(mesh.shard, tag, place)
+    assert way is not None
+    return Transfer(way.gather(bucket, own if shard is None else shard))
+
+
+def _gather_natively(bucket: Tensor, group: Group) -> Steps:
+    rank, size = get_pg_rank(group), get_pg_size(group)
+    if size > 1:
+        own = piece_of(bucket, rank, size)
+        yield [dist.all_gather_into_tensor(bucket, own, group, async_op=True)]
 
 
 def sum_in_place(flat: Tensor, group: Group) -> None:
     """Sum a flat tensor over a group, in place; on gloo in rank order, equal on all ranks."""
     if get_pg_size(group) == 1:
         return
-    if flat.numel() % get_pg_size(group) or not _is_pairwise(group):
+    if flat.numel() % get_pg_size(group) or not is_pairwise(group):
         dist.all_reduce(flat, group=group)
         return
     mesh = Mesh(replicate=group)
@@ -144,18 +174,12 @@ def sum_in_place(flat: Tensor, group: Group) -> None:
 def broadcast_from_first(copies: Sequence[tuple[Tensor, Group]]) -> None:
     """Overwrite each tensor by that of the first rank of its group."""
     handles = [
-        dist.broadcast(tensor, _global_rank(group, 0), group, async_op=True)
+        dist.broadcast(tensor, global_rank(group, 0), group, async_op=True)
         for tensor, group in copies
         if get_pg_size(group) > 1
     ]
     for handle in handles:
         handle.wait()
-
-
-def piece_of(bucket: Tensor, rank: int, size: int) -> Tensor:
-    """Return the rank-th of `size` equal pieces of a flat tensor, as a view."""
-    length = bucket.numel() // size
-    return bucket[rank * length : (rank + 1) * length]
 
 
 def reduction_steps(
@@ -166,6 +190,7 @@ def reduction_steps(
     tag: int,
     average: bool = False,
     compression: Compression | None = None,
+    place: HostPlace | None = None,
 ) -> Steps:
     """Sum a bucket of gradients over the mesh, in place.
 
@@ -177,6 +202,7 @@ def reduction_steps(
         average: let the collective average over the ranks, where the backend can (`scale` then
             does not contain 1/size).
         compression: that of this bucket, step after step.
+        place: of the bucket, if ranks of this machine can read it.
     Communication:
         a reduce-scatter on `mesh.shard`, then an all-reduce of the own shard on
         `mesh.replicate`; axes of size 1 cost nothing.
@@ -187,21 +213,23 @@ def reduction_steps(
         return
     sizes = [(mesh.shard, mesh.shard_size), (mesh.replicate, mesh.replicate_size)]
     groups = [group for group, size in sizes if size > 1]
-    if all(_is_pairwise(group) for group in groups):
+    if all(is_pairwise(group) for group in groups):
         factor = scale / mesh.size if average else scale
-        if mesh.size == 1 or (mesh.replicate_size == 2 == mesh.size and not _is_half(bucket)):
+        # Both at the start: to share memory for the first time is a collective.
+        shard, replicate = (way_between(axis, tag, place) for axis in (mesh.shard, mesh.replicate))
+        is_sent_whole = isinstance(replicate, Messages) and replicate.size == 2 == mesh.size
+        if mesh.size == 1 or (is_sent_whole and not is_half(bucket)):
             if mesh.size == 2:
                 yield [dist.all_reduce(bucket, group=mesh.replicate, async_op=True)]
             if factor != 1.0:
                 bucket.mul_(factor)
             return
-        if mesh.shard_size > 1:
-            last = mesh.replicate_size == 1
-            yield from _exchange_and_sum(bucket, mesh.shard, factor if last else 1.0, tag)
+        if shard is not None:
+            yield from shard.reduce_scatter(bucket, factor if replicate is None else 1.0)
             bucket = mesh.own(bucket)
-        if mesh.replicate_size > 1:
-            yield from _exchange_and_sum(bucket, mesh.replicate, factor, tag)
-            yield from _gather(bucket, mesh.replicate, tag)
+        if replicate is not None:
+            yield from replicate.reduce_scatter(bucket, factor)
+            yield from replicate.gather_sums(bucket)
         return
     if scale != 1.0:
         # Before the sum, so that half-precision sums over many ranks stay in range.
@@ -221,9 +249,10 @@ def reduction_steps(
 
 def all_reduce_steps(flat: Tensor, group: Group, tag: int) -> Steps:
     """Sum a flat tensor, whose length the size of the group divides, in place."""
-    if _is_pairwise(group):
-        yield from _exchange_and_sum(flat, group, 1.0, tag)
-        yield from _gather(flat, group, tag)
+    if is_pairwise(group):
+        way = Messages(group, tag)
+        yield from way.reduce_scatter(flat, 1.0)
+        yield from way.gather_sums(flat)
     else:
         dist.all_reduce(flat, group=group)
 
@@ -231,17 +260,17 @@ def all_reduce_steps(flat: Tensor, group: Group, tag: int) -> Steps:
 def all_to_all_steps(sent: Tensor, received: Tensor, group: Group, tag: int) -> Steps:
     """Send piece i of a flat tensor to rank i; receive as much from each."""
     rank, size = get_pg_rank(group), get_pg_size(group)
-    if not _is_pairwise(group):
+    if not is_pairwise(group):
         dist.all_to_all_single(received, sent, group=group)
         return
     piece_of(received, rank, size).copy_(piece_of(sent, rank, size))
     others = [other for other in range(size) if other != rank]
     handles = [
-        dist.irecv(piece_of(received, other, size), _global_rank(group, other), group, tag)
+        dist.irecv(piece_of(received, other, size), global_rank(group, other), group, tag)
         for other in others
     ]
     handles += [
-        dist.isend(piece_of(sent, other, size), _global_rank(group, other), group, tag)
+        dist.isend(piece_of(sent, other, size), global_rank(group, other), group, tag)
         for other in others
     ]
     yield handles
@@ -249,72 +278,8 @@ def all_to_all_steps(sent: Tensor, received: Tensor, group: Group, tag: int) -> 
 
 def all_gather_steps(flat: Tensor, group: Group, tag: int) -> Steps:
     """Fill a flat tensor with every rank's piece of it, in place."""
-    steps = _gather(flat, group, tag)
-    if _is_pairwise(group):
-        yield from steps
-        return
-    for handles in steps:
-        for handle in handles:
-            handle.wait()
-
-
-def _exchange_and_sum(bucket: Tensor, group: Group, scale: float, tag: int) -> Steps:
-    """Reduce-scatter: leave scale * sum over the ranks in this rank's piece of `bucket`."""
-    rank, size = get_pg_rank(group), get_pg_size(group)
-    own = piece_of(bucket, rank, size)
-    received = own.new_empty((size - 1, own.numel()))
-    others = [other for other in range(size) if other != rank]
-    handles = [
-        dist.irecv(received[row], _global_rank(group, other), group, tag)
-        for row, other in enumerate(others)
-    ]
-    handles += [
-        dist.isend(piece_of(bucket, other, size), _global_rank(group, other), group, tag)
-        for other in others
-    ]
-    yield handles
-    terms = [*received[:rank], own, *received[rank:]]
-    if _is_half(own):
-        total = terms[0].float()
-        for term in terms[1:]:
-            total += term
-        own.copy_(total.mul_(scale))
-        return
-    # (t0 + t1) + t2 + ...: in rank order on every rank. The last sum lands in `own`, which is
-    # read before; the first ones may overwrite what was received.
-    total = terms[0]
-    for place, term in enumerate(terms[1:], start=1):
-        is_last = place == size - 1
-        total = torch.add(total, term, out=own if is_last else received[0])
-    if scale != 1.0:
-        own.mul_(scale)
-
-
-def _gather(bucket: Tensor, group: Group, tag: int) -> Steps:
-    """All-gather: every rank's piece of `bucket` is sent to all others, in place."""
-    rank, size = get_pg_rank(group), get_pg_size(group)
-    if size == 1:
-        return
-    own = piece_of(bucket, rank, size)
-    if not _is_pairwise(group):
-        yield [dist.all_gather_into_tensor(bucket, own, group, async_op=True)]
-        return
-    others = [other for other in range(size) if other != rank]
-    handles = [
-        dist.irecv(piece_of(bucket, other, size), _global_rank(group, other), group, tag)
-        for other in others
-    ]
-    handles += [dist.isend(own, _global_rank(group, other), group, tag) for other in others]
-    yield handles
-
-
-def _is_half(tensor: Tensor) -> bool:
-    return tensor.dtype in (torch.bfloat16, torch.float16)
-
-
-def _is_pairwise(group: Group) -> bool:
-    return dist.get_backend(group) == dist.Backend.GLOO
-
-
-def _global_rank(group: Group, group_rank: int) -> int:
-    return dist.get_global_rank(group, group_rank)
+    if is_pairwise(group):
+        yield from Messages(group, tag).gather_sums(flat)
+    elif get_pg_size(group) > 1:
+        own = piece_of(flat, get_pg_rank(group), get_pg_size(group))
+        dist.all_gather_into_tensor(flat, own, group)

@@ -14,13 +14,12 @@ from torch import Tensor
 
 from megatron.core.distributed.communication import (
     Mesh,
-    Steps,
     all_gather_steps,
     all_reduce_steps,
     all_to_all_steps,
-    piece_of,
 )
 from megatron.core.distributed.low_rank import LowRankMatrices
+from megatron.core.distributed.pieces import Steps, piece_of
 from megatron.core.distributed.wire_formats import BlockInt8Wire, Brain16Wire, WireFormat
 from megatron.core.process_groups_config import Group
 from megatron.core.utils import get_pg_rank, get_pg_size

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from megatron.core.distributed.bucketed_buffer import Bucket, BucketedBuffer
@@ -26,7 +25,9 @@ class GradientBuffer(BucketedBuffer):
     def __init__(self, parameters: Sequence[tuple[str, nn.Parameter]], **options: Any) -> None:
         """Take the arguments of `BucketedBuffer`."""
         super().__init__(parameters, **options)
-        self.gradients = torch.zeros(self.plan.numel, dtype=self.grad_dtype, device=self.device)
+        self.gradients, self._gradient_memory = self._readable_zeros(
+            self.plan.numel, self.grad_dtype
+        )
         parameter: Any  # of which Parameter's type does not know the main gradient
         for slot in self.plan.slots:
             parameter = self.parameters[slot.index]
@@ -64,7 +65,11 @@ class GradientBuffer(BucketedBuffer):
         """Nothing: the schedule says which micro batch is the last one."""
 
     def finish_reductions(self) -> None:
-        """Start what has not been started, and wait for all."""
+        """Start what has not been started, and wait for all.
+
+        Afterwards the own shards of parameters may change, too.
+        """
+        self.finish_gathers()
         self.launch_remaining()
         self._finish_transfers()
 

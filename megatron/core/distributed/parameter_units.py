@@ -141,6 +141,8 @@ class ParameterUnits:
             yield
         finally:
             self.release_all()
+            for buffer in {buffer for places in self._places for buffer, _ in places}:
+                buffer.finish_gathers()
 
 
 def _is_in_backward() -> bool:

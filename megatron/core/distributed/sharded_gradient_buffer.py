@@ -20,8 +20,10 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.distributed.bucketed_buffer import Bucket, BucketedBuffer
-from megatron.core.distributed.communication import Steps, Transfer
+from megatron.core.distributed.communication import Transfer
 from megatron.core.distributed.parameter_shard import ShardSpan
+from megatron.core.distributed.pieces import Steps
+from megatron.core.distributed.reusable_places import ReusablePlaces
 
 
 class ShardedGradientBuffer(BucketedBuffer):
@@ -49,13 +51,19 @@ class ShardedGradientBuffer(BucketedBuffer):
         """Parameters that each of them has."""
         self._arrived: set[int] = set()
         """Parameters that this backward pass is done with."""
-        self._idle: list[Tensor] = []
-        """Memory of reduced buckets."""
+        self._places: ReusablePlaces | None = None
+        """Memory of buckets; an accelerator's allocator keeps what it will need again."""
+        if self.device.type == "cpu":
+            lengths = [end - begin for begin, end in self.plan.buckets]
+            self._places = ReusablePlaces(lengths, self.grad_dtype)
+            self._gradient_memory = self._places.memory
 
     def begin_step(self) -> None:
         """Declare the gradients of the last step void; no memory is written."""
         self._finish_transfers()
         self._begin_backward()
+        for whole in self._whole.values():
+            self._give_back(whole)
         self._whole.clear()
         self._filled = [set() for _ in self.buckets]
         self._has_sum = [False] * len(self.buckets)
@@ -90,12 +98,14 @@ class ShardedGradientBuffer(BucketedBuffer):
         self._begin_backward()
 
     def finish_reductions(self) -> None:
-        """Reduce what is left, and wait."""
+        """Reduce what is left, and wait; the own shards of parameters may change afterwards."""
         # A rank without any gradient takes part as well: its replicas may have some.
         if self._arrived or not all(self._has_sum):
             self.end_backward()
         self._finish_transfers()
-        self._idle.clear()
+        if self._places is not None:
+            self._places.discard()
+        self.finish_gathers()
 
     def _begin_backward(self) -> None:
         self._reset_buckets()
@@ -108,9 +118,8 @@ class ShardedGradientBuffer(BucketedBuffer):
 
     def _new_memory(self, length: int) -> Tensor:
         """Return memory for a bucket's gradients, with any values in it."""
-        for place, idle in enumerate(self._idle):
-            if idle.numel() == length:
-                return self._idle.pop(place)
+        if self._places is not None:
+            return self._places.take(length)
         return torch.empty(length, dtype=self.grad_dtype, device=self.device)
 
     def _reduction_of(self, bucket: Bucket) -> Transfer:
@@ -138,11 +147,12 @@ class ShardedGradientBuffer(BucketedBuffer):
             total.copy_(own)
         else:
             total.add_(own)
-        self._keep_idle(whole)
+        self._give_back(whole)
 
-    def _keep_idle(self, whole: Tensor) -> None:
+    def _give_back(self, whole: Tensor) -> None:
         """Keep the memory of a reduced bucket for another one."""
-        self._idle.append(whole)
+        if self._places is not None:
+            self._places.give_back(whole)
 
     def owned_gradients(self) -> list[Tensor]:
         """Return the accumulators."""

@@ -50,12 +50,10 @@ class ShardedParameterBuffer(ShardedGradientBuffer):
         """
         super().__init__(parameters, **options)
         self._lender = MemoryLender(self.device)
-        self.shards: list[Tensor] = []
+        self.shards: list[Tensor]
         """Own values of each bucket; padding is zero."""
         self._wholes: list[LentTensor] = []
         """[n] of each bucket; without memory except between `start_gather` and `release`."""
-        self._lent_gradients: list[LentTensor] = []
-        """Places for the gradients of buckets; those without memory wait for the next bucket."""
         self._views: list[list[tuple[nn.Parameter, Tensor]]] = []
         """Parameters of each bucket and their places in it."""
         self._absent: list[Tensor] = [without_memory(p.detach()) for p in self.parameters]
@@ -64,6 +62,10 @@ class ShardedParameterBuffer(ShardedGradientBuffer):
         ]
         self._is_whole = [False] * len(self.buckets)
         self._arriving: dict[int, Transfer] = {}
+        lengths = [end - begin for begin, end in self._ranges]
+        dtype = self.parameters[0].dtype
+        shards, self._value_memory = self._readable_zeros(sum(lengths), dtype)
+        self.shards = list(shards.split(lengths))
         for bucket in self.buckets:
             self._shard(bucket, model)
         for parameter, place in zip(self.parameters, self._no_gradient, strict=True):
@@ -76,21 +78,19 @@ class ShardedParameterBuffer(ShardedGradientBuffer):
     def _shard(self, bucket: Bucket, model: nn.Module) -> None:
         """Keep the own shard of a bucket's values, and free the rest."""
         fill_deferred_weights(model, [self.parameters[index] for index in bucket.members])
-        dtype = self.parameters[bucket.members[0]].dtype
         begin, end = self._ranges[bucket.number]
-        shard = torch.zeros(end - begin, dtype=dtype, device=self.device)
+        shard = self.shards[bucket.number]
         for piece in self.plan.pieces(begin, end):
             flat = self.parameters[piece.index].detach().reshape(-1)
             place = shard[piece.offset - begin :][: piece.end - piece.begin]
             place.copy_(flat[piece.begin : piece.end])
-        lent = self._lender.tensor(bucket.end - bucket.begin, dtype)
+        lent = self._lender.tensor(bucket.end - bucket.begin, shard.dtype)
         views = []
         for piece in self._pieces[bucket.number]:
             parameter = self.parameters[piece.index]
             place = lent.tensor[piece.offset - bucket.begin :][: parameter.numel()]
             views.append((parameter, place.view(parameter.shape)))
             parameter.data = self._absent[piece.index]
-        self.shards.append(shard)
         self._wholes.append(lent)
         self._views.append(views)
 
@@ -110,9 +110,13 @@ class ShardedParameterBuffer(ShardedGradientBuffer):
         whole = self._wholes[number].tensor
         with torch.no_grad():
             self._wholes[number].fill()
-            self.mesh.own(whole).copy_(self.shards[number])
-            tag = self._tag + _GATHER_TAGS + number
-            self._arriving[number] = gather_parameters(whole, self.mesh, tag=tag)
+            self._arriving[number] = gather_parameters(
+                whole,
+                self.mesh,
+                tag=self._tag + _GATHER_TAGS + number,
+                shard=self.shards[number],
+                place=self._place(self._value_memory, number),
+            )
 
     def gather(self, number: int) -> None:
         """Make a bucket's parameters whole."""
@@ -156,8 +160,6 @@ class ShardedParameterBuffer(ShardedGradientBuffer):
     def begin_step(self) -> None:
         """Declare the gradients of the last step void; no memory is written."""
         super().begin_step()
-        for lent in self._lent_gradients:
-            lent.empty()
         for parameter, place in zip(self.parameters, self._no_gradient, strict=True):
             _show_gradient(parameter, place)
         self.release_all()
@@ -195,26 +197,10 @@ class ShardedParameterBuffer(ShardedGradientBuffer):
                 _show_gradient(parameter, self._no_gradient[index])
         return super()._reduction_of(bucket)
 
-    def _new_memory(self, length: int) -> Tensor:
-        for lent in self._lent_gradients:
-            if not lent.is_filled and lent.tensor.numel() == length:
-                break
-        else:
-            lent = self._lender.tensor(length, self.grad_dtype)
-            self._lent_gradients.append(lent)
-        lent.fill()
-        return lent.tensor
-
-    def _keep_idle(self, whole: Tensor) -> None:
-        """Pass the memory on, to the next layer's gradients or weights."""
-        for lent in self._lent_gradients:
-            if lent.tensor is whole:
-                lent.empty()
-
     def finish_reductions(self) -> None:
         """Reduce what is left, and wait; no unit stays gathered, as the update will change it."""
-        super().finish_reductions()
         self.release_all()
+        super().finish_reductions()
         self._lender.discard_spare()
 
 

@@ -60,6 +60,11 @@ class BufferPlan:
     buckets: tuple[tuple[int, int], ...]
     """[begin, end) of each bucket; together they are the whole buffer."""
 
+    @property
+    def num_buckets(self) -> int:
+        """Units of communication."""
+        return len(self.buckets)
+
     def slots_in(self, begin: int, end: int) -> list[Slot]:
         """Return the slots that share elements with [begin, end)."""
         return [slot for slot in self.slots if slot.begin < end and begin < slot.end]

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron.core.distributed.distributed_data_parallel_config import SHARDING_STRATEGIES
+from megatron.core.host_memory import PeerMemory
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from tests.distributed.distributed.replicas import wrap
 from tests.harness.distributed import run_distributed
@@ -55,7 +56,9 @@ def expected_bytes(stage, dtype, num_ranks, num_layers):
 def one_step(groups, dtype, stage, width=512, num_layers=4, bucket_size=200_000):
     """Train one step and return (parameters, bytes sent by this rank, bytes of state it holds).
 
-    Two replicas at stage 0 use gloo's own all-reduce, whose messages cannot be counted: -1.
+    What a rank reads of the others' memory counts as sent: each reads as much as is read of it.
+    Where that is off, two replicas at stage 0 use gloo's own all-reduce, whose messages cannot be
+    counted: -1.
     """
     ddp = wrap(
         groups,
@@ -74,7 +77,12 @@ def one_step(groups, dtype, stage, width=512, num_layers=4, bucket_size=200_000)
         sent[0] += tensor.numel() * tensor.element_size()
         return send(tensor, *arguments)
 
-    dist.isend = counted
+    def counted_read(peers, rank, index, begin, like):
+        sent[0] += like.nbytes
+        return read(peers, rank, index, begin, like)
+
+    read = PeerMemory.read
+    dist.isend, PeerMemory.read = counted, counted_read
     try:
         ddp.zero_grad_buffer()
         ddp(torch.ones(3, width, dtype=dtype)).float().sum().backward()
@@ -82,7 +90,7 @@ def one_step(groups, dtype, stage, width=512, num_layers=4, bucket_size=200_000)
         optimizer.step()
         ddp.finish_param_sync()
     finally:
-        dist.isend = send
+        dist.isend, PeerMemory.read = send, read
     held = [p.data for p in ddp.module.parameters()]
     held += [shard for shards in ddp.sharded_values().values() for shard in shards]
     held += [owned for buffer in ddp.gradient_buffers for owned in buffer.owned_gradients()]
@@ -90,7 +98,7 @@ def one_step(groups, dtype, stage, width=512, num_layers=4, bucket_size=200_000)
     held += [main for item in optimizer.shards for main in [item.main.data]]
     held += [t for state in optimizer.state.values() for t in state.values() if t.dim()]
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in held}
-    is_counted = not (stage == 0 and ddp.mesh().size == 2)
+    is_counted = sent[0] > 0 or not (stage == 0 and ddp.mesh().size == 2)
     num_parameters = sum(p.numel() for p in ddp.module.parameters())
     return num_parameters, sent[0] if is_counted else -1, sum(storages.values())
 

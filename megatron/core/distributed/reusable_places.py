@@ -1,0 +1,54 @@
+"""Memory for buckets of gradients that exist for a short time, one after another."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from megatron.core.host_memory import HostMemory, whole_pages
+
+
+class ReusablePlaces:
+    """Places that the other ranks of this machine can read, handed out and taken back.
+
+    There is a place for every bucket, but the same few serve all: the first free one of the right
+    length is taken, and memory that was never touched does not exist.
+    """
+
+    def __init__(self, lengths: Sequence[int], dtype: torch.dtype) -> None:
+        """
+        Args:
+            lengths: elements of each bucket.
+        """
+        sizes = [whole_pages(length * dtype.itemsize) for length in lengths]
+        self.memory = HostMemory(sum(sizes), num_words=len(lengths))
+        self._free: dict[int, list[Tensor]] = {}
+        """By length; the next one last."""
+        begin = sum(sizes)
+        for length, count in Counter(lengths).items():
+            for _ in range(count):
+                begin -= whole_pages(length * dtype.itemsize)
+                place = self.memory.tensor(dtype, begin, length)
+                self._free.setdefault(length, []).append(place)
+        self._used: dict[int, Tensor] = {}
+        """Free places that have memory, by address."""
+
+    def take(self, length: int) -> Tensor:
+        """Return a place of `length` elements, with any values in it."""
+        place = self._free[length].pop()
+        self._used.pop(place.data_ptr(), None)
+        return place
+
+    def give_back(self, place: Tensor) -> None:
+        """Let a place that was taken serve another bucket."""
+        self._free[place.numel()].append(place)
+        self._used[place.data_ptr()] = place
+
+    def discard(self) -> None:
+        """Give the memory of free places back to the system."""
+        for place in self._used.values():
+            self.memory.discard(place)
+        self._used.clear()

@@ -1,0 +1,248 @@
+"""Memory of one rank that the other ranks of its machine read in place.
+
+A rank lays out gradients or parameters in a `HostMemory`. The others map it, so that a reduction
+is an addition of what they find there and a gather is a copy: each byte moves once, and nobody
+needs a buffer for what is on its way. (Loopback TCP copies it four times; slots as those of
+`host_exchange`, which serve tensors that live anywhere, twice.)
+
+    file in memory:  words, places | flat values
+
+A word says how far this rank is with one piece of communication, and only ever grows; a place says
+where the values of that piece lie now. A rank writes them and rings; another one that has to wait
+sleeps until it is rung, sees that a rank has died, and gives up after the timeout of the group.
+What the words mean is the user's matter.
+
+The file has no name and needs no room in /dev/shm. Where it cannot be had the values are ordinary
+memory, `readers_of` answers None, and the caller uses the backend of its group.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import sys
+import weakref
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron.core.host_exchange import HostExchange, all_agree, connect, is_off
+
+MAX_STEPS = 8
+"""More than the values that a word takes between `begin` and the next one."""
+_POPULATE_READ = 22
+"""MADV_POPULATE_READ (Linux 5.14): map the pages of a range at once instead of one by one."""
+
+
+class HostMemory:
+    """Flat memory of this rank, zero at first, which ranks of the same machine can read."""
+
+    def __init__(self, num_bytes: int, num_words: int) -> None:
+        """
+        Args:
+            num_bytes: of the values.
+            num_words: pieces of communication that are told apart.
+        """
+        self.num_words = num_words
+        self._start = whole_pages(16 * num_words)
+        self._length = self._start + whole_pages(num_bytes)
+        self._file = _file_in_memory(self._length)
+        self._memory = mmap.mmap(-1 if self._file is None else self._file, self._length)
+        if self._file is not None:
+            weakref.finalize(self, os.close, self._file)
+        self._words = memoryview(self._memory).cast("q")
+        self._address = torch.frombuffer(self._memory, dtype=torch.uint8).data_ptr()
+        self._peers: weakref.WeakKeyDictionary[dist.ProcessGroup, PeerMemory | None]
+        self._peers = weakref.WeakKeyDictionary()
+        self._num_begun = [0] * num_words
+
+    def tensor(self, dtype: torch.dtype, begin: int, numel: int) -> Tensor:
+        """Return [numel] values from byte `begin` on."""
+        return torch.frombuffer(self._memory, dtype=dtype, count=numel, offset=self._start + begin)
+
+    def begin(self, index: int) -> int:
+        """Return what the word is above of from now on: all ranks begin in the same order."""
+        self._num_begun[index] += 1
+        return self._num_begun[index] * MAX_STEPS
+
+    def announce(self, index: int, value: int, shown: Tensor) -> None:
+        """Let the others know that this rank has come to `value`, and what they may read now.
+
+        Args:
+            index: the piece of communication.
+            shown: contiguous values of this memory.
+        """
+        place = shown.data_ptr() - self._address
+        assert self._start <= place <= self._length - shown.nbytes, (place, self._length)
+        self._words[self.num_words + index] = place
+        self._words[index] = value
+        for peers in self._peers.values():
+            if peers is not None:
+                peers.ring()
+
+    def settle(self) -> None:
+        """Sleep until all others have come as far as this rank with everything."""
+        for peers in self._peers.values():
+            if peers is not None:
+                for index in range(self.num_words):
+                    peers.arrival(index, self._words[index]).wait()
+
+    def discard(self, values: Tensor) -> None:
+        """Give the memory of `values`, whole pages, back to the system; they read as zero."""
+        begin = values.data_ptr() - self._address
+        self._memory.madvise(mmap.MADV_REMOVE, begin, whole_pages(values.nbytes))
+
+    def peers(self, group: dist.ProcessGroup) -> PeerMemory | None:
+        """Return the same memory of the other ranks of `group`; None where it cannot be read.
+
+        Communication: at the first call those of `connect`, an all-gather and an all-reduce of a
+        few bytes on `group`; the same answer on all ranks.
+        """
+        if group not in self._peers:
+            self._peers[group] = self._share(group)
+        return self._peers[group]
+
+    def _share(self, group: dist.ProcessGroup) -> PeerMemory | None:
+        exchange = connect(group)
+        if exchange is None:
+            return None
+        card = [0, 0, 0, self._length]
+        if self._file is not None:
+            card = [os.getpid(), self._file, os.fstat(self._file).st_ino, self._length]
+        mine = torch.tensor(card)
+        cards = [torch.empty_like(mine) for _ in range(group.size())]
+        dist.all_gather(cards, mine, group=group)
+        others = {
+            rank: _map_of(*(int(entry) for entry in found))
+            for rank, found in enumerate(cards)
+            if rank != group.rank()
+        }
+        is_mapped = self._file is not None and None not in others.values()
+        if not all_agree(is_mapped, group):
+            return None
+        maps = {rank: memory for rank, memory in others.items() if memory is not None}
+        return PeerMemory(self, exchange, maps)
+
+
+class PeerMemory:
+    """What the other ranks of a group have in their `HostMemory` of equal layout."""
+
+    def __init__(self, own: HostMemory, exchange: HostExchange, maps: dict[int, mmap.mmap]) -> None:
+        self._own = weakref.proxy(own)
+        self._exchange = exchange
+        self._maps = maps
+        self._addresses = {
+            rank: torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
+            for rank, memory in maps.items()
+        }
+        self._words = {rank: memoryview(memory).cast("q") for rank, memory in maps.items()}
+
+    @property
+    def rank(self) -> int:
+        """Position of this rank in the group."""
+        return self._exchange.rank
+
+    @property
+    def size(self) -> int:
+        """Ranks of the group."""
+        return self._exchange.size
+
+    def ring(self) -> None:
+        """Wake those who wait for this rank."""
+        self._exchange.ring()
+
+    def read(self, rank: int, index: int, begin: int, like: Tensor) -> Tensor:
+        """Return elements of what `rank` shows for a piece of communication; not to be written to.
+
+        Call `forget` when they are read: until then their pages count as this process's too.
+
+        Args:
+            begin: the first element.
+            like: as many elements, of this dtype.
+        """
+        words = self._words[rank]
+        place = words[self._own.num_words + index] + begin * like.element_size()
+        first, length = _pages_of(place, like.nbytes)
+        # Without this (an older kernel) they come by one page fault after another.
+        with contextlib.suppress(OSError):
+            self._maps[rank].madvise(_POPULATE_READ, first, length)
+        return torch.frombuffer(
+            self._maps[rank], dtype=like.dtype, count=like.numel(), offset=place
+        )
+
+    def forget(self, rank: int, values: Tensor) -> None:
+        """Take the pages of what `read` returned out of this process's memory."""
+        first, length = _pages_of(values.data_ptr() - self._addresses[rank], values.nbytes)
+        self._maps[rank].madvise(mmap.MADV_DONTNEED, first, length)
+
+    def arrival(self, index: int, value: int) -> Arrival:
+        """Return a handle for "all others have come to `value`"."""
+        return Arrival(self, index, value)
+
+    def late(self, index: int, value: int) -> list[int]:
+        """Return the ranks whose word is below `value`."""
+        return [rank for rank in self._maps if not self._has_come(rank, index, value)]
+
+    def await_word(self, index: int, value: int) -> None:
+        """Sleep until all others have come to `value`."""
+        for rank in self.late(index, value):
+            self._exchange.sleep_until(rank, partial(self._has_come, rank, index, value))
+
+    def _has_come(self, rank: int, index: int, value: int) -> bool:
+        return self._words[rank][index] >= value
+
+
+class Arrival:
+    """A handle as those of torch.distributed."""
+
+    def __init__(self, peers: PeerMemory, index: int, value: int) -> None:
+        self._peers, self._index, self._value = peers, index, value
+
+    def is_completed(self) -> bool:
+        """Return whether all others have come."""
+        return not self._peers.late(self._index, self._value)
+
+    def wait(self) -> None:
+        """Sleep until they have."""
+        self._peers.await_word(self._index, self._value)
+
+
+def whole_pages(num_bytes: int) -> int:
+    """Round up to whole pages, at least one."""
+    return -(-max(num_bytes, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+def _pages_of(place: int, num_bytes: int) -> tuple[int, int]:
+    """Return (begin, bytes) of the pages in which [place, place + num_bytes) lies."""
+    first = place - place % mmap.PAGESIZE
+    return first, whole_pages(place + num_bytes - first)
+
+
+def _file_in_memory(length: int) -> int | None:
+    """Open a nameless file of zeros; None where the system has none or it is not wanted."""
+    if sys.platform != "linux" or is_off():
+        return None
+    try:
+        descriptor = os.memfd_create("megatron")
+    except OSError:
+        return None
+    os.ftruncate(descriptor, length)
+    return descriptor
+
+
+def _map_of(process: int, descriptor: int, inode: int, length: int) -> mmap.mmap | None:
+    """Map the file that another process has open, if it is the one that it means."""
+    try:
+        file = os.open(f"/proc/{process}/fd/{descriptor}", os.O_RDWR)
+        try:
+            # Process numbers of another container may mean somebody else here.
+            if os.fstat(file).st_ino != inode:
+                return None
+            return mmap.mmap(file, length)
+        finally:
+            os.close(file)
+    except (OSError, ValueError):
+        return None

@@ -1,0 +1,106 @@
+"""Memory that other ranks of the machine read in place: what they see, when, and where it fails."""
+
+import os
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron.core import host_memory
+from megatron.core.errors import TopologyError
+from megatron.core.host_exchange import OFF
+from megatron.core.host_memory import HostMemory, PeerMemory, whole_pages
+from tests.harness.distributed import distributed
+
+NUMEL = 5000
+
+
+def filled(rank: int, num_words: int = 2) -> tuple[HostMemory, torch.Tensor]:
+    memory = HostMemory(4 * NUMEL, num_words)
+    values = memory.tensor(torch.float32, 0, NUMEL)
+    assert torch.equal(values, torch.zeros(NUMEL))
+    return memory, values.copy_(torch.arange(NUMEL) + 10_000 * rank)
+
+
+@distributed(world_size=3)
+def test_each_rank_reads_the_values_that_the_others_show_where_they_lie(groups):
+    rank, size = groups.dp.rank(), groups.dp.size()
+    memory, values = filled(rank)
+    peers = memory.peers(groups.dp)
+    assert isinstance(peers, PeerMemory) and memory.peers(groups.dp) is peers
+    shown = values[100 * rank :]  # another place on each rank
+    memory.announce(1, 1, shown)
+    peers.arrival(1, 1).wait()
+    for other in set(range(size)) - {rank}:
+        found = peers.read(other, 1, 7, torch.empty(40))
+        first = 10_000 * other + 100 * other + 7
+        assert torch.equal(found, torch.arange(first, first + 40).float())
+        peers.forget(other, found)
+    dist.barrier()
+
+
+@distributed(world_size=2)
+def test_a_rank_is_seen_only_when_it_has_come(groups):
+    rank = groups.dp.rank()
+    memory, values = filled(rank)
+    peers = memory.peers(groups.dp)
+    dist.barrier()
+    for turn in range(1, 6):
+        if turn % 2 == rank:
+            assert not peers.arrival(0, turn).is_completed()
+            dist.barrier()
+            peers.arrival(0, turn).wait()
+            other = peers.read(1 - rank, 0, 0, values)
+            assert torch.equal(other, torch.full((NUMEL,), float(turn)))
+            memory.announce(0, turn, values)
+        else:
+            dist.barrier()
+            time.sleep(0.02)
+            memory.announce(0, turn, values.fill_(turn))
+            memory.settle()
+
+
+@distributed(world_size=2)
+def test_discarded_pages_are_zero_again(groups):
+    memory = HostMemory(3 * whole_pages(1), 1)
+    values = memory.tensor(torch.uint8, 0, 3 * whole_pages(1)).fill_(1)
+    memory.discard(values[whole_pages(1) : 2 * whole_pages(1)])
+    assert values.sum() == 2 * whole_pages(1)
+
+
+@distributed(world_size=2)
+def test_where_one_rank_cannot_read_no_rank_does(groups):
+    memory, values = filled(groups.dp.rank())
+    found, host_memory._map_of = host_memory._map_of, host_memory._map_of
+    if groups.dp.rank() == 1:
+        host_memory._map_of = lambda *_: None
+    try:
+        assert memory.peers(groups.dp) is None
+    finally:
+        host_memory._map_of = found
+
+
+@distributed(world_size=2)
+def test_without_the_exchange_the_values_are_ordinary_memory(groups):
+    os.environ[OFF] = "0"
+    try:
+        memory, values = filled(groups.dp.rank())
+        assert memory.peers(dist.new_group([0, 1])) is None
+        assert values[-1] == NUMEL - 1 + 10_000 * groups.dp.rank()
+    finally:
+        del os.environ[OFF]
+
+
+@distributed(world_size=2)
+def test_a_rank_that_does_not_come_is_named_after_the_timeout(groups):
+    memory, values = filled(groups.dp.rank())
+    peers = memory.peers(groups.dp)
+    exchange = peers._exchange
+    timeout, exchange.timeout = exchange.timeout, 0.5
+    try:
+        with pytest.raises(TopologyError, match="of the group"):
+            peers.arrival(0, 1).wait()
+    finally:
+        exchange.timeout = timeout
+    dist.barrier()
