@@ -59,6 +59,11 @@ class HostMemory:
         self._peers = weakref.WeakKeyDictionary()
         self._num_begun = [0] * num_words
 
+    @property
+    def is_shared(self) -> bool:
+        """Whether the ranks of all groups that asked for it can read it."""
+        return bool(self._peers) and None not in self._peers.values()
+
     def tensor(self, dtype: torch.dtype, begin: int, numel: int) -> Tensor:
         """Return [numel] values from byte `begin` on."""
         return torch.frombuffer(self._memory, dtype=dtype, count=numel, offset=self._start + begin)

@@ -66,7 +66,7 @@ class BucketedBuffer(ABC):
     """
 
     max_in_flight = 2
-    """Buckets in reduction beside the newest one: bounds the memory for what is received."""
+    """Buckets in reduction beside the newest one: bounds the memory that only they need."""
 
     def __init__(
         self,
@@ -244,9 +244,14 @@ class BucketedBuffer(ABC):
         # Waiting here would tie the ranks together bucket by bucket, and add up their delays.
         for earlier in self._reductions:
             earlier.poll()
-        while len(self._reductions) >= self.max_in_flight and not self._reductions[0].is_finished:
+        most = self._most_in_flight()
+        while len(self._reductions) >= most and not self._reductions[0].is_finished:
             self._reductions[0].advance()
         self._reductions = [t for t in [*self._reductions, transfer] if not t.is_finished]
+
+    def _most_in_flight(self) -> int:
+        """Return how many buckets may be in reduction beside the newest one."""
+        return self.max_in_flight
 
     def _finish_transfers(self) -> None:
         finish_all(self._reductions)
@@ -316,10 +321,9 @@ class BucketedBuffer(ABC):
             )
 
     def finish_gathers(self, indices: Collection[int] | None = None) -> None:
-        """Wait until parameters are whole again: those numbered `indices`, or all.
-
-        After all, the own shard may change.
-        """
+        """Wait until parameters are whole again: those numbered `indices`, or all."""
+        if not self._gathers:
+            return
         if indices is None:
             numbers = list(self._gathers)
         else:
@@ -328,5 +332,9 @@ class BucketedBuffer(ABC):
             transfer = self._gathers.pop(number, None)
             if transfer is not None:
                 transfer.finish()
-        if indices is None and self._value_memory is not None:
+
+    def let_values_change(self) -> None:
+        """Wait until no rank reads the own shards of parameters any more."""
+        self.finish_gathers()
+        if self._value_memory is not None:
             self._value_memory.settle()

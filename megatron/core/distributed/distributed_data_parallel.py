@@ -297,6 +297,8 @@ class DistributedDataParallel(nn.Module):
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
         """Load into the wrapped module; in place, because buffers hold the storage."""
         assert not assign, "parameters are views into buffers and cannot be replaced"
+        for buffer in self.gradient_buffers:
+            buffer.let_values_change()
         if sharded := self._sharded():
             return take_over_state(self.module, state_dict, sharded, strict=strict)
         return self.module.load_state_dict(state_dict, strict=strict)

@@ -69,9 +69,14 @@ class GradientBuffer(BucketedBuffer):
 
         Afterwards the own shards of parameters may change, too.
         """
-        self.finish_gathers()
+        self.let_values_change()
         self.launch_remaining()
         self._finish_transfers()
+
+    def _most_in_flight(self) -> int:
+        # Where nothing is received no bucket needs memory of its own.
+        is_read = self._gradient_memory is not None and self._gradient_memory.is_shared
+        return len(self.buckets) if is_read else self.max_in_flight
 
     def _reduction_of(self, bucket: Bucket) -> Transfer:
         for index in bucket.members:

@@ -142,7 +142,7 @@ class ParameterUnits:
         finally:
             self.release_all()
             for buffer in {buffer for places in self._places for buffer, _ in places}:
-                buffer.finish_gathers()
+                buffer.let_values_change()
 
 
 def _is_in_backward() -> bool:

@@ -105,7 +105,7 @@ class ShardedGradientBuffer(BucketedBuffer):
         self._finish_transfers()
         if self._places is not None:
             self._places.discard()
-        self.finish_gathers()
+        self.let_values_change()
 
     def _begin_backward(self) -> None:
         self._reset_buckets()

@@ -144,6 +144,11 @@ class ShardedParameterBuffer(ShardedGradientBuffer):
         for number in range(len(self.buckets)):
             self.release(number)
 
+    def let_values_change(self) -> None:
+        """Free the values of all buckets, and wait until no rank reads the shards any more."""
+        self.release_all()
+        super().let_values_change()
+
     def start_gathers(self) -> None:
         """Nothing: units are gathered when they compute."""
 
@@ -199,7 +204,6 @@ class ShardedParameterBuffer(ShardedGradientBuffer):
 
     def finish_reductions(self) -> None:
         """Reduce what is left, and wait; no unit stays gathered, as the update will change it."""
-        self.release_all()
         super().finish_reductions()
         self._lender.discard_spare()
 
