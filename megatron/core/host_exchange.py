@@ -12,7 +12,7 @@ rank publishes for the i-th time only after it has read everybody's (i-1)-th ten
 others published that one after reading the (i-2)-th: so slot i mod 2 is free.
 
 A bell per ordered pair is a semaphore too: it says that there is something to look at, and wakes
-who sleeps in `sleep_until`; `host_memory` uses it.
+who sleeps in `sleep_until`; `peer_memory` uses it.
 
 The name of the mapping lives for a moment only, while the ranks attach; a run that is killed
 leaves nothing behind. Waiting blocks in the kernel, notices a rank that died, and ends with the

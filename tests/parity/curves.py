@@ -94,12 +94,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=50, help="steps of each run")
     parser.add_argument("--max-ranks", type=int, default=8, help="largest world size")
+    parser.add_argument("--only", nargs="+", default=[""], help="layouts with this in their name")
     parser.add_argument("--picture", help="file for a picture, .svg")
     options = parser.parse_args()
     curves: Curves = {}
     print(f"{'layout':<28}{'first loss':>12}{'last loss':>12}{'largest difference':>20}")
     worst = 0.0
     for layout in all_cases(options.max_ranks):
+        if layout != LayoutCase() and not any(part in str(layout) for part in options.only):
+            continue
         curves[layout] = curve = losses(layout, options.steps)
         largest = max(differences(curve, curves[LayoutCase()]))
         worst = max(worst, largest)

@@ -22,9 +22,9 @@ from megatron.core.distributed.compressed_reduction import (
     TrafficCount,
 )
 from megatron.core.distributed.parameter_shard import ParameterShard, ShardSpan
-from megatron.core.distributed.pieces import HostPlace, Steps
+from megatron.core.distributed.pieces import ReadablePlace, Steps
 from megatron.core.distributed.sharding_arithmetic import BLOCK, BufferPlan, Piece, plan_buffer
-from megatron.core.host_memory import HostMemory
+from megatron.core.peer_memory import ReadableMemory
 
 
 @dataclass(frozen=True)
@@ -102,8 +102,8 @@ class BucketedBuffer(ABC):
         )
         self.values: Tensor | None = None
         """All parameters in one tensor, where shards of them are gathered."""
-        self._value_memory: HostMemory | None = None
-        self._gradient_memory: HostMemory | None = None
+        self._value_memory: ReadableMemory | None = None
+        self._gradient_memory: ReadableMemory | None = None
         if mesh.shard_size > 1:
             self._collect_values()
         self.buckets: list[Bucket] = []
@@ -150,18 +150,20 @@ class BucketedBuffer(ABC):
             place.copy_(parameter.detach())
             parameter.data = place
 
-    def _readable_zeros(self, numel: int, dtype: torch.dtype) -> tuple[Tensor, HostMemory | None]:
+    def _readable_zeros(
+        self, numel: int, dtype: torch.dtype
+    ) -> tuple[Tensor, ReadableMemory | None]:
         """Return zeros that the other ranks of this machine can read, with a word per bucket."""
-        memory = self._host_memory(numel * dtype.itemsize)
+        memory = self._readable_memory(numel * dtype.itemsize)
         if memory is None:
             return torch.zeros(numel, dtype=dtype, device=self.device), None
         return memory.tensor(dtype, 0, numel), memory
 
-    def _host_memory(self, num_bytes: int) -> HostMemory | None:
+    def _readable_memory(self, num_bytes: int) -> ReadableMemory | None:
         """Return memory for a buffer of which ranks have copies or shards; None elsewhere."""
         if self.device.type != "cpu" or self.mesh.size == 1:
             return None
-        return HostMemory(num_bytes, self.plan.num_buckets)
+        return ReadableMemory(num_bytes, self.plan.num_buckets)
 
     # Gradients ------------------------------------------------------------------------------
 
@@ -210,8 +212,8 @@ class BucketedBuffer(ABC):
         )
 
     @staticmethod
-    def _place(memory: HostMemory | None, number: int) -> HostPlace | None:
-        return None if memory is None else HostPlace(memory, number)
+    def _place(memory: ReadableMemory | None, number: int) -> ReadablePlace | None:
+        return None if memory is None else ReadablePlace(memory, number)
 
     def scale_gradients(self, factor: float | Tensor) -> None:
         """Multiply the reduced gradients that this rank owns."""

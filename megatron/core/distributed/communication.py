@@ -11,7 +11,7 @@ depends neither on the bucket it travels in nor on whether the state is sharded,
 the sharding ladder gives the same bits. Half-precision gradients are added in fp32.
 
 Ranks of one machine send nothing: they read each other's gradients and parameters where they lie
-(`megatron.core.host_memory`), in the same order. Otherwise two ranks that both need all of the sum
+(`megatron.core.peer_memory`), in the same order. Otherwise two ranks that both need all of the sum
 use gloo's own all-reduce: a + b = b + a to the bit, and its threads need no help of ours to go on.
 
 Other backends (NCCL) use their native collectives.
@@ -27,8 +27,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.core.distributed.pieces import (
-    HostPlace,
     Messages,
+    ReadablePlace,
     Steps,
     global_rank,
     is_half,
@@ -134,7 +134,7 @@ def gather_parameters(
     *,
     tag: int,
     shard: Tensor | None = None,
-    place: HostPlace | None = None,
+    place: ReadablePlace | None = None,
 ) -> Transfer:
     """Fill a bucket with the shards of all ranks of `mesh.shard`.
 
@@ -190,7 +190,7 @@ def reduction_steps(
     tag: int,
     average: bool = False,
     compression: Compression | None = None,
-    place: HostPlace | None = None,
+    place: ReadablePlace | None = None,
 ) -> Steps:
     """Sum a bucket of gradients over the mesh, in place.
 

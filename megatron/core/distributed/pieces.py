@@ -1,7 +1,7 @@
 """Exchange and addition of the pieces of a flat tensor by the ranks of a group, in rank order.
 
 A flat tensor has one piece per rank. There are two ways, with the same bits: `Messages` between
-any ranks, and `HostReads` between ranks that see each other's memory. Both work in steps, so that
+any ranks, and `PeerReads` between ranks that see each other's memory. Both work in steps, so that
 several exchanges run beside each other and beside the computation.
 """
 
@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.core.host_memory import HostMemory, PeerMemory
+from megatron.core.peer_memory import PeerMemory, ReadableMemory
 from megatron.core.process_groups_config import Group
 from megatron.core.utils import get_pg_rank, get_pg_size
 
@@ -27,10 +27,10 @@ Steps = Iterator[Sequence[Any]]
 
 
 @dataclass(frozen=True)
-class HostPlace:
+class ReadablePlace:
     """Where ranks of the same machine find a bucket (or shard) of this rank."""
 
-    memory: HostMemory
+    memory: ReadableMemory
     index: int
     """Of the word that says how far its communication is."""
 
@@ -101,13 +101,13 @@ class Messages:
         ]
 
 
-class HostReads:
+class PeerReads:
     """Ranks say when a bucket or shard may be read, and read those of the others.
 
-    A rank's word counts the steps that it has done; see `megatron.core.host_memory`.
+    A rank's word counts the steps that it has done; see `megatron.core.peer_memory`.
     """
 
-    def __init__(self, place: HostPlace, peers: PeerMemory) -> None:
+    def __init__(self, place: ReadablePlace, peers: PeerMemory) -> None:
         self._memory, self._index, self._peers = place.memory, place.index, peers
         self._base = place.memory.begin(place.index)
 
@@ -160,10 +160,10 @@ class HostReads:
                 self._peers.forget(rank, term)
 
 
-def way_between(group: Group, tag: int, place: HostPlace | None) -> Messages | HostReads | None:
+def way_between(group: Group, tag: int, place: ReadablePlace | None) -> Messages | PeerReads | None:
     """Return how the ranks of `group` exchange pieces; None for a single rank.
 
-    Communication: that of `HostMemory.peers`.
+    Communication: that of `ReadableMemory.peers`.
     """
     if get_pg_size(group) == 1:
         return None
@@ -171,7 +171,7 @@ def way_between(group: Group, tag: int, place: HostPlace | None) -> Messages | H
     peers = None if place is None else place.memory.peers(group)
     if place is None or peers is None:
         return Messages(group, tag)
-    return HostReads(place, peers)
+    return PeerReads(place, peers)
 
 
 def is_half(tensor: Tensor) -> bool:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from megatron.core.host_memory import HostMemory, whole_pages
+from megatron.core.peer_memory import ReadableMemory, whole_pages
 
 
 class ReusablePlaces:
@@ -24,7 +24,7 @@ class ReusablePlaces:
             lengths: elements of each bucket.
         """
         sizes = [whole_pages(length * dtype.itemsize) for length in lengths]
-        self.memory = HostMemory(sum(sizes), num_words=len(lengths))
+        self.memory = ReadableMemory(sum(sizes), num_words=len(lengths))
         self._free: dict[int, list[Tensor]] = {}
         """By length; the next one last."""
         begin = sum(sizes)

@@ -11,16 +11,16 @@ from megatron.core.distributed.communication import (
     gather_parameters,
     reduction_steps,
 )
-from megatron.core.distributed.pieces import STRETCH, HostPlace
-from megatron.core.host_memory import HostMemory, PeerMemory
+from megatron.core.distributed.pieces import STRETCH, ReadablePlace
+from megatron.core.peer_memory import PeerMemory, ReadableMemory
 from tests.harness.distributed import distributed
 from tests.harness.tolerances import EXACT, assert_close
 
 
-def in_host_memory(values):
+def readable(values):
     """Return a copy of a flat tensor that other ranks can read, and its place."""
-    memory = HostMemory(values.nbytes, num_words=1)
-    return memory.tensor(values.dtype, 0, values.numel()).copy_(values), HostPlace(memory, 0)
+    memory = ReadableMemory(values.nbytes, num_words=1)
+    return memory.tensor(values.dtype, 0, values.numel()).copy_(values), ReadablePlace(memory, 0)
 
 
 def meshes(groups):
@@ -37,7 +37,7 @@ def check_reductions(groups):
     ):
         torch.manual_seed(groups.dp_cp.rank())
         sent = torch.randn(numel).to(dtype)
-        read, place = in_host_memory(sent)
+        read, place = readable(sent)
         how = dict(scale=1 / 3, tag=5)
         for _ in range(3):  # the same place serves step after step
             Transfer(reduction_steps(sent, mesh, **how)).finish()
@@ -71,7 +71,7 @@ def test_gathers_bring_the_same_values_either_way(groups, is_apart):
         mesh.own(sent).copy_(torch.arange(length) + 10_000 * shard + turn)
         gather_parameters(sent, mesh, tag=9).finish()
         if turn == 0:
-            place_of_all, place = in_host_memory(torch.zeros(3 * length))
+            place_of_all, place = readable(torch.zeros(3 * length))
         own = place_of_all[:length] if is_apart else mesh.own(place_of_all)
         own.copy_(mesh.own(sent))
         read = torch.zeros(3 * length) if is_apart else place_of_all

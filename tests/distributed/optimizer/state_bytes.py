@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron.core.distributed.distributed_data_parallel_config import SHARDING_STRATEGIES
-from megatron.core.host_memory import PeerMemory
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.peer_memory import PeerMemory
 from tests.distributed.distributed.replicas import wrap
 from tests.harness.distributed import run_distributed
 

@@ -1,8 +1,8 @@
 """Memory of one rank that the other ranks of its machine read in place.
 
-A rank lays out gradients or parameters in a `HostMemory`. The others map it, so that a reduction
-is an addition of what they find there and a gather is a copy: each byte moves once, and nobody
-needs a buffer for what is on its way. (Loopback TCP copies it four times; slots as those of
+A rank lays out gradients or parameters in a `ReadableMemory`. The others map it, so that a
+reduction is an addition of what they find there and a gather is a copy: each byte moves once, and
+nobody needs a buffer for what is on its way. (Loopback TCP copies it four times; slots as those of
 `host_exchange`, which serve tensors that live anywhere, twice.)
 
     file in memory:  words, places | flat values
@@ -37,7 +37,7 @@ _POPULATE_READ = 22
 """MADV_POPULATE_READ (Linux 5.14): map the pages of a range at once instead of one by one."""
 
 
-class HostMemory:
+class ReadableMemory:
     """Flat memory of this rank, zero at first, which ranks of the same machine can read."""
 
     def __init__(self, num_bytes: int, num_words: int) -> None:
@@ -133,9 +133,11 @@ class HostMemory:
 
 
 class PeerMemory:
-    """What the other ranks of a group have in their `HostMemory` of equal layout."""
+    """What the other ranks of a group have in their `ReadableMemory` of equal layout."""
 
-    def __init__(self, own: HostMemory, exchange: HostExchange, maps: dict[int, mmap.mmap]) -> None:
+    def __init__(
+        self, own: ReadableMemory, exchange: HostExchange, maps: dict[int, mmap.mmap]
+    ) -> None:
         self._own = weakref.proxy(own)
         self._exchange = exchange
         self._maps = maps

@@ -7,17 +7,17 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.core import host_memory
+from megatron.core import peer_memory
 from megatron.core.errors import TopologyError
 from megatron.core.host_exchange import OFF
-from megatron.core.host_memory import HostMemory, PeerMemory, whole_pages
+from megatron.core.peer_memory import PeerMemory, ReadableMemory, whole_pages
 from tests.harness.distributed import distributed
 
 NUMEL = 5000
 
 
-def filled(rank: int, num_words: int = 2) -> tuple[HostMemory, torch.Tensor]:
-    memory = HostMemory(4 * NUMEL, num_words)
+def filled(rank: int, num_words: int = 2) -> tuple[ReadableMemory, torch.Tensor]:
+    memory = ReadableMemory(4 * NUMEL, num_words)
     values = memory.tensor(torch.float32, 0, NUMEL)
     assert torch.equal(values, torch.zeros(NUMEL))
     return memory, values.copy_(torch.arange(NUMEL) + 10_000 * rank)
@@ -63,7 +63,7 @@ def test_a_rank_is_seen_only_when_it_has_come(groups):
 
 @distributed(world_size=2)
 def test_discarded_pages_are_zero_again(groups):
-    memory = HostMemory(3 * whole_pages(1), 1)
+    memory = ReadableMemory(3 * whole_pages(1), 1)
     values = memory.tensor(torch.uint8, 0, 3 * whole_pages(1)).fill_(1)
     memory.discard(values[whole_pages(1) : 2 * whole_pages(1)])
     assert values.sum() == 2 * whole_pages(1)
@@ -72,13 +72,13 @@ def test_discarded_pages_are_zero_again(groups):
 @distributed(world_size=2)
 def test_where_one_rank_cannot_read_no_rank_does(groups):
     memory, values = filled(groups.dp.rank())
-    found, host_memory._map_of = host_memory._map_of, host_memory._map_of
+    found, peer_memory._map_of = peer_memory._map_of, peer_memory._map_of
     if groups.dp.rank() == 1:
-        host_memory._map_of = lambda *_: None
+        peer_memory._map_of = lambda *_: None
     try:
         assert memory.peers(groups.dp) is None
     finally:
-        host_memory._map_of = found
+        peer_memory._map_of = found
 
 
 @distributed(world_size=2)
