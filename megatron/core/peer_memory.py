@@ -13,7 +13,7 @@ sleeps until it is rung, sees that a rank has died, and gives up after the timeo
 What the words mean is the user's matter.
 
 The file has no name and needs no room in /dev/shm. Where it cannot be had the values are ordinary
-memory, `readers_of` answers None, and the caller uses the backend of its group.
+memory, `peers` answers None, and the caller uses the backend of its group.
 """
 
 from __future__ import annotations
