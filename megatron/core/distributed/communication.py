@@ -96,6 +96,7 @@ class Transfer:
 
     def __init__(self, steps: Steps) -> None:
         self._steps = steps
+        self.num_steps_done = 0
         self._handles = next(steps, None)
 
     @property
@@ -113,6 +114,7 @@ class Transfer:
         if self._handles is not None:
             for handle in self._handles:
                 handle.wait()
+            self.num_steps_done += 1
             self._handles = next(self._steps, None)
 
     def finish(self) -> None:
@@ -122,10 +124,18 @@ class Transfer:
 
 
 def finish_all(transfers: Sequence[Transfer]) -> None:
-    """Finish several transfers, keeping all of them moving."""
+    """Finish several transfers, keeping all of them moving.
+
+    Always the one that is furthest behind, and of these the first. Polling has brought them to
+    different steps on each rank: who waited for a late step of one, while the others wait for an
+    early step of another one, would wait for ever.
+    """
+    num_done = 0
     while not all(transfer.is_finished for transfer in transfers):
         for transfer in transfers:
-            transfer.advance()
+            if transfer.num_steps_done == num_done:
+                transfer.advance()
+        num_done += 1
 
 
 def gather_parameters(
