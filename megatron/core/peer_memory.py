@@ -18,7 +18,6 @@ memory, `peers` answers None, and the caller uses the backend of its group.
 
 from __future__ import annotations
 
-import contextlib
 import mmap
 import os
 import sys
@@ -33,8 +32,6 @@ from megatron.core.host_exchange import HostExchange, all_agree, connect, is_off
 
 MAX_STEPS = 8
 """More than the values that a word takes between `begin` and the next one."""
-_POPULATE_READ = 22
-"""MADV_POPULATE_READ (Linux 5.14): map the pages of a range at once instead of one by one."""
 
 
 class ReadableMemory:
@@ -172,18 +169,17 @@ class PeerMemory:
         """
         words = self._words[rank]
         place = words[self._own.num_words + index] + begin * like.element_size()
-        first, length = _pages_of(place, like.nbytes)
-        # Without this (an older kernel) they come by one page fault after another.
-        with contextlib.suppress(OSError):
-            self._maps[rank].madvise(_POPULATE_READ, first, length)
         return torch.frombuffer(
             self._maps[rank], dtype=like.dtype, count=like.numel(), offset=place
         )
 
     def forget(self, rank: int, values: Tensor) -> None:
         """Take the pages of what `read` returned out of this process's memory."""
-        first, length = _pages_of(values.data_ptr() - self._addresses[rank], values.nbytes)
-        self._maps[rank].madvise(mmap.MADV_DONTNEED, first, length)
+        place = values.data_ptr() - self._addresses[rank]
+        first = place - place % mmap.PAGESIZE
+        self._maps[rank].madvise(
+            mmap.MADV_DONTNEED, first, whole_pages(place + values.nbytes - first)
+        )
 
     def arrival(self, index: int, value: int) -> Arrival:
         """Return a handle for "all others have come to `value`"."""
@@ -220,12 +216,6 @@ class Arrival:
 def whole_pages(num_bytes: int) -> int:
     """Round up to whole pages, at least one."""
     return -(-max(num_bytes, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
-
-
-def _pages_of(place: int, num_bytes: int) -> tuple[int, int]:
-    """Return (begin, bytes) of the pages in which [place, place + num_bytes) lies."""
-    first = place - place % mmap.PAGESIZE
-    return first, whole_pages(place + num_bytes - first)
 
 
 def _file_in_memory(length: int) -> int | None:

@@ -208,12 +208,17 @@ class BucketedBuffer(ABC):
             tag=self._tag + bucket.number,
             average=self.policy.average,
             compression=self._compressions[bucket.number],
-            place=self._place(self._gradient_memory, bucket.number),
+            # Whoever shards state wants little in memory; the others want speed.
+            place=self._place(
+                self._gradient_memory, bucket.number, keeps_pages=self.mesh.shard_size == 1
+            ),
         )
 
     @staticmethod
-    def _place(memory: ReadableMemory | None, number: int) -> ReadablePlace | None:
-        return None if memory is None else ReadablePlace(memory, number)
+    def _place(
+        memory: ReadableMemory | None, number: int, *, keeps_pages: bool = False
+    ) -> ReadablePlace | None:
+        return None if memory is None else ReadablePlace(memory, number, keeps_pages)
 
     def scale_gradients(self, factor: float | Tensor) -> None:
         """Multiply the reduced gradients that this rank owns."""

@@ -33,6 +33,8 @@ class ReadablePlace:
     memory: ReadableMemory
     index: int
     """Of the word that says how far its communication is."""
+    keeps_pages: bool
+    """What was read of others stays mapped: no page faults, but it counts as resident here too."""
 
 
 def piece_of(bucket: Tensor, rank: int, size: int) -> Tensor:
@@ -110,6 +112,7 @@ class PeerReads:
     def __init__(self, place: ReadablePlace, peers: PeerMemory) -> None:
         self._memory, self._index, self._peers = place.memory, place.index, peers
         self._base = place.memory.begin(place.index)
+        self._keeps_pages = place.keeps_pages
 
     def reduce_scatter(self, bucket: Tensor, scale: float) -> Steps:
         """Leave scale * sum over the ranks in this rank's piece of `bucket`."""
@@ -121,7 +124,8 @@ class PeerReads:
             for other in range(size)
         ]
         add_in_rank_order(terms, own, scale)
-        self._forget(terms)
+        for other, term in enumerate(terms):
+            self._forget(other, term)
         # The others' pieces of this bucket have been read when all have come.
         yield self._come_to(2, bucket)
 
@@ -149,15 +153,14 @@ class PeerReads:
                 piece = piece_of(bucket, other, self._peers.size)
                 theirs = self._read(other, 0 if are_shards else other * piece.numel(), piece)
                 piece.copy_(theirs)
-                self._peers.forget(other, theirs)
+                self._forget(other, theirs)
 
     def _read(self, other: int, begin: int, like: Tensor) -> Tensor:
         return self._peers.read(other, self._index, begin, like)
 
-    def _forget(self, terms: Sequence[Tensor]) -> None:
-        for rank, term in enumerate(terms):
-            if rank != self._peers.rank:
-                self._peers.forget(rank, term)
+    def _forget(self, other: int, theirs: Tensor) -> None:
+        if other != self._peers.rank and not self._keeps_pages:
+            self._peers.forget(other, theirs)
 
 
 def way_between(group: Group, tag: int, place: ReadablePlace | None) -> Messages | PeerReads | None:

@@ -20,7 +20,9 @@ from tests.harness.tolerances import EXACT, assert_close
 def readable(values):
     """Return a copy of a flat tensor that other ranks can read, and its place."""
     memory = ReadableMemory(values.nbytes, num_words=1)
-    return memory.tensor(values.dtype, 0, values.numel()).copy_(values), ReadablePlace(memory, 0)
+    return memory.tensor(values.dtype, 0, values.numel()).copy_(values), ReadablePlace(
+        memory, 0, keeps_pages=False
+    )
 
 
 def meshes(groups):
