@@ -52,6 +52,8 @@ class Bucket:
         self.is_launched = False
         self.num_missing = len(members)
         """Members whose gradient has not arrived."""
+        self.reduction: Transfer | None = None
+        """The last one, which may still run when another backward pass has begun."""
 
     def reset(self) -> None:
         """Wait for all members again."""
@@ -247,7 +249,10 @@ class BucketedBuffer(ABC):
         bucket = self.buckets[self._num_launched]
         bucket.is_launched = True
         self._num_launched += 1
-        transfer = self._reduction_of(bucket)
+        if bucket.reduction is not None:
+            # Others read a bucket where its owner shows it: one at a time.
+            bucket.reduction.finish()
+        transfer = bucket.reduction = self._reduction_of(bucket)
         # Waiting here would tie the ranks together bucket by bucket, and add up their delays.
         for earlier in self._reductions:
             earlier.poll()

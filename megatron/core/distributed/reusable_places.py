@@ -14,21 +14,23 @@ from megatron.core.peer_memory import ReadableMemory, whole_pages
 class ReusablePlaces:
     """Places that the other ranks of this machine can read, handed out and taken back.
 
-    There is a place for every bucket, but the same few serve all: the first free one of the right
+    There are more places than buckets, but the same few serve all: the first free one of the right
     length is taken, and memory that was never touched does not exist.
     """
 
-    def __init__(self, lengths: Sequence[int], dtype: torch.dtype) -> None:
+    def __init__(self, lengths: Sequence[int], dtype: torch.dtype, num_in_flight: int) -> None:
         """
         Args:
             lengths: elements of each bucket.
+            num_in_flight: buckets that may be in reduction when the next backward pass fills
+                places for all.
         """
-        sizes = [whole_pages(length * dtype.itemsize) for length in lengths]
-        self.memory = ReadableMemory(sum(sizes), num_words=len(lengths))
+        counts = {length: count + num_in_flight for length, count in Counter(lengths).items()}
+        begin = sum(whole_pages(n * dtype.itemsize) * count for n, count in counts.items())
+        self.memory = ReadableMemory(begin, num_words=len(lengths))
         self._free: dict[int, list[Tensor]] = {}
         """By length; the next one last."""
-        begin = sum(sizes)
-        for length, count in Counter(lengths).items():
+        for length, count in counts.items():
             for _ in range(count):
                 begin -= whole_pages(length * dtype.itemsize)
                 place = self.memory.tensor(dtype, begin, length)

@@ -55,7 +55,7 @@ class ShardedGradientBuffer(BucketedBuffer):
         """Memory of buckets; an accelerator's allocator keeps what it will need again."""
         if self.device.type == "cpu":
             lengths = [end - begin for begin, end in self.plan.buckets]
-            self._places = ReusablePlaces(lengths, self.grad_dtype)
+            self._places = ReusablePlaces(lengths, self.grad_dtype, self.max_in_flight + 1)
             self._gradient_memory = self._places.memory
 
     def begin_step(self) -> None:
