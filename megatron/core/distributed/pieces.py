@@ -21,6 +21,8 @@ from megatron.core.utils import get_pg_rank, get_pg_size
 
 STRETCH = 1 << 16
 """Elements that are added, scaled and written before the next ones: they stay in the cache."""
+WINDOW = 16 * STRETCH
+"""Elements that are mapped of another rank at a time."""
 
 Steps = Iterator[Sequence[Any]]
 """Yields lists of handles with `wait()`; continued after they were waited for."""
@@ -119,13 +121,15 @@ class PeerReads:
         yield self._come_to(1, bucket)
         rank, size = self._peers.rank, self._peers.size
         own = piece_of(bucket, rank, size)
-        terms = [
-            own if other == rank else self._read(other, rank * own.numel(), own)
-            for other in range(size)
-        ]
-        add_in_rank_order(terms, own, scale)
-        for other, term in enumerate(terms):
-            self._forget(other, term)
+        first = rank * own.numel()
+        for begin, part in _windows(own):
+            terms = [
+                part if other == rank else self._read(other, first + begin, part)
+                for other in range(size)
+            ]
+            add_in_rank_order(terms, part, scale)
+            for other, term in enumerate(terms):
+                self._forget(other, term)
         # The others' pieces of this bucket have been read when all have come.
         yield self._come_to(2, bucket)
 
@@ -151,9 +155,11 @@ class PeerReads:
         for other in range(self._peers.size):
             if other != self._peers.rank:
                 piece = piece_of(bucket, other, self._peers.size)
-                theirs = self._read(other, 0 if are_shards else other * piece.numel(), piece)
-                piece.copy_(theirs)
-                self._forget(other, theirs)
+                first = 0 if are_shards else other * piece.numel()
+                for begin, part in _windows(piece):
+                    theirs = self._read(other, first + begin, part)
+                    part.copy_(theirs)
+                    self._forget(other, theirs)
 
     def _read(self, other: int, begin: int, like: Tensor) -> Tensor:
         return self._peers.read(other, self._index, begin, like)
@@ -161,6 +167,12 @@ class PeerReads:
     def _forget(self, other: int, theirs: Tensor) -> None:
         if other != self._peers.rank and not self._keeps_pages:
             self._peers.forget(other, theirs)
+
+
+def _windows(values: Tensor) -> Iterator[tuple[int, Tensor]]:
+    """Yield (first element, part) of the parts of a flat tensor that are read at a time."""
+    for begin in range(0, values.numel(), WINDOW):
+        yield begin, values[begin : begin + WINDOW]
 
 
 def way_between(group: Group, tag: int, place: ReadablePlace | None) -> Messages | PeerReads | None:
