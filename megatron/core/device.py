@@ -75,12 +75,30 @@ def return_freed_host_blocks() -> None:
     For the whole process. Without effect on other C libraries, and where the user has chosen
     (MALLOC_MMAP_THRESHOLD_ in the environment).
     """
-    if "MALLOC_MMAP_THRESHOLD_" in os.environ or "glibc" not in platform.libc_ver()[0]:
+    library = _glibc()
+    if "MALLOC_MMAP_THRESHOLD_" in os.environ or library is None:
         return
-    mallopt = ctypes.CDLL(None).mallopt
+    mallopt = library.mallopt
     mallopt(_M_MMAP_THRESHOLD, RETURNED_BLOCK_BYTES)
     # The top of the heap may stay: giving back and asking again costs page faults at every step.
     mallopt(_M_TRIM_THRESHOLD, KEPT_HEAP_BYTES)
+
+
+def return_free_host_pages() -> None:
+    """Let the C library give the free pages of its heap back to the system now.
+
+    Freed activations leave holes that the heap keeps. Worth its time (a millisecond, and the page
+    faults of the next pass) just before something large is allocated. Without effect on other C
+    libraries than glibc.
+    """
+    library = _glibc()
+    if device_type() == "cpu" and library is not None:
+        library.malloc_trim(0)
+
+
+@functools.cache
+def _glibc() -> ctypes.CDLL | None:
+    return ctypes.CDLL(None) if "glibc" in platform.libc_ver()[0] else None
 
 
 def device_name() -> str:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from megatron.core.device import return_free_host_pages
 from megatron.core.distributed.model_parameters import Unit
 from megatron.core.distributed.sharded_parameter_buffer import ShardedParameterBuffer
 
@@ -110,6 +111,9 @@ class ParameterUnits:
         for number in numbers:
             for buffer, bucket in self._places[number]:
                 buffer.prepare_gradients(bucket)
+        if numbers[0] == 1:
+            # The gradient of a large table comes next, when nearly all activations are gone.
+            return_free_host_pages()
         if before_that is not None:
             self._start_gather(before_that)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.core.device import return_freed_host_blocks
+from megatron.core.device import return_free_host_pages, return_freed_host_blocks
 from megatron.core.offload.lent_memory import MAX_SPARE, MemoryLender
 
 NUMEL = 3 << 20  # 12 MiB
@@ -83,3 +83,14 @@ def test_large_blocks_go_back_to_the_system_when_they_are_freed():
     for _ in range(2):  # glibc would keep the second one
         torch.ones(6 << 20)
         assert resident_mib() - before < 8
+
+
+@linux
+def test_holes_of_the_heap_go_back_when_asked():
+    before = resident_mib()
+    blocks = [torch.ones(1 << 14) for _ in range(400)]  # 64 KiB each
+    kept = blocks[::20]
+    del blocks
+    return_free_host_pages()
+    assert resident_mib() - before < 8
+    assert len(kept) == 20
