@@ -12,7 +12,7 @@ import sys
 from itertools import product
 
 from tests.parity.layouts import LayoutCase, ModelCase
-from tests.parity.table import run_command
+from tests.parity.table import every_model_in, run_command
 
 MIXED = ["p2p", "all_gather", "a2a"] * 4
 """Another kind in each layer."""
@@ -52,4 +52,5 @@ def _kinds(cp: int) -> list[dict]:
 
 
 if __name__ == "__main__":
-    sys.exit(run_command(__doc__.splitlines()[0], MODELS, {"all": context_layouts}))
+    cases = {"all": every_model_in(MODELS, context_layouts)}
+    sys.exit(run_command(__doc__.splitlines()[0], cases))

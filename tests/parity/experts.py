@@ -1,9 +1,11 @@
 """Print how far mixture-of-experts training is from one process: `python -m tests.parity.experts`.
 
-TP {1,2} x CP {1,2} x EP {1,2,4} x expert TP {1,2} x PP {1,2} x VPP {1,2} x SP x ZeRO {0,1,3} of up
-to 8 ranks, both dispatchers, experts together and one by one; dropless and padded, with capacity,
-with groups, bias and shared experts, and by balanced assignment. By default a sample in which every
-two values of two axes meet; `--layouts all` is every product. Compared are the loss of every step,
+TP {1,2} x SP x EP {1,2,4} x expert TP {1,2} x PP {1,2} x VPP {1,2} x ZeRO {0,1,3} of up to 8 ranks,
+a sequence on 1, 2 or 4 of them by every kind of communication, both dispatchers, experts together
+and one by one; models with dropless and padded experts, capacity and sinks, groups, bias, shared
+experts and later tokens, balanced assignment of documents, multi-latent attention over documents.
+By default a sample in which every two values of two axes meet, models counting as an axis; no claim
+is made for three at a time. `--layouts all` is every product. Compared are the loss of every step,
 every gradient of the first and last step, the gradient norm, the weights at the end, and what
 routers say in every step: visits of each expert, dropped visits, balance losses, biases. Exits with
 status 1 if any error exceeds its tolerance.
@@ -13,37 +15,49 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import combinations, product
 from typing import Any
 
 from tests.parity.layouts import LayoutCase, ModelCase
-from tests.parity.table import run_command
+from tests.parity.table import every_model_in, run_command
 
 MODELS = (
     ModelCase("llama", True, 0.0, experts="dropless", padded=True),
-    ModelCase("gpt2", True, 0.1, experts="capacity"),
+    ModelCase("gpt2", True, 0.1, experts="capacity", sink=True),
     ModelCase("llama", False, 0.1, experts="deepseek", later_tokens=1),
     ModelCase("gpt2", False, 0.0, experts="sinkhorn", packed=True),
+    ModelCase("latent", True, 0.1, experts="deepseek", packed=True, later_tokens=1),
 )
+
+SEQUENCES: tuple[dict[str, Any], ...] = (
+    {},
+    {"cp": 2, "cp_kind": "p2p"},
+    {"cp": 2, "cp_kind": "all_gather"},
+    {"cp": 2, "cp_kind": "a2a"},
+    {"cp": 4, "cp_kind": ["p2p", "all_gather", "a2a", "p2p"]},
+    {"cp": 4, "cp_kind": "a2a+p2p", "levels": (2, 2)},
+)
+"""How many ranks share a sequence, and how."""
 
 AXES: dict[str, Sequence[Any]] = {
     "tp": (1, 2),
-    "cp": (1, 2),
+    "sp": (False, True),
     "ep": (1, 2, 4),
     "expt_tp": (1, 2),
     "pp": (1, 2),
     "vp": (1, 2),
-    "sp": (False, True),
     "stage": (0, 1, 3),
     "dispatcher": ("alltoall", "allgather"),
     "grouped": (True, False),
 }
 
+Case = tuple[ModelCase, LayoutCase]
 
 SPLIT_BACKWARDS = (
-    LayoutCase(pp=2, schedule="zb-h1", dp=2, ep=2),
-    LayoutCase(pp=2, vp=2, schedule="zb-v", tp=2, sp=True, ep=2, expt_tp=1, stage=1, dp=2),
+    (MODELS[0], LayoutCase(pp=2, schedule="zb-h1", dp=2, ep=2)),
+    (MODELS[1], LayoutCase(pp=2, vp=2, schedule="dualpipe-v", cp=2, ep=2)),
+    (MODELS[2], LayoutCase(pp=2, vp=2, schedule="zb-v", tp=2, sp=True, ep=2, stage=1, dp=2)),
 )
 """Schedules in which weight gradients wait."""
 
@@ -51,16 +65,16 @@ SPLIT_BACKWARDS = (
 def expert_layouts(max_ranks: int = 8) -> list[LayoutCase]:
     """Every product of the axes, with as few data-parallel ranks as the experts need (or two)."""
     cases = []
-    for values in product(*AXES.values()):
-        axes = dict(zip(AXES, values, strict=True))
+    for sequence, *values in product(SEQUENCES, *AXES.values()):
+        axes = dict(zip(AXES, values, strict=True)) | sequence
         needed = axes["ep"] * axes["expt_tp"]
-        shared = axes["tp"] * axes["cp"]
+        shared = axes["tp"] * axes.get("cp", 1)
         if (axes["sp"] and axes["tp"] == 1) or (axes["vp"] > 1 and axes["pp"] == 1):
             continue
         if max(needed, shared) % shared or max(needed, shared) % needed:
             continue
         dp = max(needed, shared) // shared
-        if axes["stage"] and dp * axes["cp"] == 1:
+        if axes["stage"] and shared == axes["tp"] and dp == 1:
             dp = 2
         case = LayoutCase(dp=dp, **axes)
         if case.world_size <= max_ranks:
@@ -68,32 +82,46 @@ def expert_layouts(max_ranks: int = 8) -> list[LayoutCase]:
     return cases
 
 
-def pairwise(cases: Sequence[LayoutCase], seed: int = 1) -> list[LayoutCase]:
+def pairwise(cases: Sequence[Case], seed: int = 1) -> list[Case]:
     """Return few of the cases in which every two values of two axes meet, where any case has both.
 
     Greedy, over a shuffled order: next comes the case that has the most pairs not yet seen.
     """
     shuffled = list(cases)
     random.Random(seed).shuffle(shuffled)
-    left = {case: set(_pairs(case)) for case in shuffled}
-    missing = set().union(*left.values())
+    bits: dict[tuple, int] = {}
+    pairs_of = [
+        sum(1 << bits.setdefault(pair, len(bits)) for pair in combinations(_values(case), 2))
+        for case in shuffled
+    ]
+    missing = (1 << len(bits)) - 1
     chosen = []
     while missing:
-        best = max(shuffled, key=lambda case: len(left[case] & missing))
-        chosen.append(best)
-        missing -= left[best]
+        best = max(range(len(shuffled)), key=lambda i: (pairs_of[i] & missing).bit_count())
+        chosen.append(shuffled[best])
+        missing &= ~pairs_of[best]
     return chosen
 
 
-def _pairs(case: LayoutCase) -> Iterator[tuple]:
-    for first, second in combinations(AXES, 2):
-        yield first, getattr(case, first), second, getattr(case, second)
+def _values(case: Case) -> list[tuple[str, str]]:
+    """Return (axis, value) of every axis."""
+    model, layout = case
+    kind = f"{layout.cp} {layout.cp_kind}" if layout.cp > 1 else "1"
+    values = [("model", str(model)), ("cp", kind)]
+    return values + [(axis, str(getattr(layout, axis))) for axis in AXES]
 
 
-LAYOUTS = {
-    "all": expert_layouts,
-    "sample": lambda max_ranks: [*pairwise(expert_layouts(max_ranks)), *SPLIT_BACKWARDS],
+_every = every_model_in(MODELS, expert_layouts)
+CASES = {
+    "all": _every,
+    "sample": lambda max_ranks: sorted(
+        [
+            *pairwise(_every(max_ranks)),
+            *(case for case in SPLIT_BACKWARDS if case[1].world_size <= max_ranks),
+        ],
+        key=lambda case: MODELS.index(case[0]),
+    ),
 }
 
 if __name__ == "__main__":
-    sys.exit(run_command(__doc__.splitlines()[0], MODELS, LAYOUTS, default="sample"))
+    sys.exit(run_command(__doc__.splitlines()[0], CASES, default="sample"))

@@ -12,7 +12,7 @@ import sys
 from itertools import product
 
 from tests.parity.layouts import LayoutCase, ModelCase
-from tests.parity.table import run_command
+from tests.parity.table import every_model_in, run_command
 
 MODELS = (ModelCase("gpt2", True, 0.1), ModelCase("llama", False, 0.0))
 
@@ -47,4 +47,5 @@ def all_cases(max_ranks: int = 8) -> list[LayoutCase]:
 
 
 if __name__ == "__main__":
-    sys.exit(run_command(__doc__.splitlines()[0], MODELS, {"all": all_cases}))
+    cases = {"all": every_model_in(MODELS, all_cases)}
+    sys.exit(run_command(__doc__.splitlines()[0], cases))

@@ -14,6 +14,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import groupby
 
 from tests.harness.distributed import run_distributed
 from tests.harness.tolerances import FP32_AFTER_OPTIMIZER, FP32_REORDERED_SUM, Tolerance
@@ -27,7 +28,8 @@ from tests.parity.layouts import (
 )
 from tests.parity.training_case import NUM_STEPS, Run, assemble, train
 
-LAYOUTS = {"all": all_layouts, "zero-bubble": zero_bubble_layouts}
+CasesUpTo = Callable[[int], Sequence[tuple[ModelCase, LayoutCase]]]
+"""Cases of up to so many ranks, those of a model one after the other."""
 FIGURES = f"{'loss':>10}{'gradient':>10}{'grad norm':>11}{'weight':>10}  worst gradient"
 
 
@@ -79,18 +81,24 @@ def figures(errors: Errors) -> str:
     )
 
 
-def print_table(models: Iterable[ModelCase], layouts: Sequence[LayoutCase]) -> int:
-    """Train every model in every layout and print the errors.
+def every_model_in(
+    models: Iterable[ModelCase], layouts: Callable[[int], Sequence[LayoutCase]]
+) -> CasesUpTo:
+    """Return the cases of a table in which every model meets every layout."""
+    return lambda max_ranks: [(m, layout) for m in models for layout in layouts(max_ranks)]
+
+
+def print_table(cases: Sequence[tuple[ModelCase, LayoutCase]]) -> int:
+    """Train every case and print its errors, under a heading for each model.
 
     Returns:
         The exit status: 1 if a case failed, or an error exceeds its tolerance.
     """
-    width = max(len(str(layout)) for layout in layouts) + 2
-    started, num_cases, failures = time.time(), 0, []
-    for model in models:
+    width = max(len(str(layout)) for _, layout in cases) + 2
+    started, failures = time.time(), []
+    for model, of_model in groupby(cases, key=lambda case: case[0]):
         print(f"\n{model}\n{'layout':<{width}}{FIGURES}", flush=True)
-        for layout in layouts:
-            num_cases += 1
+        for _, layout in of_model:
             try:
                 errors = errors_of(layout, model)
             except Exception:
@@ -99,35 +107,37 @@ def print_table(models: Iterable[ModelCase], layouts: Sequence[LayoutCase]) -> i
                 continue
             print(f"{layout!s:<{width}}{figures(errors)}", flush=True)
             failures += [f"{model} | {layout}: {what}" for what in exceeds(errors)]
-    print(f"\n{num_cases} cases in {time.time() - started:.0f} s, {len(failures)} above tolerance")
+    print(f"\n{len(cases)} cases in {time.time() - started:.0f} s, {len(failures)} above tolerance")
     print("\n".join(failures))
     return 1 if failures else 0
 
 
-def run_command(
-    title: str,
-    models: Iterable[ModelCase],
-    layouts_up_to: Mapping[str, Callable[[int], list[LayoutCase]]],
-    default: str = "all",
-) -> int:
+def run_command(title: str, cases_up_to: Mapping[str, CasesUpTo], default: str = "all") -> int:
     """Print the table that the command line asks for; return the exit status."""
     parser = argparse.ArgumentParser(description=title)
     parser.add_argument(
         "--models", default="", help='only models whose name begins so, e.g. "llama tied"'
     )
     parser.add_argument(
-        "--layouts", choices=sorted(layouts_up_to), default=default, help="which layouts to run"
+        "--layouts", choices=sorted(cases_up_to), default=default, help="which layouts to run"
     )
     parser.add_argument("--max-ranks", type=int, default=8, help="largest world size")
     parser.add_argument("--stage", type=int, choices=(0, 1, 2, 3), help="only this sharding stage")
     options = parser.parse_args()
-    layouts = [
-        layout
-        for layout in layouts_up_to[options.layouts](options.max_ranks)
-        if options.stage in (None, layout.stage)
+    cases = [
+        (model, layout)
+        for model, layout in cases_up_to[options.layouts](options.max_ranks)
+        if str(model).startswith(options.models) and options.stage in (None, layout.stage)
     ]
-    return print_table([m for m in models if str(m).startswith(options.models)], layouts)
+    if not cases:
+        parser.error("no case is left of these layouts and models")
+    return print_table(cases)
 
+
+CASES = {
+    "all": every_model_in(all_models(), all_layouts),
+    "zero-bubble": every_model_in(all_models(), zero_bubble_layouts),
+}
 
 if __name__ == "__main__":
-    sys.exit(run_command(__doc__.splitlines()[0], all_models(), LAYOUTS))
+    sys.exit(run_command(__doc__.splitlines()[0], CASES))
