@@ -56,6 +56,17 @@ def synchronize() -> None:
         torch.accelerator.synchronize()
 
 
+def current_stream() -> torch.Stream | None:
+    """Return this thread's queue of work on the accelerator; None on CPU."""
+    return None if device_type() == "cpu" else torch.accelerator.current_stream()
+
+
+def set_current_stream(stream: torch.Stream | None) -> None:
+    """Let this thread queue its work on `stream`, and on the device of it; None on CPU."""
+    if stream is not None:
+        torch.accelerator.set_stream(stream)
+
+
 def peak_memory_bytes() -> int:
     """Return the peak bytes allocated on the accelerator, or the peak RSS on CPU."""
     if device_type() != "cpu":

@@ -61,6 +61,9 @@ class ModelParallelConfig:
     deterministic_mode: bool = False
     """Use only algorithms that give the same bits in every run."""
 
+    overlap_moe_expert_parallel_comm: bool = False
+    """Let a rank compute one micro batch's backward while the tokens of another's forward travel
+    to their experts, and the other way round. Keeps more micro batches alive."""
     pipeline_schedule: str = "1f1b"
     """Order of the pipeline's steps: "1f1b" (interleaved when there are virtual stages), "gpipe",
     "zb-h1", "zb-v" or "dualpipe-v"; the last two hold the model in a V of two chunks per rank."""

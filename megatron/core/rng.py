@@ -21,6 +21,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from megatron.core.turns import keep_apart
+
 MAX_ROW_BLOCKS = 64
 """Most blocks that the rows of one sample are cut into: enough for tp * cp * 2 <= 64."""
 MAX_ATTENTION_ROW_BLOCKS = 16
@@ -201,6 +203,13 @@ class RandomState:
 
 _STATE = RandomState()
 _GENERATORS: dict[torch.device, torch.Generator] = {}
+
+
+def _set_scope(scope: RandomScope) -> None:
+    _STATE.scope = scope
+
+
+keep_apart(lambda: _STATE.scope, _set_scope)
 
 
 def rng_state() -> RandomState:

@@ -13,13 +13,13 @@ status 1 if any error exceeds its tolerance.
 
 from __future__ import annotations
 
-import random
 import sys
 from collections.abc import Sequence
-from itertools import combinations, product
+from itertools import product
 from typing import Any
 
 from tests.parity.layouts import LayoutCase, ModelCase
+from tests.parity.pairwise import pairwise
 from tests.parity.table import every_model_in, run_command
 
 MODELS = (
@@ -52,14 +52,17 @@ AXES: dict[str, Sequence[Any]] = {
     "grouped": (True, False),
 }
 
-Case = tuple[ModelCase, LayoutCase]
-
-SPLIT_BACKWARDS = (
+OTHER_SCHEDULES = (
     (MODELS[0], LayoutCase(pp=2, schedule="zb-h1", dp=2, ep=2)),
     (MODELS[1], LayoutCase(pp=2, vp=2, schedule="dualpipe-v", cp=2, ep=2)),
     (MODELS[2], LayoutCase(pp=2, vp=2, schedule="zb-v", tp=2, sp=True, ep=2, stage=1, dp=2)),
+    (MODELS[0], LayoutCase(pp=2, tp=2, sp=True, dp=2, ep=4, expt_tp=1, combined=True)),
+    (MODELS[2], LayoutCase(dp=2, ep=2, expt_tp=2, tp=2, combined=True, stage=1)),
+    (MODELS[2], LayoutCase(pp=2, cp=2, dp=2, ep=4, combined=True, stage=2)),
+    (MODELS[4], LayoutCase(dp=2, ep=2, combined=True, stage=3)),
+    (MODELS[1], LayoutCase(pp=2, vp=2, schedule="dualpipe-v", dp=2, ep=2, combined=True)),
 )
-"""Schedules in which weight gradients wait."""
+"""Schedules in which weight gradients wait, and in which forwards and backwards take turns."""
 
 
 def expert_layouts(max_ranks: int = 8) -> list[LayoutCase]:
@@ -82,45 +85,13 @@ def expert_layouts(max_ranks: int = 8) -> list[LayoutCase]:
     return cases
 
 
-def pairwise(cases: Sequence[Case], seed: int = 1) -> list[Case]:
-    """Return few of the cases in which every two values of two axes meet, where any case has both.
-
-    Greedy, over a shuffled order: next comes the case that has the most pairs not yet seen.
-    """
-    shuffled = list(cases)
-    random.Random(seed).shuffle(shuffled)
-    bits: dict[tuple, int] = {}
-    pairs_of = [
-        sum(1 << bits.setdefault(pair, len(bits)) for pair in combinations(_values(case), 2))
-        for case in shuffled
-    ]
-    missing = (1 << len(bits)) - 1
-    chosen = []
-    while missing:
-        best = max(range(len(shuffled)), key=lambda i: (pairs_of[i] & missing).bit_count())
-        chosen.append(shuffled[best])
-        missing &= ~pairs_of[best]
-    return chosen
-
-
-def _values(case: Case) -> list[tuple[str, str]]:
-    """Return (axis, value) of every axis."""
-    model, layout = case
-    kind = f"{layout.cp} {layout.cp_kind}" if layout.cp > 1 else "1"
-    values = [("model", str(model)), ("cp", kind)]
-    return values + [(axis, str(getattr(layout, axis))) for axis in AXES]
-
-
 _every = every_model_in(MODELS, expert_layouts)
 CASES = {
     "all": _every,
-    "sample": lambda max_ranks: sorted(
-        [
-            *pairwise(_every(max_ranks)),
-            *(case for case in SPLIT_BACKWARDS if case[1].world_size <= max_ranks),
-        ],
-        key=lambda case: MODELS.index(case[0]),
-    ),
+    "sample": lambda max_ranks: [
+        *pairwise(_every(max_ranks), AXES),
+        *(case for case in OTHER_SCHEDULES if case[1].world_size <= max_ranks),
+    ],
 }
 
 if __name__ == "__main__":

@@ -38,6 +38,8 @@ class LayoutCase:
     dispatcher: str = "alltoall"
     grouped: bool = True
     """Compute experts together instead of one after the other."""
+    combined: bool = False
+    """Let forwards and backwards take turns while tokens travel."""
 
     @property
     def world_size(self) -> int:
@@ -63,7 +65,7 @@ class LayoutCase:
             parts.append(f"cp{self.cp} {kind}")
         if self.ep * self.expt_tp > 1:
             parts.append(f"ep{self.ep} etp{self.expt_tp} {self.dispatcher}")
-        parts += ["one by one"] * (not self.grouped)
+        parts += ["one by one"] * (not self.grouped) + ["in turns"] * self.combined
         parts += ["tiled"] * self.tiled + ["recompute"] * self.recomputes
         parts.append(f"dp{self.dp}{f'+zero{self.stage}' if self.stage else ''}")
         if self.instances > 1:

@@ -28,8 +28,9 @@ from tests.parity.layouts import (
 )
 from tests.parity.training_case import NUM_STEPS, Run, assemble, train
 
-CasesUpTo = Callable[[int], Sequence[tuple[ModelCase, LayoutCase]]]
-"""Cases of up to so many ranks, those of a model one after the other."""
+Case = tuple[ModelCase, LayoutCase]
+CasesUpTo = Callable[[int], Sequence[Case]]
+"""Cases of up to so many ranks."""
 FIGURES = f"{'loss':>10}{'gradient':>10}{'grad norm':>11}{'weight':>10}  worst gradient"
 
 
@@ -88,7 +89,7 @@ def every_model_in(
     return lambda max_ranks: [(m, layout) for m in models for layout in layouts(max_ranks)]
 
 
-def print_table(cases: Sequence[tuple[ModelCase, LayoutCase]]) -> int:
+def print_table(cases: Sequence[Case]) -> int:
     """Train every case and print its errors, under a heading for each model.
 
     Returns:
@@ -96,7 +97,8 @@ def print_table(cases: Sequence[tuple[ModelCase, LayoutCase]]) -> int:
     """
     width = max(len(str(layout)) for _, layout in cases) + 2
     started, failures = time.time(), []
-    for model, of_model in groupby(cases, key=lambda case: case[0]):
+    by_model = sorted(cases, key=lambda case: str(case[0]))
+    for model, of_model in groupby(by_model, key=lambda case: case[0]):
         print(f"\n{model}\n{'layout':<{width}}{FIGURES}", flush=True)
         for _, layout in of_model:
             try:

@@ -26,6 +26,14 @@ SAMPLE = [
         LayoutCase(tp=2, dp=2, ep=2, dispatcher="allgather"),
         ModelCase("gpt2", False, 0.0, experts="sinkhorn"),
     ),
+    (
+        LayoutCase(pp=2, dp=2, ep=2, combined=True, stage=1),
+        ModelCase("llama", False, 0.1, experts="deepseek", later_tokens=1),
+    ),
+    (
+        LayoutCase(pp=2, vp=2, schedule="dualpipe-v", dp=2, ep=2, combined=True),
+        ModelCase("llama", True, 0.0, experts="dropless", padded=True),
+    ),
 ]
 
 

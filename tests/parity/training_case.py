@@ -114,6 +114,9 @@ def transformer_config(layout: LayoutCase, model: ModelCase) -> TransformerConfi
             moe_token_dispatcher_type=layout.dispatcher,
             expert_model_parallel_size=layout.ep,
             expert_tensor_parallel_size=layout.expt_tp,
+            moe_shared_expert_overlap=layout.grouped
+            and layout.dispatcher == "alltoall"
+            and "moe_shared_expert_intermediate_size" in EXPERTS[model.experts],
             **EXPERTS[model.experts],
         )
     return TransformerConfig(
@@ -139,6 +142,7 @@ def transformer_config(layout: LayoutCase, model: ModelCase) -> TransformerConfi
         window_size=None if model.window is None else (model.window, 0),
         pipeline_model_parallel_size=layout.pp,
         pipeline_schedule=layout.schedule,
+        overlap_moe_expert_parallel_comm=layout.combined,
         virtual_pipeline_model_parallel_size=layout.vp if layout.vp > 1 else None,
         pipeline_model_parallel_layout=UNEVEN_EIGHT_STAGES if layout.pp * layout.vp == 8 else None,
         init_method_std=0.1,  # large enough that every layer matters in the loss

@@ -1,7 +1,7 @@
 """Run one rank's program on real stages and channels.
 
 `PipelineExecutor.run` is the only loop there is, for every schedule: the program is compiled to
-(bound method, micro batch, chunk) and the loop calls them. Everything that can be decided before
+calls of its bound methods and the loop makes them. Everything that can be decided before
 the loop is decided in the constructor.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from megatron.core.pipeline_parallel.p2p_communication import (
 )
 from megatron.core.pipeline_parallel.stage import PipelineStage
 from megatron.core.rng import rng_state
+from megatron.core.turns import run_in_turns
 
 
 class _HandedOver:
@@ -106,13 +108,20 @@ class PipelineExecutor:
             Op.GRAD_SYNC: self.open_grad_sync,
         }
         self.splits_backward = any(op is Op.WEIGHT_GRAD for op, _, _ in steps)
-        self.compiled = [(do[op], microbatch, chunk) for op, microbatch, chunk in steps]
+        rest = iter(steps)
+        self.compiled: list[Callable[[], None]] = []
+        for op, microbatch, chunk in rest:
+            if op is Op.COMBINE:
+                one, two = (partial(do[op], *which) for op, *which in (next(rest), next(rest)))
+                self.compiled.append(partial(run_in_turns, one, two))
+            else:
+                self.compiled.append(partial(do[op], microbatch, chunk))
 
     def run(self) -> None:
         """Execute the program once."""
         with weight_gradients_may_wait() if self.splits_backward else contextlib.nullcontext():
-            for function, microbatch, chunk in self.compiled:
-                function(microbatch, chunk)
+            for step in self.compiled:
+                step()
 
     def forward(self, microbatch: int, chunk: int) -> None:
         """Run a chunk forward; waits for its input."""

@@ -10,7 +10,7 @@ the whole model, 0 ... p*v - 1.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum
 from typing import NamedTuple
@@ -31,6 +31,7 @@ class Op(IntEnum):
     FREE_GRADIENT = 9  # waits for the send of a gradient, then gives its memory back
     PARAM_GATHER = 10  # asks for the parameters of a chunk ahead of use
     GRAD_SYNC = 11  # from here on, the gradients of a chunk may be reduced over replicas
+    COMBINE = 12  # the forward and the backward that follow take turns
 
 
 # Looking a member up in its enum costs more than making a step: loops over steps use these.
@@ -38,7 +39,7 @@ FORWARD, BACKWARD, INPUT_GRAD, WEIGHT_GRAD = Op(0), Op(1), Op(2), Op(3)
 RECV_ACTIVATION, RECV_GRADIENT = Op.RECV_ACTIVATION, Op.RECV_GRADIENT
 SEND_ACTIVATION, SEND_GRADIENT = Op.SEND_ACTIVATION, Op.SEND_GRADIENT
 FREE_OUTPUT, FREE_GRADIENT = Op.FREE_OUTPUT, Op.FREE_GRADIENT
-PARAM_GATHER, GRAD_SYNC = Op.PARAM_GATHER, Op.GRAD_SYNC
+PARAM_GATHER, GRAD_SYNC, COMBINE = Op.PARAM_GATHER, Op.GRAD_SYNC, Op.COMBINE
 
 COMPUTE_OPS = frozenset((FORWARD, BACKWARD, INPUT_GRAD, WEIGHT_GRAD))
 
@@ -55,6 +56,7 @@ SHORT_NAME = {
     Op.FREE_GRADIENT: "free-grad",
     Op.PARAM_GATHER: "param-gather",
     Op.GRAD_SYNC: "grad-sync",
+    Op.COMBINE: "combine",
 }
 
 NO_MICROBATCH = -1
@@ -63,8 +65,9 @@ NO_MICROBATCH = -1
 class Step(NamedTuple):
     """One instruction of one rank.
 
-    `microbatch` is `NO_MICROBATCH` for PARAM_GATHER, and for a GRAD_SYNC that comes after the last
-    backward of its chunk (one that comes before it carries that backward's micro batch).
+    `microbatch` is `NO_MICROBATCH` for PARAM_GATHER and COMBINE, and for a GRAD_SYNC that comes
+    after the last backward of its chunk (one that comes before it carries that backward's micro
+    batch).
     """
 
     op: Op
@@ -142,6 +145,9 @@ class Orders:
         order: rank -> its compute steps.
         send_window: how many sends a rank must be able to leave unfinished on one channel so that
             no rank with equal stages ever waits for a receiver.
+        pairs: rank -> where in its order a forward begins a pair with the backward that follows,
+            which neither needs the other nor anything that waits for the other. The two are
+            computed in turns, and sent when both have ended. None: no pairs.
     """
 
     schedule: str
@@ -150,6 +156,7 @@ class Orders:
     forward_only: bool
     order: Callable[[int], list[Step]]
     send_window: int = 2
+    pairs: Callable[[int], Collection[int]] | None = None
     _known: dict[int, tuple[Step, ...]] = field(default_factory=dict, compare=False, repr=False)
 
     def __len__(self) -> int:

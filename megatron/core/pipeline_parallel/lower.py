@@ -11,6 +11,9 @@ Pure integers, no torch. What is added to each rank:
 - FREE_*: wait for an earlier send and release its buffer: at the latest before the channel would
   hold more than `send_window` unfinished sends, and before the backward of that micro batch
   (whose gradient proves that the receiver has long had the data).
+- COMBINE: before the two steps of a pair, where the order combines them. Neither is sent before
+  both have ended, and receives of both are posted before the first: what is proved of the two in
+  a row (both waits, then both sends) then holds for any turns they take.
 - PARAM_GATHER(chunk): one chunk ahead of the chunk's first forward.
 - GRAD_SYNC(chunk): before the chunk's last backward, so that reductions overlap with it; or, with
   `delayed_grad_sync`, after it and `rank` backwards later, so that the ranks of one pipeline start
@@ -23,9 +26,11 @@ shared one in-order channel, each of two neighbours would wait for the other's s
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Collection, Iterator
 
 from megatron.core.pipeline_parallel.instructions import (
     BACKWARD,
+    COMBINE,
     FORWARD,
     FREE_GRADIENT,
     FREE_OUTPUT,
@@ -103,25 +108,37 @@ def lower_rank(
     program: list[Step] = []
     for ahead in range(min(prefetch, len(compute))):
         receives.post_for(compute[ahead], program)
-    for index, step in enumerate(compute):
-        op, microbatch, chunk = step
-        if index in before:
-            program.extend(before[index])
-        if index + prefetch < len(compute):
-            receives.post_for(compute[index + prefetch], program)
-        above, below = next_rank[chunk], previous_rank[chunk]
-        makes_gradient = op is BACKWARD or op is INPUT_GRAD
-        if makes_gradient and above is not None:
-            sends.free_output(above, microbatch, chunk, program)
-        program.append(step)
-        if op is FORWARD and above is not None:
-            sends.send(above, Step(SEND_ACTIVATION, microbatch, chunk), program)
-        elif makes_gradient and below is not None:
-            sends.send(below, Step(SEND_GRADIENT, microbatch, chunk), program)
-        if index in after:
-            program.extend(after[index])
+    for together in _units(len(compute), () if orders.pairs is None else orders.pairs(rank)):
+        for index in together:
+            op, microbatch, chunk = compute[index]
+            program.extend(before.get(index, ()))
+            if index + prefetch < len(compute):
+                receives.post_for(compute[index + prefetch], program)
+            above = next_rank[chunk]
+            if above is not None and (op is BACKWARD or op is INPUT_GRAD):
+                sends.free_output(above, microbatch, chunk, program)
+        if len(together) > 1:
+            program.append(Step(COMBINE, NO_MICROBATCH, 0))
+        program.extend(compute[index] for index in together)
+        for index in together:
+            op, microbatch, chunk = compute[index]
+            above, below = next_rank[chunk], previous_rank[chunk]
+            if op is FORWARD and above is not None:
+                sends.send(above, Step(SEND_ACTIVATION, microbatch, chunk), program)
+            elif (op is BACKWARD or op is INPUT_GRAD) and below is not None:
+                sends.send(below, Step(SEND_GRADIENT, microbatch, chunk), program)
+            program.extend(after.get(index, ()))
     sends.free_all(program)
     return tuple(program)
+
+
+def _units(num_steps: int, pairs: Collection[int]) -> Iterator[range]:
+    """Yield the indices of single steps and of pairs, in order."""
+    index = 0
+    while index < num_steps:
+        length = 2 if index in pairs else 1
+        yield range(index, index + length)
+        index += length
 
 
 def _rank_elsewhere(location: tuple[int, int] | None, rank: int) -> int | None:

@@ -45,6 +45,7 @@ class Plan(NamedTuple):
     forward_only: bool = False
     prefetch: int = 1
     durations: tuple[int, int, int] = (1, 1, 1)
+    is_combined: bool = False
 
     def orders(self) -> Orders:
         """Return what every rank computes.
@@ -79,14 +80,14 @@ class Plan(NamedTuple):
         if self.schedule == "zb-v" and p > 1:
             return zero_bubble_v_orders(p, m, self.durations)
         if self.schedule == "dualpipe-v" and p > 1:
-            return dualpipe_v_orders(p, m)
+            return dualpipe_v_orders(p, m, is_combined=self.is_combined)
         if self.schedule == "zb-h1" and p > 1:
             return zero_bubble_h1_orders(p, m)
         if v > 1:
             return interleaved_orders(p, m, v, self.group_size)
         if self.schedule == "gpipe" and p > 1:
             return gpipe_orders(p, m)
-        return one_f_one_b_orders(p, m)
+        return one_f_one_b_orders(p, m, is_combined=self.is_combined)
 
     @property
     def num_stages(self) -> int:

@@ -111,6 +111,7 @@ def forward_backward(
         forward_only=forward_only,
         prefetch=int(config.overlap_p2p_comm and not config.variable_seq_lengths),
         durations=tuple(config.pipeline_step_durations),
+        is_combined=config.overlap_moe_expert_parallel_comm,
     )
     _check_sizes(plan, len(iterators), expected_pp_size, expected_vp_size)
     if not forward_only and not torch.is_grad_enabled():

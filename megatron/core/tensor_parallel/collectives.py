@@ -36,6 +36,11 @@ class PendingTensor:
         self._result = result
         self._finish = finish
 
+    @property
+    def unfinished(self) -> Tensor:
+        """The tensor in which the result will be: until `wait()` its numbers mean nothing."""
+        return self._result
+
     def wait(self) -> Tensor:
         """Return the result; on an accelerator only the stream waits, not the host."""
         if self._work is not None:
@@ -167,16 +172,28 @@ def all_to_all(
     Args:
         output_sizes, input_sizes: rows received from and sent to each rank; equal if None.
     """
+    return start_all_to_all(x, group, output_sizes, input_sizes).wait()
+
+
+def start_all_to_all(
+    x: Tensor,
+    group: Group,
+    output_sizes: Sequence[int] | None = None,
+    input_sizes: Sequence[int] | None = None,
+) -> PendingTensor:
+    """Begin what `all_to_all` does; do not touch `x` before `wait()`."""
+    x = x.contiguous()
     rows = x.shape[0] if output_sizes is None else sum(output_sizes)
     received = x.new_empty((rows, *x.shape[1:]))
-    dist.all_to_all_single(
+    work = dist.all_to_all_single(
         received,
-        x.contiguous(),
+        x,
         None if output_sizes is None else list(output_sizes),
         None if input_sizes is None else list(input_sizes),
         group=group,
+        async_op=True,
     )
-    return received
+    return PendingTensor(work, received)
 
 
 def broadcast(x: Tensor, group: Group) -> Tensor:

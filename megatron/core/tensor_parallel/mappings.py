@@ -12,7 +12,8 @@ Shapes: `s` sequence, `b` micro batch, `h` hidden; a slash divides by the size o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from megatron.core.process_groups_config import Group, ProcessGroupCollection
 from megatron.core.tensor_parallel import collectives
+from megatron.core.turns import let_the_other_work
 from megatron.core.utils import divide, get_pg_size
 
 Sizes = Sequence[int] | None
@@ -160,18 +162,76 @@ class _ReduceScatterSequence(torch.autograd.Function):
         return collectives.all_gather(grad, ctx.group, ctx.sizes), None, None
 
 
+def _exchanged(x: Tensor, group: Group, output_sizes: Sizes, input_sizes: Sizes) -> Tensor:
+    under_way = collectives.start_all_to_all(x, group, output_sizes, input_sizes)
+    let_the_other_work()
+    return under_way.wait()
+
+
 class _AllToAll(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, group: Group, output_sizes: Sizes, input_sizes: Sizes
     ) -> Tensor:
         ctx.group, ctx.output_sizes, ctx.input_sizes = group, output_sizes, input_sizes
-        return collectives.all_to_all(x, group, output_sizes, input_sizes)
+        return _exchanged(x, group, output_sizes, input_sizes)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        back = collectives.all_to_all(grad, ctx.group, ctx.input_sizes, ctx.output_sizes)
-        return back, None, None, None
+        return _exchanged(grad, ctx.group, ctx.input_sizes, ctx.output_sizes), None, None, None
+
+
+@dataclass
+class _Journey:
+    """One all-to-all that its rank does not wait for at once, neither forward nor backward."""
+
+    group: Group
+    output_sizes: Sizes
+    input_sizes: Sizes
+    under_way: collectives.PendingTensor | None = None
+
+    def start(self, x: Tensor, *, back: bool) -> Tensor:
+        there, here = self.output_sizes, self.input_sizes
+        received, sent = (here, there) if back else (there, here)
+        self.under_way = collectives.start_all_to_all(x, self.group, received, sent)
+        return self.under_way.unfinished
+
+    def end(self) -> Tensor:
+        assert self.under_way is not None
+        let_the_other_work()
+        pending, self.under_way = self.under_way, None
+        return pending.wait()
+
+
+class _Depart(torch.autograd.Function):
+    """Forward starts the exchange, backward ends the returning one."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, journey: _Journey) -> Tensor:
+        ctx.journey = journey
+        return journey.start(x, back=False)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return ctx.journey.end(), None
+
+
+class _Arrive(torch.autograd.Function):
+    """Forward ends the exchange, backward starts the returning one.
+
+    The engine runs ready nodes in the reverse of the order in which they were made: all that was
+    computed between the two, before the returning exchange is waited for.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, journey: _Journey) -> Tensor:
+        ctx.journey = journey
+        journey.end()
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return ctx.journey.start(grad, back=True), None
 
 
 _CONTIGUOUS = torch.contiguous_format
@@ -272,15 +332,25 @@ def all_to_all(
     input_: Tensor,
     output_split_sizes_: Sizes = None,
     input_split_sizes: Sizes = None,
+    meanwhile: Callable[[], None] | None = None,
 ) -> Tensor:
     """Send rows to every rank and receive rows from every rank; backward sends them back.
 
     Args:
         output_split_sizes_, input_split_sizes: rows received from and sent to each rank; None
             for equal pieces.
+        meanwhile: called while the rows are under way. The backward pass of what it computes runs
+            while their gradients are.
     """
     if get_pg_size(group) == 1:
+        if meanwhile is not None:
+            meanwhile()
         return input_
+    if meanwhile is not None:
+        journey = _Journey(group, output_split_sizes_, input_split_sizes)
+        rows = _Depart.apply(input_, journey)
+        meanwhile()
+        return _Arrive.apply(rows, journey)
     return _AllToAll.apply(input_, group, output_split_sizes_, input_split_sizes)
 
 

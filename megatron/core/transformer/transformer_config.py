@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from megatron.core.errors import ConfigError, MegatronError, raise_together
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.transformer.config.block import BlockConfig
+from megatron.core.transformer.config.combined_steps import combined_problems
 from megatron.core.transformer.config.context_parallel import context_parallel_problems
 from megatron.core.transformer.config.experts import ExpertConfig
 from megatron.core.transformer.config.initialization import InitializationConfig
@@ -66,6 +67,7 @@ class TransformerConfig(
                 self.expert_tensor_parallel_size,
                 self.mlp_chunks_for_training,
             ),
+            *combined_problems(self),
         ]
         if not problems:
             problems = self._check_splits()

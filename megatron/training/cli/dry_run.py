@@ -114,6 +114,7 @@ def _plan(run: ResolvedRun) -> Plan:
         num_microbatches=run.global_batch_size // (run.micro_batch_size * run.data_parallel_size),
         group_size=run.microbatch_group_size_per_vp_stage if chunks > 1 else None,
         durations=tuple(run.pipeline_step_durations),
+        is_combined=run.overlap_moe_expert_parallel_comm,
     )
 
 

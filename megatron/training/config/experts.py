@@ -90,10 +90,8 @@ class ExpertConfig:
     """Width of the expert that every token visits."""
     moe_shared_expert_gate: bool = flag(False, part_of="moe_shared_expert_intermediate_size")
     """Weigh the shared expert by a sigmoid gate of the token."""
-    moe_shared_expert_overlap: bool = flag(
-        False, part_of="num_experts", refuse="drop it: the shared expert follows the routed ones"
-    )
-    """Compute the shared expert during dispatch."""
+    moe_shared_expert_overlap: bool = flag(False, part_of="moe_shared_expert_intermediate_size")
+    """Compute the shared expert while tokens travel to the routed ones (alltoall dispatcher)."""
     moe_expert_capacity_factor: float | None = flag(None, part_of="num_experts")
     """Tokens of one sequence that an expert takes, over the even share; None drops nothing."""
     moe_pad_expert_input_to_capacity: bool = flag(False, part_of="num_experts")
@@ -108,13 +106,11 @@ class ExpertConfig:
     """Where a checkpoint to load is that of a dense model, start every expert as its MLP."""
     moe_per_layer_logging: bool = flag(False, part_of="num_experts")
     """Log the balance of each layer."""
-    overlap_moe_expert_parallel_comm: bool = flag(
-        False, part_of="num_experts", refuse="drop it: layers communicate in turn"
-    )
-    """Hide the all-to-all of one micro batch behind another's compute."""
+    overlap_moe_expert_parallel_comm: bool = flag(False, part_of="num_experts")
+    """Compute one micro batch's backward while another's tokens travel, and the other way round."""
     delay_wgrad_compute: bool = flag(
         False,
         part_of="overlap_moe_expert_parallel_comm",
-        refuse="drop it: weight gradients are formed in the backward pass of their layer",
+        refuse="drop it, or use --pipeline-schedule dualpipe-v: it puts weight gradients off",
     )
     """Split the backward so that weight gradients hide communication."""

@@ -59,6 +59,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--longest", type=int, default=65536, help="longest sequence")
     parser.add_argument("--shortest", type=int, default=8192, help="shortest sequence")
+    kinds = [kind for kind, _ in KINDS]
+    parser.add_argument("--kinds", nargs="+", default=kinds, choices=kinds, metavar="KIND")
     options = parser.parse_args()
     lengths = []
     length = options.shortest
@@ -70,6 +72,8 @@ def main() -> int:
     print(f"{'one [s, s] matrix':<17}{matrix}")
     failed = False
     for kind, cp in KINDS:
+        if kind not in options.kinds:
+            continue
         started = time.time()
         layout = {"cp": cp} | ({"hierarchical_cp": [2, 2]} if kind == "a2a+p2p" else {})
         peaks = [

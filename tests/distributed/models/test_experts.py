@@ -1,9 +1,12 @@
 """Mixture-of-experts layers on several ranks, where the split of tokens is uneven."""
 
+from unittest import mock
+
 import pytest
 import torch
 
 from megatron.core.initialization import canonical_names
+from megatron.core.tensor_parallel import collectives
 from tests.harness.distributed import distributed
 from tests.harness.tolerances import FP32_REORDERED_SUM, assert_close
 from tests.unit.transformer.moe.small_layer import layer, tokens
@@ -42,3 +45,46 @@ def test_a_rank_whose_experts_nobody_visits_takes_part(groups, dispatcher, group
         # Both ranks brought the same tokens.
         assert_close(parameter.grad, 2 * reference.grad, FP32_REORDERED_SUM, name)
     assert split.experts.first_expert == 2 * groups.ep.rank()
+
+
+@distributed(world_size=2, ep=2)
+def test_a_shared_expert_is_computed_while_tokens_and_gradients_travel(groups):
+    shared = {"add_bias_linear": False, "moe_shared_expert_intermediate_size": 16}
+    shared |= {"moe_shared_expert_gate": True, "moe_token_dispatcher_type": "alltoall"}
+    ranks = {"expert_model_parallel_size": 2, "moe_shared_expert_overlap": True}
+    split, whole = layer(groups, **shared, **ranks), layer(**shared)
+    under_way, computed = [], []
+    start, wait = collectives.start_all_to_all, collectives.PendingTensor.wait
+
+    def starting(*args):
+        under_way.append(start(*args))
+        return under_way[-1]
+
+    def waiting(pending):
+        if pending in under_way:  # and no other collective
+            under_way.remove(pending)
+        return wait(pending)
+
+    def note(name):
+        computed.append((name, len(under_way)))
+
+    expert = split.shared_experts
+    for half in ("fc1", "fc2"):
+        linear = getattr(expert, f"linear_{half}")
+        linear.register_forward_hook(lambda *_, half=half: note(half))
+        linear.weight.register_hook(lambda _, half=half: note(f"{half} back"))
+    x, y = tokens(), tokens()
+    with (
+        mock.patch.object(collectives, "start_all_to_all", starting),
+        mock.patch.object(collectives.PendingTensor, "wait", waiting),
+    ):
+        out = split(x)[0]
+        out.square().sum().backward()
+    assert computed == [("fc1", 1), ("fc2", 1), ("fc2 back", 1), ("fc1 back", 1)]
+    expected = whole(y)[0]
+    expected.square().sum().backward()
+    assert_close(out, expected, FP32_REORDERED_SUM, "output")
+    assert_close(x.grad, y.grad, FP32_REORDERED_SUM, "gradient of the input")
+    for name, parameter in whole.shared_experts.named_parameters():
+        found = expert.get_parameter(name).grad
+        assert_close(found, parameter.grad, FP32_REORDERED_SUM, name)

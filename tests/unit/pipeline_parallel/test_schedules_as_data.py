@@ -16,6 +16,7 @@ from megatron.core.pipeline_parallel.instructions import (
     Step,
 )
 from megatron.core.pipeline_parallel.lower import lower, lower_rank
+from megatron.core.pipeline_parallel.orders.dualpipe_v import dualpipe_v_orders
 from megatron.core.pipeline_parallel.orders.forward_only import forward_only_orders
 from megatron.core.pipeline_parallel.orders.gpipe import gpipe_orders
 from megatron.core.pipeline_parallel.orders.interleaved import (
@@ -84,6 +85,31 @@ def test_a_remainder_too_small_for_the_pipeline_is_dealt_over_the_groups(p, m, g
 def test_a_group_smaller_than_the_pipeline_is_refused():
     with pytest.raises(ScheduleError, match="group of 3 is too small for 4"):
         interleaved_order(4, 0, 8, 2, group_size=3)
+
+
+@pytest.mark.parametrize("orders", [one_f_one_b_orders, dualpipe_v_orders])
+@pytest.mark.parametrize(("p", "m"), [(1, 1), (1, 4), (2, 2), (2, 4), (4, 5), (4, 8), (8, 19)])
+def test_pairs_finish_and_cost_no_more_than_their_place_in_the_pipeline(orders, p, m):
+    if orders is dualpipe_v_orders and m < 2 * p:
+        return
+    combined = lower(orders(p, m, is_combined=True))
+    validate(combined)
+    found = simulate(combined, forward=1.0, backward=2.0).makespan
+    plain = simulate(lower(orders(p, m)), forward=1.0, backward=2.0).makespan
+    # In a V a chunk's output waits for the backward beside it, once on the way along the ranks.
+    assert found == plain + (p - 1 if orders is dualpipe_v_orders else 0)
+    for rank, steps in enumerate(combined.ranks):
+        for at, step in enumerate(steps):
+            if step.op is Op.COMBINE:
+                one, two = steps[at + 1 : at + 3]
+                assert (one.op, two.op) == (Op.FORWARD, Op.BACKWARD), rank
+                assert one.microbatch > two.microbatch
+
+
+def test_pairs_hold_the_way_there_and_back():
+    program = lower(one_f_one_b_orders(4, 10, is_combined=True))
+    assert simulate(program).peak_live_activations == [8, 6, 4, 2]
+    assert [step.op for step in program.ranks[3]].count(Op.COMBINE) == 9
 
 
 def test_gpipe_holds_all_micro_batches_and_1f1b_the_distance_to_the_end():

@@ -10,6 +10,8 @@ leaves the exchange of experts' tokens of one beside the arithmetic of the other
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from megatron.core.errors import ScheduleError
 from megatron.core.pipeline_parallel.instructions import (
     BACKWARD,
@@ -83,9 +85,20 @@ def dualpipe_v_order(p: int, rank: int, m: int) -> list[Step]:
     return write.steps
 
 
-def dualpipe_v_orders(p: int, m: int) -> Orders:
+def _pairs(steps: list[Step]) -> set[int]:
+    """Return where a forward stands before a whole backward of the other chunk."""
+    return {
+        index
+        for index, (one, two) in enumerate(pairwise(steps))
+        if one.op is FORWARD and two.op is BACKWARD and one.chunk != two.chunk
+    }
+
+
+def dualpipe_v_orders(p: int, m: int, *, is_combined: bool = False) -> Orders:
     """Return the DualPipe-V order of all ranks.
 
+    Args:
+        is_combined: compute the pairs of the steady state in turns.
     Raises:
         ScheduleError: fewer than 2p micro batches: the two halves would not meet.
     """
@@ -102,4 +115,5 @@ def dualpipe_v_orders(p: int, m: int) -> Orders:
         m,
         False,
         lambda rank: dualpipe_v_order(p, rank, m),
+        pairs=(lambda rank: _pairs(dualpipe_v_order(p, rank, m))) if is_combined else None,
     )

@@ -4,6 +4,11 @@
 in the flushing form of "Memory-Efficient Pipeline-Parallel DNN Training", section 3.1
 (arXiv:2006.09503). Same bubble as GPipe, (p-1)/(m+p-1), but rank r keeps the activations of at
 most p-r micro batches instead of m.
+
+Combined, every rank runs as many forwards more ahead as make the forward and the backward of its
+steady state strangers to each other: a rank waits for a micro batch's gradient while the next rank
+computes a pair, not a backward. Rank r then keeps up to 2(p-r) micro batches. The pairing is that
+of "DeepSeek-V3 Technical Report", section 3.2.1 (arXiv:2412.19437).
 """
 
 from __future__ import annotations
@@ -11,13 +16,9 @@ from __future__ import annotations
 from megatron.core.pipeline_parallel.instructions import BACKWARD, FORWARD, Orders, Placement, Step
 
 
-def one_f_one_b_order(p: int, rank: int, m: int) -> list[Step]:
-    """Return the compute steps of one rank: warm-up, steady state, cool-down.
-
-    The warm-up is as long as the way of a micro batch from this rank to the last one, so that
-    the first gradient arrives just when it is over. With p = 1 it is empty: F0 B0 F1 B1 ...
-    """
-    warm_up = min(p - rank - 1, m)
+def one_f_one_b_order(p: int, rank: int, m: int, *, is_combined: bool = False) -> list[Step]:
+    """Return the compute steps of one rank: warm-up, steady state, cool-down."""
+    warm_up = _warm_up(p, rank, m, is_combined)
     steps = [Step(FORWARD, microbatch, 0) for microbatch in range(warm_up)]
     for microbatch in range(warm_up, m):
         steps.append(Step(FORWARD, microbatch, 0))
@@ -26,6 +27,33 @@ def one_f_one_b_order(p: int, rank: int, m: int) -> list[Step]:
     return steps
 
 
-def one_f_one_b_orders(p: int, m: int) -> Orders:
-    """Return the 1F1B order of all ranks."""
-    return Orders("1f1b", Placement(p), m, False, lambda rank: one_f_one_b_order(p, rank, m))
+def one_f_one_b_orders(p: int, m: int, *, is_combined: bool = False) -> Orders:
+    """Return the 1F1B order of all ranks.
+
+    Args:
+        is_combined: make the two steps of the steady state a pair.
+    """
+
+    def pairs(rank: int) -> range:
+        warm_up = _warm_up(p, rank, m, is_combined)
+        return range(warm_up, 2 * m - warm_up, 2)
+
+    return Orders(
+        "1f1b",
+        Placement(p),
+        m,
+        False,
+        lambda rank: one_f_one_b_order(p, rank, m, is_combined=is_combined),
+        pairs=pairs if is_combined else None,
+    )
+
+
+def _warm_up(p: int, rank: int, m: int, is_combined: bool) -> int:
+    """Return how many forwards come before the steady state.
+
+    As many as a micro batch has steps to go from this rank to the last one, so that the first
+    gradient arrives just when they are over: with p = 1 none, F0 B0 F1 B1 ... For pairs, the way
+    there and back, and one: with p = 1 F0, F1 B0, F2 B1 ...
+    """
+    way = p - rank - 1
+    return min(2 * way + 1 if is_combined else way, m)

@@ -71,6 +71,8 @@ class ExpertConfig:
     """Width of the expert that every token visits; None is none."""
     moe_shared_expert_gate: bool = False
     """Weigh the shared expert's output by a sigmoid gate of the token."""
+    moe_shared_expert_overlap: bool = False
+    """Compute the shared expert while tokens travel to the routed ones and back."""
 
     def derive_experts(
         self, ffn_hidden_size: int | None, recompute_modules: list[str] | None
@@ -210,6 +212,21 @@ class ExpertConfig:
                     "a shared expert has a positive width, and a gate belongs to one",
                     "--moe-shared-expert-intermediate-size",
                     fix=f"use --moe-shared-expert-intermediate-size {max(width, 1)}",
+                )
+            )
+        if self.moe_shared_expert_overlap and (
+            shared is None or self.moe_token_dispatcher_type != "alltoall"
+        ):
+            problems.append(
+                _problem(
+                    f"moe_shared_expert_overlap with moe_shared_expert_intermediate_size={shared}"
+                    f" and moe_token_dispatcher_type={self.moe_token_dispatcher_type!r}.",
+                    "a shared expert is computed while an all-to-all is under way",
+                    "--moe-shared-expert-overlap",
+                    "--moe-shared-expert-intermediate-size",
+                    "--moe-token-dispatcher-type",
+                    fix="use --moe-token-dispatcher-type alltoall with a shared expert, or drop"
+                    " --moe-shared-expert-overlap",
                 )
             )
         return problems

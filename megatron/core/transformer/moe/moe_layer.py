@@ -23,6 +23,7 @@ from megatron.core.tensor_parallel.mappings import (
 from megatron.core.tensor_parallel.random import checkpoint
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.router import TopKRouter, expert_capacity
+from megatron.core.transformer.moe.shared_experts import SharedBesideRouted
 from megatron.core.transformer.moe.token_dispatcher import DISPATCHERS, TokenDispatcher, padded
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -108,14 +109,25 @@ class MoELayer(MegatronModule):
         return self._compute(hidden_states, padding_mask), None
 
     def _compute(self, hidden_states: Tensor, padding_mask: Tensor | None) -> Tensor:
+        beside = None
+        if self.shared_experts is not None and self.config.moe_shared_expert_overlap:
+            beside = SharedBesideRouted(self.shared_experts, hidden_states)
         with rng_state().at("experts", self.layer_number):
-            output = self._route_and_compute(hidden_states, padding_mask)
+            output = self._route_and_compute(hidden_states, padding_mask, beside)
+        if beside is not None:
+            assert beside.output is not None
+            return output + beside.output
         if self.shared_experts is not None:
             shared, _ = self.shared_experts(hidden_states)
             output = output + shared
         return output
 
-    def _route_and_compute(self, hidden_states: Tensor, padding_mask: Tensor | None) -> Tensor:
+    def _route_and_compute(
+        self,
+        hidden_states: Tensor,
+        padding_mask: Tensor | None,
+        beside: SharedBesideRouted | None,
+    ) -> Tensor:
         mask = None if padding_mask is None else padding_mask.t()  # [s/cp, b]
         x, rows = hidden_states, hidden_states.shape[0]
         cut = self._cut if get_pg_size(self._cut) > 1 else None
@@ -125,11 +137,13 @@ class MoELayer(MegatronModule):
         if mask is not None:
             mask = _own_rows(mask, cut or self.pg_collection.tp or FakeGroup(0, 1))
         probs, routing_map = self.router(x, mask)
-        sent = self.token_dispatcher.dispatch(x.reshape(-1, x.shape[-1]), probs, routing_map)
+        begin, end = (None, None) if beside is None else (beside.begin, beside.end)
+        tokens = x.reshape(-1, x.shape[-1])
+        sent = self.token_dispatcher.dispatch(tokens, probs, routing_map, begin)
         if self.config.moe_pad_expert_input_to_capacity:
             sent = padded(sent, self._most_rows(x))
         output, _ = self.experts(sent.tokens, sent.num_rows, sent.probs)
-        output = sent.combine(output).view(x.shape)
+        output = sent.combine(output, end).view(x.shape)
         if cut is not None:
             output = gather_from_sequence_parallel_region(output, False, cut)[:rows]
         return output

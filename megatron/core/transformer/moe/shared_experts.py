@@ -51,10 +51,45 @@ class SharedExpertMLP(MLP):
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
         """Compute the expert of [s, b, h] (under sequence parallelism [s/tp, b, h])."""
-        output, bias = super().forward(hidden_states)
+        return self.second_half(self.first_half(hidden_states), hidden_states), None
+
+    def second_half(self, intermediate: Tensor, hidden_states: Tensor) -> Tensor:
+        """Compute the output from that of `first_half` and the input."""
+        output, bias = self.linear_fc2(intermediate)
         if bias is not None:
             output = output + bias
         if self.gate_weight is not None:
             logits = F.linear(hidden_states, self.gate_weight)
             output = output * torch.sigmoid(logits.float()).to(output.dtype)
-        return output, None
+        return output
+
+
+class SharedBesideRouted:
+    """The shared expert of one forward pass, computed while tokens travel to the routed ones.
+
+    Half of it while they go, half while they come back ("DeepSeek-V3 Technical Report", section
+    3.2.1, arXiv 2412.19437, hides the exchange behind other work in the same way); in backward
+    while their gradients do.
+
+    Args:
+        expert: whose halves are called, by `begin` and `end`.
+        hidden_states: its input.
+
+    Attributes:
+        output: of the expert, after `end`.
+    """
+
+    def __init__(self, expert: SharedExpertMLP, hidden_states: Tensor) -> None:
+        self._expert, self._hidden_states = expert, hidden_states
+        self._intermediate: Tensor | None = None
+        self.output: Tensor | None = None
+
+    def begin(self) -> None:
+        """Compute the first half."""
+        self._intermediate = self._expert.first_half(self._hidden_states)
+
+    def end(self) -> None:
+        """Compute the second half."""
+        assert self._intermediate is not None
+        self.output = self._expert.second_half(self._intermediate, self._hidden_states)
+        self._intermediate = None

@@ -21,6 +21,16 @@ from megatron.core.process_groups_config import FakeGroup, ProcessGroupCollectio
 from megatron.core.tensor_parallel import collectives, mappings
 from megatron.core.utils import get_pg_rank, get_pg_size
 
+Meanwhile = Callable[[], None] | None
+"""What a rank computes while its tokens are under way."""
+
+
+class Combine(Protocol):
+    """The way back from the experts."""
+
+    def __call__(self, output: Tensor, meanwhile: Meanwhile = None) -> Tensor:
+        """Return the weighted sums [t, h] of what the experts made [n, h]."""
+
 
 @dataclass(frozen=True)
 class Dispatched:
@@ -31,23 +41,26 @@ class Dispatched:
         probs: [n], the weight of each row in its token's output.
         num_rows: rows of each local expert.
         combine: from the experts' output [n, h] (partial over `expt_tp`) to the weighted sums
-            [t, h] of this rank's own tokens.
+            [t, h] of this rank's own tokens; it takes `meanwhile` as `dispatch` does.
     """
 
     tokens: Tensor
     probs: Tensor
     num_rows: list[int]
-    combine: Callable[[Tensor], Tensor]
+    combine: Combine
 
 
 class TokenDispatcher(Protocol):
     """The door between a router and its experts."""
 
-    def dispatch(self, tokens: Tensor, probs: Tensor, routing_map: Tensor) -> Dispatched:
+    def dispatch(
+        self, tokens: Tensor, probs: Tensor, routing_map: Tensor, meanwhile: Meanwhile = None
+    ) -> Dispatched:
         """Bring tokens [t, h] to their experts.
 
         Args:
             probs: [t, e], weights; routing_map: bool [t, e], visits.
+            meanwhile: called once, while the tokens travel where the dispatcher can, else before.
         """
 
 
@@ -67,7 +80,7 @@ def padded(sent: Dispatched, num_rows: int) -> Dispatched:
         sent.tokens.new_zeros((total, sent.tokens.shape[1])).index_copy(0, place, sent.tokens),
         sent.probs.new_zeros(total).index_copy(0, place, sent.probs),
         [num_rows] * len(sent.num_rows),
-        lambda output: sent.combine(output.index_select(0, place)),
+        lambda output, meanwhile=None: sent.combine(output.index_select(0, place), meanwhile),
     )
 
 
@@ -112,8 +125,12 @@ class MoEAllGatherTokenDispatcher(_Dispatcher):
     reduce-scatter of the output; backward the reverse. All ranks have equally many tokens.
     """
 
-    def dispatch(self, tokens: Tensor, probs: Tensor, routing_map: Tensor) -> Dispatched:
-        """See `TokenDispatcher`."""
+    def dispatch(
+        self, tokens: Tensor, probs: Tensor, routing_map: Tensor, meanwhile: Meanwhile = None
+    ) -> Dispatched:
+        """See `TokenDispatcher`; computes nothing while tokens travel."""
+        if meanwhile is not None:
+            meanwhile()
         group = self.tp_ep
         tokens = mappings.gather_from_sequence_parallel_region(tokens, group=group)
         probs = mappings.gather_from_sequence_parallel_region(probs, group=group)
@@ -125,7 +142,9 @@ class MoEAllGatherTokenDispatcher(_Dispatcher):
         expert, token = rows_by_expert(local_map)
         num_tokens = tokens.shape[0]
 
-        def combine(output: Tensor) -> Tensor:
+        def combine(output: Tensor, meanwhile: Meanwhile = None) -> Tensor:
+            if meanwhile is not None:
+                meanwhile()
             summed = sum_by_token(output, token, num_tokens)
             return mappings.reduce_scatter_to_sequence_parallel_region(summed, group)
 
@@ -144,22 +163,26 @@ class MoEAlltoAllTokenDispatcher(_Dispatcher):
     and weights over `ep`, an all-gather over `expt_tp`, and both reversed for the output.
     """
 
-    def dispatch(self, tokens: Tensor, probs: Tensor, routing_map: Tensor) -> Dispatched:
+    def dispatch(
+        self, tokens: Tensor, probs: Tensor, routing_map: Tensor, meanwhile: Meanwhile = None
+    ) -> Dispatched:
         """See `TokenDispatcher`."""
         expert, token = rows_by_expert(routing_map)
-        rows, weights = tokens.index_select(0, token), probs[token, expert]
         num_tokens = tokens.shape[0]
         plan = _ExchangePlan.of(self, routing_map.sum(0))
-        for_each = [
-            plan.by_expert(plan.gather(plan.send(values, self.ep), self.expt_tp))
-            for values in (rows, weights)
-        ]
 
-        def combine(output: Tensor) -> Tensor:
+        def bring(values: Tensor, meanwhile: Meanwhile = None) -> Tensor:
+            received = plan.gather(plan.send(values, self.ep, meanwhile), self.expt_tp)
+            return plan.by_expert(received)
+
+        def combine(output: Tensor, meanwhile: Meanwhile = None) -> Tensor:
             summed = plan.scatter(plan.by_source(output), self.expt_tp)
-            return sum_by_token(plan.send_back(summed, self.ep), token, num_tokens)
+            back = plan.send_back(summed, self.ep, meanwhile)
+            return sum_by_token(back, token, num_tokens)
 
-        return Dispatched(for_each[0], for_each[1], plan.num_rows, combine)
+        weights = bring(probs[token, expert])
+        rows = bring(tokens.index_select(0, token), meanwhile)
+        return Dispatched(rows, weights, plan.num_rows, combine)
 
 
 @dataclass(frozen=True)
@@ -206,13 +229,13 @@ class _ExchangePlan:
         """Rows of each local expert."""
         return [sum(column) for column in zip(*self.blocks, strict=True)]
 
-    def send(self, rows: Tensor, ep: object) -> Tensor:
+    def send(self, rows: Tensor, ep: object, meanwhile: Meanwhile = None) -> Tensor:
         """Exchange rows over `ep`."""
-        return mappings.all_to_all(ep, rows, self.received, self.sent)
+        return mappings.all_to_all(ep, rows, self.received, self.sent, meanwhile)
 
-    def send_back(self, rows: Tensor, ep: object) -> Tensor:
+    def send_back(self, rows: Tensor, ep: object, meanwhile: Meanwhile = None) -> Tensor:
         """Undo `send`."""
-        return mappings.all_to_all(ep, rows, self.sent, self.received)
+        return mappings.all_to_all(ep, rows, self.sent, self.received, meanwhile)
 
     def gather(self, rows: Tensor, expt_tp: object) -> Tensor:
         """Collect the rows of all ranks that hold a shard of the same experts."""

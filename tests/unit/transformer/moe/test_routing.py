@@ -116,6 +116,30 @@ def test_a_full_expert_keeps_the_likeliest_or_the_first():
         ({"moe_aux_loss_coeff": [0.1, 0.2]}, "for 1 methods"),
         ({"moe_router_score_function": "relu"}, "'relu' is unknown"),
         ({"moe_shared_expert_gate": True}, "moe_shared_expert_gate=True"),
+        (
+            {"moe_shared_expert_overlap": True, "moe_token_dispatcher_type": "alltoall"},
+            "moe_shared_expert_overlap with moe_shared_expert_intermediate_size=None",
+        ),
+        (
+            {"moe_shared_expert_overlap": True, "moe_shared_expert_intermediate_size": 8},
+            "moe_token_dispatcher_type='allgather'",
+        ),
+        (
+            {"overlap_moe_expert_parallel_comm": True, "expert_model_parallel_size": 2},
+            "moe_token_dispatcher_type='allgather'",
+        ),
+        (
+            {
+                "overlap_moe_expert_parallel_comm": True,
+                "pipeline_model_parallel_size": 2,
+                "pipeline_schedule": "zb-h1",
+            },
+            "with pipeline_schedule='zb-h1'",
+        ),
+        (
+            {"overlap_moe_expert_parallel_comm": True, "moe_layer_recompute": True},
+            "with recomputed expert layers",
+        ),
         ({"mlp_chunks_for_training": 2}, "mlp_chunks_for_training=2 in a model with experts"),
     ],
 )

@@ -1,0 +1,125 @@
+"""How much of the experts' exchange stays visible: `python -m benchmarks.expert_exchange`.
+
+Two expert-parallel ranks train a small model whose all-to-alls take a while longer than they
+would on one machine: the result of each is held back until so many milliseconds after its start.
+Neither that nor sleeping for it takes processor time, so the measurement holds on a busy machine.
+Printed are the time of a step and how much of it the ranks waited, for layers that compute in
+turn, with the shared expert beside the exchange, with forwards beside backwards, and with both.
+Median of five steps of six micro batches. Takes about half a minute.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import torch
+
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+from megatron.core.tensor_parallel import collectives
+from megatron.core.transformer.transformer_config import TransformerConfig
+from tests.harness.distributed import run_distributed
+
+WAYS: dict[str, dict[str, Any]] = {
+    "in turn": {},
+    "shared expert beside": {"moe_shared_expert_overlap": True},
+    "forward beside backward": {"overlap_moe_expert_parallel_comm": True},
+    "both": {"moe_shared_expert_overlap": True, "overlap_moe_expert_parallel_comm": True},
+}
+HIDDEN, LENGTH, VOCABULARY, STEPS, MICRO_BATCHES = 256, 256, 64, 5, 6
+
+
+class _HeldBack:
+    """A collective that has no result before its time; notes how long it was waited for."""
+
+    def __init__(self, pending: collectives.PendingTensor, ready_at: float, waited: list[float]):
+        self._pending, self._ready_at, self._waited = pending, ready_at, waited
+        self.unfinished = pending.unfinished
+
+    def wait(self) -> torch.Tensor:
+        before = time.perf_counter()
+        result = self._pending.wait()
+        time.sleep(max(0.0, self._ready_at - time.perf_counter()))
+        self._waited.append(time.perf_counter() - before)
+        return result
+
+
+def seconds_of_a_step(groups: Any, way: dict[str, Any], held_s: float) -> tuple[float, float]:
+    """Return the median times of a step and of waiting in it."""
+    config = TransformerConfig(
+        num_layers=2,
+        hidden_size=HIDDEN,
+        num_attention_heads=4,
+        num_moe_experts=8,
+        moe_ffn_hidden_size=HIDDEN,
+        moe_shared_expert_intermediate_size=2 * HIDDEN,
+        moe_token_dispatcher_type="alltoall",
+        moe_grouped_gemm=True,
+        add_bias_linear=False,
+        expert_model_parallel_size=2,
+        **way,
+    )
+    model = GPTModel(
+        config,
+        get_gpt_decoder_block_spec(config, False),
+        vocab_size=VOCABULARY,
+        max_sequence_length=LENGTH,
+        position_embedding_type="rope",
+        pg_collection=groups,
+    )
+    waited: list[float] = []
+    start = collectives.start_all_to_all
+
+    def start_slowly(*args: Any) -> _HeldBack:
+        return _HeldBack(start(*args), time.perf_counter() + held_s, waited)
+
+    ids = torch.randint(VOCABULARY, (1, LENGTH), generator=torch.Generator().manual_seed(1))
+    positions = torch.arange(LENGTH).expand(1, -1)
+
+    def forward_step(_: Any, chunk: GPTModel) -> Any:
+        return chunk(ids, positions, None, labels=ids), lambda loss: (loss.mean(), {})
+
+    step = partial(
+        get_forward_backward_func(),
+        forward_step_func=forward_step,
+        data_iterator=None,
+        model=model,
+        num_microbatches=MICRO_BATCHES,
+        seq_length=LENGTH,
+        micro_batch_size=1,
+        pg_collection=groups,
+    )
+    steps, waits = [], []
+    with mock.patch.object(collectives, "start_all_to_all", start_slowly):
+        for _ in range(STEPS + 1):
+            waited.clear()
+            torch.distributed.barrier(groups.ep)
+            before = time.perf_counter()
+            step()
+            steps.append(time.perf_counter() - before)
+            waits.append(sum(waited))
+    return statistics.median(steps[1:]), statistics.median(waits[1:])
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--held-ms", type=float, default=10.0, help="least time of an exchange")
+    options = parser.parse_args()
+    print(f"{'':<26}{'step s':>9}{'waiting s':>11}")
+    for name, way in WAYS.items():
+        found = run_distributed(seconds_of_a_step, 2, way, options.held_ms / 1e3, ep=2)
+        print(
+            f"{name:<26}" + "".join(f"{max(x):>10.3f}" for x in zip(*found, strict=True)),
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()
