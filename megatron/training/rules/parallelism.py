@@ -117,6 +117,23 @@ def late_weight_gradients_need_whole_gradients(run: ResolvedRun) -> Iterator[Meg
 
 
 @rule
+def turns_need_whole_parameters(run: ResolvedRun) -> Iterator[MegatronError]:
+    """A forward frees the parameters of a layer in which the backward beside it may stand."""
+    if (
+        run.overlap_moe_expert_parallel_comm
+        and run.data_parallel_sharding_strategy == "optim_grads_params"
+    ):
+        yield problem(
+            "--overlap-moe-expert-parallel-comm with sharded parameters (optim_grads_params).",
+            "a forward and a backward that take turns use the parameters of a chunk at one time",
+            "--overlap-moe-expert-parallel-comm",
+            "--data-parallel-sharding-strategy",
+            fix="use --data-parallel-sharding-strategy optim_grads, or drop"
+            " --overlap-moe-expert-parallel-comm",
+        )
+
+
+@rule
 def durations_are_positive(run: ResolvedRun) -> Iterator[MegatronError]:
     """A step of a pipeline takes time."""
     if min(run.pipeline_step_durations) < 1:

@@ -66,6 +66,13 @@ def problems(*words: str, world_size: int = 1, base=SMALL) -> list[str]:
             "--pipeline-schedule zb-h1 with sharded gradients",
         ),
         (
+            ["--overlap-moe-expert-parallel-comm", "--num-experts", "4"]
+            + ["--expert-model-parallel-size", "2", "--moe-token-dispatcher-type", "alltoall"]
+            + ["--data-parallel-sharding-strategy", "optim_grads_params"],
+            2,
+            "--overlap-moe-expert-parallel-comm with sharded parameters",
+        ),
+        (
             ["--pipeline-schedule", "dualpipe-v", "--pipeline-model-parallel-size", "2"]
             + ["--global-batch-size", "6"],
             2,
