@@ -231,7 +231,9 @@ class _Arrive(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.journey.start(grad, back=True), None
+        ctx.journey.start(grad, back=True)
+        # Any tensor of the input's shape: what the other end passes on is what comes back.
+        return grad, None
 
 
 _CONTIGUOUS = torch.contiguous_format
