@@ -140,11 +140,46 @@ def rope_parameters(fields: Mapping[str, Any], source: str) -> dict[str, Any]:
         scaling.only("original_max_position_embeddings", 8192)
     elif kind == "linear":
         settings["rotary_seq_len_interpolation_factor"] = scaling.take("factor")
+    elif kind == "yarn":
+        settings |= _yarn_settings(scaling)
     else:
         scaling.only("rope_type", "default")
         scaling.only("type", "default")
     scaling.finish()
     return settings
+
+
+def _yarn_settings(scaling: ConfigFields) -> dict[str, Any]:
+    """Return the settings of YaRN, with its temperature as Transformers reads it."""
+    scaling.only("attention_factor")
+    # The temperature follows from both strengths, or from the factor alone.
+    mscale, of_all = scaling.take("mscale", 0.0), scaling.take("mscale_all_dim", 0.0)
+    if of_all and not mscale:
+        scaling.only("mscale_all_dim")
+    return {
+        "position_embedding_type": "yarn",
+        "rotary_scaling_factor": float(scaling.take("factor")),
+        "original_max_position_embeddings": scaling.take("original_max_position_embeddings"),
+        "beta_fast": float(scaling.take("beta_fast", 32)),
+        "beta_slow": float(scaling.take("beta_slow", 1)),
+        "yarn_correction_range_round_to_int": bool(scaling.take("truncate", True)),
+        "mscale": float(mscale) if of_all else 1.0,
+        "mscale_all_dim": float(of_all),
+    }
+
+
+def _yarn_fields(settings: Mapping[str, Any]) -> dict[str, Any]:
+    fields = {
+        "rope_type": "yarn",
+        "factor": float(settings["rotary_scaling_factor"]),
+        "original_max_position_embeddings": settings["original_max_position_embeddings"],
+        "beta_fast": float(settings["beta_fast"]),
+        "beta_slow": float(settings["beta_slow"]),
+        "truncate": settings["yarn_correction_range_round_to_int"],
+    }
+    if settings["mscale_all_dim"]:
+        fields |= {name: float(settings[name]) for name in ("mscale", "mscale_all_dim")}
+    return fields
 
 
 def rope_fields(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -158,6 +193,10 @@ def rope_fields(settings: Mapping[str, Any]) -> dict[str, Any]:
             "high_freq_factor": 4.0,
             "original_max_position_embeddings": 8192,
         }
+    elif settings["position_embedding_type"] == "yarn" or (
+        settings.get("multi_latent_attention") and settings.get("rotary_scaling_factor", 1.0) != 1.0
+    ):
+        fields["rope_scaling"] = _yarn_fields(settings)
     elif settings.get("rotary_seq_len_interpolation_factor"):
         factor = float(settings["rotary_seq_len_interpolation_factor"])
         fields["rope_scaling"] = {"rope_type": "linear", "factor": factor}

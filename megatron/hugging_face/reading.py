@@ -93,12 +93,23 @@ def open_model(path: Path) -> ModelContents:
     """
     model = read_model_directory(path)
     draft = ForeignDraft(path, f"Hugging Face ({model.family.model_type})")
-    for key, shape, pieces in arranged(model, stored_tensors(path)):
+    stored = stored_tensors(path)
+    for pattern, what in _left_out(model).items():
+        if any(re.fullmatch(pattern, name) for name in stored):
+            draft.notes.append(f"{what} is left out: it takes no part in the model's logits")
+    for key, shape, pieces in arranged(model, stored):
         draft.declare(key, pieces[0][1].dtype, shape)
         for offset, view in pieces:
             draft.add(key, offset, view)
     contents = draft.finish({}, model.settings)
     return ModelContents(**vars(contents))
+
+
+def _left_out(model: ModelDirectory) -> dict[str, str]:
+    """Return pattern -> what it is, of weights of this model that are not read."""
+    number = str(model.settings["num_layers"])
+    left_out = model.family.left_out
+    return {key.replace("{num_layers}", number): what for key, what in left_out.items()}
 
 
 Pieces = list[tuple[tuple[int, ...], StoredView]]
@@ -134,6 +145,7 @@ def arranged(
                 )
             found.append((ours, *_pieces(model, rule, names, stored, geometry)))
     meaningless = [prefix + pattern for pattern in family.without_meaning]
+    meaningless += _left_out(model)
     if not model.settings["untie_embeddings_and_output_weights"]:
         meaningless.append("lm_head.weight")  # a copy of the embedding
     unknown = [

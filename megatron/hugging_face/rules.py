@@ -66,14 +66,17 @@ class Rule:
     num_experts: int | None = None
     """Ours has an axis of so many experts before its rows, which are counted through all of them:
     row i of expert e is e * rows + i."""
+    layers: tuple[int, ...] | None = None
+    """Layers that have it; None is all."""
 
     def names(self, geometry: Geometry) -> list[tuple[str, tuple[str, ...]]]:
         """Return (our name, their names), for every layer."""
         if "{}" not in self.ours:
             return [(self.ours, self.theirs)]
+        layers = range(geometry.num_layers) if self.layers is None else self.layers
         return [
             (self.ours.format(layer), tuple(name.format(layer) for name in self.theirs))
-            for layer in range(geometry.num_layers)
+            for layer in layers
         ]
 
 

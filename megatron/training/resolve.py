@@ -16,6 +16,7 @@ from typing import Any
 
 from megatron.core import capabilities, device
 from megatron.core.pipeline_parallel.layout import V_SCHEDULES, virtual_stages_of
+from megatron.core.transformer.yarn import yarn_softmax_scale
 from megatron.training.config.expressions import expand_layer_pattern
 from megatron.training.config.run import RunConfig
 from megatron.training.ramp_up import samples_for_steps, steps_for_samples
@@ -200,6 +201,9 @@ def _model(v: _Derived) -> None:
         v.note("position_embedding_type", "rope", "--use-rotary-position-embeddings")
     if not v["add_position_embedding"] and v["position_embedding_type"] == "learned_absolute":
         v.note("position_embedding_type", "none", "--no-position-embedding")
+    if _scales_scores_by_yarn(v):
+        scale = yarn_softmax_scale(v["kv_channels"], v["rotary_scaling_factor"], v["mscale"])
+        v.note("softmax_scale", scale, "YaRN's temperature over sqrt(kv-channels)")
     if v["no_rope_freq"] is not None and v["num_layers"]:
         pattern = expand_layer_pattern(v["no_rope_freq"], v["num_layers"])
         v.note("no_rope_freq", pattern, "one 0/1 per layer")
@@ -207,6 +211,11 @@ def _model(v: _Derived) -> None:
         v.note("recompute_granularity", "selective", "--recompute-activations")
     if v["apply_query_key_layer_scaling"] and not v["attention_softmax_in_fp32"]:
         v.note("attention_softmax_in_fp32", True, "--apply-query-key-layer-scaling")
+
+
+def _scales_scores_by_yarn(v: _Derived) -> bool:
+    is_yarn = v["position_embedding_type"] == "yarn" and not v["multi_latent_attention"]
+    return is_yarn and v["softmax_scale"] is None and bool(v["kv_channels"])
 
 
 def _precision(v: _Derived) -> None:

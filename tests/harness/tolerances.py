@@ -143,6 +143,35 @@ def assert_close(actual: Any, expected: Any, tolerance: Tolerance, what: str) ->
     )
 
 
+ROUNDING_LUCK = 2.0
+"""How much farther from the exact values one of two equally accurate fp32 computations may be: the
+largest errors of two samples of some 1e5 logits, drawn from one distribution, differ by less."""
+
+
+def largest_error(actual: Tensor, exact: Tensor) -> float:
+    """Return the largest |actual - exact| over the largest |exact|."""
+    a, e = _as_float64(actual), _as_float64(exact)
+    return float(_absolute_error(a, e).max() / e.abs().max())
+
+
+def assert_as_accurate(actual: Tensor, other: Tensor, exact: Tensor, what: str) -> None:
+    """Fail unless `actual` is as near to the exact values as another fp32 computation of them.
+
+    For models of many layers, where a bound from rounding arguments would be either too tight for
+    one logit of a million or too wide for a wrong one: the yardstick is what fp32 itself loses in
+    an implementation that nobody doubts.
+
+    Args:
+        other: of that implementation, in fp32.
+        exact: in fp64.
+    """
+    ours, theirs = largest_error(actual, exact), largest_error(other, exact)
+    assert ours <= ROUNDING_LUCK * theirs, (
+        f"{what}: {ours:.2e} of the largest from the values in fp64; another implementation in fp32"
+        f" is {theirs:.2e} away"
+    )
+
+
 def _absolute_error(a: Tensor, e: Tensor) -> Tensor:
     """Elementwise |a - e|; a non-finite value is infinitely far from all but itself."""
     error = torch.where(a.isfinite() & e.isfinite(), (a - e).abs(), torch.inf)

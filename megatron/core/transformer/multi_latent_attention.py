@@ -29,7 +29,7 @@ from megatron.core.transformer.attention import Attention
 from megatron.core.transformer.rotary import cos_sin, rotate
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.yarn import yarn_attention_factor, yarn_inverse_frequencies
+from megatron.core.transformer.yarn import yarn_attention_factor, yarn_of_config
 from megatron.core.utils import get_pg_size
 
 
@@ -156,14 +156,7 @@ def _rotary_settings(config: TransformerConfig) -> tuple[Tensor, float, float]:
         exponent = torch.arange(0, channels, 2, dtype=torch.float32) / channels
         return 1.0 / (base**exponent), 1.0, 1.0
     factor = config.rotary_scaling_factor
-    inverse = yarn_inverse_frequencies(
-        channels,
-        base,
-        factor=factor,
-        original_context=config.original_max_position_embeddings,
-        beta_fast=config.beta_fast,
-        beta_slow=config.beta_slow,
-    )
+    inverse = yarn_of_config(channels, base, config)
     # DeepSeek's form of YaRN's temperature: the whole head's share is a factor on the scores, and
     # the rotary part gets what its own strength adds to it.
     whole = yarn_attention_factor(factor, config.mscale_all_dim)

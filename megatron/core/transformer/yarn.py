@@ -14,6 +14,8 @@ import math
 import torch
 from torch import Tensor
 
+from megatron.core.transformer.config.latent_attention import LatentAttentionConfig
+
 
 def yarn_inverse_frequencies(
     num_channels: int,
@@ -23,6 +25,7 @@ def yarn_inverse_frequencies(
     original_context: int,
     beta_fast: float,
     beta_slow: float,
+    rounds_range: bool = True,
 ) -> Tensor:
     """Return the angle per position of each pair of channels, fp32 [num_channels/2].
 
@@ -31,6 +34,7 @@ def yarn_inverse_frequencies(
         original_context: positions that the model was trained with first.
         beta_fast, beta_slow: turns within that context above which a channel keeps its speed,
             and below which it is slowed down by the whole factor.
+        rounds_range: let the change begin and end at whole channels.
     """
     exponent = torch.arange(0, num_channels, 2, dtype=torch.float32) / num_channels
     inverse = 1.0 / (base**exponent)
@@ -40,8 +44,10 @@ def yarn_inverse_frequencies(
         ratio = original_context / (turns * 2 * math.pi)
         return num_channels * math.log(ratio) / (2 * math.log(base))
 
-    first = max(math.floor(channel_that_turns(beta_fast)), 0)
-    last = min(math.ceil(channel_that_turns(beta_slow)), num_channels - 1)
+    begin, end = channel_that_turns(beta_fast), channel_that_turns(beta_slow)
+    if rounds_range:
+        begin, end = math.floor(begin), math.ceil(end)
+    first, last = max(begin, 0), min(end, num_channels - 1)
     width = max(last - first, 1e-3)
     slowed = ((torch.arange(num_channels // 2, dtype=torch.float32) - first) / width).clamp(0, 1)
     return inverse * (1 - slowed) + inverse / factor * slowed
@@ -50,3 +56,24 @@ def yarn_inverse_frequencies(
 def yarn_attention_factor(factor: float, strength: float = 1.0) -> float:
     """Return 0.1 * strength * ln(factor) + 1: what cosine and sine are multiplied by."""
     return 1.0 if factor <= 1 else 0.1 * strength * math.log(factor) + 1.0
+
+
+def yarn_of_config(num_channels: int, base: float, config: LatentAttentionConfig) -> Tensor:
+    """Return the angles per position, fp32 [num_channels/2], that a config asks for."""
+    return yarn_inverse_frequencies(
+        num_channels,
+        base,
+        factor=config.rotary_scaling_factor,
+        original_context=config.original_max_position_embeddings,
+        beta_fast=config.beta_fast,
+        beta_slow=config.beta_slow,
+        rounds_range=config.yarn_correction_range_round_to_int,
+    )
+
+
+def yarn_softmax_scale(head_dim: int, factor: float, strength: float = 1.0) -> float:
+    """Return the factor on the scores of heads that rotate as a whole, temperature included.
+
+    A factor on the cosines and sines of queries and keys alike is its square on the scores.
+    """
+    return float(head_dim**-0.5 * yarn_attention_factor(factor, strength) ** 2)

@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron.core.errors import ConfigError
 from megatron.hugging_face.config_fields import ConfigFields
-from megatron.hugging_face.families import experts, gemma, gpt2, gpt_neox, llama, phi3
+from megatron.hugging_face.families import deepseek, experts, gemma, gpt2, gpt_neox, llama, phi3
 from megatron.hugging_face.families.family import Family, differences
 
 FAMILIES: tuple[Family, ...] = (
@@ -22,6 +22,8 @@ FAMILIES: tuple[Family, ...] = (
     gemma.GEMMA3,
     experts.MIXTRAL,
     experts.QWEN3_MOE,
+    deepseek.DEEPSEEK_V2,
+    deepseek.DEEPSEEK_V3,
 )
 """In the order in which a family is looked for that can express a model."""
 

@@ -75,25 +75,23 @@ def _rules(dense: Family, block: str, gate: str, up: str, down: str) -> Any:
 
     def rules(settings: Settings) -> list[Rule]:
         found = [rule for rule in dense.rules(settings) if ".mlp." not in rule.ours]
-        count = settings.get("num_experts") or 1
-        theirs, ours = f"{_THEIRS}{block}.experts.{{expert}}.", f"{_OURS}mlp.experts.experts."
-        return [
-            *found,
-            same(
-                _OURS + "pre_mlp_layernorm.weight",
-                _THEIRS + "post_attention_layernorm.weight",
-            ),
-            same(_OURS + "mlp.router.weight", f"{_THEIRS}{block}.gate.weight"),
-            experts(
-                ours + "linear_fc1.weight",
-                count,
-                f"{theirs}{gate}.weight",
-                f"{theirs}{up}.weight",
-            ),
-            experts(ours + "linear_fc2.weight", count, f"{theirs}{down}.weight"),
-        ]
+        return [*found, *expert_rules(settings, block, gate, up, down)]
 
     return rules
+
+
+def expert_rules(settings: Settings, block: str, gate: str, up: str, down: str) -> list[Rule]:
+    """Return the rules of a layer's experts, their router and the norm before them."""
+    count = settings.get("num_experts") or 1
+    theirs, ours = f"{_THEIRS}{block}.experts.{{expert}}.", f"{_OURS}mlp.experts.experts."
+    return [
+        same(_OURS + "pre_mlp_layernorm.weight", _THEIRS + "post_attention_layernorm.weight"),
+        same(_OURS + "mlp.router.weight", f"{_THEIRS}{block}.gate.weight"),
+        experts(
+            ours + "linear_fc1.weight", count, f"{theirs}{gate}.weight", f"{theirs}{up}.weight"
+        ),
+        experts(ours + "linear_fc2.weight", count, f"{theirs}{down}.weight"),
+    ]
 
 
 MIXTRAL = replace(

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from megatron.core.transformer.config.block import BlockConfig
+from megatron.core.transformer.config.experts import ExpertConfig
+from megatron.core.transformer.yarn import yarn_softmax_scale
 from megatron.hugging_face.config_fields import ConfigFields
 from megatron.hugging_face.rules import Geometry, Rule
 
@@ -34,6 +36,8 @@ class Family:
     """What may stand before all names in the files, written first to last."""
     without_meaning: tuple[str, ...] = ()
     """Patterns of tensors that older files hold besides weights."""
+    left_out: Mapping[str, str] = field(default_factory=dict)
+    """Patterns of weights that are not read -> what they are; `{num_layers}` is their number."""
 
 
 PLAIN: dict[str, Any] = {
@@ -57,6 +61,8 @@ PLAIN: dict[str, Any] = {
     "geglu": False,
     "squared_relu": False,
     "quick_geglu": False,
+    "glu_linear_offset": 0.0,
+    "activation_func_clamp_value": None,
     "openai_gelu": False,
     "add_bias_linear": True,
     "add_qkv_bias": False,
@@ -66,6 +72,18 @@ PLAIN: dict[str, Any] = {
     "attn_logit_softcapping": None,
     "final_logit_softcapping": None,
     "multi_latent_attention": False,
+    "q_lora_rank": None,
+    "kv_lora_rank": 32,
+    "qk_head_dim": 128,
+    "qk_pos_emb_head_dim": 64,
+    "v_head_dim": 128,
+    "rotary_scaling_factor": 1.0,
+    "original_max_position_embeddings": 4096,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "yarn_correction_range_round_to_int": True,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.0,
     "num_experts": None,
     "moe_layer_freq": 1,
     "moe_ffn_hidden_size": None,
@@ -75,12 +93,20 @@ PLAIN: dict[str, Any] = {
     "moe_router_topk_scaling_factor": None,
     "moe_router_num_groups": None,
     "moe_router_group_topk": None,
+    "moe_router_group_score_topk": None,
     "moe_router_enable_expert_bias": False,
     "moe_shared_expert_intermediate_size": None,
+    "moe_shared_expert_gate": False,
     "moe_expert_capacity_factor": None,
     "mtp_num_layers": None,
 }
 """Settings that decide what a model computes, besides its sizes, with what absence means."""
+
+LATENT_SIZES = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
+YARN = (
+    "rotary_scaling_factor", "original_max_position_embeddings", "beta_fast", "beta_slow",
+    "yarn_correction_range_round_to_int", "mscale", "mscale_all_dim",
+)  # fmt: skip
 
 SIZES = (
     "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels",
@@ -115,6 +141,26 @@ def experts_width(settings: Settings) -> int:
     return int(settings.get("moe_ffn_hidden_size") or settings["ffn_hidden_size"])
 
 
+def layers_with_experts(settings: Settings) -> list[bool]:
+    """Return for every layer whether it has experts."""
+    experts = ExpertConfig(
+        num_moe_experts=settings.get("num_experts"),
+        moe_layer_freq=settings.get("moe_layer_freq") or 1,
+    )
+    return experts.layers_with_experts(settings["num_layers"])
+
+
+def softmax_scale_of(settings: Settings) -> float | None:
+    """Return the factor on the scores; None where latent attention has its own."""
+    if settings.get("multi_latent_attention"):
+        return None
+    given = settings.get("softmax_scale")
+    if given is None and settings["position_embedding_type"] == "yarn":
+        factor, strength = (settings.get(n) or PLAIN[n] for n in ("rotary_scaling_factor", "mscale"))
+        return yarn_softmax_scale(head_dim_of(settings), factor, strength)
+    return given or head_dim_of(settings) ** -0.5
+
+
 def windowed_layers(settings: Settings) -> list[bool]:
     """Return for every layer whether it has the window, if there is one."""
     block = BlockConfig(
@@ -136,31 +182,38 @@ def differences(one: Settings, other: Settings) -> list[str]:
 def _meaning(settings: Settings) -> dict[str, Any]:
     """Return what decides the computation, without settings that have no effect."""
     meaning = {name: settings.get(name) for name in SIZES}
-    meaning["kv_channels"] = head_dim_of(settings)
-    meaning["key/value heads"] = groups_of(settings)
+    has_latents = bool(settings.get("multi_latent_attention"))
+    meaning["kv_channels"] = None if has_latents else head_dim_of(settings)
+    meaning["key/value heads"] = None if has_latents else groups_of(settings)
     for name, plain in PLAIN.items():
         value = settings.get(name)
         meaning[name] = plain if value is None else value
-    if meaning["position_embedding_type"] != "rope":
-        for name in PLAIN:
-            if name.startswith(("rotary", "rope", "use_rope")):
-                meaning[name] = PLAIN[name]
+    without_effect: set[str] = set()
+    if meaning["position_embedding_type"] not in ("rope", "yarn"):
+        without_effect |= {n for n in PLAIN if n.startswith(("rotary", "rope", "use_rope"))}
+    is_stretched = meaning["position_embedding_type"] == "yarn" or has_latents
+    if not is_stretched or meaning["rotary_scaling_factor"] == 1.0:
+        without_effect |= set(YARN)
+    if not has_latents:
+        without_effect |= set(LATENT_SIZES)
     if not meaning["use_rope_scaling"]:
         meaning["rope_scaling_factor"] = PLAIN["rope_scaling_factor"]
     if meaning["add_bias_linear"]:
         meaning["add_qkv_bias"] = False  # implied
+    has_experts = layers_with_experts(settings)
     if meaning["num_experts"] is None:
-        for name in PLAIN:
-            if name.startswith("moe_"):
-                meaning[name] = PLAIN[name]
+        without_effect |= {name for name in PLAIN if name.startswith("moe_")}
     else:
         meaning["moe_ffn_hidden_size"] = experts_width(settings)
-        meaning["ffn_hidden_size"] = None  # of dense layers, of which there are none
-        freq = meaning["moe_layer_freq"]
-        meaning["moe_layer_freq"] = 1 if isinstance(freq, list) and all(freq) else freq
+        if all(has_experts):
+            meaning["ffn_hidden_size"] = None  # of dense layers, of which there are none
+        if meaning["moe_router_topk_scaling_factor"] == 1.0:
+            meaning["moe_router_topk_scaling_factor"] = None
+    meaning["moe_layer_freq"] = has_experts
+    meaning |= {name: PLAIN[name] for name in without_effect - {"moe_layer_freq"}}
     window = settings.get("window_size")
     windowed = [window is not None and has_it for has_it in windowed_layers(settings)]
     meaning["window_size"] = None if window is None else tuple(window)
     meaning["layers with a window"] = windowed
-    meaning["softmax_scale"] = settings.get("softmax_scale") or head_dim_of(settings) ** -0.5
+    meaning["softmax_scale"] = softmax_scale_of(settings)
     return meaning

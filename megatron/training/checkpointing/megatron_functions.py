@@ -38,7 +38,16 @@ MODEL_SHAPE_ARGS = (
     "unpadded_vocab_size", "tokenizer_type", "tokenizer_model", "vocab_size", "vocab_file",
     "merge_file", "window_size", "window_attn_skip_freq", "rotary_base_local", "geglu",
     "sandwich_norm", "use_parallel_residual", "embedding_multiplier", "softmax_scale",
-    "attn_logit_softcapping", "final_logit_softcapping",
+    "attn_logit_softcapping", "final_logit_softcapping", "softmax_type", "no_rope_freq",
+    "rotary_seq_len_interpolation_factor", "apply_residual_connection_post_layernorm",
+    "openai_gelu", "quick_geglu", "glu_linear_offset", "activation_func_clamp_value",
+    "multi_latent_attention", "q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim",
+    "v_head_dim", "rotary_scaling_factor", "original_max_position_embeddings", "beta_fast",
+    "beta_slow", "yarn_correction_range_round_to_int", "mscale", "mscale_all_dim", "num_experts",
+    "moe_layer_freq", "moe_ffn_hidden_size", "moe_router_topk", "moe_router_score_function",
+    "moe_router_pre_softmax", "moe_router_topk_scaling_factor", "moe_router_num_groups",
+    "moe_router_group_topk", "moe_router_group_score_topk", "moe_router_enable_expert_bias",
+    "moe_router_dtype", "moe_shared_expert_intermediate_size", "moe_shared_expert_gate",
 )  # fmt: skip
 """What `--use-checkpoint-args` takes over: the model, not the layout and not the schedule."""
 

@@ -28,7 +28,7 @@ def model_values(directory: str, given: Mapping[str, Any]) -> dict[str, Any]:
     values["vocab_size"] = values.pop("unpadded_vocab_size")
     free = (
         _FREE
-        if values["position_embedding_type"] == "rope"
+        if values["position_embedding_type"] != "learned_absolute"
         else _FREE - {"max_position_embeddings"}
     )
     problems = [

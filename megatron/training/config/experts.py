@@ -50,6 +50,9 @@ class ExpertConfig:
     """Groups of experts for group-limited routing."""
     moe_router_group_topk: int | None = flag(None, part_of="num_experts")
     """Groups that a token may visit."""
+    moe_router_group_score_topk: int | None = flag(None, part_of="num_experts")
+    """Experts of a group whose scores, summed, are the group's; 1 as in DeepSeek-V2. Default
+    moe-router-topk / moe-router-group-topk."""
     moe_router_enable_expert_bias: bool = flag(False, part_of="num_experts")
     """Balance by a bias on the scores instead of a loss (arXiv 2408.15664)."""
     moe_router_bias_update_rate: float = flag(1e-3, part_of="num_experts")

@@ -38,7 +38,6 @@ class ModelConfig:
         "learned_absolute",
         choices=("learned_absolute", "rope", "yarn", "mrope", "relative", "none"),
         refuse_values={
-            "yarn": "use rope with --use-rope-scaling",
             "mrope": "use rope",
             "relative": "use rope",
         },
@@ -167,10 +166,21 @@ class LatentAttentionConfig:
     """Width of the rotary part of a head."""
     v_head_dim: int = flag(128, part_of="multi_latent_attention")
     """Width of a value head."""
-    rotary_scaling_factor: float = flag(1.0, part_of="multi_latent_attention")
-    """YaRN scale (arXiv 2309.00071)."""
-    mscale: float = flag(1.0, part_of="multi_latent_attention")
-    """YaRN attention temperature."""
+    rotary_scaling_factor: float = 1.0
+    """YaRN: how many times longer the context becomes (arXiv 2309.00071). Of multi-latent attention
+    and of --position-embedding-type yarn, like the next ones."""
+    original_max_position_embeddings: int = 4096
+    """YaRN: context that the model was trained with first."""
+    beta_fast: float = 32.0
+    """YaRN: channels that turn more often than this within that context keep their speed."""
+    beta_slow: float = 1.0
+    """YaRN: channels that turn less often are slowed down by the whole factor."""
+    yarn_correction_range_round_to_int: bool = True
+    """YaRN: let the share between the two change over whole channels."""
+    mscale: float = 1.0
+    """YaRN attention temperature: how strongly scores grow with the factor."""
+    mscale_all_dim: float = flag(0.0, part_of="multi_latent_attention")
+    """The same for the part of a head that does not rotate."""
     mtp_num_layers: int | None = None
     """Further tokens that are predicted, each by one more layer (arXiv 2412.19437)."""
     mtp_loss_scaling_factor: float = flag(0.1, part_of="mtp_num_layers")

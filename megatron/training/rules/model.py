@@ -151,7 +151,7 @@ def layers_without_rotary_embedding(run: ResolvedRun) -> Iterator[MegatronError]
             "--num-layers",
             fix="use a number N, or a list expression of the right length",
         )
-    if run.position_embedding_type != "rope":
+    if run.position_embedding_type not in ("rope", "yarn"):
         yield problem(
             f"--no-rope-freq with --position-embedding-type {run.position_embedding_type}.",
             "only rotary embedding can be left out of a layer",
@@ -159,6 +159,26 @@ def layers_without_rotary_embedding(run: ResolvedRun) -> Iterator[MegatronError]
             "--position-embedding-type",
             fix="use --position-embedding-type rope",
         )
+
+
+@rule
+def yarn_turns_whole_heads(run: ResolvedRun) -> Iterator[MegatronError]:
+    """YaRN's temperature is a factor on the scores, where all channels rotate."""
+    if run.position_embedding_type != "yarn":
+        return
+    for name, plain in (
+        ("rotary_percent", 1.0),
+        ("use_rope_scaling", False),
+        ("rotary_seq_len_interpolation_factor", None),
+    ):
+        if run.values[name] != plain:
+            yield problem(
+                f"--position-embedding-type yarn with {kebab(name)} {run.values[name]}.",
+                "positions are stretched in one way, in all channels",
+                "--position-embedding-type",
+                kebab(name),
+                fix=f"drop {kebab(name)}",
+            )
 
 
 @rule

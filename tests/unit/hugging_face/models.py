@@ -42,6 +42,15 @@ _NEOX = {
     "vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4,
     "num_attention_heads": 4, "max_position_embeddings": 64, "layer_norm_eps": 1e-6,
 }  # fmt: skip
+_LATENT = {
+    **_SIZES, "num_key_value_heads": 4, "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4, "v_head_dim": 12, "n_routed_experts": 8, "n_shared_experts": 2,
+    "moe_intermediate_size": 32,
+}  # fmt: skip
+_YARN = {
+    "rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 16,
+    "beta_fast": 4.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0,
+}  # fmt: skip
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": (
@@ -114,6 +123,28 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {**_SIZES, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48,
          "norm_topk_prob": False},
     ),
+    "qwen2, stretched": (
+        "Qwen2Config",
+        {**_SIZES, "rope_parameters": {
+            "rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4,
+            "original_max_position_embeddings": 16}},
+    ),
+    "deepseek v2": (
+        "DeepseekV2Config",
+        {**_LATENT, "topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 3,
+         "num_experts_per_tok": 4, "routed_scaling_factor": 1.5, "first_k_dense_replace": 1,
+         "rope_parameters": {**_YARN, "mscale": 0.7, "mscale_all_dim": 0.5}},
+    ),
+    "deepseek v2 lite, tied": (
+        "DeepseekV2Config",
+        {**_LATENT, "topk_method": "greedy", "q_lora_rank": None, "num_experts_per_tok": 3,
+         "n_group": 1, "topk_group": 1, "tie_word_embeddings": True},
+    ),
+    "deepseek v3": (
+        "DeepseekV3Config",
+        {**_LATENT, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 4, "n_shared_experts": 1,
+         "routed_scaling_factor": 2.5, "first_k_dense_replace": 2, "rope_parameters": _YARN},
+    ),
 }  # fmt: skip
 """Name -> config class of Transformers and its arguments."""
 
@@ -130,6 +161,9 @@ def their_model(case: str) -> Any:
                 parameter.normal_(0, 0.08)
             else:
                 parameter.add_(torch.randn_like(parameter) * 0.1)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.normal_(0, 0.1)
     return model.eval()
 
 
@@ -204,12 +238,15 @@ def compare_gradients(directory: Path, theirs: Any, ours: Mapping[str, Tensor]) 
     names = dict(theirs.named_parameters())
     if "lm_head.weight" in names:
         names.setdefault("embed_out.weight", names["lm_head.weight"])  # so GPT-NeoX's file has it
+    buffers = dict(theirs.named_buffers())
     model = read_model_directory(directory)
     geometry = geometry_of(model.settings)
     prefix = model.family.prefixes[0]
     compared, worst = 0, 0.0
     for rule in model.family.rules(model.settings):
         for mine, others in rule.names(geometry):
+            if any(full_name(name, prefix) in buffers for name in others):
+                continue
             mine = mine.replace("self_attention.linear_qkv.layer_norm_", "input_layernorm.")
             mine = mine.replace("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm.")
             grads = [_gradient(names, full_name(n, prefix)) for n in others]

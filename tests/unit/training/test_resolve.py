@@ -37,6 +37,8 @@ def run(*words: str, world_size: int = 1):
         (["--group-query-attention"], 1, "num_query_groups", 1),
         (["--group-query-attention", "--num-query-groups", "2"], 1, "num_query_groups", 2),
         ([], 1, "max_position_embeddings", 32),
+        # (0.1 ln 1 + 1)^2 / sqrt(16)
+        (["--position-embedding-type", "yarn"], 1, "softmax_scale", 0.25),
         (["--tensor-model-parallel-size", "2"], 8, "data_parallel_size", 4),
         ([], 8, "global_batch_size", 16),
         (["--global-batch-size", "64"], 8, "global_batch_size", 64),

@@ -244,7 +244,7 @@ def test_missing_data_names_the_files_and_what_is_near(tmp_path):
         (["--optimizer", "soap"], "--optimizer muon"),
         (["--fp8-format", "hybrid"], "use --bf16"),
         (["--outer-dp-sharding-strategy", "optim"], "--num-distributed-optimizer-instances"),
-        (["--position-embedding-type", "yarn"], "use rope"),
+        (["--position-embedding-type", "mrope"], "use rope"),
         (["--cuda-graph-impl", "local"], "use none"),
         (["--tokenizer-type", "BertWordPieceCase"], "HuggingFaceTokenizer"),
     ],
@@ -252,6 +252,13 @@ def test_missing_data_names_the_files_and_what_is_near(tmp_path):
 def test_a_mechanism_that_does_not_exist_is_refused_with_the_nearest(words, instead):
     found = problems(*words, world_size=2)
     assert any("is not supported yet" in text and instead in text for text in found)
+
+
+def test_yarn_stretches_positions_alone_and_in_all_channels():
+    words = words_of("--position-embedding-type yarn --rotary-percent 0.5 --use-rope-scaling")
+    found = " ".join(problems(*words))
+    assert "drop --rotary-percent" in found
+    assert "drop --use-rope-scaling" in found
 
 
 def test_known_flags_at_their_defaults_are_accepted():

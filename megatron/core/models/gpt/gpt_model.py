@@ -34,7 +34,7 @@ from megatron.core.transformer.transformer_block import (
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_pg_rank, get_pg_size
 
-POSITION_EMBEDDING_TYPES = ("learned_absolute", "rope", "none")
+POSITION_EMBEDDING_TYPES = ("learned_absolute", "rope", "yarn", "none")
 
 
 class GPTModel(LanguageModule):
@@ -52,7 +52,9 @@ class GPTModel(LanguageModule):
         logit_dtype: dtype of logits that are returned; None keeps the model's.
         parallel_output: return logits split over the vocabulary, [.., v/tp], not gathered.
         share_embeddings_and_output_weights: tie the head to the word embedding.
-        position_embedding_type: "learned_absolute", "rope" or "none".
+        position_embedding_type: "learned_absolute", "rope", "yarn" or "none". With "yarn" the
+            config's `rotary_scaling_factor` and so on say how rotary positions are stretched; its
+            temperature is a factor on the scores: see `yarn_softmax_scale`.
         mtp_block_spec: layers that predict later tokens, or None.
         scatter_embedding_sequence_parallel: under sequence parallelism, cut the embedding's
             output into rows (off if the caller does it).
@@ -105,7 +107,7 @@ class GPTModel(LanguageModule):
                     scatter_to_sequence_parallel=scatter_embedding_sequence_parallel,
                     pg_collection=self.pg_collection,
                 )
-            self.has_rotary = position_embedding_type == "rope" and not (
+            self.has_rotary = position_embedding_type in ("rope", "yarn") and not (
                 config.multi_latent_attention  # turns part of its heads by itself
             )
             if self.has_rotary:
@@ -122,6 +124,7 @@ class GPTModel(LanguageModule):
                     rotary_base=rotary_base,
                     rope_scaling=rope_scaling,
                     rope_scaling_factor=rope_scaling_factor,
+                    yarn=config if position_embedding_type == "yarn" else None,
                 )
                 if config.rotary_base_local is not None:
                     self.local_rotary_pos_emb = rotary(rotary_base=config.rotary_base_local)

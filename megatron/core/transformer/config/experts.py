@@ -41,6 +41,9 @@ class ExpertConfig:
     """Groups of experts, of which a token visits `moe_router_group_topk` (arXiv 2412.19437)."""
     moe_router_group_topk: int | None = None
     """Groups that a token may visit."""
+    moe_router_group_score_topk: int | None = None
+    """Experts of a group whose scores, summed, are the group's; None is
+    moe_router_topk / moe_router_group_topk."""
     moe_router_dtype: str | None = None
     """Dtype of the router's matrix product: fp32, fp64, or None for that of the model. Scores are
     fp32 at least."""
@@ -303,6 +306,18 @@ class ExpertConfig:
                     fix=f"use --moe-router-num-groups {best_divisor(experts, max(groups, 1))}"
                     " --moe-router-group-topk 1",
                 )
+            elif self.moe_router_group_score_topk is not None:
+                judges = self.moe_router_group_score_topk
+                if not 1 <= judges <= per_group or topk > kept * per_group:
+                    refuse(
+                        f"moe_router_topk={topk} from {kept} groups of {per_group} experts, judged"
+                        f" by {judges} of them.",
+                        "a group is judged by some of the experts that it has, and the groups that"
+                        " a token visits hold all that it visits",
+                        "--moe-router-group-score-topk",
+                        "--moe-router-group-topk",
+                        fix=f"use --moe-router-group-score-topk 1 --moe-router-group-topk {groups}",
+                    )
             elif topk % kept or topk // kept > per_group:
                 refuse(
                     f"moe_router_topk={topk} from {kept} groups of {per_group} experts.",

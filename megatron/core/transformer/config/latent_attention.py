@@ -35,6 +35,8 @@ class LatentAttentionConfig:
     """YaRN: channels that turn more often than this within that context keep their speed."""
     beta_slow: float = 1
     """YaRN: channels that turn less often are slowed down by the whole factor."""
+    yarn_correction_range_round_to_int: bool = True
+    """YaRN: let the share between the two change over whole channels."""
     mscale: float = 1.0
     """YaRN: how strongly scores grow with the factor."""
     mscale_all_dim: float = 0.0

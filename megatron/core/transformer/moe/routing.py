@@ -116,7 +116,8 @@ def _best(ranked: Tensor, k: int, config: TransformerConfig) -> Tensor:
     groups, kept = config.moe_router_num_groups, config.moe_router_group_topk
     if groups and kept and kept < groups:
         in_groups = ranked.unflatten(-1, (groups, -1))
-        group_scores = in_groups.topk(k // kept, -1).values.sum(-1)
+        judges = config.moe_router_group_score_topk or k // kept
+        group_scores = in_groups.topk(judges, -1).values.sum(-1)
         best_groups = group_scores.topk(kept, -1).indices
         allowed = torch.zeros_like(group_scores, dtype=torch.bool).scatter_(-1, best_groups, True)
         ranked = in_groups.masked_fill(~allowed[..., None], float("-inf")).flatten(-2)

@@ -66,6 +66,16 @@ def test_a_token_visits_no_more_groups_than_allowed():
     assert groups.sum(-1).eq(2).all()
 
 
+def test_groups_are_judged_by_as_many_of_their_experts_as_asked():
+    x = torch.tensor([[9.0, 0, 0, 0, 6, 6, 5, 5]])  # the best expert, and the best pair
+    groups = {"moe_router_num_groups": 2, "moe_router_group_topk": 1, "moe_router_topk": 2}
+    visited = [
+        choose_experts(x, config(**groups, moe_router_group_score_topk=n)).routing_map[0, 0]
+        for n in (1, 2)
+    ]
+    assert visited == [True, False]
+
+
 def test_an_expert_bias_changes_the_choice_and_not_the_scores():
     settings = config(moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True)
     x = logits()

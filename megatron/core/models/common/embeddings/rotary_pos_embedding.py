@@ -19,6 +19,7 @@ from megatron.core.device import current_device
 from megatron.core.errors import ConfigError
 from megatron.core.transformer.rotary import cos_sin, rotate
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.yarn import yarn_of_config
 from megatron.core.utils import get_pg_rank, get_pg_size
 
 ORIGINAL_CONTEXT = 8192
@@ -54,6 +55,7 @@ class RotaryEmbedding(nn.Module):
         rotary_interleaved: pairs are neighbouring channels.
         seq_len_interpolation_factor: positions are divided by it.
         rope_scaling: apply Llama 3's scaling by frequency band with `rope_scaling_factor`.
+        yarn: the config that says how YaRN stretches the positions, or None.
     """
 
     def __init__(
@@ -67,6 +69,7 @@ class RotaryEmbedding(nn.Module):
         rope_scaling_factor: float = 8.0,
         use_cpu_initialization: bool = False,
         cp_group: Any = None,
+        yarn: TransformerConfig | None = None,
     ) -> None:
         super().__init__()
         num_channels = int(kv_channels * rotary_percent)
@@ -82,6 +85,8 @@ class RotaryEmbedding(nn.Module):
         self.rotary_interleaved = rotary_interleaved
         self.seq_len_interpolation_factor = seq_len_interpolation_factor
         inverse = inverse_frequencies(num_channels, rotary_base)
+        if yarn is not None:
+            inverse = yarn_of_config(num_channels, rotary_base, yarn)
         if rope_scaling:
             inverse = scale_by_frequency_band(inverse, rope_scaling_factor)
         # Not a buffer: converting the model to half precision must not round the angles.

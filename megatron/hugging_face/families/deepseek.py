@@ -1,0 +1,215 @@
+"""DeepSeek V2 and V3: latent attention, experts beside a shared one, dense layers at the beginning.
+
+DeepSeek-AI, "DeepSeek-V2", sections 2.1 and 2.2, arXiv 2405.04434; "DeepSeek-V3 Technical Report",
+section 2.1, arXiv 2412.19437. The layers of V3 that predict later tokens are left out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from megatron.hugging_face.config_fields import ConfigFields, rope_fields, rope_settings
+from megatron.hugging_face.families.experts import expert_rules
+from megatron.hugging_face.families.family import (
+    Family,
+    Settings,
+    experts_width,
+    layers_with_experts,
+)
+from megatron.hugging_face.families.llama import LLAMA, gated_settings
+from megatron.hugging_face.rules import Rule, same, stacked
+
+_OURS, _THEIRS = "decoder.layers.{}.", "model.layers.{}."
+_OF_TRAINING = ("aux_loss_alpha", "seq_aux", "ep_size", "output_router_logits")
+_FOLLOWING = ("head_dim", "qk_head_dim")
+"""Written by Transformers beside the widths that they follow from."""
+_LATENT_EPSILON = 1e-6
+"""Of the norms of latents, whatever the config says of the others."""
+
+
+def _common_settings(config: ConfigFields) -> dict[str, Any]:
+    for name in (*_OF_TRAINING, *_FOLLOWING):
+        config.take(name, None)
+    config.only("hidden_act", "silu")
+    config.only("attention_bias", False)
+    config.only("mlp_bias", False)
+    config.only("moe_layer_freq", 1)
+    config.only("rms_norm_eps", _LATENT_EPSILON)
+    settings = gated_settings(config)
+    config.only("num_key_value_heads", settings["num_attention_heads"])
+    layers, dense = settings["num_layers"], config.take("first_k_dense_replace", 0)
+    width = config.take("moe_intermediate_size")
+    factor = config.take("routed_scaling_factor", 1.0)
+    return {
+        **settings,
+        "kv_channels": None,
+        "group_query_attention": False,
+        "swiglu": True,
+        "untie_embeddings_and_output_weights": not config.take("tie_word_embeddings", False),
+        **rope_settings(config),
+        # Its strength is that of the parts of heads that rotate, so it is not a kind of position.
+        "position_embedding_type": "rope",
+        "multi_latent_attention": True,
+        "qk_layernorm": True,
+        "q_lora_rank": config.take("q_lora_rank", None),
+        "kv_lora_rank": config.take("kv_lora_rank"),
+        "qk_head_dim": config.take("qk_nope_head_dim"),
+        "qk_pos_emb_head_dim": config.take("qk_rope_head_dim"),
+        "v_head_dim": config.take("v_head_dim"),
+        "num_experts": config.take("n_routed_experts"),
+        "moe_layer_freq": [int(n >= dense) for n in range(layers)] if dense else 1,
+        "moe_ffn_hidden_size": width,
+        "moe_shared_expert_intermediate_size": width * config.take("n_shared_experts"),
+        "moe_router_topk": config.take("num_experts_per_tok"),
+        "moe_router_topk_scaling_factor": None if factor == 1.0 else factor,
+        "moe_router_dtype": "fp32",
+    }
+
+
+def _groups(config: ConfigFields, judges: int) -> dict[str, Any]:
+    """Return the settings of group-limited routing; one group limits nothing."""
+    groups, kept = config.take("n_group", 1), config.take("topk_group", 1)
+    if groups == kept:
+        return {}
+    return {
+        "moe_router_num_groups": groups,
+        "moe_router_group_topk": kept,
+        "moe_router_group_score_topk": judges,
+    }
+
+
+def _common_fields(settings: Settings) -> dict[str, Any]:
+    fields = LLAMA.fields(settings)
+    del fields["head_dim"]
+    width = experts_width(settings)
+    return {
+        **fields,
+        **rope_fields(settings),
+        "num_key_value_heads": settings["num_attention_heads"],
+        "attention_bias": False,
+        "q_lora_rank": settings.get("q_lora_rank"),
+        "kv_lora_rank": settings.get("kv_lora_rank"),
+        "qk_nope_head_dim": settings.get("qk_head_dim"),
+        "qk_rope_head_dim": settings.get("qk_pos_emb_head_dim"),
+        "v_head_dim": settings.get("v_head_dim"),
+        "n_routed_experts": settings.get("num_experts") or 1,
+        "n_shared_experts": (settings.get("moe_shared_expert_intermediate_size") or 0) // width,
+        "first_k_dense_replace": layers_with_experts(settings).count(False),
+        "moe_layer_freq": 1,
+        "moe_intermediate_size": width,
+        "num_experts_per_tok": settings.get("moe_router_topk") or 2,
+        "routed_scaling_factor": settings.get("moe_router_topk_scaling_factor") or 1.0,
+        "n_group": settings.get("moe_router_num_groups") or 1,
+        "topk_group": settings.get("moe_router_group_topk") or 1,
+    }
+
+
+def _v2_settings(config: ConfigFields) -> dict[str, Any]:
+    config.only("scoring_func", "softmax")
+    config.only("norm_topk_prob", False)
+    is_limited = config.only("topk_method", "greedy", "group_limited_greedy")
+    groups = _groups(config, judges=1)
+    return {
+        **_common_settings(config),
+        "rotary_interleaved": True,
+        "moe_router_pre_softmax": True,
+        **(groups if is_limited == "group_limited_greedy" else {}),
+    }
+
+
+def _v2_fields(settings: Settings) -> dict[str, Any]:
+    limited = settings.get("moe_router_num_groups")
+    return {
+        **_common_fields(settings),
+        "topk_method": "group_limited_greedy" if limited else "greedy",
+        "scoring_func": "softmax",
+        "norm_topk_prob": False,
+    }
+
+
+def _v3_settings(config: ConfigFields) -> dict[str, Any]:
+    config.only("scoring_func", "sigmoid")
+    config.only("topk_method", "noaux_tc")
+    config.only("norm_topk_prob", True)
+    config.take("num_nextn_predict_layers", None)
+    return {
+        **_common_settings(config),
+        "rotary_interleaved": config.take("rope_interleave", True),
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+        **_groups(config, judges=2),
+    }
+
+
+def _v3_fields(settings: Settings) -> dict[str, Any]:
+    return {
+        **_common_fields(settings),
+        "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid",
+        "norm_topk_prob": True,
+        "rope_interleave": bool(settings.get("rotary_interleaved")),
+        "num_nextn_predict_layers": 0,
+    }
+
+
+def _attention(settings: Settings) -> list[Rule]:
+    ours, theirs = _OURS + "self_attention.", _THEIRS + "self_attn."
+    pairs = {
+        "linear_kv_down_proj": "kv_a_proj_with_mqa",
+        "kv_layernorm": "kv_a_layernorm",
+        "linear_kv_up_proj": "kv_b_proj",
+        "linear_proj": "o_proj",
+    }
+    if settings.get("q_lora_rank") is None:
+        pairs |= {"linear_q_proj": "q_proj"}
+    else:
+        pairs |= {"linear_q_down_proj": "q_a_proj", "q_layernorm": "q_a_layernorm",
+                  "linear_q_up_proj": "q_b_proj"}  # fmt: skip
+    norm = same(_OURS + "input_layernorm.weight", _THEIRS + "input_layernorm.weight")
+    return [norm, *(same(f"{ours}{a}.weight", f"{theirs}{b}.weight") for a, b in pairs.items())]
+
+
+def _rules(settings: Settings) -> list[Rule]:
+    has_experts = layers_with_experts(settings)
+    sparse, dense = (
+        tuple(n for n, has in enumerate(has_experts) if has == wanted) for wanted in (True, False)
+    )
+    others = [rule for rule in LLAMA.rules(settings) if ".self_attention." not in rule.ours]
+    mlp = [rule for rule in others if ".mlp." in rule.ours]
+    ours, theirs = _OURS + "mlp.shared_experts.", _THEIRS + "mlp.shared_experts."
+    experts = [
+        *expert_rules(settings, "mlp", "gate_proj", "up_proj", "down_proj"),
+        stacked(
+            ours + "linear_fc1.weight", theirs + "gate_proj.weight", theirs + "up_proj.weight"
+        ),
+        same(ours + "linear_fc2.weight", theirs + "down_proj.weight"),
+    ]
+    if settings.get("moe_router_enable_expert_bias"):
+        bias = _THEIRS + "mlp.gate.e_score_correction_bias"
+        experts.append(same(_OURS + "mlp.router.expert_bias", bias))
+    return [
+        *(rule for rule in others if rule not in mlp),
+        *_attention(settings),
+        *(replace(rule, layers=dense) for rule in mlp),
+        *(replace(rule, layers=sparse) for rule in experts),
+    ]
+
+
+DEEPSEEK_V2 = replace(
+    LLAMA,
+    model_type="deepseek_v2",
+    architecture="DeepseekV2ForCausalLM",
+    settings=_v2_settings,
+    fields=_v2_fields,
+    rules=_rules,
+)
+DEEPSEEK_V3 = Family(
+    "deepseek_v3",
+    "DeepseekV3ForCausalLM",
+    _v3_settings,
+    _v3_fields,
+    _rules,
+    without_meaning=LLAMA.without_meaning,
+    left_out={r"model\.layers\.{num_layers}\..*": "the layer that predicts later tokens"},
+)
