@@ -27,6 +27,17 @@ WITHOUT_EFFECT = frozenset({
 })  # fmt: skip
 """Fields that change no logit of the model: they may stay unread."""
 
+YARN: dict[str, Any] = {
+    "rotary_scaling_factor": 1.0,
+    "original_max_position_embeddings": 4096,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "yarn_correction_range_round_to_int": True,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.0,
+}
+"""Settings of YaRN with their defaults."""
+
 _REQUIRED = object()
 
 
@@ -169,16 +180,17 @@ def _yarn_settings(scaling: ConfigFields) -> dict[str, Any]:
 
 
 def _yarn_fields(settings: Mapping[str, Any]) -> dict[str, Any]:
+    values = {name: settings.get(name, usual) for name, usual in YARN.items()}
     fields = {
         "rope_type": "yarn",
-        "factor": float(settings["rotary_scaling_factor"]),
-        "original_max_position_embeddings": settings["original_max_position_embeddings"],
-        "beta_fast": float(settings["beta_fast"]),
-        "beta_slow": float(settings["beta_slow"]),
-        "truncate": settings["yarn_correction_range_round_to_int"],
+        "factor": float(values["rotary_scaling_factor"]),
+        "original_max_position_embeddings": values["original_max_position_embeddings"],
+        "beta_fast": float(values["beta_fast"]),
+        "beta_slow": float(values["beta_slow"]),
+        "truncate": values["yarn_correction_range_round_to_int"],
     }
-    if settings["mscale_all_dim"]:
-        fields |= {name: float(settings[name]) for name in ("mscale", "mscale_all_dim")}
+    if values["mscale_all_dim"]:
+        fields |= {name: float(values[name]) for name in ("mscale", "mscale_all_dim")}
     return fields
 
 

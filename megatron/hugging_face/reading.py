@@ -68,7 +68,9 @@ class _Reader(ForeignReader):
         assert isinstance(shard, ForeignShard)
         view = shard.source
         assert isinstance(view, StoredView)
-        if view.is_contiguous or 1 in view.stride[-1:]:
+        extent = sum((n - 1) * s for n, s in zip(view.shape, view.stride, strict=True)) + 1
+        is_one_of_several = 2 * extent * view.dtype.itemsize <= view.storage.num_bytes
+        if view.is_contiguous or 1 in view.stride[-1:] or is_one_of_several:
             super().read(tensor, read, into)
             return
         if self._held is None or self._held[0] != view.storage:
@@ -179,6 +181,8 @@ def _pieces(
     geometry: Geometry,
 ) -> tuple[tuple[int, ...], Pieces]:
     views = [stored[name] for name in names]
+    if rule.num_blocks is not None:
+        return _alternating_pieces(model, rule, names[0], views[0])
     if rule.is_transposed:
         views = [replace(v, shape=v.shape[::-1], stride=v.stride[::-1]) for v in views]
     rest = views[0].shape[1:]
@@ -205,6 +209,37 @@ def _pieces(
     each = height // count
     numbered = [((*divmod(place[0], each), *place[1:]), view) for place, view in pieces]
     return (count, each, *rest), numbered
+
+
+def _alternating_pieces(
+    model: ModelDirectory, rule: Rule, name: str, view: StoredView
+) -> tuple[tuple[int, ...], Pieces]:
+    """Return where the blocks of every expert lie in the tensor of all."""
+    count, blocks = rule.num_experts, rule.num_blocks
+    assert count and blocks
+    if rule.is_transposed:
+        shape, stride = view.shape, view.stride
+        view = replace(
+            view, shape=(*shape[:1], *shape[:0:-1]), stride=(*stride[:1], *stride[:0:-1])
+        )
+    if len(view.shape) < 2 or view.shape[0] != count or view.shape[1] % blocks:
+        raise _not_as_expected(model.path, f"{name!r} is not that of {count} experts")
+    (_, height, *rest), (expert_step, row_step, *steps) = view.shape, view.stride
+    rows = height // blocks
+    pieces: Pieces = [
+        (
+            (expert, block * rows, *(0 for _ in rest)),
+            replace(
+                view,
+                shape=(rows, *rest),
+                stride=(row_step * blocks, *steps),
+                offset=view.offset + expert * expert_step + block * row_step,
+            ),
+        )
+        for expert in range(count)
+        for block in range(blocks)
+    ]
+    return view.shape, pieces
 
 
 def _not_as_expected(path: Path, what: str) -> CheckpointError:

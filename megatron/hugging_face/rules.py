@@ -66,6 +66,9 @@ class Rule:
     num_experts: int | None = None
     """Ours has an axis of so many experts before its rows, which are counted through all of them:
     row i of expert e is e * rows + i."""
+    num_blocks: int | None = None
+    """Theirs is one tensor of all experts, [e, ...], whose rows belong to so many blocks in turn;
+    ours has the blocks of an expert above each other."""
     layers: tuple[int, ...] | None = None
     """Layers that have it; None is all."""
 
@@ -106,6 +109,19 @@ def experts(ours: str, num_experts: int, *theirs: str) -> Rule:
         name.replace("{expert}", str(number)) for number in range(num_experts) for name in theirs
     )
     return Rule(ours, names, num_experts=num_experts)
+
+
+def alternating_experts(
+    ours: str, theirs: str, *, num_experts: int, num_blocks: int, is_transposed: bool
+) -> Rule:
+    """One tensor of all experts, whose rows are gate, up, gate, up, ... for two blocks."""
+    return Rule(
+        ours,
+        (theirs,),
+        is_transposed=is_transposed,
+        num_experts=num_experts,
+        num_blocks=num_blocks,
+    )
 
 
 def query_key_value(ours: str, query: str, key: str, value: str) -> Rule:

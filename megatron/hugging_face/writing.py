@@ -147,6 +147,11 @@ def _plan(contents: Contents, family: Family, settings: Settings) -> list[Group]
         for ours, theirs in rule.names(geometry):
             source = find_source(contents, ours)
             shape = source.shape
+            if rule.num_blocks is not None:
+                theirs_shape = (*shape[:1], *shape[:0:-1]) if rule.is_transposed else shape
+                names = tuple(full_name(name, family.prefixes[0]) for name in theirs)
+                groups.append(Group(ours, rule, source, names, (), (theirs_shape,)))
+                continue
             if rule.num_experts is not None:
                 shape = (shape[0] * shape[1], *shape[2:])
             if rule.has_vocabulary_rows:
@@ -174,6 +179,11 @@ def _tensors(
     with contents.open_reader() as reader:
         for group in groups:
             ours = read_source(group.source, reader)
+            if group.rule.num_blocks is not None:
+                ours = ours.unflatten(1, (group.rule.num_blocks, -1)).transpose(1, 2).flatten(1, 2)
+                ours = ours.transpose(1, 2) if group.rule.is_transposed else ours
+                yield ours.to(dtype or ours.dtype).contiguous()
+                continue
             if group.rule.num_experts is not None:
                 ours = ours.flatten(0, 1)
             if merge is not None:

@@ -232,10 +232,11 @@ def check(make: Callable[[Path, Path], Published], wheel: Path) -> list[str]:
                 found, other, narrow, exact = (
                     torch.cat(x) for x in (logits, model.logits, model.fp32, model.exact)
                 )
-                error, apart = float((found - other).abs().max()), largest_error(found, exact)
+                error, largest = float((found - other).abs().max()), float(other.abs().max())
+                here_off, there_off = (largest_error(x, exact) for x in (found, narrow))
                 compared = (
-                    f"logits {error:.1e} of {float(other.abs().max()):.0f} apart; from fp64"
-                    f" {apart:.1e} of the largest, Transformers {largest_error(narrow, exact):.1e}; "
+                    f"logits {error:.1e} of {largest:.0f} apart; from fp64 {here_off:.1e} of the"
+                    f" largest, Transformers {there_off:.1e}; "
                 )
                 try:
                     assert_as_accurate(found, narrow, exact, "logits")

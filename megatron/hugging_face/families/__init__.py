@@ -7,7 +7,16 @@ from typing import Any
 
 from megatron.core.errors import ConfigError
 from megatron.hugging_face.config_fields import ConfigFields
-from megatron.hugging_face.families import deepseek, experts, gemma, gpt2, gpt_neox, llama, phi3
+from megatron.hugging_face.families import (
+    deepseek,
+    experts,
+    gemma,
+    gpt2,
+    gpt_neox,
+    gpt_oss,
+    llama,
+    phi3,
+)
 from megatron.hugging_face.families.family import Family, differences
 
 FAMILIES: tuple[Family, ...] = (
@@ -24,6 +33,7 @@ FAMILIES: tuple[Family, ...] = (
     experts.QWEN3_MOE,
     deepseek.DEEPSEEK_V2,
     deepseek.DEEPSEEK_V3,
+    gpt_oss.GPT_OSS,
 )
 """In the order in which a family is looked for that can express a model."""
 

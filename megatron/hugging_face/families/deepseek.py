@@ -180,9 +180,7 @@ def _rules(settings: Settings) -> list[Rule]:
     ours, theirs = _OURS + "mlp.shared_experts.", _THEIRS + "mlp.shared_experts."
     experts = [
         *expert_rules(settings, "mlp", "gate_proj", "up_proj", "down_proj"),
-        stacked(
-            ours + "linear_fc1.weight", theirs + "gate_proj.weight", theirs + "up_proj.weight"
-        ),
+        stacked(ours + "linear_fc1.weight", theirs + "gate_proj.weight", theirs + "up_proj.weight"),
         same(ours + "linear_fc2.weight", theirs + "down_proj.weight"),
     ]
     if settings.get("moe_router_enable_expert_bias"):

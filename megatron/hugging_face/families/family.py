@@ -9,7 +9,7 @@ from typing import Any
 from megatron.core.transformer.config.block import BlockConfig
 from megatron.core.transformer.config.experts import ExpertConfig
 from megatron.core.transformer.yarn import yarn_softmax_scale
-from megatron.hugging_face.config_fields import ConfigFields
+from megatron.hugging_face.config_fields import YARN, ConfigFields
 from megatron.hugging_face.rules import Geometry, Rule
 
 Settings = Mapping[str, Any]
@@ -77,13 +77,7 @@ PLAIN: dict[str, Any] = {
     "qk_head_dim": 128,
     "qk_pos_emb_head_dim": 64,
     "v_head_dim": 128,
-    "rotary_scaling_factor": 1.0,
-    "original_max_position_embeddings": 4096,
-    "beta_fast": 32.0,
-    "beta_slow": 1.0,
-    "yarn_correction_range_round_to_int": True,
-    "mscale": 1.0,
-    "mscale_all_dim": 0.0,
+    **YARN,
     "num_experts": None,
     "moe_layer_freq": 1,
     "moe_ffn_hidden_size": None,
@@ -103,10 +97,6 @@ PLAIN: dict[str, Any] = {
 """Settings that decide what a model computes, besides its sizes, with what absence means."""
 
 LATENT_SIZES = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
-YARN = (
-    "rotary_scaling_factor", "original_max_position_embeddings", "beta_fast", "beta_slow",
-    "yarn_correction_range_round_to_int", "mscale", "mscale_all_dim",
-)  # fmt: skip
 
 SIZES = (
     "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels",
@@ -156,7 +146,9 @@ def softmax_scale_of(settings: Settings) -> float | None:
         return None
     given = settings.get("softmax_scale")
     if given is None and settings["position_embedding_type"] == "yarn":
-        factor, strength = (settings.get(n) or PLAIN[n] for n in ("rotary_scaling_factor", "mscale"))
+        factor, strength = (
+            settings.get(n) or PLAIN[n] for n in ("rotary_scaling_factor", "mscale")
+        )
         return yarn_softmax_scale(head_dim_of(settings), factor, strength)
     return given or head_dim_of(settings) ** -0.5
 

@@ -15,12 +15,17 @@ from megatron.hugging_face.config_fields import (
     rope_parameters,
     rope_settings,
 )
-from megatron.hugging_face.families.family import Family, Settings, windowed_layers
+from megatron.hugging_face.families.family import Family, Settings
 from megatron.hugging_face.families.llama import LLAMA, gated_settings
+from megatron.hugging_face.families.windows import (
+    FULL,
+    SLIDING,
+    window_fields,
+    window_settings,
+)
 from megatron.hugging_face.rules import Rule, same
 
 _OURS, _THEIRS = "decoder.layers.{}.", "model.layers.{}."
-_SLIDING, _FULL = "sliding_attention", "full_attention"
 _GEMMA3_GLOBAL_BASE, _GEMMA3_LOCAL_BASE, _GEMMA3_PERIOD = 1_000_000.0, 10_000.0, 6
 
 
@@ -31,13 +36,6 @@ def _common_settings(config: ConfigFields, period: int) -> dict[str, Any]:
         config.only(name, "gelu_pytorch_tanh", "gelu_tanh")
     settings = gated_settings(config)
     layers = settings["num_layers"]
-    kinds = config.take("layer_types", None)
-    pattern = [int((n + 1) % period != 0) for n in range(layers)]
-    if kinds is not None and set(kinds) <= {_SLIDING, _FULL}:
-        pattern = [int(kind == _SLIDING) for kind in kinds]
-    elif kinds is not None:
-        config.only("layer_types", [_SLIDING, _FULL])
-    window = config.take("sliding_window", None)
     return {
         **settings,
         "geglu": True,
@@ -47,24 +45,20 @@ def _common_settings(config: ConfigFields, period: int) -> dict[str, Any]:
         "embedding_multiplier": settings["hidden_size"] ** 0.5,
         "softmax_scale": config.take("query_pre_attn_scalar", 256) ** -0.5,
         "final_logit_softcapping": config.take("final_logit_softcapping", None),
-        "window_size": None if window is None else (window - 1, 0),
-        "window_attn_skip_freq": None if window is None else pattern,
+        **window_settings(config, [(n + 1) % period != 0 for n in range(layers)]),
     }
 
 
 def _common_fields(settings: Settings) -> dict[str, Any]:
-    window = settings.get("window_size")
     # Theirs is a whole number; the scale of ours is its inverse root, as nearly as floats can be.
     scale = settings.get("softmax_scale") or 256**-0.5
     fields = LLAMA.fields(settings)
     del fields["hidden_act"], fields["mlp_bias"]
-    kinds = [_SLIDING if windowed and window else _FULL for windowed in windowed_layers(settings)]
     return {
         **fields,
         "hidden_activation": "gelu_pytorch_tanh",
         "query_pre_attn_scalar": round(scale**-2),
-        "sliding_window": None if window is None else window[0] + 1,
-        "layer_types": kinds,
+        **window_fields(settings),
         "final_logit_softcapping": settings.get("final_logit_softcapping"),
         "use_bidirectional_attention": False,
     }
@@ -91,8 +85,8 @@ def _gemma3_settings(config: ConfigFields) -> dict[str, Any]:
     period = config.take("sliding_window_pattern", period)
     settings = {**_common_settings(config, period), "qk_layernorm": True}
     by_kind = config.take("rope_parameters", {})
-    whole = dict(by_kind.get(_FULL) or {}) | dict(config.take("rope_scaling", None) or {})
-    local = dict(by_kind.get(_SLIDING) or {})
+    whole = dict(by_kind.get(FULL) or {}) | dict(config.take("rope_scaling", None) or {})
+    local = dict(by_kind.get(SLIDING) or {})
     whole.setdefault("rope_theta", config.take("rope_theta", _GEMMA3_GLOBAL_BASE))
     local.setdefault("rope_theta", config.take("rope_local_base_freq", _GEMMA3_LOCAL_BASE))
     local_settings = rope_parameters(local, f"rope_parameters of windows in {config.source}")

@@ -71,7 +71,7 @@ def _rules(settings: Settings) -> list[Rule]:
     rules = [
         vocabulary("embedding.word_embeddings.weight", "model.embed_tokens.weight"),
         same(attention + "linear_qkv.layer_norm_weight", _THEIRS + "input_layernorm.weight"),
-        _projections("weight"),
+        projections("weight"),
         same(attention + "linear_proj.weight", theirs + "o_proj.weight"),
         same(
             _LAYER + "mlp.linear_fc1.layer_norm_weight",
@@ -86,7 +86,7 @@ def _rules(settings: Settings) -> list[Rule]:
         same("decoder.final_layernorm.weight", "model.norm.weight"),
     ]
     if settings.get("add_qkv_bias"):
-        rules.append(_projections("bias"))
+        rules.append(projections("bias"))
     if settings.get("qk_layernorm"):
         rules.append(same(attention + "q_layernorm.weight", theirs + "q_norm.weight"))
         rules.append(same(attention + "k_layernorm.weight", theirs + "k_norm.weight"))
@@ -95,7 +95,8 @@ def _rules(settings: Settings) -> list[Rule]:
     return rules
 
 
-def _projections(kind: str) -> Rule:
+def projections(kind: str) -> Rule:
+    """Return the rule of the weights or biases of queries, keys and values."""
     names = [f"{_THEIRS}self_attn.{part}_proj.{kind}" for part in "qkv"]
     return query_key_value(f"{_LAYER}self_attention.linear_qkv.{kind}", *names)
 

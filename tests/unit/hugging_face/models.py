@@ -43,8 +43,8 @@ _NEOX = {
     "num_attention_heads": 4, "max_position_embeddings": 64, "layer_norm_eps": 1e-6,
 }  # fmt: skip
 _LATENT = {
-    **_SIZES, "num_key_value_heads": 4, "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 8,
-    "qk_rope_head_dim": 4, "v_head_dim": 12, "n_routed_experts": 8, "n_shared_experts": 2,
+    **_SIZES, "num_key_value_heads": 4, "q_lora_rank": 24, "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 12, "n_routed_experts": 8, "n_shared_experts": 2,
     "moe_intermediate_size": 32,
 }  # fmt: skip
 _YARN = {
@@ -128,6 +128,13 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {**_SIZES, "rope_parameters": {
             "rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4,
             "original_max_position_embeddings": 16}},
+    ),
+    "gpt_oss": (
+        "GptOssConfig",
+        {**_SIZES, "head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2,
+         "sliding_window": 7, "swiglu_limit": 0.5, "rope_parameters": {
+             "rope_type": "yarn", "factor": 4.0, "rope_theta": 150000.0, "truncate": False,
+             "beta_fast": 4.0, "original_max_position_embeddings": 16}},
     ),
     "deepseek v2": (
         "DeepseekV2Config",
@@ -250,8 +257,11 @@ def compare_gradients(directory: Path, theirs: Any, ours: Mapping[str, Tensor]) 
             mine = mine.replace("self_attention.linear_qkv.layer_norm_", "input_layernorm.")
             mine = mine.replace("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm.")
             grads = [_gradient(names, full_name(n, prefix)) for n in others]
-            grads = [g.t() if rule.is_transposed else g for g in grads]
+            if rule.is_transposed:
+                grads = [g.transpose(-1, -2) for g in grads]
             mine_whole = _our_gradient(ours, mine, rule.num_experts)
+            if rule.num_blocks is not None:
+                grads = [_in_blocks(grads[0], rule.num_blocks)]
             for rows in rule.arrangement(geometry, [len(g) for g in grads]):
                 part = grads[rows.source].narrow(0, rows.begin, rows.length)
                 own = mine_whole.narrow(0, rows.place, rows.length)
@@ -260,6 +270,11 @@ def compare_gradients(directory: Path, theirs: Any, ours: Mapping[str, Tensor]) 
                 compared, worst = compared + part.numel(), max(worst, float(error))
     assert compared == sum(p.numel() for p in theirs.parameters())
     return worst
+
+
+def _in_blocks(theirs: Tensor, num_blocks: int) -> Tensor:
+    """Return [e, rows, ...], rows of the blocks in turn, with blocks and experts above others."""
+    return theirs.unflatten(1, (-1, num_blocks)).transpose(1, 2).flatten(0, 2)
 
 
 _EXPERT = re.compile(r"(.*)\.(?:block_sparse_moe|mlp)\.experts\.(\d+)\.(\w+)\.weight")

@@ -1,0 +1,91 @@
+"""GPT-OSS: sinks in the attention, windows in every second layer, experts with biases and a bound.
+
+OpenAI, "gpt-oss-120b & gpt-oss-20b Model Card", section 2, arXiv 2508.10925. Weights in 4 bits
+(`quantization_config`) are refused: Transformers writes them out in bf16.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron.hugging_face.config_fields import ConfigFields, rope_settings
+from megatron.hugging_face.families.family import Family, Settings, experts_width
+from megatron.hugging_face.families.llama import LLAMA, gated_settings, projections
+from megatron.hugging_face.families.windows import window_fields, window_settings
+from megatron.hugging_face.rules import Rule, alternating_experts, same
+
+_OURS, _THEIRS = "decoder.layers.{}.", "model.layers.{}."
+_BASE, _GAIN, _BOUND = 150_000.0, 1.702, 7.0
+
+
+def _settings(config: ConfigFields) -> dict[str, Any]:
+    for name in ("router_aux_loss_coef", "output_router_logits", "initial_context_length"):
+        config.take(name, None)
+    config.only("hidden_act", "silu")
+    config.only("attention_bias", True)
+    config.only("swiglu_alpha", _GAIN)
+    if config.take("rope_scaling", None) is None:
+        config.take("rope_parameters")  # without either, theirs is stretched all the same
+    settings = gated_settings(config)
+    topk = config.take("num_experts_per_tok")
+    config.only("experts_per_token", topk)
+    return {
+        **settings,
+        **rope_settings(config, default_base=_BASE),
+        **window_settings(config, [n % 2 == 0 for n in range(settings["num_layers"])]),
+        "untie_embeddings_and_output_weights": not config.take("tie_word_embeddings", False),
+        "add_bias_linear": True,
+        "softmax_type": "learnable",
+        "quick_geglu": True,
+        "glu_linear_offset": 1.0,
+        "activation_func_clamp_value": float(config.take("swiglu_limit", _BOUND)),
+        "num_experts": config.take("num_local_experts"),
+        "moe_router_topk": topk,
+        "moe_ffn_hidden_size": settings["ffn_hidden_size"],
+    }
+
+
+def _fields(settings: Settings) -> dict[str, Any]:
+    fields = LLAMA.fields(settings)
+    del fields["mlp_bias"]
+    return {
+        **fields,
+        **window_fields(settings),
+        "attention_bias": True,
+        "intermediate_size": experts_width(settings),
+        "num_local_experts": settings.get("num_experts") or 1,
+        "num_experts_per_tok": settings.get("moe_router_topk") or 2,
+        "swiglu_limit": settings.get("activation_func_clamp_value"),
+    }
+
+
+def _rules(settings: Settings) -> list[Rule]:
+    attention, theirs = _OURS + "self_attention.", _THEIRS + "self_attn."
+    experts, router = _OURS + "mlp.experts.experts.", _OURS + "mlp.router."
+    count = settings.get("num_experts") or 1
+    found = [rule for rule in LLAMA.rules(settings) if ".mlp." not in rule.ours]
+    found += [
+        projections("bias"),
+        same(attention + "linear_proj.bias", theirs + "o_proj.bias"),
+        same(attention + "core_attention.softmax_offset", theirs + "sinks"),
+        same(_OURS + "pre_mlp_layernorm.weight", _THEIRS + "post_attention_layernorm.weight"),
+    ]
+    for kind in ("weight", "bias"):
+        name = {"weight": "", "bias": "_bias"}[kind]
+        found.append(same(router + kind, f"{_THEIRS}mlp.router.{kind}"))
+        for layer, part, blocks in (
+            ("linear_fc1", "gate_up_proj", 2),
+            ("linear_fc2", "down_proj", 1),
+        ):
+            rule = alternating_experts(
+                f"{experts}{layer}.{kind}",
+                f"{_THEIRS}mlp.experts.{part}{name}",
+                num_experts=count,
+                num_blocks=blocks,
+                is_transposed=kind == "weight",
+            )
+            found.append(rule)
+    return found
+
+
+GPT_OSS = Family("gpt_oss", "GptOssForCausalLM", _settings, _fields, _rules)
