@@ -44,8 +44,8 @@ _NEOX = {
 }  # fmt: skip
 _LATENT = {
     **_SIZES, "num_key_value_heads": 4, "q_lora_rank": 24, "kv_lora_rank": 16,
-    "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 12, "n_routed_experts": 8, "n_shared_experts": 2,
-    "moe_intermediate_size": 32,
+    "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 12, "n_routed_experts": 8,
+    "n_shared_experts": 2, "moe_intermediate_size": 32,
 }  # fmt: skip
 _YARN = {
     "rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 16,
