@@ -7,6 +7,7 @@ a model's files to the loader of checkpoints, which takes from them the slices t
 no pickle is opened.
 """
 
+from megatron.hugging_face.adapter_reading import PeftAdapter, load_adapters, read_adapters
 from megatron.hugging_face.adapters import write_adapters
 from megatron.hugging_face.families import FAMILIES, Family, family_of_config, family_of_settings
 from megatron.hugging_face.model_directory import ModelDirectory, read_model_directory
@@ -18,10 +19,13 @@ __all__ = [
     "Family",
     "ModelContents",
     "ModelDirectory",
+    "PeftAdapter",
     "Written",
     "family_of_config",
     "family_of_settings",
+    "load_adapters",
     "open_model",
+    "read_adapters",
     "read_model_directory",
     "write_adapters",
     "write_model",

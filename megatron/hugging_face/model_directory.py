@@ -52,7 +52,7 @@ def read_model_directory(path: Path) -> ModelDirectory:
             flags=["--load-hf"],
             fix="give the directory that save_pretrained() wrote, or a downloaded snapshot",
         )
-    fields = _read_json(file)
+    fields = read_json(file)
     family = family_of_config(fields, str(file))
     config = ConfigFields(fields, str(file))
     settings = family.settings(config)
@@ -68,7 +68,7 @@ def stored_tensors(path: Path) -> dict[str, StoredView]:
     """
     index = path / INDEX_NAME
     if index.is_file():
-        places = _read_json(index).get("weight_map")
+        places = read_json(index).get("weight_map")
         if not isinstance(places, dict) or not all(isinstance(n, str) for n in places.values()):
             raise _damaged(index, "it has no weight_map from tensors to files")
         names = sorted(set(places.values()))
@@ -85,14 +85,14 @@ def stored_tensors(path: Path) -> dict[str, StoredView]:
     for name in names:
         if name != Path(name).name:
             raise _damaged(index, f"it names the file {name!r}, which has a path in it")
-        found.update(_tensors_of_file(path / name))
+        found.update(tensors_of_file(path / name))
     missing = sorted(set(places or ()) - set(found))
     if missing:
         raise _damaged(index, f"it names {missing[0]!r}, which no file holds")
     return found
 
 
-def _tensors_of_file(path: Path) -> dict[str, StoredView]:
+def tensors_of_file(path: Path) -> dict[str, StoredView]:
     """Read the header of a safetensors file."""
     try:
         # The files of a download cache are links to where their contents are.
@@ -130,7 +130,12 @@ def _view(path: Path, name: str, entry: Any, data: int, size: int) -> StoredView
     return StoredView(storage, dtype, shape, contiguous_stride(shape))
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the object in a file.
+
+    Raises:
+        CheckpointError: it is no JSON object, or too large to be one that belongs here.
+    """
     try:
         if path.stat().st_size > _MOST_JSON_BYTES:
             raise _damaged(path, "it is too large to be what its name says")

@@ -34,6 +34,7 @@ from megatron.training.checkpointing.foreign_state import (
 )
 from megatron.training.checkpointing.global_tier import GlobalTier
 from megatron.training.checkpointing.hugging_face import (
+    load_adapters_together,
     open_together,
     write_adapters_together,
     write_together,
@@ -268,6 +269,11 @@ class Checkpointer:
             if restored is not None:
                 return restored
         if base is not None:
+            if settings.load_adapter is not None and settings.load_hf is not None:
+                load_adapters_together(
+                    Path(settings.load_adapter), Path(settings.load_hf), self.parts, self.peers
+                )
+                self._say(f"  successfully loaded adapters from {settings.load_adapter}")
             return base
         if settings.load_hf is not None:
             return self._load_model(Path(settings.load_hf))

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core.agreement import Peers, agree
+from megatron.core.dist_checkpointing.durable import describe_os_error
 from megatron.core.dist_checkpointing.exchange import as_checkpoint_error
 from megatron.core.dist_checkpointing.loader import open_contents
 from megatron.core.dist_checkpointing.object_store import Place
@@ -14,10 +15,14 @@ from megatron.core.errors import MegatronError
 from megatron.hugging_face import (
     ModelContents,
     Written,
+    load_adapters,
     open_model,
+    read_adapters,
+    read_model_directory,
     write_adapters,
     write_model,
 )
+from megatron.training.checkpointing.run_state import RunParts
 
 
 def open_together(directory: Path, peers: Peers) -> ModelContents:
@@ -75,3 +80,22 @@ def _on_coordinator(peers: Peers, doing: str, action: Callable[[], Any]) -> Any:
             problem = as_checkpoint_error(error, doing)
     agree(problem, peers)
     return peers.broadcast(result)
+
+
+def load_adapters_together(path: Path, base: Path, parts: RunParts, peers: Peers) -> None:
+    """Fill the adapters of a run from a directory of PEFT's. All ranks call it.
+
+    Args:
+        base: the model that they belong to.
+    Raises:
+        CheckpointError: on all ranks, if one cannot read them.
+    """
+    problem: MegatronError | None = None
+    try:
+        adapter = read_adapters(path, read_model_directory(base))
+        load_adapters(adapter, list(parts.model), parts.groups)
+    except OSError as error:
+        problem = describe_os_error(error, path=str(path), doing="reading")
+    except MegatronError as error:
+        problem = error
+    agree(problem, peers)

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron.core.errors import ConfigError, raise_together
-from megatron.hugging_face import read_model_directory
+from megatron.core.errors import ConfigError, MegatronError, raise_together
+from megatron.hugging_face import read_adapters, read_model_directory
 from megatron.training.config.flag import kebab
 
 _FREE = {"max_position_embeddings", "hidden_dropout", "attention_dropout"}
@@ -31,16 +31,7 @@ def model_values(directory: str, given: Mapping[str, Any]) -> dict[str, Any]:
         if values["position_embedding_type"] != "learned_absolute"
         else _FREE - {"max_position_embeddings"}
     )
-    problems = [
-        ConfigError(
-            f"{kebab(name)} {given[name]} is not that of the model in {directory}: {value}.",
-            rule="the weights of a model fit its own shape only",
-            flags=["--load-hf", kebab(name)],
-            fix=f"drop {kebab(name)}",
-        )
-        for name, value in values.items()
-        if name in given and given[name] != value and name not in free
-    ]
+    problems = _contradictions(values, given, free, f"the model in {directory}", "--load-hf")
     if given.get("preset"):
         problems.append(
             ConfigError(
@@ -54,6 +45,45 @@ def model_values(directory: str, given: Mapping[str, Any]) -> dict[str, Any]:
     if "tokenizer_type" not in given and _has_tokenizer(path):
         values |= {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": directory}
     return values
+
+
+def adapter_values(directory: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return field name -> value for the adapter of --load-adapter, beside the model; or nothing.
+
+    Raises:
+        CheckpointError, ConfigError: it cannot be read, is not of this model, or is not the one
+            that the flags describe.
+    """
+    adapter_directory = given.get("load_adapter")
+    if not adapter_directory:
+        return {}
+    adapter = read_adapters(Path(adapter_directory), read_model_directory(Path(directory)))
+    values = {
+        "lora_rank": adapter.rank,
+        "lora_alpha": adapter.alpha,
+        "lora_dropout": adapter.dropout,
+        "lora_target_modules": adapter.targets,
+    }
+    what = f"the adapter in {adapter_directory}"
+    problems = _contradictions(values, given, {"lora_dropout"}, what, "--load-adapter")
+    raise_together(problems, summary=what)
+    return values
+
+
+def _contradictions(
+    values: Mapping[str, Any], given: Mapping[str, Any], free: set[str], what: str, flag: str
+) -> list[MegatronError]:
+    """Return what the command line says otherwise than a directory."""
+    return [
+        ConfigError(
+            f"{kebab(name)} {given[name]} is not that of {what}: {value}.",
+            rule="the weights of a model fit its own shape only",
+            flags=[flag, kebab(name)],
+            fix=f"drop {kebab(name)}",
+        )
+        for name, value in values.items()
+        if name in given and given[name] != value and name not in free
+    ]
 
 
 def _has_tokenizer(path: Path) -> bool:

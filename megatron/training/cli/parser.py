@@ -218,10 +218,10 @@ def _preset_values(name: str, problems: list[MegatronError]) -> dict[str, Any]:
 def _model_values(
     directory: str, given: Mapping[str, Any], problems: list[MegatronError]
 ) -> dict[str, Any]:
-    from megatron.training.cli.hugging_face import model_values
+    from megatron.training.cli.hugging_face import adapter_values, model_values
 
     try:
-        return model_values(directory, given)
+        return model_values(directory, given) | adapter_values(directory, given)
     except MegatronError as problem:
         problems.append(problem)
         return {}

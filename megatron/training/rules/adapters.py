@@ -64,6 +64,19 @@ def adapters_stand_beside_a_trained_model(run: ResolvedRun) -> Iterator[Megatron
 
 
 @rule
+def adapters_of_a_directory_belong_to_a_model(run: ResolvedRun) -> Iterator[MegatronError]:
+    """Their names are those of a Hugging Face model's layers."""
+    if run.load_adapter is not None and run.load_hf is None:
+        yield problem(
+            "--load-adapter without --load-hf.",
+            "an adapter of PEFT's names the layers of the model that it belongs to",
+            "--load-adapter",
+            "--load-hf",
+            fix="add --load-hf DIRECTORY",
+        )
+
+
+@rule
 def exported_adapters_have_a_place(run: ResolvedRun) -> Iterator[MegatronError]:
     """An export is made from a checkpoint of the run, and merged into a Hugging Face model."""
     if run.lora_rank is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -12,12 +13,14 @@ from safetensors.torch import load_file
 from megatron.core.agreement import SingleProcess
 from megatron.core.dist_checkpointing.loader import open_contents
 from megatron.core.errors import ConfigError
+from megatron.hugging_face import read_adapters, read_model_directory
 from megatron.training.cli.parser import parse_command_line
 from megatron.training.resolve import resolve
 from megatron.training.rules import check_run
 from tests.distributed.hugging_face.test_layouts import train
 from tests.harness.tolerances import FP32_AFTER_OPTIMIZER, FP32_REORDERED_SUM, assert_close
 from tests.unit.hugging_face.models import VOCAB, flags_for, saved
+from tools.checkpoint.__main__ import main as convert
 
 LORA = "--lora-rank 4 --lora-alpha 64 --lora-dropout 0.1"
 LAYOUT = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"
@@ -73,6 +76,8 @@ def test_adapters_do_not_depend_on_the_layout_and_peft_computes_the_same(
         )(ids).logits
     assert_close(whole, beside, FP32_REORDERED_SUM, "logits")
     assert (beside - frozen).abs().max() > 0.01
+    # Written with one A for the parts of a layer, it comes back in the rank it was trained with.
+    assert read_adapters(tmp_path / "many", read_model_directory(base)).rank == 4
     places = json.loads((tmp_path / "many" / "adapter_config.json").read_text())["target_modules"]
     assert all(any(place in name for place in places) for name in one)
 
@@ -93,14 +98,77 @@ def test_checkpoints_hold_the_adapters_alone_and_a_run_goes_on_from_them(base, t
     assert {k for k in models if not k.endswith((".adapter.down", ".adapter.up"))} == set(), models
     assert all(key.endswith((".adapter.down", ".adapter.up")) for key in models)
     words = f"{LORA} --load {tmp_path / 'whole-save'} --ckpt-step 2"
+    out = tmp_path / "converted"
+    assert convert(["convert", str(checkpoint), str(out), "--base", str(base)]) == 0
+    middle = load_file(out / "model.safetensors")
+    assert middle.keys() == weights.keys()
+    assert any(not torch.equal(middle[name], weights[name]) for name in weights)
+    whole = ["convert", str(tmp_path / "whole-save"), str(tmp_path / "end"), "--base", str(base)]
+    assert convert(whole) == 0
+    merged = load_file(tmp_path / "end" / "model.safetensors")
+    assert all(torch.equal(merged[name], weights[name]) for name in weights)
+    only = ["convert", str(checkpoint), str(tmp_path / "peft"), "--adapter", "--base", str(base)]
+    assert convert(only) == 0
+    assert read_adapters(tmp_path / "peft", read_model_directory(base)).rank == 4
     losses, again = train(base, tmp_path, "rest", 1, words)
     assert losses == expected[-1:]
     assert all(torch.equal(again[name], weights[name]) for name in weights)
 
 
+@pytest.fixture(scope="module")
+def trained_elsewhere(base, tmp_path_factory):
+    """An adapter of PEFT's, with an A for each projection and none for keys; and the merged."""
+    import peft
+
+    directory = tmp_path_factory.mktemp("peft")
+    model = transformers.AutoModelForCausalLM.from_pretrained(base, attn_implementation="eager")
+    places = ["q_proj", "v_proj", "o_proj", "gate_proj", "up_proj"]
+    config = peft.LoraConfig(r=4, lora_alpha=12, target_modules=places, use_rslora=True)
+    torch.manual_seed(5)
+    model = peft.get_peft_model(model, config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(0, 0.1)
+    model.save_pretrained(directory)
+    return directory, model.merge_and_unload().state_dict()
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_an_adapter_of_peft_is_read_in_any_layout(base, trained_elsewhere, tmp_path):
+    directory, merged = trained_elsewhere
+    read = read_adapters(directory, read_model_directory(base))
+    assert (read.rank, read.targets) == (8, ["linear_qkv", "linear_proj", "linear_fc1"])
+    words = f"{LAYOUT} --load-adapter {directory} --lr 0 --min-lr 0 --train-iters 1"
+    _, found = train(base, tmp_path, "run", 4, words, tp=2, pp=2)
+    before = load_file(base / "model.safetensors")
+    moved = [name for name in found if not torch.equal(found[name], before[name])]
+    assert any("q_proj" in name for name in moved)
+    assert not any("k_proj" in name or "norm" in name for name in moved)
+    for name, tensor in found.items():
+        assert_close(tensor, merged[name], FP32_REORDERED_SUM, name)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "named"),
+    [("use_dora", True, "use_dora"), ("bias", "all", "bias all"), ("r", 0, "r = 0")],
+)
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_what_is_more_than_a_plain_adapter_is_refused(
+    base, trained_elsewhere, field, value, named, tmp_path
+):
+    directory = tmp_path / "odd"
+    shutil.copytree(trained_elsewhere[0], directory)
+    config = directory / "adapter_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {field: value}))
+    with pytest.raises(ConfigError, match=named):
+        check([*flags_for(base), "--load-adapter", str(directory)])
+
+
 @pytest.mark.parametrize(
     ("words", "named"),
     [
+        ("--load-adapter nowhere", "holds no adapter_config.json"),
         ("--lora-rank 0", "--lora-rank 0"),
         ("--lora-rank 4 --lora-dropout 1.0", "--lora-dropout 1.0"),
         ("--lora-rank 4 --save-adapter there", "--save-adapter without --save"),

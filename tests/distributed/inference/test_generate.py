@@ -19,7 +19,14 @@ CONTEXT = 32
 PROMPTS = [[5, 17, 3], [11], [80, 2, 2, 9, 41]]
 
 
-def tiny_gpt(groups, num_chunks=1, sequence_parallel=False, num_query_groups=None, schedule="1f1b"):
+def tiny_gpt(
+    groups,
+    num_chunks=1,
+    sequence_parallel=False,
+    num_query_groups=None,
+    schedule="1f1b",
+    num_experts=None,
+):
     pp, tp = get_pg_size(groups.pp), get_pg_size(groups.tp)
     rng_state().set_seed(42)
     config = TransformerConfig(
@@ -34,6 +41,9 @@ def tiny_gpt(groups, num_chunks=1, sequence_parallel=False, num_query_groups=Non
         sequence_parallel=sequence_parallel,
         context_parallel_size=get_pg_size(groups.cp),
         pipeline_dtype=torch.float32,
+        num_moe_experts=num_experts,
+        expert_model_parallel_size=get_pg_size(groups.ep),
+        moe_token_dispatcher_type="alltoall",
         # Wide enough that the most likely token is not a matter of rounding.
         init_method_std=0.5,
     )
@@ -41,7 +51,7 @@ def tiny_gpt(groups, num_chunks=1, sequence_parallel=False, num_query_groups=Non
     return [
         GPTModel(
             config,
-            get_gpt_layer_local_spec(),
+            get_gpt_layer_local_spec(num_experts=num_experts),
             vocab_size=96,
             max_sequence_length=CONTEXT,
             pre_process=layout.has_embedding(rank, chunk),
@@ -54,10 +64,16 @@ def tiny_gpt(groups, num_chunks=1, sequence_parallel=False, num_query_groups=Non
 
 
 def continue_prompts(
-    groups, sampling, num_chunks=1, sequence_parallel=False, eod=None, schedule="1f1b"
+    groups,
+    sampling,
+    num_chunks=1,
+    sequence_parallel=False,
+    eod=None,
+    schedule="1f1b",
+    num_experts=None,
 ):
     return generate(
-        tiny_gpt(groups, num_chunks, sequence_parallel, schedule=schedule),
+        tiny_gpt(groups, num_chunks, sequence_parallel, None, schedule, num_experts),
         PROMPTS,
         max_new_tokens=8,
         vocab_size=VOCABULARY,
@@ -96,6 +112,16 @@ def test_every_layout_writes_the_same_text(sampling):
         (4, (1, True), {"tp": 2, "cp": 2}),
     ):
         results = run_distributed(continue_prompts, size, sampling, *arguments, **layout)
+        assert results == [serial] * size, layout
+
+
+def test_experts_on_ranks_of_their_own_write_the_same_text():
+    arguments = (Sampling(), 1, False, None, "1f1b", 4)
+    (serial,) = run_distributed(continue_prompts, 1, *arguments)
+    (dense,) = run_distributed(continue_prompts, 1, Sampling())
+    assert serial != dense
+    for size, layout in ((2, {"ep": 2}), (4, {"tp": 2, "ep": 2}), (4, {"pp": 2, "ep": 2})):
+        results = run_distributed(continue_prompts, size, *arguments, **layout)
         assert results == [serial] * size, layout
 
 
