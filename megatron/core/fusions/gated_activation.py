@@ -66,15 +66,24 @@ def gated(packed: Tensor, activation: Activation) -> Tensor:
     Kept for backward: the packed input; on the CPU also act(gate), because forming it again
     there costs more than half of the backward pass.
     """
+    if not torch.is_grad_enabled():
+        activated, up = _halves(packed, activation)
+        return activated.mul_(up)
     return _Gated.apply(packed, activation)
+
+
+def _halves(packed: Tensor, activation: Activation) -> tuple[Tensor, Tensor]:
+    """Return act(gate), new, and up, a view."""
+    gate, up = packed.chunk(2, dim=-1)
+    activated = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
+    activation.forward(gate, activated)
+    return activated, up
 
 
 class _Gated(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, packed: Tensor, activation: Activation) -> Tensor:
-        gate, up = packed.chunk(2, dim=-1)
-        activated = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
-        activation.forward(gate, activated)
+        activated, up = _halves(packed, activation)
         ctx.activation = activation
         keeps = packed.is_cpu and ctx.needs_input_grad[0]
         ctx.save_for_backward(packed, activated if keeps else None)

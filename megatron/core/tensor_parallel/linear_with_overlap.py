@@ -85,11 +85,12 @@ def parallel_linear(x: Tensor, weight: Tensor, bias: Tensor | None, plan: Linear
         as the two modes say, on `plan.group`.
     """
     communicates = plan.communicates
+    if not communicates and not torch.is_grad_enabled():
+        return linear(x, weight, bias)
     writes_main_grad = plan.fuses_main_grad and (
         has_main_grad(weight) or (bias is not None and has_main_grad(bias))
     )
-    splits = writes_main_grad or deferred_gradients.may_wait()
-    if not communicates and not (splits and torch.is_grad_enabled()):
+    if not communicates and not (writes_main_grad or deferred_gradients.may_wait()):
         # Nothing to do beyond torch's own: its C++ autograd is as fast as it gets.
         return linear(x, weight, bias)
     if torch.is_autocast_enabled(x.device.type):

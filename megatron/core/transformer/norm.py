@@ -100,6 +100,8 @@ class RMSNorm(_RowNorm):
     def forward(self, x: Tensor) -> Tensor:
         """Normalise x [..., h]; the result has the dtype and shape of x."""
         if x.device.type == "cpu":
+            if not torch.is_grad_enabled():
+                return _rms_normed(x, self.scale(), self.eps)[0]
             return _RMSNormFunction.apply(x, self.scale(), self.eps)
         (weight,) = self.parameters_like(x)
         return F.rms_norm(x, (self.hidden_size,), weight, self.eps)
@@ -109,6 +111,15 @@ def _weight_gradient(grad: Tensor, x: Tensor, rstd: Tensor) -> Tensor:
     """Return sum over rows of grad * x * rstd, [h]: a product [1, t] @ [t, h] sums in fp32."""
     product = (grad * x).reshape(-1, x.shape[-1])
     return torch.mm(rstd.reshape(1, -1).to(x.dtype), product).view(-1)
+
+
+def _rms_normed(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Return the norm of x [..., h] and what its rows were multiplied by, [..., 1]."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide)
+    rstd = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+    # One rounding to the activations' dtype, at the end.
+    return x.to(wide).mul(rstd).mul_(weight).to(x.dtype), rstd
 
 
 class _RMSNormFunction(torch.autograd.Function):
@@ -122,13 +133,9 @@ class _RMSNormFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        size = x.shape[-1]
-        wide = torch.promote_types(x.dtype, torch.float32)
-        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide)
-        rstd = norm.square_().div_(size).add_(eps).rsqrt_()
+        out, rstd = _rms_normed(x, weight, eps)
         ctx.save_for_backward(x, weight, rstd)
-        # One rounding to the activations' dtype, at the end.
-        return x.to(wide).mul(rstd).mul_(weight).to(x.dtype)
+        return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:

@@ -26,7 +26,10 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Te
         cos, sin: [s, 1, 1, r]; entry i belongs to channel i, so each angle appears twice.
         interleaved: pairs are channels (2i, 2i+1) instead of (i, i + r/2).
     """
-    return _Rotation.apply(x, cos.to(x.dtype), sin.to(x.dtype), interleaved)
+    cos, sin = cos.to(x.dtype), sin.to(x.dtype)
+    if not torch.is_grad_enabled():
+        return _rotated(x, cos, sin, interleaved, 1)
+    return _Rotation.apply(x, cos, sin, interleaved)
 
 
 class _Rotation(torch.autograd.Function):

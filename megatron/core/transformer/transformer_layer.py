@@ -8,6 +8,7 @@ does not depend on the layout.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -180,7 +181,7 @@ class TransformerLayer(GraphableMegatronModule):
         Returns:
             (hidden states of the input's shape, context).
         """
-        with rng_state().at("decoder", self.layer_number, rows=self._rows(hidden_states)):
+        with self._place_of_draws(hidden_states):
             entered = hidden_states
             hidden_states = self._forward_attention(
                 hidden_states,
@@ -205,6 +206,13 @@ class TransformerLayer(GraphableMegatronModule):
         # Layers that predict later tokens count on behind the last one, and do as it does.
         kind = kinds if isinstance(kinds, str) else kinds[min(self.layer_number, len(kinds)) - 1]
         return {"cp_comm_type": kind}
+
+    def _place_of_draws(self, hidden_states: Tensor) -> AbstractContextManager[None]:
+        """Key what is drawn inside by this layer; nothing is drawn in use, but to measure speed."""
+        if not (self.training or self.config.moe_router_force_load_balancing):
+            return nullcontext()
+        rows = self._rows(hidden_states)
+        return rng_state().at("decoder", self.layer_number, rows=rows)
 
     def _rows(self, hidden_states: Tensor) -> SequenceRows:
         """Return which positions of the sequence the local rows are."""
