@@ -5,14 +5,19 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from megatron.core.agreement import SingleProcess
 from megatron.core.dist_checkpointing import save
 from megatron.core.dist_checkpointing.loader import open_contents
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.sharded_state import sharded_state_dict_of
-from megatron.hugging_face import family_of_settings, read_model_directory, write_model
+from megatron.hugging_face import (
+    family_of_settings,
+    open_model,
+    read_model_directory,
+    write_model,
+)
 from megatron.hugging_face.families import family_misfit
 from tests.harness.tolerances import FP32_REORDERED_SUM, assert_close
 from tests.unit.hugging_face.models import (
@@ -67,6 +72,14 @@ def test_the_way_out_gives_the_same_files(case, tmp_path):
         tmp_path / "out", attn_implementation="eager"
     )
     assert torch.equal(again(tokens()).logits, theirs(tokens()).logits)
+
+
+def test_layers_that_predict_later_tokens_are_left_out_with_a_line_that_says_so(tmp_path):
+    saved("deepseek v3", tmp_path)
+    file = tmp_path / "model.safetensors"
+    extra = {"model.layers.4.eh_proj.weight": torch.ones(4, 8)}
+    save_file(load_file(file) | extra, file, {"format": "pt"})
+    assert any("predicts later tokens is left out" in note for note in open_model(tmp_path).notes)
 
 
 @pytest.mark.parametrize("case", CASES)
