@@ -12,6 +12,7 @@ from typing import Any
 from megatron.hugging_face.config_fields import ConfigFields, rope_fields, rope_settings
 from megatron.hugging_face.families.experts import expert_rules
 from megatron.hugging_face.families.family import (
+    PLAIN,
     Family,
     Settings,
     experts_width,
@@ -24,6 +25,11 @@ _OURS, _THEIRS = "decoder.layers.{}.", "model.layers.{}."
 _OF_TRAINING = ("aux_loss_alpha", "seq_aux", "ep_size", "output_router_logits")
 _FOLLOWING = ("head_dim", "qk_head_dim")
 """Written by Transformers beside the widths that they follow from."""
+_WIDTHS = {
+    "q_lora_rank": "q_lora_rank", "kv_lora_rank": "kv_lora_rank", "qk_head_dim": "qk_nope_head_dim",
+    "qk_pos_emb_head_dim": "qk_rope_head_dim", "v_head_dim": "v_head_dim",
+}  # fmt: skip
+"""Our name -> theirs."""
 _LATENT_EPSILON = 1e-6
 """Of the norms of latents, whatever the config says of the others."""
 
@@ -52,11 +58,8 @@ def _common_settings(config: ConfigFields) -> dict[str, Any]:
         "position_embedding_type": "rope",
         "multi_latent_attention": True,
         "qk_layernorm": True,
+        **{here: config.take(there) for here, there in _WIDTHS.items() if here != "q_lora_rank"},
         "q_lora_rank": config.take("q_lora_rank", None),
-        "kv_lora_rank": config.take("kv_lora_rank"),
-        "qk_head_dim": config.take("qk_nope_head_dim"),
-        "qk_pos_emb_head_dim": config.take("qk_rope_head_dim"),
-        "v_head_dim": config.take("v_head_dim"),
         "num_experts": config.take("n_routed_experts"),
         "moe_layer_freq": [int(n >= dense) for n in range(layers)] if dense else 1,
         "moe_ffn_hidden_size": width,
@@ -88,11 +91,7 @@ def _common_fields(settings: Settings) -> dict[str, Any]:
         **rope_fields(settings),
         "num_key_value_heads": settings["num_attention_heads"],
         "attention_bias": False,
-        "q_lora_rank": settings.get("q_lora_rank"),
-        "kv_lora_rank": settings.get("kv_lora_rank"),
-        "qk_nope_head_dim": settings.get("qk_head_dim"),
-        "qk_rope_head_dim": settings.get("qk_pos_emb_head_dim"),
-        "v_head_dim": settings.get("v_head_dim"),
+        **{there: settings.get(here) or PLAIN[here] for here, there in _WIDTHS.items()},
         "n_routed_experts": settings.get("num_experts") or 1,
         "n_shared_experts": (settings.get("moe_shared_expert_intermediate_size") or 0) // width,
         "first_k_dense_replace": layers_with_experts(settings).count(False),
