@@ -33,7 +33,8 @@ _WITHOUT_EFFECT = frozenset({
     "auto_mapping", "base_model_name_or_path", "fan_in_fan_out", "inference_mode",
     "init_lora_weights", "layers_pattern", "layers_to_transform", "peft_version", "revision",
     "target_modules", "exclude_modules", "task_type", "megatron_config", "megatron_core",
-    "runtime_config", "ensure_weight_tying",
+    "runtime_config", "ensure_weight_tying", "qalora_group_size", "loftq_config", "eva_config",
+    "corda_config", "lora_ga_config",
 })  # fmt: skip
 """Fields that the tensors say already, or that matter before training only."""
 

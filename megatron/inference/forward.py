@@ -60,7 +60,7 @@ class CachedModel:
         self.context.materialize_only_last_token_logits = True
         if packs_weights:
             for weight in self._weights():
-                pack(weight)
+                pack(weight, is_for_one_row=max_rows == 1)
         self._rank = get_pg_rank(groups.pp)
         self._placement = Placement(
             get_pg_size(groups.pp), len(self.chunks), placement_shape(self.config.pipeline_schedule)

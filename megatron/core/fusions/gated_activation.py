@@ -74,7 +74,8 @@ def gated(packed: Tensor, activation: Activation) -> Tensor:
 
 def _halves(packed: Tensor, activation: Activation) -> tuple[Tensor, Tensor]:
     """Return act(gate), new, and up, a view."""
-    gate, up = packed.chunk(2, dim=-1)
+    width = packed.shape[-1] // 2
+    gate, up = packed.narrow(-1, 0, width), packed.narrow(-1, width, width)
     activated = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
     activation.forward(gate, activated)
     return activated, up

@@ -101,7 +101,12 @@ class RMSNorm(_RowNorm):
         """Normalise x [..., h]; the result has the dtype and shape of x."""
         if x.device.type == "cpu":
             if not torch.is_grad_enabled():
-                return _rms_normed(x, self.scale(), self.eps)[0]
+                weight = self.scale()
+                if not self.training and x.dtype == weight.dtype == torch.float32:
+                    # Half the time for a row. Not in training: a layer that is computed again
+                    # there must give the same bits with and without gradients.
+                    return F.rms_norm(x, (self.hidden_size,), weight, self.eps)
+                return _rms_normed(x, weight, self.eps)[0]
             return _RMSNormFunction.apply(x, self.scale(), self.eps)
         (weight,) = self.parameters_like(x)
         return F.rms_norm(x, (self.hidden_size,), weight, self.eps)

@@ -56,13 +56,16 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, direction: 
     else:
         whole = out
     torch.mul(x, cos, out=out)
+    width = rotated // 2
     for half in range(2):
         # first' = first cos - second sin;  second' = second cos + first sin
         sign = direction if half else -direction
         if interleaved:
             target, other, angle = out[..., half::2], x[..., 1 - half :: 2], sin[..., half::2]
         else:
-            target = out.chunk(2, -1)[half]
-            other, angle = x.chunk(2, -1)[1 - half], sin.chunk(2, -1)[half]
+            # `narrow` costs a fraction of `chunk`, which shows where a row is all there is.
+            target = out.narrow(-1, half * width, width)
+            other = x.narrow(-1, (1 - half) * width, width)
+            angle = sin.narrow(-1, half * width, width)
         target.addcmul_(other, angle, value=sign)
     return whole

@@ -123,14 +123,14 @@ class StaticInferenceContext:
         first = self.batch_size_offset
         seen = []
         for memory, new in zip(self.key_value_memory_dict[layer], (key, value), strict=True):
-            rows = memory[first : first + b]
+            rows = memory.narrow(0, first, b)
             if self._uniform:
-                rows[:, :, self._num_keys - s : self._num_keys] = new.permute(1, 2, 0, 3)
+                rows.narrow(2, self._num_keys - s, s).copy_(new.permute(1, 2, 0, 3))
             else:
                 flat = memory.view(-1, memory.shape[-1])
                 source = new.permute(1, 2, 0, 3).reshape(-1, memory.shape[-1])
                 flat.index_copy_(0, self._slots_of(g), source)
-            seen.append(rows[:, :, : self._num_keys])
+            seen.append(rows.narrow(2, 0, self._num_keys))
         return seen[0], seen[1]
 
     def _slots_of(self, groups: int) -> Tensor:
