@@ -121,13 +121,14 @@ def test_rows_may_be_at_places_of_their_own(name):
     step([2, 1], 0, [7, 6], [2, 1])
 
 
+@pytest.mark.parametrize("num_rows", [1, 5])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_packed_weights_give_the_same_product_until_they_change(dtype):
+def test_packed_weights_give_the_same_product_until_they_change(dtype, num_rows):
     draw = torch.Generator().manual_seed(6)
     weight, bias = (torch.randn(*shape, generator=draw).to(dtype) for shape in ((24, 16), (24,)))
-    x = torch.randn(1, 5, 16, generator=draw).to(dtype)
+    x = torch.randn(1, num_rows, 16, generator=draw).to(dtype)
     with torch.no_grad():
-        assert pack(weight)
+        assert pack(weight, is_for_one_row=num_rows == 1)
         tolerance = FP32_REORDERED_SUM if dtype == torch.float32 else BF16_ROUNDED_ONCE
         assert_close(linear(x, weight, bias), F.linear(x, weight, bias), tolerance, "product")
         weight.mul_(2)
