@@ -26,7 +26,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.peak_memory import peak_mib
+from benchmarks.peak_memory import status_mib
 from megatron.hugging_face import open_model, write_model
 from megatron.hugging_face.model_directory import CONFIG_NAME, SINGLE_NAME
 from megatron.hugging_face.writing import write_tensors
@@ -90,7 +90,7 @@ def convert(source: Path, target: Path | None) -> dict[str, float]:
     started = time.perf_counter()
     if target is not None:
         write_model(contents, target)
-    return {"seconds": time.perf_counter() - started, "peak": peak_mib()}
+    return {"seconds": time.perf_counter() - started, "peak": status_mib("VmHWM")}
 
 
 def in_fresh_process(source: Path, target: Path | None) -> dict[str, float]:

@@ -197,6 +197,7 @@ def _checkpointer(
         optimizer=optimizer,
         scheduler=scheduler,
         groups=groups or ProcessGroupCollection.current(),
+        weights="all" if getattr(args, "lora_rank", None) is None else "adapters",
         args=vars(args),
     )
     return Checkpointer(CheckpointSettings.from_values(vars(args) | overrides), parts)
