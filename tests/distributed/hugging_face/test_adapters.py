@@ -13,13 +13,17 @@ from safetensors.torch import load_file
 from megatron.core.agreement import SingleProcess
 from megatron.core.dist_checkpointing.loader import open_contents
 from megatron.core.errors import ConfigError
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.low_rank_adapter import add_adapters
 from megatron.hugging_face import read_adapters, read_model_directory
+from megatron.training.checkpointing import load_checkpoint
 from megatron.training.cli.parser import parse_command_line
 from megatron.training.resolve import resolve
 from megatron.training.rules import check_run
+from megatron.training.setup.model import adapter_settings
 from tests.distributed.hugging_face.test_layouts import train
 from tests.harness.tolerances import FP32_AFTER_OPTIMIZER, FP32_REORDERED_SUM, assert_close
-from tests.unit.hugging_face.models import VOCAB, flags_for, saved
+from tests.unit.hugging_face.models import VOCAB, flags_for, our_model, saved
 from tools.checkpoint.__main__ import main as convert
 
 LORA = "--lora-rank 4 --lora-alpha 64 --lora-dropout 0.1"
@@ -147,6 +151,21 @@ def test_an_adapter_of_peft_is_read_in_any_layout(base, trained_elsewhere, tmp_p
     assert not any("k_proj" in name or "norm" in name for name in moved)
     for name, tensor in found.items():
         assert_close(tensor, merged[name], FP32_REORDERED_SUM, name)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_a_model_in_use_takes_its_adapters_from_a_directory(base, trained_elsewhere):
+    groups, words = ProcessGroupCollection.single(), ["--load-adapter", str(trained_elsewhere[0])]
+    run = resolve(parse_command_line([*flags_for(base), *words]).config, world_size=1)
+    model, _ = our_model(base)
+    settings = adapter_settings(run.values)
+    add_adapters(model, settings, groups)
+    load_checkpoint([model], None, None, args=run.namespace(), pg_collection=groups)
+    ids = torch.randint(VOCAB, (2, 16), generator=torch.Generator().manual_seed(8))
+    with torch.no_grad():
+        expected = with_peft(base, trained_elsewhere[0])(ids).logits
+        found = model.eval()(ids, None, None)[..., :VOCAB]
+    assert_close(found, expected, FP32_REORDERED_SUM, "logits")
 
 
 @pytest.mark.parametrize(
