@@ -205,7 +205,7 @@ def rope_fields(settings: Mapping[str, Any]) -> dict[str, Any]:
             "high_freq_factor": 4.0,
             "original_max_position_embeddings": 8192,
         }
-    elif settings["position_embedding_type"] == "yarn" or (
+    elif settings.get("position_embedding_type") == "yarn" or (
         settings.get("multi_latent_attention") and settings.get("rotary_scaling_factor", 1.0) != 1.0
     ):
         fields["rope_scaling"] = _yarn_fields(settings)

@@ -145,7 +145,7 @@ def softmax_scale_of(settings: Settings) -> float | None:
     if settings.get("multi_latent_attention"):
         return None
     given = settings.get("softmax_scale")
-    if given is None and settings["position_embedding_type"] == "yarn":
+    if given is None and settings.get("position_embedding_type") == "yarn":
         factor, strength = (
             settings.get(n) or PLAIN[n] for n in ("rotary_scaling_factor", "mscale")
         )
