@@ -48,6 +48,9 @@ def _settings(config: ConfigFields) -> dict[str, Any]:
 def _fields(settings: Settings) -> dict[str, Any]:
     fields = LLAMA.fields(settings)
     del fields["mlp_bias"]
+    if fields["rope_scaling"] is None:  # which theirs would replace by its own
+        base = fields["rope_theta"]
+        fields["rope_parameters"] = {"rope_type": "default", "rope_theta": base}
     return {
         **fields,
         **window_fields(settings),
