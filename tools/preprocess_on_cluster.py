@@ -24,6 +24,7 @@ ROOT = os.path.abspath(os.path.join(os.path.dirname(os.path.abspath(__file__)), 
 sys.path.append(ROOT)
 
 from megatron.core.capabilities import require
+from megatron.core.datasets.preprocessing.flags import usable_cores
 from megatron.core.errors import ConfigError, MegatronError
 
 
@@ -72,7 +73,9 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--at-once", type=int, default=-1, help="tasks that run at one time")
     parser.add_argument("--python", default=sys.executable, help="interpreter on the machines")
-    parser.add_argument("--cpus-per-task", type=int, default=1, help="SLURM, Ray")
+    parser.add_argument(
+        "--cpus-per-task", type=int, default=1, help="SLURM, Ray; also the workers of a task"
+    )
     parser.add_argument("--mem-per-cpu-gb", type=int, default=2, help="SLURM, Ray")
     parser.add_argument("--partition", help="SLURM")
     parser.add_argument("--time", default="24:00:00", help="SLURM: limit of a task")
@@ -80,6 +83,14 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--env-command", help="SLURM: run before each task, to set up Python")
     parser.add_argument("flags", nargs="+", metavar="-- FLAGS", help="of preprocess_data.py")
     return parser.parse_args(argv)
+
+
+def workers_of(args: argparse.Namespace) -> list[str]:
+    """Return the flag that shares the cores among the tasks of a machine; a later one counts."""
+    if args.executor != "local":
+        return ["--workers", str(args.cpus_per_task)]
+    at_once = args.tasks if args.at_once < 1 else min(args.at_once, args.tasks)
+    return ["--workers", str(max(1, usable_cores() // max(1, at_once)))]
 
 
 def make_executor(args: argparse.Namespace) -> Any:
@@ -104,7 +115,7 @@ def make_executor(args: argparse.Namespace) -> Any:
             flags=["--partition"],
             fix="name one that `sinfo` lists",
         )
-    pipeline = [ShardTask(args.python, args.flags, args.tasks)]
+    pipeline = [ShardTask(args.python, [*workers_of(args), *args.flags], args.tasks)]
     common = {"pipeline": pipeline, "tasks": args.tasks, "logging_dir": args.logging_dir}
     purpose = f"--executor {args.executor}"
     if args.executor == "local":

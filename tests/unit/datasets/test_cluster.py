@@ -114,6 +114,21 @@ def test_a_task_that_fails_fails_the_run_and_says_why(corpus):
     assert "in.jsonl, line 2: not JSON" in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("flags", "workers"),
+    [
+        (["--executor", "slurm", "--tasks", "64", "--cpus-per-task", "8"], "8"),
+        (["--executor", "local", "--tasks", "8", "--at-once", "2"], "6"),
+        (["--executor", "local", "--tasks", "3"], "4"),
+        (["--executor", "local", "--tasks", "50"], "1"),
+    ],
+)
+def test_the_tasks_of_a_machine_share_its_cores(monkeypatch, flags, workers):
+    monkeypatch.setattr(preprocess_on_cluster, "usable_cores", lambda: 12)
+    args = preprocess_on_cluster.parse_args([*flags, "--logging-dir", "x", "--", "--input", "y"])
+    assert preprocess_on_cluster.workers_of(args) == ["--workers", workers]
+
+
 def test_flags_that_the_tasks_decide_are_refused(capsys):
     command = ["--executor", "local", "--tasks", "2", "--logging-dir", "x", "--"]
     assert preprocess_on_cluster.main([*command, "--rank", "1"]) == 1
