@@ -11,7 +11,7 @@ import json
 import os
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from itertools import chain
 from typing import Any
@@ -23,6 +23,10 @@ from megatron.core.errors import ConfigError, DataError
 SMALLEST_VOCABULARY = 32
 """A text tokenizer with fewer entries was loaded from the wrong files: some loaders return an
 almost empty tokenizer instead of an error."""
+
+_PART_CHARACTERS = 1 << 16
+"""Text given to a library at a time: what it makes of it, some hundred bytes a token, stays in the
+caches of a core."""
 
 _PROBE = "The quick brown fox jumps over the lazy dog; 0123456789."
 
@@ -83,9 +87,13 @@ class TextTokenizer(ABC):
 
     def tokenize_flat(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
         """Return the ids of all texts, one after the other, and how many each has (int64)."""
-        lists = self.tokenize_batch(texts)
-        counts = np.fromiter(map(len, lists), np.int64, len(lists))
-        return np.fromiter(chain.from_iterable(lists), np.int32, int(counts.sum())), counts
+        ids, counts = [np.empty(0, np.int32)], [np.empty(0, np.int64)]
+        for part in _in_parts(texts):
+            lists = self.tokenize_batch(part)
+            counts.append(np.fromiter(map(len, lists), np.int64, len(lists)))
+            total = int(counts[-1].sum())
+            ids.append(np.fromiter(chain.from_iterable(lists), np.int32, total))
+        return np.concatenate(ids), np.concatenate(counts)
 
     def load_into_gigatoken(self, library: Any) -> Any | None:
         """Return the same tokenizer as a `gigatoken.Tokenizer`, or None if it has none.
@@ -124,6 +132,20 @@ class TextTokenizer(ABC):
                 fix=f"name it in tokenizer_config.json, or go without {purpose}",
             )
         return number
+
+
+def _in_parts(texts: Sequence[str]) -> Iterator[list[str]]:
+    """Yield texts in order, together until they have `_PART_CHARACTERS`."""
+    part: list[str] = []
+    size = 0
+    for text in texts:
+        part.append(text)
+        size += len(text)
+        if size >= _PART_CHARACTERS:
+            yield part
+            part, size = [], 0
+    if part:
+        yield part
 
 
 def digest_of_file(path: str) -> str:
