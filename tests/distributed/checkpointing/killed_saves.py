@@ -131,7 +131,7 @@ class Saves:
     def run(self, job: Any) -> list[Any]:
         """Run a job on both ranks."""
         arguments = (self.directory, self.iteration, self.settings)
-        return run_distributed(job, RANKS, *arguments, timeout_s=30.0)
+        return run_distributed(job, RANKS, *arguments, timeout_s=90.0)
 
     def count(self, action: Action = Action.COUNT) -> list[Call]:
         """Return the calls of an undisturbed save (or of one with short writes)."""
@@ -250,14 +250,13 @@ def check_all(arguments: argparse.Namespace) -> int:
                     except Exception as error:
                         outcomes["FAILED"] += 1
                         failures.append(f"{name}, {kind} at call {number} ({call}): {error}")
+                        print(failures[-1], flush=True)
                 shown = ", ".join(f"{what}: {n}" for what, n in sorted(outcomes.items()))
                 taken = time.monotonic() - since
                 print(
                     f"  {kind:12}{outcomes.total():5} points {taken:5.0f} s   {shown}", flush=True
                 )
     print(f"{num_points} points, {len(failures)} failed, {time.monotonic() - started_at:.0f} s")
-    for failure in failures:
-        print(failure)
     return int(bool(failures))
 
 
