@@ -23,6 +23,9 @@ class CheckpointConfig:
     """Keep only checkpoints whose step this divides, and the newest."""
     most_recent_k: int | None = None
     """Keep only so many of the newest checkpoints, and what --save-retain-interval keeps."""
+    allowed_save_failures: int = 0
+    """So many saves in a row may fail, for example on a full disk: training goes on and tries again
+    at the next interval. The last save of a run must succeed."""
     ckpt_format: str = flag(
         "torch_dist",
         "--ckpt-format",

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from megatron.core.errors import CheckpointError
 from megatron.training.checkpointing import Checkpointer
 from megatron.training.hooks.base import Hook
+from megatron.training.printing import print_rank_0
 from megatron.training.resilience.progress import RunProgress
 from megatron.training.state import StepResult, StopReason, TrainState
 
@@ -16,7 +18,8 @@ class SaveCheckpoints(Hook):
     every `short_lived_interval` steps in between, a short-lived checkpoint.
 
     An asynchronous save is committed at the step after its bytes are written; the end of the run
-    waits for it.
+    waits for it. Of `allowed_failures` saves in a row it is only told that they failed: earlier
+    checkpoints are intact, and the next interval tries again. The one at the end must succeed.
     """
 
     def __init__(
@@ -25,44 +28,78 @@ class SaveCheckpoints(Hook):
         interval: int | None,
         progress: RunProgress,
         short_lived_interval: int | None = None,
+        allowed_failures: int = 0,
     ) -> None:
         self.checkpointer = checkpointer
         self.interval = interval
         self.progress = progress
         self.short_lived_interval = short_lived_interval
+        self.allowed_failures = allowed_failures
+        self._num_failures = 0
+        self._began_at: int | None = None
         self._last_saved: int | None = None
         self._has_ended = False
 
     def before_training(self, state: TrainState) -> TrainState:
         """Claim the directory, so that a second run in it ends at once."""
         self.checkpointer.claim()
-        self._last_saved = state.iteration
+        self._began_at = self._last_saved = state.iteration
         return state
 
     def after_step(self, state: TrainState, result: StepResult) -> TrainState:
         """Commit what the background has written, and save when it is time."""
-        self.checkpointer.after_step()
+        self._attempt("committing a checkpoint", self.checkpointer.after_step)
         if self._last_saved is not None and not self.checkpointer.has_save_in_flight:
             self.progress.last_good_checkpoint = self._last_saved or None
         if self.interval is not None and state.iteration % self.interval == 0:
-            self._save(state)
+            self._finish_earlier()
+            self._attempt("saving a checkpoint", lambda: self._save(state))
         elif self.short_lived_interval and state.iteration % self.short_lived_interval == 0:
-            with self.progress.at("saving a short-lived checkpoint"):
-                self.checkpointer.save_short_lived(state)
+            self._attempt(
+                "saving a short-lived checkpoint",
+                lambda: self.checkpointer.save_short_lived(state),
+            )
         return state
 
     def after_training(self, state: TrainState, stop: StopReason) -> TrainState:
         """Save the end of the run, for whatever reason it ended."""
-        if state.iteration != self._last_saved:
-            self._save(state)
-        self.checkpointer.finish()
+        self._finish_earlier()
+        with self.progress.at("saving a checkpoint"):
+            if state.iteration != self._last_saved:
+                self._save(state)
+            self.checkpointer.finish()
         self._has_ended = True
         return state
 
+    def _finish_earlier(self) -> None:
+        """Commit what is in flight, so that its failure is not taken for that of the next save."""
+        if self.checkpointer.has_save_in_flight:
+            self._attempt("committing a checkpoint", self.checkpointer.finish)
+
+    def _attempt(self, doing: str, function: Callable[[], None]) -> None:
+        """Call a collective of the checkpointer, whose errors all ranks raise alike."""
+        outer, committed = self.progress.where, self.checkpointer.last_committed
+        try:
+            with self.progress.at(doing):
+                function()
+        except CheckpointError as error:
+            self._num_failures += 1
+            if self._num_failures > self.allowed_failures:
+                raise
+            self.progress.where = outer
+            newest = self.checkpointer.last_committed
+            self._last_saved = self._began_at if newest is None else newest
+            print_rank_0(
+                f"WARNING: {doing} failed, and training goes on: failure {self._num_failures} of "
+                f"{self.allowed_failures} in a row that --allowed-save-failures lets pass\n{error}"
+            )
+            return
+        if self.checkpointer.last_committed != committed:
+            self._num_failures = 0
+
     def _save(self, state: TrainState) -> None:
-        with self.progress.at("saving a checkpoint"):
-            self.checkpointer.save(state)
-            self._last_saved = state.iteration
+        self.checkpointer.save(state)
+        self._last_saved = state.iteration
         if not self.checkpointer.has_save_in_flight:
             self.progress.last_good_checkpoint = state.iteration
 

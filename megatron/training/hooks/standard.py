@@ -84,6 +84,7 @@ def standard_hooks(
                 run.save_interval,
                 progress,
                 short_lived_interval=run.non_persistent_save_interval,
+                allowed_failures=run.allowed_save_failures,
             )
         )
         if run.save_hf is not None:

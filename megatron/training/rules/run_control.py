@@ -26,6 +26,13 @@ def checkpoints_have_a_place(run: ResolvedRun) -> Iterator[MegatronError]:
         if value is not None and value < 1:
             yield problem(f"{kebab(name)} {value}.", "it is a positive number", kebab(name),
                           fix=f"drop {kebab(name)}")  # fmt: skip
+    if run.allowed_save_failures < 0:
+        yield problem(
+            f"--allowed-save-failures {run.allowed_save_failures}.",
+            "it counts failures in a row that a run survives",
+            "--allowed-save-failures",
+            fix="use 0 to end at the first one",
+        )
     if run.save_hf is not None and run.save is None:
         yield problem(
             "--save-hf without --save.",

@@ -120,6 +120,8 @@ def check_pairs(
             found = checkpoint_digest(again / CHECKPOINT)
             table.compare(kind, found == digests[source], f"{source} -> {wanted}")
             shutil.rmtree(again)
+        print(f"{name} to {wanted}: {len(sources)} pairs", flush=True)
+        table.show()
 
 
 def check_further_steps(every: list[Layout], model: Model, root: Path, table: Table) -> float:
@@ -164,7 +166,6 @@ def check_dense(every: list[Layout], root: Path, table: Table, involving: str) -
     for is_tied in (True, False):
         model, where = Model(is_tied=is_tied), root / ("tied" if is_tied else "untied")
         check_pairs(every, model, where, table, involving)
-        table.show()
         worst = max(worst, check_further_steps(every, model, where, table))
         table.show()
     check_untying(every, root, table)
@@ -183,13 +184,16 @@ def main() -> int:
     arguments = parser.parse_args()
     every, started_at = layouts(arguments.max_ranks, tuple(arguments.stages)), time.monotonic()
     every = layouts_around(every, arguments.involving, arguments.others)
-    table, worst, with_experts = Table(), 0.0, expert_layouts(arguments.max_ranks)
+    with_experts = expert_layouts(arguments.max_ranks)
+    with_experts = layouts_around(with_experts, arguments.involving, arguments.others)
+    table, worst = Table(), 0.0
     with tempfile.TemporaryDirectory() as name:
         root = Path(name)
         if not arguments.experts_only:
             worst = check_dense(every, root, table, arguments.involving)
         if not arguments.dense_only:
-            check_pairs(with_experts, Model(experts=4), root / "experts", table)
+            model, where = Model(experts=4), root / "experts"
+            check_pairs(with_experts, model, where, table, arguments.involving)
             print(f"{len(with_experts)} layouts with experts")
     print(f"{time.monotonic() - started_at:.0f} s")
     table.show()
