@@ -232,9 +232,8 @@ def time_steps(candidates: Candidates, turns: int) -> None:
 
 def watch_memory(candidates: Candidates, num_saves: int) -> None:
     """Print what asynchronous saves add to the memory of each rank, over the rank's bytes."""
-    fill = torch.zeros(1)
-    for _ in range(2100):
-        dist.all_reduce(fill)
+    for _ in range(700):  # three collectives each, or more
+        dist.all_gather_object([None] * candidates.size, None)
     candidates.begin_clean()
     base, sizes = resident_bytes(), []
     for _ in range(num_saves):

@@ -33,7 +33,7 @@ from megatron.core.dist_checkpointing.shard_file import (
 )
 from megatron.core.dist_checkpointing.shard_reader import ShardReader
 from megatron.core.dist_checkpointing.typed_json import dump_bytes
-from megatron.core.dist_checkpointing.work_threads import threads_beside_this
+from megatron.core.dist_checkpointing.work_threads import threads_per_rank
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ def write_whole_tensors(
                 [(key + describe_box(_whole(tensors[key])), tensors[key].produce())
                  for key in keys],
                 {"format": "pt", "checkpoint": final.name, "run": run},
-                threads_beside_this(),
+                threads_per_rank(),
             )  # fmt: skip
             files[name] = ManifestFile.of(stored)
             for key, shard in zip(keys, stored.shards, strict=True):

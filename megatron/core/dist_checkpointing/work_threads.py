@@ -18,7 +18,10 @@ MOST_THREADS = 4
 
 
 def threads_per_rank() -> int:
-    """Return how many threads a rank may use: its share of the cores, at most `MOST_THREADS`."""
+    """Return how many threads a rank may use: its share of the cores, at most `MOST_THREADS`.
+
+    Also beside a thread that writes: it needs a third of the time of a hash, and waits for the disk.
+    """
     if hasattr(os, "sched_getaffinity"):
         num_cores = len(os.sched_getaffinity(0))
     else:
@@ -26,11 +29,6 @@ def threads_per_rank() -> int:
     ranks = os.environ.get("LOCAL_WORLD_SIZE", "1")
     num_ranks = int(ranks) if ranks.isascii() and ranks.isdigit() else 1
     return max(1, min(MOST_THREADS, num_cores // max(1, num_ranks)))
-
-
-def threads_beside_this() -> int:
-    """Return how many threads may help the calling one: it needs a core for itself."""
-    return max(1, threads_per_rank() - 1)
 
 
 class WorkThreads:
