@@ -4,9 +4,10 @@
         [--million-parameters 64] [--turns 5] [--directory DIR] [--megatron PYTHON] [--saves 50]
 
 Ranks hold rows of weights and of two Adam moments in fp32. In every turn each candidate comes once,
-and another one begins each time. Times are wall time of the slowest rank and processor time of all.
-A ratio is the median of the turns' own ratios, with the lowest and the highest: a disk that is slow
-for a while is so for both sides of it. The ratio of the medians stands beside it.
+in another order each time: who comes next finds memory and disk as the one before left them. Times
+are wall time of the slowest rank and processor time of all. A ratio is the median of the turns' own
+ratios, with the lowest and the highest: a disk that is slow for a while is so for both sides of it.
+The ratio of the medians stands beside it.
 
 save    until the bytes are on the disk. Before each, all that was written is removed and the disk
         is synced, and as much memory is touched and given back as the save needs: on a virtual
@@ -27,6 +28,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import random
 import shutil
 import socket
 import statistics
@@ -76,17 +78,16 @@ class Contest:
         self.processor: dict[str, list[float]] = {}
 
     def run(self, ways: dict[str, Way], prepare: Callable[[str], None]) -> None:
-        """Let each way run once a turn; another begins each time.
+        """Let each way run once a turn, in an order that differs from turn to turn.
 
         Args:
             ways: what to time. One that returns a function has it called afterwards, untimed; one
                 that returns a pair has timed itself (wall and processor seconds).
             prepare: called with the way's name before it.
         """
-        names = list(ways)
-        for turn in range(self.turns):
-            for place in range(len(names)):
-                name = names[(turn + place) % len(names)]
+        shuffler = random.Random(1)  # the same orders on all ranks
+        for _ in range(self.turns):
+            for name in shuffler.sample(list(ways), len(ways)):
                 prepare(name)
                 self._time(name, ways[name])
 

@@ -20,7 +20,7 @@ MOST_THREADS = 4
 def threads_per_rank() -> int:
     """Return how many threads a rank may use: its share of the cores, at most `MOST_THREADS`.
 
-    Also beside a thread that writes: it needs a third of the time of a hash, and waits for the disk.
+    Also beside a thread that writes: writing takes half the time of hashing, and waits for disks.
     """
     if hasattr(os, "sched_getaffinity"):
         num_cores = len(os.sched_getaffinity(0))
