@@ -16,9 +16,9 @@ from megatron.core.dist_checkpointing.saver import SaveInProgress
 from megatron.core.dist_checkpointing.snapshot import SnapshotBuffer
 from megatron.core.errors import CheckpointError
 
-NICENESS = 15
-"""Where cores are scarce, training computes and the writer takes what is left. On Linux a thread of
-this niceness gets 3 % of a core that another wants whole; two of a rank write and hash."""
+NICENESS = 12
+"""Where cores are scarce, training computes and the writer takes what is left: on Linux a thread of
+this niceness gets 6 % of a core that another wants whole."""
 
 _BUFFER = SnapshotBuffer()
 _IN_FLIGHT: AsyncSave | None = None

@@ -107,7 +107,7 @@ class SaveInProgress:
         """Write this rank's file. Local: may run in a thread; a failure is kept for `finish`.
 
         Args:
-            num_threads: how many hash beside the writing one; one disturbs training least.
+            num_threads: how many hash, with the writing one; one disturbs training least.
         """
         try:
             if self.pieces:

@@ -47,6 +47,8 @@ others write or read. Of what every Python has it is also the fastest, before BL
 equal; and one hash, that of the manifest, pins a whole checkpoint against substitution."""
 _WRITEBACK_BYTES = 16 << 20
 """The disk is set to work each time so much has been written."""
+_PIECE_BYTES = 1 << 20
+"""What is hashed and then written at once; the cache of a core holds it."""
 _INLINE_BYTES = 64 << 10
 """A smaller block is hashed at once: handing it to a thread would take as long."""
 _START_WRITING = 2
@@ -191,29 +193,31 @@ def write_shards(
     sink: Sink,
     num_threads: int,
 ) -> StoredFile:
-    """Pass the bytes of a shard file to `sink`, block by block, while threads hash them.
+    """Pass the bytes of a shard file to `sink`, and hash them on the way.
+
+    This thread hashes what it writes, a piece that fits into the cache at a time: the copy into the
+    page cache then finds it there. Other threads hash whole blocks ahead of it.
 
     Args:
         tensors: (name, tensor) in `storage_order`; on any device, of any strides. One that is
             not contiguous on the CPU is copied there, at most two at a time.
         metadata: text facts for the file's header.
         sink: finished while hashing may still go on.
-        num_threads: how many hash.
+        num_threads: how many hash, with this one.
     """
     header = build_header([(n, dtype_name(t.dtype), tuple(t.shape)) for n, t in tensors], metadata)
     placed: list[tuple[str, int, int, list[Future[str]]]] = []
     copied: list[Future[str]] = []
     position = len(header)
-    with WorkThreads(num_threads) as threads:
+    with WorkThreads(num_threads - 1) as threads:
+        hashing = _Hashing(threads, num_threads - 1, sink)
         sink.write(header)
         for name, tensor in tensors:
             on_host = tensor.detach().to("cpu").contiguous()
             data = as_bytes(on_host)
             hashes = []
             for begin in range(0, len(data), BLOCK_BYTES):
-                block = data[begin : begin + BLOCK_BYTES]
-                hashes.append(_start_hash(threads, block))
-                sink.write(block)
+                hashes.append(hashing.write(data[begin : begin + BLOCK_BYTES]))
             placed.append((name, position, len(data), hashes))
             position += len(data)
             if on_host.data_ptr() != tensor.data_ptr():
@@ -227,12 +231,30 @@ def write_shards(
     return StoredFile(file_name, position, len(header), hash_of(header), tuple(shards))
 
 
-def _start_hash(threads: WorkThreads, block: memoryview) -> Future[str]:
-    if len(block) >= _INLINE_BYTES:
-        return threads.start(hash_of, block)
-    done: Future[str] = Future()
-    done.set_result(hash_of(block))
-    return done
+class _Hashing:
+    """Writes blocks in order; each is hashed here, or by a helper that has nothing left to do."""
+
+    def __init__(self, threads: WorkThreads, num_helpers: int, sink: Sink) -> None:
+        self._threads, self._sink = threads, sink
+        # One block in work and one in waiting keep a helper busy.
+        self._helped: list[Future[str] | None] = [None] * (2 * num_helpers)
+
+    def write(self, block: memoryview) -> Future[str]:
+        """Write a block and return what will be its hash."""
+        if len(block) >= _INLINE_BYTES:
+            for place, earlier in enumerate(self._helped):
+                if earlier is None or earlier.done():
+                    found: Future[str] = self._threads.start(hash_of, block)
+                    self._helped[place] = found
+                    self._sink.write(block)
+                    return found
+        state, done = hashlib.new(HASH_NAME), Future[str]()
+        for begin in range(0, len(block), _PIECE_BYTES):
+            piece = block[begin : begin + _PIECE_BYTES]
+            state.update(piece)
+            self._sink.write(piece)
+        done.set_result(state.hexdigest())
+        return done
 
 
 def _start_writeback(descriptor: int, begin: int, num_bytes: int) -> None:

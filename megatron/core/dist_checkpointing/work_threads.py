@@ -18,10 +18,7 @@ MOST_THREADS = 4
 
 
 def threads_per_rank() -> int:
-    """Return how many threads a rank may use: its share of the cores, at most `MOST_THREADS`.
-
-    Also beside a thread that writes: writing takes half the time of hashing, and waits for disks.
-    """
+    """Return how many threads a rank may use: its share of the cores, at most `MOST_THREADS`."""
     if hasattr(os, "sched_getaffinity"):
         num_cores = len(os.sched_getaffinity(0))
     else:
