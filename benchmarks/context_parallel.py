@@ -4,8 +4,8 @@ One attention (four heads of width 32, causal, fp32), forward and backward, of 8
 one rank, and on two ranks that share it. Each rank has one thread, so that two ranks have twice the
 processor. The figure is the time of one rank over half of the time of one process: 1.0 is ideal.
 What the machine itself allows is the line of two processes that know nothing of each other, each
-with half of the heads. Beside the time stands the processor time of the slowest rank; what is missing
-in it was waited for. Best of five. Takes about half a minute on two quiet cores.
+with half of the heads. Beside the time stands the processor time of the slowest rank; what it
+lacks was waited for. Best of five. Takes about half a minute on two quiet cores.
 """
 
 from __future__ import annotations
