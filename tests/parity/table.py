@@ -1,7 +1,7 @@
 """Print how far every layout is from one process: `python -m tests.parity.table`.
 
 For each model (GPT-2-like and Llama-like, tied and untied, without and with dropout) and each
-layout it trains 5 steps on the same weights and data, and compares the loss of every step, every
+layout it trains 5 steps (or `--steps`) on the same weights and data, and compares the loss of every step, every
 gradient of the first and last step, the gradient norm of every step, and all weights at the end.
 Exits with status 1 if any error exceeds its named tolerance.
 """
@@ -89,8 +89,8 @@ def every_model_in(
     return lambda max_ranks: [(m, layout) for m in models for layout in layouts(max_ranks)]
 
 
-def print_table(cases: Sequence[Case]) -> int:
-    """Train every case and print its errors, under a heading for each model.
+def print_table(cases: Sequence[Case], num_steps: int = NUM_STEPS) -> int:
+    """Train every case so many steps and print its errors, under a heading for each model.
 
     Returns:
         The exit status: 1 if a case failed, or an error exceeds its tolerance.
@@ -102,7 +102,7 @@ def print_table(cases: Sequence[Case]) -> int:
         print(f"\n{model}\n{'layout':<{width}}{FIGURES}", flush=True)
         for _, layout in of_model:
             try:
-                errors = errors_of(layout, model)
+                errors = errors_of(layout, model, num_steps)
             except Exception:
                 failures.append(f"{model} | {layout}: {traceback.format_exc(limit=-1)}")
                 print(f"{layout!s:<{width}}  FAILED", flush=True)
@@ -125,6 +125,7 @@ def run_command(title: str, cases_up_to: Mapping[str, CasesUpTo], default: str =
     )
     parser.add_argument("--max-ranks", type=int, default=8, help="largest world size")
     parser.add_argument("--stage", type=int, choices=(0, 1, 2, 3), help="only this sharding stage")
+    parser.add_argument("--steps", type=int, default=NUM_STEPS, help="optimizer steps of a case")
     options = parser.parse_args()
     cases = [
         (model, layout)
@@ -133,7 +134,7 @@ def run_command(title: str, cases_up_to: Mapping[str, CasesUpTo], default: str =
     ]
     if not cases:
         parser.error("no case is left of these layouts and models")
-    return print_table(cases)
+    return print_table(cases, options.steps)
 
 
 CASES = {
