@@ -1,8 +1,9 @@
 """Print how far every layout is from one process: `python -m tests.parity.table`.
 
 For each model (GPT-2-like and Llama-like, tied and untied, without and with dropout) and each
-layout it trains 5 steps (or `--steps`) on the same weights and data, and compares the loss of every step, every
-gradient of the first and last step, the gradient norm of every step, and all weights at the end.
+layout it trains 5 steps (or `--steps`) on the same weights and data, and compares the loss of every
+step, every gradient of the first and last step, the gradient norm of every step, and all weights at
+the end.
 Exits with status 1 if any error exceeds its named tolerance.
 """
 
