@@ -180,9 +180,15 @@ class MoEAlltoAllTokenDispatcher(_Dispatcher):
             back = plan.send_back(summed, self.ep, meanwhile)
             return sum_by_token(back, token, num_tokens)
 
-        weights = bring(probs[token, expert])
-        rows = bring(tokens.index_select(0, token), meanwhile)
-        return Dispatched(rows, weights, plan.num_rows, combine)
+        weights: list[Tensor] = []
+
+        def beside_rows() -> None:
+            weights.append(bring(probs[token, expert]))
+            if meanwhile is not None:
+                meanwhile()
+
+        rows = bring(tokens.index_select(0, token), beside_rows)
+        return Dispatched(rows, weights[0], plan.num_rows, combine)
 
 
 @dataclass(frozen=True)
