@@ -93,9 +93,10 @@ class ReadableMemory:
                     peers.arrival(index, self._words[index]).wait()
 
     def discard(self, values: Tensor) -> None:
-        """Give the memory of `values`, whole pages, back to the system; they read as zero."""
-        begin = values.data_ptr() - self._address
-        self._memory.madvise(mmap.MADV_REMOVE, begin, whole_pages(values.nbytes))
+        """Give the memory of `values`, whole pages, back to the system (Linux): they are zero."""
+        if sys.platform == "linux":
+            begin = values.data_ptr() - self._address
+            self._memory.madvise(mmap.MADV_REMOVE, begin, whole_pages(values.nbytes))
 
     def peers(self, group: dist.ProcessGroup) -> PeerMemory | None:
         """Return the same memory of the other ranks of `group`; None where it cannot be read.
