@@ -6,7 +6,8 @@ r"""Tokens per second of greedy generation, against `generate` of Transformers, 
 A Llama of random weights is saved by Transformers and loaded from its directory. The two take
 turns in one process and on the same threads, every prompt of a batch has the same length, both
 write the same number of tokens, prefill included, and they must write the same ones. The
-median of the turns counts; it exits with status 1 if the tokens differ.
+median of the turns counts; it exits with status 1 if the tokens differ. Reading all weights once
+is the floor of a step, whatever the batch.
 """
 
 from __future__ import annotations
@@ -64,6 +65,21 @@ def our_model(directory: Path, options: argparse.Namespace) -> Any:
     return open_session(model_provider, lambda parser: parser).model
 
 
+def floor_of(model: Any) -> float:
+    """Return the seconds that it takes to read all weights once: no step can be faster.
+
+    The embedding is read by the head, which shares it.
+    """
+    weights = [p.detach() for chunk in model for p in chunk.parameters() if p.dim() > 1]
+    seconds = []
+    for _ in range(4):
+        begin = time.perf_counter()
+        for weight in weights:
+            weight.sum()
+        seconds.append(time.perf_counter() - begin)
+    return min(seconds)
+
+
 def main() -> int:
     """Measure and print; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
@@ -83,7 +99,11 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         theirs = their_model(Path(folder), options)
         ours = our_model(Path(folder), options)
-    print(f"{options.dtype}, {torch.get_num_threads()} thread(s), prompt {options.prompt_tokens}")
+    floor = floor_of(ours)
+    print(
+        f"{options.dtype}, {torch.get_num_threads()} thread(s), prompt {options.prompt_tokens}, "
+        f"{options.new_tokens} new tokens; reading the weights takes {1e3 * floor:.1f} ms"
+    )
     is_equal = True
     for batch in options.batches:
         generator = torch.Generator().manual_seed(batch)
@@ -123,12 +143,14 @@ def main() -> int:
                 if turn:  # the first does not count
                     times[name].append(time.perf_counter() - begin)
         rates = {n: batch * options.new_tokens / statistics.median(t) for n, t in times.items()}
+        step = statistics.median(times["ours"]) / options.new_tokens
         same = sum(a == b for a, b in zip(written["ours"], written["theirs"], strict=True))
         is_equal &= same == batch
         print(
             f"batch {batch}: Transformers {rates['theirs']:.1f} tokens/s, "
             f"Lattice {rates['ours']:.1f} tokens/s, {rates['ours'] / rates['theirs']:.2f}x; "
-            f"{same} of {batch} rows equal",
+            f"{same} of {batch} rows equal; {1e3 * step:.1f} ms a step with its share of the"
+            f" prompt, {step / floor:.1f} times reading the weights",
             flush=True,
         )
     return 0 if is_equal else 1
