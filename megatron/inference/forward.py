@@ -79,7 +79,7 @@ class CachedModel:
             if getattr(chunk, "post_process", False) and chunk.output_layer.weight is None:
                 yield chunk.shared_embedding_or_output_weight()
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def next_tokens(
         self,
         rows: Sequence[Sequence[int]],

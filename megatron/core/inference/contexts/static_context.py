@@ -177,6 +177,7 @@ class StaticInferenceContext:
         last = torch.tensor(self._lengths, device=hidden_states.device) - 1
         return hidden_states[last, rows].unsqueeze(0)
 
+    @torch.inference_mode()  # the memory may have been taken in that mode
     def move_row(self, source: int, target: int, length: int) -> None:
         """Copy the first `length` places of a row over another row, in all layers."""
         for memories in self.key_value_memory_dict.values():
