@@ -183,12 +183,19 @@ def _tensors(
                 ours = ours.unflatten(1, (group.rule.num_blocks, -1)).transpose(1, 2).flatten(1, 2)
                 ours = ours.transpose(1, 2) if group.rule.is_transposed else ours
                 yield ours.to(dtype or ours.dtype).contiguous()
+                del ours
                 continue
             if group.rule.num_experts is not None:
                 ours = ours.flatten(0, 1)
             if merge is not None:
                 ours = merge.merged(group.ours, ours)
             for index, shape in enumerate(group.shapes):
+                whole = _one_run(group, index, shape)
+                if whole is not None:
+                    part = ours.narrow(0, whole.place, whole.length)
+                    yield part.to(dtype or part.dtype)
+                    del part
+                    continue
                 by_rows = shape[::-1] if group.rule.is_transposed else shape
                 theirs = torch.empty(by_rows, dtype=ours.dtype)
                 for rows in group.rows:
@@ -198,6 +205,15 @@ def _tensors(
                 if group.rule.is_transposed:
                     theirs = theirs.t()
                 yield theirs.to(dtype or theirs.dtype).contiguous()
+                del theirs
+            del ours  # before the next one is read
+
+
+def _one_run(group: Group, index: int, shape: tuple[int, ...]) -> Rows | None:
+    """Return where a tensor of theirs lies in ours as it is; None if it is made of pieces."""
+    runs = [rows for rows in group.rows if rows.source == index]
+    is_whole = len(runs) == 1 and runs[0].begin == 0 and runs[0].length == shape[0]
+    return runs[0] if is_whole and not group.rule.is_transposed else None
 
 
 def _write_weights(

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -64,7 +64,7 @@ class LinearPlan:
     overlaps: bool = True
     """Hide the input-gradient collective behind the weight-gradient GEMM."""
 
-    @property
+    @cached_property
     def communicates(self) -> bool:
         """Whether any collective happens."""
         return get_pg_size(self.group) > 1 and (

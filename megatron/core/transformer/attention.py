@@ -158,6 +158,19 @@ class Attention(MegatronModule):
         """Turn queries and keys by the angles that the model gives its layers."""
         return query, key
 
+    def turned_heads(
+        self,
+        hidden_states: Tensor,
+        key_value_states: Tensor | None,
+        positions: Tensor | None,
+        angles: tuple[Any, Tensor | None, Tensor | None],
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Project, and turn by `angles`, their cosine and sine; see the two functions above."""
+        query, key, value = self.get_query_key_value_tensors(
+            hidden_states, key_value_states, positions
+        )
+        return *self.add_positions(query, key, *angles), value
+
     def forward(
         self,
         hidden_states: Tensor,
@@ -187,10 +200,12 @@ class Attention(MegatronModule):
             (output of the input's shape, bias [h] that is still to be added, or None).
         """
         context = inference_context if inference_context is not None else inference_params
-        query, key, value = self.get_query_key_value_tensors(
-            hidden_states, key_value_states, None if context is None else context.positions
+        query, key, value = self.turned_heads(
+            hidden_states,
+            key_value_states,
+            None if context is None else context.positions,
+            (rotary_pos_emb, rotary_pos_cos, rotary_pos_sin),
         )
-        query, key = self.add_positions(query, key, rotary_pos_emb, rotary_pos_cos, rotary_pos_sin)
         if context is not None:
             keys, values = context.store(self.layer_number, key, value)
             if not context.is_fresh:
@@ -288,6 +303,33 @@ class SelfAttention(Attention):
         if self.k_layernorm is not None:
             key = self.k_layernorm(key)
         return query, key, value
+
+    def turned_heads(
+        self,
+        hidden_states: Tensor,
+        key_value_states: Tensor | None,
+        positions: Tensor | None,
+        angles: tuple[Any, Tensor | None, Tensor | None],
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Project and turn; without gradients queries and keys of a group turn in one go."""
+        _, cos, sin = angles
+        has_norms = self.q_layernorm is not None or self.k_layernorm is not None
+        in_parts = has_norms or not self.uses_rotary
+        shares_group = get_pg_size(self.pg_collection.tp) > (self.config.num_query_groups or 1)
+        if torch.is_grad_enabled() or in_parts or shares_group or cos is None or sin is None:
+            return super().turned_heads(hidden_states, key_value_states, positions, angles)
+        packed, _ = self.linear_qkv(hidden_states)
+        s, b, _ = packed.shape
+        d, r = self.hidden_size_per_attention_head, self.queries_per_group
+        grouped = packed.view(s, b, -1, r + 2, d)
+        turned = rotate(
+            grouped.narrow(3, 0, r + 1),
+            cos.unsqueeze(2),
+            sin.unsqueeze(2),
+            self.config.rotary_interleaved,
+        )
+        query = turned.narrow(3, 0, r).reshape(s, b, -1, d)
+        return query, turned.select(3, r), grouped.select(3, r + 1)
 
     def _unpack(self, packed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Cut the rows of the projection into query, key and value heads."""

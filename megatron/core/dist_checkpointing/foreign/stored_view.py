@@ -22,6 +22,7 @@ from megatron.core.dist_checkpointing.durable import (
     read_exactly,
 )
 from megatron.core.dist_checkpointing.flat_ranges import Box
+from megatron.core.dist_checkpointing.shard_file import as_bytes
 
 SLAB_BYTES = 32 << 20
 """Most bytes held at once while a box is read."""
@@ -135,6 +136,13 @@ class ViewReader:
 
     def _read(self, view: StoredView, into: Tensor) -> None:
         item = view.dtype.itemsize
+        if _is_same_memory(view, into):
+            # Nothing to rearrange: the file's bytes are the tensor's.
+            memory = as_bytes(into)
+            position = view.storage.begin + view.offset * item
+            read_exactly(self.descriptor(view.storage.path), memory, position, view.storage.path)
+            self.bytes_read += len(memory)
+            return
         extent = sum((n - 1) * s for n, s in zip(view.shape, view.stride, strict=True)) + 1
         if extent * item > SLAB_BYTES and into.numel() > 1:
             # Halve along the axis that spans most bytes.
@@ -172,6 +180,12 @@ class ViewReader:
                 fix="use another checkpoint; check the storage",
             )
         self._verified.add(storage)
+
+
+def _is_same_memory(view: StoredView, into: Tensor) -> bool:
+    """Whether the bytes of a view, as they are stored, are those of a tensor in memory."""
+    is_plain = not view.storage.is_swapped and view.is_contiguous
+    return is_plain and into.is_contiguous() and into.is_cpu and into.dtype == view.dtype
 
 
 def _swapped(data: Tensor, dtype: torch.dtype) -> Tensor:
