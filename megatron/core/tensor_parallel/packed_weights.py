@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-MAX_ROWS = 64
-"""With more rows the rearranging no longer matters."""
+MAX_ROWS = 256
+"""Up to here it was measured: with 256 rows a product takes 0.78 of its time as it is."""
 _ROWS_MEANT = 16
 """What oneDNN is told: 8 and 32 cost a tenth to a third more at 8 rows, 1 costs two thirds more."""
 _DTYPES = (torch.float32, torch.bfloat16)
