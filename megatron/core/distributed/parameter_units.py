@@ -43,7 +43,9 @@ class ParameterUnits:
         """Buckets of each unit: one per dtype."""
         for number, unit in enumerate(units):
             sharded = [p for p in unit.parameters if p in places]
-            self._places.append(sorted({places[p] for p in sharded}, key=lambda place: place[1]))
+            # In the order of the parameters, not of a set: ranks start their gathers in one order.
+            found = dict.fromkeys(places[p] for p in sharded)
+            self._places.append(sorted(found, key=lambda place: place[1]))
             self._unit_of |= dict.fromkeys(sharded, number)
         self._last = len(units) - 1
         self._install_hooks(units)
