@@ -6,6 +6,7 @@ is complete, so that a file under its final name is never half-written.
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import io
 import mmap
@@ -35,10 +36,40 @@ class TokenReader(Protocol):
 def mapped(path: str) -> np.ndarray:
     """Map a file: uint8, read-only. A plain array, as slices of a numpy.memmap are slow."""
     with open(path, "rb") as file:
+        size = os.fstat(file.fileno()).st_size
         # An empty file cannot be mapped, and a corpus without tokens is a valid pair.
-        if not os.fstat(file.fileno()).st_size:
-            return np.empty(0, np.uint8)
-        return np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
+        return np.asarray(_Mapping(file.fileno(), size, path)) if size else np.empty(0, np.uint8)
+
+
+_system = ctypes.CDLL(None, use_errno=True)
+_map, _unmap = _system.mmap, _system.munmap
+_map.restype = ctypes.c_void_p
+_map.argtypes = (
+    ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64,
+)  # fmt: skip
+_unmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+_FAILED = ctypes.c_void_p(-1).value
+
+
+class _Mapping:
+    """A file in memory. `mmap.mmap` would keep a descriptor: ten thousand corpora need more of
+    them than a process may have.
+    """
+
+    def __init__(self, descriptor: int, size: int, path: str) -> None:
+        address = _map(None, size, mmap.PROT_READ, mmap.MAP_SHARED, descriptor, 0)
+        if address == _FAILED:
+            code = ctypes.get_errno()
+            raise OSError(code, os.strerror(code), path)
+        self._place = address, size
+        # An array made from this holds on to it; True: read-only.
+        self.__array_interface__ = {
+            "data": (address, True), "shape": (size,), "typestr": "|u1", "version": 3,
+        }  # fmt: skip
+
+    def __del__(self) -> None:
+        if hasattr(self, "_place"):
+            _unmap(*self._place)
 
 
 class MappedTokens:

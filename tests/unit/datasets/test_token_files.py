@@ -331,3 +331,22 @@ def test_opening_a_corpus_does_not_load_torch():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["False", "False"]
+
+
+def test_more_corpora_can_be_open_than_files(tmp_path):
+    prefix = write(str(tmp_path / "corpus"))
+    code = f"""
+import gc, resource
+from megatron.core.datasets.indexed_dataset import IndexedDataset
+resource.setrlimit(resource.RLIMIT_NOFILE, (60, 60))
+views = [IndexedDataset({prefix!r})[0] for _ in range(100)]
+gc.collect()
+assert all((view == views[0]).all() and not view.flags.writeable for view in views)
+maps = lambda: open("/proc/self/maps").read().count("corpus.")
+held = maps()
+del views
+gc.collect()
+print(held, maps())
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "100 0\n"
