@@ -11,7 +11,7 @@ import errno
 import io
 import mmap
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import BinaryIO, Protocol
 
@@ -67,9 +67,10 @@ class _Mapping:
             "data": (address, True), "shape": (size,), "typestr": "|u1", "version": 3,
         }  # fmt: skip
 
-    def __del__(self) -> None:
+    def __del__(self, unmap: Callable[[int, int], object] = _unmap) -> None:
+        # Bound above: the names of this file may be gone when an interpreter ends.
         if hasattr(self, "_place"):
-            _unmap(*self._place)
+            unmap(*self._place)
 
 
 class MappedTokens:
