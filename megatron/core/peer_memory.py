@@ -22,6 +22,7 @@ import mmap
 import os
 import sys
 import weakref
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -37,16 +38,20 @@ MAX_STEPS = 8
 class ReadableMemory:
     """Flat memory of this rank, zero at first, which ranks of the same machine can read."""
 
-    def __init__(self, num_bytes: int, num_words: int) -> None:
+    def __init__(
+        self, num_bytes: int, num_words: int, *, reserve: Callable[[int], int] | None = None
+    ) -> None:
         """
         Args:
             num_bytes: of the values.
             num_words: pieces of communication that are told apart.
+            reserve: opens a file of so many zero bytes, which then backs the values instead of
+                memory: see `read_ahead` and `let_go`.
         """
         self.num_words = num_words
         self._start = whole_pages(16 * num_words)
         self._length = self._start + whole_pages(num_bytes)
-        self._file = _file_in_memory(self._length)
+        self._file = _file_in_memory(self._length) if reserve is None else reserve(self._length)
         self._memory = mmap.mmap(-1 if self._file is None else self._file, self._length)
         if self._file is not None:
             weakref.finalize(self, os.close, self._file)
@@ -92,11 +97,23 @@ class ReadableMemory:
                 for index in range(self.num_words):
                     peers.arrival(index, self._words[index]).wait()
 
+    def read_ahead(self, values: Tensor) -> None:
+        """Let the system begin to read `values` from the file."""
+        self._advise(values, mmap.MADV_WILLNEED)
+
+    def let_go(self, values: Tensor) -> None:
+        """Take `values` out of this process's memory; they stay in the file."""
+        self._advise(values, mmap.MADV_DONTNEED)
+
+    def _advise(self, values: Tensor, advice: int) -> None:
+        place = values.data_ptr() - self._address
+        first = place - place % mmap.PAGESIZE
+        self._memory.madvise(advice, first, whole_pages(place + values.nbytes - first))
+
     def discard(self, values: Tensor) -> None:
         """Give the memory of `values`, whole pages, back to the system (Linux): they are zero."""
         if sys.platform == "linux":
-            begin = values.data_ptr() - self._address
-            self._memory.madvise(mmap.MADV_REMOVE, begin, whole_pages(values.nbytes))
+            self._advise(values, mmap.MADV_REMOVE)
 
     def peers(self, group: dist.ProcessGroup) -> PeerMemory | None:
         """Return the same memory of the other ranks of `group`; None where it cannot be read.

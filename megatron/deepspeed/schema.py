@@ -87,10 +87,13 @@ _OFFLOAD_PARAM: Schema = {
     "device": text(
         "none",
         ("none", "cpu", "nvme"),
-        refused="drop offload_param: stage 3 keeps 1/N of the parameters on each rank, and"
-        " offload_optimizer takes the larger part of the state away",
+        refused_values={
+            "cpu": "drop offload_param: stage 3 keeps 1/N of the parameters on each rank, and"
+            " offload_optimizer takes the larger part of the state away; or write \"nvme\" and"
+            " nvme_path"
+        },
     ),
-    "nvme_path": text(no_effect=_STAGE3),
+    "nvme_path": text(),
     "pin_memory": switch(True, no_effect=_STAGE3),
     "buffer_count": count(5, no_effect=_STAGE3),
     "buffer_size": count(100_000_000, no_effect=_STAGE3),

@@ -140,6 +140,7 @@ class DistributedDataParallel(nn.Module):
                 buffer = ShardedGradientBuffer(parameters, **options)
             else:
                 options |= {"bucket_numel": None, "units": [unit_of[p] for _, p in parameters]}
+                options["offload_path"] = self.ddp_config.param_offload_path
                 buffer = ShardedParameterBuffer(parameters, model=self.module, **options)
             for index, parameter in enumerate(buffer.parameters):
                 self._param_index[parameter] = (buffer, index)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from megatron.core.config_base import check_all
+from megatron.core.device import device_type
 from megatron.core.errors import ConfigError, MegatronError
 
 COMPRESSIONS = ("none", "bf16", "int8", "powersgd")
@@ -66,6 +67,9 @@ class DistributedDataParallelConfig:
     """Rank of the matrices of "powersgd"."""
     grad_compression_warmup: int = 0
     """Reductions of each bucket that are not compressed yet."""
+    param_offload_path: str | None = None
+    """Directory on a local disk: the own shards of parameters lie in a file there, read ahead of
+    use. For "optim_grads_params" on a CPU."""
     fp8_param_gather: bool = False
     """Not supported: gather parameters in fp8."""
     fp4_param_gather: bool = False
@@ -114,6 +118,19 @@ def _check_overlap(config: DistributedDataParallelConfig) -> list[MegatronError]
                 rule="instances are copies of sharded optimizer state",
                 flags=["--num-distributed-optimizer-instances", "--use-distributed-optimizer"],
                 fix="add --use-distributed-optimizer",
+            )
+        )
+    if config.param_offload_path is not None and (
+        not config.shards_parameters or device_type() != "cpu"
+    ):
+        problems.append(
+            ConfigError(
+                f"param_offload_path={config.param_offload_path!r} with"
+                f" {config.data_parallel_sharding_strategy} on {device_type()}.",
+                rule="the file holds shards of parameters, which CPU ranks gather from it",
+                flags=["--param-offload-path", "--data-parallel-sharding-strategy"],
+                fix="use --data-parallel-sharding-strategy optim_grads_params on CPU ranks, or"
+                " --optimizer-offload-path, which takes the larger part of the state away",
             )
         )
     return problems

@@ -13,19 +13,24 @@ read by mistake does not crash.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from megatron.core.agreement import agree
 from megatron.core.distributed.bucketed_buffer import Bucket
 from megatron.core.distributed.communication import Transfer, gather_parameters
 from megatron.core.distributed.sharded_gradient_buffer import ShardedGradientBuffer
 from megatron.core.distributed.sharding_arithmetic import Piece
+from megatron.core.errors import ConfigError, MegatronError
 from megatron.core.initialization import fill_deferred_weights, without_memory
+from megatron.core.offload.file_columns import reserve_file
 from megatron.core.offload.lent_memory import LentTensor, MemoryLender
 from megatron.core.param_meta import accumulate_main_grad
+from megatron.core.peer_memory import ReadableMemory
 
 _GATHER_TAGS = 1 << 15
 """Added to a bucket's tag: gathers travel beside reductions."""
@@ -41,12 +46,20 @@ class ShardedParameterBuffer(ShardedGradientBuffer):
     max_in_flight = 1
 
     def __init__(
-        self, parameters: Sequence[tuple[str, nn.Parameter]], *, model: nn.Module, **options: Any
+        self,
+        parameters: Sequence[tuple[str, nn.Parameter]],
+        *,
+        model: nn.Module,
+        offload_path: str | None = None,
+        **options: Any,
     ) -> None:
         """
         Args:
             parameters: in the order of their units.
             model: asked for initial values of parameters that have no memory yet.
+            offload_path: a directory, for a file in which the own shards lie.
+        Raises:
+            ConfigError: on all ranks, if one of them cannot have the file.
         """
         super().__init__(parameters, **options)
         self._lender = MemoryLender(self.device)
@@ -64,12 +77,36 @@ class ShardedParameterBuffer(ShardedGradientBuffer):
         self._arriving: dict[int, Transfer] = {}
         lengths = [end - begin for begin, end in self._ranges]
         dtype = self.parameters[0].dtype
-        shards, self._value_memory = self._readable_zeros(sum(lengths), dtype)
+        self._is_offloaded = offload_path is not None
+        if offload_path is None:
+            shards, self._value_memory = self._readable_zeros(sum(lengths), dtype)
+        else:
+            shards = self._zeros_in_file(offload_path, sum(lengths), dtype)
         self.shards = list(shards.split(lengths))
         for bucket in self.buckets:
             self._shard(bucket, model)
         for parameter, place in zip(self.parameters, self._no_gradient, strict=True):
             _show_gradient(parameter, place)
+
+    def _zeros_in_file(self, directory: str, numel: int, dtype: torch.dtype) -> Tensor:
+        problem: MegatronError | None = None
+        memory = None
+        reserve = partial(reserve_file, directory, flag="--param-offload-path")
+        try:
+            memory = ReadableMemory(numel * dtype.itemsize, self.plan.num_buckets, reserve=reserve)
+        except ConfigError as error:
+            problem = error
+        for group in (self.mesh.shard, self.mesh.replicate):
+            if group is not None:
+                try:
+                    agree(problem, group)
+                except MegatronError as error:
+                    problem = error  # for those on the other axis, too
+        if problem is not None:
+            raise problem
+        assert memory is not None
+        self._value_memory = memory
+        return memory.tensor(dtype, 0, numel)
 
     def _collect_values(self) -> None:
         """Nothing: values are gathered unit by unit."""
@@ -110,6 +147,7 @@ class ShardedParameterBuffer(ShardedGradientBuffer):
         whole = self._wholes[number].tensor
         with torch.no_grad():
             self._wholes[number].fill()
+            self._read_neighbours_ahead(number)
             self._arriving[number] = gather_parameters(
                 whole,
                 self.mesh,
@@ -118,12 +156,25 @@ class ShardedParameterBuffer(ShardedGradientBuffer):
                 place=self._place(self._value_memory, number),
             )
 
+    def _read_neighbours_ahead(self, number: int) -> None:
+        """Let the disk read what is gathered next, in a forward or in a backward pass."""
+        if self._is_offloaded and self._value_memory is not None:
+            for neighbour in {number - 1, number + 1} & set(range(len(self.buckets))):
+                self._value_memory.read_ahead(self.shards[neighbour])
+
+    def _let_go_of_shards(self, numbers: Iterable[int]) -> None:
+        """Leave own shards to the file."""
+        if self._is_offloaded and self._value_memory is not None:
+            for number in numbers:
+                self._value_memory.let_go(self.shards[number])
+
     def gather(self, number: int) -> None:
         """Make a bucket's parameters whole."""
         if self._is_whole[number]:
             return
         self.start_gather(number)
         self._arriving.pop(number).finish()
+        self._let_go_of_shards([number])
         for parameter, view in self._views[number]:
             parameter.data = view
         self._is_whole[number] = True
@@ -165,6 +216,7 @@ class ShardedParameterBuffer(ShardedGradientBuffer):
     def begin_step(self) -> None:
         """Declare the gradients of the last step void; no memory is written."""
         super().begin_step()
+        self._let_go_of_shards(range(len(self.buckets)))
         for parameter, place in zip(self.parameters, self._no_gradient, strict=True):
             _show_gradient(parameter, place)
         self.release_all()

@@ -57,7 +57,7 @@ class FileColumns:
             self._offsets.append(total)
             total += -(-size * num_blocks // PAGE_BYTES) * PAGE_BYTES
         self.num_bytes = total
-        self._file = _reserve(Path(directory), total)
+        self._file = reserve_file(directory, total, flag="--optimizer-offload-path")
         self._map: mmap.mmap | None = None
         self._buffers = [
             [
@@ -159,8 +159,13 @@ class FileColumns:
                 view, offset = view[count:], offset + count
 
 
-def _reserve(directory: Path, num_bytes: int) -> int:
-    """Open a nameless file with `num_bytes` reserved on the disk of `directory`."""
+def reserve_file(directory: str | os.PathLike[str], num_bytes: int, *, flag: str) -> int:
+    """Open a nameless file with `num_bytes` reserved on the disk of `directory`.
+
+    Raises:
+        ConfigError: the directory is missing or not writable, or the disk is too full.
+    """
+    directory = Path(directory)
     try:
         file, name = tempfile.mkstemp(dir=directory, prefix="offload-")
         os.unlink(name)
@@ -168,7 +173,7 @@ def _reserve(directory: Path, num_bytes: int) -> int:
         raise ConfigError(
             f"offloaded state cannot be kept in {directory}: {error.strerror or error}.",
             rule="the directory exists on every node and can be written to",
-            flags=["--optimizer-offload-path"],
+            flags=[flag],
             fix="create it, or name a directory on a local disk",
         ) from None
     try:
@@ -186,7 +191,7 @@ def _reserve(directory: Path, num_bytes: int) -> int:
             f" which has {_free_bytes(directory) / 2**20:,.0f} MiB free"
             f" ({error.strerror or error}).",
             rule="the space for all state is reserved before training starts",
-            flags=["--optimizer-offload-path"],
+            flags=[flag],
             fix="free space, name another disk, lower --optimizer-offload-fraction, or shard"
             " with --use-distributed-optimizer",
         ) from None

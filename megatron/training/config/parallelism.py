@@ -155,6 +155,9 @@ class ReplicationConfig:
     """What is sharded over replicas: nothing, optimizer state (ZeRO-1), also gradients (ZeRO-2),
     also parameters (ZeRO-3). Default optim_grads_params with --use-megatron-fsdp, optim with
     --use-distributed-optimizer, else no_shard."""
+    param_offload_path: str | None = None
+    """Directory on a local disk: with optim_grads_params, keep the own shards of parameters in a
+    file there, read ahead of use. For CPU ranks."""
     outer_dp_sharding_strategy: str = flag(
         "no_shard",
         choices=("no_shard", "optim"),

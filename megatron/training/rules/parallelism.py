@@ -206,6 +206,36 @@ def torch_shards_alone(run: ResolvedRun) -> Iterator[MegatronError]:
 
 
 @rule
+def parameters_in_a_file(run: ResolvedRun) -> Iterator[MegatronError]:
+    """Shards of parameters may lie in a file; whole parameters may not."""
+    path = run.param_offload_path
+    if path is None:
+        return
+    if run.data_parallel_sharding_strategy != "optim_grads_params":
+        yield problem(
+            f"--param-offload-path with {run.data_parallel_sharding_strategy}.",
+            "the file holds the own shards of parameters, which are gathered from it",
+            "--param-offload-path",
+            "--data-parallel-sharding-strategy",
+            fix="add --data-parallel-sharding-strategy optim_grads_params",
+        )
+    if device_type() != "cpu":
+        yield problem(
+            f"--param-offload-path on {device_type()}.",
+            "shards in a file are gathered by CPU ranks",
+            "--param-offload-path",
+            fix="use --optimizer-offload-path, which takes the larger part of the state away",
+        )
+    if not (Path(path).is_dir() and os.access(path, os.W_OK)):
+        yield problem(
+            f"--param-offload-path {path} is no directory that can be written to.",
+            "the directory exists on every node",
+            "--param-offload-path",
+            fix=f"mkdir -p {path}",
+        )
+
+
+@rule
 def copies_of_sharded_state(run: ResolvedRun) -> Iterator[MegatronError]:
     """Instances of the distributed optimizer share the replicas evenly."""
     instances, dp = run.num_distributed_optimizer_instances, run.data_parallel_size

@@ -36,6 +36,7 @@ def data_parallel_config(settings: Mapping[str, Any]) -> DistributedDataParallel
         overlap_grad_reduce=settings["overlap_grad_reduce"],
         overlap_param_gather=settings["overlap_param_gather"],
         data_parallel_sharding_strategy=settings["data_parallel_sharding_strategy"],
+        param_offload_path=settings["param_offload_path"],
         num_distributed_optimizer_instances=settings["num_distributed_optimizer_instances"],
         bucket_size=settings["ddp_bucket_size"],
         num_buckets=settings["ddp_num_buckets"],
