@@ -164,19 +164,24 @@ def _take(
     value, wrong = _converted(value, key)
     if wrong:
         problems.append(_wrong(path, value, wrong))
-    elif key.refused and value != key.default and not _is_off(value):
+    elif (fix := _refusal(value, key)) and value != key.default and not _is_off(value):
         problems.append(
             ConfigError(
                 f"{path}: {json.dumps(value, default=str)} is not supported.",
                 rule="a known key either acts, or is named as one without effect, or is refused",
                 flags=[path],
-                fix=key.refused,
+                fix=fix,
             )
         )
     elif key.no_effect:
         found.without_effect[path] = key.no_effect
     elif not key.refused:
         found.given[path] = value
+
+
+def _refusal(value: Any, key: Key) -> str:
+    """Return what to use instead of a value, if it is refused."""
+    return key.refused_values.get(value, key.refused) if key.refused_values else key.refused
 
 
 def _is_off(value: Any) -> bool:
@@ -322,8 +327,6 @@ def _contradictions(found: ReadSettings) -> list[MegatronError]:
             problems.append(ConfigError(what, rule=rule, flags=flags, fix=fix))
 
     stage = found["zero_optimization.stage"]
-    offload = found["zero_optimization.offload_optimizer.device"]
-    path = found["zero_optimization.offload_optimizer.nvme_path"]
     require(
         not (found["fp16.enabled"] and found["bf16.enabled"]),
         "fp16.enabled and bf16.enabled are both true.",
@@ -338,19 +341,28 @@ def _contradictions(found: ReadSettings) -> list[MegatronError]:
         ["torch_autocast.enabled", "fp16.enabled", "bf16.enabled"],
         "keep bf16",
     )
+    for section in ("zero_optimization.offload_optimizer", "zero_optimization.offload_param"):
+        in_file, path = found[f"{section}.device"] == "nvme", found[f"{section}.nvme_path"]
+        require(
+            not in_file or bool(path),
+            f'{section}.device: "nvme" without nvme_path.',
+            "state lies in a file in that directory",
+            [f"{section}.nvme_path"],
+            'write "nvme_path": "/local_nvme"',
+        )
+        require(
+            not in_file or not path or Path(path).is_dir(),
+            f"{section}.nvme_path: there is no directory {path!r}.",
+            "state lies in a file in that directory",
+            [f"{section}.nvme_path"],
+            "create it on a local disk, or name another one",
+        )
     require(
-        offload != "nvme" or bool(path),
-        'zero_optimization.offload_optimizer.device: "nvme" without nvme_path.',
-        "state lies in a file in that directory",
-        ["zero_optimization.offload_optimizer.nvme_path"],
-        'write "nvme_path": "/local_nvme"',
-    )
-    require(
-        offload != "nvme" or not path or Path(path).is_dir(),
-        f"zero_optimization.offload_optimizer.nvme_path: there is no directory {path!r}.",
-        "state lies in a file in that directory",
-        ["zero_optimization.offload_optimizer.nvme_path"],
-        "create it on a local disk, or name another one",
+        found["zero_optimization.offload_param.device"] in (None, "none") or stage == 3,
+        f"zero_optimization.offload_param at stage {stage}.",
+        "only stage 3 has shards of parameters, which can lie in a file",
+        ["zero_optimization.offload_param.device", "zero_optimization.stage"],
+        'use "stage": 3, or drop offload_param',
     )
     require(
         found["zero_optimization.mics_shard_size"] <= 0 or stage >= 1,

@@ -7,7 +7,7 @@ that a refused key has by default is accepted: it asks for nothing.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Union
 
 AUTO = "auto"
@@ -31,6 +31,8 @@ class Key:
     """Why nothing follows from it here; empty: it acts."""
     refused: str = ""
     """What to use instead; any value but the default is refused."""
+    refused_values: Mapping[Any, str] = field(default_factory=dict)
+    """What to use instead of single values."""
 
 
 Schema = Mapping[str, Union[Key, "Schema"]]
@@ -89,7 +91,7 @@ _OFFLOAD_PARAM: Schema = {
         ("none", "cpu", "nvme"),
         refused_values={
             "cpu": "drop offload_param: stage 3 keeps 1/N of the parameters on each rank, and"
-            " offload_optimizer takes the larger part of the state away; or write \"nvme\" and"
+            ' offload_optimizer takes the larger part of the state away; or write "nvme" and'
             " nvme_path"
         },
     ),

@@ -174,6 +174,9 @@ def data_parallel_config(settings: EngineSettings) -> DistributedDataParallelCon
         grad_reduce_in_fp32=read["data_types.grad_accum_dtype"] in (None, "fp32"),
         data_parallel_sharding_strategy=SHARDING_STRATEGIES[settings.stage],
         num_distributed_optimizer_instances=settings.num_instances,
+        param_offload_path=read["zero_optimization.offload_param.nvme_path"]
+        if read["zero_optimization.offload_param.device"] == "nvme"
+        else None,
         bucket_size=read.given.get("zero_optimization.reduce_bucket_size"),
         grad_compression=compression,
     )

@@ -123,6 +123,8 @@ def _values(
         values["use_distributed_optimizer"] = True
         if settings.num_instances > 1:
             values["num_distributed_optimizer_instances"] = settings.num_instances
+        if replication.param_offload_path is not None:
+            values["param_offload_path"] = replication.param_offload_path
     if settings.overlaps_reduction:
         values["overlap_grad_reduce"] = True
     if replication.bucket_size is not None:

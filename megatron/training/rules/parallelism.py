@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from pathlib import Path
 
+from megatron.core.device import device_type
 from megatron.core.errors import MegatronError, TopologyError
 from megatron.core.pipeline_parallel.layout import V_SCHEDULES
 from megatron.core.pipeline_parallel.programs import SPLIT_SCHEDULES

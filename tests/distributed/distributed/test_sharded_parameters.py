@@ -1,7 +1,11 @@
 """ZeRO-3: parameters are whole only while their unit computes, and no result changes."""
 
 import dataclasses
+import mmap
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
+import pytest
 import torch
 
 from megatron.core.distributed import (
@@ -9,6 +13,7 @@ from megatron.core.distributed import (
     DistributedDataParallelConfig,
     finalize_model_grads,
 )
+from megatron.core.errors import ConfigError
 from megatron.core.initialization import has_memory, parameters_without_memory
 from megatron.core.rng import rng_state
 from megatron.training.metrics.params_norm import params_norm
@@ -20,7 +25,7 @@ from tests.parity.training_case import build_chunks, global_batch, transformer_c
 LAYOUT, GPT2 = LayoutCase(dp=2), ModelCase("gpt2", True, 0.1)
 
 
-def build(groups, model=GPT2, stage="optim_grads_params", **settings):
+def build(groups, model=GPT2, stage="optim_grads_params", offload_path=None, **settings):
     """Return a wrapped model of 12 layers; `settings` change its config."""
     rng_state().set_seed(7)
     config = transformer_config(LAYOUT, model)
@@ -28,7 +33,9 @@ def build(groups, model=GPT2, stage="optim_grads_params", **settings):
         config = dataclasses.replace(config, **settings)
     with parameters_without_memory():
         (chunk,) = build_chunks(config, model, LAYOUT, groups)
-    ddp_config = DistributedDataParallelConfig(data_parallel_sharding_strategy=stage)
+    ddp_config = DistributedDataParallelConfig(
+        data_parallel_sharding_strategy=stage, param_offload_path=offload_path
+    )
     return DistributedDataParallel(config, ddp_config, chunk, pg_collection=groups)
 
 
@@ -197,3 +204,51 @@ def test_a_frozen_layer_stays_whole_and_trains_the_others(groups):
             assert has_memory(frozen.detach()) and not bool(frozen.isnan().any())
             assert 4 not in {int(n.split(".")[2]) for n, _ in gradients(ddp) if "layers" in n}
     assert_close(results[1], results[0], EXACT, "loss")
+
+
+def resident_bytes_of_files():
+    """Return what of the files of shards is in this process's memory."""
+    lines = Path("/proc/self/smaps").read_text().splitlines()
+    return sum(
+        int(lines[number + 3].split()[1]) * 1024
+        for number, line in enumerate(lines)
+        if "/offload-" in line and lines[number + 3].startswith("Rss:")
+    )
+
+
+@distributed(world_size=2)
+def test_shards_in_a_file_give_the_same_bits_and_leave_memory(groups):
+    with TemporaryDirectory() as directory:
+        plain, in_file = build(groups), build(groups, offload_path=directory)
+        for _ in range(3):
+            assert_close(step(in_file, groups), step(plain, groups), EXACT, "loss")
+            expected = gradients(plain)
+            for place, gradient in gradients(in_file).items():
+                assert_close(gradient, expected[place], EXACT, str(place))
+            for ddp in (plain, in_file):
+                for span in ddp.spans():
+                    for shard in span.shards:
+                        shard.values.detach().sub_(shard.gradient, alpha=0.1)
+        assert resident_bytes_of_files() > sum(s.nbytes for s in in_file.gradient_buffers[0].shards)
+        in_file.zero_grad_buffer()
+        assert resident_bytes_of_files() <= mmap.PAGESIZE  # the words
+        weights = in_file.state_dict()
+        for name, weight in plain.state_dict().items():
+            if isinstance(weight, torch.Tensor):
+                assert_close(weights[name], weight, EXACT, name)
+        assert not list(Path(directory).iterdir())
+
+
+@distributed(world_size=2)
+def test_a_rank_without_its_directory_stops_all(groups):
+    with TemporaryDirectory() as directory:
+        nowhere = f"{directory}/nowhere"
+        with pytest.raises(ConfigError, match="rank 1.*nowhere"):
+            build(groups, offload_path=nowhere if groups.dp.rank() == 1 else directory)
+
+
+def test_only_shards_of_parameters_lie_in_a_file():
+    with pytest.raises(ConfigError, match="param_offload_path='there' with optim_grads on cpu"):
+        DistributedDataParallelConfig(
+            data_parallel_sharding_strategy="optim_grads", param_offload_path="there"
+        )

@@ -58,6 +58,18 @@ def test_nvme_needs_its_directory(tmp_path):
     assert config.optimizer_offload_path == str(tmp_path)
 
 
+def test_parameters_go_to_a_file_at_stage_3(tmp_path):
+    text = (FILES / "zero3_offload_parameters.json").read_text()
+    mine = tmp_path / "ds.json"
+    offload = f'"offload_param": {{"device": "nvme", "nvme_path": "{tmp_path}"'
+    mine.write_text(text.replace('"offload_param": {"device": "cpu"', offload))
+    settings = engine_settings(mine, replicas=REPLICAS)
+    assert data_parallel_config(settings).param_offload_path == str(tmp_path)
+    mine.write_text(mine.read_text().replace('"stage": 3', '"stage": 2'))
+    with pytest.raises(ConfigError, match="offload_param at stage 2"):
+        engine_settings(mine, replicas=REPLICAS)
+
+
 def test_auto_is_resolved_and_reported():
     settings = load("zero3_all_auto.json", model_dtype=torch.bfloat16)
     assert settings.dtype == torch.bfloat16
