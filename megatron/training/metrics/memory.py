@@ -233,7 +233,7 @@ def estimate_memory(
         if not settings["cross_entropy_loss_fusion"]:
             logits = tokens * size.vocab_size / tp * (per.weight + 4)
     return MemoryEstimate(
-        weights=weights * per.weight,
+        weights=0.0 if rung == 3 and settings.get("param_offload_path") else weights * per.weight,
         gradients=gradients * per.gradient,
         main_weights=optimizer * per.main,
         optimizer=optimizer * per.moments,
