@@ -4,10 +4,10 @@
 
 Linux, root, and the memory controller of control groups (version 1 or 2). One process trains the
 plain PyTorch GPT of `benchmarks.data_parallel` (34 million parameters, fp32: 513 MiB of state) with
-AdamW, with the moments on the device, in host memory, and in a file in `--directory`. Then a
-control group gets less memory than the first needs and more than the last, half-way between.
-Inside, the kernel kills the run that holds its whole state, and the run with the file trains; the
-weights of all runs are compared by their hash.
+AdamW, with the moments on the device, in host memory, and in a file in `--directory`, the last
+time with the weights in a file as well. Then a control group gets less memory than the first needs
+and more than the last, half-way between. Inside, the kernel kills the run that holds its whole
+state, and the run with the files trains; the weights of all runs are compared by their hash.
 
 "device" counts the bytes of weights, gradients and moments that lie where the model computes,
 "peak" is the largest resident memory without mapped files. On a CPU the host is the device:
@@ -44,7 +44,7 @@ from megatron.core.distributed import (
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-PLACES = ("device", "host memory", "file")
+PLACES = ("device", "host memory", "file", "file, weights too")
 KILLED = -9
 
 
@@ -54,7 +54,20 @@ def settings_of(place: str, directory: str) -> dict[str, Any]:
         "device": {},
         "host memory": {"optimizer_cpu_offload": True},
         "file": {"optimizer_offload_path": directory},
+        "file, weights too": {
+            "optimizer_offload_path": directory,
+            "use_distributed_optimizer": True,
+        },
     }[place]
+
+
+def sharding_of(place: str, directory: str) -> DistributedDataParallelConfig:
+    """Return the settings that keep weights in a place."""
+    if place != "file, weights too":
+        return DistributedDataParallelConfig()
+    return DistributedDataParallelConfig(
+        data_parallel_sharding_strategy="optim_grads_params", param_offload_path=directory
+    )
 
 
 def train(options: argparse.Namespace) -> dict[str, Any]:
@@ -62,9 +75,8 @@ def train(options: argparse.Namespace) -> dict[str, Any]:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     groups = ProcessGroupCollection.single()
-    ddp = DistributedDataParallel(
-        CONFIG, DistributedDataParallelConfig(), build_model(options), pg_collection=groups
-    )
+    sharding = sharding_of(options.place, options.directory)
+    ddp = DistributedDataParallel(CONFIG, sharding, build_model(options), pg_collection=groups)
     config = OptimizerConfig(lr=1e-3, **settings_of(options.place, options.directory))
     optimizer = get_megatron_optimizer(config, [ddp], pg_collection=groups)
     batches, seconds = micro_batches(0, options), []
@@ -75,17 +87,20 @@ def train(options: argparse.Namespace) -> dict[str, Any]:
         finalize_model_grads([ddp], pg_collection=groups)
         optimizer.step()
         seconds.append(time.perf_counter() - begin)
+    peak = status_mib("VmHWM") - status_mib("RssFile")
     digest = hashlib.sha256()
-    for parameter in ddp.parameters():
-        digest.update(parameter.detach().contiguous().view(torch.uint8).numpy())
-    held = [*ddp.parameters(), *(buffer.gradients for buffer in ddp.gradient_buffers)]  # type: ignore[attr-defined]
+    with ddp.whole_parameters():
+        for parameter in ddp.parameters():
+            digest.update(parameter.detach().contiguous().view(torch.uint8).numpy())
+    held = [owned for buffer in ddp.gradient_buffers for owned in buffer.owned_gradients()]
+    held += [] if sharding.param_offload_path else list(ddp.parameters())
     if options.place == "device":
         held += [v for s in optimizer.state.values() for v in s.values() if isinstance(v, Tensor)]
     return {
         "digest": digest.hexdigest(),
         "seconds": statistics.median(seconds[1:]),
         "device": sum(tensor.nbytes for tensor in held) / 2**20,
-        "peak": status_mib("VmHWM") - status_mib("RssFile"),
+        "peak": peak,
     }
 
 
@@ -182,7 +197,7 @@ def compare(options: argparse.Namespace) -> int:
         if status:
             return status
         print_row(place, found[place], found["device"]["digest"])
-    limit = (found["device"]["peak"] + found["file"]["peak"]) / 2
+    limit = (found["device"]["peak"] + found[PLACES[-1]]["peak"]) / 2
     group = ControlGroup.find()
     assert group is not None
     with group.limited(int(limit * 2**20)) as members:
@@ -190,10 +205,10 @@ def compare(options: argparse.Namespace) -> int:
         status, _ = run("device", options, members)
         was_killed = status == KILLED
         print(f"{'device':<26}" + ("killed: out of memory" if was_killed else f"exit {status}"))
-        status, inside = run("file", options, members)
+        status, inside = run(PLACES[-1], options, members)
         if status:
             return status
-        print_row("file", inside, found["device"]["digest"])
+        print_row(PLACES[-1], inside, found["device"]["digest"])
     digests = {report["digest"] for report in [*found.values(), inside]}
     return 0 if was_killed and len(digests) == 1 else 1
 

@@ -133,7 +133,9 @@ class DistributedDataParallel(nn.Module):
                 "tag": len(buffers) * _TAGS_PER_BUFFER,
             }
             buffer: BucketedBuffer
-            if mesh.shard_size == 1 or not self.ddp_config.shards_gradients:
+            in_file = self.ddp_config.param_offload_path is not None
+            is_whole = mesh.shard_size == 1 and not in_file
+            if is_whole or not self.ddp_config.shards_gradients:
                 fill_deferred_weights(self.module, [p for _, p in parameters])
                 buffer = GradientBuffer(parameters, **options)
             elif not units:

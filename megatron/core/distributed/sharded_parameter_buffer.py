@@ -201,7 +201,9 @@ class ShardedParameterBuffer(ShardedGradientBuffer):
         super().let_values_change()
 
     def start_gathers(self) -> None:
-        """Nothing: units are gathered when they compute."""
+        """Leave updated shards to their file, if they have one; units are gathered when they
+        compute."""
+        self._let_go_of_shards(range(len(self.buckets)))
 
     def _values_of(self, piece: Piece) -> Tensor:
         """Return a piece of the own shard, in the parameter's shape if that is all of it."""
@@ -216,7 +218,6 @@ class ShardedParameterBuffer(ShardedGradientBuffer):
     def begin_step(self) -> None:
         """Declare the gradients of the last step void; no memory is written."""
         super().begin_step()
-        self._let_go_of_shards(range(len(self.buckets)))
         for parameter, place in zip(self.parameters, self._no_gradient, strict=True):
             _show_gradient(parameter, place)
         self.release_all()

@@ -230,7 +230,7 @@ def test_shards_in_a_file_give_the_same_bits_and_leave_memory(groups):
                     for shard in span.shards:
                         shard.values.detach().sub_(shard.gradient, alpha=0.1)
         assert resident_bytes_of_files() > sum(s.nbytes for s in in_file.gradient_buffers[0].shards)
-        in_file.zero_grad_buffer()
+        in_file.start_param_sync()
         assert resident_bytes_of_files() <= mmap.PAGESIZE  # the words
         weights = in_file.state_dict()
         for name, weight in plain.state_dict().items():

@@ -96,3 +96,25 @@ def test_the_state_dict_is_that_of_the_module():
     ddp = wrap(SINGLE)
     assert list(ddp.state_dict()) == list(Model().state_dict())
     ddp.load_state_dict(Model().state_dict())
+
+
+def test_one_replica_may_keep_its_parameters_in_a_file(tmp_path):
+    settings = {
+        "data_parallel_sharding_strategy": "optim_grads_params",
+        "param_offload_path": str(tmp_path),
+    }
+    curves = []
+    for ddp in (wrap(SINGLE), wrap(SINGLE, **settings)):
+        curves.append([])
+        for step in range(3):
+            ddp.zero_grad_buffer()
+            loss = loss_of(ddp, samples(step))
+            loss.backward()
+            ddp.finish_grad_sync()
+            for span in ddp.spans():
+                for shard in span.shards:
+                    shard.values.detach().sub_(shard.gradient, alpha=0.1)
+            ddp.start_param_sync()
+            curves[-1].append(loss.item())
+        assert ddp.sharded_values() or not curves[1:]
+    assert curves[0] == curves[1]
