@@ -38,7 +38,7 @@ RENAMED = {
     "--rope": "--position-embedding-type rope",
     "--zero-stage": "--data-parallel-sharding-strategy optim, optim_grads or optim_grads_params",
     "--cpu-optimizer": "--optimizer-cpu-offload",
-    "--remote-device": "--optimizer-cpu-offload or --optimizer-offload-path",
+    "--remote-device": "--param-offload-path, --optimizer-cpu-offload or --optimizer-offload-path",
     "--ds-sequence-parallel-size": "--context-parallel-size",
     "--universal-checkpoint": "--load: any number of ranks loads any checkpoint",
     "--deepspeed-activation-checkpointing": _RECOMPUTE,
