@@ -208,12 +208,14 @@ def test_a_frozen_layer_stays_whole_and_trains_the_others(groups):
 
 def resident_bytes_of_files():
     """Return what of the files of shards is in this process's memory."""
-    lines = Path("/proc/self/smaps").read_text().splitlines()
-    return sum(
-        int(lines[number + 3].split()[1]) * 1024
-        for number, line in enumerate(lines)
-        if "/offload-" in line and lines[number + 3].startswith("Rss:")
-    )
+    total, is_of_file = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        name, *values = line.split()
+        if not name.endswith(":"):  # the first line of a mapping
+            is_of_file = "/offload-" in line
+        elif is_of_file and name == "Rss:":
+            total += int(values[0]) * 1024
+    return total
 
 
 @distributed(world_size=2)
