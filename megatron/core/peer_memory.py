@@ -13,13 +13,15 @@ sleeps until it is rung, sees that a rank has died, and gives up after the timeo
 What the words mean is the user's matter.
 
 The file has no name and needs no room in /dev/shm. Where it cannot be had the values are ordinary
-memory, `peers` answers None, and the caller uses the backend of its group.
+memory, `peers` answers None, and the caller uses the backend of its group; so it does on processors
+that may show the others a word before the values that were written ahead of it.
 """
 
 from __future__ import annotations
 
 import mmap
 import os
+import platform
 import sys
 import weakref
 from collections.abc import Callable
@@ -31,6 +33,8 @@ from torch import Tensor
 
 from megatron.core.host_exchange import HostExchange, all_agree, connect, is_off
 
+_KEEPS_ORDER = platform.machine() in ("x86_64", "AMD64")
+"""Whether other cores see the stores of a core in their order, without a fence."""
 MAX_STEPS = 8
 """More than the values that a word takes between `begin` and the next one."""
 
@@ -127,7 +131,7 @@ class ReadableMemory:
 
     def _share(self, group: dist.ProcessGroup) -> PeerMemory | None:
         exchange = connect(group)
-        if exchange is None:
+        if exchange is None or not _KEEPS_ORDER:
             return None
         card = [0, 0, 0, self._length]
         if self._file is not None:
