@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import functools
 import os
 import platform
+import time
 
 import torch
 
@@ -13,6 +15,10 @@ RETURNED_BLOCK_BYTES = 2 << 20
 KEPT_HEAP_BYTES = 32 << 20
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 """Names of settings in glibc's malloc.h."""
+
+
+_SETTLING_SECONDS = 0.05
+"""Long enough for a thread that others keep from its core."""
 
 
 @functools.cache
@@ -48,6 +54,17 @@ def set_local_device(local_rank: int) -> torch.device:
 def communication_backend() -> str:
     """Return the name of the torch.distributed backend for this device: "nccl" or "gloo"."""
     return {"cuda": "nccl"}.get(device_type(), "gloo")
+
+
+@functools.cache
+def settle_backends_at_exit() -> None:
+    """Let a backend's threads come to rest before this process takes Python down.
+
+    gloo wakes the thread that waits before it lets go of the tensors it worked on. If it is the
+    last to hold one, it needs the interpreter for that; where that is gone, the process is aborted
+    ("terminate called without an active exception") after all its work was done.
+    """
+    atexit.register(time.sleep, _SETTLING_SECONDS)
 
 
 def synchronize() -> None:

@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 
 import torch.distributed as dist
 
+from megatron.core.device import settle_backends_at_exit
 from megatron.core.errors import TopologyError
 from megatron.core.rank_grid import Layout
 
@@ -159,6 +160,7 @@ class GroupFactory:
         Communication:
             collective on the world; a rendezvous among the members of each new group.
         """
+        settle_backends_at_exit()
         rank = dist.get_rank()
         mine = None
         for ranks in map(tuple, rank_lists):
