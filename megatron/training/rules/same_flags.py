@@ -63,7 +63,7 @@ def agree_on_settings(
             raise settings
         return
     try:
-        _exchange(store, rank, world_size, settings, timeout)
+        reports = _exchange(store, rank, world_size, settings, timeout)
     except RuntimeError as error:  # the store raises these when its peers are gone or late
         raise TopologyError(
             f"rank {rank} of {world_size} waited {timeout} for the other ranks to start.",
@@ -71,11 +71,16 @@ def agree_on_settings(
             flags=["--distributed-timeout-minutes"],
             fix="check that every node runs torchrun with the same --nnodes and --rdzv-endpoint",
         ) from error
+    if isinstance(settings, MegatronError):
+        raise settings
+    if reports:
+        raise _error(reports)
 
 
 def _exchange(
     store: Any, rank: int, world_size: int, settings: Settings | MegatronError, timeout: timedelta
-) -> None:
+) -> list[dict[str, Any]]:
+    """Return how ranks differ from rank 0, which leaves last: the store may be in its process."""
     mine = settings if isinstance(settings, dict) else {"error": settings.describe()}
     if rank == 0:
         store.set("settings/first", json.dumps(mine))
@@ -89,15 +94,16 @@ def _exchange(
     if store.add("settings/num_arrived", 1) == world_size:
         store.set("settings/all_arrived", "1")
     store.wait(["settings/all_arrived"], timeout)
-    if isinstance(settings, MegatronError):
-        raise settings
     num_different = store.add("settings/num_different", 0)
-    if num_different:
-        reports = [
-            json.loads(store.get(f"settings/different/{place}").decode())
-            for place in range(1, num_different + 1)
-        ]
-        raise _error(reports)
+    reports = [
+        json.loads(store.get(f"settings/different/{place}").decode())
+        for place in range(1, num_different + 1)
+    ]
+    if store.add("settings/num_informed", 1) == world_size:
+        store.set("settings/all_informed", "1")
+    if rank == 0:
+        store.wait(["settings/all_informed"], timeout)
+    return reports
 
 
 def _differences(first: Settings, mine: Settings) -> dict[str, tuple[Any, Any]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext, suppress
 from datetime import timedelta
 
 import pytest
@@ -87,3 +88,34 @@ def test_one_process_needs_no_store():
     agree_on_settings(None, 0, 1, settings("--lr 1"), timeout=timedelta(seconds=1))
     with pytest.raises(ConfigError, match="unknown flag"):
         agree_on_settings(None, 0, 1, settings("--lrr 1"), timeout=timedelta(seconds=1))
+
+
+@pytest.mark.parametrize("line", ["--lr 1", "--nun-layers 1"])
+def test_the_rank_whose_process_may_hold_the_store_leaves_last(line: str):
+    """Rank 0's process may end with its error: what the others have not read is then gone."""
+    store = dist.HashStore()
+    timeout = timedelta(seconds=10)
+
+    class SlowStore:
+        """The store as a rank sees it that is far away."""
+
+        def wait(self, keys, timeout):
+            store.wait(keys, timeout)
+            time.sleep(0.3)
+
+        def __getattr__(self, name):
+            return getattr(store, name)
+
+    def first() -> bool:
+        with suppress(MegatronError):
+            agree_on_settings(store, 0, 2, settings(line), timeout=timeout)
+        return other.done() or store.add("settings/num_informed", 0) == 2
+
+    def second() -> None:
+        with pytest.raises(MegatronError) if "nun" in line else nullcontext():
+            agree_on_settings(SlowStore(), 1, 2, settings(line), timeout=timeout)
+
+    with ThreadPoolExecutor(2) as pool:
+        other = pool.submit(second)
+        assert pool.submit(first).result()
+        other.result()
