@@ -31,6 +31,10 @@ SAMPLE = [
         ModelCase("llama", False, 0.1, experts="deepseek", later_tokens=1),
     ),
     (
+        LayoutCase(dp=4, ep=2, combined=True, stage=3),
+        ModelCase("llama", True, 0.1, experts="deepseek"),
+    ),
+    (
         LayoutCase(pp=2, vp=2, schedule="dualpipe-v", dp=2, ep=2, combined=True),
         ModelCase("llama", True, 0.0, experts="dropless", padded=True),
     ),

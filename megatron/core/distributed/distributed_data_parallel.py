@@ -256,7 +256,7 @@ class DistributedDataParallel(nn.Module):
             for buffer in self.gradient_buffers:
                 buffer.end_backward()
             if self._units is not None:
-                self._units.release_all()
+                self._units.end_backward()
 
         for output in tree_leaves(outputs):
             if isinstance(output, Tensor) and output.requires_grad:

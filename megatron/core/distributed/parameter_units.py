@@ -6,6 +6,13 @@
 One unit beyond the computing one is on its way, never more. The last unit of a chunk stays whole
 between forward and backward, where it is needed first. Inside backward (activation recompute) a
 forward pass frees nothing: the unit's backward pass follows and does it.
+
+The forward pass of one micro batch and the backward pass of another may take turns
+(`megatron.core.turns`). A unit is whole while *either* stands in it or has it on its way: each
+releases what it has asked for itself, and the last one to do so frees the unit. So neither takes
+weights from the other, both have at most two units each, and where they meet a unit is gathered
+once for both. Turns change at given places, not by the clock, so all ranks start the same gathers
+in the same order; gradients belong to the one backward pass.
 """
 
 from __future__ import annotations
@@ -20,7 +27,7 @@ from torch.utils._pytree import tree_leaves
 
 from megatron.core.device import return_free_host_pages
 from megatron.core.distributed.model_parameters import Unit
-from megatron.core.distributed.sharded_parameter_buffer import ShardedParameterBuffer
+from megatron.core.distributed.sharded_parameter_buffer import Pass, ShardedParameterBuffer
 
 _Place = tuple[ShardedParameterBuffer, int]
 """A buffer, and the number of a bucket in it."""
@@ -72,14 +79,17 @@ class ParameterUnits:
         """
 
         def before(_: nn.Module, args: Any, kwargs: Any) -> None:
-            self._gather(self._with_arguments((*used, *tied), args, kwargs))
-            if used and used[-1] < self._last and not _is_in_backward():
-                self._start_gather(used[-1] + 1)
+            user = Pass.BACKWARD if _is_in_backward() else Pass.FORWARD
+            self._gather(self._with_arguments((*used, *tied), args, kwargs), user)
+            if used and used[-1] < self._last and user is Pass.FORWARD:
+                self._start_gather(used[-1] + 1, user)
 
         def after(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             numbers = self._with_arguments((*used, *tied), args, kwargs)
             before_that = used[0] - 1 if used and used[0] > 1 else None
             self._after_forward(numbers, before_that, output)
+            if used == (0,) and not _is_in_backward():
+                self._end(Pass.FORWARD)
 
         module.register_forward_pre_hook(before, with_kwargs=True)
         module.register_forward_hook(after, with_kwargs=True)
@@ -104,12 +114,11 @@ class ParameterUnits:
         if _is_in_backward():
             return
         for number in numbers:
-            if number != self._last or not torch.is_grad_enabled():
-                self._release(number)
+            self._release(number, Pass.FORWARD)
 
     def _before_backward(self, numbers: tuple[int, ...], before_that: int | None) -> None:
         """Gather units, give them places for gradients, and start the gather of another one."""
-        self._gather(numbers)
+        self._gather(numbers, Pass.BACKWARD)
         for number in numbers:
             for buffer, bucket in self._places[number]:
                 buffer.prepare_gradients(bucket)
@@ -117,37 +126,41 @@ class ParameterUnits:
             # The gradient of a large table comes next, when nearly all activations are gone.
             return_free_host_pages()
         if before_that is not None:
-            self._start_gather(before_that)
+            self._start_gather(before_that, Pass.BACKWARD)
 
-    def _start_gather(self, number: int) -> None:
+    def _start_gather(self, number: int, user: Pass) -> None:
         for buffer, bucket in self._places[number]:
-            buffer.start_gather(bucket)
+            buffer.start_gather(bucket, user)
 
-    def _gather(self, numbers: Sequence[int]) -> None:
+    def _gather(self, numbers: Sequence[int], user: Pass) -> None:
         for number in numbers:
-            self._start_gather(number)
+            self._start_gather(number, user)
         for number in numbers:
             for buffer, bucket in self._places[number]:
-                buffer.gather(bucket)
+                buffer.gather(bucket, user)
 
-    def _release(self, number: int) -> None:
+    def _release(self, number: int, user: Pass) -> None:
+        keep = user is Pass.FORWARD and number == self._last and torch.is_grad_enabled()
         for buffer, bucket in self._places[number]:
-            buffer.release(bucket)
+            buffer.release(bucket, user, keep=keep)
 
-    def release_all(self) -> None:
-        """Free the parameters of all units."""
+    def _end(self, user: Pass) -> None:
+        """Release what a pass has asked for without coming to it, or after it had done with it."""
         for number in range(len(self._places)):
-            self._release(number)
+            self._release(number, user)
+
+    def end_backward(self) -> None:
+        """Release what the backward pass that ends has not; a forward pass may be under way."""
+        self._end(Pass.BACKWARD)
 
     @contextmanager
     def whole(self) -> Iterator[None]:
         """Inside, all parameters are whole; what is written to them is lost."""
-        self._gather(range(len(self._places)))
+        self._gather(range(len(self._places)), Pass.FORWARD)
         try:
             yield
         finally:
-            self.release_all()
-            for buffer in {buffer for places in self._places for buffer, _ in places}:
+            for buffer in dict.fromkeys(buffer for places in self._places for buffer, _ in places):
                 buffer.let_values_change()
 
 

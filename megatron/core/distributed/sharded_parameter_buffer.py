@@ -14,6 +14,7 @@ read by mistake does not crash.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from enum import Enum
 from functools import partial
 from typing import Any
 
@@ -34,6 +35,14 @@ from megatron.core.peer_memory import ReadableMemory
 
 _GATHER_TAGS = 1 << 15
 """Added to a bucket's tag: gathers travel beside reductions."""
+
+
+class Pass(Enum):
+    """Who computes with a bucket. One of each may be under way in a model chunk, taking turns."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    """With the forward passes inside it that recompute activations."""
 
 
 class ShardedParameterBuffer(ShardedGradientBuffer):
@@ -66,7 +75,7 @@ class ShardedParameterBuffer(ShardedGradientBuffer):
         self.shards: list[Tensor]
         """Own values of each bucket; padding is zero."""
         self._wholes: list[LentTensor] = []
-        """[n] of each bucket; without memory except between `start_gather` and `release`."""
+        """[n] of each bucket; without memory except from `start_gather` to the last `release`."""
         self._views: list[list[tuple[nn.Parameter, Tensor]]] = []
         """Parameters of each bucket and their places in it."""
         self._absent: list[Tensor] = [without_memory(p.detach()) for p in self.parameters]
@@ -74,6 +83,8 @@ class ShardedParameterBuffer(ShardedGradientBuffer):
             without_memory(absent.to(self.grad_dtype)) for absent in self._absent
         ]
         self._is_whole = [False] * len(self.buckets)
+        self._users: list[set[Pass]] = [set() for _ in self.buckets]
+        """Passes that have asked for a bucket and have not released it."""
         self._arriving: dict[int, Transfer] = {}
         lengths = [end - begin for begin, end in self._ranges]
         dtype = self.parameters[0].dtype
@@ -137,11 +148,14 @@ class ShardedParameterBuffer(ShardedGradientBuffer):
         """Return the number of the bucket in which a parameter lies."""
         return self._buckets_of[index][0].number
 
-    def start_gather(self, number: int) -> None:
+    def start_gather(self, number: int, user: Pass) -> None:
         """Start to collect a bucket's values, if they are neither here nor on their way.
+
+        They stay until `user` has released them, whatever the other pass does.
 
         Communication: all-gather of the bucket over `mesh.shard`.
         """
+        self._users[number].add(user)
         if self._is_whole[number] or number in self._arriving:
             return
         whole = self._wholes[number].tensor
@@ -168,19 +182,30 @@ class ShardedParameterBuffer(ShardedGradientBuffer):
             for number in numbers:
                 self._value_memory.let_go(self.shards[number])
 
-    def gather(self, number: int) -> None:
-        """Make a bucket's parameters whole."""
+    def gather(self, number: int, user: Pass) -> None:
+        """Make a bucket's parameters whole, until `user` has released them."""
+        self.start_gather(number, user)
         if self._is_whole[number]:
             return
-        self.start_gather(number)
         self._arriving.pop(number).finish()
         self._let_go_of_shards([number])
         for parameter, view in self._views[number]:
             parameter.data = view
         self._is_whole[number] = True
 
-    def release(self, number: int) -> None:
-        """Free a bucket's values."""
+    def release(self, number: int, user: Pass, *, keep: bool = False) -> None:
+        """Free a bucket's values, if `user` has asked for them and was the last one to use them.
+
+        Args:
+            keep: leave them here even so, until another one has used and released them.
+        """
+        users = self._users[number]
+        if user in users:
+            users.remove(user)
+            if not users and not keep:
+                self._free(number)
+
+    def _free(self, number: int) -> None:
         if number in self._arriving:
             self._arriving.pop(number).finish()
         elif not self._is_whole[number]:
@@ -191,9 +216,10 @@ class ShardedParameterBuffer(ShardedGradientBuffer):
         self._wholes[number].empty()
 
     def release_all(self) -> None:
-        """Free the values of all buckets."""
-        for number in range(len(self.buckets)):
-            self.release(number)
+        """Free the values of all buckets, whoever has asked for them: no pass is under way."""
+        for number, users in enumerate(self._users):
+            users.clear()
+            self._free(number)
 
     def let_values_change(self) -> None:
         """Free the values of all buckets, and wait until no rank reads the shards any more."""
@@ -237,7 +263,7 @@ class ShardedParameterBuffer(ShardedGradientBuffer):
         super().gradient_arrived(index, is_final)
         for bucket in self._buckets_of[index]:
             if bucket.num_missing == 0:
-                self.release(bucket.number)
+                self.release(bucket.number, Pass.BACKWARD)
 
     def _take_gradient(self, index: int) -> None:
         parameter = self.parameters[index]

@@ -63,7 +63,8 @@ class TorchFullyShardedDataParallel(DistributedDataParallel):
         nn.Module.__init__(self)
         self.config, self.ddp_config, self.module = config, ddp_config, module
         self.pg_collection = pg_collection or ProcessGroupCollection.current()
-        raise_together(_problems(ddp_config, self.pg_collection), summary="torch's FSDP2")
+        problems = _problems(config, ddp_config, self.pg_collection)
+        raise_together(problems, summary="torch's FSDP2")
         self.gradient_buffers = []
         self._param_index, self._spans, self._units = {}, [], None
         self._gathers_in_forward = False
@@ -174,7 +175,7 @@ class TorchFullyShardedDataParallel(DistributedDataParallel):
 
 
 def _problems(
-    config: DistributedDataParallelConfig, groups: ProcessGroupCollection
+    config: Any, ddp_config: DistributedDataParallelConfig, groups: ProcessGroupCollection
 ) -> list[ConfigError]:
     """Return what this layout or these settings ask of torch that it does not do."""
     problems = []
@@ -187,7 +188,17 @@ def _problems(
                 fix="use --use-megatron-fsdp, which shards the same in pipelines",
             )
         )
-    if config.use_distributed_optimizer:
+    if getattr(config, "overlap_moe_expert_parallel_comm", False):
+        problems.append(
+            ConfigError(
+                "torch's FSDP2 with forwards and backwards that take turns.",
+                rule="its hooks free a layer after forward, though the backward of another micro"
+                " batch may stand in it",
+                flags=["--use-torch-fsdp2", "--overlap-moe-expert-parallel-comm"],
+                fix="use --use-megatron-fsdp, which shards the same and keeps what either needs",
+            )
+        )
+    if ddp_config.use_distributed_optimizer:
         problems.append(
             ConfigError(
                 "torch's FSDP2 with the distributed optimizer.",

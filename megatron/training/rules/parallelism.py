@@ -120,23 +120,6 @@ def late_weight_gradients_need_whole_gradients(run: ResolvedRun) -> Iterator[Meg
 
 
 @rule
-def turns_need_whole_parameters(run: ResolvedRun) -> Iterator[MegatronError]:
-    """A forward frees the parameters of a layer in which the backward beside it may stand."""
-    if (
-        run.overlap_moe_expert_parallel_comm
-        and run.data_parallel_sharding_strategy == "optim_grads_params"
-    ):
-        yield problem(
-            "--overlap-moe-expert-parallel-comm with sharded parameters (optim_grads_params).",
-            "a forward and a backward that take turns use the parameters of a chunk at one time",
-            "--overlap-moe-expert-parallel-comm",
-            "--data-parallel-sharding-strategy",
-            fix="use --data-parallel-sharding-strategy optim_grads, or drop"
-            " --overlap-moe-expert-parallel-comm",
-        )
-
-
-@rule
 def durations_are_positive(run: ResolvedRun) -> Iterator[MegatronError]:
     """A step of a pipeline takes time."""
     if min(run.pipeline_step_durations) < 1:
@@ -196,12 +179,13 @@ def torch_shards_alone(run: ResolvedRun) -> Iterator[MegatronError]:
         "--data-parallel-sharding-strategy": run.config.replication.data_parallel_sharding_strategy
         not in (None, "no_shard"),
         "--overlap-param-gather": run.overlap_param_gather,
+        "--overlap-moe-expert-parallel-comm": run.overlap_moe_expert_parallel_comm,
     }
     for flag, is_on in others.items():
         if is_on:
             yield problem(
                 f"--use-torch-fsdp2 with {flag}.",
-                "torch shards everything itself, over all replicas, without a pipeline",
+                "torch shards everything itself, over all replicas, for one pass at a time",
                 "--use-torch-fsdp2",
                 flag,
                 fix=f"drop {flag}, or use --use-megatron-fsdp instead of --use-torch-fsdp2",

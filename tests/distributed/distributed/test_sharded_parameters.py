@@ -15,6 +15,7 @@ from megatron.core.distributed import (
 from megatron.core.errors import ConfigError
 from megatron.core.initialization import has_memory, parameters_without_memory
 from megatron.core.rng import rng_state
+from megatron.core.turns import let_the_other_work, run_in_turns
 from megatron.training.metrics.params_norm import params_norm
 from tests.harness.distributed import distributed
 from tests.harness.tolerances import EXACT, FP32_REORDERED_SUM, assert_close
@@ -148,6 +149,48 @@ def test_one_step_has_the_bits_of_whole_parameters_in_every_way_of_recomputing(g
             torch.distributed.all_reduce(totals)
             assert_close(totals[0], totals[1], FP32_REORDERED_SUM, f"gradients {way}")
         assert bytes_of_whole_units(sharded) == 0
+
+
+@distributed(world_size=2)
+def test_a_forward_and_a_backward_that_take_turns_leave_each_other_what_they_use(groups):
+    def run_in_a_row(*passes):
+        for one in passes:
+            one()
+
+    def two_micro_batches(pair):
+        """Run F0, then F1 and B0 as `pair` does, then B1."""
+        ddp.zero_grad_buffer()
+        losses = [forward(ddp, groups.dp.rank()).mean()]
+        pair(lambda: losses.append(forward(ddp, groups.dp.rank()).mean()), losses[0].backward)
+        losses[1].backward()
+        finalize_model_grads([ddp], pg_collection=groups)
+        return torch.stack([loss.detach() for loss in losses]), gradients(ddp)
+
+    ddp, seen = build(groups), []
+    (buffer,) = ddp.gradient_buffers
+    layer_bytes = max(w.tensor.numel() for w in buffer._wholes[1:-2]) * 4
+    rest_bytes = sum(w.tensor.numel() for w in buffer._wholes) * 4 - 12 * layer_bytes
+
+    def wait(*_):
+        let_the_other_work()
+        seen.append(bytes_of_whole_units(ddp))
+
+    # The backward waits less often: each pass ends while the other one goes on, in some pair.
+    for index, layer in enumerate(ddp.module.decoder.layers):
+        layer.mlp.register_forward_hook(wait)
+        if index % 3:
+            layer.mlp.register_full_backward_hook(wait)
+    expected_losses, expected = two_micro_batches(run_in_a_row)
+    most_in_a_row, seen = max(seen), []
+    for pair in (run_in_turns, lambda one, two: run_in_turns(two, one)):
+        losses, found = two_micro_batches(pair)
+        assert_close(losses, expected_losses, EXACT, "losses")
+        for place, gradient in found.items():
+            assert_close(gradient, expected[place], EXACT, str(place))
+        assert bytes_of_whole_units(ddp) == 0
+    # In a row: the second forward's two, and the last layer, which the first one has left whole.
+    assert most_in_a_row <= 3 * layer_bytes + rest_bytes
+    assert most_in_a_row < max(seen) <= 4 * layer_bytes + rest_bytes
 
 
 @distributed(world_size=2)

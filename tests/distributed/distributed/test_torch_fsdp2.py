@@ -1,5 +1,7 @@
 """FSDP2 behind our wrapper trains as replicas do, and declares its state by parameter."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -98,8 +100,9 @@ def test_every_rank_declares_and_updates_its_range_of_each_parameter(groups):
 
 
 @distributed(world_size=2, pp=2)
-def test_pipelines_are_refused(groups):
-    with pytest.raises(ConfigError, match="pipeline of 2 stages"):
+def test_pipelines_and_turns_are_refused(groups):
+    config = SimpleNamespace(overlap_moe_expert_parallel_comm=True)
+    with pytest.raises(ConfigError, match="(?s)pipeline of 2 stages.*take turns"):
         TorchFullyShardedDataParallel(
-            None, DistributedDataParallelConfig(), torch.nn.Linear(2, 2), pg_collection=groups
+            config, DistributedDataParallelConfig(), torch.nn.Linear(2, 2), pg_collection=groups
         )

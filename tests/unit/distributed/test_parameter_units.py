@@ -15,13 +15,11 @@ class Buffer:
     def __hash__(self):
         return self.address
 
-    def start_gather(self, number):
+    def start_gather(self, number, user):
         self.seen.append((self.name, number))
 
-    def gather(self, number):
+    def gather(self, number, user):
         pass
-
-    release = gather
 
     def let_values_change(self):
         pass

@@ -68,9 +68,9 @@ def problems(*words: str, world_size: int = 1, base=SMALL) -> list[str]:
         (
             ["--overlap-moe-expert-parallel-comm", "--num-experts", "4"]
             + ["--expert-model-parallel-size", "2", "--moe-token-dispatcher-type", "alltoall"]
-            + ["--data-parallel-sharding-strategy", "optim_grads_params"],
+            + ["--use-torch-fsdp2"],
             2,
-            "--overlap-moe-expert-parallel-comm with sharded parameters",
+            "--use-torch-fsdp2 with --overlap-moe-expert-parallel-comm",
         ),
         (
             ["--pipeline-schedule", "dualpipe-v", "--pipeline-model-parallel-size", "2"]
