@@ -60,8 +60,8 @@ OTHER_SCHEDULES = (
     (MODELS[2], LayoutCase(dp=2, ep=2, expt_tp=2, tp=2, combined=True, stage=1)),
     (MODELS[2], LayoutCase(pp=2, cp=2, dp=2, ep=4, combined=True, stage=2)),
     (MODELS[4], LayoutCase(dp=2, ep=2, combined=True)),
-    (MODELS[0], LayoutCase(dp=4, ep=2, combined=True, stage=3)),
-    (MODELS[2], LayoutCase(pp=2, dp=4, ep=2, combined=True, stage=3)),
+    (MODELS[0], LayoutCase(dp=4, ep=2, combined=True, stage=3, samples=16)),
+    (MODELS[2], LayoutCase(pp=2, dp=4, ep=2, combined=True, stage=3, samples=16)),
     (MODELS[1], LayoutCase(pp=2, tp=2, sp=True, dp=2, ep=2, combined=True, stage=3)),
     (MODELS[1], LayoutCase(pp=2, vp=2, schedule="dualpipe-v", dp=2, ep=2, combined=True)),
 )

@@ -32,7 +32,7 @@ SAMPLE = [
     ),
     (
         LayoutCase(dp=4, ep=2, combined=True, stage=3),
-        ModelCase("llama", True, 0.1, experts="deepseek"),
+        ModelCase("llama", True, 0.0, experts="dropless", padded=True),
     ),
     (
         LayoutCase(pp=2, vp=2, schedule="dualpipe-v", dp=2, ep=2, combined=True),
