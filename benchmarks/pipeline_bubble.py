@@ -5,7 +5,9 @@
 
 1. Dispatch: Python time of the executor per compute step, on one process, with empty stages.
 2. Bubble: 4 gloo processes whose stages sleep, so the number of cores does not matter, against
-   the simulated bubble. What is above it is dispatch, messages and the machine's clock.
+   the simulated bubble and step. What is above is dispatch, messages and the machine's clock. With
+   "exchange" a third of a forward is an exchange with other ranks; forwards and backwards that take
+   turns hide it.
 3. Messages: 2 processes whose stages multiply matrices, with activations of 8 micro batches of
    sequence 256 and width 512 between them, against the same work on the same two processes at the
    same time without a pipeline. The bubble alone would give 1.125 (and 1.0625 with 2 chunks).
@@ -30,14 +32,26 @@ from torch import Tensor, nn
 
 from megatron.core import parallel_state
 from megatron.core.model_parallel_config import ModelParallelConfig
-from megatron.core.pipeline_parallel.programs import Plan, plan_report
 from megatron.core.pipeline_parallel.recorder import PipelineRecorder
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection
+from tests.distributed.pipeline_parallel.sleeping_stages import SleepingCase, measure
+from tests.harness.distributed import run_distributed
 
 SEQUENCE, WIDTH, MICROBATCHES, LAYERS_PER_RANK = 256, 512, 8, 4
 FORWARD_S = 0.020
-BUBBLE_CASES = [("gpipe", 1, 4), ("gpipe", 1, 8), ("1f1b", 1, 8), ("1f1b", 1, 16), ("1f1b", 2, 8)]
+"""Compute of all chunks of a rank."""
+BUBBLE_CASES = [
+    SleepingCase("gpipe", 1, 4, FORWARD_S),
+    SleepingCase("gpipe", 1, 8, FORWARD_S),
+    SleepingCase("1f1b", 1, 8, FORWARD_S),
+    SleepingCase("1f1b", 1, 16, FORWARD_S),
+    SleepingCase("1f1b", 2, 8, FORWARD_S / 2),
+    SleepingCase("1f1b", 1, 16, FORWARD_S, exchange_s=FORWARD_S / 2),
+    SleepingCase("1f1b", 1, 16, FORWARD_S, exchange_s=FORWARD_S / 2, is_combined=True),
+    SleepingCase("dualpipe-v", 2, 8, FORWARD_S / 2, exchange_s=FORWARD_S / 4),
+    SleepingCase("dualpipe-v", 2, 8, FORWARD_S / 2, exchange_s=FORWARD_S / 4, is_combined=True),
+]
 
 
 @dataclass
@@ -47,28 +61,12 @@ class Config(ModelParallelConfig):
     hidden_size: int = WIDTH
 
 
-class Sleep(torch.autograd.Function):
-    """The identity, sleeping in both directions."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, forward_s: float) -> Tensor:
-        ctx.forward_s = forward_s
-        time.sleep(forward_s)
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        time.sleep(2 * ctx.forward_s)
-        return grad, None
-
-
 class Part(nn.Module):
-    """A chunk of the model: sleeps, multiplies, or does nothing."""
+    """A chunk of the model: multiplies, or does nothing."""
 
-    def __init__(self, config: Config, *, forward_s: float = 0.0, num_layers: int = 0) -> None:
+    def __init__(self, config: Config, *, num_layers: int = 0) -> None:
         super().__init__()
         self.config = config
-        self.forward_s = forward_s
         self.scale = nn.Parameter(torch.ones(()))
         self.layers = nn.ModuleList(
             nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.ReLU(), nn.Linear(4 * WIDTH, WIDTH))
@@ -85,7 +83,7 @@ class Part(nn.Module):
         x = x if self.input is None else self.input
         self.input = None
         if not self.layers:
-            return Sleep.apply(x * self.scale, self.forward_s) if self.forward_s else x * self.scale
+            return x * self.scale
         for layer in self.layers:
             x = x + layer(x)
         return x
@@ -142,23 +140,23 @@ def dispatch_table() -> None:
     print(f"  difference  {(best_executor - best_bare) / steps * 1e6:6.1f} us a step\n")
 
 
-def bubble_table(groups: ProcessGroupCollection, num_steps: int) -> None:
-    """Print measured against simulated bubbles; runs on every rank of 4."""
-    if dist.get_rank() == 0:
-        head = f"  {'schedule':<14}{'m':>4}{'simulated':>11}{'measured':>10}{'excess':>9}"
-        print(f"bubble (4 processes, forward {FORWARD_S * 1e3:.0f} ms per rank, asleep)\n{head}")
-    for schedule, num_chunks, num_microbatches in BUBBLE_CASES:
-        config = Config(pipeline_model_parallel_size=4, pipeline_schedule=schedule)
-        chunks = [Part(config, forward_s=FORWARD_S / num_chunks) for _ in range(num_chunks)]
-        recorder, measured = PipelineRecorder(), 1.0
-        for _ in range(num_steps):
-            run_step(chunks, groups, num_microbatches, 16, recorder)
-            measured = min(measured, recorder.trace(groups.pp).report().bubble)
-        simulated = plan_report(Plan(schedule, 4, num_chunks, num_microbatches)).bubble
-        if dist.get_rank() == 0:
-            name = schedule if num_chunks == 1 else f"{schedule}, v={num_chunks}"
-            row = f"  {name:<14}{num_microbatches:>4}{simulated:>11.4f}{measured:>10.4f}"
-            print(row + f"{measured / simulated - 1:>+9.1%}", flush=True)
+def bubble_table(num_steps: int) -> None:
+    """Print measured against simulated bubbles and steps."""
+    print(f"bubble (4 processes, {FORWARD_S * 1e3:.0f} ms forward per rank, asleep)")
+    print(f"{'':<38}{'bubble':^28}{'step, s':^28}")
+    print(f"  {'schedule':<32}{'m':>4}" + 2 * f"{'simulated':>10}{'measured':>9}{'excess':>9}")
+    for case in BUBBLE_CASES:
+        simulated = case.simulated()
+        measured = run_distributed(measure, case.num_ranks, case, num_steps, pp=case.num_ranks)[0]
+        name = case.schedule if case.num_chunks == 1 else f"{case.schedule}, v={case.num_chunks}"
+        name += ", exchange" * (case.exchange_s > 0) + ", in turns" * case.is_combined
+        row = f"  {name:<32}{case.num_microbatches:>4}"
+        for planned, found in (
+            (simulated.bubble, min(measured.bubbles)),
+            (simulated.makespan, min(measured.makespans_s)),
+        ):
+            row += f"{planned:>10.4f}{found:>9.4f}{found / planned - 1:>+9.1%}"
+        print(row, flush=True)
 
 
 def message_table(groups: ProcessGroupCollection, num_steps: int, trace: Path | None) -> None:
@@ -191,15 +189,12 @@ def message_table(groups: ProcessGroupCollection, num_steps: int, trace: Path | 
 
 
 def worker(rank: int, world_size: int, store: str, options: argparse.Namespace) -> None:
-    """Run one rank of the tables that need several."""
+    """Run one rank of the last table."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
     groups = parallel_state.initialize_model_parallel(pipeline_model_parallel_size=world_size)
-    if world_size == 4:
-        bubble_table(groups, options.steps)
-    else:
-        message_table(groups, options.steps, options.trace)
+    message_table(groups, options.steps, options.trace)
     dist.destroy_process_group()
 
 
@@ -213,10 +208,10 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     dispatch_table()
-    for world_size in (4, 2):
-        with tempfile.TemporaryDirectory() as folder:
-            arguments = (world_size, os.path.join(folder, "store"), options)
-            mp.spawn(worker, arguments, nprocs=world_size)
+    bubble_table(options.steps)
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = (2, os.path.join(folder, "store"), options)
+        mp.spawn(worker, arguments, nprocs=2)
 
 
 if __name__ == "__main__":

@@ -44,9 +44,15 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--group-size", type=int, help="micro batches per turn of a chunk (interleaved; default p)"
     )
+    made.add_argument(
+        "--combined",
+        action="store_true",
+        help="forwards and backwards of the steady state take turns (1f1b with -v 1, dualpipe-v)",
+    )
     made.add_argument("--forward-only", action="store_true", help="evaluation: no backward")
     made.add_argument("--forward-cost", type=float, help="of one chunk, in any unit (default 1)")
     made.add_argument("--backward-cost", type=float, help="of one chunk (default 2)")
+    made.add_argument("--pair-cost", type=float, help="of both in turns (default their sum)")
     made.add_argument("--transfer-cost", type=float, default=0.0, help="of one message")
     made.add_argument("--measured", type=Path, metavar="JSON", help="trace of a run to draw too")
     made.add_argument(
@@ -65,6 +71,7 @@ def plan_of(options: argparse.Namespace, measured: Trace | None) -> Trace:
         num_microbatches=options.num_microbatches,
         group_size=options.group_size,
         forward_only=options.forward_only,
+        is_combined=options.combined,
     )
     if measured is not None:
         plan = plan._replace(
@@ -78,7 +85,12 @@ def plan_of(options: argparse.Namespace, measured: Trace | None) -> Trace:
         unit = measured.unit
     program = lower(plan.orders())
     validate(program)
-    costs = Costs(forward=forward, backward=backward, transfer=options.transfer_cost)
+    costs = Costs(
+        forward=forward,
+        backward=backward,
+        pair=options.pair_cost,
+        transfer=options.transfer_cost,
+    )
     return planned_trace(program, costs, unit=unit)
 
 

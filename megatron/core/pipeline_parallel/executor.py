@@ -112,8 +112,10 @@ class PipelineExecutor:
         self.compiled: list[Callable[[], None]] = []
         for op, microbatch, chunk in rest:
             if op is Op.COMBINE:
-                one, two = (partial(do[op], *which) for op, *which in (next(rest), next(rest)))
-                self.compiled.append(partial(run_in_turns, one, two))
+                one, two = next(rest), next(rest)
+                self.compiled.append(partial(self.await_inputs, one, two))
+                halves = (partial(do[op], *which) for op, *which in (one, two))
+                self.compiled.append(partial(run_in_turns, *halves))
             else:
                 self.compiled.append(partial(do[op], microbatch, chunk))
 
@@ -143,6 +145,16 @@ class PipelineExecutor:
         self._backpropagate(self.stages[chunk].backward, microbatch, chunk)
         if self.grad_sync_state is not None:
             self.grad_sync_state.after_backward()
+
+    def await_inputs(self, *steps: Step) -> None:
+        """Wait for what steps need, ahead of them.
+
+        Of two that take turns, one that waits for its input would keep the other from its turn.
+        """
+        for op, microbatch, chunk in steps:
+            waiting = (self.activations_in if op is Op.FORWARD else self.gradients_in)[chunk]
+            if microbatch in waiting:
+                waiting[microbatch] = _HandedOver(waiting[microbatch].wait())
 
     def input_grad(self, microbatch: int, chunk: int) -> None:
         """Do the same, without the weight gradients."""

@@ -77,6 +77,15 @@ class Plan(NamedTuple):
                 flags=["--pipeline-schedule", "--num-virtual-stages-per-pipeline-rank"],
                 fix="use --pipeline-schedule 1f1b (interleaved), or drop the virtual stages",
             )
+        if self.is_combined and self.schedule != "dualpipe-v" and (self.schedule, v) != ("1f1b", 1):
+            raise ScheduleError(
+                f"forwards and backwards that take turns, in {self.schedule} with {v} model chunks"
+                " per rank.",
+                rule="each forward of the steady state stands beside a backward that it does not"
+                " need",
+                flags=["--overlap-moe-expert-parallel-comm", "--pipeline-schedule"],
+                fix="use dualpipe-v, or 1f1b with one chunk per rank",
+            )
         if self.schedule == "zb-v" and p > 1:
             return zero_bubble_v_orders(p, m, self.durations)
         if self.schedule == "dualpipe-v" and p > 1:

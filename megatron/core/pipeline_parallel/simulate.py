@@ -7,6 +7,7 @@ the executor: with buffered channels it gives the makespan, the bubble and the t
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from typing import Any, NamedTuple
 from megatron.core.errors import ScheduleError
 from megatron.core.pipeline_parallel.instructions import (
     BACKWARD,
+    COMBINE,
     COMPUTE_OPS,
     FORWARD,
     FREE_GRADIENT,
@@ -50,6 +52,8 @@ class Costs:
     Attributes:
         forward, backward: of one chunk and one micro batch.
         input_grad, weight_grad: the two halves of a split backward; default half of `backward`.
+        pair: of a forward and a backward that take turns; default their sum. It is less by the
+            exchanges of either one beside which the other computes.
         transfer: time from post to arrival of one message.
         stage_scale: factor on the compute of each of the p*v stages; empty means all 1.
     """
@@ -58,6 +62,7 @@ class Costs:
     backward: float = 2.0
     input_grad: float | None = None
     weight_grad: float | None = None
+    pair: float | None = None
     transfer: float = 0.0
     stage_scale: Sequence[float] = ()
 
@@ -72,6 +77,11 @@ class Costs:
         else:
             cost = self.backward / 2 if self.weight_grad is None else self.weight_grad
         return cost * self.stage_scale[stage] if self.stage_scale else cost
+
+    @property
+    def share_in_pair(self) -> float:
+        """Return how long a forward or a backward takes in a pair, as a share of it alone."""
+        return 1.0 if self.pair is None else self.pair / (self.forward + self.backward)
 
 
 class Span(NamedTuple):
@@ -102,7 +112,7 @@ class Report:
 
     Attributes:
         makespan: time from the first step to the end of the last one.
-        busy: compute time of each rank.
+        busy: compute time of each rank; measured steps that take turns overlap and count once.
         bubble: idle share of all ranks together over the makespan, 0 ... 1.
         peak_live_activations: per rank, the largest number of (micro batch, chunk) pairs whose
             forward is done and whose backward is not.
@@ -139,8 +149,11 @@ def simulate(program: Program, costs: Costs | None = None, **cost_fields: Any) -
 def report(spans: list[Span], num_ranks: int, peak: list[int]) -> Report:
     """Summarise a timeline, planned or measured, of `num_ranks` ranks."""
     busy = [0.0] * num_ranks
-    for span in spans:
-        busy[span.rank] += span.end - span.start
+    end = [-math.inf] * num_ranks
+    for span in sorted(spans, key=lambda span: span.start):
+        if span.end > end[span.rank]:
+            busy[span.rank] += span.end - max(span.start, end[span.rank])
+            end[span.rank] = span.end
     start = min((span.start for span in spans), default=0.0)
     makespan = max((span.end for span in spans), default=0.0) - start
     idle = num_ranks * makespan - sum(busy)
@@ -209,6 +222,10 @@ class _Walker:
             }
             for rank in ranks
         ]
+        self.share_in_pair = costs.share_in_pair
+        self.in_pairs: list[set[int]] = [
+            set() if costs.pair is None else _positions_in_pairs(steps) for steps in program.ranks
+        ]
         self.ready: list[dict[int, float]] = [{} for _ in ranks]  # item -> since when
         self.channels: dict[tuple[int, int], _Channel] = defaultdict(_Channel)
         self.clock = [0.0] * placement.num_ranks
@@ -231,25 +248,23 @@ class _Walker:
         """Advance one rank until its program ends or it must wait."""
         steps = self.program.ranks[rank]
         ready, spans, durations = self.ready[rank], self.spans[rank], self.durations[rank]
+        in_pairs = self.in_pairs[rank]
         previous, following = self.previous[rank], self.next[rank]
         clock = self.clock[rank]
         for position in range(self.position[rank], len(steps)):
             step = steps[position]
             op, microbatch, chunk = step
-            item = (microbatch * self.num_chunks + chunk) * 4
             if op <= WEIGHT_GRAD:
-                needs_input = False
-                if op is FORWARD:
-                    needs_input = previous[chunk] is not None
-                elif op is not WEIGHT_GRAD:
-                    needs_input = following[chunk] is not None
-                    item += _GRADIENT
-                if needs_input:
-                    if item not in ready:
-                        return self.block(rank, position, clock, item)
-                    clock = max(clock, ready.pop(item))
+                needed = self.input_of(rank, step)
+                if needed != _NOTHING:
+                    if needed not in ready:
+                        return self.block(rank, position, clock, needed)
+                    clock = max(clock, ready.pop(needed))
                 start = clock
-                clock = start + durations[op][chunk]
+                duration = durations[op][chunk]
+                if position in in_pairs:
+                    duration *= self.share_in_pair
+                clock = start + duration
                 spans.append(Span(rank, step, start, clock))
                 if op is not WEIGHT_GRAD:
                     self.hand_over(rank, step, clock)
@@ -263,11 +278,28 @@ class _Walker:
             elif op <= SEND_GRADIENT:
                 self.send(rank, step, clock)
             elif op <= FREE_GRADIENT and self.rendezvous:
+                item = (microbatch * self.num_chunks + chunk) * 4
                 item += _OUTPUT_FREE if op is FREE_OUTPUT else _GRADIENT_FREE
                 if item not in ready:
                     return self.block(rank, position, clock, item)
                 clock = max(clock, ready.pop(item))
+            elif op is COMBINE:
+                for half in steps[position + 1 : position + 3]:
+                    needed = self.input_of(rank, half)
+                    if needed != _NOTHING:
+                        if needed not in ready:
+                            return self.block(rank, position, clock, needed)
+                        clock = max(clock, ready[needed])
         self.block(rank, len(steps), clock, _NOTHING)
+
+    def input_of(self, rank: int, step: Step) -> int:
+        """Return the item that a compute step waits for."""
+        op, microbatch, chunk = step
+        source = (self.previous if op is FORWARD else self.next)[rank][chunk]
+        if op is WEIGHT_GRAD or source is None:
+            return _NOTHING
+        kind = _ACTIVATION if op is FORWARD else _GRADIENT
+        return (microbatch * self.num_chunks + chunk) * 4 + kind
 
     def block(self, rank: int, position: int, clock: float, item: int) -> None:
         self.clock[rank] = clock
@@ -318,6 +350,12 @@ class _Walker:
     def step_of(self, item: int) -> Step:
         place, kind = divmod(item, 4)
         return Step(_KINDS[kind], *divmod(place, self.num_chunks))
+
+
+def _positions_in_pairs(steps: Sequence[Step]) -> set[int]:
+    """Return where the two steps of each pair stand in a program."""
+    starts = [position for position, step in enumerate(steps) if step.op is COMBINE]
+    return {start + behind for start in starts for behind in (1, 2)}
 
 
 _NOTHING = -1

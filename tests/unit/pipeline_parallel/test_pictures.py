@@ -86,6 +86,9 @@ def test_a_file_that_is_no_trace_is_refused(tmp_path, content):
 def test_the_tool_prints_a_plan(capsys):
     assert plot_schedule.main(["--schedule", "1f1b", "-p", "3", "-m", "4"]) == 0
     assert timeline_text(PLAN) in capsys.readouterr().out
+    turns = ["--combined", "--pair-cost", "2.5"]
+    assert plot_schedule.main([*turns, "--schedule", "1f1b", "-p", "3", "-m", "4"]) == 0
+    assert "makespan 16.5" in capsys.readouterr().out
 
 
 def test_the_tool_draws_a_plan_above_its_measured_trace(tmp_path, capsys):
@@ -102,3 +105,5 @@ def test_the_tool_draws_a_plan_above_its_measured_trace(tmp_path, capsys):
 def test_the_tool_explains_an_impossible_plan(capsys):
     assert plot_schedule.main(["-p", "4", "-v", "2", "-m", "8", "--group-size", "2"]) == 1
     assert "too small for 4 pipeline ranks" in capsys.readouterr().err
+    assert plot_schedule.main(["-p", "4", "-v", "2", "-m", "8", "--combined"]) == 1
+    assert "take turns, in 1f1b with 2 model chunks per rank" in capsys.readouterr().err

@@ -26,7 +26,14 @@ from megatron.core.pipeline_parallel.orders.interleaved import (
 )
 from megatron.core.pipeline_parallel.orders.one_f_one_b import one_f_one_b_order, one_f_one_b_orders
 from megatron.core.pipeline_parallel.programs import Plan, plan_report, proved_orders, rank_program
-from megatron.core.pipeline_parallel.simulate import ChannelModel, Costs, simulate, walk
+from megatron.core.pipeline_parallel.simulate import (
+    ChannelModel,
+    Costs,
+    Span,
+    report,
+    simulate,
+    walk,
+)
 from megatron.core.pipeline_parallel.validate import validate
 from tests.parity.schedules import SCHEDULES, Tally, cases, check
 
@@ -104,6 +111,20 @@ def test_pairs_finish_and_cost_no_more_than_their_place_in_the_pipeline(orders, 
                 one, two = steps[at + 1 : at + 3]
                 assert (one.op, two.op) == (Op.FORWARD, Op.BACKWARD), rank
                 assert one.microbatch > two.microbatch
+
+
+@pytest.mark.parametrize("p", [1, 2, 3, 8])
+@pytest.mark.parametrize("m", [1, 4, 17])
+def test_what_a_pair_hides_shortens_every_micro_batch_but_one(p, m):
+    found = simulate(lower(one_f_one_b_orders(p, m, is_combined=True)), backward=2.0, pair=2.5)
+    assert found.makespan == 3.0 * p + 2.5 * (m - 1)
+    assert found.busy[-1] == 3.0 + 2.5 * (m - 1)
+
+
+def test_measured_steps_that_take_turns_are_busy_once():
+    forward, backward = Step(Op.FORWARD, 1, 0), Step(Op.BACKWARD, 0, 0)
+    spans = [Span(0, forward, 1.0, 3.0), Span(0, backward, 2.0, 5.0), Span(1, forward, 0.0, 4.0)]
+    assert report(spans, 2, [1, 1]).busy == [4.0, 4.0]
 
 
 def test_pairs_hold_the_way_there_and_back():
