@@ -143,14 +143,14 @@ def dispatch_table() -> None:
 def bubble_table(num_steps: int) -> None:
     """Print measured against simulated bubbles and steps."""
     print(f"bubble (4 processes, {FORWARD_S * 1e3:.0f} ms forward per rank, asleep)")
-    print(f"{'':<38}{'bubble':^28}{'step, s':^28}")
-    print(f"  {'schedule':<32}{'m':>4}" + 2 * f"{'simulated':>10}{'measured':>9}{'excess':>9}")
+    print(f"{'':<42}{'bubble':^28}{'step, s':^28}")
+    print(f"  {'schedule':<36}{'m':>4}" + 2 * f"{'simulated':>10}{'measured':>9}{'excess':>9}")
     for case in BUBBLE_CASES:
         simulated = case.simulated()
         measured = run_distributed(measure, case.num_ranks, case, num_steps, pp=case.num_ranks)[0]
         name = case.schedule if case.num_chunks == 1 else f"{case.schedule}, v={case.num_chunks}"
         name += ", exchange" * (case.exchange_s > 0) + ", in turns" * case.is_combined
-        row = f"  {name:<32}{case.num_microbatches:>4}"
+        row = f"  {name:<36}{case.num_microbatches:>4}"
         for planned, found in (
             (simulated.bubble, min(measured.bubbles)),
             (simulated.makespan, min(measured.makespans_s)),

@@ -4,7 +4,11 @@ import statistics
 
 import pytest
 
-from tests.distributed.pipeline_parallel.sleeping_stages import SleepingCase, measure
+from tests.distributed.pipeline_parallel.sleeping_stages import (
+    Measured,
+    SleepingCase,
+    measure,
+)
 from tests.harness.distributed import run_distributed
 
 NUM_STEPS = 3
@@ -31,7 +35,11 @@ a quarter and more."""
     ],
 )
 def test_the_measured_bubble_is_the_simulated_one(schedule, num_chunks, num_microbatches):
-    assert_as_simulated(SleepingCase(schedule, num_chunks, num_microbatches, FORWARD_S))
+    case = SleepingCase(schedule, num_chunks, num_microbatches, FORWARD_S)
+    measured = measure_quietly(case)
+    assert statistics.median(measured.bubbles) == pytest.approx(
+        case.simulated().bubble, rel=TOLERANCE, abs=LEAST_TOLERANCE
+    ), measured
 
 
 @pytest.mark.parametrize(
@@ -40,19 +48,17 @@ def test_the_measured_bubble_is_the_simulated_one(schedule, num_chunks, num_micr
 def test_turns_hide_both_exchanges_of_every_pair(schedule, num_chunks, num_ranks):
     compute_s, exchange_s = FORWARD_S * 2 / 3, FORWARD_S / 3
     case = SleepingCase(schedule, num_chunks, 6, compute_s, num_ranks, exchange_s, is_combined=True)
-    makespans_s = assert_as_simulated(case)
-    assert statistics.median(makespans_s) == pytest.approx(
-        case.simulated().makespan, rel=TOLERANCE
-    ), makespans_s
+    measured, simulated = measure_quietly(case), case.simulated()
+    # Pieces are a third as long as above, and more of them follow each other: the quietest step
+    # counts, since other programs only ever add time.
+    makespan_s, bubble = min(zip(measured.makespans_s, measured.bubbles, strict=True))
+    assert makespan_s == pytest.approx(simulated.makespan, rel=TOLERANCE), measured
+    assert bubble == pytest.approx(simulated.bubble, rel=TOLERANCE, abs=LEAST_TOLERANCE), measured
 
 
-def assert_as_simulated(case: SleepingCase) -> list[float]:
-    """Measure a case, compare its bubble with the simulated one, and return what steps took."""
+def measure_quietly(case: SleepingCase) -> Measured:
+    """Measure a case; no rank may use the processor meanwhile."""
     results = run_distributed(measure, case.num_ranks, case, NUM_STEPS, pp=case.num_ranks)
-    bubbles = results[0].bubbles
-    assert statistics.median(bubbles) == pytest.approx(
-        case.simulated().bubble, rel=TOLERANCE, abs=LEAST_TOLERANCE
-    ), bubbles
     shares = [result.processor_share for result in results]
     assert max(shares) < MOST_PROCESSOR_SHARE, shares
-    return results[0].makespans_s
+    return results[0]
