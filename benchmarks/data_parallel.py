@@ -2,28 +2,34 @@
 
     python -m benchmarks.data_parallel                  # gradients only
     python -m benchmarks.data_parallel --optimizer      # with clipping and AdamW, and ZeRO stages
-    python -m benchmarks.data_parallel --optimizer --vocabulary 16384 --microbatches 1 --rounds 9
+    python -m benchmarks.data_parallel --optimizer --vocabulary 16384 --microbatches 1 --rounds 12
                                                         # 34 million parameters, one micro batch
 
-`benchmarks.peak_memory` measures the memory of the same candidates. Two single-threaded gloo
-processes run micro batches of sequence 256 through the same plain PyTorch GPT of width 512 (8
-layers, 26 million parameters by default). All candidates take turns in the same run, step by step,
-both processes at the same time; a row is the median of the ratios to the candidate "alone" of the
-same turn, which runs our wrapper with one replica. `cpu` counts processor seconds of both the
-computing thread and the communication threads.
+`benchmarks.peak_memory` measures the memory of the same candidates. Single-threaded gloo ranks run
+micro batches of sequence 256 through the same plain PyTorch GPT of width 512 (8 layers, 26 million
+parameters by default).
+
+The yardstick "alone" is our wrapper with one replica, also on two ranks at a time. It and each
+candidate are pairs of processes of their own: what one asks of the C library, or leaves in the
+heap, does not reach the others. They take turns step by step, and a step is compared with the mean
+of the two of the yardstick around it, which cancels what the machine drifts. The table has the
+medians of these ratios, and in brackets the ratio of the medians. `cpu` counts processor seconds of
+the computing and the communicating threads, `faults` pages that a step has touched for the first
+time; all are means of the two ranks.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import resource
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -57,6 +63,8 @@ OURS: dict[str, dict[str, object] | None] = {
     "stage 2": {"data_parallel_sharding_strategy": "optim_grads"},
     "stage 3": {"data_parallel_sharding_strategy": "optim_grads_params"},
 }
+CANDIDATES = (*OURS, "torch DDP", "torch FSDP2")
+WARMUP_STEPS = 3
 
 
 def build_model(options: argparse.Namespace) -> nn.Module:
@@ -176,45 +184,101 @@ def step_of(name: str, rank: int, options: argparse.Namespace) -> Step:
     return torch_step(rank, options) if name == "torch DDP" else fsdp2_step(rank, options)
 
 
-def seconds(step: Step) -> tuple[float, float]:
-    """Return (wall, processor) seconds of one step, begun and ended together."""
+def become_rank(rank: int, store: str, name: str) -> None:
+    """Be one of the two ranks of a candidate, in a process that has allocated nothing yet."""
+    if name.startswith("torch"):
+        os.environ["THP_MEM_ALLOC_ENABLE"] = "0"  # ours only: see `megatron.core.device`
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
+
+
+class Cost(NamedTuple):
+    """What a step takes a rank."""
+
+    wall: float
+    processor: float
+    faults: float
+
+
+def cost(step: Step) -> Cost:
+    """Measure one step, begun and ended together."""
     dist.barrier()
+    faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     wall, processor = time.perf_counter(), time.process_time()
     step()
     dist.barrier()
-    return time.perf_counter() - wall, time.process_time() - processor
+    wall, processor = time.perf_counter() - wall, time.process_time() - processor
+    return Cost(wall, processor, resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults)
 
 
-def measure(rank: int, store: str, options: argparse.Namespace) -> None:
-    """Let the candidates take turns; the job of one process."""
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-    names = [*OURS, "torch DDP", "torch FSDP2"]
-    if not options.optimizer:
-        names = ["alone", "stage 0", "stage 0, no overlap", "torch DDP"]
-    steps = {name: step_of(name, rank, options) for name in names}
-    for step in steps.values():
-        step()
-    times: dict[str, list[tuple[float, float]]] = {name: [] for name in steps}
-    order = list(steps)
-    for turn in range(options.rounds):
-        # Another order each time: what ran before leaves the caches and the clock in its state.
-        shift = turn % len(order)
-        for name in order[shift:] + order[:shift]:
-            times[name].append(seconds(steps[name]))
-    if rank == 0:
-        print(f"{'':<28}{'wall ms':>9}{'ratio':>8}{'cpu ms':>9}{'ratio':>8}   range of wall ratios")
-        for name, found in times.items():
-            walls = [a[0] / b[0] for a, b in zip(found, times["alone"], strict=True)]
-            cpus = [a[1] / b[1] for a, b in zip(found, times["alone"], strict=True)]
-            wall, cpu = (statistics.median(column) for column in zip(*found, strict=True))
-            print(
-                f"{name:<28}{wall * 1e3:>9.0f}{statistics.median(walls):>8.3f}"
-                f"{cpu * 1e3:>9.0f}{statistics.median(cpus):>8.3f}"
-                f"   {min(walls):.3f} ... {max(walls):.3f}"
-            )
+def serve(rank: int, store: str, name: str, options: argparse.Namespace, orders: Any) -> None:
+    """Run a step of a candidate whenever told to; the job of one process."""
+    become_rank(rank, f"file://{store}", name)
+    step = step_of(name, rank, options)
+    while orders.recv():
+        orders.send(cost(step))
     dist.destroy_process_group()
+
+
+class Ranks:
+    """Two ranks of one candidate, which wait for their turn."""
+
+    def __init__(self, name: str, options: argparse.Namespace) -> None:
+        context = mp.get_context("spawn")
+        self._directory = tempfile.TemporaryDirectory()
+        self._pipes, self._processes = [], []
+        for rank in range(2):
+            ours, theirs = context.Pipe()
+            arguments = (rank, f"{self._directory.name}/store", name, options, theirs)
+            process = context.Process(target=serve, args=arguments, daemon=True)
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self._processes.append(process)
+        for _ in range(WARMUP_STEPS):
+            self.step()
+
+    def step(self) -> Cost:
+        """Return what a step took, the mean of the ranks."""
+        for pipe in self._pipes:
+            pipe.send(True)
+        found = [pipe.recv() for pipe in self._pipes]
+        return Cost(*(statistics.mean(column) for column in zip(*found, strict=True)))
+
+    def end(self) -> None:
+        """End the processes."""
+        for pipe, process in zip(self._pipes, self._processes, strict=True):
+            pipe.send(False)
+            process.join()
+        self._directory.cleanup()
+
+
+def ratios(found: Sequence[float], around: Sequence[float]) -> list[float]:
+    """Divide each figure by the mean of the yardstick's before and after it."""
+    pairs = zip(around, around[1:], strict=False)
+    return [2 * figure / (a + b) for figure, (a, b) in zip(found, pairs, strict=True)]
+
+
+def compare(name: str, yardstick: Ranks, options: argparse.Namespace) -> None:
+    """Let a candidate and the yardstick take turns, and print its row."""
+    candidate = Ranks(name, options)
+    around, found = [yardstick.step()], []
+    for _ in range(options.rounds):
+        found.append(candidate.step())
+        around.append(yardstick.step())
+    candidate.end()
+    middle = Cost(*(statistics.median(column) for column in zip(*found, strict=True)))
+    alone = Cost(*(statistics.median(column) for column in zip(*around, strict=True)))
+    walls, cpus = (ratios([c[i] for c in found], [c[i] for c in around]) for i in range(2))
+    print(
+        f"{name:<27}{middle.wall * 1e3:>6.0f} {statistics.median(walls):.3f}"
+        f" ({middle.wall / alone.wall:.3f}){middle.processor * 1e3:>7.0f}"
+        f" {statistics.median(cpus):.3f} ({middle.processor / alone.processor:.3f})"
+        f"{middle.faults:>8.0f}   {min(walls):.2f} ... {max(walls):.2f}"
+        f"  {min(cpus):.2f} ... {max(cpus):.2f}",
+        flush=True,
+    )
 
 
 def main() -> None:
@@ -223,11 +287,17 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=8, help="layers of the model")
     parser.add_argument("--vocabulary", type=int, default=1024, help="rows of the embedding")
     parser.add_argument("--microbatches", type=int, default=8, help="micro batches per step")
-    parser.add_argument("--rounds", type=int, default=7, help="turns of each candidate")
+    parser.add_argument("--rounds", type=int, default=7, help="steps of each candidate")
+    parser.add_argument("--only", nargs="+", choices=CANDIDATES, help="some of the candidates")
     options = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    with tempfile.TemporaryDirectory() as directory:
-        mp.spawn(measure, args=(os.path.join(directory, "store"), options), nprocs=2)
+    without_optimizer = ("alone", "stage 0", "stage 0, no overlap", "torch DDP")
+    names = options.only or (CANDIDATES if options.optimizer else without_optimizer)
+    yardstick = Ranks("alone", options)
+    print(f"{'':<27}{'wall ms':>7}{'ratio':>14}{'cpu ms':>9}{'ratio':>14}{'faults':>8}   ranges")
+    for name in names:
+        compare(name, yardstick, options)
+    yardstick.end()
 
 
 if __name__ == "__main__":

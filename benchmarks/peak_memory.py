@@ -17,11 +17,10 @@ import statistics
 import tempfile
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from benchmarks.data_parallel import step_of
+from benchmarks.data_parallel import become_rank, step_of
 
 CANDIDATES = (
     "imported", "torch DDP", "torch FSDP2", "stage 0", "stage 1", "stage 2", "stage 3",
@@ -38,10 +37,7 @@ def status_mib(name: str) -> float:
 
 def train(rank: int, directory: str, name: str, options: argparse.Namespace) -> None:
     """Train with one candidate and leave the peak in a file; the job of one process."""
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    store = f"file://{directory}/store"
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
+    become_rank(rank, f"file://{directory}/store", name)
     if name != "imported":
         step = step_of(name, rank, options)
         for _ in range(options.steps):

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from megatron.core.distributed.communication import (
     Mesh,
+    SumSteps,
     Transfer,
     finish_all,
     gather_parameters,
@@ -22,7 +23,7 @@ from megatron.core.distributed.compressed_reduction import (
     TrafficCount,
 )
 from megatron.core.distributed.parameter_shard import ParameterShard, ShardSpan
-from megatron.core.distributed.pieces import ReadablePlace, Steps
+from megatron.core.distributed.pieces import ReadablePlace
 from megatron.core.distributed.sharding_arithmetic import BLOCK, BufferPlan, Piece, plan_buffer
 from megatron.core.peer_memory import ReadableMemory
 
@@ -201,14 +202,17 @@ class BucketedBuffer(ABC):
     def _reduction_of(self, bucket: Bucket) -> Transfer:
         """Start the reduction of a bucket."""
 
-    def _reduction_steps(self, bucket: Bucket, gradients: Tensor) -> Steps:
-        """Reduce the gradients of a bucket by the policy, in place."""
+    def _reduction_steps(
+        self, bucket: Bucket, gradients: Tensor, into: Tensor | None = None
+    ) -> SumSteps:
+        """Reduce the gradients of a bucket by the policy; see `reduction_steps`."""
         return reduction_steps(
             gradients,
             self.mesh,
             scale=self.policy.scale,
             tag=self._tag + bucket.number,
             average=self.policy.average,
+            into=into,
             compression=self._compressions[bucket.number],
             # Whoever shards state wants little in memory; the others want speed.
             place=self._place(
@@ -232,14 +236,13 @@ class BucketedBuffer(ABC):
         while self._num_launched < len(self.buckets):
             self._launch_next()
 
-    def _mark_arrived(self, index: int) -> None:
-        """Note that a gradient is complete; reduce the buckets that are.
+    def _mark_arrived(self, bucket: Bucket) -> None:
+        """Note that a gradient in a bucket is complete; reduce the buckets that are.
 
         Buckets are launched in their order, whatever the order of completion: ranks may use
         different parameters, but must send the same messages.
         """
-        for bucket in self._buckets_of[index]:
-            bucket.num_missing -= 1
+        bucket.num_missing -= 1
         while self._num_launched < len(self.buckets):
             if self.buckets[self._num_launched].num_missing:
                 break

@@ -19,9 +19,9 @@ Other backends (NCCL) use their native collectives.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch.distributed as dist
 from torch import Tensor
@@ -39,6 +39,8 @@ from megatron.core.distributed.pieces import (
 from megatron.core.process_groups_config import Group
 from megatron.core.utils import get_pg_rank, get_pg_size
 
+SumSteps = Generator[Sequence[Any], None, Tensor]
+"""Steps that tell at their end where the sum is."""
 SUM_TAG = (1 << 31) - 1
 """Message tag of `sum_in_place`, apart from those of buckets."""
 
@@ -201,18 +203,23 @@ def reduction_steps(
     average: bool = False,
     compression: Compression | None = None,
     place: ReadablePlace | None = None,
-) -> Steps:
-    """Sum a bucket of gradients over the mesh, in place.
+    into: Tensor | None = None,
+) -> SumSteps:
+    """Sum a bucket of gradients over the mesh.
 
     Args:
-        bucket: [n], n divisible by the mesh size. Afterwards `mesh.own(bucket)` holds the sum
-            over all ranks; without a shard axis that is the whole bucket. The rest is undefined.
+        bucket: [n], n divisible by the mesh size. Afterwards it is undefined but for the sums.
         scale: factor on the sum.
         tag: tells the messages of different buckets apart.
         average: let the collective average over the ranks, where the backend can (`scale` then
             does not contain 1/size).
         compression: that of this bucket, step after step.
         place: of the bucket, if ranks of this machine can read it.
+        into: [n / shard size], memory for the sums that are wanted elsewhere: used where that saves
+            a copy.
+    Returns:
+        at its end, where the sum of this rank's shard over all ranks is: `mesh.own(bucket)`
+        (without a shard axis the whole bucket), or `into`.
     Communication:
         a reduce-scatter on `mesh.shard`, then an all-reduce of the own shard on
         `mesh.replicate`; axes of size 1 cost nothing.
@@ -220,7 +227,7 @@ def reduction_steps(
     if compression is not None and compression.is_on(bucket, mesh):
         factor = scale / mesh.size if average else scale
         yield from compression.steps(bucket, mesh, factor, tag)
-        return
+        return mesh.own(bucket)
     sizes = [(mesh.shard, mesh.shard_size), (mesh.replicate, mesh.replicate_size)]
     groups = [group for group, size in sizes if size > 1]
     if all(is_pairwise(group) for group in groups):
@@ -233,14 +240,17 @@ def reduction_steps(
                 yield [dist.all_reduce(bucket, group=mesh.replicate, async_op=True)]
             if factor != 1.0:
                 bucket.mul_(factor)
-            return
-        if shard is not None:
-            yield from shard.reduce_scatter(bucket, factor if replicate is None else 1.0)
-            bucket = mesh.own(bucket)
+            return bucket
+        own = mesh.own(bucket)
         if replicate is not None:
-            yield from replicate.reduce_scatter(bucket, factor)
-            yield from replicate.gather_sums(bucket)
-        return
+            if shard is not None:
+                yield from shard.reduce_scatter(bucket, 1.0)
+            yield from replicate.reduce_scatter(own, factor)
+            yield from replicate.gather_sums(own)
+            return own
+        assert shard is not None
+        yield from shard.reduce_scatter(bucket, factor, into)
+        return own if into is None else into
     if scale != 1.0:
         # Before the sum, so that half-precision sums over many ranks stay in range.
         bucket.mul_(scale)
@@ -251,6 +261,7 @@ def reduction_steps(
         bucket = own
     if mesh.replicate_size > 1:
         yield [dist.all_reduce(bucket, operation, mesh.replicate, async_op=True)]
+    return bucket
 
 
 # Of a reduction of several steps, ranks reach the later ones in different orders. So these are

@@ -59,7 +59,8 @@ class GradientBuffer(BucketedBuffer):
                 fix="run the earlier micro batches inside no_sync(), and begin each step with"
                 " zero_grad_buffer()",
             )
-        self._mark_arrived(index)
+        for bucket in self._buckets_of[index]:
+            self._mark_arrived(bucket)
 
     def end_backward(self) -> None:
         """Nothing: the schedule says which micro batch is the last one."""

@@ -45,18 +45,21 @@ def piece_of(bucket: Tensor, rank: int, size: int) -> Tensor:
     return bucket[rank * length : (rank + 1) * length]
 
 
-def add_in_rank_order(terms: Sequence[Tensor], own: Tensor, scale: float) -> None:
-    """Leave scale * (t0 + t1 + ...) in `own`, one of `terms`; half precision is added in fp32."""
-    for begin in range(0, own.numel(), STRETCH):
+def add_in_rank_order(terms: Sequence[Tensor], sums: Tensor, scale: float) -> None:
+    """Leave scale * (t0 + t1 + ...) in `sums`, which may be one of `terms`.
+
+    Half precision is added in fp32.
+    """
+    for begin in range(0, sums.numel(), STRETCH):
         parts = [term[begin : begin + STRETCH] for term in terms]
-        out = own[begin : begin + STRETCH]
-        if is_half(own):
+        out = sums[begin : begin + STRETCH]
+        if is_half(sums):
             total = parts[0].float()
             for part in parts[1:]:
                 total += part
             out.copy_(total.mul_(scale))
             continue
-        # The last sum lands in `own`, which is read before or then.
+        # Only the last sum lands in `out`: a term that lies there is read before or then.
         total = parts[0]
         between = torch.empty_like(out) if len(parts) > 2 else None
         for part in parts[1:-1]:
@@ -74,13 +77,14 @@ class Messages:
         self.rank, self.size = get_pg_rank(group), get_pg_size(group)
         self._others = [other for other in range(self.size) if other != self.rank]
 
-    def reduce_scatter(self, bucket: Tensor, scale: float) -> Steps:
-        """Leave scale * sum over the ranks in this rank's piece of `bucket`."""
+    def reduce_scatter(self, bucket: Tensor, scale: float, into: Tensor | None = None) -> Steps:
+        """Leave scale * sum over the ranks in `into`, or in this rank's piece of `bucket`."""
         own = piece_of(bucket, self.rank, self.size)
         received = own.new_empty((self.size - 1, own.numel()))
         handles = self._receive(received[row] for row in range(self.size - 1))
         yield handles + self._send(piece_of(bucket, other, self.size) for other in self._others)
-        add_in_rank_order([*received[: self.rank], own, *received[self.rank :]], own, scale)
+        terms = [*received[: self.rank], own, *received[self.rank :]]
+        add_in_rank_order(terms, own if into is None else into, scale)
 
     def gather_sums(self, bucket: Tensor) -> Steps:
         """After `reduce_scatter`: fill `bucket` with the sums of all ranks."""
@@ -116,8 +120,8 @@ class PeerReads:
         self._base = place.memory.begin(place.index)
         self._keeps_pages = place.keeps_pages
 
-    def reduce_scatter(self, bucket: Tensor, scale: float) -> Steps:
-        """Leave scale * sum over the ranks in this rank's piece of `bucket`."""
+    def reduce_scatter(self, bucket: Tensor, scale: float, into: Tensor | None = None) -> Steps:
+        """Leave scale * sum over the ranks in `into`, or in this rank's piece of `bucket`."""
         yield self._come_to(1, bucket)
         rank, size = self._peers.rank, self._peers.size
         own = piece_of(bucket, rank, size)
@@ -127,7 +131,8 @@ class PeerReads:
                 part if other == rank else self._read(other, first + begin, part)
                 for other in range(size)
             ]
-            add_in_rank_order(terms, part, scale)
+            sums = part if into is None else into[begin : begin + part.numel()]
+            add_in_rank_order(terms, sums, scale)
             for other, term in enumerate(terms):
                 self._forget(other, term)
         # The others' pieces of this bucket have been read when all have come.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 
 import torch
@@ -14,8 +13,9 @@ from megatron.core.peer_memory import ReadableMemory, whole_pages
 class ReusablePlaces:
     """Places that the other ranks of this machine can read, handed out and taken back.
 
-    There are more places than buckets, but the same few serve all: the first free one of the right
-    length is taken, and memory that was never touched does not exist.
+    A bucket gets the first gap that it fits into, so a few buckets' worth of pages serves all, also
+    where their lengths differ. To keep these pages from step to step saves time: to touch new ones
+    takes far longer than to write to them again (in a virtual machine 47 ms and 4 ms, of 64 MiB).
     """
 
     def __init__(self, lengths: Sequence[int], dtype: torch.dtype, num_in_flight: int) -> None:
@@ -25,32 +25,40 @@ class ReusablePlaces:
             num_in_flight: buckets that may be in reduction when the next backward pass fills
                 places for all.
         """
-        counts = {length: count + num_in_flight for length, count in Counter(lengths).items()}
-        begin = sum(whole_pages(n * dtype.itemsize) * count for n, count in counts.items())
-        self.memory = ReadableMemory(begin, num_words=len(lengths))
-        self._free: dict[int, list[Tensor]] = {}
-        """By length; the next one last."""
-        for length, count in counts.items():
-            for _ in range(count):
-                begin -= whole_pages(length * dtype.itemsize)
-                place = self.memory.tensor(dtype, begin, length)
-                self._free.setdefault(length, []).append(place)
-        self._used: dict[int, Tensor] = {}
-        """Free places that have memory, by address."""
+        self._dtype = dtype
+        sizes = [whole_pages(length * dtype.itemsize) for length in lengths]
+        # There is at most one gap before each place in use. With this much one of them is always
+        # wide enough; what is never touched does not exist.
+        gaps = (len(sizes) + num_in_flight) * max(sizes)
+        self.memory = ReadableMemory(
+            sum(sizes) + num_in_flight * max(sizes) + gaps, num_words=len(lengths)
+        )
+        self._used: list[tuple[int, int, int]] = []
+        """(first byte, end, address) of the places in use, in order."""
+        self._touched = 0
+        """Bytes from the start on that may have memory."""
 
     def take(self, length: int) -> Tensor:
         """Return a place of `length` elements, with any values in it."""
-        place = self._free[length].pop()
-        self._used.pop(place.data_ptr(), None)
+        num_bytes = whole_pages(length * self._dtype.itemsize)
+        begin = 0
+        for first, end, _ in self._used:
+            if first - begin >= num_bytes:
+                break
+            begin = end
+        place = self.memory.tensor(self._dtype, begin, length)
+        self._used.append((begin, begin + num_bytes, place.data_ptr()))
+        self._used.sort()
+        self._touched = max(self._touched, begin + num_bytes)
         return place
 
     def give_back(self, place: Tensor) -> None:
         """Let a place that was taken serve another bucket."""
-        self._free[place.numel()].append(place)
-        self._used[place.data_ptr()] = place
+        self._used = [used for used in self._used if used[2] != place.data_ptr()]
 
     def discard(self) -> None:
-        """Give the memory of free places back to the system."""
-        for place in self._used.values():
-            self.memory.discard(place)
-        self._used.clear()
+        """Give memory back to the system, all of it if no place is in use."""
+        begin = self._used[-1][1] if self._used else 0
+        if begin < self._touched:
+            self.memory.discard(self.memory.tensor(torch.uint8, begin, self._touched - begin))
+            self._touched = begin

@@ -75,22 +75,24 @@ class ShardedGradientBuffer(BucketedBuffer):
             # Another backward pass has begun without an end of the last one being seen.
             self.end_backward()
         self._arrived.add(index)
-        self._take_gradient(index)
-        self._mark_arrived(index)
+        # A large parameter never needs the places of all its buckets at a time.
+        for bucket in self._buckets_of[index]:
+            self._take_gradient(index, bucket)
+            self._mark_arrived(bucket)
+        self.parameters[index].grad = None
 
-    def _take_gradient(self, index: int) -> None:
-        parameter = self.parameters[index]
-        if parameter.grad is not None:
-            flat = parameter.grad.reshape(-1)
-            for bucket in self._buckets_of[index]:
-                whole = self._memory_of(bucket)
-                for piece in self._pieces[bucket.number]:
-                    if piece.index == index:
-                        begin = piece.offset - bucket.begin
-                        place = whole[begin : begin + piece.end - piece.begin]
-                        place.copy_(flat[piece.begin : piece.end])
-                self._filled[bucket.number].add(index)
-            parameter.grad = None
+    def _take_gradient(self, index: int, bucket: Bucket) -> None:
+        """Move what of `.grad` lies in a bucket."""
+        gradient = self.parameters[index].grad
+        if gradient is None:
+            return
+        whole, flat = self._memory_of(bucket), gradient.reshape(-1)
+        for piece in self._pieces[bucket.number]:
+            if piece.index == index:
+                begin = piece.offset - bucket.begin
+                place = whole[begin : begin + piece.end - piece.begin]
+                place.copy_(flat[piece.begin : piece.end])
+        self._filled[bucket.number].add(index)
 
     def end_backward(self) -> None:
         """Reduce what the backward pass has left; the next gradients belong to another one."""
@@ -103,8 +105,6 @@ class ShardedGradientBuffer(BucketedBuffer):
         if self._arrived or not all(self._has_sum):
             self.end_backward()
         self._finish_transfers()
-        if self._places is not None:
-            self._places.discard()
         self.let_values_change()
 
     def _begin_backward(self) -> None:
@@ -141,12 +141,12 @@ class ShardedGradientBuffer(BucketedBuffer):
     def _reduce_and_add(self, bucket: Bucket, whole: Tensor) -> Steps:
         is_first = not self._has_sum[bucket.number]
         self._has_sum[bucket.number] = True
-        yield from self._reduction_steps(bucket, whole)
-        own, total = self.mesh.own(whole), self._sums[bucket.number]
-        if is_first:
-            total.copy_(own)
-        else:
+        total = self._sums[bucket.number]
+        own = yield from self._reduction_steps(bucket, whole, total if is_first else None)
+        if not is_first:
             total.add_(own)
+        elif own is not total:
+            total.copy_(own)
         self._give_back(whole)
 
     def _give_back(self, whole: Tensor) -> None:

@@ -265,10 +265,10 @@ class ShardedParameterBuffer(ShardedGradientBuffer):
             if bucket.num_missing == 0:
                 self.release(bucket.number, Pass.BACKWARD)
 
-    def _take_gradient(self, index: int) -> None:
+    def _take_gradient(self, index: int, bucket: Bucket) -> None:
         parameter = self.parameters[index]
         if parameter.grad is not None:
-            self.prepare_gradients(self._buckets_of[index][0].number)
+            self.prepare_gradients(bucket.number)
             accumulate_main_grad(parameter, parameter.grad)
             parameter.grad = None
 
@@ -285,6 +285,9 @@ class ShardedParameterBuffer(ShardedGradientBuffer):
         """Reduce what is left, and wait; no unit stays gathered, as the update will change it."""
         super().finish_reductions()
         self._lender.discard_spare()
+        if self._places is not None:
+            # The next layers and logits need the memory first.
+            self._places.discard()
 
 
 def _show_gradient(parameter: Any, place: Tensor) -> None:

@@ -20,6 +20,8 @@ import sys
 import torch
 from torch import Tensor
 
+from megatron.core.device import HUGE_PAGE_BYTES, ask_for_huge_pages
+
 MAX_SPARE = 1
 """Tensors of one size whose pages wait for another one; those of more go back to the system."""
 
@@ -92,8 +94,12 @@ class MemoryLender:
             tensor = torch.empty(numel, dtype=dtype, device=self.device)
             tensor.untyped_storage().resize_(0)
             return LentTensor(self, tensor, None)
-        length = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        is_large = num_bytes >= HUGE_PAGE_BYTES
+        page = HUGE_PAGE_BYTES if is_large else mmap.PAGESIZE
+        length = -(-num_bytes // page) * page
         mapping = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if is_large:
+            ask_for_huge_pages(mapping)
         return LentTensor(self, torch.frombuffer(mapping, dtype=dtype, count=numel), mapping)
 
     def take_pages(self, tensor: LentTensor) -> None:

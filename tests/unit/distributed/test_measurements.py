@@ -4,7 +4,7 @@ from argparse import Namespace
 
 import pytest
 
-from benchmarks import offload, overlap
+from benchmarks import data_parallel, offload, overlap
 from tests.parity import curves
 from tests.parity.layouts import LayoutCase
 
@@ -21,6 +21,11 @@ def test_a_user_who_is_not_root_is_told_so(benchmark, monkeypatch, capsys):
     monkeypatch.setattr(benchmark.sys, "argv", ["benchmark"])
     assert benchmark.main() == 2
     assert "needs root" in capsys.readouterr().err
+
+
+def test_a_machine_that_slows_down_evenly_does_not_change_a_ratio():
+    yardstick = [1.0, 1.2, 1.4, 1.6]
+    assert data_parallel.ratios([1.1, 1.3, 1.5], yardstick) == pytest.approx([1.0, 1.0, 1.0])
 
 
 def test_bytes_are_counted_in_the_phase_in_which_they_were_sent():
