@@ -22,15 +22,11 @@ from megatron.core.dist_checkpointing.durable import (
     rename_durably,
     replace_durably,
 )
+from megatron.core.dist_checkpointing.durable_file import DurableFile
 from megatron.core.dist_checkpointing.foreign.contents import ForeignContents
 from megatron.core.dist_checkpointing.foreign.opening import LATEST_NAME, open_any
 from megatron.core.dist_checkpointing.loader import Contents, load_state
-from megatron.core.dist_checkpointing.shard_file import (
-    as_bytes,
-    build_header,
-    dtype_name,
-    durable_sink,
-)
+from megatron.core.dist_checkpointing.shard_file import header_of, write_shards
 from megatron.core.dist_checkpointing.tree import map_leaves
 from megatron.core.errors import CheckpointError, MegatronError
 from megatron.deepspeed.engine_state import EngineState
@@ -186,12 +182,11 @@ def save_weights(engine: EngineState, directory: str, name: str) -> None:
 
 def _write_safetensors(path: Path, state: Mapping[str, Tensor]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    described = [(name, dtype_name(value.dtype), value.shape) for name, value in state.items()]
     draft = path.with_name(f".{path.name}.unfinished")
     draft.unlink(missing_ok=True)
-    with durable_sink(draft) as sink:
-        sink.write(build_header(described, {"format": "pt"}))
-        for value in state.values():
-            sink.write(as_bytes(value.detach().cpu().contiguous()))
-        sink.finish()
+    tensors = list(state.items())
+    header = header_of(tensors, {"format": "pt"})
+    num_bytes = len(header) + sum(t.numel() * t.element_size() for t in state.values())
+    with DurableFile(draft, num_bytes) as file:
+        write_shards(draft.name, header, tensors, file)
     rename_durably(draft, path)

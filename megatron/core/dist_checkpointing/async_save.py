@@ -66,7 +66,7 @@ class AsyncSave:
 
     def _write(self) -> None:
         give_way()
-        self._saving.write()
+        self._saving.write(in_background=True)
 
     def add_finalize_fn(self, function: Callable[[], None]) -> None:
         """Call `function` on this rank once the checkpoint is committed, in order."""

@@ -19,6 +19,7 @@ from megatron.core.dist_checkpointing.durable import (
     sync_directory,
     write_durably,
 )
+from megatron.core.dist_checkpointing.durable_file import DurableFile
 from megatron.core.dist_checkpointing.manifest import (
     COMMON_NAME,
     MANIFEST_NAME,
@@ -30,10 +31,12 @@ from megatron.core.dist_checkpointing.object_store import ObjectDirectory, Place
 from megatron.core.dist_checkpointing.shard_file import (
     Sink,
     StoredFile,
-    durable_sink,
+    StreamSink,
+    header_of,
     room_for,
     write_shards,
 )
+from megatron.core.dist_checkpointing.work_threads import threads_per_rank
 
 
 class Destination(ABC):
@@ -44,8 +47,8 @@ class Destination(ABC):
         """Make a place for so many bytes, or raise `CheckpointError`."""
 
     @abstractmethod
-    def sink(self, name: str, num_bytes: int) -> AbstractContextManager[Sink]:
-        """Open a new file of about so many bytes; it is there, whole, when the block ends."""
+    def sink(self, name: str, num_bytes: int, in_background: bool) -> AbstractContextManager[Sink]:
+        """Open a new file of so many bytes; it is there, whole, when the block ends."""
 
     @abstractmethod
     def put(self, name: str, data: bytes) -> None:
@@ -68,12 +71,14 @@ class Destination(ABC):
         name: str,
         tensors: Sequence[tuple[str, Tensor]],
         metadata: dict[str, str],
-        num_threads: int,
+        *,
+        in_background: bool = False,
     ) -> StoredFile:
         """Write a shard file durably: any rank, also in a thread. See `write_shards`."""
-        num_bytes = sum(t.numel() * t.element_size() for _, t in tensors)
-        with self.sink(name, num_bytes) as sink:
-            return write_shards(name, tensors, metadata, sink=sink, num_threads=num_threads)
+        header = header_of(tensors, metadata)
+        num_bytes = len(header) + sum(t.numel() * t.element_size() for _, t in tensors)
+        with self.sink(name, num_bytes, in_background) as sink:
+            return write_shards(name, header, tensors, sink)
 
     def commit(self, common: bytes, manifest: Manifest) -> None:
         """Write the remaining files, `metadata.json` last, and make the checkpoint exist."""
@@ -110,11 +115,12 @@ class LocalDestination(Destination):
             commit.begin(self.final, self.run)
 
     @contextmanager
-    def sink(self, name: str, num_bytes: int) -> Iterator[Sink]:
+    def sink(self, name: str, num_bytes: int, in_background: bool) -> Iterator[Sink]:
         """See `Destination`."""
-        with self._errors("writing", self.staging / name, num_bytes):
-            with durable_sink(self.staging / name) as sink:
-                yield sink
+        path = self.staging / name
+        with self._errors("writing", path, num_bytes):
+            with DurableFile(path, num_bytes, in_background=in_background) as file:
+                yield file
             sync_directory(self.staging)
 
     def put(self, name: str, data: bytes) -> None:
@@ -163,10 +169,11 @@ class ObjectDestination(Destination):
         self.abandon()
 
     @contextmanager
-    def sink(self, name: str, num_bytes: int) -> Iterator[Sink]:
+    def sink(self, name: str, num_bytes: int, in_background: bool) -> Iterator[Sink]:
         """See `Destination`."""
-        with self.final.writer(name, num_bytes) as write:
-            yield Sink(write, lambda: None)
+        num_threads = 1 if in_background else threads_per_rank()
+        with self.final.writer(name, num_bytes) as write, StreamSink(write, num_threads) as sink:
+            yield sink
 
     def put(self, name: str, data: bytes) -> None:
         """See `Destination`."""

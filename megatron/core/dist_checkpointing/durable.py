@@ -1,17 +1,19 @@
 """Files that survive: writing with fsync, renaming, and opening what a stranger left.
 
 Every write, fsync, rename and unlink of a checkpoint goes through `os` calls made here or in
-`shard_file`, so that the crash tests can stop a save at each of them.
+`durable_file`, so that the crash tests can stop a save at each of them.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import os
 import shutil
 import stat
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -73,6 +75,44 @@ def write_all(descriptor: int, data: memoryview | bytes) -> None:
     view = memoryview(data)
     while len(view):
         view = view[os.write(descriptor, view) :]
+
+
+def write_at(descriptor: int, data: memoryview, position: int) -> None:
+    """Write every byte at a position."""
+    while len(data):
+        count = os.pwrite(descriptor, data, position)
+        data, position = data[count:], position + count
+
+
+_START_WRITING = 2
+"""SYNC_FILE_RANGE_WRITE of Linux."""
+
+
+def _find_sync_file_range() -> Callable[[int, int, int, int], int] | None:
+    """Return a call of Linux that Python does not have; None elsewhere."""
+    if sys.platform != "linux":
+        return None
+    try:
+        found = ctypes.CDLL(None).sync_file_range
+    except (OSError, AttributeError):
+        return None
+    found.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
+    call: Callable[[int, int, int, int], int] = found
+    return call
+
+
+_SYNC_FILE_RANGE = _find_sync_file_range()
+
+
+def start_writeback(descriptor: int, begin: int, num_bytes: int) -> None:
+    """Let the disk begin with what is written, so that fsync finds little left to do.
+
+    It is a hint; a file system that refuses it is only slower. `posix_fadvise(DONTNEED)` starts
+    the disk too, but also looks for pages to drop, of which there are none yet: measured, writing
+    takes half as much processor time again.
+    """
+    if _SYNC_FILE_RANGE is not None:
+        _SYNC_FILE_RANGE(descriptor, begin, num_bytes, _START_WRITING)
 
 
 def write_durably(path: Path, data: bytes) -> None:

@@ -33,7 +33,6 @@ from megatron.core.dist_checkpointing.shard_file import (
 )
 from megatron.core.dist_checkpointing.shard_reader import ShardReader
 from megatron.core.dist_checkpointing.typed_json import dump_bytes
-from megatron.core.dist_checkpointing.work_threads import threads_per_rank
 
 
 @dataclass(frozen=True)
@@ -99,7 +98,6 @@ def write_whole_tensors(
                 [(key + describe_box(_whole(tensors[key])), tensors[key].produce())
                  for key in keys],
                 {"format": "pt", "checkpoint": final.name, "run": run},
-                threads_per_rank(),
             )  # fmt: skip
             files[name] = ManifestFile.of(stored)
             for key, shard in zip(keys, stored.shards, strict=True):
@@ -125,5 +123,7 @@ def _balanced(tensors: Mapping[str, Produced], num_files: int) -> list[list[str]
     ordered = []
     for keys in filter(None, parts):
         keys.sort()
-        ordered.append([keys[i] for i in storage_order([tensors[k].dtype for k in keys])])
+        sizes = [tensors[k].num_bytes for k in keys]
+        order = storage_order([tensors[k].dtype for k in keys], sizes)
+        ordered.append([keys[i] for i in order])
     return ordered

@@ -103,11 +103,11 @@ class SaveInProgress:
         for piece, copied in zip(self.pieces, copies, strict=True):
             piece.tensor = copied
 
-    def write(self, num_threads: int = 1) -> None:
+    def write(self, *, in_background: bool = False) -> None:
         """Write this rank's file. Local: may run in a thread; a failure is kept for `finish`.
 
         Args:
-            num_threads: how many hash, with the writing one; one disturbs training least.
+            in_background: disturb training as little as possible.
         """
         try:
             if self.pieces:
@@ -115,7 +115,7 @@ class SaveInProgress:
                     f"__{self.peers.rank}_0.safetensors",
                     [(piece.name, piece.tensor) for piece in self.pieces],
                     {"format": "pt", "checkpoint": self.final.name, "run": self.run},
-                    num_threads,
+                    in_background=in_background,
                 )
         except OSError as error:
             self._problem = describe_os_error(error, path=str(self.destination), doing="writing")
@@ -223,9 +223,10 @@ def prepare_save(
     save = SaveInProgress(peers, final, run, _versions() | dict(info or {}))
     save._plan, save._common = plan, common
     pieces = [_Piece(local.shards[i].key, *p) for i in mine for p in local.shards[i].pieces()]
-    order = storage_order([dtype_name(piece.tensor.dtype) for piece in pieces])
+    sizes = [piece.tensor.numel() * piece.tensor.element_size() for piece in pieces]
+    order = storage_order([dtype_name(piece.tensor.dtype) for piece in pieces], sizes)
     save.pieces = [pieces[i] for i in order]
-    save.num_bytes = sum(p.tensor.numel() * p.tensor.element_size() for p in pieces)
+    save.num_bytes = sum(sizes)
     return save
 
 

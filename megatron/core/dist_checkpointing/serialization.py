@@ -20,7 +20,6 @@ from megatron.core.dist_checkpointing.object_store import ObjectDirectory, place
 from megatron.core.dist_checkpointing.saver import prepare_save
 from megatron.core.dist_checkpointing.shard_file import DTYPES
 from megatron.core.dist_checkpointing.validation import StrictHandling, parse_strict_handling
-from megatron.core.dist_checkpointing.work_threads import threads_per_rank
 from megatron.core.errors import CheckpointError, ConfigError
 
 _CONTENT_METADATA = "content_metadata"
@@ -75,7 +74,7 @@ def save(
     )
     if async_sharded_save:
         return AsyncSave.start(saving)
-    saving.write(threads_per_rank())
+    saving.write()
     saving.finish()
     return None
 

@@ -2,29 +2,25 @@
 
     8 bytes, little-endian: length of the header
     header: {"__metadata__": {...}, name: {"dtype", "shape", "data_offsets": [begin, end]}, ...}
-    data, without holes
+    data, without holes, from a multiple of 4096 on
 
 Any safetensors reader opens such a file; this module needs none to write or read it. Hashes are
-taken block by block from the memory that is handed to write(): re-reading would bless a
+taken block by block from the memory that is handed to the system: re-reading would bless a
 corruption that came before it. A block is the unit of verification, so reading a slice of a large
 shard hashes little more than the slice.
 """
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import hashlib
 import json
 import math
-import os
 import struct
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -33,7 +29,6 @@ from megatron.core.dist_checkpointing.durable import (
     DamagedCheckpointError,
     OpenFile,
     free_bytes,
-    write_all,
 )
 from megatron.core.dist_checkpointing.object_store import Place
 from megatron.core.dist_checkpointing.work_threads import WorkThreads
@@ -41,34 +36,14 @@ from megatron.core.errors import CheckpointError
 
 BLOCK_BYTES = 4 << 20
 """Unit of hashing within a shard; a multiple of every element size."""
+PAGE_BYTES = 4096
+"""Data begins at a multiple of it: disks take whole pages."""
 HASH_NAME = "sha256"
 """1.5 to 2 GB/s per core with SHA instructions (all recent servers); several threads hash while
 others write or read. Of what every Python has it is also the fastest, before BLAKE2 and CRC-32's
 equal; and one hash, that of the manifest, pins a whole checkpoint against substitution."""
-_WRITEBACK_BYTES = 16 << 20
-"""The disk is set to work each time so much has been written."""
-_PIECE_BYTES = 1 << 20
-"""What is hashed and then written at once; the cache of a core holds it."""
 _INLINE_BYTES = 64 << 10
 """A smaller block is hashed at once: handing it to a thread would take as long."""
-_START_WRITING = 2
-"""SYNC_FILE_RANGE_WRITE of Linux."""
-
-
-def _find_sync_file_range() -> Callable[[int, int, int, int], int] | None:
-    """Return a call of Linux that Python does not have; None elsewhere."""
-    if sys.platform != "linux":
-        return None
-    try:
-        found = ctypes.CDLL(None).sync_file_range
-    except (OSError, AttributeError):
-        return None
-    found.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
-    call: Callable[[int, int, int, int], int] = found
-    return call
-
-
-_SYNC_FILE_RANGE = _find_sync_file_range()
 
 _NAMES: dict[torch.dtype, str] = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
@@ -143,87 +118,64 @@ def build_header(
         entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [position, end]}
         position = end
     text = json.dumps(entries, separators=(",", ":")).encode("ascii")
-    text += b" " * (-len(text) % 8)  # data begins at a multiple of 8
+    text += b" " * (-(8 + len(text)) % PAGE_BYTES)
     return struct.pack("<Q", len(text)) + text
 
 
-def storage_order(dtypes: Sequence[str]) -> list[int]:
-    """Return the storage order: wide elements first, so that all are aligned."""
-    return sorted(range(len(dtypes)), key=lambda i: -element_bytes(dtypes[i]))
+def storage_order(dtypes: Sequence[str], num_bytes: Sequence[int]) -> list[int]:
+    """Return the storage order: whole pages first, then wide elements, so that all are aligned."""
+    return sorted(
+        range(len(dtypes)),
+        key=lambda i: (num_bytes[i] % PAGE_BYTES != 0, -element_bytes(dtypes[i])),
+    )
 
 
-@dataclass(frozen=True)
-class Sink:
+class Sink(Protocol):
     """Where the bytes of a file go, one piece after another."""
 
-    write: Callable[[memoryview | bytes], object]
-    finish: Callable[[], None]
-    """Called once, after the last byte."""
+    def put(self, data: memoryview | bytes) -> Future[str]:
+        """Take the next bytes, at most a block, and return what will be their hash."""
+        ...
+
+    def begin(self) -> None:
+        """Begin to write all that was put: a wait for a hash may follow."""
+        ...
+
+    def finish(self) -> None:
+        """Return when all that was put is stored. Called once, after the last byte."""
+        ...
 
 
-@contextlib.contextmanager
-def durable_sink(path: Path) -> Iterator[Sink]:
-    """Open a new file; what was written is on the disk when `finish` returns.
-
-    Raises:
-        OSError: the system refused.
-    """
-    position = started = 0
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
-
-    def write(data: memoryview | bytes) -> None:
-        nonlocal position, started
-        write_all(descriptor, data)
-        position += len(data)
-        if position - started >= _WRITEBACK_BYTES:
-            _start_writeback(descriptor, started, position - started)
-            started = position
-
-    try:
-        yield Sink(write, lambda: os.fsync(descriptor))
-    finally:
-        os.close(descriptor)
+def header_of(tensors: Sequence[tuple[str, Tensor]], metadata: dict[str, str]) -> bytes:
+    """Return the length field and header of a file of tensors (name, tensor), in order."""
+    return build_header([(n, dtype_name(t.dtype), tuple(t.shape)) for n, t in tensors], metadata)
 
 
 def write_shards(
-    file_name: str,
-    tensors: Sequence[tuple[str, Tensor]],
-    metadata: dict[str, str],
-    *,
-    sink: Sink,
-    num_threads: int,
+    file_name: str, header: bytes, tensors: Sequence[tuple[str, Tensor]], sink: Sink
 ) -> StoredFile:
-    """Pass the bytes of a shard file to `sink`, and hash them on the way.
-
-    This thread hashes what it writes, a piece that fits into the cache at a time: the copy into the
-    page cache then finds it there. Other threads hash whole blocks ahead of it.
+    """Pass the bytes of a shard file to `sink`, which hashes and stores them.
 
     Args:
+        header: of these tensors, see `header_of`.
         tensors: (name, tensor) in `storage_order`; on any device, of any strides. One that is
-            not contiguous on the CPU is copied there, at most two at a time.
-        metadata: text facts for the file's header.
-        sink: finished while hashing may still go on.
-        num_threads: how many hash, with this one.
+            not contiguous on the CPU is copied there, at most two large ones at a time.
+        sink: finished when this returns.
     """
-    header = build_header([(n, dtype_name(t.dtype), tuple(t.shape)) for n, t in tensors], metadata)
     placed: list[tuple[str, int, int, list[Future[str]]]] = []
-    copied: list[Future[str]] = []
+    copies = _Copies(sink)
+    for begin in range(0, len(header), BLOCK_BYTES):
+        sink.put(header[begin : begin + BLOCK_BYTES])
     position = len(header)
-    with WorkThreads(num_threads - 1) as threads:
-        hashing = _Hashing(threads, num_threads - 1, sink)
-        sink.write(header)
-        for name, tensor in tensors:
-            on_host = tensor.detach().to("cpu").contiguous()
-            data = as_bytes(on_host)
-            hashes = []
-            for begin in range(0, len(data), BLOCK_BYTES):
-                hashes.append(hashing.write(data[begin : begin + BLOCK_BYTES]))
-            placed.append((name, position, len(data), hashes))
-            position += len(data)
-            if on_host.data_ptr() != tensor.data_ptr():
-                wait(copied)
-                copied = hashes
-        sink.finish()
+    for name, tensor in tensors:
+        on_host = tensor.detach().to("cpu").contiguous()
+        data = as_bytes(on_host)
+        hashes = [sink.put(data[b : b + BLOCK_BYTES]) for b in range(0, len(data), BLOCK_BYTES)]
+        placed.append((name, position, len(data), hashes))
+        position += len(data)
+        if on_host.data_ptr() != tensor.data_ptr():
+            copies.hold(hashes, len(data))
+    sink.finish()
     shards = (
         StoredShard(name, begin, num_bytes, tuple(h.result() for h in hashes))
         for name, begin, num_bytes, hashes in placed
@@ -231,41 +183,66 @@ def write_shards(
     return StoredFile(file_name, position, len(header), hash_of(header), tuple(shards))
 
 
-class _Hashing:
-    """Writes blocks in order; each is hashed here, or by a helper that has nothing left to do."""
+class _Copies:
+    """Bounds the host memory of copies that are not stored yet."""
 
-    def __init__(self, threads: WorkThreads, num_helpers: int, sink: Sink) -> None:
-        self._threads, self._sink = threads, sink
+    def __init__(self, sink: Sink) -> None:
+        self._sink = sink
+        self._earlier: list[Future[str]] = []
+        self._held: list[Future[str]] = []
+        self._num_bytes = 0
+
+    def hold(self, hashes: Sequence[Future[str]], num_bytes: int) -> None:
+        """Count a copy; wait for those before it if they are many."""
+        self._held += hashes
+        self._num_bytes += num_bytes
+        if self._num_bytes >= BLOCK_BYTES:
+            self._sink.begin()
+            wait(self._earlier)
+            self._earlier, self._held, self._num_bytes = self._held, [], 0
+
+
+class StreamSink:
+    """Passes bytes on in order; each block is hashed by a thread that has nothing else to do.
+
+    Use as a context manager.
+
+    Args:
+        write: takes the next bytes of the file.
+        num_threads: how many hash, with the one that writes.
+    """
+
+    def __init__(self, write: Callable[[memoryview | bytes], object], num_threads: int = 1) -> None:
+        self._write = write
         # One block in work and one in waiting keep a helper busy.
-        self._helped: list[Future[str] | None] = [None] * (2 * num_helpers)
+        self._helped: list[Future[str] | None] = [None] * (2 * (num_threads - 1))
+        self._threads = WorkThreads(num_threads - 1)
 
-    def write(self, block: memoryview) -> Future[str]:
-        """Write a block and return what will be its hash."""
-        if len(block) >= _INLINE_BYTES:
+    def __enter__(self) -> StreamSink:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._threads.__exit__()
+
+    def put(self, data: memoryview | bytes) -> Future[str]:
+        """See `Sink`."""
+        if len(data) >= _INLINE_BYTES:
             for place, earlier in enumerate(self._helped):
                 if earlier is None or earlier.done():
-                    found: Future[str] = self._threads.start(hash_of, block)
+                    found = self._threads.start(hash_of, data)
                     self._helped[place] = found
-                    self._sink.write(block)
+                    self._write(data)
                     return found
-        state, done = hashlib.new(HASH_NAME), Future[str]()
-        for begin in range(0, len(block), _PIECE_BYTES):
-            piece = block[begin : begin + _PIECE_BYTES]
-            state.update(piece)
-            self._sink.write(piece)
-        done.set_result(state.hexdigest())
+        done: Future[str] = Future()
+        done.set_result(hash_of(data))
+        self._write(data)
         return done
 
+    def begin(self) -> None:
+        """See `Sink`."""
 
-def _start_writeback(descriptor: int, begin: int, num_bytes: int) -> None:
-    """Let the disk begin with what is written, so that fsync finds little left to do.
-
-    It is a hint; a file system that refuses it is only slower. `posix_fadvise(DONTNEED)` starts
-    the disk too, but also looks for pages to drop, of which there are none yet: measured, writing
-    takes half as much processor time again.
-    """
-    if _SYNC_FILE_RANGE is not None:
-        _SYNC_FILE_RANGE(descriptor, begin, num_bytes, _START_WRITING)
+    def finish(self) -> None:
+        """See `Sink`."""
 
 
 def read_block(file: OpenFile, into: memoryview, position: int, expected: str, path: Place) -> None:

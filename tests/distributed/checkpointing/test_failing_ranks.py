@@ -68,7 +68,7 @@ def save_with_an_error(groups, directory: Path, call: str, code: int, rank_of_it
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO, errno.EROFS])
-@pytest.mark.parametrize("call", ["write", "fsync"])
+@pytest.mark.parametrize("call", ["pwrite", "fsync"])
 @pytest.mark.parametrize("rank_of_it", [0, 3])
 def test_all_ranks_agree_on_failing_storage_and_the_earlier_checkpoint_stays(
     call: str, code: int, rank_of_it: int, ram_path: Path
@@ -77,11 +77,11 @@ def test_all_ranks_agree_on_failing_storage_and_the_earlier_checkpoint_stays(
     run_distributed(save_whole, 4, ram_path / "iter_0000005")
     messages = run_distributed(save_with_an_error, 4, *arguments[:3], rank_of_it)
     assert len(set(messages)) == 1, messages
-    assert f"{errno.errorcode[code]} while writing 16384 bytes to {ram_path}" in messages[0]
+    assert f"{errno.errorcode[code]} while writing 20480 bytes to {ram_path}" in messages[0]
     assert f"__{rank_of_it}_0.safetensors" in messages[0]
     assert f"rank {rank_of_it}" in messages[0]
     if code == errno.ENOSPC:
-        assert "need=16384 bytes have=" in messages[0]
+        assert "need=20480 bytes have=" in messages[0]
     assert [path.name for path in ram_path.iterdir()] == ["iter_0000005"]
     assert dist_checkpointing.load_plain_tensors(ram_path / "iter_0000005")["w"].sum() == 4096 * 6
     assert run_distributed(save_with_an_error, 4, *arguments) == [""] * 4

@@ -1,4 +1,4 @@
-"""A disk that can be stopped at any system call, or lose power.
+"""A disk that can be stopped at any system call, or lose power. Several threads may use it.
 
 `Disk` stands in for the `os` functions that change files. It does what they do, and also keeps a
 model of what would be on the platters: contents as of the last fsync of the file, names as of the
@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -47,6 +48,7 @@ class Disk:
         "mkdir",
         "ftruncate",
         "pwrite",
+        "posix_fallocate",
     )
 
     def __init__(self, root: Path, *, stop_at: int | None = None) -> None:
@@ -58,6 +60,7 @@ class Disk:
         self.fail: Callable[[str, str], OSError | None] = lambda call, path: None
         self._real = {name: getattr(os, name) for name in (*self.CHANGES, "close")}
         self._open_files: dict[int, str] = {}
+        self._lock = threading.Lock()
         self.inode = self._scan(root)
 
     def _scan(self, path: Path) -> Inode:
@@ -104,13 +107,14 @@ class Disk:
     # The calls ------------------------------------------------------------------------------
 
     def _change(self, call: str, path: str) -> None:
-        if self.stop_at is not None and self.count >= self.stop_at:
-            raise Killed
-        error = self.fail(call, path)
-        if error is not None:
-            raise error
-        self.count += 1
-        self.log.append(f"{call} {os.path.relpath(path, self.root)}")
+        with self._lock:
+            if self.stop_at is not None and self.count >= self.stop_at:
+                raise Killed
+            error = self.fail(call, path)
+            if error is not None:
+                raise error
+            self.count += 1
+            self.log.append(f"{call} {os.path.relpath(path, self.root)}")
 
     def _full(self, path: Any, dir_fd: int | None) -> str:
         path = os.fspath(path)
@@ -200,13 +204,27 @@ class Disk:
             self._find(path).data = self._find(path).data[:length]
         self._real["ftruncate"](descriptor, length)
 
-    def pwrite(self, descriptor: int, data: bytes, offset: int) -> int:
+    def pwrite(self, descriptor: int, data, offset: int) -> int:
+        path = self._open_files.get(descriptor)
+        if path is None:
+            return self._real["pwrite"](descriptor, data, offset)
+        self._change("pwrite", path)
+        written = self._real["pwrite"](descriptor, data, offset)
+        with self._lock:
+            node = self._find(path)
+            before, after = node.data[:offset].ljust(offset, b"\0"), node.data[offset + written :]
+            node.data = before + bytes(data)[:written] + after
+        self._changed()
+        return written
+
+    def posix_fallocate(self, descriptor: int, offset: int, length: int) -> None:
         path = self._open_files.get(descriptor)
         if path is not None:
-            self._change("pwrite", path)
-            node = self._find(path)
-            node.data = node.data[:offset].ljust(offset, b"\0") + data
-        return self._real["pwrite"](descriptor, data, offset)
+            self._change("fallocate", path)
+            with self._lock:
+                node = self._find(path)
+                node.data = node.data.ljust(offset + length, b"\0")
+        self._real["posix_fallocate"](descriptor, offset, length)
 
     def _changed(self) -> None:
         if self.on_change is not None:

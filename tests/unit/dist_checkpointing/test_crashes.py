@@ -40,8 +40,8 @@ def test_a_kill_at_any_call_leaves_the_old_or_the_new_checkpoint(name: str, ram_
         assert not listing.leftovers, (name, disk.log, listing.leftovers)
     assert outcomes == allowed
     calls = {entry.split()[0] for entry in disk.log}
-    assert calls >= {"create", "write", "fsync", "rename", "unlink", "mkdir"}
-    assert 30 <= stop_at <= 200
+    assert calls >= {"create", "pwrite", "write", "fsync", "rename", "unlink", "mkdir"}
+    assert 25 <= stop_at <= 200
 
 
 @pytest.mark.parametrize("name", SAVES)

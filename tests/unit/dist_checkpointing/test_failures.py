@@ -35,7 +35,8 @@ def error_on(call: str, part: str, code: int):
     [
         ("mkdir", "iter_0000010.tmp"),
         ("create", "__0_0.safetensors"),
-        ("write", "__0_0.safetensors"),
+        ("fallocate", "__0_0.safetensors"),
+        ("pwrite", "__0_0.safetensors"),
         ("fsync", "__0_0.safetensors"),
         ("fsync", "iter_0000010.tmp"),
         ("write", "common.json"),
@@ -75,7 +76,7 @@ def test_a_tracker_that_cannot_be_written_is_an_error_after_the_commit(ram_path:
 
 def test_a_failure_of_one_rank_is_the_failure_of_all_and_leaves_no_trace(ram_path: Path) -> None:
     disk = Disk(ram_path)
-    disk.fail = error_on("write", "__1_0.safetensors", errno.ENOSPC)
+    disk.fail = error_on("pwrite", "__1_0.safetensors", errno.ENOSPC)
 
     def body(peers):
         shard = ShardedTensor.from_rank_offsets("w", torch.zeros(1000), (0, peers.rank, 3))

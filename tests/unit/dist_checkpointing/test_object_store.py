@@ -189,7 +189,7 @@ def test_a_failing_rank_leaves_nothing_and_all_agree(monkeypatch) -> None:
         dist_checkpointing.save({"w": shard}, f"{url}/iter_0000001", process_group=peers)
 
     for result in run_ranks(3, body):
-        assert "rank 1: EIO while writing 4000 bytes of __1_0" in str(result)
+        assert "rank 1: EIO while writing 8096 bytes of __1_0" in str(result)
     assert not objects(url)
 
 

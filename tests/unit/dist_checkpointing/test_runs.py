@@ -225,17 +225,16 @@ def test_retention_deletes_nothing_when_the_new_checkpoint_reads_back_damaged(
     ram_path: Path, monkeypatch
 ) -> None:
     save(ram_path, 5)
-    from megatron.core.dist_checkpointing import shard_file
+    from megatron.core.dist_checkpointing import durable_file
 
-    honest = shard_file.write_all
+    honest = durable_file.write_at
 
-    def lossy(descriptor: int, data) -> None:
+    def lossy(descriptor: int, data, position: int) -> None:
         data = bytearray(data)
-        if len(data) < 200:  # tensor bytes, not metadata
-            data[0] ^= 1
-        honest(descriptor, data)
+        data[-1] ^= 1
+        honest(descriptor, memoryview(data), position)
 
-    monkeypatch.setattr(shard_file, "write_all", lossy)
+    monkeypatch.setattr(durable_file, "write_at", lossy)
     with pytest.raises(CheckpointError, match="is corrupt"):
         save(ram_path, 10, save_retain_interval=100)
     assert load(ram_path) == 5
