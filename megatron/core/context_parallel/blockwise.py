@@ -24,8 +24,10 @@ from megatron.core.rng import AttentionKeepMask, SequenceRows
 
 MAX_BLOCK_ROWS = 128
 """Query positions per block: smaller wastes less on the diagonal, larger feeds longer products."""
-MAX_TILE_ELEMENTS = 2**24
-"""Scores that exist at a time: longer runs of keys meet fewer queries at once."""
+MIN_TILE_KEYS = 256
+"""Keys of a tile: the cost of merging what tiles found is spread over them."""
+MAX_TILE_ELEMENTS = 2**20
+"""Scores that exist at a time, whatever the length of the sequence."""
 
 
 @dataclass(frozen=True)
@@ -50,11 +52,16 @@ class AttentionRule:
     first_head: int = 0
     softcap: float | None = None
 
-    def block_rows(self, num_keys: int) -> int:
-        """Return how many query positions to take at a time."""
-        per_row = self.batch * self.groups * self.heads_per_group * max(num_keys, 1)
-        rows = max(16, MAX_TILE_ELEMENTS // per_row)
-        return min(MAX_BLOCK_ROWS, 1 << (rows.bit_length() - 1))
+    def tile_size(self, num_keys: int) -> tuple[int, int]:
+        """Return how many query positions and keys to take at a time.
+
+        A draw of dropout is of whole rows, and made once: then fewer rows meet all keys.
+        """
+        heads = self.batch * self.groups * self.heads_per_group
+        keys = max(num_keys, 1) if self.dropout else MIN_TILE_KEYS
+        rows = max(16, MAX_TILE_ELEMENTS // (heads * keys))
+        rows = min(MAX_BLOCK_ROWS, 1 << (rows.bit_length() - 1))
+        return rows, max(keys, MAX_TILE_ELEMENTS // (heads * rows))
 
 
 @dataclass
@@ -128,7 +135,7 @@ def attend(
     """
     r = rule.heads_per_group
     positions = key_rows.positions(keys.device)
-    for tile in tiles(query_rows, key_rows, rule.sees, rule.block_rows(key_rows.length)):
+    for tile in tiles(query_rows, key_rows, rule.sees, *rule.tile_size(key_rows.length)):
         here = slice(tile.query.start * r, tile.query.stop * r)
         scores = _scores(queries[:, here], keys[:, tile.key], tile, positions, rule)
         highest = scores.amax(-1)
@@ -164,7 +171,7 @@ def attend_backward(
     r = rule.heads_per_group
     grad_queries, grad_keys, grad_values = gradients
     positions = key_rows.positions(keys.device)
-    for tile in tiles(query_rows, key_rows, rule.sees, rule.block_rows(key_rows.length)):
+    for tile in tiles(query_rows, key_rows, rule.sees, *rule.tile_size(key_rows.length)):
         here = slice(tile.query.start * r, tile.query.stop * r)
         block, seen = queries[:, here], keys[:, tile.key]
         p = _scores(block, seen, tile, positions, rule)

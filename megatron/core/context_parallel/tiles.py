@@ -54,15 +54,19 @@ class Tile:
 
 
 def tiles(
-    queries: SequenceRows, keys: SequenceRows, sees: Visibility, block_rows: int
+    queries: SequenceRows, keys: SequenceRows, sees: Visibility, most_rows: int, most_keys: int
 ) -> Iterator[Tile]:
-    """Yield the tiles of a pair of row sets; pairs that see nothing of each other yield none."""
+    """Yield the tiles of a pair of row sets; pairs that see nothing of each other yield none.
+
+    Args:
+        most_rows, most_keys: size of a tile.
+    """
     left, right = sees.window
     reach = _DocumentReach(sees.document_ids)
     local = 0
     for begin, end in queries.ranges:
-        for first in range(begin, end, block_rows):
-            last = min(first + block_rows, end)
+        for first in range(begin, end, most_rows):
+            last = min(first + most_rows, end)
             from_position, to_position = reach.of(first, last)
             if left >= 0:
                 from_position = max(from_position, first - left)
@@ -71,15 +75,18 @@ def tiles(
             key = slice(num_below(keys, from_position), num_below(keys, to_position))
             query = slice(local, local + last - first)
             local = query.stop
-            if key.start >= key.stop:
-                continue
             far_until = num_below(keys, last - 1 - left) if left >= 0 else key.start
             ahead_from = num_below(keys, first + right + 1) if right >= 0 else key.stop
-            far_until = min(max(far_until, key.start), key.stop)
-            ahead_from = min(max(ahead_from, key.start), key.stop)
-            all_see_some = sees.document_ids is None and far_until < ahead_from
-            may_be_blind = not (all_see_some or _covers(keys, first, last))
-            yield Tile(query, key, first, far_until, ahead_from, may_be_blind)
+            for start in range(key.start, key.stop, most_keys):
+                stop = min(start + most_keys, key.stop)
+                far = min(max(far_until, start), stop)
+                ahead = min(max(ahead_from, start), stop)
+                all_see_some = sees.document_ids is None and far < ahead
+                all_are_there = _covers(keys, first, last) and (
+                    start <= num_below(keys, first) and num_below(keys, last) <= stop
+                )
+                may_be_blind = not (all_see_some or all_are_there)
+                yield Tile(query, slice(start, stop), first, far, ahead, may_be_blind)
 
 
 def num_below(rows: SequenceRows, position: int) -> int:

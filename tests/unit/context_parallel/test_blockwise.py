@@ -47,14 +47,17 @@ def formula(q, k, v, hidden, sink, keep_mask):
     return torch.einsum("bnst,tbnd->sbnd", p, v.double()).flatten(2)
 
 
+@pytest.mark.parametrize("tile_keys", [5, 64])
 @pytest.mark.parametrize("with_sink", [False, True])
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 @pytest.mark.parametrize("with_documents", [False, True])
 @pytest.mark.parametrize("window", [CAUSAL, WINDOW, EVERYTHING])
 def test_output_and_gradients_are_those_of_the_formula(
-    monkeypatch, window, with_documents, dropout, with_sink
+    monkeypatch, window, with_documents, dropout, with_sink, tile_keys
 ):
     monkeypatch.setattr(blockwise, "MAX_BLOCK_ROWS", 8)
+    monkeypatch.setattr(blockwise, "MIN_TILE_KEYS", tile_keys)
+    monkeypatch.setattr(blockwise, "MAX_TILE_ELEMENTS", B * N * 8 * tile_keys)
     torch.manual_seed(0)
     documents = (torch.rand(B, S) < 0.1).cumsum(1).int() if with_documents else None
     shapes = ((S, B, N, D), (S, B, G, D), (S, B, G, E))
@@ -113,6 +116,7 @@ class LargestTensor(TorchDispatchMode):
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_nothing_grows_with_the_square_of_the_sequence(monkeypatch, dropout):
     """The largest tensor of forward and backward doubles with the length, and is no [s, s]."""
+    monkeypatch.setattr(blockwise, "MIN_TILE_KEYS", 64)
     monkeypatch.setattr(blockwise, "MAX_TILE_ELEMENTS", 2**12)
     monkeypatch.setattr("megatron.core.rng.MAX_ATTENTION_BLOCK_ELEMENTS", 2**14)
     largest = {}
@@ -137,7 +141,7 @@ def test_causal_tiles_of_a_ring_step_leave_out_what_lies_ahead():
             work.add(
                 sum(
                     (t.query.stop - t.query.start) * (t.key.stop - t.key.start)
-                    for t in tiles(mine, theirs, Visibility(CAUSAL), 8)
+                    for t in tiles(mine, theirs, Visibility(CAUSAL), 8, 3)
                 )
             )
         assert work == {16 * 8}, "half of the 16 x 16 pairs"
