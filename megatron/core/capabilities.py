@@ -30,6 +30,7 @@ EXTRA_OF = {
     "pyarrow": "data",
     "fsspec": "data",
     "gigatoken": "fast",
+    "orjson": "fast",
     "jinja2": "data",
     "datatrove": "cluster",
     "ray": "ray",

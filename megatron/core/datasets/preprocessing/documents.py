@@ -5,11 +5,13 @@ No torch import.
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import IO, Any
 
+from megatron.core.capabilities import has, require
 from megatron.core.datasets.preprocessing.inputs import InputFormat, unreadable
 from megatron.core.datasets.preprocessing.streams import read_document
 from megatron.core.datasets.preprocessing.units import LONGEST_LINE_BYTES, Unit
@@ -74,12 +76,14 @@ def documents_of(
     found = Documents()
     take = parse or texts_of
     is_plain = parse is None and unit.format is InputFormat.jsonl
-    spellings = [(key, b'"%s"' % key.encode()) for key in keys]
+    spellings, quick = [(key, b'"%s"' % key.encode()) for key in keys], _quick_parser()
     for path, number, content in _contents(unit, found, longest_line_bytes):
-        if is_plain and type(content) is bytes and (usual := _usual_texts(content, spellings)):
-            found.texts.append(usual)
-            found.places.append((path, number))
-            continue
+        if is_plain and type(content) is bytes:
+            usual = _usual_texts(content, spellings, quick)
+            if usual is not None:
+                found.texts.append(usual)
+                found.places.append((path, number))
+                continue
         try:
             if isinstance(content, BadDocumentError):
                 raise content
@@ -168,20 +172,48 @@ def _bounded_lines(file: IO[bytes], size: int, longest: int) -> Iterator[tuple[b
             size -= len(line)
 
 
-_decoder: Any = json.JSONDecoder()
-_scan = _decoder.scan_once
+def _number(digits: str) -> float:
+    """Read an integer; one of thousands of digits, which Python refuses, as infinity."""
+    return int(digits) if len(digits) < 4000 else float(digits)
 
 
-def _usual_texts(line: bytes, spellings: Sequence[tuple[str, bytes]]) -> Texts | None:
-    """Return the texts of a line as most are; None leaves it to the way that names every fault.
+_decoder: Any = json.JSONDecoder(parse_int=_number)
+_scan = json.JSONDecoder().scan_once  # type: ignore[attr-defined]
 
-    A third of the time of `json.loads`, which looks for white space around the object.
+
+def _parse_plainly(line: bytes) -> Any:
+    """Read a line that is one JSON value and nothing else, or raise ValueError or StopIteration.
+
+    A third of the time of `json.loads`, which looks for white space around the value.
     """
+    decoded = line.decode()
+    value, end = _scan(decoded, 0)
+    if end != len(decoded):
+        raise ValueError
+    return value
+
+
+@functools.cache
+def _quick_parser() -> Callable[[bytes], Any]:
+    """Return what reads usual lines soonest; orjson takes a third of the standard library's time.
+
+    What it refuses goes the long way, which reads all that it reads (but for nesting of a thousand
+    levels, where the limits differ by a few).
+    """
+    if has("orjson"):
+        parse: Callable[[bytes], Any] = require("orjson", purpose="reading JSON lines").loads
+        return parse
+    return _parse_plainly
+
+
+def _usual_texts(
+    line: bytes, spellings: Sequence[tuple[str, bytes]], parse: Callable[[bytes], Any]
+) -> Texts | None:
+    """Return the texts of a line as most are; None leaves it to the way that names every fault."""
     texts = {}
     try:
-        decoded = line.decode()
-        document, end = _scan(decoded, 0)
-        if end != len(decoded) or type(document) is not dict:
+        document = parse(line)
+        if type(document) is not dict:
             return None
         for key, spelling in spellings:
             value = document[key]
@@ -202,7 +234,7 @@ def parse_object(line: bytes) -> dict[str, Any]:
         BadDocumentError: anything else, or a key that stands in it twice.
     """
     try:
-        document = json.loads(_decoded(line))
+        document = _decoder.decode(_decoded(line))
     except json.JSONDecodeError as error:
         raise BadDocumentError("not JSON", f"{error.msg} at column {error.colno}") from None
     except (RecursionError, ValueError) as error:

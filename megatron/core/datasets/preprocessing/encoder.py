@@ -142,7 +142,7 @@ class Encoder:
             parts[key] = EncodedPart(
                 sequences=sequences,
                 num_empty=len(texts) - len(sequences.per_document),
-                text_bytes=_num_bytes("".join(chain.from_iterable(d[key] for d in texts))),
+                text_bytes=sum(map(_num_bytes, chain.from_iterable(d[key] for d in texts))),
             )
         return EncodedUnit.of(unit, documents, parts)
 
