@@ -166,6 +166,16 @@ def accumulate_main_grad(parameter: Tensor, grad: Tensor, scale: float = 1.0) ->
             piece.add_(part, alpha=scale)
 
 
+def add_gradient(parameter: Tensor, grad: Tensor) -> None:
+    """Add a gradient where a backward pass would: to the main gradient, or to `.grad`."""
+    if has_main_grad(parameter):
+        accumulate_main_grad(parameter, grad)
+    elif parameter.grad is None:
+        parameter.grad = grad
+    else:
+        parameter.grad += grad
+
+
 def main_grad_addmm(parameter: Tensor, left: Tensor, right: Tensor) -> None:
     """Add the product left [m, t] @ right [t, n] into the main gradient [m, n].
 

@@ -64,6 +64,13 @@ OTHER_SCHEDULES = (
     (MODELS[2], LayoutCase(pp=2, dp=4, ep=2, combined=True, stage=3, samples=16)),
     (MODELS[1], LayoutCase(pp=2, tp=2, sp=True, dp=2, ep=2, combined=True, stage=3)),
     (MODELS[1], LayoutCase(pp=2, vp=2, schedule="dualpipe-v", dp=2, ep=2, combined=True)),
+    (MODELS[2], LayoutCase(pp=2, vp=2, schedule="zb-v", dp=4, ep=2, samples=16, stage=2)),
+    (
+        MODELS[2],
+        LayoutCase(
+            pp=2, vp=2, schedule="dualpipe-v", dp=4, ep=2, samples=16, combined=True, stage=3
+        ),
+    ),
 )
 """Schedules in which weight gradients wait, and in which forwards and backwards take turns."""
 

@@ -158,14 +158,14 @@ def all_layouts(max_ranks: int = 8) -> list[LayoutCase]:
 
 
 def zero_bubble_layouts(max_ranks: int = 8) -> list[LayoutCase]:
-    """Every schedule with split backwards x TP, SP x PP {2,4} x DP {1,2}, ZeRO {0,1}."""
+    """Every schedule with split backwards x TP, SP x PP {2,4} x DP {1,2}, ZeRO {0,1,2,3}."""
     cases = []
     for schedule, tp, pp, dp in product(("zb-h1", "zb-v", "dualpipe-v"), (1, 2), (2, 4), (1, 2)):
         if tp * pp * dp > max_ranks or 8 // dp < 2 * pp:
             continue
         vp = 1 if schedule == "zb-h1" else 2
         for sp in (False, True) if tp > 1 else (False,):
-            for stage in (0, 1) if dp > 1 else (0,):
+            for stage in range(4 if dp > 1 else 1):
                 cases.append(
                     LayoutCase(tp=tp, sp=sp, pp=pp, vp=vp, schedule=schedule, dp=dp, stage=stage)
                 )

@@ -35,7 +35,7 @@ SAMPLE = [
         ModelCase("llama", True, 0.0, experts="dropless", padded=True),
     ),
     (
-        LayoutCase(pp=2, vp=2, schedule="dualpipe-v", dp=2, ep=2, combined=True),
+        LayoutCase(pp=2, vp=2, schedule="dualpipe-v", dp=2, ep=2, combined=True, stage=3),
         ModelCase("llama", True, 0.0, experts="dropless", padded=True),
     ),
 ]

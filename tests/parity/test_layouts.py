@@ -24,7 +24,7 @@ SAMPLE = [
     (LayoutCase(tp=2, sp=True, pp=2, vp=2, dp=2, stage=1), ModelCase("llama", True, 0.1)),
     (LayoutCase(tp=1, pp=1, dp=2, stage=1), ModelCase("gpt2", False, 0.1)),
     (LayoutCase(tp=2, sp=True, pp=2, schedule="zb-h1", dp=2), ModelCase("gpt2", True, 0.1)),
-    (LayoutCase(pp=4, vp=2, schedule="zb-v", dp=2, stage=1), ModelCase("llama", True, 0.0)),
+    (LayoutCase(pp=4, vp=2, schedule="zb-v", dp=2, stage=2), ModelCase("llama", True, 0.0)),
     (LayoutCase(tp=2, pp=4, vp=2, schedule="dualpipe-v"), ModelCase("gpt2", False, 0.1)),
 ]
 

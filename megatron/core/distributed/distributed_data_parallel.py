@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from megatron.core.deferred_gradients import put_off
 from megatron.core.device import current_device, return_freed_host_blocks
 from megatron.core.distributed.bucketed_buffer import BucketedBuffer, ReductionPolicy
 from megatron.core.distributed.communication import Mesh, broadcast_from_first
@@ -212,7 +214,14 @@ class DistributedDataParallel(nn.Module):
         buffer, index = self._param_index[parameter]
 
         def gradient_arrived(*_: Any) -> None:
-            buffer.gradient_arrived(index, self._syncs_in_backward)
+            arrived = partial(buffer.gradient_arrived, index, self._syncs_in_backward)
+            if not isinstance(buffer, ShardedGradientBuffer):
+                arrived()
+            elif put_off(arrived):
+                # Behind the weight gradients of this backward pass that wait.
+                buffer.gradient_waits(index)
+            else:
+                arrived()
 
         node.register_hook(gradient_arrived)
         return node
@@ -254,7 +263,8 @@ class DistributedDataParallel(nn.Module):
         def backward_ended() -> None:
             self._awaits_end = False
             for buffer in self.gradient_buffers:
-                buffer.end_backward()
+                if not put_off(buffer.end_backward):
+                    buffer.end_backward()
             if self._units is not None:
                 self._units.end_backward()
 

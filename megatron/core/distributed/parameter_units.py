@@ -19,12 +19,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from megatron.core.deferred_gradients import put_off
 from megatron.core.device import return_free_host_pages
 from megatron.core.distributed.model_parameters import Unit
 from megatron.core.distributed.sharded_parameter_buffer import Pass, ShardedParameterBuffer
@@ -121,7 +123,10 @@ class ParameterUnits:
         self._gather(numbers, Pass.BACKWARD)
         for number in numbers:
             for buffer, bucket in self._places[number]:
-                buffer.prepare_gradients(bucket)
+                if put_off(partial(buffer.prepare_gradients, bucket)):
+                    buffer.withhold_gradients(bucket)
+                else:
+                    buffer.prepare_gradients(bucket)
         if numbers[0] == 1:
             # The gradient of a large table comes next, when nearly all activations are gone.
             return_free_host_pages()

@@ -8,7 +8,9 @@ buckets are alive at a time.
 Every backward pass is followed by a reduction, in `no_sync()` too: not to reduce would mean to
 keep whole gradients. So the traffic grows with the number of micro batches, and a pipeline needs
 no rule of its own. Sums over ranks are added up per micro batch, so the result differs from the
-lower stages by fp32 rounding.
+lower stages by fp32 rounding. Where weight gradients wait (`megatron.core.deferred_gradients`) a
+micro batch is reduced when they are formed; what the first half of its backward has finished
+(norms, biases, embeddings) stays in `.grad` until then.
 """
 
 from __future__ import annotations
@@ -80,6 +82,9 @@ class ShardedGradientBuffer(BucketedBuffer):
             self._take_gradient(index, bucket)
             self._mark_arrived(bucket)
         self.parameters[index].grad = None
+
+    def gradient_waits(self, index: int) -> None:
+        """Learn that a parameter was used for the last time before its gradient arrives."""
 
     def _take_gradient(self, index: int, bucket: Bucket) -> None:
         """Move what of `.grad` lies in a bucket."""

@@ -85,6 +85,8 @@ class ShardedParameterBuffer(ShardedGradientBuffer):
         self._is_whole = [False] * len(self.buckets)
         self._users: list[set[Pass]] = [set() for _ in self.buckets]
         """Passes that have asked for a bucket and have not released it."""
+        self._waiting: set[int] = set()
+        """Parameters that a backward pass is done with, but for gradients that wait."""
         self._arriving: dict[int, Transfer] = {}
         lengths = [end - begin for begin, end in self._ranges]
         dtype = self.parameters[0].dtype
@@ -200,6 +202,8 @@ class ShardedParameterBuffer(ShardedGradientBuffer):
             keep: leave them here even so, until another one has used and released them.
         """
         users = self._users[number]
+        if user is Pass.BACKWARD:
+            self._waiting.difference_update(self.buckets[number].members)
         if user in users:
             users.remove(user)
             if not users and not keep:
@@ -257,6 +261,21 @@ class ShardedParameterBuffer(ShardedGradientBuffer):
             parameter = self.parameters[piece.index]
             place = memory[piece.offset - begin :][: parameter.numel()]
             _show_gradient(parameter, place.view(parameter.shape))
+
+    def withhold_gradients(self, number: int) -> None:
+        """Let the gradients of a bucket's parameters go to `.grad`: most of them are formed later,
+        and only then there shall be memory for the whole bucket."""
+        parameter: Any
+        for index in self.buckets[number].members:
+            parameter = self.parameters[index]
+            parameter.main_grad = None
+
+    def gradient_waits(self, index: int) -> None:
+        """Free the parameters of a unit when a backward pass has used the last of them."""
+        self._waiting.add(index)
+        for bucket in self._buckets_of[index]:
+            if self._waiting.issuperset(bucket.members):
+                self.release(bucket.number, Pass.BACKWARD)
 
     def gradient_arrived(self, index: int, is_final: bool) -> None:
         """Reduce a unit when its last gradient has arrived, and free its parameters."""

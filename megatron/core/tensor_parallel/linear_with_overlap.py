@@ -21,7 +21,12 @@ from torch import Tensor
 
 from megatron.core import deferred_gradients
 from megatron.core.errors import ConfigError
-from megatron.core.param_meta import accumulate_main_grad, has_main_grad, main_grad_addmm
+from megatron.core.param_meta import (
+    accumulate_main_grad,
+    add_gradient,
+    has_main_grad,
+    main_grad_addmm,
+)
 from megatron.core.process_groups_config import Group
 from megatron.core.tensor_parallel import collectives, mappings
 from megatron.core.tensor_parallel.packed_weights import linear
@@ -202,14 +207,8 @@ def _late_weight_gradient(
     if input_mode is InputMode.SEQUENCE_SHARD:
         x = collectives.all_gather(x, plan.group)
     total = _weight_gradient(weight, grad, x, plan)
-    if total is None:
-        return
-    if has_main_grad(weight):
-        accumulate_main_grad(weight, total)
-    elif weight.grad is None:
-        weight.grad = total
-    else:
-        weight.grad += total
+    if total is not None:
+        add_gradient(weight, total)
 
 
 def _bias_gradient(bias: Tensor, grad: Tensor, plan: LinearPlan) -> Tensor | None:

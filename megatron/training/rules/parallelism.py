@@ -9,7 +9,6 @@ from pathlib import Path
 from megatron.core.device import device_type
 from megatron.core.errors import MegatronError, TopologyError
 from megatron.core.pipeline_parallel.layout import V_SCHEDULES
-from megatron.core.pipeline_parallel.programs import SPLIT_SCHEDULES
 from megatron.core.rank_grid import plan_layout
 from megatron.training.resolve import ResolvedRun
 from megatron.training.rules.registry import problem, rule
@@ -97,25 +96,6 @@ def virtual_stages_belong_to_interleaved_schedules(run: ResolvedRun) -> Iterator
             "--pipeline-schedule",
             *(given or ["--pipeline-model-parallel-layout"]),
             fix="use --pipeline-schedule 1f1b, or drop the virtual stages",
-        )
-
-
-@rule
-def late_weight_gradients_need_whole_gradients(run: ResolvedRun) -> Iterator[MegatronError]:
-    """Sharded gradients are reduced at the end of a backward pass, which has no weight gradients
-    when these come later."""
-    strategy = run.data_parallel_sharding_strategy
-    if (
-        run.pipeline_schedule in SPLIT_SCHEDULES
-        and run.pipeline_model_parallel_size > 1
-        and strategy in ("optim_grads", "optim_grads_params")
-    ):
-        yield problem(
-            f"--pipeline-schedule {run.pipeline_schedule} with sharded gradients ({strategy}).",
-            "a schedule that puts weight gradients off keeps whole gradients until the step ends",
-            "--pipeline-schedule",
-            "--data-parallel-sharding-strategy",
-            fix="use --data-parallel-sharding-strategy optim, or --pipeline-schedule 1f1b",
         )
 
 

@@ -7,6 +7,11 @@ from tempfile import TemporaryDirectory
 import pytest
 import torch
 
+from megatron.core.deferred_gradients import (
+    WeightGradient,
+    collecting,
+    weight_gradients_may_wait,
+)
 from megatron.core.distributed import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
@@ -191,6 +196,40 @@ def test_a_forward_and_a_backward_that_take_turns_leave_each_other_what_they_use
     # In a row: the second forward's two, and the last layer, which the first one has left whole.
     assert most_in_a_row <= 3 * layer_bytes + rest_bytes
     assert most_in_a_row < max(seen) <= 4 * layer_bytes + rest_bytes
+
+
+@distributed(world_size=2)
+def test_weight_gradients_that_wait_keep_neither_weights_nor_buckets(groups):
+    rank = groups.dp.rank()
+    expected = build(groups)
+    expected.zero_grad_buffer()
+    for _ in range(2):
+        forward(expected, rank).mean().backward()
+    finalize_model_grads([expected], pg_collection=groups)
+
+    ddp, num_whole, num_buckets = build(groups), [], []
+    (buffer,) = ddp.gradient_buffers
+    for layer in ddp.module.decoder.layers:
+        layer.mlp.register_full_backward_hook(lambda *_: num_whole.append(len(whole_layers(ddp))))
+    ddp.zero_grad_buffer()
+    with weight_gradients_may_wait():
+        losses = [forward(ddp, rank).mean() for _ in range(2)]
+        waiting: list[list[WeightGradient]] = [[], []]
+        for loss, calls in zip(losses, waiting, strict=True):
+            with collecting(calls):
+                loss.backward()
+            assert bytes_of_whole_units(ddp) == 0 and not buffer._whole
+        for calls in waiting:
+            with torch.no_grad():
+                for call in calls:
+                    call()
+                    num_buckets.append(len(buffer._whole))
+            assert not buffer._whole
+    assert num_whole == [1] * 24
+    assert max(num_buckets) <= 2
+    finalize_model_grads([ddp], pg_collection=groups)
+    for place, gradient in gradients(ddp).items():
+        assert_close(gradient, gradients(expected)[place], FP32_REORDERED_SUM, str(place))
 
 
 @distributed(world_size=2)

@@ -60,12 +60,6 @@ def problems(*words: str, world_size: int = 1, base=SMALL) -> list[str]:
             "--pipeline-schedule zb-v with virtual stages",
         ),
         (
-            ["--pipeline-schedule", "zb-h1", "--pipeline-model-parallel-size", "2"]
-            + ["--data-parallel-sharding-strategy", "optim_grads"],
-            4,
-            "--pipeline-schedule zb-h1 with sharded gradients",
-        ),
-        (
             ["--overlap-moe-expert-parallel-comm", "--num-experts", "4"]
             + ["--expert-model-parallel-size", "2", "--moe-token-dispatcher-type", "alltoall"]
             + ["--use-torch-fsdp2"],

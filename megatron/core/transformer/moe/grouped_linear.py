@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.core import deferred_gradients
-from megatron.core.param_meta import accumulate_main_grad, has_main_grad, main_grad_addmm
+from megatron.core.param_meta import add_gradient, has_main_grad, main_grad_addmm
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.parallel_parameters import ParallelLayer
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -119,7 +119,7 @@ class _GroupedLinear(torch.autograd.Function):
             if not ctx.needs_input_grad[3 + index]:
                 continue
             call = partial(_add_weight_gradient, parameter, grad_rows, rows, ctx.fuses)
-            if has_main_grad(parameter) and deferred_gradients.put_off(call):
+            if deferred_gradients.put_off(call):
                 continue
             weight_grads[index] = _weight_gradient(parameter, grad_rows, rows, ctx.fuses)
         return grad_x, None, None, *weight_grads
@@ -139,7 +139,7 @@ def _add_weight_gradient(weight: Tensor, grad: Tensor, rows: Tensor, fuses: bool
     """Do so after the backward pass."""
     total = _weight_gradient(weight, grad, rows, fuses)
     if total is not None:
-        accumulate_main_grad(weight, total)
+        add_gradient(weight, total)
 
 
 def _products(x: Tensor, num_rows: Sequence[int], matrices: Sequence[Tensor]) -> Tensor:
