@@ -226,7 +226,8 @@ def test_weight_gradients_that_wait_keep_neither_weights_nor_buckets(groups):
                     num_buckets.append(len(buffer._whole))
             assert not buffer._whole
     assert num_whole == [1] * 24
-    assert max(num_buckets) <= 2
+    # The rest, the tied embedding, and one layer.
+    assert max(num_buckets) <= 3
     finalize_model_grads([ddp], pg_collection=groups)
     for place, gradient in gradients(ddp).items():
         assert_close(gradient, gradients(expected)[place], FP32_REORDERED_SUM, str(place))
