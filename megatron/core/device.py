@@ -22,6 +22,12 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _SETTLING_SECONDS = 0.05
 """Long enough for a thread that others keep from its core."""
 
+os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+# Blocks of 2 MiB and more (gradients, logits) come fresh from the system in every step; in a huge
+# page one page fault serves where it took 512. Of the 60,000 faults in a step of stage 1 of the
+# sharding ladder (100 ms of 900) three quarters are gone. torch asks for huge pages if it finds
+# this in the environment when it first allocates.
+
 
 @functools.cache
 def device_type() -> str:
@@ -93,13 +99,6 @@ def peak_memory_bytes() -> int:
     import resource
 
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
-# Blocks of 2 MiB and more (gradients, logits) come fresh from the system in every step; in a huge
-# page one page fault serves where it took 512. Of the 60,000 faults in a step of stage 1 of the
-# sharding ladder (100 ms of 900) three quarters are gone. torch asks for huge pages if it finds
-# this in the environment when it first allocates.
 
 
 def ask_for_huge_pages(memory: mmap.mmap) -> None:
