@@ -30,8 +30,11 @@ class ReusablePlaces:
         # There is at most one gap before each place in use. With this much one of them is always
         # wide enough; what is never touched does not exist.
         gaps = (len(sizes) + num_in_flight) * max(sizes)
+        self._common = sorted(sizes)[len(sizes) // 2]
+        self._kept = 2 * self._common
+        """Bytes for places of common length, a layer being filled and one being reduced."""
         self.memory = ReadableMemory(
-            sum(sizes) + num_in_flight * max(sizes) + gaps, num_words=len(lengths)
+            self._kept + sum(sizes) + num_in_flight * max(sizes) + gaps, num_words=len(lengths)
         )
         self._used: list[tuple[int, int, int]] = []
         """(first byte, end, address) of the places in use, in order."""
@@ -41,11 +44,11 @@ class ReusablePlaces:
     def take(self, length: int) -> Tensor:
         """Return a place of `length` elements, with any values in it."""
         num_bytes = whole_pages(length * self._dtype.itemsize)
-        begin = 0
+        begin = 0 if num_bytes <= self._common else self._kept
         for first, end, _ in self._used:
             if first - begin >= num_bytes:
                 break
-            begin = end
+            begin = max(begin, end)
         place = self.memory.tensor(self._dtype, begin, length)
         self._used.append((begin, begin + num_bytes, place.data_ptr()))
         self._used.sort()
@@ -57,8 +60,8 @@ class ReusablePlaces:
         self._used = [used for used in self._used if used[2] != place.data_ptr()]
 
     def discard(self) -> None:
-        """Give memory back to the system, all of it if no place is in use."""
-        begin = self._used[-1][1] if self._used else 0
+        """Give memory of unused places back to the system, but for two of common length."""
+        begin = max([self._kept, *(end for _, end, _ in self._used)])
         if begin < self._touched:
             self.memory.discard(self.memory.tensor(torch.uint8, begin, self._touched - begin))
             self._touched = begin

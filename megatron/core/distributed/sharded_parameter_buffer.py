@@ -206,7 +206,10 @@ class ShardedParameterBuffer(ShardedGradientBuffer):
             self._waiting.difference_update(self.buckets[number].members)
         if user in users:
             users.remove(user)
-            if not users and not keep:
+            if not users and keep:
+                # Logits come next, which need more than the layer that backward gathers after them.
+                self._lender.discard_spare()
+            elif not users:
                 self._free(number)
 
     def _free(self, number: int) -> None:
@@ -305,7 +308,7 @@ class ShardedParameterBuffer(ShardedGradientBuffer):
         super().finish_reductions()
         self._lender.discard_spare()
         if self._places is not None:
-            # The next layers and logits need the memory first.
+            # The next logits need the memory first.
             self._places.discard()
 
 

@@ -32,19 +32,25 @@ def test_places_in_use_never_overlap_whatever_the_order(seed):
         assert all(end <= begin for (_, end), (begin, _) in zip(ranges, ranges[1:], strict=False))
 
 
-def test_a_long_bucket_gets_the_memory_of_short_ones():
-    places = ReusablePlaces([PAGE] * 3 + [3 * PAGE], torch.float32, 1)
-    short = [places.take(PAGE) for _ in range(3)]
-    for place in short:
+def test_places_of_common_length_serve_one_after_another_beside_a_long_one():
+    places = ReusablePlaces([PAGE] * 5 + [3 * PAGE], torch.float32, 1)
+    places.take(3 * PAGE)  # lasts
+    found, taken = set(), [places.take(PAGE)]
+    for _ in range(8):
+        taken.append(places.take(PAGE))
+        found.update(range_of(place) for place in taken)
+        places.give_back(taken.pop(0))
+    assert len(found) == 2
+
+
+def test_all_but_two_common_places_is_given_back_if_not_in_use():
+    places = ReusablePlaces([PAGE] * 3 + [4 * PAGE], torch.float32, 1)
+    lengths = (PAGE, 4 * PAGE, PAGE, PAGE)
+    first, long, second, third = (places.take(length).fill_(1) for length in lengths)
+    for place in (first, long, second):
         places.give_back(place)
-    assert range_of(places.take(3 * PAGE)) == (short[0].data_ptr(), range_of(short[2])[1])
-
-
-def test_what_is_not_in_use_is_given_back():
-    places = ReusablePlaces([PAGE] * 3, torch.float32, 1)
-    first, second = places.take(PAGE).fill_(1), places.take(PAGE).fill_(2)
-    places.give_back(second)
     places.discard()
-    assert first.sum() == PAGE
-    assert places.take(PAGE).sum() == 0  # fresh pages
-    places.give_back(first)
+    assert third.sum() == PAGE  # in use: stays
+    places.give_back(third)
+    places.discard()
+    assert [float(places.take(n).sum()) for n in (PAGE, PAGE, 4 * PAGE)] == [PAGE, PAGE, 0]
