@@ -215,9 +215,7 @@ class DistributedDataParallel(nn.Module):
 
         def gradient_arrived(*_: Any) -> None:
             arrived = partial(buffer.gradient_arrived, index, self._syncs_in_backward)
-            if not isinstance(buffer, ShardedGradientBuffer):
-                arrived()
-            elif put_off(arrived):
+            if isinstance(buffer, ShardedGradientBuffer) and put_off(arrived):
                 # Behind the weight gradients of this backward pass that wait.
                 buffer.gradient_waits(index)
             else:
