@@ -114,8 +114,6 @@ SIMPLE(int, fdatasync, FSYNC, fd, NULL, (int fd), (fd))
 SIMPLE(int, ftruncate, TRUNCATE, fd, NULL, (int fd, off_t n), (fd, n))
 SIMPLE(int, ftruncate64, TRUNCATE, fd, NULL, (int fd, off64_t n), (fd, n))
 SIMPLE(int, truncate, TRUNCATE, AT_FDCWD, p, (const char *p, off_t n), (p, n))
-SIMPLE(int, fallocate, TRUNCATE, fd, NULL, (int fd, int m, off_t o, off_t n), (fd, m, o, n))
-SIMPLE(int, fallocate64, TRUNCATE, fd, NULL, (int fd, int m, off64_t o, off64_t n), (fd, m, o, n))
 SIMPLE(int, rename, RENAME, AT_FDCWD, a, (const char *a, const char *b), (a, b))
 SIMPLE(int, renameat, RENAME, x, a, (int x, const char *a, int y, const char *b), (x, a, y, b))
 SIMPLE(int, renameat2, RENAME, x, a, (int x, const char *a, int y, const char *b, unsigned f),
@@ -149,16 +147,6 @@ ssize_t write(int fd, const void *data, size_t count) {
 
 POSITIONED(pwrite, off_t)
 POSITIONED(pwrite64, off64_t)
-
-/* These return the error. */
-#define RESERVING(name, offset)                                      \
-    int name(int fd, offset at, offset count) {                      \
-        REAL(int, name, int, offset, offset);                        \
-        return before(TRUNCATE, fd, NULL) < 0 ? errno : real(fd, at, count); \
-    }
-
-RESERVING(posix_fallocate, off_t)
-RESERVING(posix_fallocate64, off64_t)
 
 #define OPENING(name, directory, head, pass)                                   \
     int name(head const char *path, int flags, ...) {                         \

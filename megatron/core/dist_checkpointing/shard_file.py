@@ -37,7 +37,7 @@ from megatron.core.errors import CheckpointError
 BLOCK_BYTES = 4 << 20
 """Unit of hashing within a shard; a multiple of every element size."""
 PAGE_BYTES = 4096
-"""Data begins at a multiple of it: disks take whole pages."""
+"""Data begins at a multiple of it, and whole pages come first: aligned writes cost less."""
 HASH_NAME = "sha256"
 """1.5 to 2 GB/s per core with SHA instructions (all recent servers); several threads hash while
 others write or read. Of what every Python has it is also the fastest, before BLAKE2 and CRC-32's

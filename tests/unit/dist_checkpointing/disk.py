@@ -48,7 +48,6 @@ class Disk:
         "mkdir",
         "ftruncate",
         "pwrite",
-        "posix_fallocate",
     )
 
     def __init__(self, root: Path, *, stop_at: int | None = None) -> None:
@@ -216,15 +215,6 @@ class Disk:
             node.data = before + bytes(data)[:written] + after
         self._changed()
         return written
-
-    def posix_fallocate(self, descriptor: int, offset: int, length: int) -> None:
-        path = self._open_files.get(descriptor)
-        if path is not None:
-            self._change("fallocate", path)
-            with self._lock:
-                node = self._find(path)
-                node.data = node.data.ljust(offset + length, b"\0")
-        self._real["posix_fallocate"](descriptor, offset, length)
 
     def _changed(self) -> None:
         if self.on_change is not None:

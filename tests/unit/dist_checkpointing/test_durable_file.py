@@ -7,7 +7,7 @@ import errno
 import hashlib
 import os
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from megatron.core.dist_checkpointing.durable import DamagedCheckpointError, open_file
-from megatron.core.dist_checkpointing.durable_file import DurableFile
+from megatron.core.dist_checkpointing.durable_file import WINDOW_BYTES, DurableFile
 from megatron.core.dist_checkpointing.shard_file import (
     BLOCK_BYTES,
     PAGE_BYTES,
@@ -27,64 +27,30 @@ from megatron.core.dist_checkpointing.shard_file import (
     write_shards,
 )
 
-O_DIRECT = getattr(os, "O_DIRECT", 0)
 
-
-class Calls:
-    """Watches and changes the calls that open and write files."""
+class Writes:
+    """Watches and changes the calls that write files."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.direct: set[int] = set()
-        self.direct_bytes = self.cached_bytes = 0
-        self.refuses_to_open = self.refuses_to_write = self.takes_half = False
+        self.takes_half = False
         self.fails_after = 10**9
-        self._open, self._pwrite = os.open, os.pwrite
-        monkeypatch.setattr(os, "open", self.open)
+        self.places: list[tuple[int, int]] = []
+        self._pwrite = os.pwrite
         monkeypatch.setattr(os, "pwrite", self.pwrite)
-
-    def open(self, path, flags: int, mode: int = 0o777, **more) -> int:
-        if flags & O_DIRECT and self.refuses_to_open:
-            raise OSError(errno.EINVAL, "no direct writes here")
-        descriptor = self._open(path, flags, mode, **more)
-        (self.direct.add if flags & O_DIRECT else self.direct.discard)(descriptor)
-        return descriptor
 
     def pwrite(self, descriptor: int, data, position: int) -> int:
         self.fails_after -= 1
         if self.fails_after < 0:
             raise OSError(errno.ENOSPC, "full")
-        if descriptor in self.direct and self.refuses_to_write:
-            raise OSError(errno.EINVAL, "no direct writes here")
         if self.takes_half and len(data) > 1:
             data = data[: len(data) // 2]
-        count = self._pwrite(descriptor, data, position)
-        if descriptor in self.direct:
-            self.direct_bytes += count
-        else:
-            self.cached_bytes += count
-        return count
+        self.places.append((position, len(data)))
+        return self._pwrite(descriptor, data, position)
 
 
 @pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
-    return Calls(monkeypatch)
-
-
-def refuse_to_open(calls: Calls) -> None:
-    calls.refuses_to_open = True
-
-
-def refuse_to_write(calls: Calls) -> None:
-    calls.refuses_to_write = True
-
-
-def take_half(calls: Calls) -> None:
-    calls.takes_half = True
-
-
-WAYS: list[Callable[[Calls], None]] = [
-    lambda calls: None, refuse_to_open, refuse_to_write, take_half
-]  # fmt: skip
+def writes(monkeypatch: pytest.MonkeyPatch) -> Writes:
+    return Writes(monkeypatch)
 
 
 @contextlib.contextmanager
@@ -94,14 +60,14 @@ def stream_of_three(path: Path) -> Iterator[Sink]:
 
 
 @pytest.mark.parametrize("in_background", [False, True])
-@pytest.mark.parametrize("way", WAYS)
-def test_a_file_holds_what_was_put(way, in_background: bool, calls: Calls, tmp_path: Path) -> None:
-    way(calls)
+@pytest.mark.parametrize("takes_half", [False, True])
+def test_a_file_holds_what_was_put(takes_half, in_background, writes: Writes, tmp_path) -> None:
+    writes.takes_half = takes_half
     chance = random.Random(5)
     sizes = [0, 1, 8, PAGE_BYTES, BLOCK_BYTES, BLOCK_BYTES, *(chance.choices(range(9000), k=40))]
     sizes += [BLOCK_BYTES - 1, 3 * PAGE_BYTES + 5, BLOCK_BYTES]
     parts = [chance.randbytes(size) for size in sizes]
-    with DurableFile(tmp_path / "f", sum(sizes[:-1]), in_background=in_background) as file:
+    with DurableFile(tmp_path / "f", sum(sizes), in_background=in_background) as file:
         hashes = []
         for part in parts:
             hashes.append(file.put(part))
@@ -110,32 +76,21 @@ def test_a_file_holds_what_was_put(way, in_background: bool, calls: Calls, tmp_p
         file.finish()
     assert (tmp_path / "f").read_bytes() == b"".join(parts)
     assert [h.result() for h in hashes] == [hashlib.sha256(part).hexdigest() for part in parts]
+    assert all(at // WINDOW_BYTES == (at + size - 1) // WINDOW_BYTES for at, size in writes.places)
 
 
-def test_all_but_the_ends_goes_past_the_page_cache_where_the_disk_can(calls, tmp_path) -> None:
-    if not O_DIRECT:
-        return
-    with DurableFile(tmp_path / "f", 3 * BLOCK_BYTES) as file:
-        for _ in range(3):
-            file.put(b"\1" * (BLOCK_BYTES - 8))
-        file.finish()
-    assert calls.direct_bytes + calls.cached_bytes == 3 * (BLOCK_BYTES - 8)
-    assert calls.cached_bytes < 9 * PAGE_BYTES or not calls.direct
-
-
-@pytest.mark.parametrize("way", WAYS[:2])
-def test_a_write_that_fails_is_raised_and_ends_the_rest(way, calls: Calls, tmp_path: Path) -> None:
-    way(calls)
-    calls.fails_after = 3
+def test_a_write_that_fails_is_raised_and_ends_the_rest(writes: Writes, tmp_path: Path) -> None:
+    writes.fails_after = 3
 
     def fill() -> None:
-        with DurableFile(tmp_path / "f", 0) as file:
+        with DurableFile(tmp_path / "f", 8 * BLOCK_BYTES) as file:
             for _ in range(8):
                 file.put(bytes(BLOCK_BYTES))
             file.finish()
 
     with pytest.raises(OSError, match="full"):
         fill()
+    assert len(writes.places) <= 3
 
 
 def test_an_error_of_the_writer_itself_leaves_nothing_running(tmp_path: Path) -> None:

@@ -35,7 +35,6 @@ def error_on(call: str, part: str, code: int):
     [
         ("mkdir", "iter_0000010.tmp"),
         ("create", "__0_0.safetensors"),
-        ("fallocate", "__0_0.safetensors"),
         ("pwrite", "__0_0.safetensors"),
         ("fsync", "__0_0.safetensors"),
         ("fsync", "iter_0000010.tmp"),
