@@ -163,6 +163,11 @@ def contents(prefix: str) -> list[str]:
     return digests
 
 
+def middle(measured: list[tuple[float, float]], column: int) -> float:
+    """Return the median of one column."""
+    return statistics.median(one[column] for one in measured)
+
+
 def compare(
     corpus: str,
     kind: str,
@@ -174,7 +179,8 @@ def compare(
 ) -> None:
     """Print the rates of one library, bare and through the tool by (backend, workers).
 
-    Two ratios: by the clock, and by processor seconds, which others on the machine hardly change.
+    Two ratios, by the clock and by processor seconds, each the median of the rounds' ratios, the
+    lowest and the highest: a machine that is slow for a while is so for both sides of it.
     """
     raw_rates: list[tuple[float, float]] = []
     made: set[tuple[str, ...]] = set()
@@ -184,22 +190,25 @@ def compare(
             [sys.executable, "-c", RAW, kind, corpus, *raw],
             check=True, capture_output=True, text=True,
         )  # fmt: skip
-        count, seconds, spent = done.stdout.split()
-        raw_rates.append((int(count) / float(seconds), int(count) / float(spent)))
+        count, *times = done.stdout.split()
+        raw_rates.append((int(count) / float(times[0]), int(count) / float(times[1])))
         for backend, workers in ways:
             more = ["--tokenizer-backend", backend, "--workers", workers]
-            wall, processor, tokens, _ = tool(corpus, str(folder / "out"), [*flags, *more])
+            seconds, spent, tokens, _ = tool(corpus, str(folder / "out"), [*flags, *more])
             assert tokens == int(count), (tokens, count)
             made.add(tuple(contents(str(folder / "out_text_document"))))
-            rates[backend, workers].append((tokens / wall, tokens / processor))
-    bare, bare_processor = (statistics.median(one) for one in zip(*raw_rates, strict=True))
-    print(f"{kind:<8} bare library, 1 process    {bare:>12,.0f} tokens/s")
+            rates[backend, workers].append((tokens / seconds, tokens / spent))
+    print(f"{kind:<8} bare library, 1 process    {middle(raw_rates, 0):>12,.0f} tokens/s")
     for (backend, workers), found in rates.items():
-        rate, of_processor = (statistics.median(one) for one in zip(*found, strict=True))
+        shares = [
+            [rate[i] / bare[i] for rate, bare in zip(found, raw_rates, strict=True)] for i in (0, 1)
+        ]
+        wall, processor = (
+            f"{statistics.median(one):.2f} ({min(one):.2f} to {max(one):.2f})" for one in shares
+        )
         print(
-            f"{kind:<8} tool, {backend:<7}, {workers} workers   {rate:>12,.0f} tokens/s"
-            f"   {rate / bare:6.2f} of the bare library"
-            f"   {of_processor / bare_processor:6.2f} by processor seconds",
+            f"{kind:<8} tool, {backend:<7}, {workers} workers   {middle(found, 0):>12,.0f} tokens/s"
+            f"   {wall} of the bare library   {processor} by processor seconds",
             flush=True,
         )
     if len(made) != 1:

@@ -170,15 +170,21 @@ def test_the_short_way_through_a_line_finds_what_the_long_one_finds(tmp_path, mo
         b'{"n": ' + b"9" * 5000 + b', "text": "c"}', b'{"n": 1e999, "text": "d"}',
     ]  # fmt: skip
     bad = [line for line, _, _ in BAD_LINES]
-    (tmp_path / "in.jsonl").write_bytes(b"\n".join([*odd, *bad, *odd]))
-    (unit,) = read_units(expand_inputs([str(tmp_path / "in.jsonl")]), keys=["text"])
+    usual = b'{"text": "as most", "n": [1.5, null]}'
     monkeypatch.setattr(documents, "has", lambda library: library == name)
     documents._quick_parser.cache_clear()
-    short = documents_of(unit, ["text"])
-    monkeypatch.setattr(documents, "_usual_texts", lambda *_: None)
-    assert documents_of(unit, ["text"]) == short
+    taken = 0
+    for number, lines in enumerate([[usual], [], *([usual, line] for line in [*odd, *bad])]):
+        path = tmp_path / f"{number}.jsonl"
+        path.write_bytes(b"\n".join(lines) + b"\n")
+        for unit in read_units(expand_inputs([str(path)]), keys=["text"]):
+            short = documents_of(unit, ["text"])
+            with monkeypatch.context() as patch:
+                patch.setattr(documents, "_usual_documents", lambda *_: None)
+                assert documents_of(unit, ["text"]) == short, lines
+            taken += len(short.texts)
     documents._quick_parser.cache_clear()
-    assert len(short.texts) == 16
+    assert taken == 1 + len(odd) + len(bad) + 8
 
 
 def test_bad_lines_can_be_left_out_and_are_counted_by_reason(tmp_path, capsys):

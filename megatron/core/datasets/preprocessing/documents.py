@@ -76,14 +76,15 @@ def documents_of(
     found = Documents()
     take = parse or texts_of
     is_plain = parse is None and unit.format is InputFormat.jsonl
-    spellings, quick = [(key, b'"%s"' % key.encode()) for key in keys], _quick_parser()
-    for path, number, content in _contents(unit, found, longest_line_bytes):
-        if is_plain and type(content) is bytes:
-            usual = _usual_texts(content, spellings, quick)
-            if usual is not None:
-                found.texts.append(usual)
-                found.places.append((path, number))
-                continue
+    spellings = [(key, b'"%s"' % key.encode()) for key in keys]
+    data = None
+    if unit.rows is None and not unit.whole_files and not unit.is_overlong:
+        data = _data_of(unit, longest_line_bytes)
+    if is_plain and data is not None and len(data) <= longest_line_bytes:
+        usual = _usual_documents(unit, data, spellings)
+        if usual is not None:
+            return usual
+    for path, number, content in _contents(unit, data, found, longest_line_bytes):
         try:
             if isinstance(content, BadDocumentError):
                 raise content
@@ -107,7 +108,7 @@ def documents_of(
 
 
 def _contents(
-    unit: Unit, found: Documents, longest: int
+    unit: Unit, data: bytes | None, found: Documents, longest: int
 ) -> Iterator[tuple[str, int, bytes | dict[str, Any] | BadDocumentError]]:
     """Yield (path, number, content) of everything that may be a document."""
     too_long = BadDocumentError("too long", f"more than {longest:,} bytes")
@@ -125,24 +126,23 @@ def _contents(
         found.num_lines = 1
         yield unit.path, 1, too_long
     else:
-        for line, is_complete in _lines(unit, longest):
+        for line, is_complete in _lines(unit, data, longest):
             found.num_lines += 1
             # Ends of lines of every system, and blank lines, are white space to JSON.
             if (line := line.rstrip(b"\r")) and not line.isspace():
                 yield unit.path, found.num_lines, line if is_complete else too_long
 
 
-def _lines(unit: Unit, longest: int) -> Iterator[tuple[bytes, bool]]:
-    """Yield (line, whether it is complete)."""
+def _data_of(unit: Unit, longest: int) -> bytes | None:
+    """Return the bytes of a unit of lines; None if they may end with a line not to be held."""
     data = unit.data
     if data is None:
         size = unit.end - unit.start
+        if size > longest:
+            return None
         try:
             with open(unit.path, "rb") as file:
                 file.seek(unit.start)
-                if size > longest:  # it may end with a line that must not be held
-                    yield from _bounded_lines(file, size, longest)
-                    return
                 data = file.read(size)
         except OSError as error:
             raise unreadable(unit.path, error) from error
@@ -153,13 +153,28 @@ def _lines(unit: Unit, longest: int) -> Iterator[tuple[bytes, bool]]:
                 rule="an input must not change while it is read",
                 flags=["--input"],
             )
-    if unit.start == 0:
-        data = data.removeprefix(BYTE_ORDER_MARK)
+    return data.removeprefix(BYTE_ORDER_MARK) if unit.start == 0 else data
+
+
+def _lines(unit: Unit, data: bytes | None, longest: int) -> Iterator[tuple[bytes, bool]]:
+    """Yield (line, whether it is complete)."""
+    if data is None:
+        try:
+            with open(unit.path, "rb") as file:
+                file.seek(unit.start)
+                yield from _bounded_lines(file, unit.end - unit.start, longest)
+        except OSError as error:
+            raise unreadable(unit.path, error) from error
+        return
+    for line in _split(data):
+        yield line, len(line) <= longest
+
+
+def _split(data: bytes) -> list[bytes]:
     lines = data.split(b"\n")
     if not lines[-1]:
         lines.pop()
-    for line in lines:
-        yield line, len(line) <= longest
+    return lines
 
 
 def _bounded_lines(file: IO[bytes], size: int, longest: int) -> Iterator[tuple[bytes, bool]]:
@@ -182,12 +197,15 @@ _scan = json.JSONDecoder().scan_once  # type: ignore[attr-defined]
 
 
 def _parse_plainly(line: bytes) -> Any:
-    """Read a line that is one JSON value and nothing else, or raise ValueError or StopIteration.
+    """Read a line that is one JSON value and nothing else, or raise ValueError.
 
     A third of the time of `json.loads`, which looks for white space around the value.
     """
     decoded = line.decode()
-    value, end = _scan(decoded, 0)
+    try:
+        value, end = _scan(decoded, 0)
+    except StopIteration:
+        raise ValueError from None
     if end != len(decoded):
         raise ValueError
     return value
@@ -206,25 +224,36 @@ def _quick_parser() -> Callable[[bytes], Any]:
     return _parse_plainly
 
 
-def _usual_texts(
-    line: bytes, spellings: Sequence[tuple[str, bytes]], parse: Callable[[bytes], Any]
-) -> Texts | None:
-    """Return the texts of a line as most are; None leaves it to the way that names every fault."""
-    texts = {}
+def _usual_documents(
+    unit: Unit, data: bytes, spellings: Sequence[tuple[str, bytes]]
+) -> Documents | None:
+    """Return the documents of lines that are all as most are, read together.
+
+    None if one is not: then each goes the long way, which names every fault.
+    """
+    lines, columns = _split(data), []
     try:
-        document = parse(line)
-        if type(document) is not dict:
-            return None
+        documents = [*map(_quick_parser(), lines)]
         for key, spelling in spellings:
-            value = document[key]
-            if type(value) is not str or line.count(spelling) > 1:
+            column = [document[key] for document in documents]
+            once = [line.count(spelling) for line in lines].count(1)
+            if once != len(lines) or not {*map(type, column)} <= {str}:
                 return None
-            if not value.isascii():
-                value.encode()
-            texts[key] = [value]
-    except (ValueError, KeyError, StopIteration, RecursionError):
+            for text in column:
+                if not text.isascii():
+                    text.encode()
+            columns.append(column)
+    except (ValueError, KeyError, TypeError, IndexError, RecursionError):
         return None
-    return texts
+    keys = [key for key, _ in spellings]
+    return Documents(
+        texts=[
+            {key: [text] for key, text in zip(keys, texts, strict=True)}
+            for texts in zip(*columns, strict=True)
+        ],
+        places=[(unit.path, number) for number in range(1, len(lines) + 1)],
+        num_lines=len(lines),
+    )
 
 
 def parse_object(line: bytes) -> dict[str, Any]:
