@@ -159,8 +159,9 @@ class HostExchange:
                 raise _lost(other, f"it did not come within {self.timeout:.0f} s")
 
     def _is_dead(self, rank: int) -> bool:
-        ready, _, _ = select.select([self._processes[rank]], [], [], 0)
-        return bool(ready)
+        poll = select.poll()  # takes descriptors of any number, which `select.select` does not
+        poll.register(self._processes[rank], select.POLLIN)
+        return bool(poll.poll(0))
 
     # Connecting -----------------------------------------------------------------------------
 

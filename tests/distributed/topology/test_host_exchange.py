@@ -70,6 +70,21 @@ def test_each_rank_waits_for_the_slower_one(groups):
 
 
 @distributed(world_size=2)
+def test_a_slow_rank_is_waited_for_with_a_thousand_files_open(groups):
+    files = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
+    try:
+        group = dist.new_group([0, 1])
+        assert isinstance(connect(group), HostExchange)
+        if group.rank() == 0:
+            time.sleep(2.5 * host_exchange.LIVENESS_SECONDS)
+        total = collectives.all_reduce(torch.ones(3), group)
+        assert total.tolist() == [2, 2, 2]
+    finally:
+        for file in files:
+            os.close(file)
+
+
+@distributed(world_size=2)
 def test_the_mapping_has_no_name_once_the_ranks_are_attached(groups):
     assert connect(groups.dp) is not None
     dist.barrier()
