@@ -77,15 +77,15 @@ def tiles(
             local = query.stop
             far_until = num_below(keys, last - 1 - left) if left >= 0 else key.start
             ahead_from = num_below(keys, first + right + 1) if right >= 0 else key.stop
+            are_here = _covers(keys, first, last)
+            own = slice(num_below(keys, first), num_below(keys, last))
             for start in range(key.start, key.stop, most_keys):
                 stop = min(start + most_keys, key.stop)
                 far = min(max(far_until, start), stop)
                 ahead = min(max(ahead_from, start), stop)
                 all_see_some = sees.document_ids is None and far < ahead
-                all_are_there = _covers(keys, first, last) and (
-                    start <= num_below(keys, first) and num_below(keys, last) <= stop
-                )
-                may_be_blind = not (all_see_some or all_are_there)
+                all_see_themselves = are_here and start <= own.start and own.stop <= stop
+                may_be_blind = not (all_see_some or all_see_themselves)
                 yield Tile(query, slice(start, stop), first, far, ahead, may_be_blind)
 
 

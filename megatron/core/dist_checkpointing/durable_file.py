@@ -16,7 +16,6 @@ import os
 from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from types import TracebackType
 
 from megatron.core.dist_checkpointing.durable import start_writeback, write_at
 from megatron.core.dist_checkpointing.shard_file import BLOCK_BYTES, HASH_NAME
@@ -58,12 +57,7 @@ class DurableFile:
         self._threads = WorkThreads(self._num_threads)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         if error is not None and self._failure is None:
             self._failure = OSError(errno.ECANCELED, "given up")
         self._threads.__exit__(kind, error, trace)
