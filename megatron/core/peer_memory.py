@@ -26,6 +26,7 @@ import sys
 import weakref
 from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -70,6 +71,20 @@ class ReadableMemory:
         """Whether the ranks of all groups that asked for it can read it."""
         return bool(self._peers) and None not in self._peers.values()
 
+    @property
+    def has_file(self) -> bool:
+        """Whether the values lie in a file, in memory or on a disk, that others can open."""
+        return self._file is not None
+
+    def open_file(self) -> int:
+        """Return another descriptor of the file, to be closed by the caller."""
+        assert self._file is not None
+        return os.dup(self._file)
+
+    def offset_of(self, begin: int) -> int:
+        """Return where byte `begin` of the values lies in the file."""
+        return self._start + begin
+
     def tensor(self, dtype: torch.dtype, begin: int, numel: int) -> Tensor:
         """Return [numel] values from byte `begin` on."""
         return torch.frombuffer(self._memory, dtype=dtype, count=numel, offset=self._start + begin)
@@ -79,16 +94,17 @@ class ReadableMemory:
         self._num_begun[index] += 1
         return self._num_begun[index] * MAX_STEPS
 
-    def announce(self, index: int, value: int, shown: Tensor) -> None:
+    def announce(self, index: int, value: int, shown: Tensor | None = None) -> None:
         """Let the others know that this rank has come to `value`, and what they may read now.
 
         Args:
             index: the piece of communication.
-            shown: contiguous values of this memory.
+            shown: contiguous values of this memory; None if the others know where they are.
         """
-        place = shown.data_ptr() - self._address
-        assert self._start <= place <= self._length - shown.nbytes, (place, self._length)
-        self._words[self.num_words + index] = place
+        if shown is not None:
+            place = shown.data_ptr() - self._address
+            assert self._start <= place <= self._length - shown.nbytes, (place, self._length)
+            self._words[self.num_words + index] = place
         self._words[index] = value
         for peers in self._peers.values():
             if peers is not None:
@@ -139,25 +155,31 @@ class ReadableMemory:
         mine = torch.tensor(card)
         cards = [torch.empty_like(mine) for _ in range(group.size())]
         dist.all_gather(cards, mine, group=group)
-        others = {
-            rank: _map_of(*(int(entry) for entry in found))
-            for rank, found in enumerate(cards)
+        found = {
+            rank: _File(*(int(entry) for entry in card))
+            for rank, card in enumerate(cards)
             if rank != group.rank()
         }
+        others = {rank: _map_of(file) for rank, file in found.items()}
         is_mapped = self._file is not None and None not in others.values()
         if not all_agree(is_mapped, group):
             return None
         maps = {rank: memory for rank, memory in others.items() if memory is not None}
-        return PeerMemory(self, exchange, maps)
+        return PeerMemory(self, exchange, maps, found)
 
 
 class PeerMemory:
     """What the other ranks of a group have in their `ReadableMemory` of equal layout."""
 
     def __init__(
-        self, own: ReadableMemory, exchange: HostExchange, maps: dict[int, mmap.mmap]
+        self,
+        own: ReadableMemory,
+        exchange: HostExchange,
+        maps: dict[int, mmap.mmap],
+        files: dict[int, _File],
     ) -> None:
         self._own = weakref.proxy(own)
+        self._files = files
         self._exchange = exchange
         self._maps = maps
         self._addresses = {
@@ -175,6 +197,24 @@ class PeerMemory:
     def size(self) -> int:
         """Ranks of the group."""
         return self._exchange.size
+
+    def open_files(self) -> list[int]:
+        """Return descriptors of the files of all ranks, to be closed by the caller.
+
+        Raises:
+            OSError: a rank is gone.
+        """
+        opened: list[int] = []
+        try:
+            for rank in range(self.size):
+                opened.append(
+                    self._own.open_file() if rank == self.rank else self._files[rank].open()
+                )
+        except OSError:
+            for file in opened:
+                os.close(file)
+            raise
+        return opened
 
     def ring(self) -> None:
         """Wake those who wait for this rank."""
@@ -252,16 +292,35 @@ def _file_in_memory(length: int) -> int | None:
     return descriptor
 
 
-def _map_of(process: int, descriptor: int, inode: int, length: int) -> mmap.mmap | None:
-    """Map the file that another process has open, if it is the one that it means."""
-    try:
-        file = os.open(f"/proc/{process}/fd/{descriptor}", os.O_RDWR)
-        try:
-            # Process numbers of another container may mean somebody else here.
-            if os.fstat(file).st_ino != inode:
-                return None
-            return mmap.mmap(file, length)
-        finally:
+class _File(NamedTuple):
+    """A file that another process has open."""
+
+    process: int
+    descriptor: int
+    inode: int
+    length: int
+
+    def open(self) -> int:
+        """Return a descriptor of our own.
+
+        Raises:
+            OSError: there is no such file, or another one: process numbers of another container
+                may mean somebody else here.
+        """
+        file = os.open(f"/proc/{self.process}/fd/{self.descriptor}", os.O_RDWR)
+        if os.fstat(file).st_ino != self.inode:
             os.close(file)
+            raise FileNotFoundError(f"descriptor {self.descriptor} of {self.process}")
+        return file
+
+
+def _map_of(file: _File) -> mmap.mmap | None:
+    """Map a file of another process; None where that does not work."""
+    try:
+        descriptor = file.open()
+        try:
+            return mmap.mmap(descriptor, file.length)
+        finally:
+            os.close(descriptor)
     except (OSError, ValueError):
         return None

@@ -81,6 +81,8 @@ class BucketedBuffer(ABC):
         policy: ReductionPolicy,
         apart: Collection[nn.Parameter] = (),
         units: Sequence[int] | None = None,
+        uncut: Collection[int] = (),
+        granule: int = BLOCK,
         tag: int = 0,
     ) -> None:
         """
@@ -88,7 +90,9 @@ class BucketedBuffer(ABC):
             parameters: (name, parameter) in forward order, of one dtype, on one device.
             bucket_numel: most elements of a bucket; None is one bucket.
             apart: parameters with buckets of their own (see `plan_buffer`).
-            units: number of each parameter's unit, for one bucket per unit.
+            units: number of each parameter's unit, none of which shares a bucket with another.
+            uncut: units that are one bucket.
+            granule: elements that a shard is a multiple of.
             tag: first message tag of this buffer.
         """
         self.names = [name for name, _ in parameters]
@@ -102,6 +106,8 @@ class BucketedBuffer(ABC):
             num_shards=mesh.size,
             apart={i for i, p in enumerate(self.parameters) if id(p) in apart_ids},
             units=units,
+            uncut=uncut,
+            granule=granule,
         )
         self.values: Tensor | None = None
         """All parameters in one tensor, where shards of them are gathered."""

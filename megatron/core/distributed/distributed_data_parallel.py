@@ -143,7 +143,8 @@ class DistributedDataParallel(nn.Module):
             elif not units:
                 buffer = ShardedGradientBuffer(parameters, **options)
             else:
-                options |= {"bucket_numel": None, "units": [unit_of[p] for _, p in parameters]}
+                options["units"] = [unit_of[p] for _, p in parameters]
+                options["uncut"] = {number for number, unit in enumerate(units) if unit.is_layer}
                 options["offload_path"] = self.ddp_config.param_offload_path
                 buffer = ShardedParameterBuffer(parameters, model=self.module, **options)
             for index, parameter in enumerate(buffer.parameters):
@@ -164,7 +165,7 @@ class DistributedDataParallel(nn.Module):
     def _places(self) -> dict[nn.Parameter, tuple[ShardedParameterBuffer, int]]:
         """Return where each parameter lies whose values are sharded."""
         return {
-            parameter: (buffer, buffer.bucket_of(index))
+            parameter: (buffer, buffer.section_of(index))
             for parameter, (buffer, index) in self._param_index.items()
             if isinstance(buffer, ShardedParameterBuffer)
         }

@@ -47,6 +47,8 @@ class Unit:
     """The module whose forward pass uses them."""
     parameters: tuple[nn.Parameter, ...]
     """Those that no other unit before this one has."""
+    is_layer: bool = False
+    """One of many alike; not the rest, and no table of words."""
 
 
 def units_of(module: nn.Module) -> list[Unit]:
@@ -58,22 +60,23 @@ def units_of(module: nn.Module) -> list[Unit]:
     """
     seen: set[nn.Parameter] = set()
 
-    def claim(entry: nn.Module) -> Unit:
+    def claim(entry: nn.Module, *, is_layer: bool = False) -> Unit:
         own = [p for p in entry.parameters() if p.requires_grad and p not in seen]
         seen.update(own)
-        return Unit(entry, tuple(own))
+        return Unit(entry, tuple(own), is_layer)
 
-    units = [claim(entry) for entry in _entries(module)]
+    units = [claim(entry, is_layer=is_layer) for entry, is_layer in _entries(module)]
     return [claim(module), *(unit for unit in units if unit.parameters)]
 
 
-def _entries(module: nn.Module) -> list[nn.Module]:
-    found: list[nn.Module] = []
+def _entries(module: nn.Module) -> list[tuple[nn.Module, bool]]:
+    """Return (module, whether it is a layer) of all units but the rest."""
+    found: list[tuple[nn.Module, bool]] = []
     for child in module.children():
         is_layer = isinstance(module, (nn.ModuleList, nn.Sequential))
         own = child.parameters(recurse=False)
         if is_layer or any(get_param_meta(p).is_embedding_or_output for p in own):
-            found.append(child)
+            found.append((child, is_layer))
         else:
             found += _entries(child)
     return found

@@ -3,9 +3,10 @@
     forward    gather unit k, start unit k+1 | compute | free unit k
     backward   gather unit k, start unit k-1 | compute | gradients complete: reduce, free unit k
 
-One unit beyond the computing one is on its way, never more. The last unit of a chunk stays whole
-between forward and backward, where it is needed first. Inside backward (activation recompute) a
-forward pass frees nothing: the unit's backward pass follows and does it.
+One unit beyond the computing one is on its way, never more. The last unit of a chunk, and what
+belongs to the chunk itself, stay whole between forward and backward, which needs them first. Inside
+backward (activation recompute) a forward pass frees nothing: the unit's backward pass follows and
+does it.
 
 The forward pass of one micro batch and the backward pass of another may take turns
 (`megatron.core.turns`). A unit is whole while *either* stands in it or has it on its way: each
@@ -29,10 +30,11 @@ from torch.utils._pytree import tree_leaves
 from megatron.core.deferred_gradients import put_off
 from megatron.core.device import return_free_host_pages
 from megatron.core.distributed.model_parameters import Unit
-from megatron.core.distributed.sharded_parameter_buffer import Pass, ShardedParameterBuffer
+from megatron.core.distributed.sections import Pass
+from megatron.core.distributed.sharded_parameter_buffer import ShardedParameterBuffer
 
 _Place = tuple[ShardedParameterBuffer, int]
-"""A buffer, and the number of a bucket in it."""
+"""A buffer, and the number of a section in it."""
 
 
 class ParameterUnits:
@@ -49,7 +51,7 @@ class ParameterUnits:
         """
         self._unit_of: dict[nn.Parameter, int] = {}
         self._places: list[list[_Place]] = []
-        """Buckets of each unit: one per dtype."""
+        """Sections of each unit: one per dtype, and one of each weight that is tied."""
         for number, unit in enumerate(units):
             sharded = [p for p in unit.parameters if p in places]
             # In the order of the parameters, not of a set: ranks start their gathers in one order.
@@ -122,11 +124,11 @@ class ParameterUnits:
         """Gather units, give them places for gradients, and start the gather of another one."""
         self._gather(numbers, Pass.BACKWARD)
         for number in numbers:
-            for buffer, bucket in self._places[number]:
-                if put_off(partial(buffer.prepare_gradients, bucket)):
-                    buffer.withhold_gradients(bucket)
+            for buffer, section in self._places[number]:
+                if put_off(partial(buffer.prepare_gradients, section)):
+                    buffer.withhold_gradients(section)
                 else:
-                    buffer.prepare_gradients(bucket)
+                    buffer.prepare_gradients(section)
         if numbers[0] == 1:
             # The gradient of a large table comes next, when nearly all activations are gone.
             return_free_host_pages()
@@ -134,20 +136,20 @@ class ParameterUnits:
             self._start_gather(before_that, Pass.BACKWARD)
 
     def _start_gather(self, number: int, user: Pass) -> None:
-        for buffer, bucket in self._places[number]:
-            buffer.start_gather(bucket, user)
+        for buffer, section in self._places[number]:
+            buffer.start_gather(section, user)
 
     def _gather(self, numbers: Sequence[int], user: Pass) -> None:
         for number in numbers:
             self._start_gather(number, user)
         for number in numbers:
-            for buffer, bucket in self._places[number]:
-                buffer.gather(bucket, user)
+            for buffer, section in self._places[number]:
+                buffer.gather(section, user)
 
     def _release(self, number: int, user: Pass) -> None:
-        keep = user is Pass.FORWARD and number == self._last and torch.is_grad_enabled()
-        for buffer, bucket in self._places[number]:
-            buffer.release(bucket, user, keep=keep)
+        keep = user is Pass.FORWARD and number in (0, self._last) and torch.is_grad_enabled()
+        for buffer, section in self._places[number]:
+            buffer.release(section, user, keep=keep)
 
     def _end(self, user: Pass) -> None:
         """Release what a pass has asked for without coming to it, or after it had done with it."""

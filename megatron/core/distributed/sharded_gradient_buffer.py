@@ -81,7 +81,7 @@ class ShardedGradientBuffer(BucketedBuffer):
         for bucket in self._buckets_of[index]:
             self._take_gradient(index, bucket)
             self._mark_arrived(bucket)
-        self.parameters[index].grad = None
+        self._forget_gradient(index)
 
     def gradient_waits(self, index: int) -> None:
         """Learn that a parameter was used for the last time before its gradient arrives."""
@@ -98,6 +98,10 @@ class ShardedGradientBuffer(BucketedBuffer):
                 place = whole[begin : begin + piece.end - piece.begin]
                 place.copy_(flat[piece.begin : piece.end])
         self._filled[bucket.number].add(index)
+
+    def _forget_gradient(self, index: int) -> None:
+        """Drop a `.grad` that all buckets have taken."""
+        self.parameters[index].grad = None
 
     def end_backward(self) -> None:
         """Reduce what the backward pass has left; the next gradients belong to another one."""

@@ -45,8 +45,8 @@ def declare_shards(
     for name, declaration in declared.items():
         if name not in shards_of:
             found[name] = declaration
-        for shard in shards_of.get(name, ()):
-            found[name] = _declare(declaration, shard)  # a unit is one bucket: there is one
+        elif pieces := [_declare(declaration, shard) for shard in shards_of[name]]:
+            found[name] = pieces[0] if len(pieces) == 1 else pieces
     return found
 
 
@@ -61,8 +61,10 @@ def take_over_state(
         if parameter in sharded:
             ours.add(name)
             value = rest.pop(name, None)
-            for shard in sharded[parameter] if isinstance(value, Tensor) else ():
-                _take_over(shard, value)
+            pieces = value if isinstance(value, list) else [value] * len(sharded[parameter])
+            for shard, piece in zip(sharded[parameter], pieces, strict=True):
+                if isinstance(piece, Tensor):
+                    _take_over(shard, piece)
     result = inner.load_state_dict(rest, strict=False)
     missing = [name for name in result.missing_keys if name not in ours]
     if strict and (missing or result.unexpected_keys):

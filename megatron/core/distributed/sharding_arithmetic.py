@@ -59,6 +59,8 @@ class BufferPlan:
     """In buffer order, that is in reverse order of the parameters."""
     buckets: tuple[tuple[int, int], ...]
     """[begin, end) of each bucket; together they are the whole buffer."""
+    sections: tuple[range, ...]
+    """Numbers of the buckets that are a section; no parameter lies in two sections."""
 
     @property
     def num_buckets(self) -> int:
@@ -96,6 +98,8 @@ def plan_buffer(
     num_shards: int,
     apart: Collection[int] = (),
     units: Sequence[int] | None = None,
+    uncut: Collection[int] = (),
+    granule: int = BLOCK,
 ) -> BufferPlan:
     """Lay out parameters of the given sizes, the last one first.
 
@@ -103,31 +107,37 @@ def plan_buffer(
         numels: elements of each parameter, in forward order.
         bucket_numel: most elements of a bucket before padding; None is one bucket for all.
         num_shards: number of ranks that share a bucket. Every bucket is a multiple of
-            `BLOCK * num_shards`.
+            `granule * num_shards`.
         apart: parameters that get buckets of their own, so that their shards do not depend on
             the rest of the buffer: two pipeline stages that hold the same tied weight must cut it
             at the same places to add their gradients shard by shard.
         units: number of the unit of each parameter; neighbours with the same number are kept in
-            one bucket, apart from the others. ZeRO-3 gathers and frees a bucket at a time.
+            one section, apart from the others. ZeRO-3 gathers and frees a section at a time.
+        uncut: units that are one bucket, whatever their size.
+        granule: elements that a shard is a multiple of, a multiple of `BLOCK`.
     """
     assert num_shards >= 1 and (bucket_numel is None or bucket_numel >= 1)
     assert all(n >= 1 for n in numels), numels
-    unit = BLOCK * num_shards
+    assert granule % BLOCK == 0, granule
+    unit = granule * num_shards
     slots: list[Slot] = []
     buckets: list[tuple[int, int]] = []
+    sections: list[range] = []
     section, position = 0, 0  # where the current run of buckets begins; where the next slot does
 
     def close_section() -> None:
         nonlocal section, position
         if position == section:
             return
-        length = position - section
-        count = 1 if bucket_numel is None else _ceil_div(length, bucket_numel)
+        length, first = position - section, len(buckets)
+        is_uncut = units is not None and units[slots[-1].index] in uncut
+        count = 1 if bucket_numel is None or is_uncut else _ceil_div(length, bucket_numel)
         step = _round_up(_ceil_div(length, count), unit)
         while section < position:
             buckets.append((section, section + step))
             section += step
         position = section
+        sections.append(range(first, len(buckets)))
 
     for index in reversed(range(len(numels))):
         ends_unit = (
@@ -140,7 +150,7 @@ def plan_buffer(
         if index in apart:
             close_section()
     close_section()
-    return BufferPlan(position, tuple(slots), tuple(buckets))
+    return BufferPlan(position, tuple(slots), tuple(buckets), tuple(sections))
 
 
 def _ceil_div(a: int, b: int) -> int:

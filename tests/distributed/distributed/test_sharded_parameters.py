@@ -1,6 +1,7 @@
 """ZeRO-3: parameters are whole only while their unit computes, and no result changes."""
 
 import dataclasses
+import os
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -16,21 +17,32 @@ from megatron.core.distributed import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
     finalize_model_grads,
+    sharded_parameter_buffer,
 )
 from megatron.core.errors import ConfigError
+from megatron.core.host_exchange import OFF
 from megatron.core.initialization import has_memory, parameters_without_memory
+from megatron.core.joined_memory import JoinedTensor
+from megatron.core.offload.lent_memory import LentTensor
 from megatron.core.rng import rng_state
 from megatron.core.turns import let_the_other_work, run_in_turns
 from megatron.training.metrics.params_norm import params_norm
 from tests.harness.distributed import distributed
-from tests.harness.tolerances import EXACT, FP32_REORDERED_SUM, assert_close
+from tests.harness.tolerances import EXACT, FP32_AFTER_OPTIMIZER, FP32_REORDERED_SUM, assert_close
 from tests.parity.layouts import LayoutCase, ModelCase
 from tests.parity.training_case import build_chunks, global_batch, transformer_config
 
 LAYOUT, GPT2 = LayoutCase(dp=2), ModelCase("gpt2", True, 0.1)
 
 
-def build(groups, model=GPT2, stage="optim_grads_params", offload_path=None, **settings):
+def build(
+    groups,
+    model=GPT2,
+    stage="optim_grads_params",
+    offload_path=None,
+    bucket_size=None,
+    **settings,
+):
     """Return a wrapped model of 12 layers; `settings` change its config."""
     rng_state().set_seed(7)
     config = transformer_config(LAYOUT, model)
@@ -39,7 +51,9 @@ def build(groups, model=GPT2, stage="optim_grads_params", offload_path=None, **s
     with parameters_without_memory():
         (chunk,) = build_chunks(config, model, LAYOUT, groups)
     ddp_config = DistributedDataParallelConfig(
-        data_parallel_sharding_strategy=stage, param_offload_path=offload_path
+        data_parallel_sharding_strategy=stage,
+        param_offload_path=offload_path,
+        bucket_size=bucket_size,
     )
     return DistributedDataParallel(config, ddp_config, chunk, pg_collection=groups)
 
@@ -76,10 +90,10 @@ def whole_layers(ddp):
 
 def bytes_of_whole_units(ddp):
     return sum(
-        lent.tensor.nbytes
+        section.whole.tensor.nbytes
         for buffer in ddp.gradient_buffers
-        for lent in buffer._wholes
-        if lent.is_filled
+        for section in buffer.sections
+        if section.whole.is_filled
     )
 
 
@@ -87,8 +101,8 @@ def bytes_of_whole_units(ddp):
 def test_one_layer_computes_while_one_more_is_on_its_way(groups):
     ddp = build(groups)
     (buffer,) = ddp.gradient_buffers
-    layer_bytes = max(w.tensor.numel() for w in buffer._wholes[1:-2]) * 4
-    rest_bytes = sum(w.tensor.numel() for w in buffer._wholes) * 4 - 12 * layer_bytes
+    layer_bytes = max(s.whole.tensor.numel() for s in buffer.sections[1:-2]) * 4
+    rest_bytes = sum(s.whole.tensor.numel() for s in buffer.sections) * 4 - 12 * layer_bytes
     seen = []
 
     def note(name):
@@ -173,8 +187,8 @@ def test_a_forward_and_a_backward_that_take_turns_leave_each_other_what_they_use
 
     ddp, seen = build(groups), []
     (buffer,) = ddp.gradient_buffers
-    layer_bytes = max(w.tensor.numel() for w in buffer._wholes[1:-2]) * 4
-    rest_bytes = sum(w.tensor.numel() for w in buffer._wholes) * 4 - 12 * layer_bytes
+    layer_bytes = max(s.whole.tensor.numel() for s in buffer.sections[1:-2]) * 4
+    rest_bytes = sum(s.whole.tensor.numel() for s in buffer.sections) * 4 - 12 * layer_bytes
 
     def wait(*_):
         let_the_other_work()
@@ -243,9 +257,69 @@ def test_evaluation_gathers_and_frees_in_any_order_with_training(groups):
         assert_close(step(sharded, groups), step(plain, groups), EXACT, "training")
 
 
+def train_alike(groups, found, expected, tolerance=EXACT):
+    """Train two replicas of one model, which stay equal."""
+    for _ in range(3):
+        assert_close(step(found, groups), step(expected, groups), tolerance, "loss")
+        for ddp in (found, expected):
+            for span in ddp.spans():
+                for shard in span.shards:
+                    shard.values.detach().sub_(shard.gradient, alpha=0.1)
+            ddp.start_param_sync()
+    weights = found.state_dict()
+    for name, weight in expected.state_dict().items():
+        if isinstance(weight, torch.Tensor):
+            assert_close(weights[name], weight, tolerance, name)
+
+
+@pytest.mark.parametrize("way", ["copied", "sent"])
 @distributed(world_size=2)
-def test_a_whole_state_dict_loads_into_shards(groups):
-    sharded = build(groups)
+def test_units_that_are_looked_at_copied_or_sent_give_the_same_bits(groups, way):
+    joined, join_values = build(groups), sharded_parameter_buffer.join_values
+    if way == "copied":
+        sharded_parameter_buffer.join_values = lambda *_: None
+    else:
+        os.environ[OFF] = "0"
+    try:
+        other = build(groups)
+    finally:
+        sharded_parameter_buffer.join_values = join_values
+        os.environ.pop(OFF, None)
+    for ddp, kind in ((joined, JoinedTensor), (other, LentTensor)):
+        assert {type(s.whole) for b in ddp.gradient_buffers for s in b.sections} == {kind}
+    train_alike(groups, joined, other)
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+@distributed(world_size=2)
+def test_a_table_whose_gradient_goes_out_in_buckets_has_the_same_gradient(groups, is_tied):
+    model = ModelCase("gpt2", is_tied, 0.1)
+    whole, cut = build(groups, model), build(groups, model, bucket_size=1000)
+    (buffer,) = cut.gradient_buffers
+    lengths = {len(section.buckets) for section in buffer.sections}
+    assert 1 in lengths and max(lengths) > 1
+    in_layers = {id(p) for p in cut.module.decoder.layers.parameters()}
+    numbers = [buffer.section_of(i) for i, p in enumerate(buffer.parameters) if id(p) in in_layers]
+    assert numbers and not any(buffer.sections[number].is_cut for number in numbers)
+    # The two uses of a tied table meet in `.grad`, before they are added to the main gradient.
+    train_alike(groups, cut, whole, FP32_AFTER_OPTIMIZER if is_tied else EXACT)
+
+
+@distributed(world_size=2)
+def test_what_is_written_to_whole_parameters_is_lost(groups):
+    ddp = build(groups)
+    weight = ddp.module.decoder.layers[3].mlp.linear_fc1.weight
+    with torch.no_grad(), ddp.whole_parameters():
+        before = weight.clone()
+        weight.fill_(5.0)
+    with ddp.whole_parameters():
+        assert_close(weight, before, EXACT, "a weight")
+
+
+@pytest.mark.parametrize("bucket_size", [None, 1000])
+@distributed(world_size=2)
+def test_a_whole_state_dict_loads_into_shards(groups, bucket_size):
+    sharded = build(groups, bucket_size=bucket_size)
     wanted = {
         name: tensor + 1.0 if isinstance(tensor, torch.Tensor) else tensor
         for name, tensor in sharded.state_dict().items()

@@ -16,13 +16,14 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron.core.distributed.distributed_data_parallel_config import SHARDING_STRATEGIES
+from megatron.core.joined_memory import JoinedTensor
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.peer_memory import PeerMemory
 from tests.distributed.distributed.replicas import wrap
 from tests.harness.distributed import run_distributed
 
 TOLERANCE = 0.02
-"""Padding of slots and shards to 128 elements."""
+"""Padding of slots to 128 elements, and of shards to those or (stage 3) to pages."""
 
 
 class Wide(nn.Module):
@@ -53,10 +54,11 @@ def expected_bytes(stage, dtype, num_ranks, num_layers):
     return (gradient * reductions + weight * gathers) * rest, held
 
 
-def one_step(groups, dtype, stage, width=512, num_layers=4, bucket_size=200_000):
+def one_step(groups, dtype, stage, width=1024, num_layers=4, bucket_size=800_000):
     """Train one step and return (parameters, bytes sent by this rank, bytes of state it holds).
 
-    What a rank reads of the others' memory counts as sent: each reads as much as is read of it.
+    What a rank reads of the others' memory, or looks at there, counts as sent: each reads as much
+    as is read of it.
     Where that is off, two replicas at stage 0 use gloo's own all-reduce, whose messages cannot be
     counted: -1.
     """
@@ -81,8 +83,12 @@ def one_step(groups, dtype, stage, width=512, num_layers=4, bucket_size=200_000)
         sent[0] += like.nbytes
         return read(peers, rank, index, begin, like)
 
-    read = PeerMemory.read
-    dist.isend, PeerMemory.read = counted, counted_read
+    def counted_fill(joined):
+        sent[0] += joined.tensor.nbytes * (ddp.mesh().shard_size - 1) // ddp.mesh().shard_size
+        fill(joined)
+
+    read, fill = PeerMemory.read, JoinedTensor.fill
+    dist.isend, PeerMemory.read, JoinedTensor.fill = counted, counted_read, counted_fill
     try:
         ddp.zero_grad_buffer()
         ddp(torch.ones(3, width, dtype=dtype)).float().sum().backward()
@@ -90,7 +96,7 @@ def one_step(groups, dtype, stage, width=512, num_layers=4, bucket_size=200_000)
         optimizer.step()
         ddp.finish_param_sync()
     finally:
-        dist.isend, PeerMemory.read = send, read
+        dist.isend, PeerMemory.read, JoinedTensor.fill = send, read, fill
     held = [p.data for p in ddp.module.parameters()]
     held += [shard for shards in ddp.sharded_values().values() for shard in shards]
     held += [owned for buffer in ddp.gradient_buffers for owned in buffer.owned_gradients()]
