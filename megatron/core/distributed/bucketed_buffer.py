@@ -80,6 +80,7 @@ class BucketedBuffer(ABC):
         bucket_numel: int | None,
         policy: ReductionPolicy,
         apart: Collection[nn.Parameter] = (),
+        apart_numel: int | None = None,
         units: Sequence[int] | None = None,
         uncut: Collection[int] = (),
         granule: int = BLOCK,
@@ -90,6 +91,7 @@ class BucketedBuffer(ABC):
             parameters: (name, parameter) in forward order, of one dtype, on one device.
             bucket_numel: most elements of a bucket; None is one bucket.
             apart: parameters with buckets of their own (see `plan_buffer`).
+            apart_numel: most elements of a bucket of those.
             units: number of each parameter's unit, none of which shares a bucket with another.
             uncut: units that are one bucket.
             granule: elements that a shard is a multiple of.
@@ -105,6 +107,7 @@ class BucketedBuffer(ABC):
             bucket_numel=bucket_numel,
             num_shards=mesh.size,
             apart={i for i, p in enumerate(self.parameters) if id(p) in apart_ids},
+            apart_numel=apart_numel,
             units=units,
             uncut=uncut,
             granule=granule,

@@ -123,13 +123,13 @@ class DistributedDataParallel(nn.Module):
         buffers: list[BucketedBuffer] = []
         for (dtype, is_expert), parameters in kinds.items():
             mesh = self.mesh(is_expert)
-            numel = sum(p.numel() for _, p in parameters)
+            numel, device = sum(p.numel() for _, p in parameters), parameters[0][1].device
+            bucketed = partial(bucket_numel, self.ddp_config, num_ranks=mesh.size, device=device)
             options: dict[str, Any] = {
                 "mesh": mesh,
                 "grad_dtype": torch.float32 if self.ddp_config.grad_reduce_in_fp32 else dtype,
-                "bucket_numel": None
-                if disable_bucketing
-                else bucket_numel(self.ddp_config, numel, mesh.size, parameters[0][1].device),
+                "bucket_numel": None if disable_bucketing else bucketed(numel),
+                "apart_numel": None if disable_bucketing else bucketed(None),
                 "policy": self._policy(mesh),
                 "apart": self._tied_parameters(),
                 "tag": len(buffers) * _TAGS_PER_BUFFER,

@@ -200,12 +200,16 @@ def _check_choices(config: DistributedDataParallelConfig) -> list[MegatronError]
 
 
 def bucket_numel(
-    config: DistributedDataParallelConfig, numel: int, num_ranks: int, device: torch.device
+    config: DistributedDataParallelConfig, numel: int | None, num_ranks: int, device: torch.device
 ) -> int | None:
-    """Return the most elements of a bucket of a buffer of `numel` elements."""
+    """Return the most elements of a bucket of a buffer of `numel` elements.
+
+    Args:
+        numel: None for a weight that several buffers cut alike, whatever else they hold.
+    """
     if config.bucket_size is not None:
         return config.bucket_size
-    if config.num_buckets is not None:
+    if config.num_buckets is not None and numel is not None:
         return math.ceil(numel / config.num_buckets)
     if num_ranks == 1:
         return None

@@ -97,6 +97,7 @@ def plan_buffer(
     bucket_numel: int | None,
     num_shards: int,
     apart: Collection[int] = (),
+    apart_numel: int | None = None,
     units: Sequence[int] | None = None,
     uncut: Collection[int] = (),
     granule: int = BLOCK,
@@ -111,6 +112,7 @@ def plan_buffer(
         apart: parameters that get buckets of their own, so that their shards do not depend on
             the rest of the buffer: two pipeline stages that hold the same tied weight must cut it
             at the same places to add their gradients shard by shard.
+        apart_numel: most elements of a bucket of those; it may not depend on the others.
         units: number of the unit of each parameter; neighbours with the same number are kept in
             one section, apart from the others. ZeRO-3 gathers and frees a section at a time.
         uncut: units that are one bucket, whatever their size.
@@ -130,8 +132,11 @@ def plan_buffer(
         if position == section:
             return
         length, first = position - section, len(buckets)
-        is_uncut = units is not None and units[slots[-1].index] in uncut
-        count = 1 if bucket_numel is None or is_uncut else _ceil_div(length, bucket_numel)
+        index = slots[-1].index
+        most = apart_numel if index in apart else bucket_numel
+        if units is not None and units[index] in uncut:
+            most = None
+        count = 1 if most is None else _ceil_div(length, most)
         step = _round_up(_ceil_div(length, count), unit)
         while section < position:
             buckets.append((section, section + step))

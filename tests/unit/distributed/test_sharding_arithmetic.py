@@ -66,12 +66,16 @@ def test_pieces_begin_at_block_borders_of_their_parameter(seed):
 @pytest.mark.parametrize("seed", range(10))
 def test_a_parameter_set_apart_is_cut_the_same_in_any_company(seed):
     draw = random.Random(seed)
-    tied, size, bucket = draw.randint(1, 9000), draw.choice([1, 2, 4]), draw.choice([None, 700])
+    tied, size, most = draw.randint(1, 9000), draw.choice([1, 2, 4]), draw.choice([None, 700])
 
     def cuts(before, after):
         index = len(before)
         plan = plan_buffer(
-            [*before, tied, *after], bucket_numel=bucket, num_shards=size, apart={index}
+            [*before, tied, *after],
+            bucket_numel=draw.choice([None, 300, 5000]),
+            num_shards=size,
+            apart={index},
+            apart_numel=most,
         )
         return [
             [
