@@ -365,21 +365,7 @@ def test_a_frozen_layer_stays_whole_and_trains_the_others(groups):
 @distributed(world_size=2)
 def test_shards_in_a_file_give_the_same_bits(groups):
     with TemporaryDirectory() as directory:
-        plain, in_file = build(groups), build(groups, offload_path=directory)
-        for _ in range(3):
-            assert_close(step(in_file, groups), step(plain, groups), EXACT, "loss")
-            expected = gradients(plain)
-            for place, gradient in gradients(in_file).items():
-                assert_close(gradient, expected[place], EXACT, str(place))
-            for ddp in (plain, in_file):
-                for span in ddp.spans():
-                    for shard in span.shards:
-                        shard.values.detach().sub_(shard.gradient, alpha=0.1)
-        in_file.start_param_sync()
-        weights = in_file.state_dict()
-        for name, weight in plain.state_dict().items():
-            if isinstance(weight, torch.Tensor):
-                assert_close(weights[name], weight, EXACT, name)
+        train_alike(groups, build(groups, offload_path=directory), build(groups))
         assert not list(Path(directory).iterdir())
 
 
