@@ -11,9 +11,8 @@ Ranks of one machine do not copy values to gather them: they look at those of th
 lie (`joined_memory`). Elsewhere a unit's values are gathered into one flat tensor whose *memory* is
 given up and taken again (`offload.lent_memory`). In both, views of a weight that autograd has saved
 (its transpose, for example) become valid again before backward reads them, and never keep the
-memory alive. While a unit is
-not here its parameters show a NaN without memory of its own (`initialization.without_memory`): a
-read by mistake does not crash.
+memory alive. While a unit is not here its parameters show a NaN without memory of its own
+(`initialization.without_memory`): a read by mistake does not crash.
 """
 
 from __future__ import annotations
