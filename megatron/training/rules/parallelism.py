@@ -215,6 +215,16 @@ def copies_of_sharded_state(run: ResolvedRun) -> Iterator[MegatronError]:
             "--num-distributed-optimizer-instances",
             fix=f"use a number that divides {dp}",
         )
+    elif run.num_experts and (copies := _replicas_of_experts(run)) % instances:
+        yield problem(
+            f"--num-distributed-optimizer-instances {instances} for {copies} replica(s) of the"
+            " experts.",
+            "each instance shards the state of experts over an equal number of their replicas, of"
+            " which there are fewer with --expert-model-parallel-size",
+            "--num-distributed-optimizer-instances",
+            "--expert-model-parallel-size",
+            fix=f"use a number that divides {copies}, or fewer expert-parallel ranks",
+        )
     if not run.use_distributed_optimizer:
         yield problem(
             f"--num-distributed-optimizer-instances {instances} without"
@@ -224,6 +234,11 @@ def copies_of_sharded_state(run: ResolvedRun) -> Iterator[MegatronError]:
             "--use-distributed-optimizer",
             fix="add --use-distributed-optimizer",
         )
+
+
+def _replicas_of_experts(run: ResolvedRun) -> int:
+    each = run.expert_model_parallel_size * (run.expert_tensor_parallel_size or 1)
+    return run.world_size // (run.pipeline_model_parallel_size * each)
 
 
 @rule

@@ -120,6 +120,14 @@ def problems(*words: str, world_size: int = 1, base=SMALL) -> list[str]:
             4,
             "--num-distributed-optimizer-instances 3 for 4 replicas",
         ),
+        (
+            [
+                *["--use-distributed-optimizer", "--num-distributed-optimizer-instances", "2"],
+                *["--num-experts", "4", "--expert-model-parallel-size", "4"],
+            ],
+            4,
+            "--num-distributed-optimizer-instances 2 for 1 replica(s) of the experts",
+        ),
         (["--param-offload-path", "."], 2, "--param-offload-path with no_shard"),
         (["--param-offload-path", "/no/where"], 2, "mkdir -p /no/where"),
         (["--bf16", "--fp16"], 1, "fp16 and bf16 are both on"),
