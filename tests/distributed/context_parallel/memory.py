@@ -23,18 +23,11 @@ from megatron.core.context_parallel.tiles import Visibility
 from megatron.core.device import return_free_host_pages
 from megatron.core.utils import get_pg_size
 from tests.harness.distributed import run_distributed
+from tests.harness.machine import resident_bytes
 
 HEADS, KEY_HEADS, WIDTH = 2, 1, 16
 ALLOWED_GROWTH = 2.2
 KINDS = (("p2p", 2), ("all_gather", 2), ("a2a", 2), ("a2a+p2p", 4))
-
-
-def resident_bytes(name: str) -> int:
-    """Return a memory figure of this process: VmRSS now, or VmHWM, its peak."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(name):
-            return int(line.split()[1]) * 1024
-    raise OSError(f"no {name} in /proc/self/status")
 
 
 def peak_of_attention(groups, kind: str, length: int) -> int:

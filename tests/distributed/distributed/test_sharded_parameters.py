@@ -1,9 +1,9 @@
 """ZeRO-3: parameters are whole only while their unit computes, and no result changes."""
 
 import dataclasses
-import os
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -20,7 +20,6 @@ from megatron.core.distributed import (
     sharded_parameter_buffer,
 )
 from megatron.core.errors import ConfigError
-from megatron.core.host_exchange import OFF
 from megatron.core.initialization import has_memory, parameters_without_memory
 from megatron.core.joined_memory import JoinedTensor
 from megatron.core.offload.lent_memory import LentTensor
@@ -28,6 +27,7 @@ from megatron.core.rng import rng_state
 from megatron.core.turns import let_the_other_work, run_in_turns
 from megatron.training.metrics.params_norm import params_norm
 from tests.harness.distributed import distributed
+from tests.harness.machine import no_shared_memory
 from tests.harness.tolerances import EXACT, FP32_AFTER_OPTIMIZER, FP32_REORDERED_SUM, assert_close
 from tests.parity.layouts import LayoutCase, ModelCase
 from tests.parity.training_case import build_chunks, global_batch, transformer_config
@@ -258,9 +258,13 @@ def test_evaluation_gathers_and_frees_in_any_order_with_training(groups):
 
 
 def train_alike(groups, found, expected, tolerance=EXACT):
-    """Train two replicas of one model, which stay equal."""
+    """Train two replicas of one model, which stay equal; return the places that only one has."""
     for _ in range(3):
         assert_close(step(found, groups), step(expected, groups), tolerance, "loss")
+        ours, theirs = gradients(found), gradients(expected)
+        alike = {k for k in ours if k in theirs and ours[k].shape == theirs[k].shape}
+        for place in alike:
+            assert_close(ours[place], theirs[place], tolerance, str(place))
         for ddp in (found, expected):
             for span in ddp.spans():
                 for shard in span.shards:
@@ -270,24 +274,22 @@ def train_alike(groups, found, expected, tolerance=EXACT):
     for name, weight in expected.state_dict().items():
         if isinstance(weight, torch.Tensor):
             assert_close(weights[name], weight, tolerance, name)
+    return (ours.keys() | theirs.keys()) - alike
 
 
 @pytest.mark.parametrize("way", ["copied", "sent"])
 @distributed(world_size=2)
 def test_units_that_are_looked_at_copied_or_sent_give_the_same_bits(groups, way):
-    joined, join_values = build(groups), sharded_parameter_buffer.join_values
+    joined = build(groups)
     if way == "copied":
-        sharded_parameter_buffer.join_values = lambda *_: None
+        with patch.object(sharded_parameter_buffer, "join_values", lambda *_: None):
+            other = build(groups)
     else:
-        os.environ[OFF] = "0"
-    try:
-        other = build(groups)
-    finally:
-        sharded_parameter_buffer.join_values = join_values
-        os.environ.pop(OFF, None)
+        with no_shared_memory():
+            other = build(groups)
     for ddp, kind in ((joined, JoinedTensor), (other, LentTensor)):
         assert {type(s.whole) for b in ddp.gradient_buffers for s in b.sections} == {kind}
-    train_alike(groups, joined, other)
+    assert not train_alike(groups, joined, other)
 
 
 @pytest.mark.parametrize("is_tied", [False, True])
@@ -302,7 +304,8 @@ def test_a_table_whose_gradient_goes_out_in_buckets_has_the_same_gradient(groups
     numbers = [buffer.section_of(i) for i, p in enumerate(buffer.parameters) if id(p) in in_layers]
     assert numbers and not any(buffer.sections[number].is_cut for number in numbers)
     # The two uses of a tied table meet in `.grad`, before they are added to the main gradient.
-    train_alike(groups, cut, whole, FP32_AFTER_OPTIMIZER if is_tied else EXACT)
+    apart = train_alike(groups, cut, whole, FP32_AFTER_OPTIMIZER if is_tied else EXACT)
+    assert apart and not any("layers" in name for name, _ in apart)
 
 
 @distributed(world_size=2)
@@ -365,7 +368,7 @@ def test_a_frozen_layer_stays_whole_and_trains_the_others(groups):
 @distributed(world_size=2)
 def test_shards_in_a_file_give_the_same_bits(groups):
     with TemporaryDirectory() as directory:
-        train_alike(groups, build(groups, offload_path=directory), build(groups))
+        assert not train_alike(groups, build(groups, offload_path=directory), build(groups))
         assert not list(Path(directory).iterdir())
 
 

@@ -10,9 +10,10 @@ import torch.distributed as dist
 
 from megatron.core import host_exchange
 from megatron.core.errors import TopologyError
-from megatron.core.host_exchange import DIRECTORY, OFF, SLOT_BYTES, HostExchange, connect
+from megatron.core.host_exchange import DIRECTORY, SLOT_BYTES, HostExchange, connect
 from megatron.core.tensor_parallel import collectives
 from tests.harness.distributed import DistributedFailure, distributed, run_distributed
+from tests.harness.machine import no_shared_memory
 
 EDGE = SLOT_BYTES // 4
 """fp32 elements that fill a slot."""
@@ -27,9 +28,8 @@ def of_rank(rank: int, *shape: int) -> torch.Tensor:
 def group_without_shared_memory() -> dist.ProcessGroup:
     """Return a group of all ranks that uses its backend for everything."""
     group = dist.new_group(list(range(dist.get_world_size())))
-    os.environ[OFF] = "0"
-    assert connect(group) is None
-    del os.environ[OFF]
+    with no_shared_memory():
+        assert connect(group) is None
     return group
 
 

@@ -1,26 +1,19 @@
 """Values of several ranks side by side at one range of addresses."""
 
-import os
 import random
 import time
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from megatron.core.host_exchange import OFF
 from megatron.core.joined_memory import JoinedTensor, join_values
 from megatron.core.peer_memory import ReadableMemory, whole_pages
 from tests.harness.distributed import distributed
+from tests.harness.machine import no_shared_memory, resident_mib
 
 PAGE = whole_pages(1)
 NUMEL = 1 << 20
 """Of a rank's values, where their memory is measured."""
-
-
-def resident_mib() -> float:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith("VmRSS")) / 1024
 
 
 def joined_whole(groups, numel=PAGE):
@@ -117,7 +110,7 @@ def test_an_empty_tensor_holds_no_memory_of_this_process(groups):
     dist.barrier()
 
 
-def test_a_rank_alone_looks_at_its_own_values(tmp_path):
+def test_a_rank_alone_looks_at_its_own_values():
     memory = ReadableMemory(2 * PAGE, 1)
     memory.tensor(torch.uint8, 0, 2 * PAGE).copy_(torch.arange(2 * PAGE) // PAGE + 1)
     joined = join_values(memory, None, torch.uint8, [[(PAGE, PAGE)], [(0, PAGE)]])
@@ -144,10 +137,7 @@ def test_where_one_rank_cannot_join_no_rank_does(groups):
 
 @distributed(world_size=2)
 def test_values_that_others_cannot_read_are_not_joined(groups):
-    os.environ[OFF] = "0"
-    try:
+    with no_shared_memory():
         memory = ReadableMemory(PAGE, 1)
         assert join_values(memory, groups.dp, torch.uint8, [[(0, PAGE)]]) is None
         assert join_values(memory, None, torch.uint8, [[(0, PAGE)]]) is None
-    finally:
-        del os.environ[OFF]

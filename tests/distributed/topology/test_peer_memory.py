@@ -1,6 +1,5 @@
 """Memory that other ranks of the machine read in place: what they see, when, and where it fails."""
 
-import os
 import time
 
 import pytest
@@ -9,9 +8,9 @@ import torch.distributed as dist
 
 from megatron.core import peer_memory
 from megatron.core.errors import TopologyError
-from megatron.core.host_exchange import OFF
 from megatron.core.peer_memory import PeerMemory, ReadableMemory, whole_pages
 from tests.harness.distributed import distributed
+from tests.harness.machine import no_shared_memory
 
 NUMEL = 5000
 
@@ -83,13 +82,10 @@ def test_where_one_rank_cannot_read_no_rank_does(groups):
 
 @distributed(world_size=2)
 def test_without_the_exchange_the_values_are_ordinary_memory(groups):
-    os.environ[OFF] = "0"
-    try:
+    with no_shared_memory():
         memory, values = filled(groups.dp.rank())
         assert memory.peers(dist.new_group([0, 1])) is None
         assert values[-1] == NUMEL - 1 + 10_000 * groups.dp.rank()
-    finally:
-        del os.environ[OFF]
 
 
 @distributed(world_size=2)

@@ -1,22 +1,17 @@
 """Tensors that pass their memory on keep their addresses, and only their addresses."""
 
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 from megatron.core.device import return_free_host_pages, return_freed_host_blocks
 from megatron.core.offload.lent_memory import MAX_SPARE, MemoryLender
+from tests.harness.machine import resident_mib
 
 NUMEL = 3 << 20  # 12 MiB
 CPU = torch.device("cpu")
 linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-
-
-def resident_mib() -> float:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith("VmRSS")) / 1024
 
 
 def lender(is_mapped: bool) -> MemoryLender:
