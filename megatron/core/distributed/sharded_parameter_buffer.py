@@ -32,7 +32,7 @@ from megatron.core.distributed.communication import Transfer, gather_parameters
 from megatron.core.distributed.pieces import is_pairwise
 from megatron.core.distributed.sections import Pass, Section
 from megatron.core.distributed.sharded_gradient_buffer import ShardedGradientBuffer
-from megatron.core.distributed.sharding_arithmetic import BLOCK, Piece
+from megatron.core.distributed.sharding_arithmetic import Piece
 from megatron.core.errors import ConfigError, MegatronError
 from megatron.core.initialization import fill_deferred_weights, without_memory
 from megatron.core.joined_memory import JoinedValues, join_values
@@ -72,7 +72,7 @@ class ShardedParameterBuffer(ShardedGradientBuffer):
         """
         dtype, device = parameters[0][1].dtype, parameters[0][1].device
         if device.type == "cpu":  # pages of different ranks shall follow one another
-            options["granule"] = max(BLOCK, mmap.PAGESIZE // dtype.itemsize)
+            options["granule"] = mmap.PAGESIZE // dtype.itemsize
         super().__init__(parameters, **options)
         self._lender = MemoryLender(self.device)
         self.shards: list[Tensor]

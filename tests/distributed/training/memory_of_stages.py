@@ -28,7 +28,7 @@ from megatron.training.setup.optimizer import build_optimizer
 from tests.harness.distributed import run_distributed
 
 STATE_TOLERANCE = 0.02
-"""Padding of slots and shards to 128 elements."""
+"""Padding of slots to 128 elements, and of shards to those or (stage 3) to pages."""
 ACTIVATION_TOLERANCE = 0.10
 """The formula counts matrices of [tokens, width]; statistics of norms and softmax are left out, and
 a fused operation keeps fewer."""
