@@ -7,11 +7,17 @@ batch size ramp and a plot all get the same values.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from megatron.core.errors import ConfigError, MegatronError, raise_together
+from megatron.core.resumed_schedule import (
+    FLAGS,
+    SCHEDULED_IN_GROUPS,
+    differences_of_groups,
+    differences_of_schedule,
+)
 
 LR_DECAY_STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD")
 WD_INCR_STYLES = ("constant", "linear", "cosine")
@@ -111,6 +117,8 @@ class OptimizerParamScheduler:
         override_opt_param_scheduler: bool | None = False,
         wsd_decay_steps: int | None = None,
         lr_wsd_decay_style: str | None = None,
+        *,
+        samples_per_iteration: int | None = None,
     ) -> None:
         """
         Args:
@@ -119,6 +127,8 @@ class OptimizerParamScheduler:
             use_checkpoint_opt_param_scheduler: a loaded checkpoint's curves replace these.
             override_opt_param_scheduler: these curves replace a loaded checkpoint's. With
                 neither, the two must agree.
+            samples_per_iteration: where the flags of lengths count iterations; None where they
+                count samples. For messages only.
         Raises:
             ConfigError: all contradictions together.
         """
@@ -135,6 +145,7 @@ class OptimizerParamScheduler:
         self.lr_wsd_decay_style = lr_wsd_decay_style
         self.use_checkpoint_opt_param_scheduler = bool(use_checkpoint_opt_param_scheduler)
         self.override_opt_param_scheduler = bool(override_opt_param_scheduler)
+        self.samples_per_iteration = samples_per_iteration
         self.num_steps = 0
         raise_together(self._check(), summary="the learning-rate and weight-decay schedule")
         self.step(0)
@@ -240,55 +251,43 @@ class OptimizerParamScheduler:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the curves and the position on them."""
-        return {name: getattr(self, name) for name in (*_CHECKED, "num_steps")}
+        return {name: getattr(self, name) for name in (*FLAGS, "num_steps")}
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def load_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        own_groups: Sequence[Mapping[str, Any]] | None = None,
+    ) -> None:
         """Continue at a checkpoint's position; on its curves or on these, as configured.
 
+        Args:
+            own_groups: the settings of this run's parameter groups, where those of a checkpoint
+                have replaced them in the optimizer. Their rates, decays and factors belong to the
+                curves.
         Raises:
             ConfigError: the curves differ and neither side was chosen.
         """
-        problems: list[MegatronError] = []
-        for name, flag in _CHECKED.items():
-            # `init_lr` and names of old versions may be absent.
-            stored = state_dict.get(name, getattr(self, name))
-            own = getattr(self, name)
-            if self.override_opt_param_scheduler or stored == own:
-                continue
-            if self.use_checkpoint_opt_param_scheduler:
-                setattr(self, name, stored)
-                continue
-            problems.append(
-                ConfigError(
-                    f"the checkpoint was trained with {name}={stored}, this run has {own}.",
-                    rule="a resumed run continues the same schedule unless told otherwise",
-                    flags=[
-                        flag,
-                        "--override-opt-param-scheduler",
-                        "--use-checkpoint-opt-param-scheduler",
-                    ],
-                    fix=f"use {flag} {stored}, or choose a side with one of the other two flags",
-                )
-            )
-        raise_together(problems, summary="the schedule of the checkpoint")
+        # `init_lr` and names of old versions may be absent.
+        stored = {name: state_dict.get(name, getattr(self, name)) for name in FLAGS}
+        takes_stored = self.use_checkpoint_opt_param_scheduler
+        if self.override_opt_param_scheduler:
+            takes_stored = False
+        elif not takes_stored:
+            differences = [
+                *differences_of_schedule(self, stored),
+                *differences_of_groups(self, stored, own_groups or ()),
+            ]
+            raise_together(differences, summary="the schedule of the checkpoint")
+        if takes_stored:
+            for name, value in stored.items():
+                setattr(self, name, value)
+        elif own_groups is not None:
+            for group, own in zip(self.optimizer.param_groups, own_groups, strict=True):
+                for name in SCHEDULED_IN_GROUPS:
+                    group.pop(name, None)
+                group.update({n: v for n, v in own.items() if n in SCHEDULED_IN_GROUPS})
         self.num_steps = 0
         self.step(int(state_dict["num_steps"]))
-
-
-_CHECKED = {
-    "max_lr": "--lr",
-    "min_lr": "--min-lr",
-    "lr_warmup_steps": "--lr-warmup-iters",
-    "lr_decay_steps": "--lr-decay-iters",
-    "lr_decay_style": "--lr-decay-style",
-    "wsd_decay_steps": "--lr-wsd-decay-iters",
-    "lr_wsd_decay_style": "--lr-wsd-decay-style",
-    "start_wd": "--start-weight-decay",
-    "end_wd": "--end-weight-decay",
-    "wd_incr_steps": "--train-iters",
-    "wd_incr_style": "--weight-decay-incr-style",
-}
-"""Fields that a checkpoint carries, and the flag of each."""
 
 
 def get_canonical_lr_for_logging(param_groups: list[dict[str, Any]]) -> float | None:

@@ -17,7 +17,9 @@ from torch import nn
 from megatron.core.dist_checkpointing import typed_json
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.errors import CheckpointError
+from megatron.core.optimizer.state_declarations import settings_of_groups
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.resumed_schedule import SCHEDULED_IN_GROUPS
 from megatron.core.rng import rng_state
 from megatron.core.transformer.low_rank_adapter import is_of_adapter
 from megatron.core.transformer.sharded_state import sharded_state_dict_of
@@ -27,6 +29,9 @@ from megatron.training.state import TrainState
 
 CHECKPOINT_VERSION = 4.0
 """Version of this state dict; Megatron-LM's own stop at 3.0."""
+
+_SCHEDULED = {*SCHEDULED_IN_GROUPS, "lr", "weight_decay"}
+"""Settings of parameter groups that belong to the schedule."""
 
 _PER_RANK_ARGS = {"rank", "local_rank", "world_size"}
 
@@ -145,9 +150,13 @@ def apply_optimizer(parts: RunParts, state: Mapping[str, Any], *, was_loaded: bo
     if parts.optimizer is None:
         return
     if was_loaded:
+        own = settings_of_groups(parts.optimizer.param_groups)
         parts.optimizer.load_state_dict(state["optimizer"])
+        # Constants of the update rule (betas, eps, momentum) are this run's.
+        for group, settings in zip(parts.optimizer.param_groups, own, strict=True):
+            group.update({n: v for n, v in settings.items() if n not in _SCHEDULED})
         if parts.scheduler is not None and "opt_param_scheduler" in state:
-            parts.scheduler.load_state_dict(state["opt_param_scheduler"])
+            parts.scheduler.load_state_dict(state["opt_param_scheduler"], own)
     elif hasattr(parts.optimizer, "reload_model_params"):
         # Main weights were made from the random model; they must follow the loaded one.
         parts.optimizer.reload_model_params()

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import nn
 
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.training.checkpointing import Checkpointer, CheckpointSettings, RunParts
+from megatron.training.config.flag import flag_specs
+from megatron.training.config.optimizer import OptimizationConfig
 from megatron.training.metrics.model_size import ModelSize
 from megatron.training.parts import MicrobatchPlanner, TrainingParts
+from megatron.training.printing import print_rank_0
 from megatron.training.resilience.progress import RunProgress
 from megatron.training.resolve import ResolvedRun
 from megatron.training.setup.callbacks import install_callbacks
@@ -63,6 +66,30 @@ def load_state(run: ResolvedRun, checkpointer: Checkpointer, progress: RunProgre
     restored = checkpointer.load()
     if restored is None:
         return TrainState()
+    for line in changed_settings(run, restored.args):
+        print_rank_0(f" > {line}")
     progress.iteration = restored.progress.iteration
     progress.last_good_checkpoint = restored.progress.iteration or None
     return restored.progress
+
+
+def changed_settings(run: ResolvedRun, stored: Mapping[str, Any]) -> list[str]:
+    """Return one line for each setting of the optimizer that is not the checkpoint's.
+
+    Args:
+        stored: the settings of the run that saved the checkpoint.
+    """
+    continues = not (run.finetune or run.no_load_optim)
+    lines = [
+        f"{spec.flag} {run.values[spec.name]} is used; the checkpoint was trained with"
+        f" {stored[spec.name]}"
+        for spec in flag_specs(OptimizationConfig, "optimization")
+        if continues and spec.name in stored and stored[spec.name] != run.values[spec.name]
+    ]
+    seed = stored.get("seed", run.seed)
+    if seed != run.seed and not (run.finetune or run.no_load_rng):
+        lines.append(
+            f"random draws go on with the checkpoint's --seed {seed}; --no-load-rng draws with"
+            f" --seed {run.seed}"
+        )
+    return lines

@@ -67,4 +67,7 @@ def build_scheduler(settings: Mapping[str, Any], optimizer: Any) -> OptimizerPar
         override_opt_param_scheduler=settings["override_opt_param_scheduler"],
         wsd_decay_steps=settings["wsd_decay_steps"],
         lr_wsd_decay_style=settings["lr_wsd_decay_style"],
+        samples_per_iteration=None
+        if settings["is_sample_based"]
+        else settings["global_batch_size"],
     )

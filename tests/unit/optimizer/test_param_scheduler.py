@@ -129,3 +129,41 @@ def test_the_logged_rate_is_that_of_ordinary_groups():
     groups = [{"lr": 9.0, "is_decoupled_lr": True}, {"lr": 8.0, "lr_mult": 2.0}, {"lr": 4.0}]
     assert get_canonical_lr_for_logging(groups) == 4.0
     assert get_canonical_lr_for_logging(groups[:2]) is None
+
+
+@pytest.mark.parametrize(
+    ("batch", "stored", "expected"),
+    [
+        (4, {"lr_decay_steps": 48}, "use --lr-decay-iters 12;"),
+        (4, {"lr_warmup_steps": 8}, "use --lr-warmup-iters 2, without --lr-warmup-fraction;"),
+        (None, {"lr_decay_steps": 48}, "use --lr-decay-samples 48;"),
+        (None, {"lr_warmup_steps": 8}, "use --lr-warmup-samples 8, without"),
+        (4, {"max_lr": 3e-5}, "use --lr 3e-05;"),
+        (4, {"init_lr": 0.5}, "use --lr-warmup-init 0.5;"),
+        (4, {"start_wd": 0.5, "end_wd": 0.5}, "use --weight-decay 0.5, without another end;"),
+        (4, {"lr_decay_steps": 50}, "fix:   keep this run's schedule"),  # no whole iterations
+        (4, {"wd_incr_steps": 40}, "fix:   keep this run's schedule"),
+    ],
+)
+def test_a_changed_schedule_is_told_in_the_unit_of_the_flag(batch, stored, expected):
+    run = scheduler(samples_per_iteration=batch)
+    with pytest.raises(ConfigError) as raised:
+        run.load_state_dict({**run.state_dict(), **stored})
+    assert "1 problem" in str(raised.value)
+    assert expected in str(raised.value)
+
+
+def test_factors_of_groups_are_those_of_the_side_that_was_chosen():
+    own, theirs = {"lr_mult": 2.0, "max_lr": 1.0}, {"lr_mult": 0.5, "max_lr": 1.0, "start_wd": 0.0}
+    for changes, lr_mult in (
+        ({"override_opt_param_scheduler": True}, 2.0),
+        ({"use_checkpoint_opt_param_scheduler": True}, 0.5),
+    ):
+        run = scheduler([dict(theirs)], **changes)
+        run.load_state_dict({**run.state_dict(), "num_steps": 10}, [own])
+        (group,) = run.optimizer.param_groups
+        assert group["lr"] == lr_mult
+        assert ("start_wd" in group) == (lr_mult == 0.5)
+    run = scheduler([dict(theirs)])
+    with pytest.raises(ConfigError, match="lr_mult=0.5 for a group of parameters, this run has 2"):
+        run.load_state_dict(run.state_dict(), [own])

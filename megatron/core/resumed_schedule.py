@@ -1,0 +1,104 @@
+"""How the schedule of a run differs from that of the checkpoint which it resumes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from megatron.core.errors import ConfigError
+
+FLAGS = {
+    "init_lr": "--lr-warmup-init",
+    "max_lr": "--lr",
+    "min_lr": "--min-lr",
+    "lr_warmup_steps": "--lr-warmup-iters",
+    "lr_decay_steps": "--lr-decay-iters",
+    "lr_decay_style": "--lr-decay-style",
+    "wsd_decay_steps": "--lr-wsd-decay-iters",
+    "lr_wsd_decay_style": "--lr-wsd-decay-style",
+    "start_wd": "--start-weight-decay",
+    "end_wd": "--end-weight-decay",
+    "wd_incr_steps": "--train-iters",
+    "wd_incr_style": "--weight-decay-incr-style",
+}
+"""Fields of a schedule that a checkpoint carries, and the flag of each."""
+
+SCHEDULED_IN_GROUPS = ("max_lr", "min_lr", "lr_mult", "start_wd", "end_wd", "wd_mult")
+"""What a parameter group may have of its own."""
+
+_IN_SAMPLES = ("lr_warmup_steps", "lr_decay_steps", "wsd_decay_steps", "wd_incr_steps")
+_SIDES = ("--override-opt-param-scheduler", "--use-checkpoint-opt-param-scheduler")
+_RULE = "a resumed run continues the same schedule unless told otherwise"
+_CHOOSE = f"keep this run's schedule with {_SIDES[0]}, or the checkpoint's with {_SIDES[1]}"
+
+
+def differences_of_schedule(schedule: Any, stored: Mapping[str, Any]) -> Iterator[ConfigError]:
+    """Describe each difference, with the value that the flag takes, in the unit of the flag.
+
+    Args:
+        schedule: an `OptimizerParamScheduler`.
+        stored: the checkpoint's value of each field of `FLAGS`.
+    """
+    for name, there in stored.items():
+        here = getattr(schedule, name)
+        was_constant = stored["wd_incr_style"] == "constant"
+        if here == there or (name == "end_wd" and was_constant and there == stored["start_wd"]):
+            continue
+        flag, fix = _flag_and_fix(schedule, name, there)
+        if name == "start_wd" and was_constant:
+            flag, fix = "--weight-decay", f"use --weight-decay {there}, without another end"
+        unit = " samples" if name in _IN_SAMPLES else ""
+        yield ConfigError(
+            f"the checkpoint was trained with {name}={there}{unit}, this run has {here}{unit}.",
+            rule=_RULE,
+            flags=[flag, *_SIDES],
+            fix=f"{fix}; or {_CHOOSE}" if fix else _CHOOSE,
+        )
+
+
+def _flag_and_fix(schedule: Any, name: str, there: Any) -> tuple[str, str]:
+    """Return the flag of a field, and how to give it the stored value if a flag can."""
+    flag = FLAGS[name]
+    if name not in _IN_SAMPLES:
+        return flag, f"use {flag} {there}"
+    batch = schedule.samples_per_iteration
+    if batch is None:
+        flag, batch = flag.replace("-iters", "-samples"), 1
+    if name == "wd_incr_steps":
+        return flag, ""  # The decay changes until the end, and a run may go on for longer.
+    if there is None:
+        return flag, f"drop {flag}"
+    if there % batch:
+        return flag, ""
+    value = f"use {flag} {there // batch}"
+    return flag, value + (", without --lr-warmup-fraction" if name == "lr_warmup_steps" else "")
+
+
+def differences_of_groups(
+    schedule: Any, stored: Mapping[str, Any], own_groups: Sequence[Mapping[str, Any]]
+) -> list[ConfigError]:
+    """Describe the settings of groups that differ, but for those that all groups share.
+
+    Args:
+        own_groups: this run's; the optimizer's are the checkpoint's already.
+    """
+    found: dict[str, ConfigError] = {}
+    for group, own in zip(schedule.optimizer.param_groups, own_groups, strict=False):
+        for name in SCHEDULED_IN_GROUPS:
+            here, there = own.get(name), group.get(name)
+            is_shared = name in stored and (here, there) == (getattr(schedule, name), stored[name])
+            if here == there or is_shared:
+                continue
+            flag, fix = "--param-rules", "give the --param-rules of the run that saved it"
+            if own.get("is_decoupled_lr") and name in ("max_lr", "min_lr"):
+                flag = "--decoupled-lr" if name == "max_lr" else "--decoupled-min-lr"
+                fix = f"use {flag} {there}"
+            error = ConfigError(
+                f"the checkpoint was trained with {name}={there} for a group of parameters, this"
+                f" run has {here}.",
+                rule=_RULE,
+                flags=[flag, *_SIDES],
+                fix=f"{fix}; or {_CHOOSE}",
+            )
+            found.setdefault(error.found, error)
+    return list(found.values())
