@@ -6,10 +6,12 @@ ARG BASE=nvcr.io/nvidia/pytorch:26.06-py3
 FROM ${BASE}
 
 WORKDIR /workspace/lattice
-COPY pyproject.toml setup.py README.md LICENSE ./
+COPY pyproject.toml setup.py constraints.txt README.md LICENSE ./
 COPY megatron megatron
-# The base image pins its own torch in the constraints file that PIP_CONSTRAINT names, so this
-# adds the optional libraries and leaves torch alone.
-RUN pip install --no-cache-dir -e '.[tokenizers,hf,logging,config]' pytest
+COPY tools/constraints_beside.py tools/
+# The base image pins its own torch, and more, in the constraints file that PIP_CONSTRAINT names.
+# Both files hold for pip, so of ours what the base pins is left out.
+RUN python tools/constraints_beside.py torch "${PIP_CONSTRAINT:-}" < constraints.txt > beside.txt \
+    && pip install --no-cache-dir -e '.[tokenizers,hf,logging,config]' pytest -c beside.txt
 COPY . .
 CMD ["bash"]

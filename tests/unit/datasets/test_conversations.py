@@ -2,6 +2,7 @@
 
 import json
 import random
+from types import FunctionType, ModuleType
 
 import numpy as np
 import pytest
@@ -92,6 +93,38 @@ def test_a_template_cannot_reach_out_of_its_sandbox():
         template.render(talk("a"), to_be_answered=False)
     with pytest.raises(DataError, match="not valid at line 1"):
         ChatTemplate("{% for %}", {})
+
+
+@pytest.mark.parametrize("method", ["format", "format_map"])
+def test_the_sandbox_refuses_the_format_method_of_a_text_however_it_was_reached(method):
+    environment = ChatTemplate("{{ 'a {}'.format(1) }}", {})._compiled().environment
+    assert not environment.is_safe_callable(getattr("{0.__globals__}", method))
+    assert not environment.is_safe_callable(getattr(str, method))
+    template = ChatTemplate("{{ '{} {x}'.format(1, x=2) }}", {})
+    assert template.render(talk("a"), to_be_answered=False) == "1 2"
+
+
+def test_what_a_template_may_call_leads_to_no_module():
+    names = ChatTemplate("", {})._compiled().environment.globals
+    waiting, seen = [names["raise_exception"], names["strftime_now"]], {}
+    while waiting:
+        value = waiting.pop()
+        if id(value) in seen:
+            continue
+        seen[id(value)] = value
+        assert not isinstance(value, ModuleType)
+        if isinstance(value, dict):
+            waiting += value.values()
+        elif isinstance(value, FunctionType):
+            waiting += [value.__globals__, value.__closure__, value.__defaults__, value.__dict__]
+        elif isinstance(value, type):
+            waiting += [value.__mro__, dict(value.__dict__)]
+        elif isinstance(value, (tuple, list)):
+            waiting += value
+        waiting += [getattr(value, "__self__", None), type(value)]
+    with pytest.raises(BadDocumentError) as caught:
+        ChatTemplate("{{ raise_exception('no') }}", {}).render(talk("a"), to_be_answered=False)
+    assert caught.value.detail == "no"
 
 
 def test_packs_hold_every_item_once_and_are_well_filled():

@@ -2,10 +2,12 @@
 
 import importlib.metadata
 import re
+import subprocess
 import sys
 
 import pytest
 from packaging.requirements import Requirement
+from packaging.version import Version
 
 from megatron.core.capabilities import BUILT_FROM_SOURCE, EXTRA_OF
 from tests.harness.pool import REPOSITORY
@@ -19,6 +21,21 @@ PYPROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())
 EXTRAS = PYPROJECT["project"]["optional-dependencies"]
 DISTRIBUTION_OF = {"yaml": "pyyaml"}
 """Import name -> distribution name, where they differ."""
+
+FIRST_SAFE = {
+    "h11": ("0.16.0", "CVE-2025-43859: request smuggling"),
+    "jinja2": ("3.1.6", "CVE-2025-27516: a template leaves its sandbox"),
+    "nltk": ("3.9.3", "CVE-2025-14009 and CVE-2024-39705: downloaded data is executed"),
+    "orjson": ("3.9.15", "CVE-2024-27454: no limit of recursion while reading"),
+    "pyarrow": ("14.0.1", "CVE-2023-47248: a Parquet file is executed"),
+    "ray": ("2.52.0", "CVE-2025-62593: a web page runs code through the dashboard"),
+    "sentencepiece": ("0.2.3", "CVE-2026-1260 and crashes while a made-up model is loaded"),
+    "setuptools": ("78.1.1", "CVE-2025-47273: a package is written outside its folder"),
+    "torch": ("2.6.0", "CVE-2025-32434: torch.load executes files in spite of weights_only"),
+    "tqdm": ("4.66.3", "CVE-2024-34062: arguments of its command are executed"),
+    "transformers": ("4.53.0", "CVE-2025-6638 and others: patterns that take exponential time"),
+}
+"""Distribution -> the first release without the hole that is named."""
 
 
 def names(requirements: list[str]) -> set[str]:
@@ -35,6 +52,35 @@ def test_the_library_itself_needs_torch_and_numpy_only():
     assert names(PYPROJECT["project"]["dependencies"]) == {"torch", "numpy"}
 
 
+def lower_bounds() -> dict[str, Version]:
+    """Return the lower bound of everything that is asked for, by distribution."""
+    asked = [*PYPROJECT["project"]["dependencies"], *PYPROJECT["build-system"]["requires"]]
+    found: dict[str, Version] = {}
+    for line in [*asked, *(line for lines in EXTRAS.values() for line in lines)]:
+        requirement = Requirement(line)
+        for one in requirement.specifier:
+            assert one.operator == ">=", line
+            found[requirement.name.lower()] = Version(one.version)
+    return found
+
+
+@pytest.mark.parametrize("distribution", sorted(FIRST_SAFE))
+def test_no_lower_bound_admits_a_release_with_a_known_hole(distribution):
+    first, hole = FIRST_SAFE[distribution]
+    assert lower_bounds()[distribution] >= Version(first), hole
+
+
+def test_pinned_versions_are_within_the_bounds():
+    lines = (REPOSITORY / "constraints.txt").read_text().splitlines()
+    bounds = lower_bounds()
+    for line in lines:
+        if line and not line.startswith("#"):
+            requirement = Requirement(line)
+            (pin,) = requirement.specifier
+            lowest = bounds.get(requirement.name.lower())
+            assert lowest is None or Version(pin.version) >= lowest, line
+
+
 def test_no_extra_asks_for_what_is_built_from_source():
     asked = set().union(*(names(EXTRAS[extra]) for extra in EXTRAS if extra != "gpu"))
     assert not asked & set(BUILT_FROM_SOURCE)
@@ -46,6 +92,18 @@ def test_constraints_pin_torch_for_every_python():
     lines = (REPOSITORY / "constraints.txt").read_text().splitlines()
     torch = [Requirement(line) for line in lines if re.match(r"torch\b", line)]
     assert [str(requirement) for requirement in torch] == ["torch==2.13.0"]
+
+
+def test_an_image_with_pins_of_its_own_gets_the_rest_of_the_constraints(tmp_path):
+    base = tmp_path / "base.txt"
+    base.write_text("# NVIDIA's\nhuggingface-hub>=3\nPillow==1 ; x\n")
+    ours = (REPOSITORY / "constraints.txt").read_text()
+    command = [sys.executable, REPOSITORY / "tools/constraints_beside.py", "torch", base, ""]
+    done = subprocess.run(command, input=ours, capture_output=True, text=True, check=True)
+    left_out = set(ours.splitlines()) - set(done.stdout.splitlines())
+    assert {line.split("==")[0] for line in left_out} == {"huggingface_hub", "pillow", "torch"}
+    (install,) = re.findall(r"pip install (.*)", (REPOSITORY / "Dockerfile").read_text())
+    assert install.endswith("-c beside.txt")
 
 
 def test_development_extra_is_pinned():

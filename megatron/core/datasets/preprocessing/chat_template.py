@@ -9,6 +9,7 @@ import datetime
 import json
 import os
 from collections.abc import Mapping, Sequence
+from types import FunctionType
 from typing import Any
 
 from megatron.core.capabilities import require
@@ -45,15 +46,15 @@ class ChatTemplate:
     def _compiled(self) -> Any:
         if self._template is None:
             jinja = require("jinja2", purpose="--sft")
-            sandbox = require("jinja2.sandbox", purpose="--sft")
-            environment = sandbox.ImmutableSandboxedEnvironment(
+            environment = _sandbox()(
                 trim_blocks=True,
                 lstrip_blocks=True,
                 extensions=["jinja2.ext.loopcontrols", _generation_extension()],
             )
             environment.filters["tojson"] = _to_json
-            environment.globals["raise_exception"] = _raise
-            environment.globals["strftime_now"] = _now
+            environment.globals["raise_exception"] = _raise_exception()
+            # A template that writes today's date would give other bytes tomorrow.
+            environment.globals["strftime_now"] = datetime.date(2024, 7, 26).strftime
             try:
                 self._template = environment.from_string(self.source)
             except jinja.TemplateSyntaxError as error:
@@ -188,6 +189,25 @@ def _default_template(found: Any) -> str | None:
     return found if isinstance(found, str) else None
 
 
+def _sandbox() -> type:
+    """Return Jinja's sandbox, which also refuses `str.format` in whatever way it was reached.
+
+    A format string reads attributes: `{0.__globals__}` of any Python function shows the module that
+    it is from. The sandbox puts its own function in place of the method where a template asks for
+    it by name; this holds where another way to the method is found.
+    """
+    base: Any = require("jinja2.sandbox", purpose="--sft").ImmutableSandboxedEnvironment
+
+    def is_safe_callable(self: Any, obj: Any) -> bool:
+        if getattr(obj, "__name__", None) in ("format", "format_map"):
+            owner = getattr(obj, "__objclass__", None) or type(getattr(obj, "__self__", None))
+            if issubclass(owner, str):
+                return False
+        return bool(base.is_safe_callable(self, obj))
+
+    return type("Sandbox", (base,), {"is_safe_callable": is_safe_callable})
+
+
 def _generation_extension() -> type:
     """Return a Jinja extension that lets `{% generation %}` blocks pass as their content."""
     base = require("jinja2.ext", purpose="--sft").Extension
@@ -204,10 +224,14 @@ def _to_json(value: Any, indent: int | None = None) -> str:
     return json.dumps(value, ensure_ascii=False, indent=indent)
 
 
-def _raise(message: str) -> None:
-    raise ValueError(message)
+def _raise_exception() -> Any:
+    """Return the function by which a template refuses a conversation.
 
+    Its globals are its own and hold `ValueError` alone, so that it leads to no module.
+    """
 
-def _now(format: str) -> str:
-    # A template that writes today's date would give other bytes tomorrow.
-    return datetime.date(2024, 7, 26).strftime(format)
+    def raise_exception(message: str) -> None:
+        raise ValueError(message)
+
+    names = {"__builtins__": {"ValueError": ValueError}}
+    return FunctionType(raise_exception.__code__, names, "raise_exception")

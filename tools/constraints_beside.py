@@ -1,0 +1,39 @@
+"""Write the lines of a constraints file that do not speak of what somebody else pins.
+
+    python tools/constraints_beside.py torch /etc/pip/constraint.txt < constraints.txt > beside.txt
+
+Each argument is the name of a distribution or another constraints file. Two different pins of one
+distribution cannot be installed, so an image that pins its own torch needs the rest of ours only.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+
+def name_of(line: str) -> str:
+    """Return the distribution that a requirement is about, normalised; "" for a comment."""
+    found = re.match(r"\s*([A-Za-z0-9][A-Za-z0-9._-]*)", line)
+    return re.sub(r"[-_.]+", "-", found[1]).lower() if found else ""
+
+
+def constraints_beside(lines: Iterable[str], others: Iterable[str]) -> Iterator[str]:
+    """Yield those of `lines` whose distribution is not in `others`."""
+    pinned = {name_of(other) for other in others} - {""}
+    return (line for line in lines if name_of(line) not in pinned)
+
+
+def main() -> None:
+    """Filter standard input."""
+    others: list[str] = []
+    for argument in sys.argv[1:]:
+        is_file = Path(argument).is_file()
+        others += Path(argument).read_text().splitlines() if is_file else [argument]
+    sys.stdout.writelines(constraints_beside(sys.stdin, others))
+
+
+if __name__ == "__main__":
+    main()
