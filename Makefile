@@ -38,9 +38,10 @@ bench: venv ## step time against plain PyTorch and Hugging Face; cost of two ran
 	@$(PYTHON_OF_VENV) -m benchmarks.two_ranks
 
 venv: ## make or refresh the virtual environment .venv
-	@tools/make_venv.sh $(VENV) dev
+	@tools/make_venv.sh "$(VENV)" dev
 
 clean: ## remove environments, outputs and caches
-	rm -rf $(VENV) quickstart build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache \
+	tools/make_venv.sh --remove "$(VENV)"
+	rm -rf quickstart build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache \
 	    .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -2,16 +2,51 @@
 # Make or refresh a virtual environment with this project in it.
 #
 #   tools/make_venv.sh DIRECTORY EXTRAS        for example: tools/make_venv.sh .venv dev
+#   tools/make_venv.sh --remove DIRECTORY
 #
 # Does nothing when DIRECTORY was made from the same pyproject.toml, constraints, extras and
-# Python. PYTHON chooses the interpreter (3.10 to 3.13). TORCH chooses what is installed as torch,
-# for example TORCH='torch==2.13.0 --index-url URL' for an index with a particular CUDA build.
+# Python. What was not made here is never touched; an environment that is made anew for another
+# Python is put aside, and comes back if that fails. PYTHON chooses the interpreter (3.10 to 3.13).
+# TORCH chooses what is installed as torch, for example TORCH='torch==2.13.0 --index-url URL' for an
+# index with a particular CUDA build.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-directory=$1
+usage() {
+    echo "usage: tools/make_venv.sh DIRECTORY EXTRAS | tools/make_venv.sh --remove DIRECTORY" >&2
+    exit 2
+}
+[ $# -eq 2 ] && [ -n "$1" ] && [ -n "$2" ] || usage
+
+is_ours() {
+    # Environments that were made before there was a mark hold an install.log.
+    [ -f "$1/.made-by-lattice" ] || { [ -f "$1/pyvenv.cfg" ] && [ -f "$1/install.log" ]; }
+}
+is_absent_or_empty() {
+    [ ! -e "$1" ] && [ ! -L "$1" ] || { [ -d "$1" ] && [ -z "$(ls -A "$1")" ]; }
+}
+check_ours() {
+    if ! is_absent_or_empty "$1" && ! is_ours "$1"; then
+        echo "$1 holds something other than a virtual environment made by tools/make_venv.sh, and" \
+            "stays as it is; name another directory, for example VENV=.venv." >&2
+        exit 1
+    fi
+}
+
+if [ "$1" = --remove ]; then
+    directory=$(realpath -m -- "$2")
+    check_ours "$directory"
+    rm -rf -- "$directory"
+    exit 0
+fi
+
+directory=$(realpath -m -- "$1")
 extras=$2
 log=$directory/install.log
+former=$directory.former
+
+check_ours "$directory"
+check_ours "$former"
 
 suitable() { "$1" -c 'import sys; raise SystemExit(not (3, 10) <= sys.version_info < (3, 14))'; }
 
@@ -44,9 +79,29 @@ failed() {
     exit 1
 }
 
+restore() {
+    [ -d "$former" ] || return 0
+    if [ -f "$directory/.made-from" ]; then
+        rm -rf -- "$former"
+    else
+        [ ! -f "$log" ] || mv -- "$log" "$former"
+        rm -rf -- "$directory"
+        mv -- "$former" "$directory"
+        say "The environment that was in $directory is back." >&2
+    fi
+}
+
 started=$SECONDS
 if [ "$("$directory/bin/python" -VV 2>/dev/null)" != "$("$python" -VV)" ]; then
-    rm -rf "$directory"
+    # An environment knows its own path, so the new one is made where it stays.
+    trap restore EXIT
+    if [ -d "$former" ]; then # of a run that was killed: what it left unfinished goes
+        rm -rf -- "$directory"
+    elif is_ours "$directory"; then
+        mv -- "$directory" "$former"
+    fi
+    mkdir -p "$directory"
+    touch "$directory/.made-by-lattice"
     if ! "$python" -m venv "$directory"; then
         say "$python cannot make virtual environments; on Debian install python3-venv." >&2
         exit 1
