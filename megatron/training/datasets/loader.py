@@ -6,7 +6,12 @@ the global random state alone; an error in a worker reads as it would without wo
 
 from __future__ import annotations
 
+import contextlib
+import multiprocessing
+import os
 import re
+import signal
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -15,6 +20,13 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 
 from megatron.core.device import device_type
 from megatron.core.errors import ConfigError, DataError, MegatronError
+from megatron.core.processes import (
+    describe_exit,
+    die_with,
+    leave_stop_signals_to,
+    num_killed_for_memory,
+    stop_signals_held_back,
+)
 from megatron.core.rng import derive_seed
 from megatron.training.datasets.data_samplers import (
     MegatronPretrainingRandomSampler,
@@ -84,24 +96,35 @@ def build_pretraining_data_loader(
         # Without its own generator a loader draws from the global one, which then differs
         # between a run and its resumed copy.
         generator=torch.Generator().manual_seed(derive_seed("data loader", seed, dp_rank)),
+        worker_init_fn=_begin_work,
     )
 
 
 class PretrainingDataLoader(DataLoader[Any]):
-    """A `DataLoader` that raises a worker's error as it was, and names a dead worker."""
+    """A `DataLoader` that raises a worker's error as it was, and names a dead worker.
+
+    Its workers live as long as the loader, whatever signal their process group gets: a step that
+    a signal finds half done is finished with them. A worker that dies fails the next batch, and
+    nothing else that the process may be doing then.
+    """
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         """Yield batches."""
-        batches = super().__iter__()
+        killed_before = num_killed_for_memory()
+        with stop_signals_held_back():
+            batches = super().__iter__()
+        guard = _guard_of_child_ends()
         while True:
             problem: MegatronError | None = None
             batch = None
             try:
-                batch = next(batches)
+                with guard.waiting():
+                    batch = next(batches)
             except StopIteration:
                 return
             except RuntimeError as error:
-                problem = _worker_death(error, getattr(batches, "_workers", ()))
+                workers = getattr(batches, "_workers", ())
+                problem = _worker_death(error, workers, killed_before)
                 if problem is None:
                     raise
             if isinstance(batch, _Failed):
@@ -115,6 +138,61 @@ class PretrainingDataLoader(DataLoader[Any]):
                 finally:
                     del problem
             yield batch
+
+
+def _begin_work(number: int) -> None:
+    """Run in a new worker: it ends with the training process, and no signal to the run is its."""
+    parent = multiprocessing.parent_process()
+    if parent is None or parent.pid is None:
+        return
+    if os.getppid() == parent.pid:  # not the server that forks for `forkserver`
+        die_with(parent.pid)
+    leave_stop_signals_to(parent.pid)
+
+
+class _ChildEnds:
+    """Stands before torch's handler of SIGCHLD, which raises if a worker has died.
+
+    It would do so wherever the process happens to be: in a save, in a step, in `__del__`. Here it
+    is asked while a batch is waited for.
+    """
+
+    def __init__(self, handler: Callable[..., Any]) -> None:
+        self._handler = handler
+        self._num_waiting = 0
+        self._has_come = False
+
+    def __call__(self, number: int, frame: Any) -> None:
+        if self._num_waiting:
+            self._handler(number, frame)
+        else:
+            self._has_come = True
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Let the handler raise in this block, also for what came before it."""
+        self._num_waiting += 1
+        try:
+            if self._has_come:
+                self._has_come = False
+                self._handler(signal.SIGCHLD, None)
+            yield
+        finally:
+            self._num_waiting -= 1
+
+
+def _guard_of_child_ends() -> _ChildEnds:
+    """Return the guard of torch's handler; a new one that guards nothing where there is none."""
+    handler = signal.getsignal(signal.SIGCHLD)
+    if isinstance(handler, _ChildEnds):
+        return handler
+    is_torchs = getattr(handler, "__module__", "").startswith("torch.utils.data")
+    if not is_torchs or threading.current_thread() is not threading.main_thread():
+        return _ChildEnds(lambda number, frame: None)
+    assert callable(handler)
+    guard = _ChildEnds(handler)
+    signal.signal(signal.SIGCHLD, guard)
+    return guard
 
 
 class _Failed:
@@ -149,16 +227,20 @@ class _CollateUnlessError:
         return self.collate(list(samples)) if failed is None else failed
 
 
-def _worker_death(error: RuntimeError, workers: Sequence[Any]) -> DataError | None:
+def _worker_death(
+    error: RuntimeError, workers: Sequence[Any], killed_before: int | None
+) -> DataError | None:
     """Return an error that says which worker died of what, if that is what happened."""
     if not re.match(r"DataLoader worker \(pid", str(error)):
         return None
     codes = [(number, worker.exitcode) for number, worker in enumerate(workers)]
-    ends = [
-        f"worker {number} {f'was killed by signal {-code}' if code < 0 else f'exited with {code}'}"
-        for number, code in codes
-        if code
-    ]
+    ends = [f"worker {number} {describe_exit(code)}" for number, code in codes if code]
+    killed = num_killed_for_memory()
+    if killed is not None and killed_before is not None and killed > killed_before:
+        ends.append(
+            f"and the kernel has killed {killed - killed_before} process(es) of this control group"
+            " for lack of memory since the workers began"
+        )
     return DataError(
         f"a loader worker process died: {', '.join(ends) or str(error).splitlines()[0]}.",
         rule="samples are made in --num-workers processes beside the training process",

@@ -1,7 +1,12 @@
 """The batches of a rank: which samples, in which order, after any resume, with any workers."""
 
+import multiprocessing
 import os
 import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -122,8 +127,63 @@ def test_an_error_reads_the_same_with_and_without_workers(num_workers):
 
 
 def test_a_killed_worker_is_named():
-    with pytest.raises(DataError, match="process died: worker 0 was killed by signal 9."):
+    with pytest.raises(DataError, match="worker 0 was killed by signal 9, in most cases for lack"):
         first_batches(3, Numbers(die_at=5), num_workers=1)
+
+
+def worker_and_batches(dataset=None):
+    """Return the batches of a loader with one worker, and that worker's process."""
+    loader = build_pretraining_data_loader(
+        dataset or Numbers(), 0, micro_batch_size=2, dp_rank=0, dp_size=1, num_workers=1
+    )
+    batches = iter(loader)
+    next(batches)
+    (worker,) = multiprocessing.active_children()
+    return worker, batches
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_that_is_meant_for_the_run_does_not_end_its_workers(number):
+    worker, batches = worker_and_batches()
+    for _ in range(3):
+        subprocess.run(["kill", f"-{number}", str(worker.pid)], check=True)
+        time.sleep(0.1)
+    assert len(list(batches)) == 31
+
+
+def test_the_training_process_can_end_its_workers():
+    worker, batches = worker_and_batches()
+    worker.terminate()
+    worker.join(10)
+    assert worker.exitcode == 0
+    batches.close()
+
+
+def test_a_worker_dies_with_the_training_process():
+    """No grandchild stays: the worker is told by the kernel, busy or not."""
+    code = (
+        "import os, signal, sys\n"
+        "from tests.unit.training_data.test_loader import worker_and_batches\n"
+        "worker, batches = worker_and_batches()\n"
+        "print(worker.pid, flush=True)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    worker = Path(f"/proc/{int(done.stdout)}")
+    deadline = time.monotonic() + 3  # the worker itself looks every 5 s
+    while worker.exists() and " Z " not in (worker / "stat").read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_a_worker_that_dies_fails_the_next_batch_and_nothing_before():
+    worker, batches = worker_and_batches()
+    worker.kill()
+    # Whatever else the process does when the kernel tells it of the death goes on.
+    worker.join(10)
+    time.sleep(0.2)
+    with pytest.raises(DataError, match="worker 0 was killed by signal 9"):
+        list(batches)
 
 
 def test_the_last_row_is_dropped_or_filled_with_samples_without_loss():

@@ -5,7 +5,6 @@ The memory is bounded: few units are under way at a time. No torch import.
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import multiprocessing
 import os
@@ -19,6 +18,7 @@ from concurrent.futures.process import BrokenProcessPool
 from megatron.core.datasets.preprocessing.encoder import EncodedUnit
 from megatron.core.datasets.preprocessing.units import Unit
 from megatron.core.errors import DataError, MegatronError
+from megatron.core.processes import die_with
 
 Work = Callable[[Unit], EncodedUnit]
 
@@ -79,22 +79,13 @@ _work: Work | None = None
 def _begin_work(work: Work, parent: int) -> None:
     global _work
     _work = work
-    _die_with(parent)
+    die_with(parent)
     # Ctrl-C reaches the whole process group; the parent alone answers it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # Lists of numbers form no cycles, and walking through them all again and again costs time.
     gc.collect()
     gc.freeze()
     gc.disable()
-
-
-def _die_with(parent: int) -> None:
-    """Let a worker end when its parent is killed: it would wait for work for ever."""
-    if sys.platform == "linux":
-        set_death_signal = 1  # PR_SET_PDEATHSIG
-        ctypes.CDLL(None).prctl(set_death_signal, signal.SIGKILL)
-        if os.getppid() != parent:
-            os._exit(1)
 
 
 def _work_on(unit: Unit) -> EncodedUnit:

@@ -1,0 +1,105 @@
+"""Helper processes of a rank: when they end, which signals are not theirs, and what an end says.
+
+No torch import: workers of preprocessing use it, too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+STOP_SIGNALS = frozenset({signal.SIGTERM, signal.SIGINT})
+"""What launchers, schedulers and terminals send to a whole process group."""
+
+
+def die_with(parent: int) -> None:
+    """Let this process end when its parent does: a child that waits for work would stay for ever.
+
+    Args:
+        parent: process id of the one that forked this one.
+    """
+    if sys.platform == "linux":
+        set_death_signal = 1  # PR_SET_PDEATHSIG
+        ctypes.CDLL(None).prctl(set_death_signal, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(1)
+
+
+@contextlib.contextmanager
+def stop_signals_held_back() -> Iterator[None]:
+    """Let SIGTERM and SIGINT of this thread, and of a child forked here, wait until the end.
+
+    A child keeps them waiting: it calls `leave_stop_signals_to` next.
+    """
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def leave_stop_signals_to(parent: int) -> None:
+    """Ignore SIGTERM and SIGINT, which are meant for the run; SIGTERM of the parent ends this one.
+
+    A process that is stopped finishes its step, and needs its helpers for it. Its own `terminate`
+    of a helper goes on to work, which is why the signal cannot simply be ignored.
+
+    Args:
+        parent: process id of the one that may end this one.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Nobody but the threads of this process is told who sent a signal, and only this way.
+    if hasattr(signal, "sigwaitinfo"):
+        signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+        threading.Thread(target=_obey, args=(parent,), name="stop-signals", daemon=True).start()
+
+
+def _obey(parent: int) -> None:
+    while True:
+        if signal.sigwaitinfo({signal.SIGTERM}).si_pid == parent:
+            os._exit(0)
+
+
+def describe_exit(code: int) -> str:
+    """Return how a process ended, from its exit code as Python's `subprocess` counts them."""
+    if code >= 0:
+        return f"exited with {code}"
+    if -code == signal.SIGKILL:
+        return "was killed by signal 9, in most cases for lack of memory"
+    return f"was killed by signal {-code}"
+
+
+def num_killed_for_memory() -> int | None:
+    """Return how many processes of this control group the kernel has killed for lack of memory.
+
+    None where the system does not tell.
+    """
+    for path, found in _memory_event_files():
+        with contextlib.suppress(OSError, ValueError):
+            for line in path.read_text().splitlines():
+                if line.startswith(found):
+                    return int(line.split()[1])
+    return None
+
+
+def _memory_event_files() -> Iterator[tuple[Path, str]]:
+    """Yield files that may hold the count, with the name that it has there."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/cgroup").read_text().splitlines():
+            number, controllers, path = line.split(":", 2)
+            place = path.lstrip("/")
+            if number == "0":
+                yield Path("/sys/fs/cgroup") / place / "memory.events", "oom_kill "
+                yield Path("/sys/fs/cgroup") / "memory.events", "oom_kill "
+            elif "memory" in controllers.split(","):
+                yield Path("/sys/fs/cgroup/memory") / place / "memory.oom_control", "oom_kill "
+                yield Path("/sys/fs/cgroup/memory") / "memory.oom_control", "oom_kill "
