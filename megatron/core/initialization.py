@@ -156,9 +156,23 @@ def draw_parameter(
             _draw_row_blocks(parameter, shape, meta, init_method, seed, name, axis_rank, axis_size)
             return
         with _forked(parameter.device, derive_seed(seed, "init", name)):
-            full = torch.empty(shape, dtype=torch.float32, device=parameter.device)
-            init_method(full)
+            full = full_weight(shape, meta, init_method, parameter.device)
         parameter.copy_(shard_of(full, meta, axis_rank, axis_size))
+
+
+def full_weight(
+    shape: Sequence[int],
+    meta: ParamMeta,
+    init_method: Callable[[Tensor], object],
+    device: torch.device,
+) -> Tensor:
+    """Return the full tensor, fp32, drawn as that of the one-device model.
+
+    Rows that pad it are zero: an initialiser that reads the shape (Xavier's fan) sees none of them.
+    """
+    full = torch.zeros(tuple(shape), dtype=torch.float32, device=device)
+    init_method(full if meta.num_rows is None else full[: meta.num_rows])
+    return full
 
 
 def _draw_row_blocks(

@@ -44,6 +44,9 @@ class ParamMeta:
     """Rows of the matrices that are stacked in this one, in a pattern that repeats over the rows of
     the full tensor: (rows of q, k, v) of one query group. Empty: one matrix, or one per block of
     `stride`."""
+    num_rows: int | None = None
+    """Rows of the full tensor that the one-device model has; those after them pad it, so that it
+    splits evenly, and no number may depend on them. None: all rows."""
 
 
 _DEFAULT = ParamMeta()
@@ -61,6 +64,19 @@ def set_param_meta(parameter: Tensor, meta: ParamMeta) -> None:
         parameter.shared_embedding = True
     if meta.is_embedding_or_output:
         parameter.is_embedding_or_output_parameter = True
+
+
+def num_elements_before_padding(parameter: Tensor, meta: ParamMeta, axis_rank: int) -> int:
+    """Return how many elements of the flattened local parameter are no padding.
+
+    Args:
+        axis_rank: this rank's place on `meta.split_axis`.
+    """
+    if meta.num_rows is None or not parameter.shape or not parameter.shape[0]:
+        return parameter.numel()
+    rows = parameter.shape[0]
+    first = axis_rank * rows if meta.split_dim == 0 else 0
+    return min(max(meta.num_rows - first, 0), rows) * (parameter.numel() // rows)
 
 
 def get_param_meta(parameter: Tensor) -> ParamMeta:

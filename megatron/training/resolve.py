@@ -190,7 +190,7 @@ def _model(v: _Derived) -> None:
     hidden, heads = v["hidden_size"], v["num_attention_heads"]
     if v["ffn_hidden_size"] is None and hidden:
         v.note("ffn_hidden_size", *ffn_width(hidden, is_gated=v["swiglu"]))
-    if v["kv_channels"] is None and hidden and heads:
+    if v["kv_channels"] is None and hidden and heads and hidden % heads == 0:
         v.note("kv_channels", hidden // heads, f"hidden {hidden} / {heads} heads")
     if not v["group_query_attention"] and heads:
         v.note("num_query_groups", heads, "one per query head without --group-query-attention")

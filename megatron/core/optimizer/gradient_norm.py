@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from megatron.core.distributed.parameter_shard import ParameterShard, ShardSpan
 from megatron.core.distributed.sharding_arithmetic import BLOCK
-from megatron.core.param_meta import get_param_meta
+from megatron.core.param_meta import get_param_meta, num_elements_before_padding
 from megatron.core.process_groups_config import Group, ProcessGroupCollection
 from megatron.core.utils import get_pg_rank, get_pg_size
 
@@ -29,18 +29,30 @@ SMALLEST_FAST_NORM = 1e-15
 """Below it, squares of fp32 elements underflow: the exact path is taken."""
 
 
-def counts_here(shard: ParameterShard, groups: ProcessGroupCollection) -> bool:
+def counts_here(parameter: Tensor, groups: ProcessGroupCollection) -> bool:
     """Return whether this rank is the one that counts its piece of the parameter.
 
     Copies do not count: of a tied weight on another stage, and of a parameter that is not split
     over the tensor-parallel ranks.
     """
-    meta = get_param_meta(shard.parameter)
-    if meta.tied_to is not None or getattr(shard.parameter, "shared", False):
+    meta = get_param_meta(parameter)
+    if meta.tied_to is not None or getattr(parameter, "shared", False):
         return False
     if meta.split_dim is not None:
         return True
     return get_pg_rank(groups.expt_tp if meta.is_expert else groups.tp) == 0
+
+
+def without_padding(
+    shard: ParameterShard, values: Tensor, groups: ProcessGroupCollection
+) -> Tensor:
+    """Return the elements of `values` (flat or of the shard's shape) that are no padding, flat."""
+    meta = get_param_meta(shard.parameter)
+    if meta.num_rows is None:
+        return values
+    rank = get_pg_rank(groups.expt_tp if meta.is_expert else groups.tp)
+    end = num_elements_before_padding(shard.parameter, meta, rank)
+    return values.reshape(-1)[: max(end - shard.begin, 0)]
 
 
 @dataclass(frozen=True)
@@ -90,7 +102,7 @@ class GradientReader:
         self.spans, self.loose = list(spans), list(loose)
         self.shards = [shard for span in self.spans for shard in span.shards] + self.loose
         device = parameters[0].device if parameters else torch.device("cpu")
-        counted = [counts_here(shard, groups) for shard in self.shards]
+        counted = [counts_here(shard.parameter, groups) for shard in self.shards]
         self._counts = torch.tensor(counted, dtype=torch.bool, device=device)
         self._lengths = [torch.tensor(s.num_blocks, device=device) for s in self.spans if s.shards]
         self.groups, self._device = groups, device
@@ -148,6 +160,7 @@ class GradientReader:
         for shard, counts in zip(self.shards, self._counts.tolist(), strict=True):
             gradient = shard.reduced_gradient()
             if counts and gradient is not None:
+                gradient = without_padding(shard, gradient, self.groups)
                 zeros = gradient.numel() - torch.count_nonzero(gradient)
                 local[int(get_param_meta(shard.parameter).is_expert)] += zeros
         total = 0

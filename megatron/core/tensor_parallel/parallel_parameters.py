@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.device import current_device
-from megatron.core.initialization import initialization_is_deferred
+from megatron.core.initialization import full_weight, initialization_is_deferred
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.param_meta import (
     ParamMeta,
@@ -71,6 +71,7 @@ class ParallelLayer(nn.Module):
         stride: int = 1,
         grad_sum_axes: tuple[str, ...] = (),
         is_embedding_or_output: bool = False,
+        num_rows: int | None = None,
     ) -> nn.Parameter:
         """Allocate this rank's shard, attach its facts and fill it (unless that is deferred).
 
@@ -79,6 +80,7 @@ class ParallelLayer(nn.Module):
             init_method: fills the *full* tensor; None leaves zeros. All ranks of the group must
                 hold the same state of the default generator: each draws the full tensor and
                 keeps its shard.
+            num_rows: rows of the full tensor that are no padding; None: all.
         """
         device = torch.device("cpu") if self.config.use_cpu_initialization else current_device()
         parameter = nn.Parameter(torch.empty(shape, dtype=self.config.params_dtype, device=device))
@@ -90,6 +92,7 @@ class ParallelLayer(nn.Module):
             grad_sum_axes=grad_sum_axes,
             is_expert=self.is_expert,
             is_embedding_or_output=is_embedding_or_output,
+            num_rows=num_rows,
         )
         set_param_meta(parameter, meta)
         if init_method is None:
@@ -102,8 +105,7 @@ class ParallelLayer(nn.Module):
     def _fill(self, parameter: nn.Parameter, meta: ParamMeta) -> None:
         assert meta.init_method is not None
         shape = full_shape(parameter.shape, meta, self.tp_size)
-        full = torch.empty(shape, dtype=torch.float32, device=parameter.device)
-        meta.init_method(full)
+        full = full_weight(shape, meta, meta.init_method, parameter.device)
         parameter.copy_(shard_of(full, meta, self.tp_rank, self.tp_size))
 
 

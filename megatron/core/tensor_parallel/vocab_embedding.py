@@ -63,6 +63,7 @@ class VocabParallelEmbedding(ParallelLayer):
             init_method=init_method,
             split_dim=0,
             is_embedding_or_output=True,
+            num_rows=self.num_valid,
         )
 
     def forward(self, input_: Tensor) -> Tensor:

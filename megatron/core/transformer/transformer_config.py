@@ -49,7 +49,7 @@ class TransformerConfig(
             self.virtual_pipeline_model_parallel_size,
             self.pipeline_schedule,
         )
-        self.derive_shape()
+        self.derive_shape(heads_share_width=not self.multi_latent_attention)
         self.derive_initialization(self.num_layers)
         self.derive_recompute()
         self.derive_experts(self.ffn_hidden_size, self.recompute_modules)

@@ -9,38 +9,46 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.distributed import DistributedDataParallel
-from megatron.core.param_meta import get_param_meta
+from megatron.core.optimizer.gradient_norm import counts_here, without_padding
+from megatron.core.param_meta import get_param_meta, num_elements_before_padding
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_pg_rank
 from megatron.training.meeting import sum_over
 
 
 def params_norm(model: Sequence[nn.Module], groups: ProcessGroupCollection) -> float:
-    """Return the norm over all ranks of one replica.
+    """Return the norm over all ranks of one replica. Rows that pad the vocabulary do not count.
 
     Communication:
-        one all-reduce over tp x pp; where parameters are sharded, one over their shards before.
+        for dense parameters and for experts one all-reduce over the model-parallel ranks that hold
+        them; where parameters are sharded, one over their shards before.
     """
     total = 0.0
-    for chunk in model:
-        shards_of: dict[nn.Parameter, list[Tensor]] = {}
-        shard_group = None
-        if isinstance(chunk, DistributedDataParallel):
-            shards_of, shard_group = chunk.sharded_values(), chunk.mesh().shard
-        sharded = 0.0
-        for parameter in chunk.parameters():
-            meta = get_param_meta(parameter)
-            if meta.tied_to is not None:
-                continue  # the original is counted where it lives
-            is_copy = meta.split_axis is None and get_pg_rank(groups.tp) > 0
-            if is_copy:
-                continue
-            if parameter in shards_of:
-                sharded += sum(map(_sum_of_squares, shards_of[parameter]))
-            else:
-                total += _sum_of_squares(parameter.detach())
-        total += sum_over([sharded], shard_group)[0] if shards_of else 0.0
-    return math.sqrt(sum_over([total], groups.mp)[0])
+    for is_expert, across in ((False, groups.mp), (True, groups.tp_ep_pp)):
+        squares = sum(_of_chunk(chunk, groups, is_expert=is_expert) for chunk in model)
+        total += sum_over([squares], across)[0]
+    return math.sqrt(total)
+
+
+def _of_chunk(chunk: nn.Module, groups: ProcessGroupCollection, *, is_expert: bool) -> float:
+    """Return the sum of squares of the dense or of the experts' parameters of a chunk."""
+    wrapper = chunk if isinstance(chunk, DistributedDataParallel) else None
+    are_sharded = set() if wrapper is None else set(wrapper.sharded_values())
+    whole = sharded = 0.0
+    for parameter in chunk.parameters():
+        meta = get_param_meta(parameter)
+        if meta.is_expert != is_expert or not counts_here(parameter, groups):
+            continue
+        if wrapper is not None and parameter in are_sharded:
+            for shard in wrapper.shards_of(parameter):
+                sharded += _sum_of_squares(without_padding(shard, shard.values.detach(), groups))
+        else:
+            axis_rank = get_pg_rank(groups.expt_tp if is_expert else groups.tp)
+            end = num_elements_before_padding(parameter, meta, axis_rank)
+            whole += _sum_of_squares(parameter.detach().reshape(-1)[:end])
+    if wrapper is not None and are_sharded:
+        sharded = sum_over([sharded], wrapper.mesh(is_expert).shard)[0]
+    return whole + sharded
 
 
 def _sum_of_squares(values: Tensor) -> float:

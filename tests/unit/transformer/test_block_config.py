@@ -31,6 +31,18 @@ def test_what_cannot_be_is_refused(fields, named):
         TransformerConfig(**SIZES, **fields)
 
 
+def test_a_width_of_heads_that_is_given_may_be_the_one_that_is_no_whole_part_of_the_model():
+    sizes = SIZES | {"hidden_size": 34}
+    assert TransformerConfig(**sizes, kv_channels=8).kv_channels == 34 // 4 == 8
+    with pytest.raises(ConfigError, match="without --kv-channels"):
+        TransformerConfig(**sizes)
+    with pytest.raises(ConfigError, match="drop --kv-channels"):
+        TransformerConfig(**SIZES, kv_channels=0)
+    # Heads of multi-latent attention have widths of their own.
+    latent = {"multi_latent_attention": True, "qk_head_dim": 8, "v_head_dim": 8}
+    TransformerConfig(**sizes, **latent, kv_lora_rank=8, qk_pos_emb_head_dim=4)
+
+
 @pytest.mark.parametrize(
     ("pattern", "windowed"),
     [

@@ -23,19 +23,27 @@ class ShapeConfig:
     ffn_hidden_size: int | None = None
     """Width of the MLP; None means 4 * hidden_size."""
     kv_channels: int | None = None
-    """Width of one head; None means hidden_size / num_attention_heads."""
+    """Width of one head; None means hidden_size / num_attention_heads, if that is whole."""
     unpadded_vocab_size: int | None = None
     """Number of real token ids. Rows beyond it pad the vocabulary to a size that splits evenly;
     they take no part in the loss, which therefore does not depend on the padding."""
 
-    def derive_shape(self) -> None:
-        """Fill the sizes that follow from others."""
+    def derive_shape(self, *, heads_share_width: bool = True) -> None:
+        """Fill the sizes that follow from others.
+
+        Args:
+            heads_share_width: a head is a part of `hidden_size`. Off where heads have widths of
+                their own (multi-latent attention).
+        """
         if self.ffn_hidden_size is None:
             self.ffn_hidden_size = 4 * self.hidden_size
         if self.num_query_groups is None:
             self.num_query_groups = self.num_attention_heads
-        if self.kv_channels is None and self.num_attention_heads > 0:
-            self.kv_channels = self.hidden_size // self.num_attention_heads
+        heads = self.num_attention_heads
+        if self.kv_channels is None and heads > 0:
+            width, rest = divmod(self.hidden_size, heads)
+            # What does not divide stays open, so that it can be told from a width that was given.
+            self.kv_channels = None if rest and heads_share_width else width
 
     def check_shape(self) -> list[MegatronError]:
         """Return the problems of the sizes by themselves."""
@@ -54,7 +62,7 @@ class ShapeConfig:
         if problems:
             return problems
         heads, groups = self.num_attention_heads, self.num_query_groups
-        if self.hidden_size % heads and self.kv_channels == self.hidden_size // heads:
+        if self.kv_channels is None:
             problems.append(
                 ConfigError(
                     f"hidden_size={self.hidden_size} is not divisible by"
@@ -62,6 +70,15 @@ class ShapeConfig:
                     rule="without --kv-channels a head is hidden_size / num_attention_heads wide",
                     flags=["--hidden-size", "--num-attention-heads", "--kv-channels"],
                     fix=f"use --hidden-size {-(-self.hidden_size // heads) * heads}",
+                )
+            )
+        elif self.kv_channels < 1:
+            problems.append(
+                ConfigError(
+                    f"kv_channels={self.kv_channels}.",
+                    rule="it is a positive number",
+                    flags=["--kv-channels"],
+                    fix="drop --kv-channels",
                 )
             )
         if groups is None or groups < 1 or heads % groups:

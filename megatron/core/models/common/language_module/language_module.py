@@ -70,7 +70,11 @@ class LanguageModule(MegatronModule):
                 weight.shared_embedding = True
         if self.post_process and self.output_layer.weight is not None:
             weight = self.output_layer.weight
-            facts = replace(get_param_meta(weight), is_embedding_or_output=True)
+            facts = replace(
+                get_param_meta(weight),
+                is_embedding_or_output=True,
+                num_rows=self.config.unpadded_vocab_size,
+            )
             set_param_meta(
                 weight, replace(facts, tied_to=WORD_EMBEDDING if is_tied else facts.tied_to)
             )
