@@ -7,7 +7,47 @@ control it, and a fix that works. Programmer mistakes use `assert` with values i
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import islice
 from typing import Any
+
+_SHOWN_ITEMS = 4
+_SHOWN_LEVELS = 2
+_SHOWN_INT_BITS = 128
+
+
+def shown(value: Any, limit: int = 80) -> str:
+    """Return a value that comes from a file, for a message: at most `limit` + 3 characters.
+
+    The work is bounded, too: nothing is formatted before it is cut, of a container the first items
+    of two levels are shown, and no method of an unknown class is called.
+    """
+    text = _shown(value, limit, _SHOWN_LEVELS)
+    return text if len(text) <= limit else text[:limit] + "..."
+
+
+def _shown(value: Any, limit: int, levels: int) -> str:
+    if value is None or isinstance(value, (bool, float)):
+        return repr(value)
+    if isinstance(value, int):
+        is_short = value.bit_length() <= _SHOWN_INT_BITS
+        return str(int(value)) if is_short else f"an integer of {value.bit_length()} bits"
+    if isinstance(value, (str, bytes)):
+        return repr(value[:limit]) + ("..." if len(value) > limit else "")
+    if not isinstance(value, (tuple, list, dict, set, frozenset)):
+        return f"<{type(value).__name__}>"
+    if not levels and value:
+        return f"<{type(value).__name__} of {len(value)}>"
+    first = list(islice(value, _SHOWN_ITEMS))
+    items = [_shown(item, limit, levels - 1) for item in first]
+    if isinstance(value, dict):
+        parts = (_shown(value[key], limit, levels - 1) for key in first)
+        items = [f"{key}: {part}" for key, part in zip(items, parts, strict=True)]
+    if len(value) > len(items):
+        items.append(f"... {len(value)} in all")
+    inner = ", ".join(items)
+    if isinstance(value, tuple):
+        return f"({inner},)" if len(value) == 1 else f"({inner})"
+    return f"[{inner}]" if isinstance(value, list) else f"{{{inner}}}"
 
 
 class MegatronError(Exception):

@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core.dist_checkpointing.foreign.stored_view import (
+    MAX_DIMS,
     StoredBytes,
     StoredView,
     contiguous_stride,
 )
 from megatron.core.dist_checkpointing.shard_file import DTYPES
-from megatron.core.errors import CheckpointError, MegatronError
+from megatron.core.errors import CheckpointError, MegatronError, shown
 from megatron.hugging_face.config_fields import ConfigFields
 from megatron.hugging_face.families import Family, family_of_config
 
@@ -84,11 +85,11 @@ def stored_tensors(path: Path) -> dict[str, StoredView]:
     found: dict[str, StoredView] = {}
     for name in names:
         if name != Path(name).name:
-            raise _damaged(index, f"it names the file {name!r}, which has a path in it")
+            raise _damaged(index, f"it names the file {shown(name)}, which has a path in it")
         found.update(tensors_of_file(path / name))
     missing = sorted(set(places or ()) - set(found))
     if missing:
-        raise _damaged(index, f"it names {missing[0]!r}, which no file holds")
+        raise _damaged(index, f"it names {shown(missing[0])}, which no file holds")
     return found
 
 
@@ -110,12 +111,20 @@ def tensors_of_file(path: Path) -> dict[str, StoredView]:
     if not isinstance(header, dict):
         raise _damaged(path, "its header is not an object")
     header.pop("__metadata__", None)
-    return {name: _view(path, name, entry, 8 + length, size) for name, entry in header.items()}
+    views = {name: _view(path, name, entry, 8 + length, size) for name, entry in header.items()}
+    end, before = 0, ""
+    for name, view in sorted(views.items(), key=lambda item: item[1].storage.begin):
+        if view.storage.num_bytes and view.storage.begin < end:
+            raise _damaged(path, f"{shown(before)} and {shown(name)} share bytes")
+        end, before = max(end, view.storage.begin + view.storage.num_bytes), name
+    return views
 
 
 def _view(path: Path, name: str, entry: Any, data: int, size: int) -> StoredView:
     try:
         dtype, shape = DTYPES[entry["dtype"]], tuple(entry["shape"])
+        if len(shape) > MAX_DIMS:
+            raise ValueError("too many dimensions")
         begin, end = entry["data_offsets"]
         is_valid = (
             all(type(n) is int and n >= 0 for n in (*shape, begin, end))
@@ -125,7 +134,7 @@ def _view(path: Path, name: str, entry: Any, data: int, size: int) -> StoredView
     except (KeyError, TypeError, ValueError):
         is_valid = False
     if not is_valid:
-        raise _damaged(path, f"its header describes {name!r} as {entry!r:.120}")
+        raise _damaged(path, f"its header describes {shown(name)} as {shown(entry, 120)}")
     storage = StoredBytes(path, data + begin, end - begin)
     return StoredView(storage, dtype, shape, contiguous_stride(shape))
 

@@ -64,24 +64,43 @@ def find_overlap(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
 
     Boxes are separated axis by axis; only clusters that no axis separates are compared in pairs,
     so a stack of many layers cut in many pieces stays cheap.
+
+    Raises:
+        UnprovenError: the boxes are arranged so that this would take long, as no layout of ranks
+            arranges them.
     """
     clusters = [list(boxes)]
+    axes = range(len(boxes[0][0]) if boxes else 0)
+    # A grid of pieces is separated once by every axis, and each time all axes may be tried.
+    budget = _FREE_STEPS + len(boxes) * len(axes) * (len(axes) + 1)
     while clusters:
         cluster = clusters.pop()
         if len(cluster) < 2:
             continue
-        for axis in range(len(cluster[0][0])):
-            parts = _separate(cluster, axis)
+        for axis in axes:
+            budget -= len(cluster)
+            parts = _separate(cluster, axis) if budget >= 0 else []
             if len(parts) > 1:
                 clusters += parts
                 break
         else:
             # Compare in pairs: in a legal checkpoint such clusters are small.
+            budget -= len(cluster) * (len(cluster) - 1) // 2
+            if budget < 0:
+                raise UnprovenError(f"{len(boxes)} shards are cut in too irregular a way")
             for i, a in enumerate(cluster):
                 for b in cluster[:i]:
                     if intersection(a, b) is not None:
                         return b, a
     return None
+
+
+class UnprovenError(Exception):
+    """Boxes of which it takes too long to say whether they are disjoint."""
+
+
+_FREE_STEPS = 1_000_000
+"""Boxes looked at or pairs compared: about a second."""
 
 
 def _separate(boxes: list[Box], axis: int) -> list[list[Box]]:
@@ -113,7 +132,10 @@ def coverage_problem(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
         )
         if not inside:
             return f"shard {describe_box((offset, size))} lies outside of shape {tuple(shape)}"
-    overlap = find_overlap(boxes)
+    try:
+        overlap = find_overlap(boxes)
+    except UnprovenError as error:
+        return f"{error} to prove that they do not overlap"
     if overlap is not None:
         return f"shards {describe_box(overlap[0])} and {describe_box(overlap[1])} overlap"
     covered, whole = sum(math.prod(size) for _, size in boxes), math.prod(shape)

@@ -35,7 +35,7 @@ from megatron.core.dist_checkpointing.shard_file import (
     hash_of,
 )
 from megatron.core.dist_checkpointing.typed_json import dump_bytes, parse_bytes
-from megatron.core.errors import CheckpointError
+from megatron.core.errors import CheckpointError, shown
 
 METADATA_NAME = "metadata.json"
 MANIFEST_NAME = "manifest.json"
@@ -233,7 +233,7 @@ def parse_manifest(data: bytes, path: Place) -> Manifest:
     known = {"format": BACKEND, "version": VERSION, "hash": HASH_NAME, "block_bytes": BLOCK_BYTES}
     for name, value in known.items():
         if top[name] != value:
-            _damaged(path, f"{name} is {top[name]!r:.80}; this version reads {value!r}")
+            _damaged(path, f"{name} is {shown(top[name], 80)}; this version reads {value!r}")
     files = {name: reader.file(name, entry) for name, entry in top["files"].items()}
     tensors = {key: reader.tensor(key, entry, files) for key, entry in top["tensors"].items()}
     _check_tiling(path, files, tensors)
@@ -265,7 +265,7 @@ class _Reader:
         return form
 
     def file(self, name: str, form: Any) -> ManifestFile:
-        what = f"file {name!r:.80}"
+        what = f"file {shown(name, 80)}"
         is_shard_file = _SHARD_FILE.fullmatch(name) is not None
         if not is_shard_file and name != COMMON_NAME:
             raise DamagedCheckpointError(
@@ -280,11 +280,11 @@ class _Reader:
         return ManifestFile(sizes[0], self.hash(form["hash"], what), form.get("header_size"))
 
     def tensor(self, key: str, form: Any, files: Mapping[str, ManifestFile]) -> StoredTensor:
-        what = f"tensor {key!r:.120}"
+        what = f"tensor {shown(key, 120)}"
         types = {"dtype": str, "shape": list, "is_padded": bool, "shards": list}
         form = self.fields(form, types, what)
         if form["dtype"] not in DTYPES:
-            _damaged(self.path, f"{what} has the unknown dtype {form['dtype']!r:.40}")
+            _damaged(self.path, f"{what} has the unknown dtype {shown(form['dtype'], 40)}")
         shape = self.numbers(form["shape"], what)
         if len(shape) > 16 or math.prod(shape) >= 1 << 62:
             _damaged(self.path, f"{what} has an impossible shape")

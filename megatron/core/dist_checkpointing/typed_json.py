@@ -29,7 +29,7 @@ import torch
 
 from megatron.core.dist_checkpointing.durable import DamagedCheckpointError
 from megatron.core.dist_checkpointing.tree import Path, show_path
-from megatron.core.errors import CheckpointError
+from megatron.core.errors import CheckpointError, shown
 
 MAX_TENSOR_BYTES = 1 << 20
 """Larger tensors are weights or optimizer state, and belong in a `ShardedTensor`."""
@@ -188,8 +188,10 @@ def _make_tensor(content: Any) -> torch.Tensor:
 
 
 def _checked_shape(shape: Any, count: int) -> tuple[int, ...]:
-    if any(type(n) is not int or n < 0 for n in shape) or math.prod(shape) != count:
-        raise ValueError(shape)
+    if len(shape) > 64 or any(type(n) is not int or not 0 <= n < 1 << 63 for n in shape):
+        raise ValueError("not a shape")
+    if math.prod(shape) != count:
+        raise ValueError(f"{count} elements")
     return tuple(shape)
 
 
@@ -261,6 +263,6 @@ def _refused(value: Any, path: Path, why: str) -> CheckpointError:
 
 def _malformed(form: object) -> DamagedCheckpointError:
     return DamagedCheckpointError(
-        f"a stored value has a form that is not ours: {str(form)[:120]}",
+        f"a stored value has a form that is not ours: {shown(form, 120)}",
         rule="typed JSON knows a fixed set of types",
     )

@@ -12,13 +12,19 @@ from typing import Any
 
 import torch
 
-from megatron.core.dist_checkpointing.foreign.pickles import (
+from megatron.core.dist_checkpointing.foreign.pickled_values import (
     Admitted,
     AttributeDict,
     OrderedEntries,
     Record,
+    bound_collisions,
+    is_key,
 )
-from megatron.core.dist_checkpointing.foreign.stored_view import StoredBytes, StoredView
+from megatron.core.dist_checkpointing.foreign.stored_view import (
+    MAX_DIMS,
+    StoredBytes,
+    StoredView,
+)
 
 _DTYPE_NAMES = (
     "float64", "double", "float32", "float", "float16", "half", "bfloat16", "int64", "long",
@@ -53,6 +59,8 @@ _OWN_CLASSES = re.compile(
     re.ASCII,
 )
 """Classes and enums of the programs that write checkpoints: data whose meaning is not needed."""
+_MAX_TEXT = 1 << 12
+_MAX_TEXT_PARTS = 64
 _SIGNAL = re.compile(r"signal SIG[A-Z0-9]+", re.ASCII)
 
 
@@ -94,6 +102,8 @@ def _tensor(storage: Any, offset: Any, size: Any, stride: Any, dtype: Any = None
     dtype = storage.dtype if storage.dtype is not None else dtype
     if not isinstance(dtype, torch.dtype):
         raise TypeError("no dtype")
+    if max(len(size), len(stride)) > MAX_DIMS:
+        raise ValueError("too many dimensions")
     numbers = (offset, *size, *stride)
     if any(type(n) is not int or abs(n) >= 1 << 62 for n in numbers):
         raise TypeError("sizes are integers")
@@ -138,7 +148,15 @@ def _size(arguments: tuple[Any, ...]) -> tuple[int, ...]:
 
 
 def _text(arguments: tuple[Any, ...]) -> str:
-    return "/".join(str(a) for a in arguments if isinstance(a, (str, int)))
+    parts = [a for a in arguments if isinstance(a, (str, int))]
+    if len(parts) > _MAX_TEXT_PARTS or any(
+        (len(a) if isinstance(a, str) else a.bit_length()) > _MAX_TEXT for a in parts
+    ):
+        raise ValueError("a name of this length")
+    text = "/".join(str(a) for a in parts)
+    if len(text) > _MAX_TEXT:  # the result may be an argument again, and so on
+        raise ValueError("a name of this length")
+    return text
 
 
 def _encoded(arguments: tuple[Any, ...]) -> bytes:
@@ -151,11 +169,13 @@ def _encoded(arguments: tuple[Any, ...]) -> bytes:
 def _set_of(kind: Callable[[Any], Any]) -> Callable[[tuple[Any, ...]], Any]:
     def make(arguments: tuple[Any, ...]) -> Any:
         (items,) = arguments or ([],)
-        if type(items) is not list or not all(
-            item is None or isinstance(item, (str, int, float, bytes)) for item in items
-        ):
+        if type(items) is not list or not all(is_key(item) for item in items):
             raise TypeError("a set of plain values is made from a list")
-        return kind(items)
+        found: set[Any] = set()
+        for item in items:
+            bound_collisions(found, item)
+            found.add(item)
+        return kind(found)
 
     return make
 
@@ -163,8 +183,9 @@ def _set_of(kind: Callable[[Any], Any]) -> Callable[[tuple[Any, ...]], Any]:
 def _ordered(arguments: tuple[Any, ...]) -> OrderedEntries:
     entries = OrderedEntries()
     for key, value in arguments[0] if arguments else ():
-        if not isinstance(key, (str, int)):
+        if not isinstance(key, (str, int)) or not is_key(key):
             raise TypeError("keys are names")
+        bound_collisions(entries, key)
         entries[key] = value
     return entries
 

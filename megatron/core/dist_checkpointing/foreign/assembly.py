@@ -15,6 +15,7 @@ from megatron.core.dist_checkpointing.foreign.gpt_names import (
     with_layer_offset,
 )
 from megatron.core.dist_checkpointing.foreign.stored_view import StoredView
+from megatron.core.errors import shown
 
 Tensors = Mapping[str, StoredView]
 """One rank's parameters by their name in the file, in the order of the model."""
@@ -53,7 +54,7 @@ def add_stage(
         views = [rank.get(name) for rank in ranks]
         if any(v is None or v.shape != first.shape or v.dtype != first.dtype for v in views):
             raise DamagedCheckpointError(
-                f"{where}: {name!r:.120} is not the same on all tensor-parallel ranks.",
+                f"{where}: {shown(name, 120)} is not the same on all tensor-parallel ranks.",
                 rule="ranks of one stage hold equal shares of the same parameters",
             )
         key = names.keys[name]

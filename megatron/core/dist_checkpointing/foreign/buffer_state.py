@@ -33,6 +33,7 @@ from megatron.core.dist_checkpointing.shard_file import DTYPES
 
 ALIGNMENT = 64
 """Elements; where a parameter of a buffer may begin."""
+MAX_LAYERS = 1 << 14
 KEY = re.compile(
     r"(?:chained_0\.)?optimizer\.distributed\.dp_group_idx_(\d+)\.gbuf_idx_(\d+)\.dtype_(.+)"
     r"\.bucket_idx_(\d+)\.(param|exp_avg|exp_avg_sq)",
@@ -96,6 +97,8 @@ def add_buffers(
     tensors = draft.stored()
     stacks = {k: t for k, t in tensors.items() if k.startswith(_STACK)}
     num_layers = {t.shape[0] for t in stacks.values()}
+    if max(num_layers, default=0) > MAX_LAYERS:
+        return f"it would have {max(num_layers)} layers"
     if len(num_layers) != 1 or next(iter(num_layers)) % (layout.pp * layout.vp):
         return "its layers are not all alike, or are spread unevenly"
     for order in ORDERS:

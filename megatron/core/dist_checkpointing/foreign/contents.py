@@ -23,7 +23,7 @@ from torch import Tensor
 from megatron.core.dist_checkpointing import typed_json
 from megatron.core.dist_checkpointing.durable import DamagedCheckpointError
 from megatron.core.dist_checkpointing.flat_ranges import Box, coverage_problem
-from megatron.core.dist_checkpointing.foreign.pickles import Admitted, AttributeDict, Record
+from megatron.core.dist_checkpointing.foreign.pickled_values import Admitted, AttributeDict, Record
 from megatron.core.dist_checkpointing.foreign.stored_view import StoredView, ViewReader
 from megatron.core.dist_checkpointing.foreign.torch_file import read_torch_range
 from megatron.core.dist_checkpointing.loader import Contents
@@ -31,10 +31,12 @@ from megatron.core.dist_checkpointing.manifest import Manifest, Shard, StoredTen
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.dist_checkpointing.planner import Read
 from megatron.core.dist_checkpointing.shard_file import dtype_name
-from megatron.core.errors import CheckpointError
+from megatron.core.errors import CheckpointError, shown
 
 PADDED_KEYS = ("embedding.word_embeddings.weight", "output_layer.weight")
 """Their first dimension is padded for the tensor-parallel size."""
+MAX_SHARING = 16
+_FREE_BYTES = 64 << 20
 _INDEXED_LAYER = re.compile(r"(.*\blayers)\.(\d+)\.(.+)", re.ASCII)
 
 
@@ -231,8 +233,8 @@ class ForeignDraft:
         known = self._tensors.setdefault(key, (name, tuple(shape), []))
         if known[:2] != (name, tuple(shape)):
             raise DamagedCheckpointError(
-                f"{self.directory}: {key!r:.120} is {known[0]} of shape {known[1]} in one file and "
-                f"{name} of shape {tuple(shape)} in another.",
+                f"{self.directory}: {shown(key, 120)} is {known[0]} of shape {shown(known[1])} in "
+                f"one file and {name} of shape {shown(tuple(shape))} in another.",
                 rule="all files of a checkpoint describe one model",
             )
 
@@ -256,12 +258,13 @@ class ForeignDraft:
             state: plain values of the foreign checkpoint to keep, in this program's names.
             run: the settings (args) of the run that saved it.
         """
+        self._check_amount()
         tensors: dict[str, StoredTensor] = {}
         for key, (dtype, shape, shards) in self._tensors.items():
             problem = coverage_problem(shape, [shard.box for shard in shards])
             if problem is not None:
                 raise DamagedCheckpointError(
-                    f"{self.directory} is incomplete or damaged: {key!r:.120}: {problem}.",
+                    f"{self.directory} is incomplete or damaged: {shown(key, 120)}: {problem}.",
                     rule="the pieces of a tensor make it up exactly once",
                     fix="use another checkpoint, or fetch the files that are missing",
                 )
@@ -279,6 +282,24 @@ class ForeignDraft:
             optimizer_step=self.optimizer_step,
             no_optimizer=self.no_optimizer,
         )
+
+    def _check_amount(self) -> None:
+        """Refuse tensors of far more bytes than the files have: views that share their storage."""
+        claimed, storages = 0, {}
+        for _, _, shards in self._tensors.values():
+            for shard in shards:
+                if isinstance(shard.source, StoredView):
+                    claimed += math.prod(shard.shape) * shard.source.dtype.itemsize
+                    storages[id(shard.source.storage)] = shard.source.storage.num_bytes
+        stored = sum(storages.values())
+        if claimed > MAX_SHARING * stored + _FREE_BYTES:
+            raise DamagedCheckpointError(
+                f"CKPT_UNSAFE file={self.directory}: it lists tensors of {claimed} bytes over "
+                f"storages of {stored} bytes.",
+                rule=f"tensors may share a storage (tied weights), but are at most {MAX_SHARING} "
+                "times as large as what is stored",
+                fix="use another checkpoint",
+            )
 
 
 def _with_stacks(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:

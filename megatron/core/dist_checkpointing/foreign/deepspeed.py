@@ -35,11 +35,13 @@ from megatron.core.dist_checkpointing.foreign.contents import (
 from megatron.core.dist_checkpointing.foreign.gpt_names import flatten, split_of
 from megatron.core.dist_checkpointing.foreign.megatron_state import common_values
 from megatron.core.dist_checkpointing.foreign.stored_view import (
+    MAX_DIMS,
     StoredView,
     ViewReader,
     contiguous_stride,
 )
 from megatron.core.dist_checkpointing.foreign.torch_file import read_torch_file
+from megatron.core.errors import shown
 
 _MODEL = re.compile(r"mp_rank_(\d{2,})_model_states\.pt", re.ASCII)
 _MODEL_PART = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d{2,})_model_states\.pt", re.ASCII)
@@ -303,7 +305,14 @@ def _item(values: Any, index: int) -> Any:
 
 def _groups_of_shapes(value: Any) -> list[dict[str, tuple[int, ...]]]:
     groups = value if isinstance(value, list) else [value] if isinstance(value, dict) else []
-    return [{str(n): tuple(s) for n, s in group.items()} for group in groups]
+    return [{str(n): _shape(s) for n, s in group.items()} for group in groups]
+
+
+def _shape(value: Any) -> tuple[int, ...]:
+    is_row = isinstance(value, (list, tuple)) and len(value) <= MAX_DIMS
+    if not is_row or any(type(n) is not int or not 0 <= n < 1 << 62 for n in value):
+        raise DamagedCheckpointError(f"{shown(value)} in param_shapes is not a shape.")
+    return tuple(value)
 
 
 def _read(

@@ -12,7 +12,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from megatron.core.dist_checkpointing.durable import DamagedCheckpointError
 from megatron.core.dist_checkpointing.foreign.stored_view import StoredView
+from megatron.core.errors import shown
+
+MAX_NAME = 1 << 12
+"""Characters of the name of a parameter, which joins the keys of nested dicts."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +59,10 @@ _WHOLE = re.compile(
 def flatten(tree: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, StoredView]]:
     """Yield (dotted name, tensor) of nested dicts, in order; other values are skipped."""
     for name, value in tree.items():
+        if len(prefix) + len(str(name)) > MAX_NAME:
+            raise DamagedCheckpointError(
+                f"the name of a tensor, {shown(prefix)}, has more than {MAX_NAME} characters."
+            )
         if isinstance(value, StoredView):
             yield f"{prefix}{name}", value
         elif isinstance(value, dict):

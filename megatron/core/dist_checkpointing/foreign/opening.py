@@ -23,7 +23,7 @@ from megatron.core.dist_checkpointing.foreign.torch_dist import open_torch_dist
 from megatron.core.dist_checkpointing.loader import Contents, open_contents
 from megatron.core.dist_checkpointing.manifest import BACKEND, METADATA_NAME
 from megatron.core.dist_checkpointing.object_store import Place, place_of
-from megatron.core.errors import CheckpointError, MegatronError
+from megatron.core.errors import CheckpointError, MegatronError, shown
 
 Opener = Callable[[Path], ForeignContents]
 
@@ -53,7 +53,7 @@ def recognise(directory: Place) -> Opener | None:
     if backend is not None and backend != BACKEND:
         raise not_readable(
             directory,
-            f"it is a Megatron-LM checkpoint of the format {backend!r:.40}",
+            f"it is a Megatron-LM checkpoint of the format {shown(backend, 40)}",
             "convert it there: --ckpt-convert-format torch_dist",
         )
     if backend is None and is_legacy(directory):

@@ -8,78 +8,38 @@ the stream (`pickletools.genops`); it builds nothing.
 What a pickle may hold: None, numbers, text, bytes, lists, tuples, dicts, sets, and `Record`s of
 admitted kinds. The result is a tree: cycles, deep nesting and trees that grow exponentially out
 of shared parts are refused.
+
+Time and memory are proportional to the pickle's length. An instruction may name a value that it
+does not hold (the memo), so what an instruction costs besides is bounded: a key is small before it
+is hashed, and what calls copy, and the parts of the result counted wherever they occur, are at
+most `COPIES_PER_BYTE` and `PARTS_PER_BYTE` times the bytes read, beyond a fixed number.
 """
 
 from __future__ import annotations
 
 import io
 import pickletools
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any, BinaryIO, NoReturn
 
 from megatron.core.dist_checkpointing.durable import DamagedCheckpointError
+from megatron.core.dist_checkpointing.foreign.pickled_values import (
+    Admitted,
+    AttributeDict,
+    OrderedEntries,
+    Record,
+    UnsafePickleError,
+    bound_collisions,
+    check_tree,
+    is_key,
+)
 
-MAX_DEPTH = 100
-MAX_LEAVES = 50_000_000
 MAX_LINE = 1 << 16
-
-
-class UnsafePickleError(DamagedCheckpointError):
-    """A pickle names something that is not admitted, or is not made by a normal writer."""
-
-
-@dataclass(frozen=True)
-class Admitted:
-    """A global name that may occur, and what stands for it."""
-
-    name: str
-    make: Callable[[tuple[Any, ...]], Any] | None = None
-    """Makes the value from the arguments of a call; None where a call is not admitted."""
-    value: Any = None
-    """What the name itself stands for (a dtype); None where it waits for a call."""
-
-
-class Record:
-    """An instance of an admitted class, as data: the class's name, arguments and state."""
-
-    __slots__ = ("_is_key", "args", "kind", "state")
-
-    def __init__(self, kind: str, args: tuple[Any, ...] = (), state: Any = None) -> None:
-        self.kind, self.args, self.state = kind, args, state
-        self._is_key = False
-
-    def __getitem__(self, name: str) -> Any:
-        """Return a field of the state."""
-        if not isinstance(self.state, dict) or name not in self.state:
-            raise DamagedCheckpointError(f"a {self.kind} without field {name!r}.")
-        return self.state[name]
-
-    def get(self, name: str, default: Any = None) -> Any:
-        """Return a field of the state, or the default."""
-        return self.state.get(name, default) if isinstance(self.state, dict) else default
-
-    def _identity(self) -> tuple[Any, ...]:
-        state = tuple(self.state.items()) if isinstance(self.state, dict) else self.state
-        return self.kind, self.args, state
-
-    def __hash__(self) -> int:
-        self._is_key = True  # from here on it must not change
-        return hash(self._identity())
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Record) and self._identity() == other._identity()
-
-    def __repr__(self) -> str:
-        return f"<{self.kind}>"
-
-
-class AttributeDict(dict):
-    """A dict that stands for an object whose attributes are its entries (a Namespace)."""
-
-
-class OrderedEntries(dict):
-    """A dict that stands for an OrderedDict; attributes of the object are dropped."""
+MAX_NAME = 1 << 10
+COPIES_PER_BYTE = 8
+FREE_COPIES = 1 << 17
+PARTS_PER_BYTE = 64
+FREE_PARTS = 1 << 20
 
 
 def load_pickle(
@@ -115,7 +75,7 @@ def load_pickle(
             rule="the records of a foreign checkpoint are pickles of plain data",
             fix="use another checkpoint",
         ) from None
-    _check_tree(machine.result, what)
+    check_tree(machine.result, what, PARTS_PER_BYTE * machine.num_bytes + FREE_PARTS)
     return machine.result
 
 
@@ -130,7 +90,8 @@ class _Machine:
         position: int,
     ) -> None:
         self.admitted, self.what, self.persistent = admitted, what, persistent
-        self.position = position
+        self.begin = self.position = position
+        self.copied = 0
         self.stack: list[Any] = []
         self.outer: list[list[Any]] = []
         self.memo: dict[int, Any] = {}
@@ -146,6 +107,20 @@ class _Machine:
             _HANDLERS[name](self, argument)
         elif name not in ("PROTO", "FRAME"):
             self.refuse(f"the instruction {name}")
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the pickle up to the instruction that is executed."""
+        return self.position - self.begin
+
+    def spend(self, count: int) -> None:
+        """Count parts that an instruction copies from values that are there already."""
+        self.copied += count
+        if self.copied > COPIES_PER_BYTE * self.num_bytes + FREE_COPIES:
+            self.refuse(
+                f"copying {self.copied} parts in {self.num_bytes} bytes",
+                rule="what the instructions of a pickle copy is bounded by its length",
+            )
 
     def refuse(self, found: str, rule: str = "") -> NoReturn:
         raise UnsafePickleError(
@@ -165,35 +140,39 @@ class _Machine:
     def find(self, module: Any, name: Any) -> None:
         if type(module) is not str or type(name) is not str:
             self.refuse("a global whose name is not text")
+        if len(module) + len(name) > MAX_NAME:
+            self.refuse(f"a global whose name has {len(module) + len(name)} characters")
         full = f"{module} {name}"
         known = self.admitted(full)
         if known is None:
-            self.refuse(f"the global {module}.{name}")
+            self.refuse(f"the global {module:.200}.{name:.200}")
         self.stack.append(known if known.value is None else known.value)
 
     def call(self) -> None:
         arguments, function = self.stack.pop(), self.stack.pop()
         if not isinstance(function, Admitted) or function.make is None:
-            name = function.name.replace(" ", ".") if isinstance(function, Admitted) else ""
+            name = _dotted(function) if isinstance(function, Admitted) else ""
             self.refuse(f"a call of {name or type(function).__name__}")
         if type(arguments) is not tuple:
             self.refuse("a call whose arguments are no tuple")
+        self.spend(len(arguments) + sum(len(a) for a in arguments if isinstance(a, _SIZED)))
         try:
             self.stack.append(function.make(arguments))
         except (UnsafePickleError, DamagedCheckpointError) as error:
-            self.refuse(f"{function.name.replace(' ', '.')}: {error.found}")
+            self.refuse(f"{_dotted(function)}: {error.found}")
         except (ValueError, TypeError, IndexError, KeyError, AssertionError, OverflowError):
-            self.refuse(f"{function.name.replace(' ', '.')} with these arguments")
+            self.refuse(f"{_dotted(function)} with these arguments")
 
     def build(self) -> None:
         state, value = self.stack.pop(), self.stack[-1]
         if isinstance(value, Record):
-            if value._is_key:
-                self.refuse(f"a change of a {value.kind} that is a key already")
+            if value.is_key:
+                self.refuse(f"a change of a {value.kind:.200} that is a key already")
             value.state = state
         elif isinstance(value, AttributeDict):
             if not isinstance(state, dict) or any(type(name) is not str for name in state):
                 self.refuse("attributes that are not names with values")
+            self.spend(len(state))
             value.update(state)
         elif not isinstance(value, OrderedEntries):
             self.refuse(f"state for a {type(value).__name__}")
@@ -203,8 +182,9 @@ class _Machine:
         if not isinstance(target, dict) or len(pairs) % 2:
             self.refuse(f"items for a {type(target).__name__}")
         for key, value in zip(pairs[::2], pairs[1::2], strict=True):
-            if not _is_key(key):
-                self.refuse(f"a dict key of type {type(key).__name__}")
+            if not is_key(key):
+                self.refuse(f"a dict key of type {type(key).__name__}, or of this size,")
+            bound_collisions(target, key)
             target[key] = value
 
     def extend(self, items: list[Any]) -> None:
@@ -215,9 +195,14 @@ class _Machine:
 
     def add(self, items: list[Any]) -> None:
         target = self.stack[-1]
-        if type(target) is not set or not all(_is_key(item) for item in items):
+        if type(target) is not set or not all(is_key(item) for item in items):
             self.refuse(f"adding to a {type(target).__name__}")
-        target.update(items)
+        self.put(target, items)
+
+    def put(self, target: set[Any], items: list[Any]) -> None:
+        for item in items:
+            bound_collisions(target, item)
+            target.add(item)
 
     def mark(self) -> None:
         self.outer.append(self.stack)
@@ -239,9 +224,11 @@ class _Machine:
 
     def frozen_set(self) -> None:
         items = self.marked()
-        if not all(_is_key(item) for item in items):
+        if not all(is_key(item) for item in items):
             self.refuse("a frozenset of things that are no keys")
-        self.stack.append(frozenset(items))
+        found: set[Any] = set()
+        self.put(found, items)
+        self.stack.append(frozenset(found))
 
     def dict_of_marked(self) -> None:
         pairs = self.marked()
@@ -318,58 +305,8 @@ _HANDLERS: dict[str, Callable[[_Machine, Any], None]] = {
 }
 
 
-def _is_key(value: Any) -> bool:
-    """Return whether a value may be a dict key: its hash is ours or a builtin's, and bounded."""
-    if isinstance(value, tuple):
-        return len(value) < 1000 and all(_is_key(item) for item in value)
-    if isinstance(value, int):
-        return -(1 << 63) <= value < 1 << 64
-    if isinstance(value, Record):
-        fields = value.state.values() if isinstance(value.state, dict) else (value.state,)
-        return all(_is_key(item) for item in (*value.args, *fields))
-    return value is None or isinstance(value, (str, bytes, float))
+def _dotted(known: Admitted) -> str:
+    return known.name[:400].replace(" ", ".")
 
 
-def _check_tree(root: Any, what: str) -> None:
-    """Refuse what is not a tree of a sane size; no recursion, each container visited once."""
-    sizes: dict[int, int] = {}
-    depths: dict[int, int] = {}
-    open_: set[int] = set()
-    todo: list[tuple[Any, bool]] = [(root, False)]
-    while todo:
-        value, is_done = todo.pop()
-        children = _children(value)
-        if children is None or (id(value) in sizes and not is_done):
-            continue
-        if not is_done:
-            if id(value) in open_:
-                _refuse_tree(what, "a container that contains itself")
-            open_.add(id(value))
-            todo.append((value, True))
-            todo.extend((child, False) for child in children)
-            continue
-        open_.discard(id(value))
-        sizes[id(value)] = 1 + sum(sizes.get(id(child), 1) for child in children)
-        depths[id(value)] = 1 + max((depths.get(id(child), 0) for child in children), default=0)
-        if sizes[id(value)] > MAX_LEAVES:
-            _refuse_tree(what, f"a value of more than {MAX_LEAVES} parts")
-        if depths[id(value)] > MAX_DEPTH:
-            _refuse_tree(what, f"containers nested more than {MAX_DEPTH} deep")
-
-
-def _children(value: Any) -> list[Any] | None:
-    if isinstance(value, Mapping):
-        return [*value.keys(), *value.values()]
-    if isinstance(value, (list, tuple, set, frozenset)):
-        return list(value)
-    if isinstance(value, Record):
-        return [*value.args, value.state]
-    return None
-
-
-def _refuse_tree(what: str, found: str) -> NoReturn:
-    raise UnsafePickleError(
-        f"CKPT_UNSAFE file={what}: {found} is not admitted.",
-        rule="a foreign checkpoint holds trees of plain data",
-        fix="use another checkpoint",
-    )
+_SIZED = (str, bytes, list, tuple, dict, set, frozenset)

@@ -6,6 +6,7 @@ bounded size.
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import zlib
@@ -23,7 +24,12 @@ from megatron.core.dist_checkpointing.durable import (
 )
 from megatron.core.dist_checkpointing.flat_ranges import Box
 from megatron.core.dist_checkpointing.shard_file import as_bytes
+from megatron.core.errors import shown
 
+MAX_DIMS = 64
+MAX_SHARED_BYTES = 1 << 20
+"""Most bytes of a tensor whose elements share memory (strides of 0: a mask, a row that stands for
+many), if its storage is smaller."""
 SLAB_BYTES = 32 << 20
 """Most bytes held at once while a box is read."""
 
@@ -53,8 +59,8 @@ class StoredView:
 
     def problem(self) -> str | None:
         """Say why this is not a tensor inside its storage; None if it is one."""
-        if len(self.shape) != len(self.stride) or len(self.shape) > 64:
-            return f"shape {self.shape} and strides {self.stride} do not belong together"
+        if len(self.shape) != len(self.stride) or len(self.shape) > MAX_DIMS:
+            return f"shape {shown(self.shape)} and strides {shown(self.stride)} of one tensor"
         if self.offset < 0 or any(n < 0 for n in (*self.shape, *self.stride)):
             return "a negative size, stride or offset"
         if 0 in self.shape:
@@ -62,8 +68,14 @@ class StoredView:
         extent = sum((n - 1) * s for n, s in zip(self.shape, self.stride, strict=True)) + 1
         if (self.offset + extent) * self.dtype.itemsize > self.storage.num_bytes:
             return (
-                f"a tensor of shape {self.shape} at element {self.offset} ends behind its storage "
-                f"of {self.storage.num_bytes} bytes"
+                f"a tensor of shape {shown(self.shape)} at element {self.offset} ends behind its "
+                f"storage of {self.storage.num_bytes} bytes"
+            )
+        num_bytes = math.prod(self.shape) * self.dtype.itemsize
+        if num_bytes > max(self.storage.num_bytes, MAX_SHARED_BYTES):
+            return (
+                f"a tensor of shape {shown(self.shape)} and strides {shown(self.stride)} over a "
+                f"storage of {self.storage.num_bytes} bytes: its elements share memory"
             )
         return None
 

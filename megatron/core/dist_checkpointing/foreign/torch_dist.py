@@ -38,9 +38,12 @@ from megatron.core.dist_checkpointing.foreign.megatron_state import (
     learn_from_optimizer,
     steps_in,
 )
-from megatron.core.dist_checkpointing.foreign.pickles import Record, load_pickle
+from megatron.core.dist_checkpointing.foreign.pickled_values import Record
+from megatron.core.dist_checkpointing.foreign.pickles import load_pickle
+from megatron.core.dist_checkpointing.foreign.stored_view import MAX_DIMS
 from megatron.core.dist_checkpointing.foreign.torch_file import read_torch_file, read_torch_range
 from megatron.core.dist_checkpointing.shard_file import DTYPES
+from megatron.core.errors import shown
 
 METADATA_LIMIT = 1 << 31
 _DATA_FILE = re.compile(r"__\d+_\d+\.distcp", re.ASCII)
@@ -143,7 +146,9 @@ class _Metadata:
             end, before = 0, ""
             for begin, stop, key in sorted(places):
                 if begin < end:
-                    self.damaged(f"{before!r:.120} and {key!r:.120} share bytes of {name}")
+                    self.damaged(
+                        f"{shown(before, 120)} and {shown(key, 120)} share bytes of {name}"
+                    )
                 end, before = stop, key
 
     def dtype(self, key: str, entry: Record) -> torch.dtype:
@@ -153,25 +158,25 @@ class _Metadata:
         if isinstance(state, dict):
             dtype = state.get("dtype")
         if not isinstance(dtype, torch.dtype):
-            self.damaged(f"{key!r:.120} has no dtype")
+            self.damaged(f"{shown(key, 120)} has no dtype")
         return dtype
 
     def place(self, key: str, offset: tuple[int, ...] | None) -> tuple[int, int, str]:
         """Return (first byte, length, file) of a chunk or, without offset, of a plain value."""
         info = self._places.get((key, offset))
         if info is None:
-            self.damaged(f"a chunk of {key!r:.120} is in no file")
+            self.damaged(f"a chunk of {shown(key, 120)} is in no file")
         name, begin, length = info["relative_path"], info["offset"], info["length"]
         if type(name) is not str or name not in self._files:
             raise DamagedCheckpointError(
-                f"CKPT_UNSAFE file={self.path}: {key!r:.120} is said to be in {name!r:.120}, which "
-                f"is not a data file of {self.directory}.",
+                f"CKPT_UNSAFE file={self.path}: {shown(key, 120)} is said to be in "
+                f"{shown(name, 120)}, which is not a data file of {self.directory}.",
                 rule="chunks are in files __RANK_WRITER.distcp of the same directory",
             )
         if type(begin) is not int or type(length) is not int or begin < 0 or length <= 0:
-            self.damaged(f"the place of {key!r:.120} is no range of bytes")
+            self.damaged(f"the place of {shown(key, 120)} is no range of bytes")
         if info.get("transform_descriptors"):
-            self.damaged(f"{key!r:.120} is compressed or encrypted")
+            self.damaged(f"{shown(key, 120)} is compressed or encrypted")
         return begin, length, name
 
     def chunks(
@@ -226,6 +231,10 @@ def _own_key(key: str) -> str:
 
 
 def _sizes(value: Any) -> tuple[int, ...]:
-    if type(value) is not tuple or any(type(n) is not int or not 0 <= n < 1 << 62 for n in value):
-        raise DamagedCheckpointError(f"{value!r:.80} is not a shape or offset.")
+    if (
+        type(value) is not tuple
+        or len(value) > MAX_DIMS
+        or any(type(n) is not int or not 0 <= n < 1 << 62 for n in value)
+    ):
+        raise DamagedCheckpointError(f"{shown(value)} is not a shape or offset.")
     return value

@@ -9,6 +9,7 @@ An archive may lie inside a larger file, as in torch's distributed checkpoints.
 
 from __future__ import annotations
 
+import bisect
 import io
 import os
 import struct
@@ -22,9 +23,12 @@ from megatron.core.dist_checkpointing.durable import DamagedCheckpointError, ope
 from megatron.core.dist_checkpointing.foreign.admitted import Storage, StorageType, lookup
 from megatron.core.dist_checkpointing.foreign.pickles import MAX_LINE, load_pickle
 from megatron.core.dist_checkpointing.foreign.stored_view import StoredBytes, is_other_byte_order
+from megatron.core.errors import shown
 
 MAX_PICKLE_BYTES = 1 << 30
 MAX_MEMBERS = 1 << 22
+MAX_KEY = 1 << 8
+"""Characters of the key of a storage; torch counts them."""
 _ZIP_MAGIC = b"PK\x03\x04"
 _LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
 _LEGACY_VERSION = 1001
@@ -120,6 +124,7 @@ class _Archive:
         except (UnicodeError, OverflowError, MemoryError) as e:
             self.damaged(f"its directory is malformed ({type(e).__name__})")
         self.members = {member.filename: member for member in members}
+        self.begins = sorted(member.header_offset for member in members)
         if len(self.members) != len(members) or len(members) > MAX_MEMBERS:
             self.damaged("two members have one name, or there are too many")
         pickles = [name for name in self.members if name.endswith("/data.pkl")]
@@ -128,7 +133,7 @@ class _Archive:
         self.prefix = pickles[0].removesuffix("data.pkl")
         order = self.small("byteorder", b"little").decode("latin-1")
         if order not in ("little", "big"):
-            self.damaged(f"its byte order is {order!r:.20}")
+            self.damaged(f"its byte order is {shown(order)}")
         self.is_swapped = is_other_byte_order(order)
         self.storages: dict[str, Storage] = {}
 
@@ -144,12 +149,12 @@ class _Archive:
             return self.storages[key]
         member = self.members.get(f"{self.prefix}data/{key}")
         if member is None:
-            raise DamagedCheckpointError(f"the storage {key!r:.60} is not in the archive")
+            raise DamagedCheckpointError(f"the storage {shown(key)} is not in the archive")
         begin = self.data_position(member)
         item = 1 if dtype is None else dtype.itemsize
         if count * item != member.file_size:
             raise DamagedCheckpointError(
-                f"the storage {key!r:.60} has {member.file_size} bytes, not {count} elements"
+                f"the storage {shown(key)} has {member.file_size} bytes, not {count} elements"
             )
         stored = StoredBytes(
             self.path, self.begin + begin, member.file_size, member.CRC, self.is_swapped
@@ -160,30 +165,32 @@ class _Archive:
     def data_position(self, member: zipfile.ZipInfo) -> int:
         """Return where a member's bytes begin; its local header must agree with the directory."""
         if member.compress_type != zipfile.ZIP_STORED or member.flag_bits & 1:
-            self.damaged(f"{member.filename!r:.80} is compressed or encrypted")
+            self.damaged(f"{shown(member.filename)} is compressed or encrypted")
         if not 0 <= member.header_offset < self.part.length:
-            self.damaged(f"{member.filename!r:.80} lies outside of it")
+            self.damaged(f"{shown(member.filename)} lies outside of it")
         self.part.seek(member.header_offset)
         header = self.part.read(_LOCAL_HEADER.size) or b""
         if len(header) != _LOCAL_HEADER.size:
-            self.damaged(f"{member.filename!r:.80} lies behind its end")
+            self.damaged(f"{shown(member.filename)} lies behind its end")
         fields = _LOCAL_HEADER.unpack(header)
         name = self.part.read(fields[9]) or b""
         if fields[0] != _ZIP_MAGIC or name != member.filename.encode():
-            self.damaged(f"{member.filename!r:.80} is not where the directory says")
+            self.damaged(f"{shown(member.filename)} is not where the directory says")
         position = member.header_offset + _LOCAL_HEADER.size + fields[9] + fields[10]
-        if position + member.file_size > self.part.length or member.file_size < 0:
-            self.damaged(f"{member.filename!r:.80} ends behind it")
+        after = bisect.bisect_right(self.begins, member.header_offset)
+        end = self.begins[after] if after < len(self.begins) else self.part.length
+        if position + member.file_size > end or member.file_size < 0:
+            self.damaged(f"{shown(member.filename)} ends behind it, or in another member")
         return position
 
     def contents(self, member: zipfile.ZipInfo, limit: int) -> bytes:
         if member.file_size > limit:
-            self.damaged(f"{member.filename!r:.80} has {member.file_size} bytes")
+            self.damaged(f"{shown(member.filename)} has {member.file_size} bytes")
         self.data_position(member)
         try:
             return self.zip.read(member)  # verifies the checksum
         except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError, EOFError) as error:
-            self.damaged(f"{member.filename!r:.80} cannot be read ({error})")
+            self.damaged(f"{shown(member.filename)} cannot be read ({error})")
 
     def small(self, name: str, default: bytes) -> bytes:
         member = self.members.get(self.prefix + name)
@@ -217,15 +224,15 @@ class _LegacyFile:
         swapped = is_other_byte_order("little" if is_little else "big")
         for key in keys:
             if key not in self.wanted:
-                self._damaged(f"a storage {key!r:.60} that no tensor names")
+                self._damaged(f"a storage {shown(key)} that no tensor names")
             later, dtype, count = self.wanted.pop(key)
             self.file.file.seek(position)
             header = self.file.read(8)
             if len(header) != 8 or struct.unpack("<q" if is_little else ">q", header)[0] != count:
-                self._damaged(f"the storage {key!r:.60} has another number of elements")
+                self._damaged(f"the storage {shown(key)} has another number of elements")
             num_bytes = count * (1 if dtype is None else dtype.itemsize)
             if position + 8 + num_bytes > self.length:
-                self._damaged(f"the storage {key!r:.60} ends behind the file")
+                self._damaged(f"the storage {shown(key)} ends behind the file")
             later.settle(self.begin + position + 8, swapped)
             position += 8 + num_bytes
         if self.wanted:
@@ -237,11 +244,11 @@ class _LegacyFile:
             raise DamagedCheckpointError("a view of a storage (written by torch before 0.4)")
         key, dtype, count = _storage_id(identifier[:5] if type(identifier) is tuple else None)
         if key in self.wanted and self.wanted[key][1:] != (dtype, count):
-            raise DamagedCheckpointError(f"the storage {key!r:.60} is described in two ways")
+            raise DamagedCheckpointError(f"the storage {shown(key)} is described in two ways")
         if key not in self.wanted:
             num_bytes = count * (1 if dtype is None else dtype.itemsize)
             if num_bytes > self.length:
-                raise DamagedCheckpointError(f"the storage {key!r:.60} is larger than the file")
+                raise DamagedCheckpointError(f"the storage {shown(key)} is larger than the file")
             self.wanted[key] = (StoredBytesLater(self.path, num_bytes), dtype, count)
         return Storage(self.wanted[key][0], dtype)
 
@@ -270,10 +277,10 @@ class StoredBytesLater(StoredBytes):
 
 def _storage_id(identifier: Any) -> tuple[str, torch.dtype | None, int]:
     if type(identifier) is not tuple or len(identifier) != 5 or identifier[0] != "storage":
-        raise DamagedCheckpointError(f"{identifier!r:.60}")
+        raise DamagedCheckpointError(f"{shown(identifier)} as a storage")
     _, kind, key, _, count = identifier
-    if not isinstance(kind, StorageType) or type(key) is not str:
-        raise DamagedCheckpointError(f"a storage of class {kind!r:.60}")
+    if not isinstance(kind, StorageType) or type(key) is not str or len(key) > MAX_KEY:
+        raise DamagedCheckpointError(f"a storage of class {shown(kind)}")
     if type(count) is not int or not 0 <= count < 1 << 60:
-        raise DamagedCheckpointError(f"a storage of {count!r:.60} elements")
+        raise DamagedCheckpointError(f"a storage of {shown(count)} elements")
     return key, kind.dtype, count

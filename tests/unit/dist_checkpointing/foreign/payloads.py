@@ -90,6 +90,73 @@ def calls(canary: Path) -> dict[str, bytes]:
     }  # fmt: skip
 
 
+def short(value: str) -> bytes:
+    """Push text of less than 256 bytes."""
+    return b"\x8c" + bytes([len(value)]) + value.encode()
+
+
+def _called(module: str, attribute: str) -> bytes:
+    """Push a global by the newer instruction."""
+    return short(module) + short(attribute) + b"\x93"
+
+
+def amplifiers() -> dict[str, bytes]:
+    """Small pickles whose instructions cost much each: they name again what the memo holds."""
+    shared = b")" + b"2\x86" * 60  # a tuple of 2^60 parts, in 60 pairs
+    record = _called("megatron.core", "X")
+    many = b"(" + b"K\x01" * 10_000
+    bad = b"\x80\x04"
+
+    def repeated(value: bytes, use: bytes) -> bytes:
+        """`value` in memo 0, and a list of 100,000 times `use`."""
+        return bad + value + b"\x940](" + use * 30_000 + b"e."
+
+    text_of_1_mb = b"X" + struct.pack("<I", 1 << 20) + b"x" * (1 << 20)
+    ordered, namespace = _called("collections", "OrderedDict"), _called("argparse", "Namespace")
+    names = b"}(" + b"".join(short(f"n{i}") + b"N" for i in range(3_000)) + b"u"
+    return {
+        "key of shared tuples": bad + b"}" + shared + b"Ns.",
+        "items of shared tuples": bad + b"}(" + shared + b"Nu.",
+        "old dict of shared tuples": bad + b"(" + shared + b"Nd.",
+        "member of shared tuples": bad + b"\x8f(" + shared + b"\x90.",
+        "frozen member of shared tuples": bad + b"(" + shared + b"\x91.",
+        "record of shared tuples": bad + b"}" + record + shared + b"\x85RNs.",
+        "record with a state of shared tuples": bad + b"}" + record + b")R" + shared + b"bNs.",
+        "record with an attribute of shared tuples": bad + b"}" + record + b")R}"
+        + short("a") + shared + b"sbNs.",
+        "ordered dict of shared tuples": bad + ordered + b"]" + shared + b"N\x86a\x85R.",
+        "set made of shared tuples": bad + _called("builtins", "set") + b"]" + shared
+        + b"a\x85R.",
+        "tuple of wide tuples": bad + b"}((" + b"N" * 900 + b"t" + b"2" * 899 + b"tNs.",
+        "doubling device": bad + _called("torch", "device") + b"\x940" + short("x" * 64)
+        + b"\x940" + b"h\x00h\x01h\x01\x86Rq\x010" * 40 + b"h\x01.",
+        "doubling path": bad + _called("pathlib", "PosixPath") + b"\x940" + short("x" * 64)
+        + b"\x940" + b"h\x00h\x01h\x01\x86Rq\x010" * 40 + b"h\x01.",
+        "persistent id of shared tuples": bad + shared + b"Q.",
+        "encoded text again and again": repeated(
+            text_of_1_mb + b"\x940" + short("latin1") + b"\x940" + _called("_codecs", "encode"),
+            b"h\x02h\x00h\x01\x86R",
+        ),
+        "ordered dict again and again": repeated(
+            b"](" + b"".join(short(f"n{i}") + b"N\x86" for i in range(3_000)) + b"e\x940"
+            + ordered,
+            b"h\x01h\x00\x85R",
+        ),
+        "namespace again and again": repeated(names + b"\x940" + namespace, b"h\x01)Rh\x00b"),
+        "size again and again": repeated(
+            b"]" + many + b"e\x940" + _called("torch", "Size"), b"h\x01h\x00\x85R"
+        ),
+        "long name again and again": repeated(text_of_1_mb, b"h\x00h\x00\x930"),
+        "a wide list in a wide list": bad + b"]" + many + b"e\x940](" + b"h\x00" * 10_000 + b"e.",
+        "a long text in a wide list": bad + text_of_1_mb + b"\x940](" + b"h\x00" * 40_000 + b"e.",
+        "long text as keys": bad + text_of_1_mb + b"\x940}(" + b"h\x00N" * 100_000 + b"u.",
+        "numbers as keys": bad + b"}("
+        + b"".join(b"J" + struct.pack("<i", i) + b"N" for i in range(140_000)) + b"u.",
+        "tuples as keys": bad + b"}("
+        + b"".join(b"J" + struct.pack("<i", i) + b"\x85N" for i in range(5_000)) + b"u.",
+    }  # fmt: skip
+
+
 def bombs() -> dict[str, bytes]:
     """Pickles that name nothing, and would cost memory, time or the stack."""
     # Each list holds the one before it twice.

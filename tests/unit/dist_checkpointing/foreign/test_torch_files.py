@@ -13,7 +13,8 @@ import torch
 
 from megatron.core.dist_checkpointing.durable import DamagedCheckpointError
 from megatron.core.dist_checkpointing.foreign import stored_view
-from megatron.core.dist_checkpointing.foreign.stored_view import StoredView, ViewReader
+from megatron.core.dist_checkpointing.foreign.contents import ForeignDraft
+from megatron.core.dist_checkpointing.foreign.stored_view import StoredBytes, StoredView, ViewReader
 from megatron.core.dist_checkpointing.foreign.torch_file import read_torch_file
 from tests.unit.dist_checkpointing.foreign.payloads import Runs, calls
 
@@ -137,6 +138,46 @@ def test_a_hostile_archive_is_refused(kind: str, ram_path: Path) -> None:
     assert path.read_bytes() != before
     with pytest.raises(DamagedCheckpointError, match="file.pt"):
         read_torch_file(path)
+
+
+@pytest.mark.parametrize("is_zip", [True, False], ids=["archive", "legacy"])
+def test_a_view_of_stride_0_does_not_claim_more_than_its_file(is_zip: bool, ram_path: Path) -> None:
+    path = ram_path / "file.pt"
+    huge = torch.ones(1).expand(1 << 20, 1 << 13)
+    torch.save({"w": huge}, path, _use_new_zipfile_serialization=is_zip)
+    with pytest.raises(DamagedCheckpointError, match=r"_rebuild_tensor_v2.*is not admitted"):
+        read_torch_file(path)
+
+
+def test_members_of_an_archive_do_not_share_bytes(ram_path: Path) -> None:
+    path = ram_path / "file.pt"
+    torch.save({"a": torch.ones(64), "b": torch.ones(64)}, path)
+    data = bytearray(path.read_bytes())
+    with zipfile.ZipFile(path) as archive:
+        sizes = {m.filename: m for m in archive.infolist()}
+        outer, inner = sizes["file/data/0"], sizes["file/data/1"]
+    # The first storage is said to reach over the header of the second and into it.
+    length = inner.header_offset - outer.header_offset + 64
+    for place in (outer.header_offset + 18, outer.header_offset + 22):
+        data[place : place + 4] = length.to_bytes(4, "little")
+    entry = data.index(b"PK\x01\x02", inner.header_offset)
+    while data[entry + 46 : entry + 57] != b"file/data/0":
+        entry = data.index(b"PK\x01\x02", entry + 1)
+    for place in (entry + 20, entry + 24):
+        data[place : place + 4] = length.to_bytes(4, "little")
+    data = data.replace(b"cpuq\x04K@t", b"cpuq\x04K" + bytes([length // 4]) + b"t", 1)
+    path.write_bytes(data)
+    with pytest.raises(DamagedCheckpointError, match="in another member"):
+        read_torch_file(path)
+
+
+def test_many_views_of_one_storage_do_not_make_a_huge_checkpoint(ram_path: Path) -> None:
+    draft = ForeignDraft(ram_path, "test")
+    storage = StoredBytes(ram_path / "file.pt", 0, 1 << 20)
+    for i in range(200):
+        draft.add_whole(f"w{i}", StoredView(storage, torch.uint8, (1 << 20,), (1,)))
+    with pytest.raises(DamagedCheckpointError, match="CKPT_UNSAFE.*tensors of 209715200 bytes"):
+        draft.finish({}, {})
 
 
 def test_every_cut_and_every_flip_of_an_archive_is_refused_or_harmless(ram_path: Path) -> None:
