@@ -34,6 +34,7 @@ from torch.distributed import (
 )
 
 from megatron.core import device
+from megatron.core.attempts import START_TIMEOUT, store_of_attempt
 
 __all__ = [
     "ReduceOp",
@@ -98,7 +99,14 @@ def init_distributed(
         options |= {"store": HashStore(), "rank": 0, "world_size": 1}
     else:
         os.environ.setdefault("MASTER_PORT", str(distributed_port))
-        options["init_method"] = init_method
+        launched_size = int(os.environ.get("WORLD_SIZE", "1"))
+        if init_method is None and world_size < 0 and launched_size > 1:
+            # torch reads the same variables, but would meet the ranks of an earlier attempt.
+            this_rank = int(os.environ["RANK"])
+            store = store_of_attempt(this_rank, launched_size, timeout or START_TIMEOUT)
+            options |= {"store": store, "rank": this_rank, "world_size": launched_size}
+        else:
+            options["init_method"] = init_method
     dist.init_process_group(backend, **options)
 
 

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from megatron.core.attempts import store_of_attempt
+
 
 @dataclass(frozen=True)
 class Place:
@@ -36,9 +38,12 @@ def place_of_this_process() -> Place:
 def connect_store(place: Place, timeout: timedelta) -> Any:
     """Return the key-value store that all ranks of the job share, before any process group.
 
-    Ranks meet in it to compare their settings, and after a failure to decide who reports it.
+    Ranks meet in it to compare their settings, and after a failure to decide who reports it. It
+    holds nothing of an earlier attempt of a job that torchrun starts again.
+
+    Raises:
+        TopologyError: it cannot be reached, or ranks are missing.
     """
     if not place.is_launched or place.world_size == 1:
         return dist.HashStore()  # type: ignore[attr-defined]
-    store, _, _ = next(dist.rendezvous("env://", timeout=timeout))  # type: ignore[attr-defined]
-    return store
+    return store_of_attempt(place.rank, place.world_size, timeout)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
 from megatron.core import num_microbatches_calculator as calculator
+from megatron.core.attempts import START_TIMEOUT
 from megatron.core.dist_checkpointing.object_store import is_url
 from megatron.core.errors import MegatronError
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -29,9 +29,6 @@ from megatron.training.setup.distributed import (
     start_processes,
 )
 from megatron.training.setup.writers import open_tensorboard, open_wandb
-
-START_TIMEOUT = timedelta(minutes=10)
-"""How long ranks wait for each other before anything is known, also of the timeout's flag."""
 
 
 @dataclass
