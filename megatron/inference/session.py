@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +29,8 @@ DEFAULTS = {
 """What training asks for and using a model does not need."""
 FROM_CHECKPOINT = {"use_checkpoint_args": True, "exit_on_missing_checkpoint": True}
 """The shape comes with the weights; a model of Hugging Face brings it without being asked."""
+FROM_HUGGING_FACE = {"seq_length": 4096}
+"""Such a model was not trained on one length: this, or all its positions if they are fewer."""
 
 
 @dataclass
@@ -74,6 +77,13 @@ class ModelSession:
         )
 
 
+def defaults_beside(words: Sequence[str]) -> dict[str, Any]:
+    """Return the settings that a tool takes where these words of a command line say nothing."""
+    flags = {word.split("=")[0] for word in words}
+    is_checkpoint = "--load" in flags or "--load-hf" not in flags
+    return {**DEFAULTS, **(FROM_CHECKPOINT if is_checkpoint else FROM_HUGGING_FACE)}
+
+
 def open_session(
     provider: ModelProvider, add_arguments: ExtraArguments, **defaults: Any
 ) -> ModelSession:
@@ -86,10 +96,9 @@ def open_session(
     Raises:
         ConfigError: with all problems of the settings, on all ranks; or nothing is to be loaded.
     """
-    flags = {argument.split("=")[0] for argument in sys.argv[1:]}
-    shape = FROM_CHECKPOINT if "--load" in flags or "--load-hf" not in flags else {}
     session = initialize_megatron(
-        extra_args_provider=add_arguments, args_defaults={**DEFAULTS, **shape, **defaults}
+        extra_args_provider=add_arguments,
+        args_defaults={**defaults_beside(sys.argv[1:]), **defaults},
     )
     run = session.run
     if run.load is None and run.load_hf is None:

@@ -232,7 +232,7 @@ def running_server(folder: Path, *flags: str, num_ranks: int = 2) -> Iterator[tu
         sys.executable, "-m", "torch.distributed.run", "--standalone",
         "--nproc-per-node", str(num_ranks), "tools/run_text_generation_server.py",
         "--load-hf", str(folder), "--tensor-model-parallel-size", str(num_ranks),
-        "--tokenizer-type", "NullTokenizer", "--seq-length", "128",
+        "--tokenizer-type", "NullTokenizer",
         "--transformer-impl", "local", "--port", "0", *flags,
     ]  # fmt: skip
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "GLOO_SOCKET_IFNAME": "lo",

@@ -136,7 +136,8 @@ def parse_command_line(
 
     Precedence, highest first: command line, YAML file, DeepSpeed configuration, Hugging Face model
     or preset, `args_defaults` of the script, defaults of the fields. Flags that contradict the
-    model of --load-hf or the file of --deepspeed_config are refused.
+    model of --load-hf or the file of --deepspeed_config are refused. A script's default of
+    `seq_length` is cut to the positions of that model.
 
     Raises:
         ConfigError: with all problems of the command line and the file.
@@ -158,9 +159,12 @@ def parse_command_line(
     model_directory = command_line.get("load_hf") or from_yaml.get("load_hf")
     if model_directory:
         from_preset |= _model_values(model_directory, {**from_yaml, **command_line}, problems)
+    defaults = {n: v for n, v in (args_defaults or {}).items() if n in all_flags()}
+    if "seq_length" in defaults and "max_position_embeddings" in from_preset:
+        longest = {**from_preset, **from_yaml, **command_line}["max_position_embeddings"]
+        defaults["seq_length"] = min(defaults["seq_length"], longest)
     from_deepspeed = _deepspeed_values({**from_yaml, **command_line}, problems)
     raise_together(problems, summary="this command line")
-    defaults = {n: v for n, v in (args_defaults or {}).items() if n in all_flags()}
     merged = {**defaults, **from_preset, **from_deepspeed, **from_yaml, **command_line}
     return ParsedCommand(
         config=RunConfig.from_values(merged),
