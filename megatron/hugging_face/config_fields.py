@@ -9,23 +9,30 @@ from megatron.core.errors import ConfigError, MegatronError, raise_together
 
 WITHOUT_EFFECT = frozenset({
     # Where the file comes from.
-    "architectures", "model_type", "transformers_version", "_name_or_path", "auto_map",
-    "_commit_hash", "license", "task_specific_params", "id2label", "label2id",
+    "architectures", "model_type", "auto_map", "license", "task_specific_params", "id2label",
+    "label2id", "name_or_path", "model_name", "base_model", "author", "authors", "description",
+    "language", "languages", "tags", "datasets", "library_name", "pipeline_tag", "thumbnail",
+    "unsloth_fixed", "is_llama_config", "transformers.js_config",
     # How the weights are stored, and with which values training would begin.
-    "torch_dtype", "dtype", "initializer_range", "quantization",
+    "torch_dtype", "dtype", "initializer_range", "quantization", "loss_type",
     # Generation and its caches.
     "use_cache", "bos_token_id", "eos_token_id", "pad_token_id", "cls_token_id", "sep_token_id",
-    "unk_token_id",
+    "unk_token_id", "bos_token", "eos_token", "pad_token", "suppress_tokens", "bad_words_ids",
+    "begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id", "temperature", "top_k",
+    "top_p", "typical_p", "repetition_penalty", "length_penalty", "num_beams", "num_beam_groups",
+    "diversity_penalty", "early_stopping", "no_repeat_ngram_size", "num_return_sequences",
+    "encoder_no_repeat_ngram_size", "output_scores", "return_dict_in_generate",
+    "remove_invalid_values", "exponential_decay_length_penalty", "keys_to_ignore_at_inference",
     "decoder_start_token_id", "cache_implementation", "max_length", "min_length", "do_sample",
     # How Transformers executes the model, and tasks other than language modelling.
-    "pretraining_tp", "attn_implementation", "_attn_implementation", "gradient_checkpointing",
+    "pretraining_tp", "attn_implementation", "gradient_checkpointing",
     "output_attentions", "output_hidden_states", "output_past", "return_dict", "torchscript",
     "use_return_dict", "chunk_size_feed_forward", "problem_type", "is_encoder_decoder",
     "is_decoder", "add_cross_attention", "cross_attention_hidden_size", "tie_encoder_decoder",
     "finetuning_task", "prefix", "pruned_heads", "tf_legacy_loss", "tokenizer_class",
     "use_bfloat16",
 })  # fmt: skip
-"""Fields that change no logit of the model: they may stay unread."""
+"""Fields that change no logit of the model: they may stay unread. See `is_without_effect`."""
 
 YARN: dict[str, Any] = {
     "rotary_scaling_factor": 1.0,
@@ -41,13 +48,26 @@ YARN: dict[str, Any] = {
 _REQUIRED = object()
 
 
+def is_without_effect(name: str, value: Any) -> bool:
+    """Return whether a field that nobody read may stay unread.
+
+    Besides those of the list, what a program notes for itself: versions of programs, and names or
+    marks under a leading underscore. A number under such a name could be one of the model's.
+    """
+    if name in WITHOUT_EFFECT:
+        return True
+    if name.startswith("_"):
+        return isinstance(value, (str, bool))
+    return name.endswith("_version") and isinstance(value, str)
+
+
 class ConfigFields:
     """The fields of a config, each to be taken or checked once; `finish` refuses the rest."""
 
     def __init__(self, fields: Mapping[str, Any], source: str) -> None:
         self.source = source
         self._fields = dict(fields)
-        self._unread = set(fields) - WITHOUT_EFFECT
+        self._unread = {n for n, value in fields.items() if not is_without_effect(n, value)}
         self._problems: list[MegatronError] = []
 
     def take(self, name: str, default: Any = _REQUIRED) -> Any:
@@ -86,16 +106,22 @@ class ConfigFields:
         for name in sorted(self._unread):
             value = self._fields[name]
             if value is not None and value is not False:
-                self._refuse(name, value, "every field of a config acts, or is refused")
+                fix = (
+                    f"if {name!r} only tells where the model comes from, delete its line there; "
+                    "if it changes the model, use another model"
+                )
+                self._refuse(name, value, "every field of a config acts, or is refused", fix)
         raise_together(self._problems, summary=self.source)
 
-    def _refuse(self, name: str, value: Any, rule: str) -> None:
+    def _refuse(
+        self, name: str, value: Any, rule: str, fix: str = "use a model without it"
+    ) -> None:
         self._problems.append(
             ConfigError(
                 f"{self.source}: {name} = {value!r} is not supported.",
                 rule=rule,
                 flags=["--load-hf"],
-                fix="use a model without it",
+                fix=fix,
             )
         )
 

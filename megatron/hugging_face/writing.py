@@ -28,7 +28,7 @@ from megatron.core.dist_checkpointing.durable import (
 from megatron.core.dist_checkpointing.loader import Contents
 from megatron.core.dist_checkpointing.shard_file import DTYPES, as_bytes, build_header, dtype_name
 from megatron.core.errors import CheckpointError
-from megatron.hugging_face.config_fields import WITHOUT_EFFECT
+from megatron.hugging_face.config_fields import is_without_effect
 from megatron.hugging_face.families import family_of_settings
 from megatron.hugging_face.families.family import Family, Settings, geometry_of
 from megatron.hugging_face.model_directory import CONFIG_NAME, INDEX_NAME, SINGLE_NAME
@@ -263,7 +263,9 @@ def _write_config(
         for name in CARRIED_ALONG:
             if (companion / name).is_file():
                 shutil.copyfile(companion / name, draft / name)
-    fields = {name: carried[name] for name in sorted(WITHOUT_EFFECT & set(carried))}
+    fields = {
+        name: carried[name] for name in sorted(carried) if is_without_effect(name, carried[name])
+    }
     fields |= family.fields(settings)
     fields |= {
         "model_type": family.model_type,

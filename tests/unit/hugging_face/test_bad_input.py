@@ -51,12 +51,31 @@ def change_config(model, **fields):
         ({"rope_scaling": {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 2.0}},
          "low_freq_factor"),
         ({"num_hidden_layers": None}, "num_hidden_layers"),
+        ({"_sliding_window_pattern": 6}, "_sliding_window_pattern"),
+        ({"_layer_version": 2}, "_layer_version"),
     ],
 )  # fmt: skip
 def test_a_config_that_is_not_understood_is_refused(model, fields, named):
     change_config(model, **fields)
     with pytest.raises(ConfigError, match=named):
         read_model_directory(model)
+
+
+def test_what_a_program_notes_for_itself_does_not_stop_the_load(model):
+    expected = read_model_directory(model).settings
+    change_config(
+        model, _name_or_path="SmolLM2", _model_name_or_path="Smollm2 135M 8k", unsloth_version="1",
+        axolotl_version="0.4", name_or_path="here", language=["en"], _from_model_config=True,
+        unsloth_fixed=True, repetition_penalty=1.1, tags=["x"],
+    )  # fmt: skip
+    assert read_model_directory(model).settings == expected
+
+
+def test_an_unknown_field_of_a_config_is_refused_with_a_way_to_go_on(model):
+    change_config(model, finished_on="a Sunday")
+    with pytest.raises(ConfigError, match="delete its line") as caught:
+        read_model_directory(model)
+    assert "config.json" in str(caught.value)
 
 
 def test_all_problems_of_a_config_come_in_one_message(model):
