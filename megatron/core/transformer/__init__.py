@@ -1,0 +1,25 @@
+"""The blocks of a transformer. Names are loaded when first asked for."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+_HOME = {
+    "MLATransformerConfig": "transformer_config",
+    "MegatronModule": "module",
+    "ModuleSpec": "spec_utils",
+    "TransformerConfig": "transformer_config",
+    "TransformerLayer": "transformer_layer",
+    "TransformerLayerSubmodules": "transformer_layer",
+    "build_module": "spec_utils",
+}
+"""Public name -> module of this package that defines it."""
+
+__all__ = list(_HOME)
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,5 +1,8 @@
 """Caches of keys and values."""
 
-from megatron.core.inference.contexts.static_context import StaticInferenceContext
+from megatron.core.inference.contexts.static_context import (
+    BaseInferenceContext,
+    StaticInferenceContext,
+)
 
-__all__ = ["StaticInferenceContext"]
+__all__ = ["BaseInferenceContext", "StaticInferenceContext"]

@@ -17,7 +17,19 @@ from torch import Tensor
 from megatron.core.errors import ConfigError
 
 
-class StaticInferenceContext:
+class BaseInferenceContext:
+    """What a model is told about the tokens it has seen, whichever way they are kept."""
+
+    def is_static_batching(self) -> bool:
+        """Return whether the rows of a batch stay the same from token to token."""
+        return True
+
+    def is_dynamic_batching(self) -> bool:
+        """Return whether rows come and go between tokens."""
+        return not self.is_static_batching()
+
+
+class StaticInferenceContext(BaseInferenceContext):
     """Keys and values of up to `max_batch_size` sequences, for the layers of this rank.
 
     Megatron's loop works with it: pass it as `inference_context`, then add the number of new

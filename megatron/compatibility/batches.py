@@ -1,0 +1,181 @@
+"""What training scripts written for Megatron import from `megatron.training.utils`."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron.core import device, parallel_state
+from megatron.core.context_parallel import partition
+from megatron.core.datasets.document_masks import attention_mask, document_starts
+from megatron.core.errors import ConfigError, DataError
+from megatron.core.process_groups_config import Group, ProcessGroupCollection
+from megatron.core.tensor_parallel import collectives
+from megatron.core.tensor_parallel.data import broadcast_data
+from megatron.core.utils import get_pg_rank, get_pg_size
+from megatron.training.arguments import core_transformer_config_from_args
+from megatron.training.blends import blends_of
+from megatron.training.global_vars import get_args
+
+BATCH = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
+_DTYPES = (torch.int64, torch.float32, torch.bool)
+_ABSENT, _NO_DATA, _OTHER_DTYPE = -1, -2, -3
+
+
+def get_batch_on_this_tp_rank(
+    data_iterator: Any, mtp_on_this_rank: bool = False, vp_stage: int | None = None
+) -> dict[str, Tensor | None]:
+    """Take the next micro batch on the group's first rank and give it to all ranks of the group.
+
+    Args:
+        data_iterator: of batches with some of the entries `BATCH`; used on the first rank of the
+            tensor-parallel group only. None there (a stage without data) is None for all entries.
+        mtp_on_this_rank, vp_stage: not needed: every stage gets all entries.
+    Returns:
+        the entries in the order of `BATCH`, on this rank's device; those that the data lack are
+        None.
+    Communication:
+        one broadcast of five numbers over `tp`, and two for each dtype among the entries.
+    Raises:
+        DataError: on every rank, if an entry is neither int64 nor fp32 nor bool.
+    """
+    group = ProcessGroupCollection.current().tp
+    batch: dict[str, Any] = {}
+    kinds = torch.full((len(BATCH),), _ABSENT, dtype=torch.int64)
+    if get_pg_rank(group) == 0:
+        if data_iterator is None:
+            kinds.fill_(_NO_DATA)
+        else:
+            batch = {n: v for n, v in next(data_iterator).items() if n in BATCH and v is not None}
+            for place, name in enumerate(BATCH):
+                if name in batch:
+                    dtype = batch[name].dtype
+                    kinds[place] = _DTYPES.index(dtype) if dtype in _DTYPES else _OTHER_DTYPE
+    if get_pg_size(group) > 1:
+        kinds = collectives.broadcast(kinds.to(device.current_device()), group)
+    kind_of = dict(zip(BATCH, kinds.tolist(), strict=True))
+    wrong = [name for name, kind in kind_of.items() if kind == _OTHER_DTYPE]
+    if wrong:
+        raise DataError(
+            f"the entries {', '.join(wrong)} of a micro batch have a dtype that is not sent.",
+            rule="tokens, labels, position_ids are int64, loss_mask is fp32, attention_mask bool",
+            fix="convert them in the dataset's __getitem__",
+        )
+    sent: dict[str, Tensor] = {}
+    for number, dtype in enumerate(_DTYPES):
+        names = [name for name, kind in kind_of.items() if kind == number]
+        if names:
+            sent.update(broadcast_data(names, batch, dtype))
+    return {name: sent.get(name) for name in BATCH}
+
+
+def get_batch_on_this_cp_rank(
+    batch: Mapping[str, Any], *options: Any, cp_group: Group = None, is_hybrid_cp: bool = False
+) -> dict[str, Any]:
+    """Cut a micro batch to this context-parallel rank's positions.
+
+    Both of Megatron's signatures are taken: `(batch[, cp_group])` and
+    `(batch, is_hybrid_cp[, cp_group])`.
+    """
+    rest = list(options)
+    if rest and isinstance(rest[0], bool):
+        is_hybrid_cp = rest.pop(0)
+    if rest:
+        cp_group = rest.pop(0)
+    if is_hybrid_cp or rest:
+        raise ConfigError(
+            "a micro batch was to be split over hybrid context-parallel groups.",
+            rule="all sequences are split over the same ranks",
+            flags=["--hybrid-context-parallel"],
+            fix="leave it out",
+        )
+    return partition.get_batch_on_this_cp_rank(batch, cp_group)
+
+
+def is_first_or_last_pipeline_stage(vp_stage: int | None = None) -> bool:
+    """Return whether tokens enter this rank's (virtual) stage, or its loss is computed here."""
+    return parallel_state.is_pipeline_first_stage(
+        False, vp_stage
+    ) or parallel_state.is_pipeline_last_stage(False, vp_stage)
+
+
+def maybe_wrap_for_inprocess_restart(pretrain: Any) -> tuple[Any, None]:
+    """Return (pretrain, no store): processes that fail are started anew by torchrun."""
+    return pretrain, None
+
+
+def get_blend_and_blend_per_split(args: argparse.Namespace) -> tuple[Any, Any]:
+    """Return `blend` and `blend_per_split` of a dataset config; one of them, or both, are None."""
+    found = blends_of(args)
+    return found.get("blend"), found.get("blend_per_split")
+
+
+def get_ltor_masks_and_position_ids(
+    data: Tensor, eod_token: int, *options: Any, **named: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the masks and positions of a decoder's micro batch.
+
+    Both of Megatron's signatures are taken:
+
+        (data, eod_token, reset_position_ids, reset_attention_mask, eod_mask_loss)
+        (data, eod_token, pad_token, reset_position_ids, reset_attention_mask, eod_mask_loss,
+         pad_mask_loss)
+
+    Args:
+        data: token ids [b, s].
+    Returns:
+        attention mask bool [b or 1, 1, s, s], True = forbidden; loss mask fp32 [b, s]; position
+        ids int64 [b, s].
+    """
+    names: tuple[str, ...] = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
+    if len(options) > len(names) or (options and not isinstance(options[0], bool)):
+        names = ("pad_token", *names, "pad_mask_loss")
+    given = {**dict(zip(names, options, strict=False)), **named}
+    unknown = set(given) - {"pad_token", "pad_mask_loss", *names}
+    if unknown or len(options) > len(names):
+        raise TypeError(f"get_ltor_masks_and_position_ids() does not take {sorted(unknown)}")
+
+    starts = torch.zeros_like(data)
+    if given.get("reset_position_ids") or given.get("reset_attention_mask"):
+        starts = torch.stack([document_starts(row, eod_token) for row in data])
+    loss_mask = torch.ones(data.shape, dtype=torch.float32, device=data.device)
+    if given.get("eod_mask_loss"):
+        loss_mask[data == eod_token] = 0.0
+    if given.get("pad_mask_loss") and given.get("pad_token") is not None:
+        loss_mask[data == given["pad_token"]] = 0.0
+    positions = torch.arange(data.shape[1], device=data.device).expand_as(data)
+    if given.get("reset_position_ids"):
+        positions = positions - starts
+    seen = starts if given.get("reset_attention_mask") else torch.zeros_like(data[:1])
+    return attention_mask(seen), loss_mask, positions.clone()
+
+
+def core_transformer_config_from_yaml(args: argparse.Namespace, _: str = "language_model") -> Any:
+    """Return the model's config: a YAML file of flags is read into `args` already."""
+    return core_transformer_config_from_args(args)
+
+
+def report_memory(name: str) -> None:
+    """Print the peak of this rank's memory."""
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    print(f"[rank {rank}] {name} memory: peak {device.peak_memory_bytes() / 2**20:.1f} MiB")
+
+
+def append_to_progress_log(string: str, barrier: bool = True) -> None:
+    """Append a line to progress.txt in the save directory, on rank 0."""
+    args = get_args()
+    if args.save is None:
+        return
+    if barrier and dist.is_initialized():
+        dist.barrier()
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        stamp = datetime.now().strftime("%Y-%m-%d %H:%M:%S")
+        with (Path(args.save) / "progress.txt").open("a") as file:
+            file.write(f"{stamp}\t{args.world_size} ranks\t{string}\n")

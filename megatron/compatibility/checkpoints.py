@@ -1,0 +1,282 @@
+"""Names around checkpoints, for code written for Megatron.
+
+There is one format of checkpoints here, which every rank writes its share of; strategies name it,
+and wrappers that spread the work over replicas return what they wrap.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from megatron.core.dist_checkpointing import commit
+from megatron.core.dist_checkpointing.async_save import AsyncSave
+from megatron.core.dist_checkpointing.manifest import BACKEND
+from megatron.core.dist_checkpointing.mapping import (
+    RankOffset,
+    ReplicaId,
+    ShardedBase,
+    ShardedObject,
+    ShardedStateDict,
+    ShardedTensor,
+)
+from megatron.core.dist_checkpointing.object_store import place_of
+from megatron.core.dist_checkpointing.tree import leaves
+from megatron.core.errors import CheckpointError, ConfigError
+from megatron.core.process_groups_config import Group, ProcessGroupCollection
+from megatron.core.utils import get_pg_rank, get_pg_size
+
+# Declarations ---------------------------------------------------------------------------
+
+
+def make_tp_sharded_tensor_for_checkpoint(
+    tensor: Tensor,
+    key: str,
+    tp_axis: int = 0,
+    replica_id: ReplicaId | None = None,
+    prepend_offsets: Sequence[RankOffset] = (),
+    *,
+    tp_group: Group = None,
+    dp_cp_group: Group = None,
+    **options: Any,
+) -> ShardedTensor:
+    """Declare a tensor of which each tensor-parallel rank holds an equal piece along `tp_axis`."""
+    groups = ProcessGroupCollection.current()
+    tp, dp = tp_group or groups.tp, dp_cp_group or groups.dp_cp
+    axis = tp_axis + len(prepend_offsets)
+    return ShardedTensor.from_rank_offsets(
+        key,
+        tensor,
+        *prepend_offsets,
+        (axis, get_pg_rank(tp), get_pg_size(tp)),
+        replica_id=(0, 0, get_pg_rank(dp)) if replica_id is None else replica_id,
+        prepend_axis_num=len(prepend_offsets),
+        **options,
+    )
+
+
+def make_sharded_tensor_for_checkpoint(
+    tensor: Tensor,
+    key: str,
+    prepend_offsets: Sequence[RankOffset] = (),
+    replica_id: ReplicaId | None = None,
+    *,
+    tp_group: Group = None,
+    dp_cp_group: Group = None,
+    **options: Any,
+) -> ShardedTensor:
+    """Declare a tensor that all tensor-parallel ranks hold whole."""
+    groups = ProcessGroupCollection.current()
+    tp, dp = tp_group or groups.tp, dp_cp_group or groups.dp_cp
+    return ShardedTensor.from_rank_offsets(
+        key,
+        tensor,
+        *prepend_offsets,
+        replica_id=(0, get_pg_rank(tp), get_pg_rank(dp)) if replica_id is None else replica_id,
+        prepend_axis_num=len(prepend_offsets),
+        **options,
+    )
+
+
+def make_sharded_tensors_for_checkpoint(
+    state_dict: dict[str, Any],
+    prefix: str,
+    tensor_parallel_layers_axis_map: dict[str, int] | None = None,
+    sharded_offsets: Sequence[RankOffset] = (),
+    extra_state_suffix: str = "_extra_state",
+    tp_group: Group = None,
+    dp_cp_group: Group = None,
+) -> ShardedStateDict:
+    """Declare a module's own state dict.
+
+    Args:
+        tensor_parallel_layers_axis_map: name -> axis along which that tensor is split; others are
+            whole on every tensor-parallel rank.
+        extra_state_suffix: of names whose value is an object, not a tensor.
+    """
+    axes = tensor_parallel_layers_axis_map or {}
+    groups = {"tp_group": tp_group, "dp_cp_group": dp_cp_group}
+    declared: ShardedStateDict = {}
+    for name, value in state_dict.items():
+        key = prefix + name
+        if name.endswith(extra_state_suffix):
+            current = ProcessGroupCollection.current()
+            offsets: tuple[int, ...] = (0,)
+            shape: tuple[int, ...] = (1,)
+            if sharded_offsets:
+                offsets = tuple(rank for _, rank, _ in sharded_offsets)
+                shape = tuple(pieces for _, _, pieces in sharded_offsets)
+            ranks = get_pg_rank(tp_group or current.tp), get_pg_rank(dp_cp_group or current.dp_cp)
+            declared[key] = ShardedObject(key, value, shape, offsets, replica_id=(0, *ranks))
+        elif name in axes:
+            declared[key] = make_tp_sharded_tensor_for_checkpoint(
+                value, key, axes[name], prepend_offsets=sharded_offsets, **groups
+            )
+        else:
+            declared[key] = make_sharded_tensor_for_checkpoint(
+                value, key, prepend_offsets=sharded_offsets, **groups
+            )
+    return declared
+
+
+def ensure_metadata_has_dp_cp_group(metadata: dict[str, Any] | None) -> dict[str, Any]:
+    """Return `metadata` with the group of the data-parallel copies in it."""
+    metadata = {} if metadata is None else metadata
+    metadata.setdefault("dp_cp_group", ProcessGroupCollection.current().dp_cp)
+    return metadata
+
+
+def _declarations(sharded_state_dict: Any) -> list[ShardedBase]:
+    return [value for _, value in leaves(sharded_state_dict) if isinstance(value, ShardedBase)]
+
+
+def replace_prefix_for_sharding(
+    sharded_state_dict: ShardedStateDict, old_prefix: str, new_prefix: str
+) -> None:
+    """Rename checkpoint keys in place; each of them must begin with `old_prefix`."""
+    for declaration in _declarations(sharded_state_dict):
+        if not declaration.key.startswith(old_prefix):
+            raise ConfigError(
+                f"the checkpoint key {declaration.key!r} does not begin with {old_prefix!r}.",
+                rule="replace_prefix_for_sharding renames all keys of the dict it is given",
+                fix="use apply_prefix_mapping, which leaves other keys alone",
+            )
+        declaration.key = new_prefix + declaration.key[len(old_prefix) :]
+
+
+def add_prefix_for_sharding(sharded_state_dict: ShardedStateDict, prefix: str) -> None:
+    """Put `prefix` in front of all checkpoint keys, in place."""
+    replace_prefix_for_sharding(sharded_state_dict, "", prefix)
+
+
+def apply_prefix_mapping(sharded_state_dict: ShardedStateDict, prefix_map: dict[str, str]) -> None:
+    """Rename checkpoint keys in place, each by the first prefix of the map that it begins with."""
+    for declaration in _declarations(sharded_state_dict):
+        for old, new in prefix_map.items():
+            if declaration.key.startswith(old):
+                declaration.key = new + declaration.key[len(old) :]
+                break
+
+
+# Strategies -----------------------------------------------------------------------------
+
+
+class _Strategy(str):
+    """The name of the one format, under the name of a class of Megatron."""
+
+    def __new__(cls, *args: Any, **options: Any) -> _Strategy:
+        return super().__new__(cls, BACKEND)
+
+
+class TorchDistSaveShardedStrategy(_Strategy):
+    """Saves in the format of this framework, whichever backend is named."""
+
+
+class TorchDistLoadShardedStrategy(_Strategy):
+    """Loads; the format of what is loaded is read from its files."""
+
+
+def get_default_save_sharded_strategy(backend: str = "torch_dist", version: int = 1) -> _Strategy:
+    """Return what `save` takes as its strategy."""
+    return TorchDistSaveShardedStrategy()
+
+
+def get_default_load_sharded_strategy(checkpoint_dir: str) -> _Strategy:
+    """Return what `load` takes as its strategy."""
+    return TorchDistLoadShardedStrategy()
+
+
+class FullyParallelSaveStrategyWrapper(_Strategy):
+    """A strategy whose work all replicas share, as they do without it (`spread_over_replicas`)."""
+
+
+class FullyParallelLoadStrategyWrapper(_Strategy):
+    """A strategy whose reads all replicas share, as they do without it."""
+
+
+def get_async_strategy(*args: Any, **options: Any) -> _Strategy:
+    """Return the strategy; `save(..., async_sharded_save=True)` writes in the background."""
+    return TorchDistSaveShardedStrategy()
+
+
+class AsyncCallsQueue:
+    """Saves in flight; at most one at a time can be.
+
+    Args:
+        persistent: accepted: bytes are written by a thread, not by a process of its own.
+    """
+
+    def __init__(self, persistent: bool = False) -> None:
+        self._saves: list[AsyncSave] = []
+        self._index = -1
+
+    def schedule_async_request(self, async_request: AsyncSave) -> int:
+        """Take over a save that `save(..., async_sharded_save=True)` returned; it runs already."""
+        self._saves.append(async_request)
+        self._index += 1
+        return self._index
+
+    def maybe_finalize_async_calls(
+        self, blocking: bool = False, no_dist: bool = False
+    ) -> list[int]:
+        """Commit what is written; with `blocking` wait for all: collective.
+
+        Returns:
+            the numbers of the saves that were committed now.
+        """
+        done = []
+        while self._saves:
+            if blocking:
+                self._saves[0].finish()
+            elif not self._saves[0].try_finish():
+                break
+            self._saves.pop(0)
+            done.append(self._index - len(self._saves))
+        return done
+
+    def get_num_unfinalized_calls(self) -> int:
+        """Return the number of saves that are not committed."""
+        return len(self._saves)
+
+    def close(self, abort: bool = False) -> None:
+        """Wait for all saves and commit them."""
+        self.maybe_finalize_async_calls(blocking=True)
+
+
+# Files of a save directory --------------------------------------------------------------
+
+isfile: Callable[[str], bool] = os.path.isfile
+
+
+def get_checkpoint_tracker_filename(checkpoints_path: str) -> str:
+    """Return the path of the file that names the newest checkpoint."""
+    return os.path.join(checkpoints_path, commit.TRACKER_NAME)
+
+
+def get_checkpoint_name(
+    checkpoints_path: str, iteration: int, release: bool = False, *args: Any, **options: Any
+) -> str:
+    """Return the path of a checkpoint, a directory that all ranks share."""
+    name = commit.iteration_directory(commit.RELEASE if release else iteration)
+    return os.path.join(checkpoints_path, name)
+
+
+def read_metadata(tracker_filename: str) -> tuple[int, bool]:
+    """Return (iteration, whether it is a release) that a tracker file names.
+
+    Raises:
+        CheckpointError: the file is missing, or names neither.
+    """
+    directory, name = os.path.split(tracker_filename)
+    named = commit.read_tracker(place_of(directory)) if name == commit.TRACKER_NAME else None
+    if named is None:
+        raise CheckpointError(
+            f"{tracker_filename} names no checkpoint.",
+            rule="the file holds the number of an iteration, or the word release",
+            flags=["--load"],
+            fix="give a directory in which a run has saved",
+        )
+    return (0, True) if named == commit.RELEASE else (int(named), False)

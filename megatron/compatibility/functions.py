@@ -1,0 +1,270 @@
+"""Small functions that code written for Megatron imports from `megatron.core.utils` and others."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import warnings
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from importlib import metadata
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megatron.core import num_microbatches_calculator
+from megatron.core.errors import ConfigError
+from megatron.core.process_groups_config import Group, ProcessGroupCollection
+from megatron.core.utils import get_pg_rank, get_pg_size
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+__package_name__ = "megatron-lattice"
+
+
+def _own_version() -> str:
+    try:
+        return metadata.version(__package_name__)
+    except metadata.PackageNotFoundError:  # a checkout that was not installed
+        return "0+unknown"
+
+
+__version__ = _own_version()
+__shortversion__ = __version__
+
+
+# Settings -------------------------------------------------------------------------------
+
+_experimental = False
+
+
+def set_experimental_flag(flag: bool) -> None:
+    """Remember that experimental features may be used; none here asks."""
+    global _experimental
+    _experimental = bool(flag)
+
+
+def is_experimental_enabled() -> bool:
+    """Return what `set_experimental_flag` was given."""
+    return _experimental
+
+
+def has_config_logger_enabled(config: Any) -> bool:
+    """Return whether a config asks for being written to a directory."""
+    return bool(getattr(config, "config_logger_dir", ""))
+
+
+class _Calculator:
+    """The micro batch calculator of this process, whichever it is when an attribute is read."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(num_microbatches_calculator._calculator, name)
+
+
+CURRENT_CALCULATOR = _Calculator()
+
+
+def jit_fuser(function: _Function) -> _Function:
+    """Return the function as it is: elementwise chains are fused by hand where it pays."""
+    return function
+
+
+def get_fp8_context(
+    config: Any, layer_no: int = -1, is_init: bool = False
+) -> AbstractContextManager[None]:
+    """Return a context that changes nothing, for a config without FP8."""
+    if getattr(config, "fp8", None):
+        raise ConfigError(
+            f"fp8={config.fp8!r} is not supported.",
+            rule="nothing computes in FP8",
+            flags=["--fp8-format"],
+            fix="leave it out and use --bf16",
+        )
+    return nullcontext()
+
+
+def get_quant_config_or_none(name: str, recipe: Any = None) -> None:
+    """Return None, the quantization of a layer without a recipe."""
+    if recipe is not None:
+        raise ConfigError(
+            f"a quantization recipe was given for {name}.",
+            rule="weights are not quantized in training",
+            fix="leave it out",
+        )
+
+
+# Tensors and arguments ------------------------------------------------------------------
+
+
+class WrappedTensor:
+    """A tensor that a callee takes out, so that the caller's frame does not keep it alive."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor: Tensor | None = tensor
+
+    def unwrap(self) -> Tensor:
+        """Return the tensor, once."""
+        assert self._tensor is not None, "the tensor was taken out already"
+        tensor, self._tensor = self._tensor, None
+        return tensor
+
+
+def deprecate_inference_params(inference_context: Any, inference_params: Any) -> Any:
+    """Return `inference_context`, or what came under its former name, with a warning."""
+    if inference_context is None and inference_params is not None:
+        warnings.warn("inference_params is the former name of inference_context", stacklevel=2)
+        return inference_params
+    return inference_context
+
+
+def get_tensor_model_parallel_group_if_none(
+    tp_group: Group, is_expert: bool = False, check_initialized: bool = True
+) -> Group:
+    """Return `tp_group`, or the current collection's for dense layers or experts."""
+    if tp_group is not None or not dist.is_initialized():
+        return tp_group
+    groups = ProcessGroupCollection.current()
+    return groups.expt_tp if is_expert else groups.tp
+
+
+@torch.no_grad()
+def check_param_hashes_across_dp_replicas(
+    model: list[nn.Module], cross_check: bool = False
+) -> bool:
+    """Return whether all replicas hold the same weights, bit for bit.
+
+    Args:
+        cross_check: let all ranks know whether any rank's replicas differ; else a rank speaks for
+            its own replicas.
+    Communication:
+        one all-gather of 8 bytes a parameter over the replicas, and with `cross_check` an
+        all-reduce of one number over all ranks.
+    """
+    groups = ProcessGroupCollection.current()
+    same = True
+    for is_expert, group in ((False, groups.dp_cp), (True, groups.expt_dp)):
+        sums = [
+            _bits_sum(parameter)
+            for chunk in model
+            for parameter in chunk.parameters()
+            if (not getattr(parameter, "allreduce", True)) == is_expert
+        ]
+        if not sums or get_pg_size(group) == 1:
+            continue
+        mine = torch.stack(sums)
+        every = [torch.empty_like(mine) for _ in range(get_pg_size(group))]
+        dist.all_gather(every, mine, group=group)
+        same = same and all(torch.equal(other, every[0]) for other in every)
+    if cross_check and dist.is_initialized():
+        anybody = torch.tensor([0 if same else 1], device=next(model[0].parameters()).device)
+        dist.all_reduce(anybody, op=dist.ReduceOp.MAX)
+        same = not bool(anybody)
+    return same
+
+
+def _bits_sum(parameter: Tensor) -> Tensor:
+    """Return an int64 [] that changes when any bit does, and when elements change places."""
+    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    bits = parameter.detach().contiguous().view(integers[parameter.element_size()]).view(-1).long()
+    places = torch.arange(1, bits.numel() + 1, device=bits.device)
+    return (bits * (places * 2654435761 % 4294967291)).sum()
+
+
+# Versions -------------------------------------------------------------------------------
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    found = []
+    for part in version.split("+")[0].split("."):
+        if not part.isdigit():
+            break
+        found.append(int(part))
+    return tuple(found)
+
+
+def get_te_version() -> tuple[int, ...]:
+    """Return the release numbers of Transformer Engine, or (0, 0, 0)."""
+    try:
+        return _numbers(metadata.version("transformer-engine"))
+    except metadata.PackageNotFoundError:
+        return (0, 0, 0)
+
+
+def is_fa_min_version(version: str, check_equality: bool = True) -> bool:
+    """Return whether flash-attention is at least (or, without equality, above) `version`."""
+    try:
+        have = _numbers(metadata.version("flash-attn"))
+    except metadata.PackageNotFoundError:
+        return False
+    want = _numbers(version)
+    return have >= want if check_equality else have > want
+
+
+# Logs and profiles ----------------------------------------------------------------------
+
+
+def log_single_rank(logger: logging.Logger, *args: Any, rank: int = 0, **kwargs: Any) -> None:
+    """Log on one rank: arguments are those of `logger.log`."""
+    if not dist.is_initialized() or dist.get_rank() == rank:
+        logger.log(*args, **kwargs)
+
+
+def log_on_each_pipeline_stage(
+    logger: logging.Logger, *args: Any, tp_group: Group = None, dp_cp_group: Group = None,
+    **kwargs: Any,
+) -> None:  # fmt: skip
+    """Log on the first rank of each pipeline stage: arguments are those of `logger.log`."""
+    groups = ProcessGroupCollection.current()
+    if not get_pg_rank(tp_group or groups.tp) and not get_pg_rank(dp_cp_group or groups.dp_cp):
+        logger.log(*args, **kwargs)
+
+
+_annotates = False
+_ranges: list[tuple[str, Any]] = []
+
+
+def configure_nvtx_profiling(enabled: bool) -> None:
+    """Say whether `nvtx_range_push` marks anything."""
+    global _annotates
+    _annotates = enabled
+
+
+def nvtx_range_push(msg: str | None = None, suffix: str | None = None) -> None:
+    """Open a range in the trace of a profiler; it nests."""
+    if not _annotates:
+        return
+    name = "range" if msg is None else msg
+    mark = torch.profiler.record_function(name if suffix is None else f"{name}.{suffix}")
+    mark.__enter__()
+    _ranges.append((name, mark))
+
+
+def nvtx_range_pop(msg: str | None = None, suffix: str | None = None) -> None:
+    """Close the range that was opened last."""
+    if not _annotates:
+        return
+    assert _ranges, "no range is open"
+    name, mark = _ranges.pop()
+    assert msg is None or msg == name, f"range {msg!r} is closed inside {name!r}"
+    mark.__exit__(None, None, None)
+
+
+def nvtx_decorator(
+    message: str | None = None, color: str | None = None
+) -> Callable[[_Function], _Function]:
+    """Return a decorator that marks each call of a function as a range."""
+
+    def decorate(function: _Function) -> _Function:
+        @functools.wraps(function)
+        def marked(*args: Any, **kwargs: Any) -> Any:
+            nvtx_range_push(message or function.__qualname__)
+            try:
+                return function(*args, **kwargs)
+            finally:
+                nvtx_range_pop()
+
+        return marked  # type: ignore[return-value]
+
+    return decorate

@@ -1,0 +1,224 @@
+"""Names of `megatron.core.parallel_state` beyond the groups and their sizes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.core.device import current_device
+from megatron.core.errors import ConfigError
+from megatron.core.process_groups_config import FakeGroup, Group, ProcessGroupCollection
+from megatron.core.rank_grid import RankGrid
+
+_PRIVATE = {
+    "_CONTEXT_PARALLEL_GROUP": "cp",
+    "_DATA_PARALLEL_GROUP": "dp",
+    "_DATA_PARALLEL_GROUP_WITH_CP": "dp_cp",
+    "_EXPERT_MODEL_PARALLEL_GROUP": "ep",
+    "_EXPERT_TENSOR_PARALLEL_GROUP": "expt_tp",
+    "_MODEL_PARALLEL_GROUP": "mp",
+    "_PIPELINE_MODEL_PARALLEL_GROUP": "pp",
+    "_TENSOR_MODEL_PARALLEL_GROUP": "tp",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Return a group of the current collection under Megatron's private name; None before."""
+    if name in _PRIVATE:
+        return getattr(ProcessGroupCollection.current(), _PRIVATE[name])
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+# Groups ---------------------------------------------------------------------------------
+
+
+def get_amax_reduction_group(
+    with_context_parallel: bool = False, tp_only_amax_red: bool = False
+) -> Group:
+    """Return the ranks over which the largest magnitude of an FP8 tensor would be taken."""
+    groups = ProcessGroupCollection.current()
+    if tp_only_amax_red:
+        return groups.tp_cp if with_context_parallel else groups.tp
+    return groups.tp_dp_cp if with_context_parallel else groups.tp_dp
+
+
+def get_tensor_and_expert_parallel_group(check_initialized: bool = True) -> Group:
+    """Return the group of expert-tp x ep."""
+    return ProcessGroupCollection.current().tp_ep
+
+
+def get_tensor_and_expert_parallel_world_size() -> int:
+    """Return expert-tp * ep."""
+    group = get_tensor_and_expert_parallel_group()
+    return 1 if group is None else group.size()
+
+
+def get_tensor_and_expert_parallel_rank() -> int:
+    """Return this rank's position in expert-tp x ep."""
+    group = get_tensor_and_expert_parallel_group()
+    return 0 if group is None else group.rank()
+
+
+def get_nccl_options(pg_name: str, nccl_comm_cfgs: dict[str, Any]) -> None:
+    """Return None, the options of a group whose communicator is not tuned.
+
+    Raises:
+        ConfigError: options were given for this group.
+    """
+    if pg_name in nccl_comm_cfgs:
+        raise ConfigError(
+            f"options of the communicator of group {pg_name!r} are given.",
+            rule="communicators are created with torch's defaults",
+            flags=["--nccl-communicator-config-path"],
+            fix="leave them out; NCCL's environment variables act on all groups",
+        )
+
+
+# Sizes and ranks that are said instead of asked for -------------------------------------
+
+
+def _setter(axis: str, sets_rank: bool) -> Callable[[int | None], None]:
+    def set_value(value: int | None) -> None:
+        groups = ProcessGroupCollection.current()
+        group = getattr(groups, axis)
+        rank, size = (0, 1) if group is None else (group.rank(), group.size())
+        if isinstance(group, _Said):
+            group = group.real
+        if value is None:  # what the groups say, again
+            said = group
+        elif sets_rank:
+            said = _Said(value, max(size, value + 1), group)
+        else:
+            said = _Said(min(rank, value - 1), value, group)
+        ProcessGroupCollection.set_current(groups.with_groups(**{axis: said}))
+
+    which = "rank" if sets_rank else "size"
+    set_value.__doc__ = f"Say the {which} on axis {axis}, to build shapes without processes."
+    return set_value
+
+
+class _Said(FakeGroup):
+    """A place without processes, and the group that was there before."""
+
+    def __init__(self, rank: int, size: int, real: Group) -> None:
+        super().__init__(rank, size)
+        object.__setattr__(self, "real", real)
+
+    real: Group
+
+
+set_tensor_model_parallel_rank = _setter("tp", True)
+set_tensor_model_parallel_world_size = _setter("tp", False)
+set_pipeline_model_parallel_rank = _setter("pp", True)
+set_pipeline_model_parallel_world_size = _setter("pp", False)
+set_expert_model_parallel_rank = _setter("ep", True)
+set_expert_model_parallel_world_size = _setter("ep", False)
+set_context_parallel_rank = _setter("cp", True)
+set_context_parallel_world_size = _setter("cp", False)
+set_data_parallel_rank = _setter("dp", True)
+
+
+# Encoders and decoders ------------------------------------------------------------------
+
+
+def get_pipeline_model_parallel_split_rank() -> None:
+    """Return None: no stage begins a decoder after an encoder."""
+
+
+def get_pipeline_model_parallel_decoder_start() -> None:
+    """Return None: no stage begins a decoder after an encoder."""
+
+
+def is_pipeline_stage_before_split(rank: int | None = None) -> bool:
+    """Return True: there is one stack of layers, and every stage has a part of it."""
+    return True
+
+
+is_pipeline_stage_after_split = is_pipeline_stage_before_split
+is_inside_encoder = is_pipeline_stage_before_split
+is_inside_decoder = is_pipeline_stage_before_split
+
+
+# Ranks of groups as arithmetic ----------------------------------------------------------
+
+
+class RankGenerator:
+    """Lists the ranks of groups of a layout, without processes.
+
+    Args:
+        tp, ep, dp, pp, cp: sizes of the axes.
+        order: axes from the fastest varying to the slowest, joined by "-".
+        rank_offset: first rank.
+    """
+
+    def __init__(
+        self, tp: int, ep: int, dp: int, pp: int, cp: int, order: str, rank_offset: int = 0
+    ) -> None:
+        self.tp, self.ep, self.dp, self.pp, self.cp = tp, ep, dp, pp, cp
+        self.rank_offset = rank_offset
+        self.world_size = tp * dp * pp * cp * ep
+        sizes = {"tp": tp, "pp": pp, "dp": dp, "ep": ep, "cp": cp}
+        axes = order.lower().split("-")
+        for axis, size in sizes.items():
+            if axis not in axes:
+                assert size == 1, f"{axis} has size {size} and is not in the order {order!r}"
+                axes.append(axis)
+        self.order = "-".join(axes)
+        self.ordered_size = [sizes[axis] for axis in axes]
+        self._grid = RankGrid(tuple(axes), tuple(self.ordered_size), rank_offset)
+
+    def get_ranks(self, token: str) -> list[list[int]]:
+        """Return the groups along the axes of `token`, such as "tp" or "tp-pp"."""
+        return self._grid.groups(*token.split("-"))
+
+
+# Memory that is used again --------------------------------------------------------------
+
+
+class GlobalMemoryBuffer:
+    """Scratch tensors by name and dtype, each as large as its largest use so far."""
+
+    def __init__(self) -> None:
+        self.buffer: dict[tuple[str, torch.dtype], Tensor] = {}
+
+    def get_tensor(
+        self,
+        tensor_shape: list[int] | torch.Size,
+        dtype: torch.dtype,
+        name: str,
+        mem_alloc_context: Any = None,
+    ) -> Tensor:
+        """Return a view of the scratch tensor `name`; its values are whatever was there."""
+        needed = math.prod(tensor_shape)
+        held = self.buffer.get((name, dtype))
+        if held is None or held.numel() < needed:
+            held = torch.empty(needed, dtype=dtype, device=current_device())
+            self.buffer[name, dtype] = held
+        return held[:needed].view(*tensor_shape)
+
+
+_buffer: GlobalMemoryBuffer | None = None
+
+
+def get_global_memory_buffer() -> GlobalMemoryBuffer:
+    """Return the scratch tensors of this process."""
+    global _buffer
+    if _buffer is None:
+        _buffer = GlobalMemoryBuffer()
+    return _buffer
+
+
+def _set_global_memory_buffer() -> None:
+    """Begin with no scratch tensors."""
+    global _buffer
+    _buffer = GlobalMemoryBuffer()
+
+
+def destroy_global_memory_buffer() -> None:
+    """Free the scratch tensors."""
+    global _buffer
+    _buffer = None

@@ -1,0 +1,293 @@
+"""Pieces of layers that code written for Megatron calls by name.
+
+Legend: s sequence, b micro batch, h hidden, n heads, d head dim, r rotated channels, v vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron.core.context_parallel import from_later
+from megatron.core.context_parallel.partition import take_rows
+from megatron.core.errors import ConfigError
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.fusions.fused_bias_gelu import bias_gelu_impl
+from megatron.core.fusions.fused_bias_swiglu import bias_swiglu_impl
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_submodules,
+    get_gpt_layer_with_transformer_engine_submodules,
+)
+from megatron.core.process_groups_config import Group, ProcessGroupCollection
+from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+from megatron.core.transformer.rotary import cos_sin, rotate
+from megatron.core.transformer.yarn import yarn_attention_factor, yarn_inverse_frequencies
+from megatron.core.utils import get_pg_rank, get_pg_size
+
+# Elementwise ----------------------------------------------------------------------------
+
+bias_dropout_add_fused_train = get_bias_dropout_add(True, True)
+bias_dropout_add_fused_inference = get_bias_dropout_add(False, True)
+
+
+def bias_gelu(bias: Tensor, y: Tensor) -> Tensor:
+    """Return gelu(y + bias), with the tanh approximation."""
+    return bias_gelu_impl(y, bias)
+
+
+def bias_swiglu(y: Tensor, bias: Tensor) -> Tensor:
+    """Return silu(gate) * up of y + bias [..., 2f] (gate first) as [..., f]."""
+    return bias_swiglu_impl(y, bias)
+
+
+def openai_gelu(x: Tensor) -> Tensor:
+    """Return GELU in its tanh form."""
+    return F.gelu(x, approximate="tanh")
+
+
+def erf_gelu(x: Tensor) -> Tensor:
+    """Return GELU."""
+    return F.gelu(x)
+
+
+def attention_mask_func(attention_scores: Tensor, attention_mask: Tensor) -> Tensor:
+    """Overwrite scores where the mask is True with -10000, and return them."""
+    return attention_scores.masked_fill_(attention_mask, -10000.0)
+
+
+def SplitAlongDim(tensor: Tensor, dim: int, sections: Sequence[int]) -> tuple[Tensor, ...]:
+    """Return views of `tensor`, cut along `dim` into pieces of these sizes."""
+    return torch.split(tensor, list(sections), dim)
+
+
+class L2Norm(nn.Module):
+    """Divides rows by the root of their mean square; no weight.
+
+    Args:
+        hidden_size: of the rows; not needed.
+        eps: added to the mean square.
+    """
+
+    def __init__(self, hidden_size: int, eps: float = 1e-6, **options: Any) -> None:
+        super().__init__()
+        self.hidden_size, self.eps = hidden_size, eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Norm x [..., h] in fp32, and return it in its own dtype."""
+        wide = x.float()
+        return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)).type_as(x)
+
+
+def fused_vocab_parallel_cross_entropy(
+    vocab_parallel_logits: Tensor, target: Tensor, tp_group: Group = None
+) -> Tensor:
+    """Return the loss of every token, fp32 [s, b], of logits [s, b, v/tp]."""
+    return vocab_parallel_cross_entropy(vocab_parallel_logits, target, tp_group=tp_group)
+
+
+def is_layer_window_attention(
+    window_size: Any, window_attn_skip_freq: Any, layer_number: int | None = None
+) -> bool:
+    """Return whether a layer's attention has a window.
+
+    Args:
+        window_attn_skip_freq: every such layer sees everything; a list says 1 for layers with a
+            window.
+        layer_number: from 1. May be left out: then the first argument is the frequency and the
+            second the number.
+    """
+    if layer_number is None:
+        return is_layer_window_attention(True, window_size, window_attn_skip_freq)
+    if not window_size:
+        return False
+    if window_attn_skip_freq is None:
+        return True
+    if isinstance(window_attn_skip_freq, int):
+        return layer_number % window_attn_skip_freq != 0
+    return bool(window_attn_skip_freq[layer_number - 1])
+
+
+# Positions ------------------------------------------------------------------------------
+
+
+def get_pos_emb_on_this_cp_rank(pos_emb: Tensor, seq_dim: int, cp_group: Group = None) -> Tensor:
+    """Return this context-parallel rank's positions of `pos_emb`, which has them all."""
+    group = cp_group or ProcessGroupCollection.current().cp
+    if get_pg_size(group) == 1:
+        return pos_emb
+    return take_rows(pos_emb, seq_dim, get_pg_rank(group), get_pg_size(group), "pos_emb")
+
+
+def _apply_rotary_pos_emb_bshd(
+    t: Tensor,
+    freqs: Tensor,
+    rotary_interleaved: bool = False,
+    multi_latent_attention: bool = False,
+    mscale: float = 1.0,
+    **options: Any,
+) -> Tensor:
+    """Rotate t [s, b, n, d] by the angles `freqs` [s, 1, 1, r].
+
+    Args:
+        multi_latent_attention: pairs are neighbouring channels of `t`, which come out as two
+            halves: all first ones, then all second ones.
+    """
+    wanted = sorted(name for name, value in options.items() if value)
+    if wanted:
+        raise ConfigError(
+            f"rotary positions were asked for with {', '.join(wanted)}.",
+            rule="rotated channels are neighbours or halves, in one direction",
+            fix="leave these out",
+        )
+    if multi_latent_attention:
+        width = freqs.shape[-1]
+        turned = t[..., :width]
+        t = torch.cat((turned[..., 0::2], turned[..., 1::2], t[..., width:]), -1)
+    cos, sin = cos_sin(freqs, t.dtype)
+    return rotate(t, cos * mscale, sin * mscale, rotary_interleaved)
+
+
+def fused_apply_rotary_pos_emb(
+    t: Tensor, freqs: Tensor, transpose_output_memory: bool = False, interleaved: bool = False
+) -> Tensor:
+    """Rotate t [s, b, n, d] by the angles `freqs` [s, 1, 1, r]."""
+    cos, sin = cos_sin(freqs, t.dtype)
+    return rotate(t, cos, sin, interleaved)
+
+
+def _yarn_get_mscale(scale: float = 1.0, mscale: float = 1.0) -> float:
+    """Return YaRN's factor on cosine and sine for a context `scale` times as long."""
+    return yarn_attention_factor(scale, mscale)
+
+
+class YarnRotaryEmbedding(RotaryEmbedding):
+    """Angles stretched by YaRN, and the factor that goes with them.
+
+    Args:
+        scaling_factor: how many times longer the context becomes.
+        original_max_position_embeddings: positions that the model was trained with first.
+        beta_fast, beta_slow, correction_range_round_to_int: see `yarn_inverse_frequencies`.
+        mscale, mscale_all_dim: strengths whose factors are divided: the factor that is returned.
+        others: as in `RotaryEmbedding`.
+    """
+
+    def __init__(
+        self,
+        kv_channels: int,
+        rotary_percent: float = 1.0,
+        rotary_interleaved: bool = False,
+        seq_len_interpolation_factor: float | None = None,
+        rotary_base: float = 10000.0,
+        scaling_factor: float = 1.0,
+        original_max_position_embeddings: int = 4096,
+        beta_fast: float = 32.0,
+        beta_slow: float = 1.0,
+        mscale: float = 1.0,
+        mscale_all_dim: float = 0.0,
+        correction_range_round_to_int: bool = True,
+        use_cpu_initialization: bool = False,
+        cp_group: Group = None,
+    ) -> None:
+        super().__init__(
+            kv_channels,
+            rotary_percent,
+            rotary_interleaved,
+            seq_len_interpolation_factor,
+            rotary_base,
+            use_cpu_initialization=use_cpu_initialization,
+            cp_group=cp_group,
+        )
+        self.inv_freq = yarn_inverse_frequencies(
+            int(kv_channels * rotary_percent),
+            rotary_base,
+            factor=scaling_factor,
+            original_context=original_max_position_embeddings,
+            beta_fast=beta_fast,
+            beta_slow=beta_slow,
+            rounds_range=correction_range_round_to_int,
+        ).to(self.inv_freq.device)
+        whole = yarn_attention_factor(scaling_factor, mscale_all_dim)
+        self.mscale = yarn_attention_factor(scaling_factor, mscale) / whole
+
+    def forward(  # type: ignore[override]
+        self, max_seq_len: int, offset: int = 0, packed_seq: bool = False, cp_group: Group = None
+    ) -> tuple[Tensor, float]:
+        """Return the angles [s, 1, 1, r] and the factor on cosine and sine."""
+        return super().forward(max_seq_len, offset, packed_seq, cp_group), self.mscale
+
+
+# Tokens ---------------------------------------------------------------------------------
+
+
+def roll_tensor(
+    tensor: Tensor,
+    shifts: int = -1,
+    dims: int = -1,
+    cp_group: Group = None,
+    packed_seq_params: Any = None,
+) -> tuple[Tensor, Tensor]:
+    """Move token ids or masks [b, s/cp] towards the beginning by one or more positions.
+
+    Returns:
+        the moved tensor, with zeros where the sequence has ended, and its sum.
+    """
+    if packed_seq_params is not None or shifts >= 0 or dims not in (-1, tensor.dim() - 1):
+        raise ConfigError(
+            f"roll_tensor(shifts={shifts}, dims={dims}, packed_seq_params="
+            f"{'given' if packed_seq_params is not None else None}) is not supported.",
+            rule="it moves the last dimension towards the beginning, in one sequence a row",
+            fix="use a negative shift along the last dimension; for packed sequences mask the last"
+            " tokens of each document",
+        )
+    moved = from_later(tensor, -shifts, cp_group)
+    return moved, moved.sum()
+
+
+def sort_chunks_by_idxs(
+    input: Tensor,
+    split_sizes: Tensor,
+    sorted_idxs: Tensor,
+    probs: Tensor | None = None,
+    fused: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Put runs of rows into another order.
+
+    Args:
+        split_sizes: rows of each run.
+        sorted_idxs: which run comes first, second, ...
+        probs: a weight of each row, put into the same order.
+    """
+    sizes, order = split_sizes.tolist(), sorted_idxs.tolist()
+
+    def sort(rows: Tensor) -> Tensor:
+        runs = torch.split(rows, sizes)
+        return torch.cat([runs[i] for i in order])
+
+    return sort(input), None if probs is None else sort(probs)
+
+
+# Specs ----------------------------------------------------------------------------------
+
+
+def get_mlp_module_spec(
+    use_te: bool | None = True,
+    num_experts: int | None = None,
+    moe_grouped_gemm: bool | None = False,
+    **options: Any,
+) -> Any:
+    """Return the spec of the MLP of a GPT layer, dense or with experts."""
+    make = (
+        get_gpt_layer_with_transformer_engine_submodules
+        if use_te
+        else get_gpt_layer_local_submodules
+    )
+    parts = make(num_experts=num_experts, moe_grouped_gemm=bool(moe_grouped_gemm), **options)
+    return parts.mlp
+
+
+_get_mlp_module_spec = get_mlp_module_spec

@@ -1,0 +1,338 @@
+"""The functions behind Megatron's names do what the names promise."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megatron.core import parallel_state as mpu
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.errors import CheckpointError, ConfigError, NumericsError
+from megatron.core.process_groups_config import FakeGroup, ProcessGroupCollection
+from tests.harness.tolerances import EXACT, FP32_REORDERED_SUM, assert_close
+
+
+@pytest.fixture(autouse=True)
+def _groups_as_before():
+    before = ProcessGroupCollection._current
+    yield
+    ProcessGroupCollection.set_current(before)
+
+
+# A step and its results ------------------------------------------------------------------------
+
+
+def test_a_loop_of_reruns_runs_a_step_once_and_forgets_its_batches():
+    from megatron.core.rerun_state_machine import RerunDataIterator, RerunStateMachine
+
+    machine, data = RerunStateMachine(), RerunDataIterator(range(6))
+    given = []
+    for _ in range(2):
+        while machine.should_run_forward_backward(data):
+            given += [next(data), next(data)]
+        assert data.saved_microbatches == []
+    assert given == [0, 1, 2, 3]
+    assert machine.should_checkpoint_and_exit() == (False, False, 0)
+    assert [next(data), next(data)] == [4, 5]
+    data.rewind()
+    assert list(data) == [4, 5]
+
+
+def test_a_rejected_result_ends_the_run_if_it_is_fatal_and_warns_if_not():
+    from megatron.core.rerun_state_machine import get_rerun_state_machine
+
+    machine, wrong = get_rerun_state_machine(), torch.tensor(float("nan"))
+    machine.validate_result(torch.tensor(1.0), torch.isnan, "found NaN")
+    with pytest.raises(NumericsError, match="found NaN: nan"):
+        machine.validate_result(wrong, torch.isnan, "found NaN", tolerance=0.0, fatal=True)
+    with pytest.warns(UserWarning, match="Spiky loss"):
+        machine.validate_result(wrong, torch.isnan, "Spiky loss", fatal=False)
+
+
+def test_a_result_is_large_beside_the_largest_of_the_first_ones():
+    from megatron.core.rerun_state_machine import RerunStateMachine
+
+    machine = RerunStateMachine()
+    first = [machine.is_unexpectedly_large(x, 10.0, "loss", num_samples=3) for x in (99, 1, 2)]
+    assert first == [False] * 3
+    assert not machine.is_unexpectedly_large(torch.tensor(989.0), 10.0, "loss", num_samples=3)
+    assert machine.is_unexpectedly_large(torch.tensor(990.0), 10.0, "loss", num_samples=3)
+    assert not machine.is_unexpectedly_large(990.0, 10.0, "norm", num_samples=3)
+
+
+@pytest.mark.parametrize("mode", ["validate_results", "report_stats"])
+def test_modes_that_rerun_are_refused(mode):
+    from megatron.core.rerun_state_machine import RerunErrorInjector, RerunMode, RerunStateMachine
+
+    with pytest.raises(ConfigError, match=mode):
+        RerunStateMachine(mode=RerunMode(mode))
+    with pytest.raises(ConfigError, match="error_injection_rate"):
+        RerunErrorInjector(error_injection_rate=100)
+
+
+def test_a_straggler_detector_is_a_context_that_cannot_be_switched_on():
+    from megatron.core.utils import StragglerDetector
+
+    detector = StragglerDetector()
+    with detector(bdata=True), detector:
+        assert StragglerDetector() is detector
+    assert not detector.enabled
+    assert detector.report() is False
+    with pytest.raises(ConfigError, match="--log-straggler"):
+        detector.configure(2, 0, enabled=True)
+
+
+def test_a_wrapped_tensor_is_taken_out_once():
+    from megatron.core.utils import WrappedTensor
+
+    tensor = torch.ones(2)
+    wrapped = WrappedTensor(tensor)
+    assert wrapped.unwrap() is tensor
+    with pytest.raises(AssertionError):
+        wrapped.unwrap()
+
+
+def test_the_former_name_of_an_inference_context_is_taken_with_a_warning():
+    from megatron.core.utils import deprecate_inference_params
+
+    assert deprecate_inference_params("new", "old") == "new"
+    with pytest.warns(UserWarning, match="former name"):
+        assert deprecate_inference_params(None, "old") == "old"
+
+
+def test_ranges_appear_in_a_trace_when_they_are_switched_on():
+    from megatron.core.utils import configure_nvtx_profiling, nvtx_range_pop, nvtx_range_push
+
+    with torch.profiler.profile() as trace:
+        nvtx_range_push("unseen")
+        nvtx_range_pop("unseen")
+        configure_nvtx_profiling(True)
+        nvtx_range_push("outer", suffix="step")
+        torch.ones(1) + 1
+        nvtx_range_pop("outer")
+        configure_nvtx_profiling(False)
+    names = {event.key for event in trace.key_averages()}
+    assert "outer.step" in names
+    assert "unseen" not in names
+
+
+# Groups ----------------------------------------------------------------------------------------
+
+
+def test_a_said_size_is_seen_until_it_is_taken_back():
+    ProcessGroupCollection.set_current(ProcessGroupCollection.fake(tp=(1, 2)))
+    mpu.set_tensor_model_parallel_world_size(8)
+    mpu.set_tensor_model_parallel_rank(5)
+    assert (mpu.get_tensor_model_parallel_rank(), mpu.get_tensor_model_parallel_world_size()) == (
+        5,
+        8,
+    )
+    mpu.set_tensor_model_parallel_rank(None)
+    assert (mpu.get_tensor_model_parallel_rank(), mpu.get_tensor_model_parallel_world_size()) == (
+        1,
+        2,
+    )
+
+
+def test_private_group_names_follow_the_current_collection():
+    for rank in (0, 1):
+        ProcessGroupCollection.set_current(ProcessGroupCollection.fake(tp=(rank, 2)))
+        assert FakeGroup(rank, 2) == mpu._TENSOR_MODEL_PARALLEL_GROUP
+        assert mpu._CONTEXT_PARALLEL_GROUP is None
+
+
+def test_ranks_of_groups_come_without_processes():
+    ranks = mpu.RankGenerator(tp=2, ep=1, dp=2, pp=2, cp=1, order="tp-cp-ep-dp-pp")
+    assert ranks.get_ranks("tp") == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert ranks.get_ranks("dp") == [[0, 2], [1, 3], [4, 6], [5, 7]]
+    assert ranks.get_ranks("tp-pp") == [[0, 1, 4, 5], [2, 3, 6, 7]]
+
+
+def test_scratch_memory_is_used_again():
+    buffer = mpu.get_global_memory_buffer()
+    large = buffer.get_tensor([4, 8], torch.float32, "mpu")
+    small = buffer.get_tensor([2, 3], torch.float32, "mpu")
+    assert small.data_ptr() == large.data_ptr()
+    assert buffer.get_tensor([4], torch.int64, "mpu").data_ptr() != large.data_ptr()
+    mpu.destroy_global_memory_buffer()
+    assert mpu.get_global_memory_buffer() is not buffer
+
+
+# Masks, positions, layers ----------------------------------------------------------------------
+
+
+def test_masks_and_positions_of_a_decoder_follow_its_documents():
+    from megatron.training.utils import get_ltor_masks_and_position_ids
+
+    data = torch.tensor([[5, 9, 6, 7, 9, 8]])  # 9 ends a document
+    mask, loss_mask, positions = get_ltor_masks_and_position_ids(data, 9, True, True, True)
+    assert positions.tolist() == [[0, 1, 0, 1, 2, 0]]
+    assert loss_mask.tolist() == [[1, 0, 1, 1, 0, 1]]
+    document = torch.tensor([0, 0, 1, 1, 1, 2])
+    place = torch.arange(6)
+    seen = (document[:, None] == document) & (place[:, None] >= place)
+    assert torch.equal(mask, ~seen[None, None])
+
+
+def test_the_newer_signature_with_a_pad_token_masks_padding():
+    from megatron.training.utils import get_ltor_masks_and_position_ids
+
+    data = torch.tensor([[5, 9, 6, 0], [1, 2, 3, 0]])
+    mask, loss_mask, positions = get_ltor_masks_and_position_ids(
+        data, 9, 0, False, False, False, True
+    )
+    assert mask.shape == (1, 1, 4, 4)
+    assert loss_mask.tolist() == [[1, 1, 1, 0]] * 2
+    assert positions.tolist() == [[0, 1, 2, 3]] * 2
+
+
+def test_rolled_tokens_are_the_later_ones():
+    from megatron.core.transformer.multi_token_prediction import roll_tensor
+
+    rolled, total = roll_tensor(torch.tensor([[1, 2, 3], [4, 5, 6]]), shifts=-1, dims=-1)
+    assert rolled.tolist() == [[2, 3, 0], [5, 6, 0]]
+    assert int(total) == 16
+    with pytest.raises(ConfigError, match="roll_tensor"):
+        roll_tensor(torch.zeros(1, 3), shifts=1)
+
+
+def test_l2_norm_gives_rows_of_mean_square_one():
+    from megatron.core.transformer.torch_norm import L2Norm
+
+    normed = L2Norm(8)(torch.randn(3, 8, generator=torch.Generator().manual_seed(1)))
+    assert_close(normed.square().mean(-1), torch.ones(3), FP32_REORDERED_SUM, "mean square")
+
+
+def test_yarn_embedding_gives_the_angles_of_the_models_own():
+    from megatron.core.models.common.embeddings import RotaryEmbedding, YarnRotaryEmbedding
+    from megatron.core.transformer import MLATransformerConfig
+
+    config = MLATransformerConfig(num_layers=1, hidden_size=64, num_attention_heads=4)
+    own = RotaryEmbedding(16, rotary_base=10000, yarn=config)
+    angles, factor = YarnRotaryEmbedding(
+        16, scaling_factor=40, original_max_position_embeddings=4096, mscale=1.0
+    )(32)
+    assert_close(angles, own(32), EXACT, "angles")
+    assert factor == 0.1 * math.log(40) + 1
+
+
+def test_positions_of_a_context_parallel_rank_are_its_zigzag_part():
+    from megatron.core.models.common.embeddings.rope_utils import get_pos_emb_on_this_cp_rank
+
+    positions = torch.arange(8).view(8, 1, 1, 1)
+    assert get_pos_emb_on_this_cp_rank(positions, 0, FakeGroup(0, 2)).flatten().tolist() == [
+        0, 1, 6, 7
+    ]  # fmt: skip
+
+
+def test_runs_of_rows_change_places_with_their_weights():
+    from megatron.core.transformer.moe.moe_utils import sort_chunks_by_idxs
+
+    rows, weights = sort_chunks_by_idxs(
+        torch.tensor([[0], [1], [2], [3]]),
+        torch.tensor([1, 2, 1]),
+        torch.tensor([2, 0, 1]),
+        torch.tensor([0.0, 1.0, 2.0, 3.0]),
+    )
+    assert rows.flatten().tolist() == [3, 0, 1, 2]
+    assert weights.tolist() == [3, 0, 1, 2]
+
+
+def test_layers_with_a_window_are_counted_from_one():
+    from megatron.core.transformer.utils import is_layer_window_attention
+
+    assert [is_layer_window_attention((8, 0), 3, n) for n in (1, 2, 3)] == [True, True, False]
+    assert [is_layer_window_attention([0, 1], n) for n in (1, 2)] == [False, True]
+    assert not is_layer_window_attention(None, 3, 1)
+
+
+def test_an_fp8_context_is_refused_where_it_would_be_dropped():
+    from megatron.core.fp8_utils import get_fp8_context
+
+    with get_fp8_context(SimpleNamespace(fp8=None)):
+        pass
+    with pytest.raises(ConfigError, match="fp8"):
+        get_fp8_context(SimpleNamespace(fp8="e4m3"))
+
+
+# Checkpoints -----------------------------------------------------------------------------------
+
+
+def test_a_modules_state_is_declared_as_its_axes_say():
+    from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+
+    ProcessGroupCollection.set_current(ProcessGroupCollection.fake(tp=(1, 2), dp_cp=(3, 4)))
+    declared = make_sharded_tensors_for_checkpoint(
+        {"weight": torch.zeros(3, 5), "bias": torch.zeros(3), "x_extra_state": None},
+        "layer.",
+        {"weight": 0},
+        ((0, 2, 6),),
+    )
+    weight, bias = declared["layer.weight"], declared["layer.bias"]
+    assert isinstance(weight, ShardedTensor)
+    assert (weight.global_shape, weight.global_offset) == ((6, 6, 5), (2, 3, 0))
+    assert (weight.replica_id, bias.replica_id) == ((0, 0, 3), (0, 1, 3))
+    assert (bias.global_shape, bias.global_offset) == ((6, 3), (2, 0))
+    assert declared["layer.x_extra_state"].replica_id == (0, 1, 3)
+
+
+def test_prefixes_of_keys_are_replaced_all_or_by_a_map():
+    from megatron.core.dist_checkpointing.utils import (
+        apply_prefix_mapping,
+        replace_prefix_for_sharding,
+    )
+
+    tree = {"a": [ShardedTensor.from_rank_offsets("old.x", torch.zeros(1))]}
+    replace_prefix_for_sharding(tree, "old.", "new.")
+    apply_prefix_mapping(tree, {"other.": "no.", "new.": "newest."})
+    assert tree["a"][0].key == "newest.x"
+    with pytest.raises(ConfigError, match="does not begin with"):
+        replace_prefix_for_sharding(tree, "old.", "new.")
+
+
+def test_strategies_of_megatron_save_and_load_here(tmp_path):
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.serialization import (
+        get_default_load_sharded_strategy,
+        get_default_save_sharded_strategy,
+    )
+    from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
+    from megatron.core.dist_checkpointing.strategies.fully_parallel import (
+        FullyParallelLoadStrategyWrapper,
+        FullyParallelSaveStrategyWrapper,
+    )
+
+    def state(value):
+        return {"w": ShardedTensor.from_rank_offsets("w", torch.full((4,), value))}
+
+    save = FullyParallelSaveStrategyWrapper(get_default_save_sharded_strategy(), None, True)
+    load = FullyParallelLoadStrategyWrapper(get_default_load_sharded_strategy(str(tmp_path)))
+    request = dist_checkpointing.save(
+        state(7.0), tmp_path / "ck", sharded_strategy=save, async_sharded_save=True
+    )
+    queue = AsyncCallsQueue()
+    assert queue.schedule_async_request(request) == 0
+    assert queue.maybe_finalize_async_calls(blocking=True) == [0]
+    assert queue.get_num_unfinalized_calls() == 0
+    loaded = dist_checkpointing.load(state(0.0), tmp_path / "ck", load)
+    assert loaded["w"].tolist() == [7.0] * 4
+
+
+def test_the_tracker_of_a_save_directory_is_read_by_its_name(tmp_path):
+    from megatron.training.checkpointing import (
+        get_checkpoint_name,
+        get_checkpoint_tracker_filename,
+        read_metadata,
+    )
+
+    tracker = get_checkpoint_tracker_filename(str(tmp_path))
+    with pytest.raises(CheckpointError, match="names no checkpoint"):
+        read_metadata(tracker)
+    for text, found in (("12", (12, False)), ("release", (0, True))):
+        with open(tracker, "w") as file:
+            file.write(text)
+        assert read_metadata(tracker) == found
+    assert get_checkpoint_name(str(tmp_path), 12) == f"{tmp_path}/iter_0000012"
