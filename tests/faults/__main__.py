@@ -1,0 +1,122 @@
+"""Send real signals to real runs and check what is left: `python -m tests.faults`.
+
+Campaigns (all of them without a name):
+
+    matrix      each signal at each moment to each target, with and without loader workers
+    preempt     SIGTERM to torchrun with default flags saves the last finished step, 20 times
+    restarts    30 kills of random ranks at random times under torchrun --max-restarts
+    namespaces  two machines, as network namespaces (needs root, ip, unshare, nsenter)
+
+After each case: the job ends in bounded time; no process, shared memory, port or file is left; the
+newest checkpoint is as new as promised (`promises.py`); training goes on from it and the whole
+curve is that of an undisturbed run, to the bit. Exits with 1 if a case fails, and keeps its files.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from tests.faults import plan
+from tests.faults.checks import References
+from tests.faults.job import can_have_its_own_shared_memory
+from tests.faults.running import Result, run_case
+from tests.harness import reaper
+
+Task = tuple[str, Callable[[Path, References], Result]]
+"""A name, and what runs it in a folder."""
+
+
+def tasks_of(campaign: str, arguments: argparse.Namespace) -> list[Task]:
+    """Return the cases of a campaign that the pattern asks for."""
+    tasks: list[Task] = []
+    if campaign in ("matrix", "preempt"):
+        cases = plan.matrix() if campaign == "matrix" else plan.preempt(arguments.times)
+        for number, case in enumerate(plan.matching(cases, arguments.cases)):
+            seed = f"{arguments.seed} {campaign} {number}"
+            tasks.append(
+                (case.name, lambda at, to, case=case, seed=seed: run_case(case, at, to, seed))
+            )
+    return tasks * arguments.repeat
+
+
+def run_all(tasks: list[Task], num_jobs: int, folder: Path) -> list[Result]:
+    """Run tasks side by side and print a line for each; folders of failures stay."""
+    references, done = References(folder), []
+
+    def run_one(numbered: tuple[int, Task]) -> Result:
+        number, (name, run) = numbered
+        place = folder / f"{number:03d}"
+        try:
+            result = run(place, references)
+        except Exception as error:
+            result = Result(name, [f"{type(error).__name__}: {error}"])
+        after = "" if result.ended_after_s is None else f"{result.ended_after_s:.1f}"
+        print(
+            f"{result.name:<62}{result.outcome:<9}{after:>8}{result.seconds:>8.1f}  {result.facts}",
+            flush=True,
+        )
+        for problem in result.problems:
+            print(f"    {problem}", flush=True)
+        if result.problems:
+            print(f"    kept: {place}", flush=True)
+        else:
+            shutil.rmtree(place, ignore_errors=True)
+        return result
+
+    print(f"{'case':<62}{'':<9}{'end (s)':>8}{'all (s)':>8}", flush=True)
+    with ThreadPoolExecutor(num_jobs) as pool:
+        done = list(pool.map(run_one, enumerate(tasks)))
+    return done
+
+
+def main() -> int:
+    """Run what is asked for."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.faults",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    names = ("matrix", "preempt", "restarts", "namespaces")
+    parser.add_argument("campaigns", nargs="*", metavar="CAMPAIGN", help=", ".join(names))
+    parser.add_argument(
+        "--cases", default="", help="only cases whose name has these words; | between alternatives"
+    )
+    parser.add_argument("--list", action="store_true", help="print the cases, run none")
+    parser.add_argument("--repeat", type=int, default=1, help="run everything so many times")
+    parser.add_argument("--times", type=int, default=20, help="of preempt")
+    parser.add_argument("--kills", type=int, default=30, help="of restarts")
+    parser.add_argument("--seed", default="0", help="of the random moments")
+    parser.add_argument("--jobs", type=int, default=2, help="runs side by side")
+    arguments = parser.parse_args()
+    if unknown := set(arguments.campaigns) - set(names):
+        parser.error(f"unknown campaigns {sorted(unknown)}; known are {', '.join(names)}")
+    tasks = [t for name in arguments.campaigns or names for t in tasks_of(name, arguments)]
+    if arguments.list:
+        print("\n".join(name for name, _ in tasks))
+        return 0
+    reaper.start()
+    if not can_have_its_own_shared_memory():
+        print("without root and unshare what is left in /dev/shm is not seen", flush=True)
+    began = time.monotonic()
+    folder = Path(tempfile.mkdtemp(prefix="faults-"))
+    results = run_all(tasks, arguments.jobs, folder)
+    outcomes = Counter(result.outcome for result in results)
+    shown = ", ".join(f"{count} {outcome}" for outcome, count in outcomes.items())
+    print(f"{len(results)} cases in {time.monotonic() - began:.0f} s: {shown}")
+    for reason in dict.fromkeys(result.not_run for result in results if result.not_run):
+        print(f"not run: {reason}")
+    if not outcomes["FAILED"]:
+        shutil.rmtree(folder, ignore_errors=True)
+    return int(outcomes["FAILED"] > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,60 @@
+"""`pretrain_gpt.py` with sleeps, so that a signal can meet what is short in a small model.
+
+    --slow-building S      while the datasets are built
+    --slow-step S          in every micro batch of training
+    --slow-evaluation S    in every micro batch of evaluations
+
+It prints when it builds and when an evaluation begins.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from megatron.core.enums import ModelType
+from megatron.training import get_args, pretrain
+from pretrain_gpt import datasets_provider, forward_step, model_provider
+
+BUILDING, EVALUATING = "slowly building the datasets", "slowly evaluating"
+_was_training = True
+
+
+def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Declare the sleeps, in seconds."""
+    for name in ("building", "step", "evaluation"):
+        parser.add_argument(f"--slow-{name}", type=float, default=0.0)
+    return parser
+
+
+def slow_datasets(num_samples: Sequence[int | None], vp_stage: int | None = None) -> list:
+    """Build after a sleep."""
+    print(BUILDING, flush=True)
+    time.sleep(get_args().slow_building)
+    return datasets_provider(num_samples, vp_stage)
+
+
+slow_datasets.is_distributed = True
+
+
+def slow_forward_step(data_iterator: Any, model: Any) -> tuple:
+    """Sleep, then run one micro batch."""
+    global _was_training
+    args = get_args()
+    if _was_training and not model.training:
+        print(EVALUATING, flush=True)
+    _was_training = model.training
+    time.sleep(args.slow_step if model.training else args.slow_evaluation)
+    return forward_step(data_iterator, model)
+
+
+if __name__ == "__main__":
+    pretrain(
+        slow_datasets,
+        model_provider,
+        ModelType.encoder_or_decoder,
+        slow_forward_step,
+        extra_args_provider=add_flags,
+    )
