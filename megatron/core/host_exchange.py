@@ -5,7 +5,7 @@ both sides: half a megabyte takes a millisecond or two. Ranks on one machine can
 bytes instead. Each rank owns two slots in a shared mapping; it publishes a tensor into a slot,
 and the others read it there.
 
-    mapping | process ids | semaphores | bells | rank 0: slot, slot | rank 1: slot, slot | ...
+    mapping | processes | semaphores | bells | rank 0: slot, slot | rank 1: slot, slot | ...
 
 A counting semaphore per ordered pair [from, to] of ranks says how often `from` has published. A
 rank publishes for the i-th time only after it has read everybody's (i-1)-th tensor, and the
@@ -16,9 +16,10 @@ who sleeps in `sleep_until`; `peer_memory` uses it.
 
 The name of the mapping lives for a moment only, while the ranks attach; a run that is killed
 leaves nothing behind. Waiting blocks in the kernel, notices a rank that died, and ends with the
-timeout of the group. Where ranks sit on several machines, or the system lacks a part (process-
-shared semaphores, process descriptors, room in /dev/shm), `connect` answers None and the caller
-uses its backend. MEGATRON_HOST_EXCHANGE=0 in the environment says so for all groups.
+timeout of the group. Where ranks sit on several machines or in containers that do not see each
+other's processes, or the system lacks a part (process-shared semaphores, process descriptors, room
+in /dev/shm), `connect` answers None and the caller uses its backend. MEGATRON_HOST_EXCHANGE=0 in
+the environment says so for all groups.
 """
 
 from __future__ import annotations
@@ -39,12 +40,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.core.errors import TopologyError
+from megatron.core.process_identity import SIZE, ProcessIdentity
 
 DIRECTORY = Path("/dev/shm")
 SLOT_BYTES = 1 << 20
 """Larger tensors travel in pieces of this size."""
 HEADER_BYTES = 64
-"""Room of one semaphore or process id: a cache line, so that ranks do not share one."""
+"""Room of one semaphore or process: a cache line, so that ranks do not share one."""
 LIVENESS_SECONDS = 1.0
 """How often a waiting rank looks whether the others still live."""
 DEFAULT_TIMEOUT_SECONDS = 1800.0
@@ -173,17 +175,21 @@ class HostExchange:
             for semaphore in row
         )
 
-    def _sign(self) -> None:
+    def _sign(self) -> bool:
+        """Write which process this rank is; False where the system does not tell."""
         start = self.rank * HEADER_BYTES
-        self._memory[start : start + 8] = os.getpid().to_bytes(8, "little")
+        try:
+            self._memory[start : start + SIZE] = ProcessIdentity.own().pack()
+        except OSError:
+            return False
+        return True
 
     def _watch(self) -> bool:
-        """Open descriptors of the other processes; False where the system does not allow it."""
+        """Open descriptors of the other processes; False where that does not work."""
         for other in self._others:
             start = other * HEADER_BYTES
-            identity = int.from_bytes(self._memory[start : start + 8], "little")
             try:
-                descriptor = os.pidfd_open(identity)
+                descriptor = ProcessIdentity.unpack(self._memory[start : start + SIZE]).open()
             except OSError:
                 return False
             self._processes[other] = descriptor
@@ -231,9 +237,7 @@ def _connect(group: dist.ProcessGroup) -> HostExchange | None:
         if rank > 0:
             memory = _map(path, size, create=False)
             exchange = None if memory is None else HostExchange(memory, rank, size, _timeout(group))
-        if exchange is not None:
-            exchange._sign()
-        if not all_agree(exchange is not None, group):
+        if not all_agree(exchange is not None and exchange._sign(), group):
             return None
         assert exchange is not None
         return exchange if all_agree(exchange._watch(), group) else None
@@ -259,7 +263,7 @@ def _map(path: Path, size: int, *, create: bool) -> mmap.mmap | None:
 
 
 def _header_bytes(size: int) -> int:
-    """Bytes of process ids, semaphores and bells, in whole pages."""
+    """Bytes of processes, semaphores and bells, in whole pages."""
     return -(-HEADER_BYTES * (size + 2 * size * size) // mmap.PAGESIZE) * mmap.PAGESIZE
 
 

@@ -19,6 +19,7 @@ that may show the others a word before the values that were written ahead of it.
 
 from __future__ import annotations
 
+import fcntl
 import mmap
 import os
 import platform
@@ -149,15 +150,15 @@ class ReadableMemory:
         exchange = connect(group)
         if exchange is None or not _KEEPS_ORDER:
             return None
-        card = [0, 0, 0, self._length]
+        card = _File(0, 0, 0, 0, self._length)
         if self._file is not None:
-            card = [os.getpid(), self._file, os.fstat(self._file).st_ino, self._length]
+            card = _File.of(self._file, self._length)
         mine = torch.tensor(card)
         cards = [torch.empty_like(mine) for _ in range(group.size())]
         dist.all_gather(cards, mine, group=group)
         found = {
-            rank: _File(*(int(entry) for entry in card))
-            for rank, card in enumerate(cards)
+            rank: _File(*(int(entry) for entry in entries))
+            for rank, entries in enumerate(cards)
             if rank != group.rank()
         }
         others = {rank: _map_of(file) for rank, file in found.items()}
@@ -285,10 +286,12 @@ def _file_in_memory(length: int) -> int | None:
     if sys.platform != "linux" or is_off():
         return None
     try:
-        descriptor = os.memfd_create("megatron")
+        descriptor = os.memfd_create("megatron", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     except OSError:
         return None
     os.ftruncate(descriptor, length)
+    # Who maps a file that was cut off dies of SIGBUS; nobody can cut this one.
+    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
     return descriptor
 
 
@@ -297,21 +300,32 @@ class _File(NamedTuple):
 
     process: int
     descriptor: int
+    device: int
     inode: int
     length: int
+
+    @classmethod
+    def of(cls, descriptor: int, length: int) -> _File:
+        """Describe one of this process."""
+        status = os.fstat(descriptor)
+        return cls(os.getpid(), descriptor, status.st_dev, status.st_ino, length)
 
     def open(self) -> int:
         """Return a descriptor of our own.
 
         Raises:
-            OSError: there is no such file, or another one: process numbers of another container
-                may mean somebody else here.
+            OSError: there is no such file, or another one: the number of a process or of its
+                descriptor may have gone to somebody else.
         """
-        file = os.open(f"/proc/{self.process}/fd/{self.descriptor}", os.O_RDWR)
-        if os.fstat(file).st_ino != self.inode:
-            os.close(file)
-            raise FileNotFoundError(f"descriptor {self.descriptor} of {self.process}")
-        return file
+        # Look before opening: to open a device or a pipe can have effects, or wait.
+        seen = os.open(f"/proc/{self.process}/fd/{self.descriptor}", os.O_PATH)
+        try:
+            status = os.fstat(seen)
+            if (status.st_dev, status.st_ino) != (self.device, self.inode):
+                raise FileNotFoundError(f"descriptor {self.descriptor} of {self.process}")
+            return os.open(f"/proc/self/fd/{seen}", os.O_RDWR)
+        finally:
+            os.close(seen)
 
 
 def _map_of(file: _File) -> mmap.mmap | None:

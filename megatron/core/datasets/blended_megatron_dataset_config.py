@@ -30,7 +30,7 @@ class BlendedMegatronDatasetConfig:
     blend_per_split: Sequence[Blend | None] | None = None
     """The same for train, valid and test, each used whole."""
     split: str | None = None
-    """Shares of train, valid and test, for example "99,1,0"."""
+    """Shares of train, valid and test, for example "99,1,0"; "1,1,1" for mock data without it."""
     split_matrix: SplitMatrix | None = field(init=False, default=None)
     """Derived from `split`: (begin, end) of each part, None for an empty one."""
     multiple_validation_sets: bool = False
@@ -90,6 +90,8 @@ class BlendedMegatronDatasetConfig:
             return
         self.blend_per_split = None
         self.mock = self.blend is None
+        if self.mock and self.split is None:
+            self.split = "1,1,1"
         if self.split is None:
             raise ConfigError(
                 "data is named for all parts together, but not how to divide it.",

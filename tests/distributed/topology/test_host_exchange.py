@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from megatron.core import host_exchange
 from megatron.core.errors import TopologyError
 from megatron.core.host_exchange import DIRECTORY, SLOT_BYTES, HostExchange, connect
+from megatron.core.process_identity import ProcessIdentity
 from megatron.core.tensor_parallel import collectives
 from tests.harness.distributed import DistributedFailure, distributed, run_distributed
 from tests.harness.machine import no_shared_memory
@@ -100,6 +102,34 @@ def test_a_missing_part_turns_it_off_on_all_ranks(groups):
     finally:
         host_exchange.DIRECTORY = DIRECTORY
     assert collectives.all_reduce(torch.ones(3), groups.dp).tolist() == [2.0] * 3
+
+
+@pytest.mark.parametrize("field", ["number", "namespace", "start", "machine"])
+@distributed(world_size=2)
+def test_ranks_that_do_not_see_each_others_processes_use_their_backend(groups, field):
+    # A number that means somebody else here: of another container, or used again.
+    own = ProcessIdentity.own()
+    strange = {"number": 1, "namespace": 1, "start": own.start + 1, "machine": bytes(16)}
+    if groups.dp.rank() == 1:
+        changed = own._replace(**{field: strange[field]})
+        host_exchange.ProcessIdentity = SimpleNamespace(
+            own=lambda: changed, unpack=ProcessIdentity.unpack
+        )
+    try:
+        assert connect(groups.dp) is None
+    finally:
+        host_exchange.ProcessIdentity = ProcessIdentity
+    assert collectives.all_reduce(torch.ones(3), groups.dp).tolist() == [2.0] * 3
+
+
+@distributed(world_size=2)
+def test_a_rank_does_not_watch_itself_for_another_one(groups):
+    # Both are the first process of their container: the same number, and here the same process.
+    if groups.dp.rank() == 1:
+        theirs = ProcessIdentity.own()
+        with pytest.raises(ProcessLookupError, match="is this one"):
+            theirs.open()
+    dist.barrier()
 
 
 @distributed(world_size=2)

@@ -1,5 +1,7 @@
 """Memory that other ranks of the machine read in place: what they see, when, and where it fails."""
 
+import os
+import tempfile
 import time
 
 import pytest
@@ -66,6 +68,29 @@ def test_discarded_pages_are_zero_again(groups):
     values = memory.tensor(torch.uint8, 0, 3 * whole_pages(1)).fill_(1)
     memory.discard(values[whole_pages(1) : 2 * whole_pages(1)])
     assert values.sum() == 2 * whole_pages(1)
+
+
+@distributed(world_size=2)
+def test_no_rank_can_cut_the_memory_that_others_read(groups):
+    memory = ReadableMemory(whole_pages(1), 1)
+    file = memory.open_file()
+    for length in (0, 100 * whole_pages(1)):
+        with pytest.raises(PermissionError):
+            os.ftruncate(file, length)
+    os.close(file)
+
+
+@distributed(world_size=2)
+def test_a_file_that_is_not_the_described_one_is_not_opened(groups):
+    with tempfile.TemporaryFile() as file, tempfile.TemporaryFile() as other:
+        card = peer_memory._File.of(file.fileno(), 0)
+        os.close(card.open())
+        for strange in (
+            card._replace(descriptor=other.fileno()),
+            card._replace(device=card.device + 1),
+        ):
+            with pytest.raises(FileNotFoundError):
+                strange.open()
 
 
 @distributed(world_size=2)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import MockGPTDataset, MockTokens
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.utils import Split
@@ -221,6 +222,16 @@ def test_mock_documents_stay_inside_any_vocabulary():
         assert corpus.get(longest, 3, 5).tolist() == tokens[3:8].tolist()
 
 
+def test_without_blend_and_split_the_data_is_mock_data_in_equal_parts():
+    settings = config(split=None)
+    assert settings.mock
+    assert settings.split == "1,1,1"
+    sizes = [10, 10, 10]
+    parts = BlendedMegatronDatasetBuilder(MockGPTDataset, sizes, lambda: True, settings).build()
+    counts = [len(part.indices) for part in parts]
+    assert max(counts) - min(counts) <= 1
+
+
 def test_mock_data_needs_no_files():
     settings = config(tokenizer=Tokenizer(1000, eod=999))
     corpus = MockGPTDataset.build_low_level_dataset(None, settings)
@@ -236,7 +247,7 @@ def test_a_config_that_does_not_say_what_a_sample_is_is_refused():
     with pytest.raises(ConfigError, match="no attention mask is made"):
         config(reset_attention_mask=True)
     with pytest.raises(ConfigError, match="not how to divide it"):
-        config(split=None)
+        config(blend=(["a"], None), split=None)
     with pytest.raises(ConfigError, match="for all parts together and for each part"):
         config(blend=(["a"], None), blend_per_split=[(["b"], None), None, None])
     with pytest.raises(ConfigError, match="sequence_length=0"):

@@ -1,0 +1,81 @@
+"""Which process a number means: process numbers hold inside one PID namespace, and are used again.
+
+Containers can share /dev/shm, but each counts its processes by itself: process 3 of one is another
+process, or none, in the next. An identity names the machine, the namespace and the start time too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import struct
+from pathlib import Path
+from typing import NamedTuple
+
+_FORM = struct.Struct("<QQQ16s")
+
+
+class ProcessIdentity(NamedTuple):
+    """One process, on one machine."""
+
+    number: int
+    namespace: int
+    """Inode of its PID namespace."""
+    start: int
+    """When it started, in clock ticks after the machine did."""
+    machine: bytes
+    """16 bytes of this start of the machine."""
+
+    @classmethod
+    def own(cls) -> ProcessIdentity:
+        """Return that of this process.
+
+        Raises:
+            OSError: the system does not tell (no /proc).
+        """
+        boot = Path("/proc/sys/kernel/random/boot_id").read_bytes().strip()
+        return cls(
+            os.getpid(),
+            os.stat("/proc/self/ns/pid").st_ino,
+            _start_of("self"),
+            hashlib.sha256(boot).digest()[:16],
+        )
+
+    def pack(self) -> bytes:
+        """Return it as `SIZE` bytes."""
+        return _FORM.pack(*self)
+
+    @classmethod
+    def unpack(cls, data: bytes) -> ProcessIdentity:
+        """Return what `pack` wrote."""
+        return cls(*_FORM.unpack(data))
+
+    def open(self) -> int:
+        """Return a process descriptor, of this process and of no other.
+
+        Raises:
+            OSError: it has ended, is not one of this PID namespace, or is this process itself.
+        """
+        own = self.own()
+        if (self.namespace, self.machine) != (own.namespace, own.machine):
+            raise ProcessLookupError(f"process {self.number} is in another PID namespace")
+        if self.number == own.number:
+            raise ProcessLookupError(f"process {self.number} is this one")
+        descriptor = os.pidfd_open(self.number)
+        try:
+            # After opening: the descriptor holds on to whichever process has the number now.
+            if _start_of(self.number) != self.start:
+                raise ProcessLookupError(f"process {self.number} has ended")
+        except OSError:
+            os.close(descriptor)
+            raise
+        return descriptor
+
+
+SIZE = _FORM.size
+
+
+def _start_of(process: int | str) -> int:
+    text = Path(f"/proc/{process}/stat").read_text(errors="replace")
+    # The second field, a name in parentheses, may hold anything; the start time is the 22nd.
+    return int(text.rpartition(")")[2].split()[19])
