@@ -64,8 +64,9 @@ def transformer_fields(
     found["bias_activation_fusion"] = fuses_activation
     if settings.get("init_method_xavier_uniform"):
         found["init_method"] = found["output_layer_init_method"] = nn.init.xavier_uniform_
-    if found.get("params_dtype", torch.float32) == torch.float32:
-        found.pop("pipeline_dtype", None)
+    is_fp32 = found.get("params_dtype", torch.float32) == torch.float32
+    if is_fp32 or settings.get("fp32_residual_connection"):
+        found.pop("pipeline_dtype", None)  # the config knows it
     return found
 
 

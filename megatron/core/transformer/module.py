@@ -14,6 +14,14 @@ from megatron.core.transformer.sharded_state import sharded_state_dict_default
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 
+def in_compute_dtype(x: Tensor, config: TransformerConfig) -> Tensor:
+    """Return a norm's output as what computes with it takes it.
+
+    With an fp32 residual stream norms see fp32, and give it; weights keep `params_dtype`.
+    """
+    return x.to(config.params_dtype) if config.fp32_residual_connection else x
+
+
 class MegatronModule(nn.Module):
     """A torch module with a config, that can declare its state for a sharded checkpoint.
 

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from megatron.core.context_parallel import from_later, rows_of_rank
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.module import MegatronModule, in_compute_dtype
 from megatron.core.transformer.replicated_linear import ReplicatedLinear
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -86,9 +86,9 @@ class MultiTokenPredictionLayer(MegatronModule):
     def forward(self, hidden_states: Tensor, embedded: Tensor, **attention: Any) -> Tensor:
         """Join hidden states and embedded tokens [s/cp, b, h] and run the layer."""
         joined = torch.cat((self.enorm(embedded), self.hnorm(hidden_states)), -1)
-        projected, _ = self.eh_proj(joined)
+        projected, _ = self.eh_proj(in_compute_dtype(joined, self.config))
         output, _ = self.transformer_layer(projected, **attention)
-        return self.final_layernorm(output)
+        return in_compute_dtype(self.final_layernorm(output), self.config)
 
 
 class MultiTokenPredictionBlock(MegatronModule):

@@ -16,7 +16,7 @@ from megatron.core.dist_checkpointing.mapping import RankOffset, ShardedStateDic
 from megatron.core.pipeline_parallel.layout import pipeline_layout
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import checkpoint
-from megatron.core.transformer.module import GraphableMegatronModule
+from megatron.core.transformer.module import GraphableMegatronModule, in_compute_dtype
 from megatron.core.transformer.rotary import cos_sin
 from megatron.core.transformer.sharded_state import replace_key_prefixes, sharded_state_dict_of
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module, get_module
@@ -145,7 +145,8 @@ class TransformerBlock(GraphableMegatronModule):
             rotary_pos_emb: angles [s, 1, 1, r] of the whole sequence, or None.
             local_rotary_pos_emb: those of layers with a window, if they are others.
         Returns:
-            hidden states of the same shape; on the last stage behind the final norm.
+            hidden states of the same shape; on the last stage behind the final norm, in the compute
+            dtype. Without it they are the residual stream, fp32 if that is kept so.
         """
         if not self.pre_process:
             hidden_states = self.input_tensor
@@ -199,6 +200,7 @@ class TransformerBlock(GraphableMegatronModule):
         if self.final_layernorm is not None:
             hidden_states = self.final_layernorm(hidden_states)
             hidden_states = make_viewless_tensor(hidden_states, requires_grad=True, keep_graph=True)
+            hidden_states = in_compute_dtype(hidden_states, self.config)
         return hidden_states
 
     def _segments(self) -> list[tuple[int, int, bool]]:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 from megatron.core.errors import ConfigError, MegatronError, raise_together
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.transformer.config.block import BlockConfig
@@ -50,6 +52,8 @@ class TransformerConfig(
             self.pipeline_schedule,
         )
         self.derive_shape(heads_share_width=not self.multi_latent_attention)
+        if self.fp32_residual_connection and self.pipeline_dtype is None:
+            self.pipeline_dtype = torch.float32  # stages hand on the residual stream
         self.derive_initialization(self.num_layers)
         self.derive_recompute()
         self.derive_experts(self.ffn_hidden_size, self.recompute_modules)

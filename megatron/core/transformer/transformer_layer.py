@@ -22,7 +22,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.rng import SequenceRows, rng_state
 from megatron.core.tensor_parallel.random import CheckpointWithoutOutput, checkpoint
 from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
-from megatron.core.transformer.module import GraphableMegatronModule
+from megatron.core.transformer.module import GraphableMegatronModule, in_compute_dtype
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.sharded_state import replace_key_prefixes
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module, get_module
@@ -142,7 +142,10 @@ class TransformerLayer(GraphableMegatronModule):
         )
         # Expert layers recompute by themselves, as --moe-layer-recompute says.
         self.recomputes_mlp = "mlp" in selected and not has_experts
-        recomputes_norms = "layernorm" in selected
+        # A norm's output that goes on as the residual stream is read after its branch: it stays.
+        recomputes_norms = (
+            "layernorm" in selected and not config.apply_residual_connection_post_layernorm
+        )
         self.recomputes_input_norm = recomputes_norms and not isinstance(
             self.input_layernorm, IdentityOp
         )
@@ -219,31 +222,37 @@ class TransformerLayer(GraphableMegatronModule):
         sp = self.pg_collection.tp if self.config.sequence_parallel else None
         return rows_of_rank(hidden_states.shape[0], self.pg_collection.cp, sp)
 
-    def _residual(self, hidden_states: Tensor, normed: Tensor) -> Tensor:
-        post_norm = self.config.apply_residual_connection_post_layernorm
-        residual = normed if post_norm else hidden_states
-        return residual.float() if self.config.fp32_residual_connection else residual
-
     def _add(self, bda: Any, output_with_bias: Any, residual: Tensor) -> Tensor:
         """Return residual + dropout(output + bias)."""
         add = bda(self.training, self.config.bias_dropout_fusion)
         return add(output_with_bias, residual, self.hidden_dropout)
 
-    def _normed(self, norm: Any, x: Tensor, recomputes: bool) -> tuple[Tensor, Any]:
-        """Return norm(x) in the compute dtype, and the checkpoint that may drop it, or None."""
-        dropped = CheckpointWithoutOutput() if recomputes and self.training else None
-        out = norm(x) if dropped is None else dropped.checkpoint(norm, x)
-        if self.config.fp32_residual_connection:
-            out = out.to(self.config.params_dtype)
-        return out, dropped
+    def _normed(self, norm: Any, x: Tensor, *, recomputes: bool = False) -> _Normed:
+        """Norm what a branch computes with; of `recomputes` see `CheckpointWithoutOutput`."""
+
+        def for_branch(x: Tensor) -> Tensor:
+            return in_compute_dtype(norm(x), self.config)
+
+        if recomputes and self.training:
+            dropped = CheckpointWithoutOutput()
+            return _Normed(dropped.checkpoint(for_branch, x), None, dropped)
+        output = norm(x)
+        return _Normed(in_compute_dtype(output, self.config), output, None)
+
+    def _residual(self, hidden_states: Tensor, normed: _Normed) -> Tensor:
+        """Return what a branch is added to."""
+        residual = hidden_states
+        if self.config.apply_residual_connection_post_layernorm:
+            assert normed.output is not None, "the residual stream was dropped"
+            residual = normed.output
+        return residual.float() if self.config.fp32_residual_connection else residual
 
     def _forward_attention(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
-        normed, dropped = self._normed(
-            self.input_layernorm, hidden_states, self.recomputes_input_norm
+        normed = self._normed(
+            self.input_layernorm, hidden_states, recomputes=self.recomputes_input_norm
         )
-        output = self.self_attention(normed, **kwargs)
-        if dropped is not None:
-            dropped.discard_output_and_register_recompute(output[0])
+        output = self.self_attention(normed.branch, **kwargs)
+        normed.drop_after(output[0])
         if self.config.sandwich_norm:
             output = _normed_branch(self.post_self_attn_layernorm, *output)
         return self._add(self.self_attn_bda, output, self._residual(hidden_states, normed))
@@ -251,25 +260,26 @@ class TransformerLayer(GraphableMegatronModule):
     def _forward_cross_attention(
         self, hidden_states: Tensor, context: Tensor | None, context_mask: Tensor | None
     ) -> Tensor:
-        normed = self.pre_cross_attn_layernorm(hidden_states)
-        output = self.cross_attention(normed, attention_mask=context_mask, key_value_states=context)
+        normed = self._normed(self.pre_cross_attn_layernorm, hidden_states)
+        output = self.cross_attention(
+            normed.branch, attention_mask=context_mask, key_value_states=context
+        )
         return self._add(self.cross_attn_bda, output, self._residual(hidden_states, normed))
 
     def _forward_mlp(
         self, seen: Tensor, hidden_states: Tensor, padding_mask: Tensor | None
     ) -> Tensor:
         """Return the residual stream with the MLP of what it sees added."""
-        normed, dropped = self._normed(self.pre_mlp_layernorm, seen, self.recomputes_mlp_norm)
+        normed = self._normed(self.pre_mlp_layernorm, seen, recomputes=self.recomputes_mlp_norm)
         if self.config.mlp_chunks_for_training > 1 and self.training:
-            output = self._mlp_in_chunks(normed)
+            output = self._mlp_in_chunks(normed.branch)
         elif self.recomputes_mlp and self.training:
-            output = checkpoint(self.mlp, False, normed)
+            output = checkpoint(self.mlp, False, normed.branch)
         elif padding_mask is not None:
-            output = self.mlp(normed, padding_mask=padding_mask)
+            output = self.mlp(normed.branch, padding_mask=padding_mask)
         else:
-            output = self.mlp(normed)
-        if dropped is not None:
-            dropped.discard_output_and_register_recompute(output[0])
+            output = self.mlp(normed.branch)
+        normed.drop_after(output[0])
         if self.config.sandwich_norm:
             output = _normed_branch(self.post_mlp_layernorm, *output)
         return self._add(self.mlp_bda, output, self._residual(hidden_states, normed))
@@ -291,6 +301,23 @@ class TransformerLayer(GraphableMegatronModule):
         renames = self.submodules_config.sharded_state_dict_keys_map
         replace_key_prefixes(declared, {prefix + a: prefix + b for a, b in renames.items()})
         return declared
+
+
+@dataclass(frozen=True)
+class _Normed:
+    """The norm of what enters a branch.
+
+    `branch` is in the compute dtype, `output` as the norm gave it; None if it may be dropped.
+    """
+
+    branch: Tensor
+    output: Tensor | None
+    dropped: CheckpointWithoutOutput | None
+
+    def drop_after(self, used: Tensor) -> None:
+        """Free what may be dropped, now that `used` was computed from it."""
+        if self.dropped is not None:
+            self.dropped.discard_output_and_register_recompute(used)
 
 
 def _normed_branch(norm: Any, output: Tensor, bias: Tensor | None) -> tuple[Tensor, None]:

@@ -62,7 +62,8 @@ class PrecisionConfig:
     recompute_num_layers: int | None = None
     """Layers of a group, or recomputed layers of a chunk."""
     recompute_modules: list[str] | None = flag(None, nargs="+")
-    """Selective: any of core_attn, mlp, layernorm. Default core_attn."""
+    """Selective: any of core_attn, mlp, moe, layernorm. Default core_attn. Norms whose output is
+    the residual stream (--apply-residual-connection-post-layernorm) keep it."""
     distribute_saved_activations: bool = False
     """Shard the saved layer inputs over the tensor-parallel ranks."""
     mlp_chunks_for_training: int = 1

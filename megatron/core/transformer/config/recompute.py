@@ -21,8 +21,8 @@ class RecomputeConfig:
     recompute_num_layers: int | None = None
     """Layers per group (uniform) or per chunk (block)."""
     recompute_modules: list[str] | None = None
-    """For "selective": any of core_attn, mlp (of dense layers), moe, layernorm; None means
-    core_attn."""
+    """For "selective": any of core_attn, mlp (of dense layers), moe, layernorm (kept where its
+    output is the residual stream); None means core_attn."""
     distribute_saved_activations: bool = False
     """Shard the saved layer inputs over the tensor-parallel ranks."""
     mlp_chunks_for_training: int = 1
