@@ -101,6 +101,7 @@ ELSEWHERE: dict[str, dict[str, str]] = {
         "_TENSOR_MODEL_PARALLEL_GROUP",
         "_set_global_memory_buffer",
         "destroy_global_memory_buffer",
+        "get_all_ranks",
         "get_amax_reduction_group",
         "get_global_memory_buffer",
         "get_nccl_options",

@@ -13,6 +13,7 @@ from megatron.core.device import current_device
 from megatron.core.errors import ConfigError
 from megatron.core.process_groups_config import FakeGroup, Group, ProcessGroupCollection
 from megatron.core.rank_grid import RankGrid
+from megatron.core.utils import get_pg_rank
 
 _PRIVATE = {
     "_CONTEXT_PARALLEL_GROUP": "cp",
@@ -120,6 +121,13 @@ set_expert_model_parallel_world_size = _setter("ep", False)
 set_context_parallel_rank = _setter("cp", True)
 set_context_parallel_world_size = _setter("cp", False)
 set_data_parallel_rank = _setter("dp", True)
+
+
+def get_all_ranks() -> str:
+    """Return this rank's coordinates as text: tp_pp_dp_cp_ep."""
+    groups = ProcessGroupCollection.current()
+    axes = (groups.tp, groups.pp, groups.dp, groups.cp, groups.ep)
+    return "_".join(str(get_pg_rank(group)) for group in axes)
 
 
 # Encoders and decoders ------------------------------------------------------------------

@@ -6,7 +6,7 @@ control it, and a fix that works. Programmer mistakes use `assert` with values i
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
@@ -124,6 +124,18 @@ class NumericsError(MegatronError):
 
 class MissingExtraError(MegatronError):
     """An optional library is needed and not installed; the fix names the extra."""
+
+
+def refuse_given(where: str, given: Mapping[str, Any], *, rule: str, fix: str) -> None:
+    """Raise `ConfigError` if any argument of a signature that is not ours alone was given.
+
+    Args:
+        where: the function, as its caller names it.
+        given: argument -> its value; None and False count as not given.
+    """
+    asked = [name for name, value in given.items() if value is not None and value is not False]
+    if asked:
+        raise ConfigError(f"{where} was given {', '.join(asked)}.", rule=rule, fix=fix)
 
 
 def raise_together(problems: Iterable[MegatronError], *, summary: str) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.core.errors import DataError
+from megatron.core.errors import DataError, refuse_given
 
 
 @dataclass
@@ -34,6 +34,8 @@ class PackedSeqParams:
     max_seqlen_kv: int | None = None
     local_cp_size: int | None = None
     cp_group: Any = None
+    """A micro batch is split over the model's own context-parallel ranks: another number of them
+    (`local_cp_size`) is refused, and without one Megatron does not read `cp_group` either."""
     total_tokens: int | None = None
     seq_idx: Tensor | None = None
     """int32 [1, t] or [b, s]: which sequence each token belongs to, never falling along a row.
@@ -53,6 +55,12 @@ class PackedSeqParams:
             DataError: the lengths do not add up to s, or do not describe this batch. They are
                 alike on all ranks that share the micro batch, which raise alike.
         """
+        refuse_given(
+            "PackedSeqParams",
+            {"local_cp_size": self.local_cp_size},
+            rule="every micro batch is split over the model's context-parallel ranks",
+            fix="leave these out",
+        )
         if self.seq_idx is not None:
             return self._given(batch, total, device)
         borders = self.cu_seqlens_q_padded

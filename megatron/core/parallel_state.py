@@ -6,13 +6,14 @@ For code written against `megatron.core.parallel_state` (also imported as `mpu`)
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
-from megatron.core.errors import TopologyError
+from megatron.core.errors import TopologyError, refuse_given
 from megatron.core.process_groups_config import (
     GroupFactory,
     ProcessGroupCollection,
@@ -54,16 +55,16 @@ def initialize_model_parallel(
 ) -> ProcessGroupCollection:
     """Arrange all processes and create the groups of this rank; they become the current ones.
 
-    Sizes and order as in `rank_grid.plan_layout`. Options that tune NCCL (`use_sharp`,
-    `high_priority_stream_groups`, ...) are accepted and have no effect on the result. May be called
-    again after `destroy_model_parallel`, with any other layout.
+    Sizes and order as in `rank_grid.plan_layout`. May be called again after
+    `destroy_model_parallel`, with any other layout. Streams and NCCL are not tuned.
 
     Communication:
         collective on the world. With `local_world_size` the ranks outside call it as well, with
         their own `rank_offset` and sizes.
     Raises:
-        TopologyError: the sizes do not fit the world size, groups exist already, or an axis is
-            asked for that does not exist here (gtp_remat_size).
+        TopologyError: the sizes do not fit the world size, or groups exist already.
+        ConfigError: an axis is asked for that does not exist here (`gtp_remat_size`), or another
+            backend for pipelines.
     """
     global _factory, _virtual_rank, _virtual_size
     if not dist.is_initialized():
@@ -78,12 +79,19 @@ def initialize_model_parallel(
             rule="they are created once",
             fix="call destroy_model_parallel() first",
         )
-    if gtp_remat_size != 1 or expert_gtp_remat_size != 1:
-        raise TopologyError(
-            f"gtp_remat_size={gtp_remat_size} is not supported.",
-            rule="weights are sharded over tensor parallel or by ZeRO",
-            fix="use tensor_model_parallel_size or a ZeRO stage instead",
-        )
+    refuse_given(
+        "initialize_model_parallel",
+        {
+            "gtp_remat_size": (gtp_remat_size, expert_gtp_remat_size) != (1, 1),
+            "hybrid_context_parallel": hybrid_context_parallel,
+            "pipeline_model_parallel_comm_backend": pipeline_model_parallel_comm_backend
+            not in (None, dist.get_backend()),
+        },
+        rule="weights are sharded over tensor parallel or by ZeRO, and all groups have one backend",
+        fix="use tensor_model_parallel_size or a ZeRO stage, and leave these out",
+    )
+    if use_sharp or sharp_enabled_group or nccl_communicator_config_path:
+        warnings.warn("SHARP and options of NCCL's communicators are not set up", stacklevel=2)
     layout = plan_layout(
         local_world_size or dist.get_world_size(),
         tp=tensor_model_parallel_size,
@@ -446,11 +454,3 @@ def is_rank_in_embedding_group(ignore_virtual: bool = True, vp_stage: int | None
 def is_rank_in_position_embedding_group() -> bool:
     """Return whether this rank holds position embeddings."""
     return "pos_embd" in ProcessGroupCollection.current().ranks
-
-
-# Settings of the ranks and sizes as seen by code that builds models for another layout ----------
-
-
-def get_all_ranks() -> str:
-    """Return this rank's coordinates as text: tp_pp_dp_cp_ep."""
-    return "_".join(str(_rank(axis)) for axis in ("tp", "pp", "dp", "cp", "ep"))

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.device import current_device
+from megatron.core.errors import refuse_given
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.rng import rng_state
 from megatron.core.utils import get_pg_rank
@@ -166,9 +167,21 @@ def model_parallel_cuda_manual_seed(
 
     Args:
         tp_rank, ep_rank, etp_rank: None takes them from the current collection.
-        gtp_remat_rank, egtp_remat_rank, gtp_remat_world_size, egtp_remat_world_size: accepted for
-            compatibility; that axis does not exist here.
+        gtp_remat_rank, egtp_remat_rank, gtp_remat_world_size, egtp_remat_world_size: of an axis
+            that does not exist here; refused unless it has one rank.
+        others: there is one kind of tracker, which is always reset.
     """
+    refuse_given(
+        "model_parallel_cuda_manual_seed",
+        {
+            "gtp_remat_rank": bool(gtp_remat_rank),
+            "egtp_remat_rank": bool(egtp_remat_rank),
+            "gtp_remat_world_size": gtp_remat_world_size not in (None, 1),
+            "egtp_remat_world_size": egtp_remat_world_size not in (None, 1),
+        },
+        rule="weights are sharded over tensor parallel or by ZeRO, not along this axis",
+        fix="leave these out",
+    )
     collection = ProcessGroupCollection.current()
     tp_rank = get_pg_rank(collection.tp) if tp_rank is None else tp_rank
     ep_rank = get_pg_rank(collection.ep) if ep_rank is None else ep_rank

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.core.errors import ConfigError
+from megatron.core.errors import ConfigError, refuse_given
 from megatron.core.param_meta import get_param_meta, set_param_meta
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.mappings import all_gather_last_dim_from_tensor_parallel_region
@@ -199,6 +199,12 @@ class Attention(MegatronModule):
         Returns:
             (output of the input's shape, bias [h] that is still to be added, or None).
         """
+        refuse_given(
+            "SelfAttention.forward",
+            {"rotary_pos_cos_sin": rotary_pos_cos_sin, "sequence_len_offset": sequence_len_offset},
+            rule="positions are given as rotary_pos_emb",
+            fix="leave these out",
+        )
         context = inference_context if inference_context is not None else inference_params
         query, key, value = self.turned_heads(
             hidden_states,

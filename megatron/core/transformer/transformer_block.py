@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from megatron.core.dist_checkpointing.mapping import RankOffset, ShardedStateDict
+from megatron.core.errors import refuse_given
 from megatron.core.pipeline_parallel.layout import pipeline_layout
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import checkpoint
@@ -144,10 +145,23 @@ class TransformerBlock(GraphableMegatronModule):
                 the first stage.
             rotary_pos_emb: angles [s, 1, 1, r] of the whole sequence, or None.
             local_rotary_pos_emb: those of layers with a window, if they are others.
+            others: `rotary_pos_cos_sin`, `sequence_len_offset`, `extract_layer_indices` and
+                `dynamic_inference_decode_only` of Megatron's signature are refused if given.
         Returns:
             hidden states of the same shape; on the last stage behind the final norm, in the compute
             dtype. Without it they are the residual stream, fp32 if that is kept so.
         """
+        refuse_given(
+            "TransformerBlock.forward",
+            {
+                "rotary_pos_cos_sin": rotary_pos_cos_sin,
+                "sequence_len_offset": sequence_len_offset,
+                "extract_layer_indices": extract_layer_indices or None,
+                "dynamic_inference_decode_only": dynamic_inference_decode_only,
+            },
+            rule="positions are given as rotary_pos_emb, and the last layer's output is returned",
+            fix="leave these out; hooks on `layers` see the output of each layer",
+        )
         if not self.pre_process:
             hidden_states = self.input_tensor
         assert hidden_states is not None, "no input: call set_input_tensor first"

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from megatron.core.context_parallel import rows_of_rank
 from megatron.core.dist_checkpointing.mapping import RankOffset, ShardedStateDict
+from megatron.core.errors import refuse_given
 from megatron.core.pipeline_parallel.layout import pipeline_layout
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.rng import SequenceRows, rng_state
@@ -184,6 +185,12 @@ class TransformerLayer(GraphableMegatronModule):
         Returns:
             (hidden states of the input's shape, context).
         """
+        refuse_given(
+            "TransformerLayer.forward",
+            {"rotary_pos_cos_sin": rotary_pos_cos_sin, "sequence_len_offset": sequence_len_offset},
+            rule="positions are given as rotary_pos_emb",
+            fix="leave these out",
+        )
         with self._place_of_draws(hidden_states):
             entered = hidden_states
             hidden_states = self._forward_attention(

@@ -15,8 +15,10 @@ from torch import nn
 from megatron.core.agreement import SingleProcess
 from megatron.core.dist_checkpointing.foreign.opening import open_any
 from megatron.core.dist_checkpointing.object_store import place_of
-from megatron.core.errors import CheckpointError
+from megatron.core.dist_checkpointing.validation import StrictHandling, parse_strict_handling
+from megatron.core.errors import CheckpointError, refuse_given
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.utils import get_pg_rank
 from megatron.training.checkpointing.checkpointer import Checkpointer
 from megatron.training.checkpointing.run_state import RunParts
 from megatron.training.checkpointing.selection import select_checkpoints
@@ -73,11 +75,27 @@ def save_checkpoint(
 ) -> None:
     """Save the run into `args.save`: collective.
 
-    Counters come from `args.consumed_train_samples` and its kin. The rank arguments of Megatron's
-    function are accepted and not needed: every rank declares its own place. With
-    `non_persistent_ckpt` the short-lived checkpoint of `args.non_persistent_ckpt_type` is replaced.
+    Counters come from `args.consumed_train_samples` and its kin. With `non_persistent_ckpt` the
+    short-lived checkpoint of `args.non_persistent_ckpt_type` is replaced. Every rank declares its
+    own place: `pipeline_rank`, `tensor_rank` and `expert_rank` may say the same, and nothing else.
+    The data iterator is not asked: a run continues at its number of consumed samples.
+
+    Raises:
+        ConfigError: a rank is given that is not this process's.
     """
     args = get_args() if args is None else args
+    groups = pg_collection or ProcessGroupCollection.current()
+    for name, said, own in (
+        ("pipeline_rank", pipeline_rank, get_pg_rank(groups.pp)),
+        ("tensor_rank", tensor_rank, get_pg_rank(groups.tp)),
+        ("expert_rank", expert_rank, get_pg_rank(groups.ep)),
+    ):
+        refuse_given(
+            "save_checkpoint",
+            {f"{name}={said}": said not in (None, own)},
+            rule=f"a process saves its own part, and has {name} {own}",
+            fix="save from all ranks at once, and leave the rank out",
+        )
     maybe_finalize_async_save(blocking=True)
     checkpointer = _checkpointer(args, model, optimizer, opt_param_scheduler, pg_collection)
     progress = TrainState(
@@ -111,12 +129,26 @@ def load_checkpoint(
 
     Sets `args.consumed_train_samples`, `consumed_valid_samples` and `skipped_train_samples`.
 
+    Args:
+        strict: False lets what is not in the checkpoint keep its values, and says what that is,
+            unless `args.dist_ckpt_strictness` decides otherwise.
+        skip_load_to_model_and_opt: accepted only as False.
     Returns:
         (iteration, floating-point operations so far); (0, 0.0) if there is nothing to load.
     """
     args = get_args() if args is None else args
+    refuse_given(
+        "load_checkpoint",
+        {"skip_load_to_model_and_opt": skip_load_to_model_and_opt},
+        rule="what is read goes straight into the model and the optimizer",
+        fix="use load_args_from_checkpoint for the settings of a checkpoint",
+    )
+    overrides = {"load": getattr(args, load_arg)}
+    policy = getattr(args, "dist_ckpt_strictness", StrictHandling.ASSUME_OK_UNEXPECTED)
+    if not strict and parse_strict_handling(policy) is StrictHandling.ASSUME_OK_UNEXPECTED:
+        overrides["dist_ckpt_strictness"] = StrictHandling.LOG_UNEXPECTED.value
     checkpointer = _checkpointer(
-        args, model, optimizer, opt_param_scheduler, pg_collection, load=getattr(args, load_arg)
+        args, model, optimizer, opt_param_scheduler, pg_collection, **overrides
     )
     restored = checkpointer.load()
     progress = TrainState() if restored is None else restored.progress

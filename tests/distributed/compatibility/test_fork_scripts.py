@@ -16,7 +16,7 @@ from megatron.core import mpu
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
 from megatron.core.enums import ModelType
-from megatron.core.errors import DataError
+from megatron.core.errors import ConfigError, DataError
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.rerun_state_machine import get_rerun_state_machine
@@ -170,3 +170,17 @@ def test_replicas_that_differ_in_one_bit_are_told_apart(groups):
     if dist.get_rank() == 1:
         model.weight.data.view(torch.int32)[1, 1] ^= 1
     assert not check_param_hashes_across_dp_replicas([model])
+
+
+@distributed(world_size=2)
+def test_groups_that_would_not_be_as_asked_for_are_refused(groups):
+    mpu.destroy_model_parallel()
+    for given in (
+        {"gtp_remat_size": 2},
+        {"hybrid_context_parallel": True},
+        {"pipeline_model_parallel_comm_backend": "ucc"},
+    ):
+        with pytest.raises(ConfigError, match=next(iter(given))):
+            mpu.initialize_model_parallel(**given)
+    with pytest.warns(UserWarning, match="SHARP"):
+        mpu.initialize_model_parallel(use_sharp=True)

@@ -173,7 +173,7 @@ def get_gpt_layer_with_transformer_engine_submodules(
     """
     from megatron.core.extensions.transformer_engine import TransformerEngineBackend
 
-    _refuse_unsupported(num_experts, multi_latent_attention, None, qk_l2_norm, options)
+    _refuse_unsupported(num_experts, multi_latent_attention, fp8, qk_l2_norm, options)
     return gpt_layer_submodules(TransformerEngineBackend(), qk_layernorm=qk_layernorm)
 
 

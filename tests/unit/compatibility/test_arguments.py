@@ -1,0 +1,123 @@
+"""Arguments of Megatron's signatures act, or are refused; none is dropped where it would matter."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+from argparse import Namespace
+
+import pytest
+import torch
+
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.errors import CheckpointError, ConfigError
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_submodules,
+)
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.transformer_block import TransformerBlock
+from megatron.training.checkpointing import load_checkpoint, save_checkpoint
+
+
+def small_block() -> TransformerBlock:
+    config = TransformerConfig(num_layers=1, hidden_size=16, num_attention_heads=2)
+    return TransformerBlock(config, get_gpt_layer_local_spec())
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"rotary_pos_cos_sin": torch.zeros(1)},
+        {"sequence_len_offset": torch.tensor([3])},
+        {"extract_layer_indices": [0]},
+        {"dynamic_inference_decode_only": True},
+    ],
+    ids=lambda given: next(iter(given)),
+)
+def test_a_block_refuses_what_it_would_not_follow(given):
+    block = small_block()
+    with pytest.raises(ConfigError, match=next(iter(given))):
+        block(torch.zeros(4, 1, 16), None, **given)
+    assert block(torch.zeros(4, 1, 16), None, extract_layer_indices=[]).shape == (4, 1, 16)
+
+
+def test_a_layer_and_its_attention_refuse_what_they_would_not_follow():
+    layer = small_block().layers[0]
+    hidden = torch.zeros(4, 1, 16)
+    for module, given in (
+        (layer, {"rotary_pos_cos_sin": hidden}),
+        (layer, {"sequence_len_offset": 3}),
+        (layer.self_attention, {"rotary_pos_cos_sin": hidden}),
+        (layer.self_attention, {"sequence_len_offset": 3}),
+    ):
+        with pytest.raises(ConfigError, match=next(iter(given))):
+            module(hidden, None, **given)
+
+
+def test_fp8_is_refused_by_the_specs_of_both_backends():
+    for make in (get_gpt_layer_with_transformer_engine_submodules, get_gpt_layer_local_spec):
+        with pytest.raises(ConfigError, match="fp8"):
+            make(fp8="e4m3")
+
+
+@pytest.mark.parametrize(
+    "given", [{"gtp_remat_rank": 1}, {"gtp_remat_world_size": 2}, {"egtp_remat_rank": 1}]
+)
+def test_seeds_by_an_axis_that_does_not_exist_are_refused(given):
+    with pytest.raises(ConfigError, match=next(iter(given))):
+        model_parallel_cuda_manual_seed(1, **given)
+
+
+def test_one_rank_of_an_axis_that_does_not_exist_is_fine():
+    model_parallel_cuda_manual_seed(1, gtp_remat_rank=0, gtp_remat_world_size=1)
+
+
+def test_packed_sequences_refuse_ranks_of_their_own():
+    packed = PackedSeqParams("thd", torch.tensor([0, 4]), local_cp_size=2)
+    with pytest.raises(ConfigError, match="local_cp_size"):
+        packed.document_ids(1, 4, torch.device("cpu"))
+
+
+class Tiny(torch.nn.Module):
+    def __init__(self, *names: str) -> None:
+        super().__init__()
+        for name in names:
+            self.register_parameter(name, torch.nn.Parameter(torch.ones(2)))
+
+    def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
+        return {
+            prefix + name: ShardedTensor.from_rank_offsets(prefix + name, parameter.detach())
+            for name, parameter in self.named_parameters()
+        }
+
+
+def settings(directory) -> Namespace:
+    return Namespace(save=str(directory), load=str(directory))
+
+
+def test_strict_false_keeps_what_the_checkpoint_lacks_and_says_so(tmp_path, caplog):
+    args = settings(tmp_path)
+    saved, loaded = Tiny("a"), Tiny("a", "b")
+    with torch.no_grad():
+        saved.a.fill_(5.0)
+    with contextlib.redirect_stdout(io.StringIO()):
+        save_checkpoint(3, [saved], None, None, 0.0, args=args)
+        with pytest.raises(CheckpointError, match="not in the checkpoint"):
+            load_checkpoint([loaded], None, None, args=args)
+        with caplog.at_level(logging.WARNING):
+            assert load_checkpoint([loaded], None, None, strict=False, args=args)[0] == 3
+    assert (loaded.a.tolist(), loaded.b.tolist()) == ([5.0, 5.0], [1.0, 1.0])
+    assert "b" in caplog.text
+
+
+def test_ranks_of_another_process_and_a_load_of_nothing_are_refused(tmp_path):
+    args, model = settings(tmp_path), [Tiny("a")]
+    for given in ({"pipeline_rank": 1}, {"tensor_rank": 2}, {"expert_rank": 1}):
+        with pytest.raises(ConfigError, match=next(iter(given))):
+            save_checkpoint(3, model, None, None, 0.0, args=args, **given)
+    with pytest.raises(ConfigError, match="skip_load_to_model_and_opt"):
+        load_checkpoint(model, None, None, skip_load_to_model_and_opt=True, args=args)
