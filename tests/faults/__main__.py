@@ -22,28 +22,36 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
-from tests.faults import plan
+from tests.faults import namespaces, plan
 from tests.faults.checks import References
 from tests.faults.job import can_have_its_own_shared_memory
-from tests.faults.running import Result, run_case
+from tests.faults.restarts import run_restarts
+from tests.faults.result import Result
+from tests.faults.running import run_case
 from tests.harness import reaper
 
-Task = tuple[str, Callable[[Path, References], Result]]
+Task = tuple[str, Callable[..., Result]]
 """A name, and what runs it in a folder."""
 
 
 def tasks_of(campaign: str, arguments: argparse.Namespace) -> list[Task]:
     """Return the cases of a campaign that the pattern asks for."""
     tasks: list[Task] = []
+    base = f"{arguments.seed} {campaign}"
     if campaign in ("matrix", "preempt"):
         cases = plan.matrix() if campaign == "matrix" else plan.preempt(arguments.times)
         for number, case in enumerate(plan.matching(cases, arguments.cases)):
-            seed = f"{arguments.seed} {campaign} {number}"
-            tasks.append(
-                (case.name, lambda at, to, case=case, seed=seed: run_case(case, at, to, seed))
-            )
+            tasks.append((case.name, partial(run_case, case, seed=f"{base} {number}")))
+    if campaign == "restarts":
+        count = arguments.kills
+        run = partial(run_restarts, num_kills=count, seed=base)
+        tasks.append((f"restarts/{count}-kills", run))
+    if campaign == "namespaces":
+        for case in plan.matching(namespaces.CASES, arguments.cases):
+            tasks.append((case.name, partial(namespaces.run_on_two_machines, case, seed=base)))
     return tasks * arguments.repeat
 
 
@@ -55,7 +63,7 @@ def run_all(tasks: list[Task], num_jobs: int, folder: Path) -> list[Result]:
         number, (name, run) = numbered
         place = folder / f"{number:03d}"
         try:
-            result = run(place, references)
+            result = run(folder=place, references=references)
         except Exception as error:
             result = Result(name, [f"{type(error).__name__}: {error}"])
         after = "" if result.ended_after_s is None else f"{result.ended_after_s:.1f}"
@@ -65,7 +73,7 @@ def run_all(tasks: list[Task], num_jobs: int, folder: Path) -> list[Result]:
         )
         for problem in result.problems:
             print(f"    {problem}", flush=True)
-        if result.problems:
+        if result.problems and place.exists():
             print(f"    kept: {place}", flush=True)
         else:
             shutil.rmtree(place, ignore_errors=True)

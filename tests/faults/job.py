@@ -50,8 +50,8 @@ class Job:
     Args:
         folder: holds `log`, `tmp` (TMPDIR), `shm` (/dev/shm, where that is possible).
         words: flags of the training script.
-        num_ranks: 1 starts the script without torchrun.
-        launcher_flags: more flags of torchrun.
+        num_ranks: that this launcher starts.
+        launcher_flags: flags of torchrun; None starts the script without it.
         prefix: a command that runs what follows it, such as nsenter.
     """
 
@@ -61,7 +61,7 @@ class Job:
         words: Sequence[str],
         *,
         num_ranks: int,
-        launcher_flags: Sequence[str] = ("--standalone",),
+        launcher_flags: Sequence[str] | None = ("--standalone",),
         prefix: Sequence[str] = (),
         interface: str = "lo",
     ) -> None:
@@ -72,7 +72,8 @@ class Job:
         self.shared_memory.mkdir()
         self.sockets: dict[str, str] = {}
         command = [sys.executable, SCRIPT, *words]
-        if num_ranks > 1:
+        self.is_launched = launcher_flags is not None
+        if launcher_flags is not None:
             command[1:1] = ["-m", "torch.distributed.run", *launcher_flags,
                             "--nproc-per-node", str(num_ranks)]  # fmt: skip
         self.started_at = time.monotonic()
@@ -130,7 +131,7 @@ class Job:
 
     def ranks(self) -> dict[int, Process]:
         """Return the living ranks."""
-        if self.num_ranks == 1:
+        if not self.is_launched:
             own = read_process(self.pid)
             return {} if own is None else {0: own}
         found = [p for p in self.processes() if p.parent == self.pid and p.rank is not None]

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from signal import Signals
+from typing import Protocol, TypeVar
 
 
 class Target(Enum):
@@ -163,7 +164,18 @@ def preempt(times: int) -> list[Case]:
     return [case] * times
 
 
-def matching(cases: Sequence[Case], pattern: str) -> list[Case]:
+class Named(Protocol):
+    """What can be asked for by its name."""
+
+    @property
+    def name(self) -> str:
+        """All of it in one word."""
+
+
+AnyCase = TypeVar("AnyCase", bound=Named)
+
+
+def matching(cases: Sequence[AnyCase], pattern: str) -> list[AnyCase]:
     """Return the cases whose names hold all words of `pattern`, or any of its alternatives."""
     choices = [choice.split() for choice in pattern.split("|")]
     return [c for c in cases if any(all(word in c.name for word in words) for words in choices)]

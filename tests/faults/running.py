@@ -7,7 +7,6 @@ import os
 import random
 import signal
 import time
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.faults.checks import (
@@ -22,27 +21,9 @@ from tests.faults.job import MODEL, NUM_STEPS, SAVE_INTERVAL, Job
 from tests.faults.moments import MissedMomentError, wait_for
 from tests.faults.plan import Case, Fault, Moment, Target
 from tests.faults.promises import Kept, Promise, promise_for
+from tests.faults.result import Result
 
 PAUSE_S = 1.0
-
-
-@dataclass
-class Result:
-    """What became of a case."""
-
-    name: str
-    problems: list[str] = field(default_factory=list)
-    seconds: float = 0.0
-    ended_after_s: float | None = None
-    """From the last signal to the end of the last process."""
-    facts: str = ""
-    not_run: str = ""
-    """Why it could not be run here."""
-
-    @property
-    def outcome(self) -> str:
-        """Say it in a word."""
-        return "not run" if self.not_run else "FAILED" if self.problems else "ok"
 
 
 def words_of(case: Case, folder: Path) -> list[str]:
@@ -97,7 +78,13 @@ def run_case(case: Case, folder: Path, references: References, seed: str) -> Res
     folder.mkdir(parents=True)
     if case.moments & {Moment.IMPORT, Moment.START} and not case.is_pause:
         references.copy_of_a_begun_run(case.num_ranks, folder)
-    job = Job(folder / "job", words_of(case, folder), num_ranks=case.num_ranks)
+    launcher_flags = ("--standalone",) if case.num_ranks > 1 else None
+    job = Job(
+        folder / "job",
+        words_of(case, folder),
+        num_ranks=case.num_ranks,
+        launcher_flags=launcher_flags,
+    )
     try:
         _disturb_and_check(job, case, folder, references, source, result)
     except MissedMomentError as error:
