@@ -32,8 +32,9 @@ FILES_OF_TORCH = re.compile(r"torchelastic_\w+|torchinductor_\w+")
 SOCKETS_OF_WORKERS = re.compile(r"pymp-\w+")
 """Python's multiprocessing removes this directory at the end of a process that is not killed."""
 
-Metrics = dict[int, dict[str, float]]
-"""Iteration -> what --metrics-jsonl says of it, times left out."""
+Metrics = dict[int, dict[str, list[float]]]
+"""Iteration -> what --metrics-jsonl says of it, times left out; a last step may be evaluated both
+for its number and for being the last."""
 
 
 def read_metrics(path: Path) -> list[tuple[int, dict[str, float]]]:
@@ -112,7 +113,8 @@ def joined(*files: Path) -> Metrics:
     found: Metrics = {}
     for file in files:
         for iteration, fields in read_metrics(file):
-            found.setdefault(iteration, {}).update(fields)
+            for key, value in fields.items():
+                found.setdefault(iteration, {}).setdefault(key, []).append(value)
     return found
 
 
@@ -212,7 +214,7 @@ def check_curve(folder: Path, reference: Curve, num_steps: int) -> list[str]:
         for iteration, fields in read_metrics(folder / name):
             seen.add(iteration)
             expected = reference.metrics.get(iteration, {})
-            different = [k for k, v in fields.items() if expected.get(k) != v]
+            different = [k for k, v in fields.items() if v not in expected.get(k, [])]
             if different:
                 shown = ", ".join(f"{k} {fields[k]!r} not {expected.get(k)!r}" for k in different)
                 problems.append(f"{name}, step {iteration}: {shown}")

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from tests.faults.plan import Target
@@ -166,12 +166,15 @@ class Job:
         """Return whether the user's command has returned."""
         return self.process.poll() is not None
 
-    def wait_until_gone(self, within_s: float) -> list[Process]:
+    def wait_until_gone(
+        self, within_s: float, may_stay: Callable[[Process], bool] = lambda process: False
+    ) -> list[Process]:
         """Wait until no process of it lives; return those that still do after the time."""
         deadline = time.monotonic() + within_s
         while True:
-            is_over, left = self.is_over(), self.processes()
-            if (is_over and not left) or time.monotonic() > deadline:
+            self.is_over()  # which takes a zombie away
+            left = [process for process in self.processes() if not may_stay(process)]
+            if not left or time.monotonic() > deadline:
                 return left
             time.sleep(POLL_S)
 
