@@ -61,6 +61,7 @@ class MegatronError(Exception):
         self.flags = tuple(flags)
         self.fix = fix
         self.problems: tuple[MegatronError, ...] = ()
+        self.summary = ""
         super().__init__(self.describe())
 
     def describe(self) -> str:
@@ -147,11 +148,29 @@ def raise_together(problems: Iterable[MegatronError], *, summary: str) -> None:
         problems: found by independent checks, in the order to be shown.
         summary: what was being checked, for example "this command line".
     """
-    found = list(problems)
-    if not found:
-        return
-    count = "1 problem" if len(found) == 1 else f"{len(found)} problems"
-    numbered = [f"[{i}] " + p.describe().replace("\n", "\n    ") for i, p in enumerate(found, 1)]
-    error = ConfigError("\n".join([f"{count} in {summary}:", *numbered]))
-    error.problems = tuple(found)
-    raise error
+    found = flattened(problems)
+    if found:
+        error = ConfigError(described_together(found, summary=summary))
+        error.problems, error.summary = tuple(found), summary
+        raise error
+
+
+def flattened(problems: Iterable[MegatronError]) -> list[MegatronError]:
+    """Return the parts of joint errors, with the name of what was checked, in their place."""
+    found: list[MegatronError] = []
+    for problem in problems:
+        for part in flattened(problem.problems):
+            found.append(part if problem.summary in part.found else part.named(problem.summary))
+        if not problem.problems:
+            found.append(problem)
+    return found
+
+
+def described_together(problems: Sequence[MegatronError], *, summary: str) -> str:
+    """Return one numbered message of several problems."""
+    count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+    numbered = [
+        f"[{i}] " + problem.describe().replace("\n", "\n    ")
+        for i, problem in enumerate(problems, 1)
+    ]
+    return "\n".join([f"{count} in {summary}:", *numbered])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -136,7 +137,8 @@ def _release(version: str) -> tuple[int, ...]:
 
 def best_divisor(number: int, at_most: int) -> int:
     """Return the largest divisor of `number` that is not above `at_most`: for error messages."""
-    return max(d for d in range(1, max(at_most, 1) + 1) if number % d == 0)
+    small = [d for d in range(1, math.isqrt(max(number, 1)) + 1) if number % d == 0]
+    return max(d for d in (1, *small, *(number // d for d in small)) if d <= max(at_most, 1))
 
 
 def split_tensor_into_1d_equal_chunks(tensor: Tensor, group: Any) -> Tensor:

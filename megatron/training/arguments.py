@@ -11,7 +11,7 @@ from megatron.training import launch
 from megatron.training.cli.parser import ExtraArguments, ParsedCommand, parse_command_line
 from megatron.training.config.run import RunConfig, all_flags
 from megatron.training.resolve import Args, ResolvedRun, resolve
-from megatron.training.rules import check_run
+from megatron.training.rules import resolve_and_check
 from megatron.training.transformer_settings import ConfigT, transformer_config
 
 
@@ -45,8 +45,9 @@ def validate_args(
     Args:
         defaults: values for flags that still have their own default.
     """
-    run = run_from_args(args, defaults)
-    check_run(run)
+    command = command_of_namespace(args, defaults or {})
+    world_size = _world_size_of(args)
+    run = resolve_and_check(lambda: command, lambda config: world_size)
     vars(args).update(vars(run.namespace()))
     if isinstance(args, Args):
         args.run = run
@@ -77,8 +78,11 @@ def run_from_args(
 ) -> ResolvedRun:
     """Resolve a namespace."""
     command = command_of_namespace(args, defaults or {})
-    world_size = getattr(args, "world_size", None) or launch.place_of_this_process().world_size
-    return resolve(command.config, world_size=world_size, extra=command.extra)
+    return resolve(command.config, world_size=_world_size_of(args), extra=command.extra)
+
+
+def _world_size_of(args: argparse.Namespace) -> int:
+    return getattr(args, "world_size", None) or launch.place_of_this_process().world_size
 
 
 def command_of_namespace(args: argparse.Namespace, defaults: Mapping[str, Any]) -> ParsedCommand:
@@ -93,7 +97,8 @@ def command_of_namespace(args: argparse.Namespace, defaults: Mapping[str, Any]) 
         if name in table and values.get(name, table[name].default) == table[name].default:
             values[name] = value
     extra = {n: v for n, v in vars(args).items() if n not in table and n not in _derived_names()}
-    return ParsedCommand(config=RunConfig.from_values(values), extra=extra)
+    config = RunConfig.from_values(values)
+    return ParsedCommand(config=config, extra=extra, given=frozenset(config.changed()))
 
 
 def _asked_values(args: argparse.Namespace) -> dict[str, Any]:

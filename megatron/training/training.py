@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megatron.core.errors import ConfigError
 from megatron.training import launch
 from megatron.training.cli.dry_run import describe_run
-from megatron.training.cli.parser import ExtraArguments, ParsedCommand, parse_command_line
+from megatron.training.cli.parser import (
+    ExtraArguments,
+    ParsedCommand,
+    UnreadableCommandError,
+    parse_command_line,
+)
 from megatron.training.config.run import RunConfig
 from megatron.training.hooks.standard import standard_hooks
 from megatron.training.loop import train
@@ -128,7 +132,8 @@ class PretrainCall:
         """Return the settings: those passed, or those of the command line."""
         if self._command is None:
             if self.config is not None:
-                self._command = ParsedCommand(config=self.config)
+                given = frozenset(self.config.changed())
+                self._command = ParsedCommand(config=self.config, given=given)
             else:
                 self._command = parse_command_line(
                     extra_args_provider=self.extra_args_provider, args_defaults=self.args_defaults
@@ -136,11 +141,11 @@ class PretrainCall:
         return self._command
 
     def is_dry_run(self) -> bool:
-        """Return whether nothing shall be run; an unreadable command line is told later."""
+        """Return whether nothing shall be run, also if the command line has mistakes."""
         try:
             return self.read().config.launch.dry_run
-        except ConfigError:
-            return False
+        except UnreadableCommandError as error:
+            return error.command.config.launch.dry_run
 
 
 def run_session(session: Session, call: PretrainCall) -> None:

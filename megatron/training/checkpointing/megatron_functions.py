@@ -53,6 +53,9 @@ MODEL_SHAPE_ARGS = (
 )  # fmt: skip
 """What `--use-checkpoint-args` takes over: the model, not the layout and not the schedule."""
 
+TOKENIZER_FILES = {"tokenizer_model", "vocab_file", "merge_file"}
+"""Settings of it that name files."""
+
 
 def save_checkpoint(
     iteration: int,

@@ -18,9 +18,8 @@ from megatron.training.metrics.flops import (
 )
 from megatron.training.metrics.memory import ChunkSize, MemoryEstimate, estimate_memory
 from megatron.training.metrics.model_size import ModelSize
-from megatron.training.resolve import ResolvedRun, resolve, resolve_vocabulary
-from megatron.training.rules import check_run, notes
-from megatron.training.setup.checkpoint_shape import with_checkpoint_shape
+from megatron.training.resolve import ResolvedRun, resolve_vocabulary
+from megatron.training.rules import notes, resolve_and_check
 from megatron.training.transformer_settings import transformer_config
 
 
@@ -30,10 +29,7 @@ def describe_run(read: Callable[[], ParsedCommand]) -> str:
     Raises:
         ConfigError: with all problems of the settings.
     """
-    command = read()
-    config = with_checkpoint_shape(command.config)
-    run = resolve(config, world_size=planned_world_size(config), extra=command.extra)
-    check_run(run)
+    run = resolve_and_check(read, planned_world_size)
     run = resolve_vocabulary(run, build_tokenizer(run.namespace()).vocab_size)
     size = ModelSize.from_settings(run.values)
     sections = [

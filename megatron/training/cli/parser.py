@@ -7,17 +7,18 @@ wrong type and choices that do not exist come in one message.
 from __future__ import annotations
 
 import argparse
+import difflib
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
-from megatron.core.errors import ConfigError, MegatronError, raise_together
+from megatron.core.errors import ConfigError, MegatronError, described_together
 from megatron.training.cli.suggest import suggestion
 from megatron.training.cli.yaml_file import read_yaml
 from megatron.training.config.flag import FlagSpec
-from megatron.training.config.run import GROUP_CLASSES, RunConfig, all_flags
+from megatron.training.config.run import GROUP_CLASSES, RunConfig, all_flags, flags_by_spelling
 
 ExtraArguments = Callable[[argparse.ArgumentParser], argparse.ArgumentParser]
 
@@ -29,6 +30,27 @@ class ParsedCommand:
     config: RunConfig
     extra: Mapping[str, Any] = field(default_factory=dict)
     """Values of arguments that a script added to the parser."""
+    given: frozenset[str] = frozenset()
+    """Fields that the user set, by whichever source; others have a default."""
+
+
+class UnreadableCommandError(ConfigError):
+    """All problems of a command line, with what could be read in spite of them."""
+
+    command = ParsedCommand(config=RunConfig())
+
+    def __init__(
+        self,
+        problems: Sequence[MegatronError] | str,
+        command: ParsedCommand | None = None,
+        **parts: Any,
+    ) -> None:
+        if isinstance(problems, str):
+            super().__init__(problems, **parts)
+            return
+        super().__init__(described_together(problems, summary="this command line"))
+        self.problems = tuple(problems)
+        self.command = command or self.command
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -39,11 +61,26 @@ class CommandParser(argparse.ArgumentParser):
             allow_abbrev=False,
             argument_default=argparse.SUPPRESS,
             formatter_class=_HelpFormatter,
+            exit_on_error=False,
             **options,
         )
         # "-1,0" is a value (--window-size), not a flag.
         self._negative_number_matcher = re.compile(r"^-\d[\d.,eE+-]*$")
         self.problems: list[MegatronError] = []
+        self.unreadable: set[str] = set()
+        """Fields with such a problem."""
+
+    def with_known_spellings(self, words: Sequence[str]) -> list[str]:
+        """Return the command line with `_` and `-` in names of flags as they were declared."""
+        declared = self._option_string_actions
+        by_dashes = {spelling.replace("_", "-"): spelling for spelling in declared}
+        found = []
+        for word in words:
+            name, sign, value = word.partition("=")
+            if name.startswith("--") and name not in declared:
+                name = by_dashes.get(name.replace("_", "-"), name)
+            found.append(name + sign + value)
+        return found
 
     def error(self, message: str) -> NoReturn:
         """Raise what argparse would print and exit with."""
@@ -69,7 +106,7 @@ def build_parser(
         if spec.group not in groups:
             doc = (GROUP_CLASSES[spec.group].__doc__ or "").strip().splitlines()[0]
             groups[spec.group] = parser.add_argument_group(doc.rstrip("."))
-        _add(groups[spec.group], spec, parser.problems)
+        _add(groups[spec.group], spec, parser)
     if extra_args_provider is not None:
         before = len(parser._actions)
         extended = extra_args_provider(parser)
@@ -81,7 +118,7 @@ def build_parser(
     return parser
 
 
-def _add(group: Any, spec: FlagSpec, problems: list[MegatronError]) -> None:
+def _add(group: Any, spec: FlagSpec, parser: CommandParser) -> None:
     text = spec.help + (f" One of {', '.join(map(str, spec.choices))}." if spec.choices else "")
     text = text.replace("%", "%%")
     if spec.is_switch:
@@ -89,13 +126,21 @@ def _add(group: Any, spec: FlagSpec, problems: list[MegatronError]) -> None:
         group.add_argument(
             *spec.spellings, dest=spec.name, action=action, default=argparse.SUPPRESS, help=text
         )
+        group.add_argument(
+            *spec.opposites,
+            dest=spec.name,
+            action="store_true" if spec.default else "store_false",
+            default=argparse.SUPPRESS,
+            help=argparse.SUPPRESS,
+        )
         return
 
     def convert(value: str) -> Any:
         try:
             return spec.convert(value)
         except ValueError as reason:
-            problems.append(bad_value(spec, value, str(reason)))
+            parser.problems.append(bad_value(spec, value, str(reason)))
+            parser.unreadable.add(spec.name)
             return None
 
     options: dict[str, Any] = {"dest": spec.name, "type": convert, "default": argparse.SUPPRESS}
@@ -116,7 +161,10 @@ def _shown(value: Any) -> str:
 
 def bad_value(spec: FlagSpec, value: object, reason: str) -> ConfigError:
     """Return the problem of a value that `spec` cannot take."""
-    near = spec.default if spec.default is not None else (spec.choices or ("",))[0]
+    allowed = [str(c) for c in spec.choices if c not in spec.facts.refuse_values]
+    near: Any = (difflib.get_close_matches(str(value), allowed, n=1) or [spec.default])[0]
+    if near is None:
+        near = (*allowed, spec.example())[0]
     return ConfigError(
         f"{spec.flag} {value!r}: {value!r} {reason}.",
         rule=f"{spec.flag} takes {spec.type_text()}",
@@ -140,14 +188,13 @@ def parse_command_line(
     `seq_length` is cut to the positions of that model.
 
     Raises:
-        ConfigError: with all problems of the command line and the file.
+        UnreadableCommandError: with all problems of the command line and the file, and what could
+            be read all the same.
     """
-    parser = build_parser(extra_args_provider)
-    namespace, unknown = parser.parse_known_args(sys.argv[1:] if argv is None else list(argv))
-    problems = parser.problems
+    words = sys.argv[1:] if argv is None else list(argv)
+    values, unknown, problems = _read_words(words, extra_args_provider)
     if not ignore_unknown_args:
         problems += _unknown_flags(unknown)
-    values = vars(namespace)
     command_line = {
         n: _unwrapped(all_flags()[n], values.pop(n)) for n in all_flags() if n in values
     }
@@ -164,11 +211,52 @@ def parse_command_line(
         longest = {**from_preset, **from_yaml, **command_line}["max_position_embeddings"]
         defaults["seq_length"] = min(defaults["seq_length"], longest)
     from_deepspeed = _deepspeed_values({**from_yaml, **command_line}, problems)
-    raise_together(problems, summary="this command line")
-    merged = {**defaults, **from_preset, **from_deepspeed, **from_yaml, **command_line}
-    return ParsedCommand(
-        config=RunConfig.from_values(merged),
-        extra=values,
+    asked = {**from_preset, **from_deepspeed, **from_yaml, **command_line}
+    command = ParsedCommand(
+        config=RunConfig.from_values({**defaults, **asked}), extra=values, given=frozenset(asked)
+    )
+    if problems:
+        raise UnreadableCommandError(problems, command)
+    return command
+
+
+def _read_words(
+    words: Sequence[str], extra_args_provider: ExtraArguments | None
+) -> tuple[dict[str, Any], list[str], list[MegatronError]]:
+    """Return values by name, words that no flag claims, and problems.
+
+    argparse stops at the first flag with too few values: that flag is left out, and the others
+    are read again.
+    """
+    incomplete: list[MegatronError] = []
+    while True:
+        parser = build_parser(extra_args_provider)
+        words = parser.with_known_spellings(words)
+        try:
+            namespace, unknown = parser.parse_known_args(words)
+        except argparse.ArgumentError as error:
+            spellings = (error.argument_name or "").split("/")
+            place = next((i for i, w in enumerate(words) if w.split("=")[0] in spellings), None)
+            incomplete.append(_incomplete(error, spellings[0]))
+            if place is None:
+                return {}, [], incomplete
+            rest = place + 1
+            while rest < len(words) and not words[rest].startswith("--"):
+                rest += 1
+            words = [*words[:place], *words[rest:]]
+            continue
+        values = {n: v for n, v in vars(namespace).items() if n not in parser.unreadable}
+        return values, unknown, [*parser.problems, *incomplete]
+
+
+def _incomplete(error: argparse.ArgumentError, flag: str) -> ConfigError:
+    spec = flags_by_spelling().get(flag)
+    example = "" if spec is None else f", for example {flag} {spec.example(spec.facts.nargs)}"
+    return ConfigError(
+        f"the command line cannot be read: {error}.",
+        rule="values of a flag follow it" + ("" if spec is None else f": {spec.type_text()}"),
+        flags=[flag],
+        fix=f"give it{example}",
     )
 
 

@@ -11,7 +11,7 @@ from megatron.core import capabilities
 from megatron.core.errors import ConfigError, MegatronError
 from megatron.training.cli.suggest import suggestion
 from megatron.training.config.flag import FlagSpec, kebab
-from megatron.training.config.run import all_flags, flags_by_spelling
+from megatron.training.config.run import all_flags, flags_by_spelling, opposites_by_spelling
 
 
 def read_yaml(path: str, problems: list[MegatronError]) -> dict[str, Any]:
@@ -59,6 +59,8 @@ def _collect(
             continue
         name = str(key).replace("-", "_")
         spec = all_flags().get(name) or flags_by_spelling().get(kebab(name))
+        says_default = spec is None
+        spec = spec or opposites_by_spelling().get(kebab(name))
         if spec is None:
             near = suggestion(kebab(name)).lstrip("-").replace("-", "_")
             problems.append(
@@ -79,9 +81,10 @@ def _collect(
                 )
             )
         else:
-            is_off_switch_flag = spec.is_switch and spec.default is True and name != spec.name
+            # "no_swiglu: true" and "no_bias_linear: true" say false of their field.
+            negates = spec.is_switch and name != spec.name and spec.default is not says_default
             try:
-                values[spec.name] = _typed(spec, value, negate=is_off_switch_flag)
+                values[spec.name] = _typed(spec, value, negate=negates)
             except ValueError as reason:
                 problems.append(
                     ConfigError(

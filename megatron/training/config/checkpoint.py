@@ -54,7 +54,10 @@ class CheckpointConfig:
     no_save_rng: bool = False
     """Do not save the random state."""
     use_checkpoint_args: bool = False
-    """Take the model's shape from the checkpoint."""
+    """Take the model's shape from the checkpoint, where no flag gives it, and the type of the
+    tokenizer."""
+    use_tokenizer_model_from_checkpoint_args: bool = flag(False, part_of="use_checkpoint_args")
+    """Open the tokenizer files that the checkpoint names, too."""
     exit_on_missing_checkpoint: bool = False
     """Fail when --load holds no checkpoint, instead of starting afresh."""
     async_save: bool = False

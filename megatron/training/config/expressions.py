@@ -11,6 +11,8 @@ def layer_pattern(text: str) -> int | list[int]:
         value = _evaluate(ast.parse(text.strip(), mode="eval").body)
     except (SyntaxError, ValueError, RecursionError):
         raise ValueError("is not a number or a list expression such as ([0]*3+[1])*8") from None
+    if isinstance(value, int) and not 1 <= value < 2**31:
+        raise ValueError("is not every first, second, ... layer: a number from 1")
     return value
 
 
@@ -48,4 +50,6 @@ def int_pair(text: str) -> tuple[int, int]:
         left, right = (int(part) for part in parts)
     except ValueError:
         raise ValueError("is not two numbers such as 4096,0") from None
+    if not all(-1 <= part < 2**31 for part in (left, right)):
+        raise ValueError("is not two numbers of tokens, or -1 for all")
     return left, right

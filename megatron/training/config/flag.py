@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
+import math
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
@@ -99,6 +100,20 @@ class FlagSpec:
         return self.element is bool
 
     @property
+    def opposites(self) -> tuple[str, ...]:
+        """Spellings that set a switch to its default, whatever a file or a preset says."""
+        if not self.is_switch:
+            return ()
+        found: list[str] = []
+        for spelling in (*self.spellings, kebab(self.name)):
+            stem = spelling.removeprefix("--").removeprefix("no-").removeprefix("disable-")
+            if spelling != f"--{stem}" or spelling == kebab(self.name) and self.default:
+                found.append(f"--{stem}")
+            elif not self.default:
+                found += [f"--no-{stem}", f"--disable-{stem}"]
+        return tuple(s for s in dict.fromkeys(found) if s not in self.spellings)
+
+    @property
     def choices(self) -> tuple[str | int, ...]:
         """Allowed values as the user types them; empty means any."""
         if issubclass(self.element, enum.Enum):
@@ -116,6 +131,15 @@ class FlagSpec:
         if self.choices:
             text += ": " + "/".join(str(choice) for choice in self.choices)
         return text
+
+    def example(self, count: int | str | None = None) -> str:
+        """Return words that the command line takes for this flag; "" if there is no telling."""
+        if self.facts.parse is not None and self.default is None:
+            return ""
+        plain = {int: 1, float: 0.1}.get(self.element, "")
+        value = self.default if self.default not in (None, []) else (*self.choices, plain)[0]
+        words = value if isinstance(value, list) else [value] * (count if type(count) is int else 1)
+        return " ".join(str(getattr(word, "name", word)) for word in words)
 
     def convert(self, text: str) -> Any:
         """Turn the text of one value into the value.
@@ -135,6 +159,8 @@ class FlagSpec:
         except ValueError:
             article = "an" if self.element is int else "a"
             raise ValueError(f"is not {article} {self.element.__name__}") from None
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ValueError("is not finite")
         if self.choices and value not in self.choices:
             raise ValueError("is not one of " + ", ".join(map(str, self.choices)))
         return value
@@ -150,7 +176,8 @@ def _spellings(name: str, default: Any, is_switch: bool, facts: FlagFacts) -> tu
         return facts.spellings or (kebab(name),)
     found = list(facts.spellings or (f"--no-{name.replace('_', '-')}",))
     # A default-on switch is turned off by either prefix, on its own stem or on the field's name.
-    stems = [s.removeprefix("--no-").removeprefix("--disable-") for s in found]
+    prefixes = ("--no-", "--disable-")
+    stems = [s.removeprefix(p) for s in found for p in prefixes if s.startswith(p)]
     for stem in [*stems, name.replace("_", "-")]:
         found += [s for s in (f"--no-{stem}", f"--disable-{stem}") if s not in found]
     return tuple(found)

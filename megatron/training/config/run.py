@@ -113,6 +113,18 @@ def flags_by_spelling() -> dict[str, FlagSpec]:
     return table
 
 
+@functools.cache
+def opposites_by_spelling() -> dict[str, FlagSpec]:
+    """Return every spelling that sets a switch to its default -> its flag."""
+    table: dict[str, FlagSpec] = {}
+    for spec in all_flags().values():
+        for spelling in spec.opposites:
+            assert spelling not in flags_by_spelling(), f"{spelling} means two things"
+            assert spelling not in table, f"{spelling} belongs to two fields"
+            table[spelling] = spec
+    return table
+
+
 def plain(value: Any) -> Any:
     """Return `value` as JSON-ready data: enums by name, tuples as lists."""
     if isinstance(value, enum.Enum):

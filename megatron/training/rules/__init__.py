@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from megatron.core.errors import raise_together
-from megatron.training.resolve import ResolvedRun
+from collections.abc import Callable
+
+from megatron.core.errors import MegatronError, raise_together
+from megatron.training.cli.parser import ParsedCommand, UnreadableCommandError
+from megatron.training.config.run import RunConfig
+from megatron.training.resolve import ResolvedRun, resolve
 from megatron.training.rules import (  # noqa: F401
     adapters,
     batch,
@@ -13,12 +17,52 @@ from megatron.training.rules import (  # noqa: F401
     parallelism,
     run_control,
 )
+from megatron.training.rules.follow_ups import Unclear
 from megatron.training.rules.registry import broken_rules
+from megatron.training.rules.sizes import with_defaults_for, wrong_sizes
 from megatron.training.rules.support import notes, refusals
+from megatron.training.setup.checkpoint_shape import with_checkpoint_shape
 
-__all__ = ["check_run", "notes"]
+__all__ = ["check_run", "notes", "resolve_and_check"]
 
 
 def check_run(run: ResolvedRun) -> None:
     """Raise every problem of the settings in one ConfigError, or return."""
     raise_together([*refusals(run.config), *broken_rules(run)], summary="the settings of this run")
+
+
+def resolve_and_check(
+    read: Callable[[], ParsedCommand], world_size: Callable[[RunConfig], int]
+) -> ResolvedRun:
+    """Read, derive and check the settings.
+
+    Whole numbers out of range and flags that cannot be read are told together with broken rules:
+    these are looked for with defaults in the place of what is wrong, and what would follow from
+    the defaults is left out.
+
+    Args:
+        read: reads the command line, and the files that it names.
+        world_size: number of ranks of a run with such settings.
+    Raises:
+        ConfigError: with all problems.
+    """
+    problems: list[MegatronError] = []
+    try:
+        command = read()
+    except UnreadableCommandError as error:
+        command, problems = error.command, list(error.problems)
+    unclear = Unclear(problems, command)
+    config = command.config
+    try:
+        config = with_checkpoint_shape(config, command.given)
+    except MegatronError as error:
+        unclear.add(error, source="--use-checkpoint-args")
+    for name, problem in wrong_sizes(config).items():
+        unclear.add(problem)
+        config = with_defaults_for(config, {name})
+    run = resolve(config, world_size=world_size(config), extra=command.extra)
+    rules = [*refusals(config), *broken_rules(run)]
+    unclear.problems += [broken for broken in rules if not unclear.may_cause(broken)]
+    summary = "this command line" if problems else "the settings of this run"
+    raise_together(unclear.problems, summary=summary)
+    return run

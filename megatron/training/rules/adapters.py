@@ -11,10 +11,9 @@ from megatron.training.rules.registry import problem, rule
 
 
 @rule
-def adapters_have_a_rank(run: ResolvedRun) -> Iterator[MegatronError]:
-    """Rank, strength and dropout are numbers that make an adapter."""
+def adapters_have_a_strength(run: ResolvedRun) -> Iterator[MegatronError]:
+    """Strength and dropout are numbers that make an adapter."""
     for name, least, most in (
-        ("lora_rank", 1, float("inf")),
         ("lora_alpha", 1e-9, float("inf")),
         ("lora_dropout", 0.0, 1.0 - 1e-9),
     ):
@@ -22,7 +21,7 @@ def adapters_have_a_rank(run: ResolvedRun) -> Iterator[MegatronError]:
         if value is not None and not least <= value <= most:
             yield problem(
                 f"{kebab(name)} {value}.",
-                "rank and alpha are positive, a dropout lies in [0, 1)",
+                "alpha is positive, a dropout lies in [0, 1)",
                 kebab(name),
                 fix=f"drop {kebab(name)}, or use {kebab(name)} {0.1 if least == 0.0 else 16}",
             )

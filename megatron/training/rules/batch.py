@@ -24,7 +24,7 @@ def replicas_share_the_batch(run: ResolvedRun) -> Iterator[MegatronError]:
     size, step = run.global_batch_size, _step(run)
     if size is None or step < 1:
         return
-    if size < 1 or size % step:
+    if size % step:
         near = max(round(size / step), 1) * step
         yield problem(
             f"--global-batch-size {size} cannot be split into micro batches of"
@@ -74,14 +74,14 @@ def the_batch_grows_in_whole_steps(run: ResolvedRun) -> Iterator[MegatronError]:
     if ramp is None or not size or step < 1:
         return
     start, increment, samples = ramp
-    if min(start, increment) < 1 or samples < 0 or start > size or (size - start) % increment:
+    if start > size or (size - start) % increment:
         yield problem(
             f"--rampup-batch-size {start} {increment} {samples} with --global-batch-size {size}.",
             "the batch grows from the first number in steps of the second to exactly the global"
             " batch size",
             "--rampup-batch-size",
             "--global-batch-size",
-            fix=f"use --rampup-batch-size {step} {step} {max(samples, 0)}",
+            fix=f"use --rampup-batch-size {step} {step} {samples}",
         )
         return
     sizes = sorted({batch_size_at(0, ramp, size), increment, size})
@@ -119,12 +119,6 @@ def the_run_has_a_length(run: ResolvedRun) -> Iterator[MegatronError]:
             "--train-samples",
             fix="keep --train-iters",
         )
-    for name in ("train_iters", "train_samples"):
-        value = getattr(asked, name)
-        if value is not None and value < 0:
-            yield problem(
-                f"{kebab(name)} {value}.", "it is not negative", kebab(name), fix="use 0 or more"
-            )
 
 
 @rule

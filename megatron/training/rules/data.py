@@ -197,19 +197,6 @@ def masks_of_documents_are_made(run: ResolvedRun) -> Iterator[MegatronError]:
         )
 
 
-@rule
-def numbers_of_the_loader(run: ResolvedRun) -> Iterator[MegatronError]:
-    """They are not negative."""
-    for name in ("num_workers", "num_dataset_builder_threads"):
-        if run.values[name] < (0 if name == "num_workers" else 1):
-            yield problem(
-                f"{kebab(name)} {run.values[name]}.",
-                "it is a number of processes or threads",
-                kebab(name),
-                fix=f"drop {kebab(name)}",
-            )
-
-
 NEEDED_FILES = {
     "GPT2BPETokenizer": ("vocab_file", "merge_file"),
     "SentencePieceTokenizer": ("tokenizer_model",),

@@ -11,26 +11,17 @@ from megatron.core.pipeline_parallel.layout import pipeline_layout
 from megatron.training.config.flag import kebab
 from megatron.training.resolve import ResolvedRun
 from megatron.training.rules.registry import problem, rule
+from megatron.training.rules.sizes import REQUIRED
 from megatron.training.transformer_settings import transformer_fields
-
-REQUIRED = {
-    "num_layers": 12,
-    "hidden_size": 768,
-    "num_attention_heads": 12,
-    "seq_length": 1024,
-    "micro_batch_size": 4,
-}
-"""Settings without which there is no model, and an example of each."""
 
 
 @rule
 def sizes_are_given(run: ResolvedRun) -> Iterator[MegatronError]:
     """The sizes that nothing can be derived from."""
     for name, example in REQUIRED.items():
-        value = run.values[name]
-        if value is None or value < 1:
+        if run.values[name] is None:
             yield problem(
-                f"{kebab(name)} is {'not given' if value is None else value}.",
+                f"{kebab(name)} is not given.",
                 "it is a positive number that cannot be guessed",
                 kebab(name),
                 fix=f"add {kebab(name)} {example}"
@@ -76,6 +67,7 @@ class _StageFields:
         self.account_for_embedding_in_pipeline_split = run.account_for_embedding_in_pipeline_split
         self.account_for_loss_in_pipeline_split = run.account_for_loss_in_pipeline_split
         self.pipeline_model_parallel_layout = run.pipeline_model_parallel_layout
+        self.mtp_num_layers = run.mtp_num_layers
 
 
 @rule

@@ -22,9 +22,6 @@ def optimizer_numbers(run: ResolvedRun) -> Iterator[MegatronError]:
         if not 0 <= value < 1:
             yield problem(f"{kebab(name)} {value:g}.", "it lies in [0, 1)", kebab(name),
                           fix=f"use {kebab(name)} 0.9")  # fmt: skip
-    if run.muon_num_ns_steps < 1:
-        yield problem(f"--muon-num-ns-steps {run.muon_num_ns_steps}.", "it is at least 1",
-                      "--muon-num-ns-steps", fix="use --muon-num-ns-steps 5")  # fmt: skip
     for text in run.param_rules:
         try:
             parse_rule(text)
@@ -119,21 +116,16 @@ def loss_scale_has_room(run: ResolvedRun) -> Iterator[MegatronError]:
             "--initial-loss-scale",
             fix=f"use --min-loss-scale {min(1.0, max(run.initial_loss_scale, 2.0**-10)):g}",
         )
-    for name in ("loss_scale_window", "hysteresis"):
-        value = run.values[name]
-        if value < 1:
-            yield problem(f"{kebab(name)} {value:g}.", "it counts steps and is at least 1",
-                          kebab(name), fix=f"drop {kebab(name)}")  # fmt: skip
+    if run.loss_scale_window < 1:
+        yield problem(f"--loss-scale-window {run.loss_scale_window:g}.",
+                      "it counts steps and is at least 1", "--loss-scale-window",
+                      fix="drop --loss-scale-window")  # fmt: skip
 
 
 @rule
 def short_lived_checkpoints_are_complete(run: ResolvedRun) -> Iterator[MegatronError]:
     """An interval, a kind and a place belong together."""
     interval, kind = run.non_persistent_save_interval, run.non_persistent_ckpt_type
-    if interval is not None and interval < 1:
-        yield problem(f"--non-persistent-save-interval {interval}.", "it is a positive number",
-                      "--non-persistent-save-interval",
-                      fix="drop --non-persistent-save-interval")  # fmt: skip
     if interval is not None and run.save is None:
         yield problem(
             "--non-persistent-save-interval without --save.",
@@ -162,7 +154,7 @@ def short_lived_checkpoints_are_complete(run: ResolvedRun) -> Iterator[MegatronE
             "--replication", "--non-persistent-ckpt-type",
             fix="add --non-persistent-ckpt-type local",
         )  # fmt: skip
-    if run.replication_factor < 2 or (run.replication_jump or 1) < 1:
+    if run.replication_factor < 2:
         yield problem(
             f"--replication-factor {run.replication_factor}, "
             f"--replication-jump {run.replication_jump}.",

@@ -47,10 +47,6 @@ def one_way_to_cut_virtual_stages(run: ResolvedRun) -> Iterator[MegatronError]:
             *given,
             fix=f"keep {given[-1]}",
         )
-    for name in given[:2]:
-        value = flags[name]
-        if isinstance(value, int) and value < 1:
-            yield problem(f"{name} {value}.", "it is a positive number", name, fix=f"drop {name}")
     is_virtual = flags["--num-layers-per-virtual-pipeline-stage"] is not None
     is_virtual |= (flags["--num-virtual-stages-per-pipeline-rank"] or 1) > 1
     if is_virtual and run.pipeline_model_parallel_size == 1:
@@ -96,18 +92,6 @@ def virtual_stages_belong_to_interleaved_schedules(run: ResolvedRun) -> Iterator
             "--pipeline-schedule",
             *(given or ["--pipeline-model-parallel-layout"]),
             fix="use --pipeline-schedule 1f1b, or drop the virtual stages",
-        )
-
-
-@rule
-def durations_are_positive(run: ResolvedRun) -> Iterator[MegatronError]:
-    """A step of a pipeline takes time."""
-    if min(run.pipeline_step_durations) < 1:
-        yield problem(
-            f"--pipeline-step-durations {' '.join(map(str, run.pipeline_step_durations))}.",
-            "they are three whole numbers above 0, in any one unit",
-            "--pipeline-step-durations",
-            fix="measure a forward, an input gradient and a weight gradient, or leave it out",
         )
 
 
@@ -208,7 +192,7 @@ def copies_of_sharded_state(run: ResolvedRun) -> Iterator[MegatronError]:
     instances, dp = run.num_distributed_optimizer_instances, run.data_parallel_size
     if instances == 1:
         return
-    if instances < 1 or dp % instances:
+    if dp % instances:
         yield problem(
             f"--num-distributed-optimizer-instances {instances} for {dp} replicas.",
             "each instance shards its state over an equal number of replicas",
@@ -252,11 +236,6 @@ def one_bucket_rule(run: ResolvedRun) -> Iterator[MegatronError]:
             "--ddp-num-buckets",
             fix="keep --ddp-bucket-size",
         )
-    for name in ("ddp_bucket_size", "ddp_num_buckets", "powersgd_rank"):
-        value = run.values[name]
-        if value is not None and value < 1:
-            flag = "--" + name.replace("_", "-")
-            yield problem(f"{flag} {value}.", "it is a positive number", flag, fix=f"drop {flag}")
 
 
 @rule
@@ -269,11 +248,4 @@ def gradient_precision(run: ResolvedRun) -> Iterator[MegatronError]:
             "--accumulate-allreduce-grads-in-fp32",
             "--grad-reduce-in-bf16",
             fix="keep --accumulate-allreduce-grads-in-fp32",
-        )
-    if run.grad_compression_warmup < 0:
-        yield problem(
-            f"--grad-compression-warmup {run.grad_compression_warmup}.",
-            "it is a number of reductions",
-            "--grad-compression-warmup",
-            fix="drop it",
         )

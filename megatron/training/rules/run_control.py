@@ -21,18 +21,6 @@ from megatron.training.rules.registry import problem, rule
 @rule
 def checkpoints_have_a_place(run: ResolvedRun) -> Iterator[MegatronError]:
     """Flags of saving and loading name a directory."""
-    for name in ("save_interval", "save_retain_interval", "most_recent_k"):
-        value = run.values[name]
-        if value is not None and value < 1:
-            yield problem(f"{kebab(name)} {value}.", "it is a positive number", kebab(name),
-                          fix=f"drop {kebab(name)}")  # fmt: skip
-    if run.allowed_save_failures < 0:
-        yield problem(
-            f"--allowed-save-failures {run.allowed_save_failures}.",
-            "it counts failures in a row that a run survives",
-            "--allowed-save-failures",
-            fix="use 0 to end at the first one",
-        )
     if run.save_hf is not None and run.save is None:
         yield problem(
             "--save-hf without --save.",
@@ -57,7 +45,7 @@ def checkpoints_have_a_place(run: ResolvedRun) -> Iterator[MegatronError]:
             fix="add --save DIRECTORY",
         )
     keep, every = run.save_retain_interval, run.save_interval
-    if keep and every and keep > 0 and every > 0 and keep % every:
+    if keep and every and keep % every:
         yield problem(
             f"--save-retain-interval {keep} is no multiple of --save-interval {every}.",
             "only what was saved can be kept",
@@ -111,20 +99,6 @@ def what_is_loaded_is_there(run: ResolvedRun) -> Iterator[MegatronError]:
         yield error
     except OSError as error:
         yield describe_os_error(error, path=error.filename or "--load", doing="reading")
-
-
-@rule
-def intervals_are_positive(run: ResolvedRun) -> Iterator[MegatronError]:
-    """Intervals that a step is divided by."""
-    for name in ("log_interval", "tensorboard_log_interval", "eval_interval", "exit_interval",
-                 "exit_duration_in_mins"):  # fmt: skip
-        value = run.values[name]
-        if value is not None and value < 1:
-            yield problem(f"{kebab(name)} {value}.", "it is a positive number", kebab(name),
-                          fix=f"drop {kebab(name)}")  # fmt: skip
-    if run.eval_iters < 0:
-        yield problem(f"--eval-iters {run.eval_iters}.", "it is not negative", "--eval-iters",
-                      fix="use --eval-iters 10")  # fmt: skip
 
 
 @rule

@@ -15,13 +15,13 @@ from megatron.core.timers import Timers
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 from megatron.training import global_vars, launch
 from megatron.training.cli.parser import ParsedCommand
+from megatron.training.config.run import RunConfig
 from megatron.training.printing import print_rank_0
 from megatron.training.resilience.progress import RunProgress
 from megatron.training.resilience.signals import SignalFlag
-from megatron.training.resolve import ResolvedRun, resolve, resolve_vocabulary
-from megatron.training.rules import check_run, notes
+from megatron.training.resolve import ResolvedRun, resolve_vocabulary
+from megatron.training.rules import notes, resolve_and_check
 from megatron.training.rules.same_flags import agree_on_settings, comparable
-from megatron.training.setup.checkpoint_shape import with_checkpoint_shape
 from megatron.training.setup.distributed import (
     create_groups,
     seed_everything,
@@ -56,14 +56,14 @@ def read_settings(read: ReadCommand, world_size: int, progress: RunProgress) -> 
     Raises:
         ConfigError: with all problems.
     """
-    command = read()
-    save = command.config.checkpoint.save
-    if save is not None and not is_url(save):
-        progress.save_directory = save
-    config = with_checkpoint_shape(command.config)
-    run = resolve(config, world_size=world_size, extra=command.extra)
-    check_run(run)
-    return run
+
+    def ranks(config: RunConfig) -> int:
+        save = config.checkpoint.save
+        if save is not None and not is_url(save):
+            progress.save_directory = save
+        return world_size
+
+    return resolve_and_check(read, ranks)
 
 
 def start_session(

@@ -6,8 +6,10 @@ import pytest
 
 from megatron.core.errors import ConfigError
 from megatron.core.transformer.enums import AttnBackend
-from megatron.training.cli.parser import parse_command_line
+from megatron.training.cli.parser import UnreadableCommandError, parse_command_line
 from megatron.training.cli.suggest import suggestion
+from megatron.training.config.run import flags_by_spelling, opposites_by_spelling
+from megatron.training.rules import resolve_and_check
 
 
 def values(*words: str, **options):
@@ -159,3 +161,83 @@ def test_a_preset_gives_the_published_sizes():
     assert found["swiglu"]
     assert found["untie_embeddings_and_output_weights"]
     assert found["rotary_base"] == 500_000
+
+
+def settings_problems(text: str, world_size: int = 1) -> list[str]:
+    """Return all problems of a command line, of reading it and of its rules."""
+    try:
+        resolve_and_check(lambda: parse_command_line(text.split()), lambda config: world_size)
+    except ConfigError as error:
+        return [problem.describe() for problem in error.problems]
+    return []
+
+
+def test_mistakes_of_every_kind_come_in_one_message_without_what_follows_from_them(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("hiden_size: 64\nseq_length: long\n")
+    found = settings_problems(
+        "--num-layer 4 --num-attention-heads 3 --micro-batch-size 2 --lr 1e-3"
+        f" --train-iters 10 --foo --min-lr 1 --global-batch-size 0 --yaml-cfg {path} --adam-beta1 x"
+        " --cuda-graph-impl local --rampup-batch-size 1 2"
+    )
+    expected = [
+        "--adam-beta1 'x'", "--rampup-batch-size", "unknown flag --num-layer.",
+        "unknown flag --foo", "unknown setting 'hiden_size'", "seq_length: 'long'",
+        "--global-batch-size 0", "--cuda-graph-impl local", "--lr 0.001 with --min-lr 1",
+    ]  # fmt: skip
+    assert len(found) == len(expected)
+    for text in expected:
+        assert any(text in problem for problem in found), text
+
+
+def test_what_an_unreadable_source_would_have_set_is_not_missed():
+    sizes = "--seq-length 8 --micro-batch-size 1 --train-iters 1 --lr 1"
+    found = settings_problems(f"--preset gpt2-smal {sizes} --min-lr 2")
+    assert len(found) == 2
+    assert "gpt2-smal" in found[0]
+    assert "--min-lr 2" in found[1]
+
+
+def test_a_layout_with_prediction_stages_is_right_beside_another_mistake():
+    found = settings_problems(
+        "--num-layers 2 --hidden-size 64 --num-attention-heads 3 --seq-length 8 --lr 1"
+        " --micro-batch-size 1 --train-iters 1 --pipeline-model-parallel-size 2"
+        " --mtp-num-layers 1 --pipeline-model-parallel-layout Ett|mL",
+        world_size=2,
+    )
+    assert len(found) == 1
+    assert "num_attention_heads=3" in found[0] or "not divisible" in found[0]
+
+
+@pytest.mark.parametrize(
+    ("word", "name", "value"),
+    [
+        ("--use-checkpoint-opt_param-scheduler", "use_checkpoint_opt_param_scheduler", True),
+        ("--num_layers=4", "num_layers", 4),
+        ("--deepspeed-config=x.json", "deepspeed_config", "x.json"),
+        ("--ckpt-fully-parallel-save", "ckpt_fully_parallel_save", True),
+        ("--add-bias-linear", "add_bias_linear", True),
+        ("--no-swiglu", "swiglu", False),
+        ("--load-optim", "no_load_optim", False),
+    ],
+)
+def test_underscores_and_the_spelling_of_a_default_are_understood(word, name, value):
+    try:
+        command = parse_command_line([word])
+    except UnreadableCommandError as error:
+        command = error.command
+    assert name in command.given
+    assert command.config.value_of(name) == value
+
+
+def test_yaml_takes_the_spelling_of_a_default(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("no_swiglu: true\nbias_linear: false\nno_rope_fusion: true\n")
+    found = parse_command_line(["--yaml-cfg", str(path)]).config
+    assert not found.model.swiglu
+    assert not found.model.add_bias_linear
+    assert not found.precision.apply_rope_fusion
+
+
+def test_no_spelling_of_a_switch_means_two_things():
+    assert not set(opposites_by_spelling()) & set(flags_by_spelling())

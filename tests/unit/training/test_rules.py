@@ -7,7 +7,7 @@ import pytest
 from megatron.core.errors import ConfigError
 from megatron.training.cli.parser import parse_command_line
 from megatron.training.resolve import resolve
-from megatron.training.rules import check_run, notes
+from megatron.training.rules import check_run, notes, resolve_and_check
 
 
 def words_of(text: str) -> list[str]:
@@ -22,9 +22,8 @@ SMALL = words_of(
 
 
 def problems(*words: str, world_size: int = 1, base=SMALL) -> list[str]:
-    config = parse_command_line([*base, *words]).config
     try:
-        check_run(resolve(config, world_size=world_size))
+        resolve_and_check(lambda: parse_command_line([*base, *words]), lambda config: world_size)
     except ConfigError as error:
         return [problem.describe() for problem in error.problems]
     return []
@@ -142,7 +141,7 @@ def problems(*words: str, world_size: int = 1, base=SMALL) -> list[str]:
         (["--optimizer-offload-fraction", "0.5"], 1, "without offload"),
         (["--optimizer-cpu-offload", "--optimizer-offload-fraction", "2"], 1, "a share lies in"),
         (["--grad-compression", "powersgd", "--powersgd-rank", "0"], 1, "--powersgd-rank 0"),
-        (["--grad-compression-warmup", "-1"], 1, "a number of reductions"),
+        (["--grad-compression-warmup", "-1"], 1, "--grad-compression-warmup -1"),
         (["--main-grads-dtype", "bf16"], 1, "--main-grads-dtype bf16 without --bf16"),
         (["--main-params-dtype", "fp16"], 1, "fp32 weights are their own"),
         (["--optimizer", "dist_muon"], 1, "use --optimizer muon --use-distributed-optimizer"),

@@ -1,0 +1,83 @@
+"""Ranges of whole numbers, checked one by one before anything is computed with them."""
+
+from __future__ import annotations
+
+from megatron.core.errors import ConfigError, MegatronError
+from megatron.training.config.flag import FlagSpec
+from megatron.training.config.run import RunConfig, all_flags
+
+REQUIRED = {
+    "num_layers": 12,
+    "hidden_size": 768,
+    "num_attention_heads": 12,
+    "seq_length": 1024,
+    "micro_batch_size": 4,
+}
+"""Settings without which there is no model, and an example of each."""
+
+_FROM_ZERO = {
+    "train_iters", "train_samples", "lr_warmup_iters", "lr_warmup_samples", "eval_iters", "seed",
+    "iterations_to_skip", "manual_gc_interval", "grad_compression_warmup", "num_workers",
+    "vocab_extra_ids", "tiktoken_num_special_tokens", "allowed_save_failures", "ckpt_step",
+    "local_rank", "profile_ranks", "cpu_offloading_num_layers", "decoder_first_pipeline_num_layers",
+    "decoder_last_pipeline_num_layers", "mtp_num_layers",
+}  # fmt: skip
+"""Numbers that may be 0; all others are at least 1."""
+
+_SIZE = 2**31 - 1
+_STEPS = 2**53
+"""Counts are exact in fp64 up to here."""
+_MOST = {
+    **dict.fromkeys(
+        ("train_iters", "train_samples", "lr_decay_iters", "lr_decay_samples", "lr_warmup_iters",
+         "lr_warmup_samples", "lr_wsd_decay_iters", "lr_wsd_decay_samples", "ddp_bucket_size"),
+        _STEPS,
+    ),
+    **dict.fromkeys(
+        ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size",
+         "expert_model_parallel_size", "expert_tensor_parallel_size", "dry_run_world_size",
+         "hierarchical_context_parallel_sizes", "distributed_timeout_minutes",
+         "pipeline_step_durations", "vocab_extra_ids", "tiktoken_num_special_tokens"),
+        1_000_000,
+    ),
+    **dict.fromkeys(("num_layers", "mtp_num_layers", "num_experts"), 100_000),
+    **dict.fromkeys(("num_workers", "num_dataset_builder_threads", "muon_num_ns_steps"), 1000),
+}  # fmt: skip
+"""Largest values where `_SIZE` is not the bound: beyond them there is no machine, or a typing
+error."""
+
+
+def wrong_sizes(config: RunConfig) -> dict[str, MegatronError]:
+    """Return field name -> problem, for whole numbers outside their range."""
+    found: dict[str, MegatronError] = {}
+    for spec in all_flags().values():
+        if spec.element is not int or spec.choices or spec.facts.parse is not None:
+            continue
+        value = config.value_of(spec.name)
+        numbers = value if isinstance(value, (list, tuple)) else [value]
+        least, most = int(spec.name not in _FROM_ZERO), _MOST.get(spec.name, _SIZE)
+        numbers = [n for n in numbers if n is not None]
+        if spec.name == "rampup_batch_size" and len(numbers) == 3:
+            numbers = [*numbers[:2], max(numbers[2], 1)] if numbers[2] >= 0 else numbers
+        if any(not least <= n <= most for n in numbers):
+            found[spec.name] = _problem(spec, value, least, most)
+    return found
+
+
+def _problem(spec: FlagSpec, value: object, least: int, most: int) -> ConfigError:
+    shown = " ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
+    example = spec.default if spec.default not in (None, []) else REQUIRED.get(spec.name)
+    words = " ".join(map(str, example)) if isinstance(example, list) else str(example)
+    return ConfigError(
+        f"{spec.flag} {shown if len(shown) <= 60 else shown[:60] + '...'}.",
+        rule=f"it is a whole number from {least} to {most:,}",
+        flags=[spec.flag],
+        fix=f"drop {spec.flag}" if example is None else f"use {spec.flag} {words}",
+    )
+
+
+def with_defaults_for(config: RunConfig, names: set[str]) -> RunConfig:
+    """Return the settings with the default of these fields."""
+    table = all_flags()
+    kept = {n: v for n, v in config.flat().items() if n not in names or n not in table}
+    return RunConfig.from_values(kept)

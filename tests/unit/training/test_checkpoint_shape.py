@@ -1,0 +1,48 @@
+"""What --use-checkpoint-args takes, and what it leaves to the command line."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+
+import pytest
+
+from megatron.training.cli.parser import parse_command_line
+from megatron.training.setup import checkpoint_shape
+
+STORED = Namespace(
+    num_layers=3, hidden_size=48, swiglu=True, tokenizer_type="HuggingFaceTokenizer",
+    tokenizer_model="/elsewhere/model", vocab_size=77, lr=0.5,
+)  # fmt: skip
+
+
+@pytest.fixture
+def shaped(monkeypatch):
+    """Return a function from words to the settings with the checkpoint's shape in them."""
+    monkeypatch.setattr(checkpoint_shape, "stored_args", lambda *_, **__: STORED)
+
+    def read(*words: str) -> dict:
+        command = parse_command_line(["--load", "x", "--use-checkpoint-args", *words])
+        return checkpoint_shape.with_checkpoint_shape(command.config, command.given).flat()
+
+    return read
+
+
+def test_the_command_line_wins_over_the_checkpoint_also_with_a_default(shaped):
+    found = shaped("--num-layers", "5", "--no-swiglu")
+    assert (found["num_layers"], found["hidden_size"], found["swiglu"]) == (5, 48, False)
+
+
+def test_a_tokenizer_is_the_command_lines_or_the_checkpoints_not_a_mixture(shaped):
+    assert shaped("--tokenizer-type", "NullTokenizer")["tokenizer_model"] is None
+    assert shaped("--tokenizer-type", "NullTokenizer")["vocab_size"] is None
+    assert shaped("--tokenizer-model", "mine")["tokenizer_type"] is None
+
+
+def test_files_that_a_checkpoint_names_are_taken_on_request_only(shaped):
+    found = shaped()
+    assert found["tokenizer_type"] == "HuggingFaceTokenizer"
+    assert (found["tokenizer_model"], found["vocab_size"]) == (None, 77)
+    asked = shaped("--use-tokenizer-model-from-checkpoint-args")
+    assert asked["tokenizer_model"] == "/elsewhere/model"
+    refused = shaped("--no-use-tokenizer-model-from-checkpoint-args")
+    assert refused["tokenizer_model"] is None
