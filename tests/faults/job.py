@@ -37,6 +37,8 @@ ITERATION = re.compile(r" iteration +(\d+)/ +\d+ \|")
 SAVED = re.compile(r"successfully saved checkpoint from iteration +(\d+) ")
 FATAL = re.compile(r"^FATAL\[(\w+)\].*$", re.MULTILINE)
 POLL_S = 0.02
+TIMEOUT_SCALE = float(os.environ.get("TEST_TIMEOUT_SCALE", "1"))
+"""Multiplies every limit of time, for slow or crowded machines."""
 
 
 def can_have_its_own_shared_memory() -> bool:
@@ -170,7 +172,7 @@ class Job:
         self, within_s: float, may_stay: Callable[[Process], bool] = lambda process: False
     ) -> list[Process]:
         """Wait until no process of it lives; return those that still do after the time."""
-        deadline = time.monotonic() + within_s
+        deadline = time.monotonic() + within_s * TIMEOUT_SCALE
         while True:
             self.is_over()  # which takes a zombie away
             left = [process for process in self.processes() if not may_stay(process)]

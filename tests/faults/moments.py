@@ -6,11 +6,11 @@ import random
 import time
 from collections.abc import Callable
 
-from tests.faults.job import NUM_STEPS, POLL_S, Job
+from tests.faults.job import NUM_STEPS, POLL_S, TIMEOUT_SCALE, Job
 from tests.faults.plan import Moment
 from tests.faults.slow_pretrain import BUILDING, EVALUATING
 
-START_S = 120.0
+START_S = 120.0 * TIMEOUT_SCALE
 """How long a job may take from its start to a moment."""
 
 

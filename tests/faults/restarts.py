@@ -11,13 +11,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tests.faults.checks import References, check_curve, check_remains, check_save_directory
-from tests.faults.job import MODEL, POLL_S, Job
+from tests.faults.job import MODEL, POLL_S, TIMEOUT_SCALE, Job
 from tests.faults.processes import Process
 from tests.faults.promises import Kept, Promise
 from tests.faults.result import Result
 
 SAVE_INTERVAL = 2
-COME_BACK_S = 120.0
+COME_BACK_S = 120.0 * TIMEOUT_SCALE
 """How long a new attempt may take until its first step, on a crowded machine."""
 FINISHES = Promise(Kept.END, COME_BACK_S, "every attempt goes on from the newest checkpoint")
 
@@ -93,7 +93,7 @@ def run_restarts(folder: Path, references: References, num_kills: int, seed: str
     try:
         returns = kill_again_and_again(job, num_kills, random.Random(seed))
         last_kill = time.monotonic()
-        left = job.wait_until_gone(COME_BACK_S + 0.5 * num_steps)
+        left = job.wait_until_gone(120.0 + 0.5 * num_steps)
         result.ended_after_s = time.monotonic() - last_kill
         if left or job.process.returncode:
             result.problems.append(f"exit status {job.process.returncode}, still there: {left}")
