@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import signal
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from signal import Signals
 from typing import Protocol, TypeVar
@@ -53,11 +53,6 @@ class Fault:
     target: Target
     moment: Moment
 
-    @property
-    def is_pause(self) -> bool:
-        """Whether the target is stopped, and continued a moment later."""
-        return self.signal is signal.SIGSTOP
-
 
 @dataclass(frozen=True)
 class Case:
@@ -69,7 +64,9 @@ class Case:
     workers: Workers = Workers.NONE
     num_ranks: int = 2
     """Without torchrun if 1."""
-    flags: tuple[str, ...] = field(default=(), compare=False)
+    stays_stopped: bool = False
+    """Whether nobody continues a process that SIGSTOP stopped."""
+    flags: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -82,6 +79,7 @@ class Case:
         parts = [signals, first.target.value, "+".join(moments)]
         parts += ["torchrun" if self.num_ranks > 1 else "python"]
         parts += ["handler"] * self.has_handler
+        parts += ["for-good"] * self.stays_stopped
         parts += [f"{self.workers.value}-workers"]
         return "/".join(parts)
 
@@ -100,7 +98,7 @@ class Case:
     @property
     def is_pause(self) -> bool:
         """Whether the run is only paused."""
-        return all(fault.is_pause for fault in self.faults)
+        return not self.stays_stopped and all(f.signal is STOP for f in self.faults)
 
 
 WITH_WORKERS = (Moment.STEP, Moment.EVALUATION, Moment.SAVE, Moment.ASYNC_SAVE)
@@ -154,8 +152,10 @@ def _extras() -> Iterator[Case]:
     for moment in (Moment.STEP, Moment.EVALUATION):
         again = (Fault(TERM, Target.LAUNCHER, moment),) * 2
         yield Case(again, True, Workers.DEFAULT)
-    # A rank that cannot answer while the job is ended.
-    yield Case((Fault(STOP, Target.RANK_1, Moment.STEP), Fault(TERM, Target.LAUNCHER, Moment.STEP)))
+    # A rank that does not answer: the others wait for it, or somebody ends the job.
+    stopped = Fault(STOP, Target.RANK_1, Moment.STEP)
+    yield Case((stopped,), stays_stopped=True, flags=("--distributed-timeout-minutes", "1"))
+    yield Case((stopped, Fault(TERM, Target.LAUNCHER, Moment.STEP)), stays_stopped=True)
 
 
 def preempt(times: int) -> list[Case]:

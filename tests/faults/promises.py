@@ -44,11 +44,10 @@ class Rule:
     moments: Collection[Moment] = tuple(Moment)
     has_handler: bool | None = None
     num_ranks: Collection[int] = (1, 2)
-    has_stopped_rank: bool = False
+    stays_stopped: bool = False
 
     def holds_for(self, case: Case) -> bool:
         """Return whether it is about this case; of several signals the strongest counts."""
-        signals = {fault.signal for fault in case.faults}
         strongest = max(case.faults, key=lambda fault: STRENGTH.index(fault.signal))
         return (
             strongest.signal in self.signals
@@ -56,7 +55,7 @@ class Rule:
             and strongest.moment in self.moments
             and self.has_handler in (None, case.has_handler)
             and case.num_ranks in self.num_ranks
-            and self.has_stopped_rank is (STOP in signals and strongest.signal is not STOP)
+            and self.stays_stopped is case.stays_stopped
         )
 
 
@@ -74,10 +73,18 @@ RULES = (
     ),
     Rule(
         Promise(
+            Kept.LAST_SAVE, 120.0, "the others give up after --distributed-timeout-minutes 1, and"
+            " torchrun kills the stopped rank 30 s after it has told it to end",
+            classes=frozenset({"PEER_LOST"}), is_success=False,
+        ),
+        signals=(STOP,), stays_stopped=True,
+    ),
+    Rule(
+        Promise(
             Kept.LAST_SAVE, 45.0, "a stopped rank cannot finish its step: torchrun kills it 30 s"
             " after it has passed on the signal",
         ),
-        signals=(TERM,), targets=(Target.LAUNCHER,), has_stopped_rank=True,
+        signals=(TERM,), stays_stopped=True,
     ),
     Rule(
         Promise(
