@@ -7,6 +7,7 @@ import json
 import re
 import shutil
 import threading
+import time
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -143,9 +144,19 @@ def check_remains(job: Job, promise: Promise) -> list[str]:
         if not FILES_OF_TORCH.fullmatch(path.name)
         and (promise.is_clean or not SOCKETS_OF_WORKERS.fullmatch(path.name))
     ]
-    listening = all_listening()
-    problems += [f"still listening: {a}" for i, a in job.sockets.items() if i in listening]
+    problems += [f"still listening: {address}" for address in _still_listening(job)]
     return problems
+
+
+def _still_listening(job: Job) -> list[str]:
+    """Return ports that stay open; a process that ends loses its memory before its files."""
+    deadline = time.monotonic() + 5.0
+    while True:
+        listening = all_listening()
+        found = [address for inode, address in job.sockets.items() if inode in listening]
+        if not found or time.monotonic() > deadline:
+            return found
+        time.sleep(0.05)
 
 
 def check_save_directory(save: Path, *, is_clean: bool) -> list[str]:
