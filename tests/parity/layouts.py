@@ -21,6 +21,8 @@ class LayoutCase:
     """Rung of the sharding ladder: 0 nothing, 1 optimizer state, 2 gradients, 3 parameters."""
     instances: int = 1
     """Copies of the sharded state."""
+    fsdp2: bool = False
+    """Let torch shard the parameters."""
     samples: int = 8
     """Samples of a step."""
     micro_batch_size: int = 1
@@ -68,6 +70,7 @@ class LayoutCase:
         parts += ["one by one"] * (not self.grouped) + ["in turns"] * self.combined
         parts += ["tiled"] * self.tiled + ["recompute"] * self.recomputes
         parts.append(f"dp{self.dp}{f'+zero{self.stage}' if self.stage else ''}")
+        parts += ["fsdp2"] * self.fsdp2
         if self.instances > 1:
             parts.append(f"x{self.instances}")
         if (self.samples, self.micro_batch_size) != (8, 1):

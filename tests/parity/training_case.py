@@ -7,6 +7,7 @@ are the serial oracle. They use the library directly, as a third party's trainin
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -19,10 +20,11 @@ from megatron.core.context_parallel import get_batch_on_this_cp_rank
 from megatron.core.distributed import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
+    TorchFullyShardedDataParallel,
     finalize_model_grads,
 )
 from megatron.core.distributed.distributed_data_parallel_config import SHARDING_STRATEGIES
-from megatron.core.initialization import canonical_names
+from megatron.core.initialization import canonical_names, parameters_without_memory
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_decoder_block_spec,
     get_gpt_mtp_block_spec,
@@ -253,16 +255,16 @@ def train(
     """Train on `NUM_STEPS` batches, again and again if that is too few; the job of one rank."""
     rng_state().set_seed(SEED)
     config = transformer_config(layout, model)
-    chunks = build_chunks(config, model, layout, groups)
+    with parameters_without_memory() if layout.fsdp2 else nullcontext():
+        chunks = build_chunks(config, model, layout, groups)
     ddp_config = DistributedDataParallelConfig(
         overlap_grad_reduce=True,
         bucket_size=5000,
         data_parallel_sharding_strategy=SHARDING_STRATEGIES[layout.stage],
         num_distributed_optimizer_instances=layout.instances,
     )
-    wrapped = [
-        DistributedDataParallel(config, ddp_config, chunk, pg_collection=groups) for chunk in chunks
-    ]
+    wrapper = TorchFullyShardedDataParallel if layout.fsdp2 else DistributedDataParallel
+    wrapped = [wrapper(config, ddp_config, chunk, pg_collection=groups) for chunk in chunks]
     chosen: dict[str, Any] = dict(
         optimizer="adam", lr=1e-3, adam_eps=ADAM_EPSILON, weight_decay=0.1, clip_grad=0.5,
         use_distributed_optimizer=layout.stage > 0,
@@ -316,7 +318,7 @@ def train(
             _note_router(report.routers, router)
     for chunk in wrapped:
         with chunk.whole_parameters():
-            report.weights |= {name: p.detach().clone() for name, c, p in named if c is chunk}
+            report.weights |= {n: p.detach().clone() for n, c, p in named_parameters([chunk])}
     metas = {name: get_param_meta(p) for name, _, p in named}
     report.metas = {n: (m.split_dim, m.stride, m.is_expert) for n, m in metas.items()}
     return report
@@ -344,8 +346,7 @@ def whole_gradient(chunk: DistributedDataParallel, parameter: torch.nn.Parameter
     """Join the pieces of a reduced gradient; adding zeros changes no bit."""
     whole = torch.zeros(parameter.numel())
     for shard in chunk.shards_of(parameter):
-        assert shard.gradient is not None
-        whole[shard.begin : shard.end] = shard.gradient.flatten()
+        whole[shard.begin : shard.end] = shard.reduced_gradient().flatten()
     mesh = chunk.mesh(get_param_meta(parameter).is_expert)
     if mesh.shard_size > 1:
         torch.distributed.all_reduce(whole, group=mesh.shard)

@@ -28,8 +28,9 @@ from megatron.core.distributed.model_parameters import names_in_model, units_of
 from megatron.core.distributed.parameter_shard import ParameterShard
 from megatron.core.errors import ConfigError, raise_together
 from megatron.core.initialization import fill_deferred_weights
+from megatron.core.param_meta import get_param_meta
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.utils import get_pg_rank, get_pg_size
+from megatron.core.utils import get_pg_size
 
 
 class TorchFullyShardedDataParallel(DistributedDataParallel):
@@ -40,7 +41,8 @@ class TorchFullyShardedDataParallel(DistributedDataParallel):
     inside `no_sync()`, and are found in `.grad` of the sharded parameters.
 
     Communication: by torch, on `dp_cp`: an all-gather of each layer before forward and before
-    backward, a reduce-scatter of its gradients.
+    backward, a reduce-scatter of its gradients. The experts of a layer are a unit of their own on
+    `expt_dp` where those are other ranks.
     """
 
     def __init__(
@@ -70,17 +72,19 @@ class TorchFullyShardedDataParallel(DistributedDataParallel):
         self._gathers_in_forward = False
         self._syncs_in_backward, self._awaits_end = True, False
         self._fsdp_modules: list[Any] = []
-        if get_pg_size(self.mesh().shard) > 1:
-            self._shard_modules(sub_modules_to_wrap)
+        self._shard_modules(sub_modules_to_wrap)
         self._read_shards()
 
     def _shard_modules(self, kinds: Sequence[type[nn.Module]] | None) -> None:
         # torch replaces the parameters and drops the facts on them.
         facts = {name: dict(vars(p)) for name, p in self.module.named_parameters()}
-        device = next(self.module.parameters()).device
-        mesh = DeviceMesh.from_group(self.mesh().shard, device.type)
+        dense, experts = (self._device_mesh(is_expert) for is_expert in (False, True))
         in_fp32 = self.ddp_config.grad_reduce_in_fp32
         policy = MixedPrecisionPolicy(reduce_dtype=torch.float32 if in_fp32 else None)
+        are_apart = self.mesh(is_expert=True).shard is not self.mesh().shard
+        apart = _modules_of_experts(self.module) if are_apart else []
+        inside = {module for expert in apart for module in expert.modules()}
+        of_experts = {parameter for module in apart for parameter in module.parameters()}
         if kinds is None:
             layers = {
                 child
@@ -91,37 +95,51 @@ class TorchFullyShardedDataParallel(DistributedDataParallel):
             modules = [unit.entry for unit in units_of(self.module) if unit.entry in layers]
         else:
             modules = [m for m in self.module.modules() if isinstance(m, tuple(kinds))]
+        modules = [module for module in modules if module not in inside]
         for module in [*modules, self.module]:
             fill_deferred_weights(self.module, list(module.parameters()))
-            fully_shard(module, mesh=mesh, mp_policy=policy)
-            self._fsdp_modules.append(module)
+            parts = [m for m in module.modules() if m in apart and m not in self._fsdp_modules]
+            for part, mesh in [*((part, experts) for part in parts), (module, dense)]:
+                if mesh is not None:
+                    ignored = of_experts if part is module else None
+                    fully_shard(part, mesh=mesh, mp_policy=policy, ignored_params=ignored)
+                    self._fsdp_modules.append(part)
         for name, parameter in self.module.named_parameters():
             vars(parameter).update(facts[name])
 
+    def _device_mesh(self, is_expert: bool) -> DeviceMesh | None:
+        """Return the ranks that shard a kind of parameters, as torch takes them; None for one."""
+        group: Any = self.mesh(is_expert).shard
+        if get_pg_size(group) == 1:
+            return None
+        device = next(self.module.parameters()).device
+        return DeviceMesh.from_group(group, device.type)
+
     def _read_shards(self) -> None:
         """Describe the local rows of each parameter as a range of the flattened parameter."""
-        rank, size = get_pg_rank(self.mesh().shard), get_pg_size(self.mesh().shard)
         names = names_in_model(self.module)
         self._shards_of = {}
         for name, parameter in self.module.named_parameters():
             if not parameter.requires_grad:
                 continue
+            mesh = self.mesh(get_param_meta(parameter).is_expert)
             values: Tensor = parameter
             begin, end = 0, parameter.numel()
             if isinstance(parameter, DTensor):
                 local = parameter.to_local()
                 rows = parameter.shape[0]
                 row = parameter.numel() // rows
-                begin = min(rank * -(-rows // size), rows) * row
+                begin = min(mesh.shard_rank * -(-rows // mesh.shard_size), rows) * row
                 end = begin + local.numel()
                 is_whole = local.numel() == parameter.numel()
                 values = local.detach().view(parameter.shape if is_whole else -1)
-            shard = ParameterShard(names[name], parameter, begin, end, values, None, self.mesh())
+            shard = ParameterShard(names[name], parameter, begin, end, values, None, mesh)
             self._shards_of[parameter] = [shard] if begin < end else []
 
     def mesh(self, is_expert: bool = False) -> Mesh:
-        """Return the ranks over which parameters are sharded."""
-        return Mesh(shard=self.pg_collection.dp_cp)
+        """Return the ranks over which the dense or the expert parameters are sharded."""
+        groups = self.pg_collection
+        return Mesh(shard=groups.expt_dp if is_expert else groups.dp_cp)
 
     def loose_shards(self) -> list[ParameterShard]:
         """Return what this rank updates: every shard has its gradient in `.grad`."""
@@ -140,19 +158,24 @@ class TorchFullyShardedDataParallel(DistributedDataParallel):
             parameter.grad = None
 
     def finish_grad_sync(self, force_all_reduce: bool = False) -> None:
-        """Turn torch's average over the ranks into a sum, where tokens are counted."""
+        """Turn torch's average over the ranks of a parameter into that over all replicas, or into
+        a sum where tokens are counted.
+
+        An expert has met the tokens of all replicas, whose sum its few holders have.
+        """
         for parameter in self._shards_of:
             if parameter.grad is None and parameter.requires_grad:
                 parameter.grad = torch.zeros_like(parameter)
-        if getattr(self.config, "calculate_per_token_loss", False):
-            self.scale_gradients(float(self.mesh().size))
+        counts_tokens = getattr(self.config, "calculate_per_token_loss", False)
+        num_replicas = 1 if counts_tokens else self.mesh().size
+        for shard in self.loose_shards():
+            if shard.mesh.size != num_replicas:
+                _scale(shard, shard.mesh.size / num_replicas)
 
     def scale_gradients(self, scaling_factor: float | Tensor) -> None:
         """Multiply all reduced gradients."""
         for shard in self.loose_shards():
-            gradient = shard.reduced_gradient()
-            if gradient is not None:
-                gradient.mul_(scaling_factor)
+            _scale(shard, scaling_factor)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """Return the wrapped module's state, without a prefix, every tensor whole."""
@@ -172,6 +195,32 @@ class TorchFullyShardedDataParallel(DistributedDataParallel):
         finally:
             for module in self._fsdp_modules:
                 module.reshard()
+
+
+def _scale(shard: ParameterShard, factor: float | Tensor) -> None:
+    gradient = shard.reduced_gradient()
+    if gradient is not None:
+        gradient.mul_(factor)
+
+
+def _modules_of_experts(module: nn.Module) -> list[nn.Module]:
+    """Return the outermost modules that hold parameters of experts only, and all of them.
+
+    Raises:
+        ConfigError: a module has parameters of experts beside others.
+    """
+    kinds = {get_param_meta(p).is_expert for p in module.parameters()}
+    if kinds == {True}:
+        return [module]
+    if any(get_param_meta(p).is_expert for p in module.parameters(recurse=False)):
+        raise ConfigError(
+            f"{type(module).__name__} has parameters of experts beside others.",
+            rule="torch gathers the parameters of a module over one group of ranks, and experts lie"
+            " on others than the rest of the model",
+            flags=["--use-torch-fsdp2", "--expert-model-parallel-size"],
+            fix="use --use-megatron-fsdp, which shards each kind over its own ranks",
+        )
+    return [found for child in module.children() for found in _modules_of_experts(child)]
 
 
 def _problems(

@@ -163,7 +163,7 @@ class _WithGradientFor(torch.autograd.Function):
     def forward(ctx: Any, loss: Tensor, other: Tensor, counts: Tensor, weight: float) -> Tensor:
         ctx.save_for_backward(counts)
         ctx.weight = weight
-        return loss.view_as(loss)
+        return loss.clone()  # no view: see `LanguageModule`
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:

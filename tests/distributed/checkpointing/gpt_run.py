@@ -15,6 +15,7 @@ from megatron.core.context_parallel import get_batch_on_this_cp_rank
 from megatron.core.distributed import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
+    TorchFullyShardedDataParallel,
     finalize_model_grads,
 )
 from megatron.core.distributed.distributed_data_parallel_config import SHARDING_STRATEGIES
@@ -52,6 +53,8 @@ class Layout:
     cp: int = 1
     ep: int = 1
     expt_tp: int = 1
+    fsdp2: bool = False
+    """Let torch shard the parameters."""
 
     @property
     def size(self) -> int:
@@ -65,7 +68,7 @@ class Layout:
             + (f"-ep{self.ep}-etp{self.expt_tp}" if self.ep * self.expt_tp > 1 else "")
             + (f"-vp{self.vp}" if self.vp > 1 else "")
             + (f"-cp{self.cp}" if self.cp > 1 else "")
-            + (f"-zero{self.zero}" * (self.zero > 0))
+            + (f"-zero{self.zero}" * (self.zero > 0) + "-fsdp2" * self.fsdp2)
         )
 
     def axes(self) -> dict[str, int]:
@@ -114,9 +117,8 @@ class Run:
             data_parallel_sharding_strategy=SHARDING_STRATEGIES[layout.zero],
             **{"grad_reduce_in_fp32": is_half} | dict(ddp or {}),
         )
-        self.chunks = [
-            DistributedDataParallel(config, ddp_config, c, pg_collection=groups) for c in chunks
-        ]
+        wrapper = TorchFullyShardedDataParallel if layout.fsdp2 else DistributedDataParallel
+        self.chunks = [wrapper(config, ddp_config, c, pg_collection=groups) for c in chunks]
         chosen: dict[str, Any] = dict(
             lr=1e-2,
             adam_eps=1e-5,

@@ -70,6 +70,15 @@ def test_the_digest_is_equal_for_experts_one_by_one_and_together(ram_path: Path)
     assert_all_pairs_agree(layouts, Model(experts=4), ram_path)
 
 
+def test_the_digest_is_equal_for_experts_that_torch_shards(ram_path: Path) -> None:
+    layouts = [
+        Layout(dp=2, ep=2),
+        Layout(dp=4, ep=2, fsdp2=True),
+        Layout(tp=2, fsdp2=True),  # each expert on two ranks of the only replica
+    ]
+    assert assert_all_pairs_agree(layouts, Model(experts=4), ram_path) == 9
+
+
 def test_training_goes_on_in_another_layout_as_the_unbroken_run_would(ram_path: Path) -> None:
     model = Model()
     unbroken = run(resume_and_train, Layout(), model, ram_path / "unbroken", [5])[0]

@@ -1,5 +1,6 @@
 """FSDP2 behind our wrapper trains as replicas do, and declares its state by parameter."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -16,6 +17,7 @@ from megatron.core.distributed import (
 from megatron.core.errors import ConfigError
 from megatron.core.initialization import parameters_without_memory
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.param_meta import ParamMeta, set_param_meta
 from megatron.core.rng import rng_state
 from tests.harness.distributed import distributed
 from tests.harness.tolerances import (
@@ -24,6 +26,7 @@ from tests.harness.tolerances import (
     assert_close,
 )
 from tests.parity.layouts import LayoutCase, ModelCase
+from tests.parity.table import assert_equals_one_process
 from tests.parity.training_case import build_chunks, global_batch, transformer_config
 
 
@@ -76,6 +79,49 @@ def test_two_ranks_train_as_replicas(groups):
 @distributed(world_size=4, tp=2)
 def test_it_composes_with_tensor_and_sequence_parallelism(groups):
     check_equal_to_replicas(groups, LayoutCase(tp=2, sp=True, dp=2))
+
+
+DROPLESS = ModelCase("llama", True, 0.0, experts="dropless")
+PER_TOKEN = ModelCase("gpt2", False, 0.1, experts="capacity")
+PREDICTING = ModelCase("latent", False, 0.0, experts="deepseek", later_tokens=1)
+FSDP2 = [
+    (LayoutCase(tp=2), ModelCase("llama", True, 0.1)),  # one replica
+    (LayoutCase(dp=2, ep=2), DROPLESS),  # one holder of each expert
+    (LayoutCase(dp=4, ep=2, grouped=False), DROPLESS),
+    (LayoutCase(cp=2, dp=2, ep=2, recomputes=True), PER_TOKEN),
+    (LayoutCase(tp=2, dp=2, ep=2, expt_tp=2), PER_TOKEN),
+    (LayoutCase(dp=4, ep=2, expt_tp=2), PREDICTING),
+    (LayoutCase(tp=2, sp=True), DROPLESS),  # each expert on two ranks of one replica
+    (LayoutCase(tp=2, sp=True, dp=2), PREDICTING),
+]
+
+
+@pytest.mark.parametrize(
+    ("layout", "model"),
+    [(replace(layout, fsdp2=True), model) for layout, model in FSDP2],
+    ids=[f"{model}: {layout}" for layout, model in FSDP2],
+)
+def test_experts_on_other_ranks_than_the_rest_equal_one_process(layout, model):
+    assert_equals_one_process(layout, model)
+
+
+class MixedLayer(torch.nn.Module):
+    """Holds an expert's parameter beside one that is none."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = torch.nn.Parameter(torch.ones(4))
+        self.expert = torch.nn.Parameter(torch.ones(4))
+        set_param_meta(self.expert, ParamMeta(is_expert=True))
+
+
+@distributed(world_size=2, ep=2)
+def test_experts_that_torch_cannot_tell_from_the_rest_are_refused(groups):
+    settings = DistributedDataParallelConfig()
+    with pytest.raises(ConfigError, match="MixedLayer has parameters of experts beside others"):
+        TorchFullyShardedDataParallel(
+            SimpleNamespace(), settings, MixedLayer(), pg_collection=groups
+        )
 
 
 @distributed(world_size=2)

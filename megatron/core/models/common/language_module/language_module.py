@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from megatron.core.dist_checkpointing.mapping import RankOffset, ShardedStateDict
@@ -109,7 +110,7 @@ class LanguageModule(MegatronModule):
             num_valid=self.config.unpadded_vocab_size,
             overwrite_logits=overwrite_logits,
         )
-        return loss.t().contiguous()
+        return _transposed(loss)
 
     def compute_fused_loss(
         self, labels: Tensor, hidden_states: Tensor, weight: Tensor, loss_mask: Tensor | None = None
@@ -138,7 +139,7 @@ class LanguageModule(MegatronModule):
             recomputes_logits=config.pipeline_schedule == "gpipe",
             fuses_main_grad=config.gradient_accumulation_fusion,
         )
-        return loss.t().contiguous()
+        return _transposed(loss)
 
     def sharded_state_dict(
         self,
@@ -165,3 +166,12 @@ class LanguageModule(MegatronModule):
                 copy=1,
             )
         return declared
+
+
+def _transposed(loss: Tensor) -> Tensor:
+    """Return [s, b] as [b, s] in memory of its own, also where one sample makes the two alike.
+
+    What shards the model by hooks on its output could lose them with an operation in place on a
+    view.
+    """
+    return loss.t().clone(memory_format=torch.contiguous_format)
