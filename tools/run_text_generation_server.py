@@ -6,9 +6,9 @@
     curl http://127.0.0.1:5000/v1/completions -H 'Content-Type: application/json' \
         -d '{"model": "model", "prompt": "To be, or not", "max_tokens": 20}'
 
-It listens on this machine only unless --host says otherwise; it knows no users and no keys, so
-what is beyond the machine belongs behind a proxy that does. Flags of layout, precision and
-tokenizer are those of pretrain_gpt.py. Control-C ends it on all ranks.
+It listens on this machine only unless --host says otherwise, and answers anybody who reaches it
+unless --api-key-file names keys; what is beyond the machine belongs behind a proxy. Flags of
+layout, precision and tokenizer are those of pretrain_gpt.py. Control-C ends it on all ranks.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ import signal
 import socket
 import sys
 import threading
+import time
+from pathlib import Path
 from typing import Any
 
 sys.path.append(os.path.join(os.path.dirname(os.path.abspath(__file__)), os.pardir))
@@ -29,6 +31,7 @@ from megatron.core.capabilities import require
 from megatron.core.datasets.preprocessing.chat_template import find_chat_template
 from megatron.core.errors import ConfigError, MegatronError
 from megatron.inference.engine import Engine
+from megatron.inference.server.access import Access, host_name, is_loopback, read_keys
 from megatron.inference.server.app import App
 from megatron.inference.server.connections import http_server
 from megatron.inference.server.limits import Limits
@@ -48,6 +51,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     group = parser.add_argument_group("text generation server")
     group.add_argument("--host", default="127.0.0.1", help="address to listen on")
     group.add_argument("--port", type=int, default=5000, help="0 takes a free one")
+    group.add_argument(
+        "--api-key-file", type=Path, help="keys, one a line: clients need one of them"
+    )
+    group.add_argument(
+        "--allowed-hosts", nargs="+", default=[], metavar="NAME",
+        help="names in the Host header that are answered besides localhost, if --host is this "
+        "machine; * answers all",
+    )  # fmt: skip
+    group.add_argument(
+        "--no-request-log", action="store_true",
+        help="print no line for a request: its path, status, tokens and time",
+    )  # fmt: skip
     group.add_argument("--served-model-name", default="model", help="what clients call it")
     group.add_argument("--max-batch-size", type=int, default=8, help="sequences in work at once")
     group.add_argument(
@@ -108,6 +123,24 @@ def limits_of(options: argparse.Namespace) -> Limits:
     return dataclasses.replace(LIMITS, **{k: getattr(options, v) for k, v in flags.items()})
 
 
+def access_of(options: argparse.Namespace) -> Access:
+    """Return who is answered; print a warning if that is anybody on the network.
+
+    Raises:
+        ConfigError: the keys cannot be read.
+    """
+    keys = read_keys(options.api_key_file) if options.api_key_file is not None else ()
+    is_local = is_loopback(options.host)
+    if not is_local and not keys:
+        print(
+            f"warning: --host {options.host} answers whoever reaches this address; give "
+            "--api-key-file, or --host 127.0.0.1 behind a proxy that asks for keys",
+            file=sys.stderr, flush=True,
+        )  # fmt: skip
+    hosts = frozenset(host_name(name) for name in options.allowed_hosts)
+    return Access(keys=keys, hosts=None if not is_local or "*" in hosts else hosts)
+
+
 def chat_template_of(session: ModelSession) -> Any:
     """Return the chat template, or None if nobody gives one."""
     options = session.options
@@ -155,6 +188,10 @@ def listen(host: str, port: int) -> socket.socket:
         ) from error
 
 
+def _print_line(line: str) -> None:
+    print(time.strftime("%Y-%m-%d %H:%M:%S "), line, sep="", flush=True)
+
+
 def _run_engine(service: Service, server: Any) -> None:
     try:
         service.run()
@@ -182,7 +219,9 @@ def main() -> None:
             try:
                 template = chat_template_of(session)
                 name = options.served_model_name
-                app = App(service, session.tokenizer, name, limits, template)
+                access = access_of(options)
+                log = None if options.no_request_log else _print_line
+                app = App(service, session.tokenizer, name, limits, template, access, log)
                 listener = listen(options.host, options.port)
             except MegatronError as error:
                 problem = error

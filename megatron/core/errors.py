@@ -115,6 +115,10 @@ class DataError(MegatronError):
     """A corpus, index, tokenizer or token id that cannot be used."""
 
 
+class UntokenizableTextError(DataError):
+    """A text that the library of a tokenizer does not take; others it may."""
+
+
 class CheckpointError(MegatronError):
     """A checkpoint that is missing, damaged, incompatible or cannot be written."""
 

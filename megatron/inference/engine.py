@@ -12,9 +12,11 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from megatron.core.errors import ConfigError
+from megatron.core.errors import ConfigError, NumericsError
 from megatron.inference.forward import CachedModel
-from megatron.inference.sampling import Draw, Sampling
+from megatron.inference.sampling import NO_TOKEN, Draw, Sampling
+
+NOT_FINITE = "the model's logits are not finite: its weights are broken, or its precision too low"
 
 PREFILL_TOKENS = 4096
 """Tokens of prompts, padding included, that go through the model in one pass, if more than one
@@ -45,7 +47,8 @@ class Token:
     """What `Engine.add` returned."""
     token: int
     finish_reason: str | None
-    """"stop" or "length" with the last token. A stop token is part of no text."""
+    """"stop" or "length" with the last token, "error" where there is none because the logits are
+    not finite. A stop token is part of no text."""
     logs: list[tuple[int, float]] | None = None
     """(id, log-probability): of the chosen token, then of the best ones."""
 
@@ -146,7 +149,9 @@ class Engine:
             row.num_new += 1
             row.last = token
             reason = None
-            if token in row.request.stop_tokens:
+            if token == NO_TOKEN:
+                reason = "error"
+            elif token in row.request.stop_tokens:
                 reason = "stop"
             elif row.num_new == row.request.max_new_tokens:
                 reason = "length"
@@ -175,6 +180,16 @@ class Engine:
         if index < len(self._running):
             self._running[index] = last
             self.model.context.move_row(len(self._running), index, last.length)
+
+
+def not_finite() -> NumericsError:
+    """Return the error of a model that computes no number; raised by all ranks alike."""
+    return NumericsError(
+        f"{NOT_FINITE}.",
+        rule="a token is chosen among finite logits",
+        flags=["--load", "--load-hf", "--fp16"],
+        fix="use another checkpoint; a model that was trained in bf16 is used with --bf16",
+    )
 
 
 def check_prompt(

@@ -13,7 +13,7 @@ from typing import Any
 
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import as_list
-from megatron.inference.engine import Engine, Request, check_prompt
+from megatron.inference.engine import Engine, Request, check_prompt, not_finite
 from megatron.inference.forward import CachedModel, has_cache
 from megatron.inference.recompute import continue_without_cache
 from megatron.inference.sampling import Sampling
@@ -49,6 +49,7 @@ def generate(
         see `CachedModel.next_tokens` and `continue_without_cache`.
     Raises:
         ConfigError: a prompt is empty or too long, or holds an id outside the vocabulary.
+        NumericsError: the model's logits are not finite.
     """
     groups = pg_collection or ProcessGroupCollection.current()
     sampling = sampling or Sampling()
@@ -109,6 +110,8 @@ def _through_cache(
     }
     while not engine.is_idle:
         for event in engine.step():
+            if event.finish_reason == "error":
+                raise not_finite()
             if event.finish_reason != "stop":
                 row_of[event.request].append(event.token)
     return rows

@@ -22,7 +22,8 @@ from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
 from megatron.core.utils import as_list, get_model_config, get_pg_size
-from megatron.inference.sampling import Draw, Sampling, choose_tokens
+from megatron.inference.engine import not_finite
+from megatron.inference.sampling import NO_TOKEN, Draw, Sampling, choose_tokens
 
 
 def continue_without_cache(
@@ -64,6 +65,8 @@ def continue_without_cache(
         _broadcast_from_last_stage(chosen, chunks[0], groups)
         for row, token in enumerate(chosen[: len(prompts)].tolist()):
             if lengths[row] <= position < ended_at[row]:
+                if token == NO_TOKEN:
+                    raise not_finite()
                 tokens[row, position] = token
                 if token == eod:
                     ended_at[row] = position

@@ -17,13 +17,19 @@ from torch import Tensor
 from megatron.core.errors import ConfigError
 from megatron.core.rng import derive_seed
 
+NO_TOKEN = -1
+"""Chosen where the logits hold no largest finite number, as those of a broken model."""
+
+LOWEST_TEMPERATURE = 1e-6
+"""Below it the most likely token is taken: logits divided by less leave the range of fp32."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
     """How to choose. The default takes the most likely token."""
 
     temperature: float = 0.0
-    """Divides the logits; 0 takes the most likely token (greedy)."""
+    """Divides the logits; 0, or less than 1e-6, takes the most likely token (greedy)."""
     top_k: int = 0
     """Keep only the k most likely tokens; 0 keeps all."""
     top_p: float = 1.0
@@ -62,19 +68,23 @@ class Draw:
 
 
 def choose_tokens(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
-    """Return the chosen ids [b].
+    """Choose an id [b] for every row.
 
     Args:
         logits: [b, v], any float dtype; -inf where a token must not be chosen.
         draws: one a row; each row may be chosen in its own way.
+    Returns:
+        ids; `NO_TOKEN` for a row whose logits hold NaN, or no finite number as their largest.
     """
-    best = logits.argmax(dim=-1)
-    sampled = [row for row, draw in enumerate(draws) if draw.sampling.temperature > 0]
-    if not sampled:
-        return best
-    rows = torch.tensor(sampled, device=logits.device)
-    best[rows] = _sample(logits[rows].float(), [draws[row] for row in sampled])
-    return best
+    largest, chosen = logits.max(dim=-1)
+    is_broken = ~largest.isfinite()
+    sampled = [
+        row for row, draw in enumerate(draws) if draw.sampling.temperature >= LOWEST_TEMPERATURE
+    ]
+    if sampled:
+        rows = torch.tensor(sampled, device=logits.device)
+        chosen[rows] = _sample(logits[rows].float(), [draws[row] for row in sampled])
+    return chosen.masked_fill_(is_broken, NO_TOKEN)
 
 
 def _sample(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
@@ -100,7 +110,9 @@ def _sample(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
         ordered, order = probabilities.sort(dim=-1, descending=True)
         # What comes before a token must not have reached top_p yet; the first always stays.
         before = ordered.cumsum(dim=-1) - ordered
-        ordered[before >= column([s.top_p if s.top_p < 1 else 2.0 for s in settings])] = 0
+        is_beyond = before >= column([s.top_p if s.top_p < 1 else 2.0 for s in settings])
+        is_beyond[:, 0] = False  # fp32 has no number for the smallest top_p
+        ordered[is_beyond] = 0
         probabilities = torch.zeros_like(probabilities).scatter(-1, order, ordered)
     # The inverse of the distribution at one number a row. fp64: a sum over a large vocabulary.
     reached = probabilities.double().cumsum(dim=-1)
@@ -125,5 +137,5 @@ def log_probabilities(logits: Tensor, chosen: Tensor, num_best: int) -> tuple[Te
     chosen = chosen.unsqueeze(1)
     return (
         torch.cat((chosen, best.indices), dim=1),
-        torch.cat((logs.gather(1, chosen), best.values), dim=1),
+        torch.cat((logs.gather(1, chosen.clamp(min=0)), best.values), dim=1),
     )

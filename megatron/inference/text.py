@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron.inference.engine import Engine, Request, Token
+from megatron.inference.engine import Engine, Request, Token, not_finite
 
 CONTEXT_TOKENS = 6
 """Tokens before a piece that are decoded with it: what a token looks like depends on them."""
@@ -87,6 +87,7 @@ def continue_texts(
 
     Raises:
         ConfigError: a request does not fit; nothing was run.
+        NumericsError: the model's logits are not finite.
     """
     for request in requests:
         problem = engine.check(request)
@@ -99,6 +100,8 @@ def continue_texts(
     }
     while not engine.is_idle:
         for token in engine.step():
+            if token.finish_reason == "error":
+                raise not_finite()
             stream, result = work[token.request]
             take(token, stream, result)
             if stream.stopped and token.finish_reason is None:

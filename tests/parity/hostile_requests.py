@@ -57,7 +57,8 @@ def exchange(port: int, data: bytes, *, then_close: bool = False) -> str | None:
 def posted(body: bytes, path: str = "/v1/completions", length: int | None = None) -> bytes:
     """Return a request that ends the connection."""
     size = len(body) if length is None else length
-    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: {size}\r\n\r\n"
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
+    head += f"Content-Type: application/json\r\nContent-Length: {size}\r\n\r\n"
     return head.encode() + body
 
 
@@ -103,7 +104,8 @@ def broken_off_bodies(port: int, draw: random.Random) -> str | None:
 
 
 def large_bodies(port: int, draw: random.Random) -> str | None:
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n"
+    head += b"Content-Type: application/json\r\n\r\n"
     chunks = (b"10000\r\n" + b"x" * 65536 + b"\r\n") * draw.choice([20, 80])
     return exchange(port, head + chunks + b"0\r\n\r\n")
 
@@ -145,7 +147,9 @@ def too_much(port: int, draw: random.Random) -> str | None:
 def wrong_places(port: int, draw: random.Random) -> str | None:
     line = draw.choice(["GET /../../etc/passwd", "DELETE /v1/models", "GET /v1/completions",
                         "POST /v1/models", "GET /" + "a" * 9000, "BREW /coffee"])  # fmt: skip
-    return exchange(port, f"{line} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n".encode())
+    return exchange(
+        port, f"{line} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode()
+    )
 
 
 def strange_http(port: int, draw: random.Random) -> str | None:
@@ -157,6 +161,18 @@ def strange_http(port: int, draw: random.Random) -> str | None:
     ]) + b"\r\n")  # fmt: skip
 
 
+def from_a_page(port: int, draw: random.Random) -> str | None:
+    request = posted(changed())
+    swap = draw.choice([(b"localhost", b"evil.example"), (b"application/json", b"text/plain")])
+    return exchange(port, request.replace(*swap))
+
+
+def bodies_that_nobody_reads(port: int, draw: random.Random) -> str | None:
+    line = draw.choice(["GET /health", "GET /nothing", "POST /v1/models", "PUT /v1/completions"])
+    head = f"{line} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100000\r\n\r\n"
+    return exchange(port, head.encode() + b"x" * draw.choice([0, 10, 100000]))
+
+
 def leaves_a_stream(port: int, draw: random.Random) -> str | None:
     return exchange(port, posted(changed(stream=True, max_tokens=draw.choice([2, 40]))))
 
@@ -164,7 +180,7 @@ def leaves_a_stream(port: int, draw: random.Random) -> str | None:
 ATTACKS: tuple[Attack, ...] = (
     garbage, large_headers, broken_off_headers, false_lengths, broken_off_bodies, large_bodies,
     deep_json, not_json, wrong_types, wrong_messages, too_much, wrong_places, strange_http,
-    leaves_a_stream,
+    from_a_page, bodies_that_nobody_reads, leaves_a_stream,
 )  # fmt: skip
 
 

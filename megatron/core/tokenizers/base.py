@@ -11,14 +11,14 @@ import json
 import os
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
-from functools import cached_property
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property, wraps
 from itertools import chain
 from typing import Any
 
 import numpy as np
 
-from megatron.core.errors import ConfigError, DataError
+from megatron.core.errors import ConfigError, DataError, UntokenizableTextError
 
 SMALLEST_VOCABULARY = 32
 """A text tokenizer with fewer entries was loaded from the wrong files: some loaders return an
@@ -29,6 +29,29 @@ _PART_CHARACTERS = 1 << 16
 caches of a core."""
 
 _PROBE = "The quick brown fox jumps over the lazy dog; 0123456789."
+
+
+def _without_panic(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a method of a tokenizer whose library's panic is an error like others.
+
+    A panic of Rust code is no `Exception`, so nobody who handles errors would see it.
+    """
+
+    @wraps(method)
+    def guarded(self: TextTokenizer, *args: Any, **options: Any) -> Any:
+        try:
+            return method(self, *args, **options)
+        except (Exception, KeyboardInterrupt, SystemExit, GeneratorExit):
+            raise
+        except BaseException as panic:
+            raise UntokenizableTextError(
+                f"the library of {type(self).__name__} gave up: {panic}.",
+                rule="a text is one that the library can cut into words",
+                flags=["--tokenizer-type"],
+                fix="shorten the text, or its longest run of equal characters",
+            ) from panic
+
+    return guarded
 
 
 class TextTokenizer(ABC):
@@ -58,6 +81,13 @@ class TextTokenizer(ABC):
     """The id that `tokenize` puts before a text."""
     spelled_specials: tuple[str, ...] = ()
     """Special tokens that gigatoken takes for special in a text, and `tokenize` does not."""
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Let no library's panic leave the methods that a subclass brings."""
+        super().__init_subclass__(**options)
+        for name in ("tokenize", "tokenize_batch", "tokenize_flat", "detokenize"):
+            if name in cls.__dict__:
+                setattr(cls, name, _without_panic(cls.__dict__[name]))
 
     def __init__(self, **identity: object) -> None:
         """Remember `identity`, the settings that decide which ids come out."""

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from megatron.core.capabilities import require
-from megatron.core.errors import ConfigError, DataError
+from megatron.core.errors import ConfigError, DataError, UntokenizableTextError
 from megatron.core.tokenizers.base import TextTokenizer, digest_of_file
 
 DEFAULT_VOCAB_SIZE = 131072
@@ -155,7 +155,16 @@ class TikTokenizer(TextTokenizer):
 
     def tokenize(self, text: str) -> list[int]:
         """Return the ids."""
-        return self._shifted(self._model.encode_ordinary(text))
+        try:  # the library's `encode_ordinary` panics where this raises
+            ids = self._model.encode_to_numpy(text, disallowed_special=())
+        except ValueError as error:
+            raise UntokenizableTextError(
+                f"a text of {len(text):,} characters cannot be cut into words: {error}.",
+                rule="the library follows the pattern through a word up to a bound",
+                flags=["--tiktoken-pattern"],
+                fix="shorten the text, or its longest run of equal characters",
+            ) from error
+        return self._shifted(ids.tolist())
 
     def tokenize_flat(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
         """Return the ids of all texts, one after the other, and how many each has (int64)."""

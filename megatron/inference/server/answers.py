@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 from megatron.inference.server.protocol import TextRequest
@@ -27,6 +28,7 @@ class Answer:
         self.request, self.tokenizer = request, tokenizer
         self.num_prompt_tokens = num_prompt_tokens
         prefix = "chatcmpl" if request.is_chat else "cmpl"
+        self._offsets: dict[int, int] = {}
         self._common = {
             "id": f"{prefix}-{uuid.uuid4().hex}",
             "created": int(time.time()),
@@ -42,7 +44,7 @@ class Answer:
         choices = []
         for index, (one, prefix) in enumerate(zip(found, prefixes, strict=True)):
             choice: dict[str, Any] = {"index": index, "finish_reason": one.finish_reason}
-            choice["logprobs"] = self._logs(one.logs)
+            choice["logprobs"] = self._logs(index, one.logs)
             if self.request.is_chat:
                 choice["message"] = {"role": "assistant", "content": one.text}
             else:
@@ -57,7 +59,7 @@ class Answer:
     ) -> dict[str, Any]:
         """Return a piece of the stream of one continuation."""
         choice: dict[str, Any] = {"index": index, "finish_reason": finish_reason}
-        choice["logprobs"] = self._logs(logs)
+        choice["logprobs"] = self._logs(index, logs)
         if self.request.is_chat:
             choice["delta"] = {"role": "assistant"} if is_first else {}
             if text or is_first:
@@ -82,16 +84,21 @@ class Answer:
     def _kind_of_chunk(self) -> str:
         return "chat.completion.chunk" if self.request.is_chat else "text_completion"
 
-    def _logs(self, logs: Sequence[Logs]) -> dict[str, Any] | None:
+    def _logs(self, index: int, logs: Sequence[Logs]) -> dict[str, Any] | None:
         if self.request.num_best is None:
             return None
         if self.request.is_chat:
             return {"content": [self._entry(step) for step in logs]}
+        tokens = [self._text(step[0][0]) for step in logs]
+        # A stream goes on where its last piece ended.
+        *offsets, self._offsets[index] = accumulate(
+            map(len, tokens), initial=self._offsets.get(index, 0)
+        )
         return {
-            "tokens": [self._text(step[0][0]) for step in logs],
+            "tokens": tokens,
             "token_logprobs": [step[0][1] for step in logs],
             "top_logprobs": [{self._text(t): value for t, value in step[1:]} for step in logs],
-            "text_offset": [],
+            "text_offset": offsets,
         }
 
     def _entry(self, step: Logs) -> dict[str, Any]:

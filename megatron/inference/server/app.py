@@ -10,14 +10,17 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from typing import Any
 
 from megatron.core.datasets.preprocessing.documents import BadDocumentError
 from megatron.core.errors import MegatronError
-from megatron.inference.engine import Request, Token
+from megatron.inference.engine import NOT_FINITE, Request, Token
+from megatron.inference.server.access import Access, check_content_type
 from megatron.inference.server.answers import Answer
+from megatron.inference.server.client import Client, ClientGone, Receive, Send
+from megatron.inference.server.counters import Counters
 from megatron.inference.server.limits import Limits
 from megatron.inference.server.protocol import (
     BadRequest,
@@ -28,15 +31,10 @@ from megatron.inference.server.protocol import (
 from megatron.inference.server.serving import Service, ServiceError, Ticket
 from megatron.inference.text import Continuation, TextStream, take
 
-Receive = Callable[[], Coroutine[Any, Any, dict[str, Any]]]
-_READABLE = 4
-"""A body of up to so many times the limit is read to its end."""
+_ENDS = (asyncio.CancelledError, GeneratorExit, KeyboardInterrupt, SystemExit)
+_WATCHED = frozenset({"/health", "/metrics"})
+_PLACES = frozenset({"/", "/v1/completions", "/v1/chat/completions", "/v1/models"}) | _WATCHED
 _LOG = logging.getLogger(__name__)
-Send = Callable[[dict[str, Any]], Coroutine[Any, Any, None]]
-
-
-class ClientGone(Exception):
-    """The client has closed the connection, or was too slow."""
 
 
 class App:
@@ -47,38 +45,62 @@ class App:
         tokenizer: has `tokenize`, `detokenize`, `eod`.
         model: the name under which the model is served.
         chat_template: renders messages; None if the model has none.
+        access: who is answered.
+        log: takes a line for every request but those of a watcher; None logs none.
     """
 
     def __init__(
-        self, service: Service, tokenizer: Any, model: str, limits: Limits, chat_template: Any
+        self,
+        service: Service,
+        tokenizer: Any,
+        model: str,
+        limits: Limits,
+        chat_template: Any,
+        access: Access | None = None,
+        log: Callable[[str], None] | None = None,
     ) -> None:
         self.service, self.tokenizer, self.model = service, tokenizer, model
         self.limits, self.chat_template = limits, chat_template
+        self.access, self.log = access or Access(), log
+        self.counters = Counters()
         self.started = int(time.time())
 
     async def __call__(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
         """Answer one request; see the ASGI specification, version 3."""
         if scope["type"] != "http":
             return
-        client = _Client(receive, send, self.limits)
+        client = Client(receive, send, self.limits, dict(scope["headers"]))
+        method, path, begin = scope["method"], scope["path"], time.monotonic()
         try:
             try:
-                await self._route(scope["method"], scope["path"], scope["headers"], client)
+                self.access.check(client.headers, path)
+                await self._route(method, path, client)
             except (BadRequest, ServiceError) as problem:
                 shown = _shown(problem)
                 await client.answer(shown.status, shown.body())
         except (ClientGone, ConnectionError):
             pass
-        except Exception:
-            _LOG.exception("%s %s failed", scope["method"], scope["path"])
+        except BaseException as error:  # a panic of a tokenizer's Rust code is no Exception
+            if isinstance(error, _ENDS):
+                raise
+            _LOG.exception("%s %s failed", method, path)
             await client.answer_if_possible(500, BadRequest("internal error", status=500).body())
+        finally:
+            place = path if path in _PLACES else "other"
+            self.counters.count_request(place, client.status)
+            if self.log is not None and path not in _WATCHED:
+                self.log(
+                    f"{method[:8]} {place} {client.status or 'left'} {client.used} "
+                    f"{time.monotonic() - begin:.2f} s"
+                )
 
-    async def _route(self, method: str, path: str, headers: Any, client: _Client) -> None:
+    async def _route(self, method: str, path: str, client: Client) -> None:
         posts = {"/v1/completions": False, "/v1/chat/completions": True}
         if path in posts:
             if method != "POST":
                 raise BadRequest(f"{path[:80]} is called with POST", status=405)
-            body = await client.body(headers)
+            check_content_type(client.headers)
+            body = await client.body()
             request = read_request(
                 parse_json(body, self.limits),
                 is_chat=posts[path],
@@ -92,6 +114,12 @@ class App:
             found = {"status": "ok"}
             if self.service.failure is not None:
                 raise self.service.failure
+        elif path == "/":
+            found = {"model": self.model, "paths": sorted(_PLACES - {"/"})}
+        elif path == "/metrics":
+            text = self.counters.text(self.service.engine.num_running, self.service.num_unfinished)
+            await client.answer_text(text)
+            return
         elif path == "/v1/models":
             found = {"object": "list", "data": [self._described()]}
         elif path == f"/v1/models/{self.model}":
@@ -111,7 +139,7 @@ class App:
             "max_model_len": self.service.engine.max_length,
         }
 
-    async def _continue(self, request: TextRequest, client: _Client) -> None:
+    async def _continue(self, request: TextRequest, client: Client) -> None:
         # Tokenizing a megabyte takes a while: other clients are answered meanwhile.
         prompts = await asyncio.to_thread(self._tokenized, request)
         requests = [
@@ -141,13 +169,16 @@ class App:
         finally:
             watching.cancel()
             work.give_up()
+            num_new = sum(len(one.tokens) for one in work.found)
+            client.used = f"{answer.num_prompt_tokens} + {num_new} tokens"
+            self.counters.count_tokens(answer.num_prompt_tokens, num_new)
 
     async def _stream(
         self,
         answer: Answer,
         work: _Work,
         prefixes: list[str],
-        client: _Client,
+        client: Client,
         watching: asyncio.Future[None],
     ) -> None:
         await client.begin_stream()
@@ -187,7 +218,8 @@ class App:
                 for prompt in prompts
             ]
         except (MegatronError, ValueError, KeyError) as error:
-            raise BadRequest(f"the prompt cannot be tokenized: {error}", param="prompt") from None
+            said = error.found if isinstance(error, MegatronError) else error
+            raise BadRequest(f"the prompt cannot be tokenized: {said}", param="prompt") from None
 
     def _sequence(self, request: TextRequest, tokens: list[int], number: int) -> Request:
         room = self.service.engine.max_length - len(tokens)
@@ -235,7 +267,7 @@ class _Work:
 
         Raises:
             ClientGone: `watching` is done.
-            BadRequest: it takes too long.
+            BadRequest: it takes too long, or the model computes no number.
             ServiceError: the engine has ended.
         """
         while self._open:
@@ -247,6 +279,8 @@ class _Work:
                 continue  # came after a stop word
             stream, result = self._streams[place], self.found[place]
             known = len(result.logs)
+            if what.finish_reason == "error":
+                raise BadRequest(NOT_FINITE, status=500, code="not_finite")
             text = take(what, stream, result)
             ended = what.finish_reason is not None or stream.stopped
             if ended:
@@ -280,96 +314,7 @@ class _Work:
         self._open.clear()
 
 
-class _Client:
-    """One request's side of the connection.
-
-    Waiting for a client to read has its limit below, in `connections`.
-    """
-
-    def __init__(self, receive: Receive, send: Send, limits: Limits) -> None:
-        self._receive, self._send, self._limits = receive, send, limits
-        self._has_begun = False
-
-    async def body(self, headers: Any) -> bytes:
-        """Read the body.
-
-        Raises:
-            BadRequest: it is too large or too slow.
-            ClientGone: it ended early.
-        """
-        most = self._limits.body_bytes
-        declared = dict(headers).get(b"content-length", b"0")
-        # A little too much is read and thrown away: a client that is still sending when the
-        # connection ends would not see the answer.
-        if not declared.isdigit() or int(declared[:20]) > _READABLE * most:
-            raise _too_large(most)
-        deadline = time.monotonic() + self._limits.receive_timeout_s
-        parts: list[bytes] = []
-        size = 0
-        while True:
-            try:
-                message = await asyncio.wait_for(
-                    self._receive(), max(deadline - time.monotonic(), 0.0)
-                )
-            except asyncio.TimeoutError:
-                raise BadRequest("the body took too long", status=408) from None
-            if message["type"] == "http.disconnect":
-                raise ClientGone
-            part = message.get("body", b"")
-            size += len(part)
-            if size > _READABLE * most:
-                raise _too_large(most)
-            if size <= most:
-                parts.append(part)
-            if not message.get("more_body", False):
-                if size > most:
-                    raise _too_large(most)
-                return b"".join(parts)
-
-    async def gone(self) -> None:
-        """Return when the client has closed the connection."""
-        while True:
-            if (await self._receive())["type"] == "http.disconnect":
-                return
-
-    async def answer(self, status: int, content: Mapping[str, Any]) -> None:
-        """Send a JSON object."""
-        body = json.dumps(content).encode()
-        headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
-        if status in (408, 413):
-            headers.append((b"connection", b"close"))  # what is left of the body is not read
-        if status == 429:
-            headers.append((b"retry-after", b"1"))
-        self._has_begun = True
-        await self._send({"type": "http.response.start", "status": status, "headers": headers})
-        await self._send({"type": "http.response.body", "body": body})
-
-    async def answer_if_possible(self, status: int, content: Mapping[str, Any]) -> None:
-        """Send a JSON object, unless another answer has begun."""
-        if not self._has_begun:
-            await self.answer(status, content)
-
-    async def begin_stream(self) -> None:
-        """Send the head of a stream of events."""
-        self._has_begun = True
-        headers = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")]
-        await self._send({"type": "http.response.start", "status": 200, "headers": headers})
-
-    async def event(self, data: str) -> None:
-        """Send one event."""
-        body = f"data: {data}\n\n".encode()
-        await self._send({"type": "http.response.body", "body": body, "more_body": True})
-
-    async def end_stream(self) -> None:
-        """End the stream."""
-        await self._send({"type": "http.response.body", "body": b""})
-
-
 def _shown(problem: BadRequest | ServiceError) -> BadRequest:
     if isinstance(problem, BadRequest):
         return problem
     return BadRequest(problem.found, status=503, code="unavailable")
-
-
-def _too_large(most: int) -> BadRequest:
-    return BadRequest(f"the body is larger than {most} bytes", status=413, code="body_too_large")

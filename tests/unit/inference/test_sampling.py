@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron.core.errors import ConfigError
-from megatron.inference.sampling import Draw, Sampling
+from megatron.inference.sampling import NO_TOKEN, Draw, Sampling, log_probabilities
 from megatron.inference.sampling import choose_tokens as choose_from_draws
 
 
@@ -25,6 +25,21 @@ def test_temperature_zero_takes_the_most_likely():
 )
 def test_the_narrowest_restriction_is_greedy(sampling):
     assert choose_tokens(logits(), 3, sampling).equal(logits().argmax(-1))
+
+
+@pytest.mark.parametrize("smallest", [1e-3, 1e-7, 1e-39, 5e-324])
+def test_the_smallest_temperature_and_top_p_take_the_most_likely(smallest):
+    for sampling in (Sampling(temperature=smallest), Sampling(temperature=1.0, top_p=smallest)):
+        assert choose_tokens(logits(), 3, sampling).equal(logits().argmax(-1))
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=1.0, top_k=3, top_p=0.5)])
+def test_no_token_is_chosen_among_logits_that_are_no_numbers(sampling):
+    x = logits()
+    x[1, 7], x[2], x[3, 0], x[4, 0] = torch.nan, -torch.inf, torch.inf, -torch.inf
+    chosen = choose_tokens(x, 3, sampling)
+    assert (chosen == NO_TOKEN).tolist() == [False, True, True, True, False]
+    log_probabilities(x, chosen, num_best=2)
 
 
 def test_top_k_and_top_p_never_choose_outside_their_set():

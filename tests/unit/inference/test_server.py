@@ -8,9 +8,11 @@ import time
 
 import openai
 import pytest
+import torch
 
 from megatron.core.agreement import SingleProcess
 from megatron.core.datasets.preprocessing.chat_template import ChatTemplate
+from megatron.core.errors import ConfigError, NumericsError
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -19,10 +21,13 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.inference.engine import Engine, Request
 from megatron.inference.forward import CachedModel
 from megatron.inference.generate import generate
+from megatron.inference.server.access import Access, read_keys
 from megatron.inference.server.app import App
 from megatron.inference.server.connections import http_server
 from megatron.inference.server.limits import Limits
+from megatron.inference.server.protocol import BadRequest
 from megatron.inference.server.serving import Service
+from megatron.inference.text import continue_texts
 from tests.parity import hostile_requests
 
 LIMITS = Limits(
@@ -67,7 +72,8 @@ def server(model):
         CachedModel(model, vocab_size=128, max_rows=4, max_length=CONTEXT, groups=groups)
     )
     service = Service(engine, SingleProcess(), LIMITS.queued)
-    app = App(service, Bytes(), "model", LIMITS, ChatTemplate(TEMPLATE, {}))
+    access = Access(hosts=frozenset({"known.example"}))
+    app = App(service, Bytes(), "model", LIMITS, ChatTemplate(TEMPLATE, {}), access)
     listening = http_server(app, limits=LIMITS)
     listening.config.port = 0
     threads = [threading.Thread(target=service.run), threading.Thread(target=listening.run)]
@@ -91,7 +97,8 @@ def client(server):
 def posted(port, body):
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
     try:
-        connection.request("POST", "/v1/completions", json.dumps(body))
+        headers = {"Content-Type": "application/json"}
+        connection.request("POST", "/v1/completions", json.dumps(body), headers)
         answer = connection.getresponse()
         return answer.status, answer.headers, json.loads(answer.read())
     finally:
@@ -160,6 +167,12 @@ def test_log_probabilities_and_stop_words(client):
     assert len(found.logprobs.token_logprobs) == 6
     assert all(len(best) <= 2 for best in found.logprobs.top_logprobs)
     assert max(found.logprobs.token_logprobs) <= 0
+    assert found.logprobs.text_offset == list(range(6))  # a token is a character here
+    pieces = client.completions.create(
+        model="model", prompt="Hello", max_tokens=6, temperature=0, logprobs=0, stream=True
+    )
+    logs = [piece.choices[0].logprobs for piece in pieces]
+    assert [at for one in logs if one for at in one.text_offset] == list(range(6))
     word = found.text[2:4]
     cut = client.completions.create(
         model="model", prompt="Hello", max_tokens=6, temperature=0, stop=word
@@ -197,6 +210,7 @@ def test_models_are_listed(client):
         ({"stream_options": {}}, 400, "stream_options goes with stream"),
         ({"surprise": 1}, 400, "unknown field 'surprise'"),
         ({"prompt": "a" * (1 << 18)}, 413, "the body is larger"),
+        ({"prompt": "a" * 20_000_000}, 413, "the body is larger"),
     ],
 )
 def test_what_cannot_be_done_is_said(server, fields, status, message):
@@ -244,6 +258,127 @@ def test_a_client_that_says_nothing_is_dropped(server):
         begin = time.monotonic()
         assert slow.recv(100) == b""
     assert time.monotonic() - begin < 5
+
+
+def asked(port, *lines, body=b"", method="POST", path="/v1/completions"):
+    """Send a request of these header lines; return status and JSON, and whether it ended."""
+    with socket.create_connection(("127.0.0.1", port), 20) as client:
+        head = "\r\n".join([f"{method} {path} HTTP/1.1", *lines])
+        client.sendall(head.encode() + b"\r\n\r\n" + body)
+        answer = http.client.HTTPResponse(client, method=method)
+        answer.begin()
+        content = answer.read()
+        client.settimeout(5)
+        ended = client.recv(1) == b"" if answer.will_close else False
+    return answer.status, content, ended
+
+
+@pytest.mark.parametrize("line", ["GET /health", "GET /", "GET /nothing", "PUT /v1/completions"])
+def test_a_body_that_nobody_reads_keeps_no_connection(server, line):
+    method, path = line.split()
+    begin = time.monotonic()
+    with socket.create_connection(("127.0.0.1", server[0]), 20) as client:
+        head = f"{line} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100000\r\n\r\n"
+        client.sendall(head.encode())
+        client.settimeout(0.2)
+        received, ended = b"", False
+        while not ended and time.monotonic() - begin < 10:
+            try:
+                part = client.recv(4096)
+                received, ended = received + part, not part
+                client.sendall(b"x")
+            except TimeoutError:
+                client.sendall(b"x")  # each byte would put a timer off
+            except ConnectionError:
+                ended = True
+    assert received.startswith(b"HTTP/1.1 ")
+    assert ended and time.monotonic() - begin < 6
+
+
+@pytest.mark.parametrize(
+    ("lines", "status"),
+    [
+        (["Host: localhost", "Content-Type: text/plain"], 415),
+        (["Host: localhost"], 415),
+        (["Host: evil.example", "Content-Type: application/json"], 403),
+        (["Host: 127.0.0.1.evil.example:80", "Content-Type: application/json"], 403),
+        (["Host: known.example:5000", "Content-Type: application/json; charset=utf-8"], 200),
+        (["Host: [::1]:5000", "Content-Type: Application/JSON"], 200),
+        (["Host: 127.0.0.2", "Content-Type: application/json"], 200),
+    ],
+)
+def test_a_page_of_a_browser_is_not_answered(server, lines, status):
+    body = json.dumps({"model": "model", "prompt": "a", "max_tokens": 1}).encode()
+    found, _, _ = asked(server[0], *lines, f"Content-Length: {len(body)}", body=body)
+    assert found == status
+
+
+def test_clients_need_one_of_the_keys_where_there_are_some(tmp_path):
+    file = tmp_path / "keys"
+    file.write_text("# ours\nfirst-key\n\nsecond-key\n")
+    access = Access(keys=read_keys(file))
+    access.check({b"authorization": b"Bearer second-key"}, "/v1/models")
+    access.check({}, "/health")
+    for given in (b"", b"Bearer", b"Bearer third-key", b"Basic first-key", b"Bearer first-key x"):
+        with pytest.raises(BadRequest) as caught:
+            access.check({b"authorization": given}, "/v1/models")
+        assert caught.value.status == 401
+    for text in ("", "# none\n", "with blank\n", "t\u00e4st\n"):
+        file.write_text(text)
+        with pytest.raises(ConfigError, match="key"):
+            read_keys(file)
+
+
+def test_counts_and_the_list_of_paths_are_shown(server, client):
+    client.completions.create(model="model", prompt="Hello", max_tokens=3)
+    _, text, _ = asked(server[0], "Host: localhost", method="GET", path="/metrics")
+    counts = dict(line.rsplit(" ", 1) for line in text.decode().splitlines() if line[0] != "#")
+    assert int(counts['lattice_requests_total{path="/v1/completions",status="200"}']) >= 1
+    assert int(counts["lattice_new_tokens_total"]) >= 3
+    assert counts["lattice_sequences_running"] == "0"
+    _, shown, _ = asked(server[0], "Host: localhost", method="GET", path="/")
+    assert "/v1/chat/completions" in json.loads(shown)["paths"]
+
+
+def test_any_failure_is_answered_in_json(server, monkeypatch):
+    class Panic(BaseException):
+        pass
+
+    def panics(self, text):
+        raise Panic
+
+    monkeypatch.setattr(Bytes, "tokenize", panics)
+    status, _, answer = posted(server[0], {"model": "model", "prompt": "a"})
+    assert (status, answer["error"]["message"]) == (500, "internal error")
+
+
+def test_a_model_that_computes_no_number_is_an_error(server, model, client):
+    broken = torch.full_like(model.output_layer.weight, torch.nan)
+    whole = model.output_layer.weight.detach().clone()
+    cached = CachedModel(
+        model, vocab_size=128, max_rows=2, max_length=9, groups=ProcessGroupCollection.single()
+    )
+    with torch.no_grad():
+        model.output_layer.weight.copy_(broken)
+        try:
+            for temperature in (0, 1):
+                body = {"model": "model", "prompt": "a", "temperature": temperature, "logprobs": 1}
+                status, _, answer = posted(server[0], body)
+                assert (status, answer["error"]["code"]) == (500, "not_finite")
+            for asking in (model, cached):
+                with pytest.raises(NumericsError, match="not finite"):
+                    greedy(asking, b"a", 2)
+            with pytest.raises(NumericsError, match="not finite"):
+                continue_texts(Engine(cached), [Request(tokens=[1], max_new_tokens=2)], Bytes())
+            with pytest.raises(NumericsError, match="not finite"):
+                generate(
+                    model, [[1]], max_new_tokens=2, vocab_size=128, max_sequence_length=CONTEXT,
+                    uses_cache=False, pg_collection=ProcessGroupCollection.single(),
+                )  # fmt: skip
+        finally:
+            model.output_layer.weight.copy_(whole)
+    assert greedy(model, b"Hello", 2) == greedy(cached, b"Hello", 2)
+    assert client.completions.create(model="model", prompt="a", max_tokens=1).choices
 
 
 class Breaking(Engine):

@@ -10,13 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.core.errors import ConfigError, DataError
+from megatron.core.errors import ConfigError, DataError, UntokenizableTextError
 from megatron.core.tokenizers import (
     TOKENIZER_TYPES,
     MegatronTokenizer,
     make_tokenizer,
     pad_vocab_size,
 )
+from megatron.core.tokenizers.plain import ByteTokenizer
 from megatron.core.tokenizers.tik_token import DEFAULT_SPECIAL_TOKENS
 from megatron.core.tokenizers.utils.build_tokenizer import (
     build_tokenizer,
@@ -75,6 +76,27 @@ def test_text_comes_back_and_batches_equal_single_texts(make, sonnets, kind):
         assert all(0 <= number < tokenizer.vocab_size for number in ids)
         back = tokenizer.detokenize(ids)
         assert back.removeprefix("<s>").strip(" ") == text.strip(" ")
+
+
+def test_a_text_that_the_library_gives_up_on_is_an_error_like_others(make):
+    with pytest.raises(UntokenizableTextError, match="1,000,000 characters"):
+        make("TikTokenizer").tokenize(" " * 1_000_000)
+
+
+def test_no_panic_leaves_a_tokenizer():
+    class Panic(BaseException):
+        pass
+
+    class Fragile(ByteTokenizer):
+        def tokenize(self, text):
+            raise {"panic": Panic, "stop": KeyboardInterrupt, "odd": ValueError}[text]("why")
+
+    for text, kind in (("panic", UntokenizableTextError), ("stop", KeyboardInterrupt),
+                       ("odd", ValueError)):  # fmt: skip
+        with pytest.raises(kind, match="why"):
+            Fragile().tokenize(text)
+    with pytest.raises(UntokenizableTextError):
+        Fragile().tokenize_batch(["panic"])
 
 
 @given(text=st.text(max_size=40))

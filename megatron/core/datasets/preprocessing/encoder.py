@@ -19,7 +19,7 @@ from megatron.core.datasets.preprocessing.documents import (
     documents_of,
 )
 from megatron.core.datasets.preprocessing.units import LONGEST_LINE_BYTES, Unit
-from megatron.core.errors import DataError, MegatronError
+from megatron.core.errors import DataError, MegatronError, UntokenizableTextError
 
 
 class FlatEncoder(Protocol):
@@ -126,10 +126,8 @@ class Encoder:
             ]
         try:
             encoded = self._encode(texts)
-        except MegatronError:
-            raise
         except BaseException as error:  # whatever the library raises; a panic is no Exception
-            if isinstance(error, (KeyboardInterrupt, SystemExit, MemoryError)):
+            if not _is_about_a_text(error):
                 raise
             kept, rejected = self._separate(texts)
             documents.bad += [BadDocument(*places[at], *why) for at, why in rejected.items()]
@@ -165,12 +163,11 @@ class Encoder:
             try:
                 self._encode([document])
                 kept.append(at)
-            except MegatronError:
-                raise
             except BaseException as error:
-                if isinstance(error, (KeyboardInterrupt, SystemExit, MemoryError)):
+                if not _is_about_a_text(error):
                     raise
-                rejected[at] = ("not tokenizable", f"{type(error).__name__}: {error}")
+                said = error.found if isinstance(error, MegatronError) else error
+                rejected[at] = ("not tokenizable", f"{type(error).__name__}: {said}")
         return kept, rejected
 
     def _pack(self, ids: np.ndarray, counts: np.ndarray, per_document: np.ndarray) -> Sequences:
@@ -222,6 +219,12 @@ def check_ids(ids: np.ndarray, vocab_size: int) -> None:
             flags=["--tokenizer-type", "--tokenizer-model", "--vocab-size"],
             fix="check that the tokenizer's files belong together",
         )
+
+
+def _is_about_a_text(error: BaseException) -> bool:
+    """Return whether an error of a tokenizer speaks of a text, not of the run as a whole."""
+    ends = (MegatronError, KeyboardInterrupt, SystemExit, MemoryError)
+    return isinstance(error, UntokenizableTextError) or not isinstance(error, ends)
 
 
 def _num_bytes(text: str) -> int:
