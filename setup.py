@@ -3,13 +3,22 @@
 Without a C compiler the installation goes on, and numpy does the same work more slowly.
 """
 
+import hashlib
+from pathlib import Path
+
 from setuptools import Extension, setup
+
+SOURCE = "megatron/core/datasets/_native.c"
 
 setup(
     ext_modules=[
         Extension(
             "megatron.core.datasets._native",
-            ["megatron/core/datasets/_native.c"],
+            [SOURCE],
+            # Compared with the source before the library is used: see native.py.
+            define_macros=[
+                ("SOURCE_HASH", f'"{hashlib.sha256(Path(SOURCE).read_bytes()).hexdigest()}"')
+            ],
             # Blends are defined in separately rounded double precision.
             extra_compile_args=["-O3", "-ffp-contract=off"],
             optional=True,

@@ -64,7 +64,7 @@ find_python() {
 
 python=$(find_python)
 key=$(
-    { "$python" -VV; echo "$extras ${TORCH:-}"; cat pyproject.toml constraints.txt setup.py; } |
+    { "$python" -VV; echo "$extras ${TORCH:-}"; cat pyproject.toml constraints.txt setup.py megatron/core/datasets/_native.c; } |
         "$python" -c 'import hashlib, sys
 print(hashlib.sha256(sys.stdin.buffer.read()).hexdigest())'
 )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import faulthandler
 import os
 import signal
 import sys
@@ -69,12 +70,29 @@ def _obey(parent: int) -> None:
             os._exit(0)
 
 
+def name_fatal_signals() -> None:
+    """Let a process that dies of SIGBUS, SIGSEGV or the like say so on stderr, with its stacks.
+
+    A file that is mapped and becomes shorter kills whoever reads the missing part, before any
+    Python code could notice. Processes that are forked later do the same.
+    """
+    # Not where stderr is no file, or somebody else has turned it on.
+    with contextlib.suppress(AttributeError, OSError, RuntimeError, ValueError):
+        if not faulthandler.is_enabled():
+            faulthandler.enable()
+
+
 def describe_exit(code: int) -> str:
     """Return how a process ended, from its exit code as Python's `subprocess` counts them."""
     if code >= 0:
         return f"exited with {code}"
     if -code == signal.SIGKILL:
         return "was killed by signal 9, in most cases for lack of memory"
+    if -code == getattr(signal, "SIGBUS", None):
+        return (
+            f"was killed by signal {-code} (SIGBUS): a file that it had mapped became shorter, as "
+            "a corpus that is rewritten in place, or a disk or /dev/shm had no room or failed"
+        )
     return f"was killed by signal {-code}"
 
 

@@ -68,10 +68,18 @@ static PyObject *sample_index(PyObject *self, PyObject *args) {
     Buffers buffers = {.held = 0};
     const char *lengths = memory(&buffers, lengths_array, 0, 0);
     const char *documents = lengths ? memory(&buffers, documents_array, 4, 0) : NULL;
-    char *out =
-        documents ? memory(&buffers, out_array, (num_samples + 1) * (wide ? 16 : 8), 1) : NULL;
+    int64_t row_bytes = wide ? 16 : 8;
+    char *out = documents ? memory(&buffers, out_array, row_bytes, 1) : NULL;
     if (!out) {
         let_go(&buffers);
+        return NULL;
+    }
+    /* Products of these stay far below 2^63. */
+    if (num_samples < 0 || num_samples > buffers.views[2].len / row_bytes - 1 ||
+        sequence_length < 0 || extra < 0 || extra > 1 ||
+        (num_samples > 0 && sequence_length > (INT64_MAX >> 1) / num_samples)) {
+        let_go(&buffers);
+        PyErr_SetString(PyExc_ValueError, "more samples than fit, or an impossible length");
         return NULL;
     }
     int64_t num_lengths = buffers.views[0].len / 4, num_documents = buffers.views[1].len / 4;
@@ -87,7 +95,11 @@ static PyObject *sample_index(PyObject *self, PyObject *args) {
                 break;
             }
             length = load32(lengths, document);
-            end += length;
+            if (length < 0) {
+                bad = position;
+                break;
+            }
+            end += length; /* fewer than 2^32 entries of less than 2^31 */
         }
         if (bad >= 0) break;
         /* Once the stream has run out, the walk stays at the end of the last document. */
@@ -128,7 +140,11 @@ static PyObject *walk_blend(PyObject *self, PyObject *args) {
     if (counts && capacities_array != Py_None)
         capacities = memory(&buffers, capacities_array, 8 * num_datasets, 0);
     if (!PyErr_Occurred() && picks_array != Py_None)
-        picks = memory(&buffers, picks_array, 2 * steps, 1);
+        picks = memory(&buffers, picks_array, 0, 1);
+    int64_t num_picks = picks ? buffers.views[buffers.held - 1].len / 2 : INT64_MAX;
+    if (!PyErr_Occurred() && (start < 0 || steps < 0 || steps > num_picks ||
+                              start > INT64_MAX - steps || (picks && num_datasets > INT16_MAX)))
+        PyErr_SetString(PyExc_ValueError, "more samples than fit, or too many datasets");
     if (PyErr_Occurred()) {
         let_go(&buffers);
         return NULL;
@@ -221,9 +237,9 @@ static PyObject *gather(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
         numbers[i] = PyLong_AsLongLong(args[places[i]]);
         if (numbers[i] == -1 && PyErr_Occurred()) return NULL;
     }
-    int code = (int)numbers[0], samples_wide = (int)numbers[1], shuffle_wide = (int)numbers[2];
+    int code = (int)numbers[0], samples_wide = numbers[1] != 0, shuffle_wide = numbers[2] != 0;
     int64_t idx = numbers[3], extra = numbers[4], pad = numbers[5];
-    if (code < 1 || code > 8 || !SIZE_OF_CODE[code]) {
+    if (numbers[0] < 1 || numbers[0] > 8 || !SIZE_OF_CODE[code]) {
         PyErr_Format(PyExc_ValueError, "tokens of dtype code %d are not integers", code);
         return NULL;
     }
@@ -252,13 +268,16 @@ static PyObject *gather(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
     if (idx < 0) idx += num_samples; /* as arrays do */
     int is_wrong = idx < 0 || idx >= num_samples;
     int64_t sample = is_wrong ? 0 : load(order, idx, shuffle_wide, 0);
-    is_wrong = is_wrong || sample < 0 || sample + 1 >= num_rows;
+    is_wrong = is_wrong || sample < 0 || sample >= num_rows - 1 || extra < 0 || extra > 1;
     if (!is_wrong) {
         int64_t first = load(samples, 2 * sample, samples_wide, 1);
         int64_t first_offset = load(samples, 2 * sample + 1, samples_wide, 1);
         int64_t last = load(samples, 2 * sample + 2, samples_wide, 1);
-        int64_t end = load(samples, 2 * sample + 3, samples_wide, 1) + extra;
-        is_wrong = first < 0 || last >= num_positions;
+        int64_t end = load(samples, 2 * sample + 3, samples_wide, 1);
+        /* Offsets above any length: adding to them, or subtracting, could overflow. */
+        is_wrong = first < 0 || first > last || last >= num_positions || end < -1 ||
+                   end > INT32_MAX;
+        end += extra;
         /* The documents of a sample lie anywhere: let memory fetch their entries, then their first
          * tokens, all at once instead of one after the other. */
         for (int64_t position = first; position <= last && !is_wrong; position++) {
@@ -271,7 +290,7 @@ static PyObject *gather(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
             uint32_t document = (uint32_t)load32(documents, position);
             if (document >= num_sequences) break;
             int64_t at = load64(pointers, document);
-            if (at >= 0 && at + 256 < num_bytes)
+            if (at >= 0 && at < num_bytes - 256)
                 for (int line = 0; line < 256; line += 64) PREFETCH(tokens + at + line);
         }
         for (int64_t position = first; position <= last && !is_wrong; position++) {
@@ -283,8 +302,11 @@ static PyObject *gather(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
             int64_t length = load32(lengths, document), at = load64(pointers, document);
             int64_t begin = position == first ? first_offset : 0;
             int64_t stop = position == last ? end : length;
+            /* 0 <= begin <= stop <= length < 2^31: what is computed with them does not overflow,
+             * while a pointer may be any number. */
             is_wrong = begin < 0 || stop < begin || stop > length ||
-                       filled + stop - begin > capacity || at < 0 || at + stop * size > num_bytes;
+                       stop - begin > capacity - filled || at < 0 || at > num_bytes ||
+                       stop * size > num_bytes - at;
             if (is_wrong) break;
             const char *source = tokens + at + begin * size;
             copy_tokens(code, source, stop - begin, pad, out + filled, &seen);
@@ -315,7 +337,7 @@ static PyObject *copy(PyObject *self, PyObject *const *args, Py_ssize_t nargs) {
     }
     int code = (int)numbers[0];
     int64_t first = numbers[1], count = numbers[2];
-    if (code < 1 || code > 8 || !SIZE_OF_CODE[code]) {
+    if (numbers[0] < 1 || numbers[0] > 8 || !SIZE_OF_CODE[code]) {
         PyErr_Format(PyExc_ValueError, "tokens of dtype code %d are not integers", code);
         return NULL;
     }
@@ -355,7 +377,9 @@ static PyObject *index_end(PyObject *self, PyObject *args) {
     int64_t num_sequences = lengths ? buffers.views[0].len / 4 : 0;
     const char *pointers = lengths ? memory(&buffers, pointers_array, 8 * num_sequences, 0) : NULL;
     const char *documents = pointers ? memory(&buffers, documents_array, 8, 0) : NULL;
-    if (!documents) {
+    if (documents && (token_bytes < 0 || token_bytes > 16))
+        PyErr_SetString(PyExc_ValueError, "no token has so many bytes");
+    if (PyErr_Occurred()) {
         let_go(&buffers);
         return NULL;
     }
@@ -364,8 +388,9 @@ static PyObject *index_end(PyObject *self, PyObject *args) {
     Py_BEGIN_ALLOW_THREADS;
     for (int64_t sequence = 0; sequence < num_sequences && is_sound; sequence++) {
         int32_t length = load32(lengths, sequence);
-        is_sound = length >= 0 && load64(pointers, sequence) == end;
-        end += length * token_bytes;
+        is_sound = length >= 0 && load64(pointers, sequence) == end &&
+                   end <= INT64_MAX - (int64_t)INT32_MAX * 16;
+        if (is_sound) end += length * token_bytes;
     }
     int64_t before = load64(documents, 0);
     is_sound = is_sound && before == 0;
@@ -488,4 +513,16 @@ static struct PyModuleDef MODULE = {
     NULL, NULL, NULL, NULL,
 };
 
-PyMODINIT_FUNC PyInit__native(void) { return PyModule_Create(&MODULE); }
+/* Which source this was compiled from: see native.py, which looks for it before it is loaded. */
+#ifndef SOURCE_HASH
+#define SOURCE_HASH "unknown"
+#endif
+
+PyMODINIT_FUNC PyInit__native(void) {
+    PyObject *module = PyModule_Create(&MODULE);
+    if (module && PyModule_AddStringConstant(module, "SOURCE", "source-hash:" SOURCE_HASH) < 0) {
+        Py_DECREF(module);
+        return NULL;
+    }
+    return module;
+}

@@ -17,10 +17,11 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 _SETTLED_AFTER_NS = 2_000_000_000
 """Clocks of file systems are coarse: what changed a moment ago may change again unnoticed."""
+_MOST_BYTES = 1 << 16
 
 
 def check_once(path: str, check: Callable[[], None]) -> bool:
@@ -32,26 +33,49 @@ def check_once(path: str, check: Callable[[], None]) -> bool:
     path = os.path.abspath(path)
     state, changed_ns = _state_of(path)
     folder = os.path.join(tempfile.gettempdir(), f"checked-corpora-{os.getuid()}")
-    record = os.path.join(folder, hashlib.blake2b(path.encode(), digest_size=16).hexdigest())
-    if state and _recorded(folder, record) == state:
+    name = hashlib.blake2b(path.encode(), digest_size=16).hexdigest()
+    if state and _recorded(folder, name) == state:
         return False
     check()
     if state and time.time_ns() - changed_ns > _SETTLED_AFTER_NS:
-        partial = f"{record}.{os.getpid()}.{time.monotonic_ns()}"
         with contextlib.suppress(OSError):  # without a record the next process checks again
             os.makedirs(folder, mode=0o700, exist_ok=True)
-            with open(partial, "wb") as file:
-                file.write(state)
-            os.replace(partial, record)
+            _record(folder, name, state)
     return True
 
 
-def _recorded(folder: str, record: str) -> bytes:
+@contextlib.contextmanager
+def _opened(folder: str) -> Iterator[int]:
+    """Open the folder of the records: others can make one of its name in a shared folder first.
+
+    Raises:
+        OSError: it is a link, or somebody else's, or others may write or read there.
+    """
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
-        if os.stat(folder).st_uid != os.getuid():  # others may write there
-            return b""
-        with open(record, "rb") as file:
-            return file.read()
+        found = os.fstat(descriptor)
+        if found.st_uid != os.getuid() or found.st_mode & 0o077:
+            raise PermissionError(f"{folder} is not a folder of this user alone")
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _record(folder: str, name: str, state: bytes) -> None:
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    partial = f"{name}.{os.getpid()}.{time.monotonic_ns()}"
+    with _opened(folder) as place:
+        with open(os.open(partial, flags, 0o600, dir_fd=place), "wb") as file:
+            file.write(state)
+        os.replace(partial, name, src_dir_fd=place, dst_dir_fd=place)
+
+
+def _recorded(folder: str, name: str) -> bytes:
+    try:
+        with _opened(folder) as place:
+            flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+            with open(os.open(name, flags, dir_fd=place), "rb") as file:
+                return file.read(_MOST_BYTES)
     except OSError:
         return b""
 

@@ -158,7 +158,8 @@ class IndexCache:
         lock = None
         try:
             os.makedirs(str(self.directory), exist_ok=True)
-            lock = os.open(self.path("lock"), os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+            lock = os.open(self.path("lock"), flags, 0o666)
             _wait_for_lock(lock, self.path("lock"))
         except OSError as error:
             logger.info("no lock in %s (%s): building without one", self.directory, error)

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from megatron.core.datasets.token_file import MappedTokens, PositionedTokens, TokenReader
-from megatron.core.errors import DataError
+from megatron.core.errors import DataError, shown
 
 
 def parts_path(bin_path: str) -> str:
@@ -43,7 +43,7 @@ def token_files(bin_path: str) -> list[str]:
     try:
         with open(path, encoding="utf-8") as file:
             listed = [(str(one["bin"]), int(one["bytes"])) for one in json.load(file)["parts"]]
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise DataError(
             f"{path} is not a list of parts: {type(error).__name__} {error}.",
             rule="tools/merge_datasets.py --no-copy writes it",
@@ -52,6 +52,14 @@ def token_files(bin_path: str) -> list[str]:
         ) from error
     files = []
     for name, size in listed:
+        if os.path.isabs(name) or not name.endswith(".bin"):
+            raise DataError(
+                f"{path} names {shown(name)} as a part of the corpus.",
+                rule="a part is the token file of another corpus, *.bin, relative to the list",
+                flags=["--data-path"],
+                fix="do not use the corpus if it came from a stranger; join the shards again if "
+                "it is yours",
+            )
         part = os.path.normpath(os.path.join(folder, name))
         found = os.path.getsize(part) if os.path.isfile(part) else None
         if found != size:

@@ -5,14 +5,18 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import importlib.machinery
+import importlib.util
 import logging
 import os
 import shlex
 import subprocess
 import sys
 import sysconfig
+import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +27,37 @@ _FLAGS = ("-O3", "-ffp-contract=off", "-fPIC", "-shared")
 _NAME = "megatron.core.datasets._native"
 
 
+def source_hash() -> str | None:
+    """Return the hash of the source beside this file; None where only its library is installed."""
+    try:
+        return hashlib.sha256(_SOURCE.read_bytes()).hexdigest()
+    except OSError:
+        return None
+
+
+def is_current(library: Path) -> bool:
+    """Return whether a library was compiled from the source beside this file.
+
+    The file is looked at, not loaded: a process cannot load another one of the same name later.
+    """
+    wanted = source_hash()
+    return wanted is None or f"source-hash:{wanted}".encode() in library.read_bytes()
+
+
 def _found() -> Any:
     try:
+        spec = importlib.util.find_spec(_NAME)
+        if spec is None or spec.origin is None:
+            return None
+        if not is_current(Path(spec.origin)):
+            logger.warning(
+                "%s was compiled from another version of its source and is not used; the data "
+                "path stays with numpy, which is slower. `pip install -e .` compiles it again.",
+                spec.origin,
+            )
+            return None
         return importlib.import_module(_NAME)
-    except ImportError:
+    except (ImportError, OSError):
         return None
 
 
@@ -34,18 +65,30 @@ compiled: Any = _found()
 """The module of `_native.c`, or None: callers then use numpy."""
 
 
-def build(directory: Path) -> Path:
+def compiler() -> str:
+    """Return the C compiler that Python was made with, as a command."""
+    return sysconfig.get_config_var("CC") or "cc"
+
+
+def build(directory: Path, *, flags: Sequence[str] = ()) -> Path:
     """Compile into `directory`; return the library.
 
+    Args:
+        flags: for the compiler, after the usual ones.
     Raises:
         OSError, subprocess.CalledProcessError: no compiler, or it failed.
     """
     target = directory / f"_native{importlib.machinery.EXTENSION_SUFFIXES[0]}"
-    partial = target.with_name(f"{target.name}.partial-{os.getpid()}")
-    compiler = shlex.split(sysconfig.get_config_var("CC") or "cc")
+    # Made here, under a name that nobody can foresee, so that the compiler follows no link.
+    descriptor, name = tempfile.mkstemp(dir=directory, prefix=f"{target.name}.partial-")
+    os.fchmod(descriptor, 0o755)
+    os.close(descriptor)
+    partial = Path(name)
     dynamic = ("-undefined", "dynamic_lookup") if sys.platform == "darwin" else ()
-    include = f"-I{sysconfig.get_paths()['include']}"
-    command = [*compiler, *_FLAGS, *dynamic, include, str(_SOURCE), "-o", str(partial)]
+    define = f'-DSOURCE_HASH="{source_hash()}"'
+    inputs = [f"-I{sysconfig.get_paths()['include']}", str(_SOURCE)]
+    command = [*shlex.split(compiler()), *_FLAGS, *flags, define, *dynamic, *inputs]
+    command += ["-o", str(partial)]
     try:
         subprocess.run(command, check=True, capture_output=True, text=True)
         os.replace(partial, target)  # many processes may build at once

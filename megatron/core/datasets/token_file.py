@@ -11,6 +11,7 @@ import errno
 import io
 import mmap
 import os
+import secrets
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import BinaryIO, Protocol
@@ -147,13 +148,17 @@ class WholeFile:
         self.path = path
         self.bytes_written = 0
         self._file: BinaryIO | None = None
-        self._partial = f"{path}.partial-{os.getpid()}"
+        # A new file under a name that nobody can foresee: in a folder that others can write, a
+        # link of that name would lead anywhere, and two machines have processes of one number.
+        self._partial = f"{path}.partial-{os.getpid()}-{secrets.token_hex(4)}"
         directory = os.path.dirname(os.path.abspath(path))
         try:
             with explain_full_disk(path, 0):
                 os.makedirs(directory, exist_ok=True)
                 # A buffer of 1 MiB: documents are small, system calls are not.
-                self._file = io.BufferedWriter(io.FileIO(self._partial, "w"), 1 << 20)
+                flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+                descriptor = os.open(self._partial, flags, 0o666)
+                self._file = io.BufferedWriter(io.FileIO(descriptor, "w"), 1 << 20)
         except OSError as error:
             raise DataError(
                 f"cannot write {path}: {error.strerror}.",

@@ -11,6 +11,7 @@ from megatron.core.attempts import START_TIMEOUT
 from megatron.core.dist_checkpointing.object_store import is_url
 from megatron.core.errors import MegatronError
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.processes import name_fatal_signals
 from megatron.core.timers import Timers
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 from megatron.training import global_vars, launch
@@ -84,6 +85,7 @@ def start_session(
     Communication:
         comparison of settings through the store; creation of the process groups.
     """
+    name_fatal_signals()
     place = launch.place_of_this_process()
     progress.rank, progress.where = place.rank, "starting the processes"
     store = store if store is not None else launch.connect_store(place, START_TIMEOUT)

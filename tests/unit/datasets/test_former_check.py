@@ -77,6 +77,32 @@ def test_records_of_others_do_not_count(path, monkeypatch):
     assert check_once(str(path), nothing)
 
 
+@pytest.mark.parametrize("kind", ["link", "open to others"])
+def test_records_in_a_folder_that_others_can_reach_do_not_count(path, kind):
+    # Somebody else made the folder first, in the shared one, with a forged record in it.
+    assert check_once(str(path), nothing)
+    (folder,) = (path.parent / "machine").iterdir()
+    if kind == "link":
+        folder = folder.rename(path.parent / "elsewhere")
+        (path.parent / "machine" / f"checked-corpora-{os.getuid()}").symlink_to(folder)
+    else:
+        folder.chmod(0o777)
+    before = sorted(folder.iterdir())
+    assert check_once(str(path), nothing)
+    path.with_name("more").write_bytes(b"sound")
+    assert check_once(str(path.with_name("more")), nothing)
+    assert sorted(folder.iterdir()) == before
+
+
+def test_a_record_that_is_a_link_does_not_count(path):
+    assert check_once(str(path), nothing)
+    (folder,) = (path.parent / "machine").iterdir()
+    (record,) = folder.iterdir()
+    record.rename(path.with_name("record"))
+    record.symlink_to(path.with_name("record"))
+    assert check_once(str(path), nothing)
+
+
 def test_a_corpus_that_passed_is_not_read_again_and_still_must_fit_its_tokens(path, monkeypatch):
     monkeypatch.setattr(indexed_dataset, "_WORTH_REMEMBERING", 1)
     prefix = write_corpus(path.parent / "c", [[1, 2, 3], [4, 5]])

@@ -3,6 +3,7 @@
 import gzip
 import json
 import sys
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.preprocessing import job
 from megatron.core.datasets.preprocessing.inputs import expand_inputs, share_of
 from megatron.core.datasets.preprocessing.shards import rank_and_world, shards_of
+from megatron.core.datasets.preprocessing.streams import blocks_of
 from megatron.core.datasets.preprocessing.units import read_units
 from megatron.core.errors import ConfigError, DataError
 from tools import merge_datasets, preprocess_data
@@ -328,3 +330,24 @@ def test_a_file_that_shrinks_while_it_is_read_is_named(tmp_path):
     path.write_bytes(path.read_bytes()[:-50])
     with pytest.raises(DataError, match="must not change"):
         documents_of(last, ["text"])
+
+
+def test_a_compressed_file_is_expanded_in_pieces_of_bounded_size(tmp_path):
+    # Few bytes of zstd stand for many: four for 128 KiB.
+    import zstandard
+
+    frame = zstandard.ZstdCompressor(write_content_size=False).compressobj()
+    zeros = bytes(1 << 20)
+    data = b"".join(frame.compress(zeros) for _ in range(256)) + frame.flush()
+    assert len(data) < 20_000
+    path = tmp_path / "in.jsonl.zst"
+    path.write_bytes(data)
+    tracemalloc.start()
+    try:
+        sizes = [len(block) for block, _ in blocks_of(str(path))]
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert sum(sizes) == 256 << 20
+    assert max(sizes) <= 18 << 20
+    assert peak < 64 << 20

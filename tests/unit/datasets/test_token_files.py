@@ -1,7 +1,9 @@
 """The `.bin`/`.idx` pair: its bytes, its checks, and what is left after a failure."""
 
+import json
 import os
 import pickle
+import signal
 import struct
 import subprocess
 import sys
@@ -12,6 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron.core.datasets import token_file
 from megatron.core.datasets.indexed_dataset import (
     DType,
     IndexedDataset,
@@ -19,7 +22,10 @@ from megatron.core.datasets.indexed_dataset import (
     get_bin_path,
     get_idx_path,
 )
+from megatron.core.datasets.joined_tokens import token_files
+from megatron.core.datasets.token_file import WholeFile
 from megatron.core.errors import DataError
+from megatron.core.processes import describe_exit
 
 DOCUMENTS = [[[1, 2, 3]], [[4], [5, 6]], [[7, 8, 9, 10]]]
 
@@ -350,3 +356,75 @@ print(held, maps())
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "100 0\n"
+
+
+def test_a_link_under_a_temporary_name_is_not_followed(tmp_path, monkeypatch):
+    # In a folder that others can write, somebody may have made it, even with the right name.
+    victim = tmp_path / "thesis"
+    victim.write_text("years of work")
+    monkeypatch.setattr(token_file.secrets, "token_hex", lambda count: "0" * 2 * count)
+    (tmp_path / f"x.npy.partial-{os.getpid()}").symlink_to(victim)
+    (tmp_path / f"x.npy.partial-{os.getpid()}-00000000").symlink_to(victim)
+    with pytest.raises(DataError, match="cannot write"):
+        WholeFile(str(tmp_path / "x.npy"))
+    monkeypatch.undo()
+    file = WholeFile(str(tmp_path / "x.npy"))
+    file.write(b"new")
+    file.commit()
+    assert victim.read_text() == "years of work"
+    assert not (tmp_path / "x.npy").is_symlink()
+
+
+def test_two_writers_of_one_file_do_not_share_a_temporary_one(tmp_path):
+    # Processes of two machines, or containers, may have one number.
+    first, second = (WholeFile(str(tmp_path / "x")) for _ in range(2))
+    first.write(b"first")
+    second.write(b"second")
+    first.commit()
+    assert (tmp_path / "x").read_bytes() == b"first"
+    second.commit()
+    assert (tmp_path / "x").read_bytes() == b"second"
+
+
+def test_files_have_the_permissions_that_the_user_asks_for(tmp_path):
+    before = os.umask(0o027)
+    try:
+        file = WholeFile(str(tmp_path / "x"))
+        file.commit()
+    finally:
+        os.umask(before)
+    assert (tmp_path / "x").stat().st_mode & 0o777 == 0o640
+
+
+SHRINKS = """
+import os, sys
+from megatron.core.datasets.token_file import mapped
+from megatron.core.processes import name_fatal_signals
+name_fatal_signals()
+tokens = mapped(sys.argv[1])
+os.truncate(sys.argv[1], 0)
+print(tokens[100_000])
+"""
+
+
+def test_a_mapped_file_that_shrinks_ends_the_process_with_words(tmp_path):
+    path = tmp_path / "x.bin"
+    path.write_bytes(bytes(1 << 20))
+    command = [sys.executable, "-c", SHRINKS, str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == -signal.SIGBUS
+    assert "Fatal Python error: Bus error" in done.stderr
+    assert "<module>" in done.stderr
+    assert "a file that it had mapped became shorter" in describe_exit(done.returncode)
+
+
+@pytest.mark.parametrize("name", ["../../../../../../../../etc/passwd", "/etc/x.bin", "x.bin.txt"])
+def test_a_list_of_parts_cannot_name_any_file(tmp_path, name):
+    prefix = write(str(tmp_path / "a"))
+    size = os.path.getsize("/etc/passwd")
+    os.unlink(f"{prefix}.bin")
+    parts = {"parts": [{"bin": name, "bytes": size}]}
+    with open(f"{prefix}.bin.parts", "w") as file:
+        json.dump(parts, file)
+    with pytest.raises(DataError, match=r"names '.*' as a part of the corpus"):
+        token_files(f"{prefix}.bin")

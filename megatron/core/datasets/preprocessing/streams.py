@@ -22,8 +22,11 @@ from megatron.core.errors import DataError
 KEPT_OF_OVERLONG = 80
 """Bytes kept of a line or document that is too long to be held."""
 
-_BLOCK_BYTES = 1 << 16
-"""Read from a compressed file at a time; bounds what one call can expand to."""
+_BLOCK_BYTES = 1 << 20
+"""Read or decompressed at a time."""
+_ZSTD_BYTES = 1 << 9
+"""Given to the decompressor of zstandard at a time: four bytes can stand for a block of 128 KiB, so
+one call returns 16 MiB at most. (A window above 128 MiB is refused by the library.)"""
 
 
 def read_document(path: str, limit: int) -> tuple[bytes, bool]:
@@ -75,7 +78,7 @@ def _decompressed(path: str, raw: IO[bytes]) -> Iterator[bytes]:
     wrappers: dict[str, Any] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
     wrap = next((wrappers[end] for end in wrappers if path.endswith(end)), None)
     stream = raw if wrap is None else wrap(raw)
-    while block := stream.read(1 << 20):
+    while block := stream.read(_BLOCK_BYTES):
         yield block
 
 
@@ -83,12 +86,21 @@ def _zstd_blocks(path: str, raw: IO[bytes]) -> Iterator[bytes]:
     # The library's own reader takes the end of a cut-off file for the end of the text.
     decompressor = require("zstandard", purpose=f"reading {path}").ZstdDecompressor()
     frame, is_complete = decompressor.decompressobj(), True
-    while data := raw.read(_BLOCK_BYTES):
-        while data:
-            if frame.eof:
-                frame = decompressor.decompressobj()
-            if block := frame.decompress(data):
-                yield block
-            data, is_complete = frame.unused_data, frame.eof
+    ready: list[bytes] = []
+    num_ready = 0
+    while read := raw.read(_BLOCK_BYTES):
+        for at in range(0, len(read), _ZSTD_BYTES):
+            data = read[at : at + _ZSTD_BYTES]
+            while data:
+                if frame.eof:
+                    frame = decompressor.decompressobj()
+                ready.append(frame.decompress(data))
+                num_ready += len(ready[-1])
+                data, is_complete = frame.unused_data, frame.eof
+                if num_ready >= _BLOCK_BYTES:
+                    yield b"".join(ready)
+                    ready, num_ready = [], 0
+    if num_ready:
+        yield b"".join(ready)
     if not is_complete:
         raise EOFError("the file ends before its last frame does")
