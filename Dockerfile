@@ -1,7 +1,9 @@
 # A GPU image: NVIDIA's PyTorch build with this project on top.
 #
 #   docker build --build-arg BASE=nvcr.io/nvidia/pytorch:26.06-py3 -t lattice .
-#   docker run --gpus all --ipc=host -it lattice
+#   docker run --gpus all --shm-size 32g --ulimit memlock=-1 --ulimit stack=67108864 -it lattice
+#
+# The flags of `docker run` are explained in docs/clusters.md. No image was built from this file yet.
 ARG BASE=nvcr.io/nvidia/pytorch:26.06-py3
 FROM ${BASE}
 
@@ -12,6 +14,6 @@ COPY tools/constraints_beside.py tools/
 # The base image pins its own torch, and more, in the constraints file that PIP_CONSTRAINT names.
 # Both files hold for pip, so of ours what the base pins is left out.
 RUN python tools/constraints_beside.py torch "${PIP_CONSTRAINT:-}" < constraints.txt > beside.txt \
-    && pip install --no-cache-dir -e '.[tokenizers,hf,logging,config]' pytest -c beside.txt
+    && pip install --no-cache-dir -e '.[tokenizers,hf,logging,wandb,config,data,fast,server,eval]' pytest -c beside.txt
 COPY . .
 CMD ["bash"]

@@ -35,6 +35,14 @@ def place_of_this_process() -> Place:
     )
 
 
+def is_on_several_machines() -> bool:
+    """Return whether torchrun started fewer processes here than the job has."""
+    env = os.environ
+    return int(env.get("LOCAL_WORLD_SIZE", "1")) < int(env.get("WORLD_SIZE", "1")) and (
+        "LOCAL_WORLD_SIZE" in env
+    )
+
+
 def connect_store(place: Place, timeout: timedelta) -> Any:
     """Return the key-value store that all ranks of the job share, before any process group.
 

@@ -207,5 +207,6 @@ def _return_cached_memory() -> None:
 @contextmanager
 def _timed(parts: TrainingParts, name: str) -> Iterator[None]:
     parts.timers(name, log_level=1).start()
-    yield
+    with torch.profiler.record_function(name):
+        yield
     parts.timers(name, log_level=1).stop()

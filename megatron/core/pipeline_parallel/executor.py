@@ -107,6 +107,8 @@ class PipelineExecutor:
             Op.PARAM_GATHER: self.gather_parameters,
             Op.GRAD_SYNC: self.open_grad_sync,
         }
+        if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
+            do = {op: _annotated(op, action) for op, action in do.items()}
         self.splits_backward = any(op is Op.WEIGHT_GRAD for op, _, _ in steps)
         rest = iter(steps)
         self.compiled: list[Callable[[], None]] = []
@@ -248,3 +250,13 @@ class PipelineExecutor:
             fix="pass the seq_length and micro_batch_size of the data, or set "
             "config.variable_seq_lengths=True to announce every shape",
         )
+
+
+def _annotated(op: Op, action: Callable[[int, int], None]) -> Callable[[int, int], None]:
+    """Return an action that a profiler's trace shows by name, micro batch and chunk."""
+
+    def annotated(microbatch: int, chunk: int) -> None:
+        with torch.profiler.record_function(f"{op.name.lower()} m{microbatch} c{chunk}"):
+            action(microbatch, chunk)
+
+    return annotated

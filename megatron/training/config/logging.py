@@ -13,6 +13,8 @@ class LoggingConfig:
 
     log_interval: int = 100
     """Steps between log lines."""
+    log_rank: int = flag(-1, choices=(-1, 0))
+    """Rank that prints losses: the last one, as Megatron does, or 0, beside the set-up."""
     log_throughput: bool = False
     """Report TFLOP/s per device and the share of the peak that is reached."""
     log_params_norm: bool = False
@@ -60,7 +62,8 @@ class LoggingConfig:
     wandb_save_dir: str | None = None
     """Local directory of its files."""
     profile: bool = False
-    """Profile some steps."""
+    """Profile some steps. The trace is in --tensorboard-dir, --save or the working directory, and
+    its path is printed."""
     profile_step_start: int = 10
     """First profiled step."""
     profile_step_end: int = 12
@@ -68,7 +71,8 @@ class LoggingConfig:
     profile_ranks: list[int] = flag([], nargs="+")
     """Profiled ranks. Default rank 0."""
     use_pytorch_profiler: bool = False
-    """Write a chrome trace with torch.profiler instead of marking the range for nsys."""
+    """Write a chrome trace with torch.profiler instead of marking the range for nsys. On CPUs a
+    trace is always written."""
     record_memory_history: bool = False
     """Record allocations of the device, on GPUs."""
     memory_snapshot_path: str = "snapshot.pickle"

@@ -56,11 +56,17 @@ class Profile(Hook):
         self.path = Path(directory) / f"trace-rank{rank}.json"
         self.use_torch = use_torch or device.device_type() != "cuda"
         self._profiler: Any = None
+        self._step: Any = None
 
     def before_step(self, state: TrainState) -> None:
-        """Start before the first recorded step."""
-        if state.iteration + 1 != self.first:
-            return
+        """Start before the first recorded step; mark each of them."""
+        if state.iteration + 1 == self.first:
+            self._start()
+        if self._profiler is not None:
+            self._step = torch.profiler.record_function(f"step {state.iteration + 1}")
+            self._step.__enter__()
+
+    def _start(self) -> None:
         if not self.use_torch:
             device.start_profiler_range()
             return
@@ -71,17 +77,29 @@ class Profile(Hook):
         self._profiler.__enter__()
 
     def after_step(self, state: TrainState, result: StepResult) -> TrainState:
-        """Stop after the last recorded step."""
+        """End the mark of the step; stop after the last recorded one."""
+        self._end_step()
         if state.iteration + 1 == self.last:
             self._stop()
         return state
 
+    def _end_step(self) -> None:
+        if self._step is not None:
+            self._step.__exit__(None, None, None)
+            self._step = None
+
     def _stop(self) -> None:
+        self._end_step()
         if self._profiler is not None:
             self._profiler.__exit__(None, None, None)
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._profiler.export_chrome_trace(str(self.path))
             self._profiler = None
+            print(
+                f" profile of steps {self.first} to {self.last - 1} on this rank: {self.path}"
+                " (open it at https://ui.perfetto.dev)",
+                flush=True,
+            )
         elif not self.use_torch:
             device.stop_profiler_range()
 

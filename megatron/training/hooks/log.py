@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from megatron.core import device
+from megatron.core.agreement import peers_of
 from megatron.training.hooks.base import Hook
 from megatron.training.meeting import union_over_ranks
 from megatron.training.metrics.expert_load import (
@@ -143,3 +144,42 @@ class LogLine(Hook):
             tokens_per_second_per_device=tokens_per_s,
             mfu=tokens_per_s * causal / self._peak if self._peak else None,
         )
+
+
+class LinesForFirstRank(Hook):
+    """Prints on rank 0 what the last rank, which knows the losses, has to say.
+
+    Args:
+        intervals: steps after which there may be lines.
+    """
+
+    def __init__(self, intervals: Sequence[int | None]) -> None:
+        self.intervals = [interval for interval in intervals if interval]
+        self._lines: list[str] = []
+
+    def write(self, text: str) -> None:
+        """Keep a line until all ranks meet."""
+        self._lines.append(text)
+
+    def after_step(self, state: TrainState, result: StepResult) -> TrainState:
+        """Meet where lines are due."""
+        if any(state.iteration % interval == 0 for interval in self.intervals):
+            self._pass_on()
+        return state
+
+    def after_training(self, state: TrainState, stop: StopReason) -> TrainState:
+        """Pass on the last evaluations."""
+        self._pass_on()
+        return state
+
+    def _pass_on(self) -> None:
+        everyone = peers_of(None).gather(self._lines)
+        self._lines = []
+        for line in (everyone or [[]])[-1]:
+            print(line, flush=True)
+
+    def close(self) -> None:
+        """Print here what is left when training has failed."""
+        for line in self._lines:
+            print(line, flush=True)
+        self._lines = []

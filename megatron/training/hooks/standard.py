@@ -17,7 +17,7 @@ from megatron.training.hooks.housekeeping import (
     ProgressFile,
     WatchForSpikes,
 )
-from megatron.training.hooks.log import LogLine
+from megatron.training.hooks.log import LinesForFirstRank, LogLine
 from megatron.training.hooks.progress import TrackProgress
 from megatron.training.hooks.save import Export, SaveCheckpoints
 from megatron.training.hooks.scalars import ProgressBar, Scalars, sinks_here
@@ -61,6 +61,10 @@ def standard_hooks(
     run = parts.run
     bar = _progress_bar(run.progress_bar, run.train_iters)
     write = bar.print if bar is not None else lambda text: print(text, flush=True)
+    relay = None
+    if run.log_rank == 0 and run.world_size > 1:
+        relay = LinesForFirstRank([run.log_interval, run.eval_interval])
+        write = relay.write
     scalars = Scalars(
         parts, sinks_here(tensorboard, wandb, run.metrics_jsonl), run.tensorboard_log_interval
     )
@@ -103,6 +107,8 @@ def standard_hooks(
         hooks.append(PhaseEnd(transitions))
     if run.exit_interval is not None:
         hooks.append(ExitInterval(run.exit_interval))
+    if relay is not None:  # last: it passes on what the others have written
+        hooks.append(relay)
     return StandardHooks(hooks, evaluate)
 
 

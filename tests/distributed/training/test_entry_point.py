@@ -51,7 +51,7 @@ def test_torchrun_trains_two_ranks_and_writes_all_kinds_of_output(tmp_path):
         "--log-num-zeros-in-grad", "--save", str(tmp_path / "save"), "--log-progress",
         "--eval-interval", "2", "--eval-iters", "1", "--timing-log-level", "2", "--profile",
         "--profile-step-start", "2", "--profile-step-end", "3", "--manual-gc",
-        "--check-for-spiky-loss", "--use-flash-attn",
+        "--check-for-spiky-loss", "--use-flash-attn", "--log-rank", "0",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert [int(i) for i, _ in LINE.findall(done.stdout)] == [1, 2, 3, 4]
@@ -60,10 +60,13 @@ def test_torchrun_trains_two_ranks_and_writes_all_kinds_of_output(tmp_path):
         "num zeros:", "MFU (causal):", "validation loss at iteration 2 | lm loss value:",
         "validation loss at iteration 4 on test set", "forward-backward",
         "data_parallel_size = 1  (2 ranks / (tp 2 * pp 1 * cp 1))",
+        f"profile of steps 2 to 2 on this rank: {tmp_path}/tb/trace-rank0.json",
     ):  # fmt: skip
         assert expected in done.stdout, expected
     assert list((tmp_path / "tb").glob("events.out.tfevents.*"))
-    assert (tmp_path / "tb" / "trace-rank0.json").stat().st_size > 0
+    trace = json.loads((tmp_path / "tb" / "trace-rank0.json").read_text())
+    marks = {event.get("name") for event in trace["traceEvents"]}
+    assert marks >= {"step 2", "forward m0 c0", "backward m3 c0", "optimizer"}
     assert (tmp_path / "save" / "latest_checkpointed_iteration.txt").read_text().strip() == "4"
     assert "Iteration: 4" in (tmp_path / "save" / "progress.txt").read_text()
 

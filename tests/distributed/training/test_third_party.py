@@ -15,6 +15,9 @@ from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import unwrap_model
+from megatron.training.hooks.log import LinesForFirstRank
+from megatron.training.printing import is_last_rank
+from megatron.training.state import StopReason, TrainState
 from tests.distributed.training.test_pretraining import SMALL, losses
 from tests.harness.distributed import run_distributed
 from tests.harness.tolerances import EXACT, FP32_REORDERED_SUM, assert_close
@@ -111,3 +114,18 @@ def test_masks_that_follow_documents_reach_every_stage(tmp_path):
         found[name] = [line["lm loss"] for line in read_metrics(path)]
     assert_close(found["masked pp 2"], found["masked"], FP32_REORDERED_SUM, "losses")
     assert found["masked"][0] != found["plain"][0]
+
+
+def print_what_the_last_rank_knows(groups: ProcessGroupCollection) -> str:
+    relay = LinesForFirstRank([1])
+    if is_last_rank():
+        relay.write("lm loss: 4.5")
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        relay.after_step(TrainState(iteration=1), None)
+        relay.after_training(TrainState(iteration=1), StopReason.FINISHED)
+        relay.close()
+    return out.getvalue()
+
+
+def test_losses_of_the_last_rank_are_printed_once_by_the_first():
+    assert run_distributed(print_what_the_last_rank_knows, 2) == ["lm loss: 4.5\n", ""]

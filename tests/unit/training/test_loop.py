@@ -13,8 +13,13 @@ import torch
 
 import megatron.training.loop as loop
 from megatron.training.hooks.base import Hook, Hooks
-from megatron.training.hooks.housekeeping import CollectGarbage, ProgressFile, WatchForSpikes
-from megatron.training.hooks.log import IntervalMeans, LogLine
+from megatron.training.hooks.housekeeping import (
+    CollectGarbage,
+    Profile,
+    ProgressFile,
+    WatchForSpikes,
+)
+from megatron.training.hooks.log import IntervalMeans, LinesForFirstRank, LogLine
 from megatron.training.hooks.scalars import JsonLinesSink, Scalars, TensorBoardSink
 from megatron.training.hooks.stop import ExitDuration, ExitInterval, ExitOnSignal, StepBudget
 from megatron.training.losses import LossTable
@@ -226,3 +231,25 @@ def test_the_progress_file_tells_begin_and_end(tmp_path):
     first, last = (tmp_path / "progress.txt").read_text().splitlines()
     assert "Iteration: 3\tstarting job" in first
     assert "Iteration: 9\tstopped by: --exit-interval" in last
+
+
+def test_a_profile_says_where_it_is_and_names_its_steps(run, tmp_path, capsys):
+    profile = Profile(2, 4, str(tmp_path), 0, use_torch=True)
+    run(profile, StepBudget(5))
+    trace = tmp_path / "trace-rank0.json"
+    assert str(trace) in capsys.readouterr().out
+    events = {event.get("name") for event in json.loads(trace.read_text())["traceEvents"]}
+    assert {name for name in events if str(name).startswith("step ")} == {"step 2", "step 3"}
+
+
+def test_lines_of_the_last_rank_are_kept_until_all_meet(run, capsys):
+    relay = LinesForFirstRank([2, None])
+
+    class Writes(Hook):
+        def after_step(self, state, result):
+            relay.write(f"line {state.iteration}")
+            assert "line" not in capsys.readouterr().out or state.iteration == 3
+            return state
+
+    run(Writes(), relay, StepBudget(3))
+    assert capsys.readouterr().out == "line 3\n"

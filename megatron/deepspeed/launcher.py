@@ -1,0 +1,350 @@
+"""The arguments of DeepSpeed's launcher, for torchrun.
+
+    python -m megatron.deepspeed.launcher --num_gpus 2 train.py --deepspeed ...
+    python -m megatron.deepspeed.launcher --hostfile hosts --include "a:0,1@b" train.py ...
+
+On this machine the script is started. For several machines the command of each is printed, or
+started from here with --launcher ssh or pdsh. A hostfile has lines `host slots=4`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from megatron.core import device
+from megatron.core.errors import ConfigError, MegatronError
+
+DEFAULT_HOSTFILE = "/job/hostfile"
+EXPORTED = ("NCCL", "GLOO", "PYTHON", "UCX", "OMP", "LATTICE")
+"""Beginnings of the names of variables that other machines get, too."""
+ENVIRONMENT_FILE = ".deepspeed_env"
+"""NAME=VALUE a line, in the home or the working directory: further variables for all machines."""
+_LOCAL_NAMES = ("localhost", "127.0.0.1")
+_POLL_S = 0.2
+
+Slots = dict[str, list[int]]
+"""Host -> numbers of the accelerators to use there, in order."""
+
+
+@dataclass(frozen=True)
+class Node:
+    """One machine of a run."""
+
+    host: str
+    slots: tuple[int, ...]
+    command: tuple[str, ...]
+    """What is run there."""
+    environment: Mapping[str, str]
+    """Variables that the command needs beside those of a login."""
+
+    def shell(self, directory: str) -> str:
+        """Return the command as one line for a shell on that machine."""
+        exports = "".join(f"export {n}={shlex.quote(v)}; " for n, v in self.environment.items())
+        return f"cd {shlex.quote(directory)}; {exports}{shlex.join(self.command)}"
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
+    made = argparse.ArgumentParser(
+        prog="python -m megatron.deepspeed.launcher",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    made.add_argument("-H", "--hostfile", help=f"lines `host slots=4`; {DEFAULT_HOSTFILE} if it is")
+    made.add_argument("-i", "--include", default="", help='for example "a:0,1@b": these alone')
+    made.add_argument("-e", "--exclude", default="", help='for example "a:0@b": all but these')
+    made.add_argument("--num_nodes", type=int, default=-1, help="the first machines of the file")
+    made.add_argument(
+        "--num_gpus", "--num_accelerators", type=int, default=-1,
+        help="processes on each machine; all of its accelerators, or 1 on CPUs",
+    )  # fmt: skip
+    made.add_argument("--master_addr", default="", help="of the first machine")
+    made.add_argument("--master_port", type=int, default=29500)
+    made.add_argument(
+        "--launcher", default="print", type=str.lower,
+        help="of several machines: print the commands, or start them by ssh or pdsh",
+    )  # fmt: skip
+    made.add_argument("--launcher_args", default="", help="for ssh or pdsh")
+    made.add_argument("--ssh_port", type=int, help="of ssh on the other machines")
+    made.add_argument(
+        "--no_ssh", action="store_true", help="start this machine's part; give --node_rank"
+    )
+    made.add_argument("--node_rank", type=int, default=-1, help="this machine's number")
+    made.add_argument("--force_multi", action="store_true", help="also one machine by the launcher")
+    made.add_argument("--module", action="store_true", help="the script is a module, as python -m")
+    made.add_argument("--no_python", action="store_true", help="the script is a program")
+    made.add_argument("--no_local_rank", action="store_true", help="do not pass --local_rank=N")
+    made.add_argument("--enable_each_rank_log", metavar="DIR", help="a log of each process in DIR")
+    for flag, instead in _REFUSED.items():
+        made.add_argument(flag, nargs="?", const="", help=argparse.SUPPRESS)
+        assert instead
+    made.add_argument("user_script", help="the script to start")
+    made.add_argument("user_args", nargs=argparse.REMAINDER, help="its arguments")
+    return made
+
+
+_REFUSED = {
+    "--autotuning": "plan with tools/memory_report.py, which starts no job",
+    "--elastic_training": "any number of ranks loads any checkpoint: start anew with them",
+    "--bind_cores_to_rank": "set OMP_NUM_THREADS, and bind with numactl around the script",
+    "--bind_core_list": "set OMP_NUM_THREADS, and bind with numactl around the script",
+    "--venv_script": f"activate it in the shell's profile, or set PATH in {ENVIRONMENT_FILE}",
+}
+
+
+def read_hostfile(text: str, name: str) -> Slots:
+    """Return the machines of a hostfile in order."""
+    found: Slots = {}
+    for number, line in enumerate(text.splitlines(), 1):
+        words = line.split("#")[0].split()
+        if not words:
+            continue
+        match = re.fullmatch(r"(\S+) slots=([1-9]\d*)", " ".join(words))
+        if match is None or match[1] in found:
+            what = "a host that stands there already" if match else "not understood"
+            raise ConfigError(
+                f"{name}, line {number}: {line.strip()!r} is {what}.",
+                rule="a hostfile has one line for each host: its name, and slots=N",
+                flags=["--hostfile"],
+                fix="write lines such as: worker-1 slots=8",
+            )
+        found[match[1]] = list(range(int(match[2])))
+    if not found:
+        raise ConfigError(
+            f"{name} names no host.",
+            rule="a hostfile has one line for each host: its name, and slots=N",
+            flags=["--hostfile"],
+            fix="write lines such as: worker-1 slots=8",
+        )
+    return found
+
+
+def choose(slots: Slots, include: str, exclude: str) -> Slots:
+    """Return the machines and accelerators that are left by --include or --exclude."""
+    if include and exclude:
+        raise ConfigError(
+            "--include beside --exclude.",
+            rule="one says what is used, the other what is not",
+            flags=["--include", "--exclude"],
+            fix="drop one of the two",
+        )
+    flag = "--include" if include else "--exclude"
+    named: Slots = {}
+    for part in filter(None, (include or exclude).split("@")):
+        host, _, numbers = part.strip().partition(":")
+        chosen = [int(n) for n in numbers.split(",")] if _is_list(numbers) else slots.get(host, [])
+        if host not in slots or (numbers and not _is_list(numbers)) or set(chosen) - {*slots[host]}:
+            raise ConfigError(
+                f"{flag} {include or exclude}: {part!r} is not there.",
+                rule="it is HOST or HOST:N,N,..., joined by @, of the hosts "
+                + ", ".join(f"{h} (slots 0 to {max(s)})" for h, s in slots.items()),
+                flags=[flag],
+                fix=f"for example {next(iter(slots))}:0",
+            )
+        named[host] = sorted({*named.get(host, []), *chosen})
+    if include:
+        return {host: named[host] for host in slots if host in named}
+    left = {host: [n for n in own if n not in named.get(host, [])] for host, own in slots.items()}
+    left = {host: own for host, own in left.items() if own}
+    if not left:
+        raise ConfigError(
+            f"--exclude {exclude} leaves nothing.",
+            rule="a run needs a slot",
+            flags=["--exclude"],
+            fix="exclude less",
+        )
+    return left
+
+
+def _is_list(text: str) -> bool:
+    return re.fullmatch(r"\d+(,\d+)*", text) is not None
+
+
+def slots_of(args: argparse.Namespace) -> Slots:
+    """Return what the flags leave of the hostfile, or of this machine."""
+    path = args.hostfile or (DEFAULT_HOSTFILE if os.path.isfile(DEFAULT_HOSTFILE) else None)
+    if path is None:
+        count = args.num_gpus if args.num_gpus > 0 else num_accelerators()
+        found: Slots = {"localhost": list(range(count))}
+        if args.num_nodes > 1:
+            raise ConfigError(
+                f"--num_nodes {args.num_nodes} without a hostfile.",
+                rule="the other machines have names",
+                flags=["--num_nodes", "--hostfile"],
+                fix="give --hostfile with a line `host slots=N` for each machine",
+            )
+    else:
+        try:
+            found = read_hostfile(Path(path).read_text(), path)
+        except OSError as error:
+            raise ConfigError(
+                f"--hostfile {path} cannot be read: {error.strerror}.",
+                rule="it is a file with a line `host slots=N` for each machine",
+                flags=["--hostfile"],
+                fix="leave it out to use this machine alone",
+            ) from None
+    found = choose(found, args.include, args.exclude)
+    if args.num_nodes > len(found):
+        raise ConfigError(
+            f"--num_nodes {args.num_nodes} of {len(found)} hosts.",
+            rule="there are not more machines than are named",
+            flags=["--num_nodes"],
+            fix=f"use {len(found)}",
+        )
+    if args.num_nodes > 0:
+        found = dict(list(found.items())[: args.num_nodes])
+    if args.num_gpus > 0:
+        small = [host for host, own in found.items() if len(own) < args.num_gpus]
+        if small:
+            raise ConfigError(
+                f"--num_gpus {args.num_gpus}: {small[0]} has {len(found[small[0]])} slots.",
+                rule="every machine has so many slots",
+                flags=["--num_gpus", "--hostfile"],
+                fix=f"use {min(len(own) for own in found.values())}",
+            )
+        found = {host: own[: args.num_gpus] for host, own in found.items()}
+    return found
+
+
+def num_accelerators() -> int:
+    """Return the accelerators of this machine, or 1: a process that computes on CPUs."""
+    kind = device.device_type()
+    return 1 if kind == "cpu" else int(torch.get_device_module(kind).device_count())
+
+
+def plan(args: argparse.Namespace) -> list[Node]:
+    """Return the machines of a run, and what each of them starts."""
+    for flag, instead in _REFUSED.items():
+        if getattr(args, flag[2:]) is not None:
+            raise ConfigError(
+                f"{flag} is not supported.",
+                rule="the launcher starts one process for each slot, with torchrun",
+                flags=[flag],
+                fix=instead,
+            )
+    if args.launcher not in ("print", "ssh", "pdsh"):
+        raise ConfigError(
+            f"--launcher {args.launcher} is not supported.",
+            rule="commands are printed, or started by ssh or pdsh",
+            flags=["--launcher"],
+            fix="under SLURM use examples/cluster/pretrain.sbatch; with an MPI start the printed"
+            " commands, one on each machine",
+        )
+    slots = slots_of(args)
+    master = args.master_addr or next(iter(slots))
+    if len(slots) == 1 and not args.force_multi:
+        master = args.master_addr or "127.0.0.1"
+    return [
+        Node(host, tuple(own), tuple(_torchrun(args, len(slots), number, len(own), master)),
+             _environment(own))
+        for number, (host, own) in enumerate(slots.items())
+    ]  # fmt: skip
+
+
+def _torchrun(
+    args: argparse.Namespace, num_nodes: int, number: int, num_slots: int, master: str
+) -> list[str]:
+    words = [sys.executable, "-m", "torch.distributed.run"]
+    words += [f"--nnodes={num_nodes}", f"--node-rank={number}", f"--nproc-per-node={num_slots}"]
+    words += [f"--master-addr={master}", f"--master-port={args.master_port}"]
+    if args.enable_each_rank_log:
+        words += [f"--log-dir={args.enable_each_rank_log}", "--tee=3"]
+    if args.no_python:
+        words += ["--no-python"]
+    elif not args.no_local_rank:
+        words += ["-m", "megatron.compatibility.local_rank", *(["--module"] if args.module else [])]
+    elif args.module:
+        words += ["-m"]
+    return [*words, args.user_script, *args.user_args]
+
+
+def _environment(own: Sequence[int]) -> dict[str, str]:
+    """Return the variables that a machine gets."""
+    found = {name: value for name, value in os.environ.items() if name.startswith(EXPORTED)}
+    for directory in (Path.home(), Path.cwd()):
+        file = directory / ENVIRONMENT_FILE
+        if file.is_file():
+            lines = [line.strip() for line in file.read_text().splitlines()]
+            pairs = [line.partition("=") for line in lines if line and not line.startswith("#")]
+            found |= {name: value for name, _, value in pairs}
+    if list(own) != list(range(len(own))):
+        found["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, own))
+    return found
+
+
+def start(nodes: Sequence[Node], args: argparse.Namespace) -> int:
+    """Start all machines from here, wait, and return the first exit status that is not 0."""
+    options = shlex.split(args.launcher_args)
+    here = os.getcwd()
+    if args.launcher == "pdsh":
+        same = {(node.environment.get("CUDA_VISIBLE_DEVICES"), len(node.slots)) for node in nodes}
+        if len(same) > 1:
+            raise ConfigError(
+                "--launcher pdsh with other slots on each machine.",
+                rule="pdsh runs one command on all machines",
+                flags=["--launcher", "--include", "--exclude"],
+                fix="use --launcher ssh",
+            )
+        line = nodes[0].shell(here).replace("--node-rank=0", "--node-rank=%n")
+        port = [] if args.ssh_port is None else [f"-o'Port={args.ssh_port}'"]
+        hosts = ",".join(node.host for node in nodes)
+        commands = [["pdsh", "-S", "-R", "ssh", "-w", hosts, *port, *options, line]]
+    else:
+        port = [] if args.ssh_port is None else ["-p", str(args.ssh_port)]
+        commands = [["ssh", *port, *options, n.host, n.shell(here)] for n in nodes]
+    running = [subprocess.Popen(command) for command in commands]
+    status = 0
+    try:
+        while running:
+            time.sleep(_POLL_S)
+            ended = [process for process in running if process.poll() is not None]
+            running = [process for process in running if process.poll() is None]
+            failed = [p.returncode for p in ended if p.returncode]
+            if failed and not status:
+                status = failed[0]
+                for process in running:  # the others would wait for those that ended
+                    process.terminate()
+    finally:
+        for process in running:
+            process.terminate()
+    return status
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Start a script, or print how to; return the exit status."""
+    args = parser().parse_args(words)
+    try:
+        nodes = plan(args)
+    except MegatronError as error:
+        print(error, file=sys.stderr)
+        return 2
+    is_local = len(nodes) == 1 and nodes[0].host in _LOCAL_NAMES and not args.force_multi
+    if args.no_ssh or is_local:
+        number = 0 if is_local else args.node_rank
+        if not 0 <= number < len(nodes):
+            print(f"--no_ssh: give --node_rank, 0 to {len(nodes) - 1}", file=sys.stderr)
+            return 2
+        node = nodes[number]
+        print(f"{shlex.join(node.command)}", flush=True)
+        return subprocess.call(node.command, env={**os.environ, **node.environment})
+    if args.launcher == "print":
+        for number, node in enumerate(nodes):
+            print(f"# machine {number}, {node.host}:\n{node.shell(os.getcwd())}\n")
+        print("# or start all of them from here: --launcher ssh, or --launcher pdsh")
+        return 0
+    return start(nodes, args)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
