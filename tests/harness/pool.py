@@ -28,6 +28,8 @@ from tests.harness.worker import ENVIRONMENT, FunctionAddress, Job, Outcome, wor
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 MAX_WORKERS = 8
+PRELOAD = ["tests.harness.preload"]
+"""Modules that the fork server imports, in this order; to be changed before the first worker."""
 GRACE_S = 3.0
 """How long the other ranks may go on after one has failed: enough to report their own error."""
 
@@ -80,7 +82,7 @@ def _preload_environment() -> Iterator[None]:
     before = {name: os.environ.get(name) for name in changed}
     os.environ.update(changed)
     try:
-        _context.set_forkserver_preload(["tests.harness.preload"])
+        _context.set_forkserver_preload(PRELOAD)
         forkserver.ensure_running()
         yield
     finally:

@@ -55,6 +55,22 @@ FP32_AFTER_OPTIMIZER = Tolerance(
     "of 1e-8, with which that error is a large part of lr",
 )
 
+FP64_REORDERED_SUM = Tolerance(
+    "FP64_REORDERED_SUM",
+    rtol=1e-10,
+    atol=1e-12,
+    reason="as FP32_REORDERED_SUM, with u = 2^-53: 1e-14 of the typical value for a handful of "
+    "layers; a thousand times that, for norms and ratios whose terms cancel",
+)
+
+FP64_AFTER_OPTIMIZER = Tolerance(
+    "FP64_AFTER_OPTIMIZER",
+    rtol=1e-9,
+    atol=1e-9,
+    reason="as FP32_AFTER_OPTIMIZER, with u = 2^-53: a gradient that is zero up to 1e-18 moves its "
+    "weight by lr * 1e-18 / epsilon, 1e-13 with lr 1e-2 and epsilon 1e-7",
+)
+
 BF16_ROUNDED_ONCE = Tolerance(
     "BF16_ROUNDED_ONCE",
     rtol=2.0**-8,
@@ -93,6 +109,8 @@ TOLERANCES = {
         FP32_ROUNDED_ONCE,
         FP32_REORDERED_SUM,
         FP32_AFTER_OPTIMIZER,
+        FP64_REORDERED_SUM,
+        FP64_AFTER_OPTIMIZER,
         BF16_ROUNDED_ONCE,
         BF16_REORDERED_SUM,
         BF16_WHOLE_MODEL,

@@ -7,6 +7,7 @@ import io
 import json
 import multiprocessing
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,17 @@ from megatron.training.training import PretrainCall, run_session
 from pretrain_gpt import datasets_provider, forward_step, model_provider
 
 
-def train_with_flags(groups: ProcessGroupCollection, words: list[str]) -> None:
+def train_with_flags(
+    groups: ProcessGroupCollection, words: list[str], step: Callable[..., Any] = forward_step
+) -> str:
     """Train as `pretrain_gpt.py WORDS` would; `groups` must have the layout of the flags.
 
     A failure comes as the exception that it is, not as a report and an exit code.
+
+    Args:
+        step: stands for the script's forward step.
+    Returns:
+        what this rank printed.
     """
     # The harness' processes come from a fork server, which their loader workers would too: each
     # would import everything again. A program that a user starts forks them.
@@ -35,13 +43,14 @@ def train_with_flags(groups: ProcessGroupCollection, words: list[str]) -> None:
         WORLD_SIZE=str(dist.get_world_size()),
     )
     call = PretrainCall.of(
-        (datasets_provider, model_provider, ModelType.encoder_or_decoder, forward_step), {}
+        (datasets_provider, model_provider, ModelType.encoder_or_decoder, step), {}
     )
     # The harness gives each job a store of its own, in which ranks compare their settings.
     store = dist.PrefixStore("run", dist.distributed_c10d._get_default_store())
-    with contextlib.redirect_stdout(io.StringIO()):
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
         session = start_session(lambda: parse_command_line(words), RunProgress(), [], store=store)
         run_session(session, call)
+    return printed.getvalue()
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

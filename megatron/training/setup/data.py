@@ -202,7 +202,8 @@ def _once(loader: Any) -> Iterator[Any]:
     """Yield the batches of a loader; its worker processes start with the first one."""
     # They are forked with this process' garbage. Collecting it there would destroy objects
     # (process groups, other loaders) whose threads exist only here, which can crash a worker.
-    gc.collect()
+    if loader.num_workers:
+        gc.collect()
     yield from loader
 
 

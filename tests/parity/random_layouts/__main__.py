@@ -1,0 +1,80 @@
+"""The command; see the package."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import sys
+from collections import Counter
+from pathlib import Path
+
+import torch
+
+from tests.parity.random_layouts import __doc__ as about
+from tests.parity.random_layouts.campaign import Campaign, described
+from tests.parity.random_layouts.cases import Case, draw_cases
+from tests.parity.random_layouts.outcomes import Kind
+from tests.parity.random_layouts.settings import from_words
+
+FORMER = Path(__file__).with_name("former_failures.txt")
+
+
+def former_failures() -> list[Case]:
+    """Return the command lines that once failed."""
+    lines = (line.strip() for line in FORMER.read_text().splitlines())
+    return [Case.read(line) for line in lines if line and not line.startswith("#")]
+
+
+def report(campaign: Campaign, show: int) -> int:
+    """Print what was found; return the exit status."""
+    verdicts = campaign.verdicts
+    kinds = Counter(v.kind for v in verdicts)
+    failures = Counter(v.signature for v in verdicts if v.is_failure)
+    refusals = Counter(v.signature for v in verdicts if v.kind is Kind.REFUSED)
+    for signature, count in refusals.most_common():
+        examples = [v for v in verdicts if v.kind is Kind.REFUSED and v.signature == signature]
+        print(f"\n{count} x {signature}")
+        for verdict in examples[:show]:
+            print(described(verdict))
+    for signature, count in failures.most_common():
+        print(f"\nFAILURE, {count} x {signature}\n{described(campaign.shrunk[signature])}")
+    seconds = campaign.seconds()
+    counts = ", ".join(f"{kinds[kind]} {kind.value}" for kind in Kind)
+    print(
+        f"\n{len(verdicts)} cases in {seconds:.0f} s ({len(verdicts) / seconds:.2f} a second):"
+        f" {counts}"
+    )
+    return 1 if failures else 0
+
+
+def main() -> int:
+    """Run cases and report."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.parity.random_layouts", description=about,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    parser.add_argument("--cases", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 2)))
+    parser.add_argument("--show", type=int, default=1, help="examples of each kind of refusal")
+    parser.add_argument("--no-shrink", action="store_true", help="show failures as they were drawn")
+    parser.add_argument("--former", action="store_true", help="run former_failures.txt as well")
+    parser.add_argument("--command", help="run this command line alone")
+    parser.add_argument("--ranks", type=int, default=1, help="ranks of --command")
+    parser.add_argument("--wide", action="store_true", help="fp64 for fp32 in --command")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    if options.command is not None:
+        settings = from_words(shlex.split(options.command))
+        models = [[Case(options.ranks, options.wide, settings)]]
+    else:
+        models = list(draw_cases(options.seed, options.cases))
+        models += [[case] for case in former_failures()] if options.former else []
+    campaign = Campaign(models, lambda text: print(text, flush=True), shrinks=not options.no_shrink)
+    campaign.run(min(options.jobs, len(models)))
+    return report(campaign, options.show)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

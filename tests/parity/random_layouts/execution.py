@@ -1,0 +1,87 @@
+"""Run a case on the ranks of the harness and join what they report."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+from tests.harness.distributed import DistributedFailure, run_distributed
+from tests.parity.random_layouts.cases import Case
+from tests.parity.random_layouts.corpus import write_corpus
+from tests.parity.random_layouts.figures import figures_of_log, figures_of_scalars
+from tests.parity.random_layouts.job import RankOutcome, run_rank
+from tests.parity.random_layouts.outcomes import Kind, Result
+from tests.parity.random_layouts.runner import TIMEOUT_S
+from tests.parity.random_layouts.settings import number, to_words
+from tests.parity.random_layouts.training import BASE, CORPUS, SCRATCH
+from tests.parity.training_case import assemble
+
+
+class Execution:
+    """Files of a series of runs, below one folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._corpus = folder / "corpus"
+        self._bases: dict[str, Path] = {}
+        write_corpus(self._corpus)
+
+    def run(self, case: Case) -> Result:
+        """Run one command line to its end, or to its refusal."""
+        try:
+            outcomes = self._outcomes(case)
+        except DistributedFailure as error:
+            return Result(Kind.BROKEN, _what_failed(error))
+        refusal = next((o for o in outcomes if o.refusal), None)
+        if refusal is not None:
+            kind = Kind.REFUSED if all(o.is_helpful for o in outcomes) else Kind.UNHELPFUL
+            return Result(kind, refusal.refusal)
+        last = outcomes[-1]
+        reports = [o.report for o in outcomes if o.report is not None]
+        try:
+            whole = assemble(reports, vocabulary=_vocabulary(case))
+        except AssertionError as error:
+            return Result(Kind.BROKEN, f"AssertionError: {error}")
+        figures = [*figures_of_scalars(last.scalars), *figures_of_log(last.log)]
+        return Result(Kind.EQUAL, figures=figures, weights=whole.weights)
+
+    def _outcomes(self, case: Case) -> list[RankOutcome]:
+        words, scratch = to_words(case.settings), self._folder / "scratch"
+        places = {CORPUS: str(self._corpus), SCRATCH: str(scratch)}
+        if BASE in words:
+            places[BASE] = str(self._base_of(case))
+        shutil.rmtree(scratch, ignore_errors=True)
+        scratch.mkdir()
+        words = [places.get(word, word) for word in words]
+        metrics = str(scratch / "metrics.jsonl")
+        return run_distributed(run_rank, case.ranks, words, metrics, timeout_s=TIMEOUT_S)
+
+    def _base_of(self, case: Case) -> Path:
+        """Return a checkpoint of the model beside which the adapters stand."""
+        base = base_of(case)
+        place = self._bases.setdefault(str(base), self._folder / f"base-{len(self._bases)}")
+        if not place.is_dir():
+            result = self.run(replace(base, settings={**base.settings, "save": str(place)}))
+            if result.kind is not Kind.EQUAL:
+                raise AssertionError(f"the model below the adapters: {result.text}")
+        return place
+
+
+def base_of(case: Case) -> Case:
+    """Return the case that trains, for one step in one process, what adapters are put beside."""
+    names = [n for n in case.settings if n.startswith("lora") or n == "pretrained-checkpoint"]
+    names += ["iterations-to-skip", "eval-interval"]
+    return case.serial.without(*names).with_value("train-iters", 1).with_value("eval-iters", 0)
+
+
+def _vocabulary(case: Case) -> int:
+    """Return the ids of the tokenizer: the end of a document is one more."""
+    return number(case.settings, "vocab-size") + 1
+
+
+def _what_failed(error: DistributedFailure) -> str:
+    """Return the traceback of the rank that failed first; its last line says what happened."""
+    first = min((o for o in error.outcomes if o.failed), key=lambda o: o.failed_at)
+    text = first.trace.rstrip() or f"{first.error_type}: {first.error_message}"
+    return f"rank {first.rank} of {len(error.outcomes)}:\n{text}"

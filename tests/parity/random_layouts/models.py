@@ -1,0 +1,141 @@
+"""What is trained: flags of the model and of its training, which hold in every layout."""
+
+from __future__ import annotations
+
+from tests.parity.random_layouts.settings import Option, Settings, given, switch, without
+
+GATED = ("swiglu", "geglu", "quick-geglu")
+
+
+def _heads(s: Settings) -> int:
+    return int(s["num-attention-heads"])
+
+
+def _is_rotary(s: Settings) -> bool:
+    return s.get("position-embedding-type") in ("rope", "yarn")
+
+
+def _is_plain_rope(s: Settings) -> bool:
+    is_rope = s.get("position-embedding-type") == "rope"
+    return is_rope and "multi-latent-attention" not in s
+
+
+def _is_yarn(s: Settings) -> bool:
+    return s.get("position-embedding-type") == "yarn" or "multi-latent-attention" in s
+
+
+def _may_chop_experts(s: Settings) -> bool:
+    return "num-experts" in s and not _is_sinkhorn(s)
+
+
+def _is_sinkhorn(s: Settings) -> bool:
+    return s.get("moe-router-load-balancing-type") == "sinkhorn"
+
+
+SHAPE = (
+    Option("num-layers", {2: 4, 4: 5, 3: 1, 6: 1}),
+    Option("hidden-size", {32: 6, 24: 1, 48: 1}),
+    Option("num-attention-heads", {4: 5, 8: 2}),
+    Option("ffn-hidden-size", {64: 3, 48: 1, 72: 1, None: 1}),
+    Option("seq-length", {16: 5, 24: 1}),
+    Option("vocab-size", {89: 6}),
+    Option("make-vocab-size-divisible-by", {8: 3, 1: 1, None: 1}),
+    switch("multi-latent-attention", 0.12),
+    Option("position-embedding-type", {"rope": 1}, given("multi-latent-attention")),
+    Option("kv-lora-rank", {10: 1}, given("multi-latent-attention")),
+    Option("q-lora-rank", {None: 1, 12: 1}, given("multi-latent-attention")),
+    Option("qk-head-dim", {6: 1}, given("multi-latent-attention")),
+    Option("qk-pos-emb-head-dim", {4: 1}, given("multi-latent-attention")),
+    Option("v-head-dim", {5: 1, 8: 1}, given("multi-latent-attention")),
+    Option("kv-channels", {None: 5, 8: 1, 12: 1}, without("multi-latent-attention")),
+    switch("group-query-attention", 0.35, without("multi-latent-attention")),
+    Option("num-query-groups", {1: 1, 2: 3}, given("group-query-attention")),
+)
+
+LAYERS = (
+    Option("position-embedding-type", {None: 3, "rope": 4, "none": 1, "yarn": 1},
+           without("multi-latent-attention")),
+    Option("rotary-percent", {None: 4, 0.5: 1}, _is_plain_rope),
+    Option("rotary-base", {None: 4, 500: 1}, _is_rotary),
+    switch("rotary-interleaved", 0.15, _is_plain_rope),
+    Option("rotary-seq-len-interpolation-factor", {None: 8, 2: 1}, _is_plain_rope),
+    switch("use-rope-scaling", 0.1, _is_plain_rope),
+    Option("rope-scaling-factor", {None: 1, 4.0: 1}, given("use-rope-scaling")),
+    Option("rotary-scaling-factor", {None: 1, 4: 3}, _is_yarn),
+    Option("original-max-position-embeddings", {8: 1}, given("rotary-scaling-factor")),
+    Option("mscale", {None: 2, 0.7: 1}, given("rotary-scaling-factor")),
+    Option("mscale-all-dim", {None: 1, 0.5: 1},
+           lambda s: "multi-latent-attention" in s and "rotary-scaling-factor" in s),
+    Option("no-rope-freq", {None: 6, 2: 1}, _is_rotary),
+    Option("normalization", {None: 1, "RMSNorm": 1}),
+    Option("norm-epsilon", {None: 4, 1e-6: 1}),
+    switch("apply-layernorm-1p", 0.15),
+    Option("", {None: 3, "swiglu": 4, "geglu": 1, "quick-geglu": 1, "squared-relu": 1,
+                "openai-gelu": 1}),
+    Option("glu-linear-offset", {None: 6, 1.0: 1}, given(*GATED)),
+    Option("activation-func-clamp-value", {None: 6, 0.8: 1}, given(*GATED)),
+    Option("", {None: 7, "apply-residual-connection-post-layernorm": 1,
+                "use-parallel-residual": 1}),
+    switch("sandwich-norm", 0.1),
+    Option("embedding-multiplier", {None: 7, 2.5: 1}),
+    switch("disable-bias-linear", 0.5),
+    switch("add-qkv-bias", 0.2, without("multi-latent-attention")),
+    switch("untie-embeddings-and-output-weights", 0.5),
+    switch("qk-layernorm", 0.2),
+    Option("window-size", {None: 5, "4,0": 1, "7,0": 1}),
+    Option("window-attn-skip-freq", {None: 1, 2: 1}, given("window-size")),
+    Option("rotary-base-local", {None: 2, 300: 1},
+           lambda s: _is_plain_rope(s) and "window-size" in s),
+    Option("softmax-scale", {None: 8, 0.3: 1}, lambda s: not _is_yarn(s)),
+    Option("attn-logit-softcapping", {None: 8, 5.0: 1}),
+    Option("final-logit-softcapping", {None: 8, 8.0: 1}),
+    Option("softmax-type", {None: 6, "off-by-one": 1, "learnable": 1}),
+    switch("apply-query-key-layer-scaling", 0.06),
+    switch("attention-softmax-in-fp32", 0.1),
+    Option("init-method-std", {0.1: 4, 0.02: 1, None: 1}),
+    switch("init-method-xavier-uniform", 0.06),
+    Option("mtp-num-layers", {None: 7, 1: 1, 2: 1}, without("rotary-base-local")),
+    Option("mtp-loss-scaling-factor", {None: 1, 0.5: 1}, given("mtp-num-layers")),
+)  # fmt: skip
+
+EXPERTS = (
+    Option("num-experts", {None: 6, 4: 3, 8: 1}),
+    Option("moe-ffn-hidden-size", {24: 3, 16: 1, None: 1}, given("num-experts")),
+    Option("moe-layer-freq", {None: 4, 2: 1}, given("num-experts")),
+    Option("moe-router-load-balancing-type",
+           {None: 3, "seq_aux_loss": 2, "global_aux_loss": 1, "none": 1, "sinkhorn": 1,
+            ("aux_loss", "seq_aux_loss", "global_aux_loss"): 1}, given("num-experts")),
+    Option("moe-aux-loss-coeff", {(0.1, 0.05, 0.2): 1},
+           lambda s: isinstance(s.get("moe-router-load-balancing-type"), tuple)),
+    Option("moe-aux-loss-coeff", {None: 1, 0.1: 3},
+           lambda s: _may_chop_experts(s) and "moe-aux-loss-coeff" not in s
+           and s.get("moe-router-load-balancing-type") != "none"),
+    Option("moe-z-loss-coeff", {None: 3, 0.01: 1}, given("num-experts")),
+    Option("moe-router-score-function", {None: 3, "sigmoid": 2, "sqrtsoftplus": 1},
+           given("num-experts")),
+    Option("moe-router-topk", {None: 3, 1: 1, 3: 1, 4: 1}, given("num-experts")),
+    switch("moe-router-pre-softmax", 1.0,
+           lambda s: s.get("moe-router-topk") == 1 and "moe-router-score-function" not in s),
+    switch("moe-router-pre-softmax", 0.2,
+           lambda s: "num-experts" in s and "moe-router-score-function" not in s),
+    Option("moe-router-topk-scaling-factor", {None: 4, 2.5: 1}, given("num-experts")),
+    Option("moe-router-num-groups", {None: 3, 2: 1},
+           lambda s: _may_chop_experts(s) and s.get("moe-router-topk") not in (3, 4)),
+    Option("moe-router-group-topk", {1: 1}, given("moe-router-num-groups")),
+    Option("moe-router-group-score-topk", {None: 1, 1: 1}, given("moe-router-num-groups")),
+    switch("moe-router-enable-expert-bias", 0.3,
+           lambda s: _may_chop_experts(s) and "moe-router-score-function" in s),
+    Option("moe-router-bias-update-rate", {None: 1, 0.05: 2},
+           given("moe-router-enable-expert-bias")),
+    Option("moe-router-dtype", {None: 4, "fp32": 1, "fp64": 1}, given("num-experts")),
+    Option("moe-expert-capacity-factor", {None: 3, 0.75: 1, 1.25: 1}, given("num-experts")),
+    switch("moe-pad-expert-input-to-capacity", 0.3, given("moe-expert-capacity-factor")),
+    Option("moe-token-drop-policy", {None: 1, "position": 1},
+           given("moe-expert-capacity-factor")),
+    Option("moe-input-jitter-eps", {None: 7, 0.1: 1}, given("num-experts")),
+    Option("moe-shared-expert-intermediate-size", {None: 2, 16: 1, 24: 1}, given("num-experts")),
+    switch("moe-shared-expert-gate", 0.3, given("moe-shared-expert-intermediate-size")),
+    switch("moe-per-layer-logging", 1.0, given("num-experts")),
+)  # fmt: skip
+
+MODEL = (*SHAPE, *LAYERS, *EXPERTS)

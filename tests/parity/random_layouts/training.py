@@ -1,0 +1,107 @@
+"""How it is trained, in every layout: data, precision, optimizer, schedules, evaluation."""
+
+from __future__ import annotations
+
+from tests.parity.random_layouts.settings import Option, Settings, given, switch, without
+
+FIXED: Settings = {
+    "tokenizer-type": "NullTokenizer",
+    "num-workers": 0,
+    "log-interval": 1,
+    "log-params-norm": True,
+    "log-num-zeros-in-grad": True,
+    "distributed-backend": "gloo",
+}
+"""In every command line."""
+
+CORPUS = "CORPUS"
+SCRATCH = "SCRATCH"
+BASE = "BASE"
+"""Words in place of a path: of the corpus, of a directory that the run may write to, and of a
+checkpoint of the model without adapters."""
+
+
+def _moves_by_signs(s: Settings) -> bool:
+    return "lion" in (s.get("optimizer"), s.get("muon-scalar-optimizer"))
+
+
+def _has_key_bias(s: Settings) -> bool:
+    return "disable-bias-linear" not in s or "add-qkv-bias" in s
+
+
+def _is_adam(s: Settings) -> bool:
+    return s.get("optimizer") is None
+
+
+def _is_half(s: Settings) -> bool:
+    return "bf16" in s or "fp16" in s
+
+
+BATCHES = (
+    Option("micro-batch-size", {1: 3, 2: 1}),
+    Option("global-batch-size", {8: 5, 12: 1, 16: 2}),
+    Option("train-iters", {2: 3, 3: 1}),
+    Option("rampup-batch-size", {None: 14, (4, 4, 8): 1},
+           lambda s: s["micro-batch-size"] == 1),
+    Option("data-path", {CORPUS: 1, None: 1}),
+    switch("reset-attention-mask", 0.35, given("data-path")),
+    switch("reset-position-ids", 0.35, given("data-path")),
+    switch("eod-mask-loss", 0.3, given("data-path")),
+    switch("mock-data", 1.0, without("data-path")),
+    Option("dataloader-type", {None: 9, "cyclic": 1}),
+    switch("no-data-sharding", 1.0, given("dataloader-type")),
+    switch("calculate-per-token-loss", 0.25),
+    Option("hidden-dropout", {0: 2, 0.1: 1}),
+    Option("attention-dropout", {0: 2, 0.1: 1}),
+    Option("eval-interval", {None: 2, 2: 1}),
+    Option("eval-iters", {1: 3, 2: 1}, given("eval-interval")),
+    Option("eval-iters", {0: 1}, without("eval-interval")),
+    Option("seed", {None: 3, 77: 1}),
+    Option("iterations-to-skip", {None: 30, 2: 1}),
+)  # fmt: skip
+
+PRECISION = (
+    Option("", {None: 6, "bf16": 3, "fp16": 2}),
+    switch("fp32-residual-connection", 0.15, given("bf16")),
+    Option("initial-loss-scale", {1024: 2, 65536: 1}, given("fp16")),
+    Option("loss-scale", {None: 4, 256: 1}, given("fp16")),
+    Option("loss-scale-window", {None: 1, 1: 1}, given("fp16")),
+)
+
+OPTIMIZER = (
+    Option("optimizer", {None: 7, "sgd": 1, "muon": 1.5}),
+    Option("optimizer", {None: 6, "lion": 1}, lambda s: _is_adam(s) and not _has_key_bias(s)),
+    Option("sgd-momentum", {None: 1, 0.0: 1}, lambda s: s.get("optimizer") == "sgd"),
+    Option("adam-beta2", {None: 2, 0.95: 1}, _is_adam),
+    Option("adam-eps", {1e-5: 1}, lambda s: not _moves_by_signs(s)),
+    switch("muon-use-nesterov", 0.3, lambda s: s.get("optimizer") == "muon"),
+    switch("muon-no-split-qkv", 0.3, lambda s: s.get("optimizer") == "muon"),
+    Option("muon-scale-mode", {None: 2, "unit_rms_norm": 1, "shape_scaling": 1},
+           lambda s: s.get("optimizer") == "muon"),
+    Option("muon-scalar-optimizer", {None: 3, "sgd": 1}, lambda s: s.get("optimizer") == "muon"),
+    Option("lr", {1e-3: 4, 1e-2: 1}),
+    Option("min-lr", {None: 3, 1e-4: 1}),
+    Option("lr-decay-style", {None: 3, "constant": 1, "cosine": 2, "inverse-square-root": 1}),
+    Option("lr-warmup-iters", {None: 2, 1: 1}),
+    Option("decoupled-lr", {None: 8, 3e-4: 1}),
+    Option("clip-grad", {None: 3, 0.0: 1, 0.3: 2, 20.0: 1}),
+    Option("weight-decay", {None: 2, 0.0: 1, 0.1: 1}),
+    Option("weight-decay-incr-style", {None: 7, "linear": 1, "cosine": 1}),
+    Option("start-weight-decay", {0.01: 1}, given("weight-decay-incr-style")),
+    Option("end-weight-decay", {0.1: 1}, given("weight-decay-incr-style")),
+    switch("apply-wd-to-qk-layernorm", 0.3, given("qk-layernorm")),
+    Option("param-rules", {None: 12, "*.mlp.*:lr_mult=0.5,wd_mult=0": 1}),
+    switch("use-precision-aware-optimizer", 0.1, lambda s: s.get("optimizer") != "muon"),
+    Option("exp-avg-dtype", {None: 1, "bf16": 1, "fp16": 1},
+           given("use-precision-aware-optimizer")),
+)  # fmt: skip
+
+ADAPTERS = (
+    Option("lora-rank", {None: 12, 4: 1}, without("num-experts", "multi-latent-attention")),
+    Option("pretrained-checkpoint", {BASE: 1}, given("lora-rank")),
+    Option("lora-alpha", {None: 1, 8: 1}, given("lora-rank")),
+    Option("lora-dropout", {None: 1, 0.1: 1}, given("lora-rank")),
+    Option("lora-target-modules", {None: 1, ("linear_qkv", "linear_fc1"): 1}, given("lora-rank")),
+)
+
+TRAINING = (*BATCHES, *PRECISION, *OPTIMIZER, *ADAPTERS)
