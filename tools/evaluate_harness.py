@@ -21,7 +21,6 @@ sys.path.append(os.path.join(os.path.dirname(os.path.abspath(__file__)), os.pard
 from megatron.core.capabilities import require
 from megatron.inference.harness import PURPOSE, harness_model
 from megatron.inference.session import open_session
-from megatron.training import launch
 from megatron.training.printing import is_rank_0
 from megatron.training.resilience.failure import failures_reported
 from megatron.training.resilience.progress import RunProgress
@@ -42,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 def main() -> None:
     """Load, ask, print."""
-    progress = RunProgress(rank=launch.place_of_this_process().rank)
+    progress = RunProgress.of_this_process()
     with failures_reported(progress, []):
         harness = require("lm_eval", purpose=PURPOSE)
         tasks = require("lm_eval.tasks", purpose=PURPOSE)

@@ -26,7 +26,6 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.errors import ConfigError, DataError
 from megatron.inference.scoring import Row, score
 from megatron.inference.session import ModelSession, open_session
-from megatron.training import launch
 from megatron.training.printing import is_rank_0
 from megatron.training.resilience.failure import failures_reported
 from megatron.training.resilience.progress import RunProgress
@@ -110,7 +109,7 @@ def check_windows(window: int, stride: int, longest: int) -> None:
 
 def main() -> None:
     """Load, score, print."""
-    progress = RunProgress(rank=launch.place_of_this_process().rank)
+    progress = RunProgress.of_this_process()
     with failures_reported(progress, []):
         session = open_session(model_provider, add_arguments)
         options = session.options

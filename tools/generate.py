@@ -28,7 +28,6 @@ from megatron.inference.generate import generate
 from megatron.inference.sampling import Sampling
 from megatron.inference.session import ModelSession, open_session
 from megatron.inference.text import Continuation, continue_texts
-from megatron.training import launch
 from megatron.training.printing import is_rank_0
 from megatron.training.resilience.failure import failures_reported
 from megatron.training.resilience.progress import RunProgress
@@ -171,7 +170,7 @@ def described(prompt: str, found: Continuation) -> str:
 
 def main() -> None:
     """Load, continue, print."""
-    progress = RunProgress(rank=launch.place_of_this_process().rank)
+    progress = RunProgress.of_this_process()
     with failures_reported(progress, []):
         session = open_session(model_provider, add_arguments)
         options, tokenizer = session.options, session.tokenizer

@@ -37,7 +37,6 @@ from megatron.inference.server.connections import http_server
 from megatron.inference.server.limits import Limits
 from megatron.inference.server.serving import Service
 from megatron.inference.session import ModelSession, open_session
-from megatron.training import launch
 from megatron.training.resilience.failure import failures_reported
 from megatron.training.resilience.progress import RunProgress
 from megatron.training.setup.distributed import shut_down
@@ -203,7 +202,7 @@ def _run_engine(service: Service, server: Any) -> None:
 
 def main() -> None:
     """Load and serve."""
-    progress = RunProgress(rank=launch.place_of_this_process().rank)
+    progress = RunProgress.of_this_process()
     with failures_reported(progress, []):
         require("uvicorn", purpose="tools/run_text_generation_server.py")
         session = open_session(model_provider, add_arguments)

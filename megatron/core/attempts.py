@@ -35,6 +35,12 @@ def hosts_store(rank: int) -> bool:
     return rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
 
 
+def launcher_hosts_store() -> bool:
+    """Return whether the store lives in the torchrun that started this process."""
+    env = os.environ
+    return env.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and env.get("GROUP_RANK") == "0"
+
+
 def store_of_attempt(rank: int, world_size: int, timeout: timedelta) -> Any:
     """Connect to the launcher's store, and return the part of it that is this attempt's.
 

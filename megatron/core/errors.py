@@ -107,6 +107,10 @@ class TopologyError(MegatronError):
     """Ranks, groups and axis sizes that do not fit together, or ranks that disagree."""
 
 
+class PeerLostError(TopologyError):
+    """Another rank has ended, or did not come within the timeout."""
+
+
 class ScheduleError(MegatronError):
     """A pipeline program that would deadlock, leak or compute the wrong thing."""
 

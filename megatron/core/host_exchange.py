@@ -39,7 +39,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.core.errors import TopologyError
+from megatron.core.errors import PeerLostError
 from megatron.core.process_identity import SIZE, ProcessIdentity
 
 DIRECTORY = Path("/dev/shm")
@@ -108,7 +108,7 @@ class HostExchange:
         The tensors are views of the slots, shaped as `like`: valid until the next `publish`.
 
         Raises:
-            TopologyError: a rank died, or the timeout of the group passed.
+            PeerLostError: a rank died, or the timeout of the group passed.
         """
         for other in self._others:
             self._await(other)
@@ -129,7 +129,7 @@ class HostExchange:
         """Sleep until something is true that `other` brings about before it rings.
 
         Raises:
-            TopologyError: the rank died, or the timeout of the group passed.
+            PeerLostError: the rank died, or the timeout of the group passed.
         """
         bell = self._bells[other][self.rank]
         while not is_reached():
@@ -284,8 +284,8 @@ def _timeout(group: dist.ProcessGroup) -> float:
     return DEFAULT_TIMEOUT_SECONDS if timeout is None else timeout.total_seconds()
 
 
-def _lost(rank: int, why: str) -> TopologyError:
-    return TopologyError(
+def _lost(rank: int, why: str) -> PeerLostError:
+    return PeerLostError(
         f"waiting for rank {rank} of the group in vain: {why}.",
         rule="all ranks of a group take part in every exchange",
         flags=["--distributed-timeout-minutes"],

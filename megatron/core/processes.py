@@ -15,7 +15,9 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-STOP_SIGNALS = frozenset({signal.SIGTERM, signal.SIGINT})
+STOP_SIGNALS = frozenset(
+    {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}
+)
 """What launchers, schedulers and terminals send to a whole process group."""
 
 
@@ -34,7 +36,7 @@ def die_with(parent: int) -> None:
 
 @contextlib.contextmanager
 def stop_signals_held_back() -> Iterator[None]:
-    """Let SIGTERM and SIGINT of this thread, and of a child forked here, wait until the end.
+    """Let `STOP_SIGNALS` of this thread, and of a child forked here, wait until the end.
 
     A child keeps them waiting: it calls `leave_stop_signals_to` next.
     """
@@ -49,7 +51,7 @@ def stop_signals_held_back() -> Iterator[None]:
 
 
 def leave_stop_signals_to(parent: int) -> None:
-    """Ignore SIGTERM and SIGINT, which are meant for the run; SIGTERM of the parent ends this one.
+    """Ignore `STOP_SIGNALS`, which are meant for the run; SIGTERM of the parent ends this one.
 
     A process that is stopped finishes its step, and needs its helpers for it. Its own `terminate`
     of a helper goes on to work, which is why the signal cannot simply be ignored.
@@ -57,7 +59,8 @@ def leave_stop_signals_to(parent: int) -> None:
     Args:
         parent: process id of the one that may end this one.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in STOP_SIGNALS - {signal.SIGTERM}:
+        signal.signal(number, signal.SIG_IGN)
     # Nobody but the threads of this process is told who sent a signal, and only this way.
     if hasattr(signal, "sigwaitinfo"):
         signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -26,8 +26,14 @@ class Evaluation:
 
 
 def evaluate(
-    parts: TrainingParts, data: Any, num_rows: int, plan: StepPlan, *, with_non_loss: bool = False
-) -> Evaluation:
+    parts: TrainingParts,
+    data: Any,
+    num_rows: int,
+    plan: StepPlan,
+    *,
+    with_non_loss: bool = False,
+    must_leave: Callable[[], bool] = lambda: False,
+) -> Evaluation | None:
     """Evaluate on `num_rows` micro batches of all replicas from `data`.
 
     The loss is the mean over all tokens of all batches, not the mean of the batches' means.
@@ -36,17 +42,21 @@ def evaluate(
         plan: how many micro batches run through the pipeline at a time; the last pass may have
             fewer.
         with_non_loss: also collect what `parts.process_non_loss_data` asks for.
+        must_leave: asked before every pass; all ranks must give the same answer.
+    Returns:
+        None if it was left.
     """
     reports: list[Report] = []
     non_loss_data = None
-    row_size = plan.global_batch_size // plan.num_microbatches
     with _evaluating(parts):
         for begin in range(0, num_rows, plan.num_microbatches):
+            if must_leave():
+                return None
             rows = min(plan.num_microbatches, num_rows - begin)
             reports += forward_backward(
                 parts,
                 data,
-                begin * row_size,
+                begin * plan.row_size,
                 dataclasses.replace(plan, num_microbatches=rows),
                 forward_only=True,
                 first_val_step=begin == 0,
@@ -55,7 +65,7 @@ def evaluate(
             non_loss_data = _non_loss_data(parts, data, plan)
     return Evaluation(
         losses=loss_table(parts, reports).means(parts.groups.dp_cp),
-        num_samples=num_rows * row_size,
+        num_samples=num_rows * plan.row_size,
         non_loss_data=non_loss_data,
     )
 

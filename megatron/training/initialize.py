@@ -6,7 +6,6 @@ import argparse
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from megatron.training import launch
 from megatron.training.arguments import command_of_namespace
 from megatron.training.cli.parser import ExtraArguments, ParsedCommand, parse_command_line
 from megatron.training.resilience.progress import RunProgress
@@ -53,7 +52,7 @@ def initialize_megatron(
             ignore_unknown_args=ignore_unknown_args,
         )
 
-    progress = RunProgress(rank=launch.place_of_this_process().rank)
+    progress = RunProgress.of_this_process()
     return start_session(
         read,
         progress,

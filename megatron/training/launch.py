@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -21,6 +22,8 @@ class Place:
     world_size: int
     is_launched: bool
     """Whether a launcher such as torchrun started this process."""
+    local_world_size: int = 1
+    """Ranks on this node, as far as the launcher says."""
 
 
 def place_of_this_process() -> Place:
@@ -32,6 +35,7 @@ def place_of_this_process() -> Place:
         local_rank=int(env.get("LOCAL_RANK", "0")) if is_launched else 0,
         world_size=int(env.get("WORLD_SIZE", "1")) if is_launched else 1,
         is_launched=is_launched,
+        local_world_size=int(env.get("LOCAL_WORLD_SIZE", "1")) if is_launched else 1,
     )
 
 
@@ -41,6 +45,26 @@ def is_on_several_machines() -> bool:
     return int(env.get("LOCAL_WORLD_SIZE", "1")) < int(env.get("WORLD_SIZE", "1")) and (
         "LOCAL_WORLD_SIZE" in env
     )
+
+
+def launcher_process() -> int | None:
+    """Return the process id of the torchrun that started this rank; None without one.
+
+    It is the first ancestor that was not given this rank's error file: there may be a shell or a
+    profiler in between, which does not end when torchrun is killed.
+    """
+    mark = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not mark or not Path("/proc/self/stat").exists():
+        return None
+    wanted = f"TORCHELASTIC_ERROR_FILE={mark}".encode()
+    process = os.getppid()
+    try:
+        while wanted in Path(f"/proc/{process}/environ").read_bytes().split(b"\0"):
+            stat = Path(f"/proc/{process}/stat").read_text()
+            process = int(stat.rpartition(")")[2].split()[1])
+    except OSError:  # not ours to look into
+        return None
+    return process if process > 1 else None
 
 
 def connect_store(place: Place, timeout: timedelta) -> Any:

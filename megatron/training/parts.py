@@ -63,6 +63,11 @@ class StepPlan:
     micro_batch_size: int
     global_batch_size: int
 
+    @property
+    def row_size(self) -> int:
+        """Samples of one micro batch of all replicas."""
+        return self.global_batch_size // self.num_microbatches
+
 
 class MicrobatchPlanner:
     """Asks the (global, third parties read it too) microbatch calculator before each step."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 from megatron.training import launch
@@ -72,7 +73,7 @@ def pretrain(*given: Any, **named: Any) -> None:
         SystemExit: the run failed: what and why was printed, and the exit code tells the class.
     """
     call = PretrainCall.of(given, named)
-    progress = RunProgress(rank=launch.place_of_this_process().rank)
+    progress = RunProgress.of_this_process()
     store_slot: list[Any] = []
     with failures_reported(progress, store_slot):
         if call.is_dry_run():
@@ -86,6 +87,7 @@ def pretrain(*given: Any, **named: Any) -> None:
             get_embedding_ranks=call.options.get("get_embedding_ranks"),
             get_position_embedding_ranks=call.options.get("get_position_embedding_ranks"),
             store=call.options.get("store"),
+            claims_save_directory=True,
         )
         run_session(session, call)
         shut_down()
@@ -151,15 +153,16 @@ class PretrainCall:
 def run_session(session: Session, call: PretrainCall) -> None:
     """Build what is trained, train it, and evaluate at the end."""
     run, progress = session.run, session.progress
-    progress.where = "building the model"
-    parts, checkpointer = assemble(session, call.model_provider, call.forward_step)
-    parts.process_non_loss_data = call.options.get("process_non_loss_data_func")
-    parts.non_loss_data = call.options.get("non_loss_data_func")
-    progress.where = "loading a checkpoint"
-    state = load_state(run, checkpointer, progress)
-    progress.where = "building data"
-    parts.data = build_data(run, call.dataset_provider, session.groups, state)
-    state = with_data_order(run, state, parts.data.train_order)
+    with nullcontext() if session.signal is None else session.signal.paused():
+        progress.where = "building the model"
+        parts, checkpointer = assemble(session, call.model_provider, call.forward_step)
+        parts.process_non_loss_data = call.options.get("process_non_loss_data_func")
+        parts.non_loss_data = call.options.get("non_loss_data_func")
+        progress.where = "loading a checkpoint"
+        state = load_state(run, checkpointer, progress)
+        progress.where = "building data"
+        parts.data = build_data(run, call.dataset_provider, session.groups, state)
+        state = with_data_order(run, state, parts.data.train_order)
     hooks = standard_hooks(
         parts,
         progress,
@@ -168,6 +171,8 @@ def run_session(session: Session, call: PretrainCall) -> None:
         tensorboard=session.tensorboard,
         wandb=session.wandb,
     )
+    if progress.watch is not None:
+        progress.watch.answer_term()
     print_rank_0(f" > the setup is done; training begins at iteration {state.iteration}")
     if run.log_rank != 0 and launch.is_on_several_machines():
         print_rank_0(

@@ -28,6 +28,7 @@ from megatron.core.dist_checkpointing.own_state import as_own_state
 from megatron.core.dist_checkpointing.retention import Retention, apply_retention
 from megatron.core.dist_checkpointing.validation import parse_strict_handling
 from megatron.core.errors import CheckpointError, MegatronError
+from megatron.training.checkpointing.claim import claim_directory
 from megatron.training.checkpointing.foreign_state import (
     check_foreign,
     complete_foreign_state,
@@ -93,19 +94,7 @@ class Checkpointer:
         """
         if self.settings.save is None or self._has_claimed:
             return
-        problem: MegatronError | None = None
-        directory = place_of(self.settings.save)
-        if self.peers.rank == 0:
-            try:
-                if isinstance(directory, Path):
-                    self._lease = Lease.acquire(directory)
-                for path in commit.remove_leftovers(directory):
-                    self._say(f"removed {path}: left by an interrupted save or deletion")
-            except OSError as error:
-                problem = describe_os_error(error, path=str(directory), doing="preparing")
-            except MegatronError as error:
-                problem = error
-        agree(problem, self.peers)
+        self._lease = claim_directory(place_of(self.settings.save), self.peers)
         self._has_claimed = True
 
     def save(self, progress: TrainState, *, extra: Mapping[str, Any] | None = None) -> None:

@@ -82,6 +82,10 @@ class ScheduleConfig:
     """Leave after this many minutes."""
     exit_signal_handler: bool = False
     """On SIGTERM finish the step, save and leave."""
+    exit_signal: str = flag(
+        "SIGTERM", choices=("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2")
+    )
+    """Another signal that --exit-signal-handler answers besides SIGTERM: SIGINT for Ctrl-C."""
     iterations_to_skip: list[int] = flag([], nargs="+")
     """Steps whose samples are passed over without an update."""
     manual_gc: bool = False

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from megatron.training.evaluate import Evaluation, evaluate
+from megatron.training.evaluate import evaluate
 from megatron.training.hooks.base import Hook
 from megatron.training.hooks.scalars import Scalars
 from megatron.training.metrics.log_line import validation_lines
@@ -16,7 +16,11 @@ from megatron.training.state import StepResult, StopReason, TrainState
 
 
 class Evaluate(Hook):
-    """Evaluates on the validation set every `interval` steps, and on both sets at the end."""
+    """Evaluates on the validation set every `interval` steps, and on both sets at the end.
+
+    A signal to leave does not wait for the end of an evaluation, which may take much longer than a
+    step: its samples count as evaluated, as those of the next one must not depend on signals.
+    """
 
     def __init__(
         self,
@@ -26,12 +30,14 @@ class Evaluate(Hook):
         progress: RunProgress,
         scalars: Scalars,
         write: Callable[[str], None],
+        must_leave: Callable[[], bool] = lambda: False,
     ) -> None:
         self.parts = parts
         self.plan = plan
         self.progress = progress
         self.scalars = scalars
         self.write = write
+        self.must_leave = must_leave
 
     def after_step(self, state: TrainState, result: StepResult) -> TrainState:
         """Evaluate when it is time."""
@@ -58,9 +64,10 @@ class Evaluate(Hook):
         for each in self.parts.data.valid:
             kind = f"validation {each.name}" if each.name else "validation"
             of_set = f"{where} of {each.name}" if each.name else where
-            found = self._report(each.data, self._num_rows(each.num_rows), state, of_set, kind=kind)
+            rows = self._num_rows(each.num_rows)
+            self._report(each.data, rows, state, of_set, kind=kind)
             # All sets advance together: the place in each is this one number.
-            num_samples = max(num_samples, found.num_samples if found is not None else 0)
+            num_samples = max(num_samples, rows * self.plan.row_size)
         return state.evaluated(num_samples) if num_samples else state
 
     def _num_rows(self, available: int) -> int:
@@ -69,18 +76,25 @@ class Evaluate(Hook):
             return available
         return self.parts.run.eval_iters * self.plan.num_microbatches if available else 0
 
-    def _report(
-        self, data: Any, num_rows: int, state: TrainState, where: str, kind: str
-    ) -> Evaluation | None:
+    def _report(self, data: Any, num_rows: int, state: TrainState, where: str, kind: str) -> None:
         """Evaluate on `data`, print the result and send it to the scalars."""
         if num_rows == 0:
-            return None
+            return
         with self.progress.at("evaluating"):
-            found = evaluate(self.parts, data, num_rows, self.plan, with_non_loss=True)
-        if is_last_rank():
+            found = evaluate(
+                self.parts,
+                data,
+                num_rows,
+                self.plan,
+                with_non_loss=True,
+                must_leave=self.must_leave,
+            )
+        if found is None:
+            if is_last_rank():
+                self.write(f" the evaluation at {where} is left out: a signal")
+        elif is_last_rank():
             self.write(validation_lines(where, found.losses))
             self.scalars.write_evaluation(kind, dict(found.losses), state.iteration)
             if self.parts.process_non_loss_data is not None:
                 writer = next((s.writer for s in self.scalars.sinks if hasattr(s, "writer")), None)
                 self.parts.process_non_loss_data(found.non_loss_data, state.iteration, writer)
-        return found

@@ -28,6 +28,7 @@ from megatron.training.hooks.stop import (
     PhaseEnd,
     StepBudget,
 )
+from megatron.training.meeting import any_rank
 from megatron.training.parts import StepPlan, TrainingParts
 from megatron.training.phases import transitions_of
 from megatron.training.printing import is_last_rank, is_rank_0
@@ -69,7 +70,12 @@ def standard_hooks(
         parts, sinks_here(tensorboard, wandb, run.metrics_jsonl), run.tensorboard_log_interval
     )
     evaluate = Evaluate(
-        parts, plan=evaluation_plan(parts), progress=progress, scalars=scalars, write=write
+        parts,
+        plan=evaluation_plan(parts),
+        progress=progress,
+        scalars=scalars,
+        write=write,
+        must_leave=lambda: signal is not None and any_rank(signal.is_set),
     )
     hooks: list[Hook] = [TrackProgress(progress)]
     hooks += [bar] if bar is not None else []

@@ -1,7 +1,8 @@
 """One final line for a run that failed, the same facts as JSON, and an exit code by class.
 
 Several ranks usually fail together: one in its own way, the others because it left them. The first
-that reaches the rendezvous store reports; the others end quietly.
+that reaches the rendezvous store reports; the others end quietly, and what it says stands also in
+the file that torchrun shows at its end.
 
     FATAL[DATA] iter=0 rank=0 host=node1 where=building data last_good_ckpt=none action=...
 """
@@ -11,16 +12,22 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import queue
+import signal
 import socket
 import sys
 import tempfile
+import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from megatron.core.attempts import hosts_store, launcher_hosts_store
+from megatron.core.dist_checkpointing.lease import Lease
 from megatron.core.errors import (
     CheckpointError,
     ConfigError,
@@ -28,23 +35,37 @@ from megatron.core.errors import (
     MegatronError,
     MissingExtraError,
     NumericsError,
+    PeerLostError,
     ScheduleError,
     TopologyError,
 )
+from megatron.training import launch
 from megatron.training.resilience.progress import RunProgress
+from megatron.training.resilience.watch import end_by, open_watch
 
 FAILURE_FILE = "failure.json"
+EARLIER_FAILURE_FILE = "failure.previous.json"
+"""What `FAILURE_FILE` is called once a later run has begun."""
+WAIT_S = 3.0
+"""How long to wait for the words of other ranks."""
+
+
+class LauncherLostError(MegatronError):
+    """The process that started the ranks is gone."""
+
 
 CLASSES: tuple[tuple[type[BaseException], str, int], ...] = (
     (NumericsError, "NONFINITE", 14),
     (DataError, "DATA", 11),
     (CheckpointError, "CHECKPOINT", 12),
     (MissingExtraError, "MISSING_LIBRARY", 15),
+    (PeerLostError, "PEER_LOST", 17),
     (TopologyError, "TOPOLOGY", 13),
     (ScheduleError, "SCHEDULE", 13),
     (ConfigError, "CONFIG", 10),
     (KeyboardInterrupt, "INTERRUPTED", 130),
     (MemoryError, "OOM", 16),
+    (LauncherLostError, "LAUNCHER_LOST", 18),
 )
 """Exception -> (class in the message, exit code); anything else is CRASH, 1."""
 
@@ -100,28 +121,35 @@ def fatal_line(error: BaseException, progress: RunProgress) -> str:
     """Return the one line."""
     name, _ = classify(error)
     last = progress.last_good_checkpoint
-    return (
-        f"FATAL[{name}] iter={progress.iteration} rank={progress.rank}"
-        f" host={socket.gethostname()} where={progress.where}"
-        f" last_good_ckpt={'none' if last is None else last}"
-        f" action={action_for(error, name, progress)}"
-    )
+    facts = {
+        "iter": progress.iteration,
+        "rank": progress.rank,
+        "host": socket.gethostname(),
+        "where": progress.where,
+        "last_good_ckpt": "none" if last is None else last,
+        "action": action_for(error, name, progress),
+    }
+    if not progress.has_begun:
+        del facts["iter"], facts["last_good_ckpt"]
+    return f"FATAL[{name}] " + " ".join(f"{key}={value}" for key, value in facts.items())
 
 
 def failure_record(error: BaseException, progress: RunProgress) -> dict[str, Any]:
     """Return the content of failure.json."""
     name, code = classify(error)
     found = error.found if isinstance(error, MegatronError) else f"{type(error).__name__}: {error}"
+    lost = about_peers(error, progress)
     return {
         "class": name,
         "exit_code": code,
         "iteration": progress.iteration,
+        "attempt": progress.attempt,
         "rank": progress.rank,
         "host": socket.gethostname(),
         "where": progress.where,
         "last_good_ckpt": progress.last_good_checkpoint,
         "action": action_for(error, name, progress),
-        "message": found,
+        "message": found + (f" ({lost})" if lost else ""),
         "rule": getattr(error, "rule", ""),
         "flags": list(getattr(error, "flags", ())),
         "time": time.time(),
@@ -137,44 +165,212 @@ def write_failure(record: dict[str, Any], directory: str) -> None:
     os.replace(path, Path(directory) / FAILURE_FILE)
 
 
-def _is_first_to_report(store: Any) -> bool:
-    """Ask the store; a rank that cannot reach it any more reports too."""
+def set_earlier_failure_aside(directory: str) -> None:
+    """Rename failure.json of an earlier run: who looks for the file must not take it for this."""
+    with contextlib.suppress(OSError):
+        os.replace(Path(directory) / FAILURE_FILE, Path(directory) / EARLIER_FAILURE_FILE)
+
+
+def about_peers(error: BaseException, progress: RunProgress) -> str:
+    """Return what is known of the ranks of this node, if `error` comes from their silence."""
+    is_lost = classify(error) == LOST_PEER
+    return progress.peers.describe() if progress.peers is not None and is_lost else ""
+
+
+def _is_first_to_report(error: BaseException, progress: RunProgress, store: Any) -> bool:
+    """Ask the store. Where it is gone, all ranks have their own error to tell; of what one rank of
+    a node sees the others see, too, one is enough.
+    """
     if store is None:
         return True
     try:
-        return store.add("failure/reports", 1) == 1
+        return bool(_ask(lambda: store.add("failure/reports", 1)) == 1)
     except Exception:
-        return True
+        is_seen_by_all = isinstance(error, LauncherLostError) or classify(error) == LOST_PEER
+        return progress.local_rank == 0 or not is_seen_by_all
+
+
+def _ask(question: Callable[[], Any]) -> Any:
+    """Return the answer of the store, for which torch would wait without end on a dead link.
+
+    Raises:
+        TimeoutError: it did not come within WAIT_S.
+    """
+    answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+    def ask() -> None:
+        try:
+            answers.put((question(), None))
+        except Exception as error:
+            answers.put((None, error))
+
+    threading.Thread(target=ask, name="ask-store", daemon=True).start()
+    try:
+        answer, error = answers.get(timeout=WAIT_S)
+    except queue.Empty:
+        raise TimeoutError(f"the store did not answer within {WAIT_S} s") from None
+    if error is not None:
+        raise error
+    return answer
+
+
+def _said(error: BaseException, progress: RunProgress) -> str:
+    """Return the message, or the traceback of an unforeseen error."""
+    if isinstance(error, KeyboardInterrupt):
+        text = f"interrupted while {progress.where}"
+    elif isinstance(error, MegatronError):
+        text = str(error)
+    else:
+        text = "".join(traceback.format_exception(error)).rstrip()
+    lost = about_peers(error, progress)
+    return text + (f"\n{lost}" if lost else "")
+
+
+_ONE_AT_A_TIME = threading.Lock()
+"""The two threads of a rank may fail at the same time."""
 
 
 def report(error: BaseException, progress: RunProgress, store: Any) -> int:
     """Write the message of a failed run once, and return this rank's exit code."""
-    _, code = classify(error)
-    if not _is_first_to_report(store):
-        return code
-    if isinstance(error, MegatronError):
-        print(f"\n{error}", file=sys.stderr)
+    with _ONE_AT_A_TIME:
+        if not progress.has_reported:
+            progress.has_reported = True
+            _report(error, progress, store)
+    return classify(error)[1]
+
+
+def _report(error: BaseException, progress: RunProgress, store: Any) -> None:
+    if isinstance(error, LauncherLostError) and launcher_hosts_store():
+        # The store is gone with it: asking would only make torch print its stack.
+        if progress.local_rank == 0:
+            _tell(error, progress)
+        return
+    if _is_first_to_report(error, progress, store):
+        text = _tell(error, progress)
+        with contextlib.suppress(Exception):
+            told = f"reported by rank {progress.rank}:\n{text}"
+            _ask(lambda: store.set("failure/text", told))
     else:
-        traceback.print_exception(error, file=sys.stderr)
-    if progress.save_directory is not None:
-        # The line matters more than the file: a full disk must not hide it.
-        with contextlib.suppress(OSError):
-            write_failure(failure_record(error, progress), progress.save_directory)
-    print(fatal_line(error, progress), file=sys.stderr, flush=True)
-    return code
+        text = fatal_line(error, progress)
+        with contextlib.suppress(Exception):
+            _ask(lambda: store.wait(["failure/text"], timedelta(seconds=WAIT_S)))
+            text = _ask(lambda: store.get("failure/text")).decode()
+    write_launcher_error_file(text)
+    _let_others_report(progress, store)
+
+
+def _tell(error: BaseException, progress: RunProgress) -> str:
+    """Print the message and the line, leave the record, and return what was printed."""
+    text = f"{_said(error, progress)}\n{fatal_line(error, progress)}"
+    # One call: lines of several ranks would mix.
+    sys.stderr.write(f"\n{text}\n")
+    sys.stderr.flush()
+    # The line matters more than the file: a full disk must not hide it.
+    with contextlib.suppress(OSError, MegatronError):
+        _leave_record(failure_record(error, progress), progress)
+    return text
+
+
+def _leave_record(record: dict[str, Any], progress: RunProgress) -> None:
+    """Write failure.json, unless the save directory is that of another run that lives."""
+    if progress.save_directory is None:
+        return
+    lease = None
+    if not progress.has_claimed:
+        lease = Lease.acquire(progress.save_directory, grace_s=0.0)
+    write_failure(record, progress.save_directory)
+    if lease is not None:
+        lease.release()
+
+
+def write_launcher_error_file(text: str) -> None:
+    """Tell torchrun, which shows it at its end under "Root Cause"."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not path:
+        return
+    details = {"py_callstack": text, "timestamp": str(int(time.time()))}
+    message = {"message": text.splitlines()[-1], "extraInfo": details}
+    with contextlib.suppress(OSError):
+        Path(path).write_text(json.dumps({"message": message}), encoding="utf-8")
+
+
+def _let_others_report(progress: RunProgress, store: Any) -> None:
+    """Keep a store that lives in this process until all ranks have used it, for a while.
+
+    Without it they would report what they know already, with torch's own lines of a lost store.
+    """
+    with contextlib.suppress(Exception):
+        num_ended = _ask(lambda: store.add("failure/ended", 1))
+        deadline = time.monotonic() + WAIT_S
+        while (
+            hosts_store(progress.rank)
+            and num_ended < launch.place_of_this_process().world_size
+            and time.monotonic() < deadline
+        ):
+            time.sleep(0.05)
+            num_ended = _ask(lambda: store.add("failure/ended", 0))
 
 
 @contextmanager
 def failures_reported(progress: RunProgress, store_slot: list[Any]) -> Iterator[None]:
     """Turn an exception of the run into the report and `SystemExit`.
 
+    Of a rank that torchrun started, also the end of torchrun itself, and SIGTERM, which torchrun
+    sends when another rank has ended: the thread that waits in a collective hears of neither.
+
     Args:
         store_slot: holds the rendezvous store once there is one.
     """
+
+    def store() -> Any:
+        return store_slot[0] if store_slot else None
+
+    watch = progress.watch = open_watch(
+        launch.launcher_process(),
+        on_orphaned=lambda: _end_orphaned(progress, store()),
+        before_end=lambda: _report_lost_peer(progress, store()),
+    )
     try:
         yield
     except (SystemExit, GeneratorExit):
         raise
     except BaseException as error:
-        code = report(error, progress, store_slot[0] if store_slot else None)
+        code = report(error, progress, store())
         raise SystemExit(code) from None
+    finally:
+        if watch is not None:
+            watch.close()
+
+
+def _end_orphaned(progress: RunProgress, store: Any) -> None:
+    """End a rank whose launcher is gone. Called beside the training thread."""
+    error = LauncherLostError(
+        "torchrun, which started this rank, has ended without stopping it.",
+        rule="ranks end with their launcher: nobody else would stop or restart them",
+        fix="look for what killed torchrun (lack of memory, a scheduler), then start it again",
+    )
+    code = classify(error)[1]
+    _within(WAIT_S, lambda: os._exit(code))
+    try:
+        report(error, progress, store)
+    finally:
+        os._exit(code)
+
+
+def _report_lost_peer(progress: RunProgress, store: Any) -> None:
+    """Say why torchrun sends SIGTERM, if a rank of this node was killed."""
+    if progress.peers is not None and progress.peers.any_was_lost():
+        error = PeerLostError(
+            "another rank of this job was killed.",
+            rule="a job ends with any of its ranks",
+            fix="see why the rank was killed, then resume",
+        )
+        _within(WAIT_S, lambda: end_by(signal.SIGTERM))
+        report(error, progress, store)
+
+
+def _within(seconds: float, end: Callable[[], None]) -> None:
+    """Call `end` after a while: the store answers one thread at a time, and the other may wait."""
+    timer = threading.Timer(seconds, end)
+    timer.daemon = True
+    timer.start()

@@ -7,17 +7,21 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.core import num_microbatches_calculator as calculator
+from megatron.core.agreement import peers_of
 from megatron.core.attempts import START_TIMEOUT
-from megatron.core.dist_checkpointing.object_store import is_url
+from megatron.core.dist_checkpointing.object_store import is_url, place_of
 from megatron.core.errors import MegatronError
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.processes import name_fatal_signals
 from megatron.core.timers import Timers
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 from megatron.training import global_vars, launch
+from megatron.training.checkpointing.claim import claim_directory
 from megatron.training.cli.parser import ParsedCommand
 from megatron.training.config.run import RunConfig
 from megatron.training.printing import print_rank_0
+from megatron.training.resilience.failure import set_earlier_failure_aside
+from megatron.training.resilience.peers import PeersHere
 from megatron.training.resilience.progress import RunProgress
 from megatron.training.resilience.signals import SignalFlag
 from megatron.training.resolve import ResolvedRun, resolve_vocabulary
@@ -75,6 +79,7 @@ def start_session(
     get_embedding_ranks: Callable[..., list[int]] | None = None,
     get_position_embedding_ranks: Callable[..., list[int]] | None = None,
     store: Any = None,
+    claims_save_directory: bool = False,
 ) -> Session:
     """Bring up this rank's part of the run.
 
@@ -82,6 +87,7 @@ def start_session(
         progress: told what is being done, for the failure report.
         store_slot: receives the rendezvous store as soon as it exists.
         store: one that exists already.
+        claims_save_directory: refuse now, before anything is built, what another run saves into.
     Communication:
         comparison of settings through the store; creation of the process groups.
     """
@@ -101,10 +107,21 @@ def start_session(
         mine = error
     agree_on_settings(store, place.rank, place.world_size, mine, timeout=START_TIMEOUT)
     assert run is not None
+    progress.has_begun = True
     announce(run)
+    progress.peers = PeersHere.meet(store, place)
+    if progress.watch is not None:
+        progress.watch.follow(progress.peers.peers)
 
     progress.where = "creating process groups"
     start_processes(run, place, store)
+    if claims_save_directory and run.save is not None and not run.skip_train:
+        progress.where = "claiming the save directory"
+        claim_directory(place_of(run.save), peers_of(None))
+        progress.has_claimed = True
+        if place.rank == 0 and progress.save_directory is not None:
+            set_earlier_failure_aside(progress.save_directory)
+        progress.where = "creating process groups"
     groups = create_groups(
         run,
         get_embedding_ranks=get_embedding_ranks,
@@ -121,7 +138,8 @@ def start_session(
             print_rank_0(f" > {derived}")
     timers = Timers(run.timing_log_level, run.timing_log_option)
     session = Session(run, groups, timers, tokenizer, progress)
-    session.signal = SignalFlag() if run.exit_signal_handler else None
+    progress.where = "opening what is written beside the log"
+    session.signal = SignalFlag("SIGTERM", run.exit_signal) if run.exit_signal_handler else None
     session.tensorboard, session.wandb = open_tensorboard(run), open_wandb(run)
     publish(session)
     return session

@@ -11,6 +11,7 @@ import sys
 import time
 from pathlib import Path
 
+from megatron.core.dist_checkpointing.lease import Lease
 from tests.distributed.training.test_pretraining import SMALL
 
 ROOT = Path(__file__).parents[3]
@@ -71,8 +72,10 @@ def test_torchrun_trains_two_ranks_and_writes_all_kinds_of_output(tmp_path):
     assert "Iteration: 4" in (tmp_path / "save" / "progress.txt").read_text()
 
 
-def test_sigterm_saves_the_present_step_and_leaves(tmp_path):
+def test_sigterm_to_the_process_group_saves_the_present_step_and_leaves(tmp_path):
+    """As launchers and schedulers send it: to the loader workers, too."""
     words = [*SMALL.split(), "--train-iters", "100000", "--exit-signal-handler"]
+    words += ["--num-workers", "2"]
     words += ["--save", str(tmp_path / "save")]
     with subprocess.Popen(
         [sys.executable, "pretrain_gpt.py", *words],
@@ -81,13 +84,14 @@ def test_sigterm_saves_the_present_step_and_leaves(tmp_path):
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        start_new_session=True,
     ) as process:
         assert process.stdout is not None
         lines = []
         for line in process.stdout:
             lines.append(line)
             if LINE.search(line):
-                process.send_signal(signal.SIGTERM)
+                os.killpg(process.pid, signal.SIGTERM)
                 sent_at = time.monotonic()
                 break
         rest, err = process.communicate(timeout=60)
@@ -105,7 +109,7 @@ def test_a_bad_command_line_ends_with_one_line_and_no_traceback(tmp_path):
     assert done.returncode == 10
     assert "did you mean --num-layers?" in done.stderr
     assert "'fast' is not a float" in done.stderr
-    assert done.stderr.strip().splitlines()[-1].startswith("FATAL[CONFIG] iter=0 rank=0 host=")
+    assert done.stderr.strip().splitlines()[-1].startswith("FATAL[CONFIG] rank=0 host=")
     assert "Traceback" not in done.stderr
 
 
@@ -125,6 +129,27 @@ def test_a_dry_run_plans_without_training(tmp_path):
         "rank   3 |", "stage 3:", "FLOP per token", "--seq-length 8192",
     ):  # fmt: skip
         assert expected in done.stdout, (expected, done.stdout)
+
+
+def test_a_second_run_in_a_save_directory_is_refused_before_anything_is_built(tmp_path):
+    holds, ends = os.pipe(), os.pipe()
+    holder = os.fork()
+    if holder == 0:
+        Lease.acquire(tmp_path)
+        os.write(holds[1], b"1")
+        os.read(ends[0], 1)
+        os._exit(0)
+    os.read(holds[0], 1)
+    try:
+        done = run(sys.executable, "pretrain_gpt.py", *SMALL.split(), "--save", str(tmp_path))
+    finally:
+        os.write(ends[1], b"1")
+        os.waitpid(holder, 0)
+    assert done.returncode == 12
+    assert f"another run is saving into {tmp_path}" in done.stderr
+    assert "where=claiming the save directory" in done.stderr
+    assert "number of parameters" not in done.stdout
+    assert [path.name for path in tmp_path.iterdir()] == [".lease"]
 
 
 def test_failure_json_tells_what_went_wrong(tmp_path):

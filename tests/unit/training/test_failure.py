@@ -2,28 +2,47 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
+import os
 import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
+from megatron.core.dist_checkpointing.lease import Lease
 from megatron.core.errors import (
     CheckpointError,
     ConfigError,
     DataError,
     MissingExtraError,
     NumericsError,
+    PeerLostError,
     TopologyError,
     raise_together,
 )
-from megatron.training.resilience.failure import classify, failures_reported
+from megatron.core.process_identity import ProcessIdentity
+from megatron.training.resilience import failure
+from megatron.training.resilience.failure import (
+    LauncherLostError,
+    classify,
+    failures_reported,
+    set_earlier_failure_aside,
+)
+from megatron.training.resilience.peers import Peer, PeersHere
 from megatron.training.resilience.progress import RunProgress
+from megatron.training.resilience.watch import Watch
 
 FATAL = re.compile(
-    r"^FATAL\[(?P<kind>\w+)\] iter=(?P<iter>\d+) rank=(?P<rank>\d+) host=\S+ where=(?P<where>.+)"
-    r" last_good_ckpt=(?P<last>\w+) action=(?P<action>.+)$",
+    r"^FATAL\[(?P<kind>\w+)\] (iter=(?P<iter>\d+) )?rank=(?P<rank>\d+) host=\S+"
+    r" where=(?P<where>.+?)( last_good_ckpt=(?P<last>\w+))? action=(?P<action>.+)$",
     re.MULTILINE,
 )
 
@@ -45,6 +64,8 @@ def fail(error: BaseException, progress: RunProgress, store=None) -> int:
         (DataError("x"), "DATA", 11),
         (CheckpointError("x"), "CHECKPOINT", 12),
         (TopologyError("x"), "TOPOLOGY", 13),
+        (PeerLostError("x"), "PEER_LOST", 17),
+        (LauncherLostError("x"), "LAUNCHER_LOST", 18),
         (NumericsError("x"), "NONFINITE", 14),
         (MissingExtraError("x"), "MISSING_LIBRARY", 15),
         (MemoryError(), "OOM", 16),
@@ -57,7 +78,7 @@ def fail(error: BaseException, progress: RunProgress, store=None) -> int:
 )
 def test_every_failure_has_a_class_and_an_exit_code(error, kind, code, capsys):
     assert classify(error) == (kind, code)
-    assert fail(error, RunProgress(rank=3, iteration=7, where="training")) == code
+    assert fail(error, RunProgress(rank=3, iteration=7, where="training", has_begun=True)) == code
     lines = capsys.readouterr().err.strip().splitlines()
     found = FATAL.match(lines[-1])
     assert found is not None
@@ -96,6 +117,7 @@ def test_a_joint_error_has_the_class_of_its_parts_and_the_fix_of_a_single_one(ca
 def test_the_same_facts_are_in_failure_json(tmp_path, capsys):
     progress = RunProgress(
         rank=1,
+        has_begun=True,
         iteration=12,
         where="saving a checkpoint",
         last_good_checkpoint=10,
@@ -110,13 +132,173 @@ def test_the_same_facts_are_in_failure_json(tmp_path, capsys):
     assert record["where"] == line["where"] == "saving a checkpoint"
     assert record["action"] == line["action"] == "free 3 GiB"
     assert record["message"] == "no space"
-    assert [path.name for path in tmp_path.iterdir()] == ["failure.json"]
+    assert {path.name for path in tmp_path.iterdir()} == {"failure.json", ".lease"}
 
 
 def test_a_save_directory_that_cannot_be_written_does_not_hide_the_line(tmp_path, capsys):
     (tmp_path / "file").touch()
     fail(ConfigError("x"), RunProgress(save_directory=str(tmp_path / "file" / "below")))
     assert FATAL.search(capsys.readouterr().err)
+
+
+def test_torchrun_is_told_what_to_show_as_the_root_cause(tmp_path, monkeypatch, capsys):
+    """Also by a rank that fails because of the one that reports."""
+    store = dist.HashStore()
+    shown = []
+    for rank, error in enumerate([DataError("broken file"), RuntimeError("Broken pipe")]):
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+        fail(error, RunProgress(rank=rank), store)
+        found = ProcessFailure(rank, 1, 11, str(tmp_path / "error.json"))
+        shown.append(found.message["extraInfo"]["py_callstack"])
+        assert abs(found.timestamp - time.time()) < 60
+    assert all("broken file" in text and "FATAL[DATA]" in text for text in shown)
+    assert "Broken pipe" not in shown[1] + capsys.readouterr().err
+
+
+def test_ctrl_c_has_no_traceback(capsys):
+    fail(KeyboardInterrupt(), RunProgress(where="training", has_begun=True))
+    err = capsys.readouterr().err
+    assert "Traceback" not in err
+    assert "interrupted while training" in err
+
+
+def test_a_mistake_in_the_settings_is_told_without_iteration_and_checkpoint(capsys):
+    fail(ConfigError("unknown flag", fix="spell it"), RunProgress())
+    line = capsys.readouterr().err.strip().splitlines()[-1]
+    assert re.fullmatch(
+        r"FATAL\[CONFIG\] rank=0 host=\S+ where=reading the settings action=spell it", line
+    )
+
+
+def test_a_run_that_was_refused_leaves_nothing_in_the_directory_of_another(tmp_path, capsys):
+    """The other run is a process of its own: a process gets its own lease again."""
+    holds, ends = os.pipe(), os.pipe()
+    holder = os.fork()
+    if holder == 0:
+        Lease.acquire(tmp_path)
+        os.write(holds[1], b"1")
+        os.read(ends[0], 1)
+        os._exit(0)
+    os.read(holds[0], 1)
+    try:
+        fail(ConfigError("x"), RunProgress(save_directory=str(tmp_path)))
+        assert FATAL.search(capsys.readouterr().err)
+        assert not (tmp_path / "failure.json").exists()
+    finally:
+        os.write(ends[1], b"1")
+        os.waitpid(holder, 0)
+    fail(ConfigError("x"), RunProgress(save_directory=str(tmp_path)))
+    assert (tmp_path / "failure.json").exists()
+
+
+def test_the_record_of_an_earlier_run_is_set_aside(tmp_path):
+    fail(ConfigError("x"), RunProgress(save_directory=str(tmp_path), attempt=3))
+    set_earlier_failure_aside(str(tmp_path))
+    assert not (tmp_path / "failure.json").exists()
+    assert json.loads((tmp_path / "failure.previous.json").read_text())["attempt"] == 3
+    set_earlier_failure_aside(str(tmp_path))
+
+
+class SilentStore:
+    """A store at the end of a dead link: torch waits for its answer without end."""
+
+    def add(self, key: str, amount: int) -> int:
+        time.sleep(60)
+        return amount
+
+
+@pytest.mark.parametrize(("local_rank", "reports"), [(0, True), (1, False)])
+def test_a_store_that_does_not_answer_keeps_no_rank_from_ending(
+    local_rank, reports, capsys, monkeypatch
+):
+    monkeypatch.setattr(failure, "WAIT_S", 0.2)
+    began = time.monotonic()
+    fail(RuntimeError("Broken pipe"), RunProgress(local_rank=local_rank), SilentStore())
+    assert time.monotonic() - began < 10
+    assert bool(FATAL.search(capsys.readouterr().err)) is reports
+
+
+def test_a_lost_rank_is_named_where_it_can_be(capsys):
+    sleeper = subprocess.Popen(["sleep", "60"])
+    peer = Peer(5, identity_of(sleeper.pid))
+    progress = RunProgress(has_begun=True, peers=PeersHere([peer]))
+    os.kill(sleeper.pid, signal.SIGSTOP)
+    wait_for(lambda: peer.look() == "T")
+    fail(PeerLostError("no answer"), progress)
+    stopped = f"rank 5 (process {sleeper.pid}) is stopped (SIGSTOP, or a debugger)"
+    assert stopped in capsys.readouterr().err
+    assert not peer.was_lost()
+    sleeper.kill()
+    wait_for(peer.was_lost)
+    progress.has_reported = False
+    fail(RuntimeError("Connection closed by peer"), progress)
+    killed = f"rank 5 (process {sleeper.pid}) was killed by signal 9, in most cases for lack of"
+    assert killed in capsys.readouterr().err
+    sleeper.wait()
+    assert "killed by signal 9" in peer.describe(), "once seen, it is remembered"
+    assert "ended without a word" in Peer(5, peer.identity).describe()
+
+
+def identity_of(process: int) -> ProcessIdentity:
+    own = ProcessIdentity.own()
+    start = int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[19])
+    return own._replace(number=process, start=start)
+
+
+def wait_for(is_so) -> None:
+    deadline = time.monotonic() + 20
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def rank_that_waits(launcher: int, told: int) -> int:
+    """Fork a rank that never comes to its next instruction, as in a collective; return its id."""
+    rank = os.fork()
+    if rank == 0:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        watch = Watch(launcher, lambda: os._exit(18), lambda: os.write(told, b"1")).open()
+        watch.answer_term()
+        os.write(told, b"0")
+        ctypes.CDLL(None).sleep(60)
+        os._exit(0)
+    return rank
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_rank_that_waits_hears_of_the_end_of_its_launcher_and_of_sigterm(number):
+    launcher = subprocess.Popen(["sleep", "60"])
+    reading, told = os.pipe()
+    rank = rank_that_waits(launcher.pid, told)
+    assert os.read(reading, 1) == b"0"
+    began = time.monotonic()
+    if number == signal.SIGKILL:
+        launcher.kill()
+    else:
+        os.kill(rank, signal.SIGTERM)
+    code = os.waitstatus_to_exitcode(os.waitpid(rank, 0)[1])
+    assert time.monotonic() - began < 20
+    if number == signal.SIGKILL:
+        assert code == 18
+    else:
+        assert (code, os.read(reading, 1)) == (-signal.SIGTERM, b"1")
+    launcher.kill()
+    launcher.wait()
+
+
+def test_the_launcher_is_found_past_a_shell(tmp_path):
+    code = "from megatron.training.launch import launcher_process as f; print(f())"
+    found = [
+        subprocess.run(
+            ["sh", "-c", f"'{sys.executable}' -c '{code}'; true"],
+            env={**os.environ, **variables},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout.strip()
+        for variables in ({"TORCHELASTIC_ERROR_FILE": str(tmp_path / "error.json")}, {})
+    ]
+    assert found == [str(os.getpid()), "None"], "by hand, nobody is watched"
 
 
 def test_of_several_ranks_one_reports(capsys):
@@ -127,7 +309,7 @@ def test_of_several_ranks_one_reports(capsys):
 
 
 def test_a_resumable_run_is_told_how_to_go_on(capsys):
-    progress = RunProgress(last_good_checkpoint=5, save_directory="/nowhere/x")
+    progress = RunProgress(has_begun=True, last_good_checkpoint=5, save_directory="/nowhere/x")
     fail(RuntimeError("Connection closed by peer"), progress)
     assert "resume with --load /nowhere/x" in FATAL.search(capsys.readouterr().err)["action"]
 

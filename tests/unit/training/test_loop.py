@@ -11,6 +11,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import megatron.training.evaluate as evaluation
+import megatron.training.hooks.evaluation as hook_module
 import megatron.training.loop as loop
 from megatron.training.hooks.base import Hook, Hooks
 from megatron.training.hooks.housekeeping import (
@@ -23,6 +25,8 @@ from megatron.training.hooks.log import IntervalMeans, LinesForFirstRank, LogLin
 from megatron.training.hooks.scalars import JsonLinesSink, Scalars, TensorBoardSink
 from megatron.training.hooks.stop import ExitDuration, ExitInterval, ExitOnSignal, StepBudget
 from megatron.training.losses import LossTable
+from megatron.training.parts import StepPlan, ValidationSet
+from megatron.training.resilience.progress import RunProgress
 from megatron.training.resilience.signals import SignalFlag
 from megatron.training.state import StepResult, StopReason, TrainState
 
@@ -108,6 +112,46 @@ def test_a_signal_stops_the_run_at_the_step_boundary(run):
     assert (state.iteration, stop) == (4, StopReason.EXIT_SIGNAL)
     hook.close()
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_second_ctrl_c_ends_at_once_and_setup_can_be_left_at_any_time():
+    before = signal.getsignal(signal.SIGINT)
+    flag = SignalFlag("SIGTERM", "SIGINT")
+    with pytest.raises(KeyboardInterrupt), flag.paused():
+        os.kill(os.getpid(), signal.SIGINT)
+    assert not flag.is_set
+    os.kill(os.getpid(), signal.SIGINT)
+    assert flag.is_set
+    with pytest.raises(KeyboardInterrupt):
+        os.kill(os.getpid(), signal.SIGINT)
+    flag.restore()
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_signal_leaves_an_evaluation_between_two_batches(monkeypatch):
+    """It lasts 200 passes; the samples count as evaluated, so that later ones stay the same."""
+    passes, lines = [], []
+    monkeypatch.setattr(
+        evaluation, "forward_backward", lambda *args, **named: passes.append(args[2]) or []
+    )
+    monkeypatch.setattr(hook_module, "is_last_rank", lambda: True)
+    sets = [ValidationSet("", iter(()), 1)]
+    hook = hook_module.Evaluate(
+        SimpleNamespace(
+            run=SimpleNamespace(full_validation=False, eval_iters=200, eval_interval=5),
+            data=SimpleNamespace(valid=sets),
+            model=[],
+        ),
+        plan=StepPlan(num_microbatches=2, micro_batch_size=1, global_batch_size=8),
+        progress=RunProgress(),
+        scalars=None,
+        write=lines.append,
+        must_leave=lambda: len(passes) == 3,
+    )
+    state = hook.after_step(TrainState(iteration=5), result(1.0))
+    assert passes == [0, 8, 16]
+    assert lines == [" the evaluation at iteration 5 is left out: a signal"]
+    assert state.consumed_valid_samples == 200 * 8
 
 
 def test_all_reasons_are_asked_and_the_first_wins(run):

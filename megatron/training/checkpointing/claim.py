@@ -1,0 +1,39 @@
+"""One run per save directory, decided by rank 0 for all."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megatron.core.agreement import Peers, agree
+from megatron.core.dist_checkpointing import commit
+from megatron.core.dist_checkpointing.durable import describe_os_error
+from megatron.core.dist_checkpointing.lease import Lease
+from megatron.core.dist_checkpointing.object_store import Place
+from megatron.core.errors import MegatronError
+
+
+def claim_directory(directory: Place, peers: Peers) -> Lease | None:
+    """Take the lease of a save directory and sweep up what dead runs left there.
+
+    Returns:
+        the lease, on the coordinator, if the directory can be leased at all. Whoever claims again
+        in the same process gets the same one.
+    Raises:
+        CheckpointError: another run holds the directory, or it cannot be written; on all ranks.
+    Communication:
+        one gather and one broadcast over `peers`.
+    """
+    problem: MegatronError | None = None
+    lease: Lease | None = None
+    if peers.rank == 0:
+        try:
+            if isinstance(directory, Path):
+                lease = Lease.acquire(directory)
+            for path in commit.remove_leftovers(directory):
+                print(f"removed {path}: left by an interrupted save or deletion", flush=True)
+        except OSError as error:
+            problem = describe_os_error(error, path=str(directory), doing="preparing")
+        except MegatronError as error:
+            problem = error
+    agree(problem, peers)
+    return lease
