@@ -14,6 +14,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from hypothesis import settings
 
 from megatron.core import device
 from tests.harness import reaper
@@ -22,6 +23,9 @@ from tests.harness.pool import POOL
 
 reaper.start()
 torch.set_num_threads(1)
+# How long an example takes says how busy the machine is.
+settings.register_profile("untimed", deadline=None)
+settings.load_profile("untimed")
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

@@ -6,7 +6,7 @@ harness itself need not know of ranks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron.core.capabilities import require
@@ -20,6 +20,15 @@ from megatron.inference.text import continue_texts
 PURPOSE = "tools/evaluate_harness.py"
 DEFAULT_NEW_TOKENS = 256
 """As the harness's own models have it."""
+_ACTING = ("until", "do_sample", "temperature", "top_k", "top_p")
+_LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
+_WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
+    "repetition_penalty": (1,), "num_beams": (1,), "num_return_sequences": (1,), "min_p": (0,),
+    "typical_p": (1,), "no_repeat_ngram_size": (0,), "presence_penalty": (0,),
+    "frequency_penalty": (0,), "length_penalty": (1,), "early_stopping": (False,),
+    "use_cache": (True, False),
+}  # fmt: skip
+"""Values with which a setting changes no text."""
 
 
 def row_of_pair(context: Sequence[int], continuation: Sequence[int], longest: int) -> Row:
@@ -106,6 +115,8 @@ def harness_model(session: ModelSession, *, batch_size: int) -> Any:
 
         def generate_until(self, requests: Any, **options: Any) -> list[str]:
             """Continue prompts until one of their stop words."""
+            for request in requests:
+                check_generation(request.args[1])
             texts = []
             for request in requests:  # each has stop words and a length of its own
                 context, how = request.args
@@ -122,12 +133,35 @@ def harness_model(session: ModelSession, *, batch_size: int) -> Any:
     return Model()
 
 
+def check_generation(how: Mapping[str, Any]) -> None:
+    """Refuse what a task asks of generation and would not get: its score would be another one.
+
+    Args:
+        how: the `generation_kwargs` of a task.
+    Raises:
+        ConfigError: names all such settings.
+    """
+    unknown = {
+        name: value
+        for name, value in how.items()
+        if name not in _ACTING and name not in _LENGTHS
+        and value is not None and value not in _WITHOUT_EFFECT.get(name, ())
+    }  # fmt: skip
+    if unknown:
+        raise ConfigError(
+            f"a task asks for {', '.join(f'{n}={v!r}' for n, v in sorted(unknown.items()))}.",
+            rule=f"generation knows {', '.join((*_ACTING, *_LENGTHS))}",
+            flags=["--tasks"],
+            fix="leave it out of the task's generation_kwargs, and say so beside the score",
+        )
+
+
 def _written(
     session: ModelSession, engine: Engine, context: str, how: dict[str, Any], longest: int
 ) -> str:
     tokenizer = session.tokenizer
     until = how.get("until") or []
-    most = int(how.get("max_gen_toks", DEFAULT_NEW_TOKENS))
+    most = int(next((how[name] for name in _LENGTHS if name in how), DEFAULT_NEW_TOKENS))
     if not 0 < most < longest:
         raise ConfigError(
             f"a task wants up to {most} new tokens.",

@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from megatron.core.errors import ConfigError
 from megatron.training.arguments import command_of_namespace
 from megatron.training.cli.parser import ExtraArguments, ParsedCommand, parse_command_line
 from megatron.training.resilience.progress import RunProgress
@@ -13,9 +14,30 @@ from megatron.training.setup.distributed import seed_everything
 from megatron.training.setup.initialize import Session, start_session
 
 
-def _set_random_seed(seed_: int, data_parallel_random_init: bool = False, **options: Any) -> None:
-    """Seed everything; Megatron's name. Ranks need no seeds of their own: draws are keyed."""
-    assert not data_parallel_random_init, "replicas start from equal weights"
+def _set_random_seed(
+    seed_: int,
+    data_parallel_random_init: bool = False,
+    te_rng_tracker: bool = False,
+    inference_rng_tracker: bool = False,
+    use_cudagraphable_rng: bool = False,
+    pp_group: Any = None,
+    dp_group: Any = None,
+) -> None:
+    """Seed everything; Megatron's name. Ranks need no seeds of their own: draws are keyed.
+
+    Args:
+        te_rng_tracker, inference_rng_tracker, use_cudagraphable_rng: accepted; no tracker is used.
+        pp_group, dp_group: accepted; the keys of draws need no groups.
+    Raises:
+        ConfigError: replicas were to start from different weights.
+    """
+    if data_parallel_random_init:
+        raise ConfigError(
+            "data_parallel_random_init is set.",
+            rule="replicas start from equal weights",
+            flags=["--data-parallel-random-init"],
+            fix="leave it out",
+        )
     seed_everything(seed_)
 
 

@@ -12,6 +12,7 @@ from torch import nn
 from megatron.core import device, distributed
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.enums import ModelType
+from megatron.core.errors import ConfigError
 from megatron.core.initialization import parameters_without_memory
 from megatron.core.pipeline_parallel.layout import pipeline_layout
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -117,10 +118,23 @@ def build_model(
 
 
 def _call_with_known(provider: ModelProvider, **options: Any) -> nn.Module:
-    """Call with the options that `provider` takes: older ones know only the first two."""
+    """Call with the options that `provider` takes: older ones know only the first two.
+
+    Raises:
+        ConfigError: a rank has several chunks, and the provider cannot be told which one to build.
+    """
     parameters = inspect.signature(provider).parameters.values()
     if not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
         known = {p.name for p in parameters}
+        if options["vp_stage"] is not None and "vp_stage" not in known:
+            name = getattr(provider, "__name__", type(provider).__name__)
+            raise ConfigError(
+                f"{name}() takes no vp_stage, and ranks have several model chunks.",
+                rule="it is called once for each chunk, and vp_stage says which one to build",
+                flags=["--num-virtual-stages-per-pipeline-rank",
+                       "--num-layers-per-virtual-pipeline-stage"],
+                fix=f"give {name}() an argument vp_stage=None and pass it to the model",
+            )  # fmt: skip
         options = {name: value for name, value in options.items() if name in known}
     return provider(**options)
 

@@ -23,15 +23,24 @@ def open_tensorboard(run: ResolvedRun) -> Any:
 
 
 def open_wandb(run: ResolvedRun) -> Any:
-    """Return the wandb module with an open run, or None."""
+    """Return the wandb module with an open run, or None; offline where it cannot log in."""
     if not run.wandb_project or not is_last_rank():
         return None
     wandb = capabilities.require("wandb", purpose="--wandb-project")
-    wandb.init(
-        project=run.wandb_project,
-        entity=run.wandb_entity,
-        name=run.wandb_exp_name,
-        dir=run.wandb_save_dir,
-        config={name: plain(value) for name, value in run.config.flat().items()},
-    )
+    settings = {
+        "project": run.wandb_project,
+        "entity": run.wandb_entity,
+        "name": run.wandb_exp_name,
+        "dir": run.wandb_save_dir,
+        "config": {name: plain(value) for name, value in run.config.flat().items()},
+    }
+    try:
+        wandb.init(**settings)
+    except wandb.Error as error:  # no key, or nobody answers; this rank alone must not end the run
+        print(
+            f"wandb: {error}\nwandb: the run is recorded offline; upload it with `wandb sync`, or "
+            "run `wandb login` first. WANDB_MODE=offline or disabled says so beforehand.",
+            flush=True,
+        )
+        wandb.init(**settings, mode="offline")
     return wandb

@@ -3,7 +3,7 @@
 import pytest
 
 from megatron.core.errors import ConfigError
-from megatron.inference.harness import rolling_rows, row_of_pair
+from megatron.inference.harness import check_generation, rolling_rows, row_of_pair
 from tools.evaluate_perplexity import check_windows, windows
 
 
@@ -47,3 +47,11 @@ def test_rolling_rows_score_every_token_once_in_the_fullest_windows(longest):
         scored += row.tokens[row.first_scored :]
     assert scored == tokens
     assert all(len(row.tokens) == longest + 1 for row in rolling_rows(tokens, 0, longest)[:-1])
+
+
+def test_what_a_task_asks_of_generation_acts_or_is_refused():
+    check_generation({"until": ["x"], "do_sample": True, "temperature": 0.5, "max_gen_toks": 4})
+    check_generation({"num_beams": 1, "repetition_penalty": 1.0, "min_p": None, "top_p": 0.9})
+    for name, value in (("repetition_penalty", 1.2), ("num_beams", 4), ("min_p", 0.1), ("new", 1)):
+        with pytest.raises(ConfigError, match=f"{name}={value}"):
+            check_generation({"until": [], name: value})

@@ -178,7 +178,11 @@ def get_gpt_layer_with_transformer_engine_submodules(
 
 
 def get_gpt_layer_with_transformer_engine_spec(*args: Any, **kwargs: Any) -> ModuleSpec:
-    """Return the spec of a layer of Transformer Engine's classes."""
+    """Return the spec of a layer of Transformer Engine's classes.
+
+    Args:
+        normalization: accepted for compatibility; the config's `normalization` decides.
+    """
     parts = get_gpt_layer_with_transformer_engine_submodules(*args, **kwargs)
     return ModuleSpec(module=TransformerLayer, submodules=parts)
 
@@ -189,7 +193,18 @@ def get_gpt_decoder_layer_specs(
     normalization: str | None = None,
     qk_l2_norm: bool = False,
 ) -> list[ModuleSpec]:
-    """Return the spec of every layer of the model, in order."""
+    """Return the spec of every layer of the model, in order.
+
+    Raises:
+        ConfigError: `normalization` is not the config's, which decides.
+    """
+    if normalization not in (None, config.normalization):
+        raise ConfigError(
+            f"a spec was asked for {normalization}, the config says {config.normalization}.",
+            rule="the norms of a model follow its config",
+            flags=["--normalization"],
+            fix=f"build the config with normalization={normalization!r}",
+        )
     make = (
         get_gpt_layer_with_transformer_engine_spec
         if use_transformer_engine

@@ -1,0 +1,66 @@
+"""What is given and cannot act is refused or said, not dropped."""
+
+import inspect
+from types import SimpleNamespace
+
+import pytest
+
+from megatron.core.errors import ConfigError
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.training.initialize import _set_random_seed
+from megatron.training.setup import writers
+from megatron.training.setup.model import _call_with_known
+
+CHUNK = {"pre_process": True, "post_process": False, "config": None, "pg_collection": None}
+
+
+def test_a_provider_that_cannot_be_told_its_chunk_is_refused_where_there_are_several():
+    def older(pre_process, post_process):
+        return pre_process, post_process
+
+    def newer(pre_process, post_process, vp_stage=None):
+        return vp_stage
+
+    assert _call_with_known(older, **CHUNK, vp_stage=None) == (True, False)
+    assert _call_with_known(newer, **CHUNK, vp_stage=1) == 1
+    assert _call_with_known(lambda **options: options["vp_stage"], **CHUNK, vp_stage=1) == 1
+    with pytest.raises(ConfigError, match=r"older\(\) takes no vp_stage"):
+        _call_with_known(older, **CHUNK, vp_stage=1)
+
+
+def test_seeding_takes_the_names_of_megatron_and_no_others():
+    parameters = inspect.signature(_set_random_seed).parameters.values()
+    assert not any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters)
+    _set_random_seed(3, te_rng_tracker=True)
+    with pytest.raises(ConfigError, match="equal weights"):
+        _set_random_seed(3, data_parallel_random_init=True)
+
+
+def test_norms_that_contradict_the_config_are_refused():
+    config = TransformerConfig(num_layers=2, hidden_size=8, num_attention_heads=2)
+    get_gpt_decoder_block_spec(config, False, normalization="LayerNorm", pp_rank=0)
+    with pytest.raises(ConfigError, match="RMSNorm"):
+        get_gpt_decoder_block_spec(config, False, normalization="RMSNorm", pp_rank=0)
+
+
+def test_a_run_without_a_key_of_wandb_is_recorded_offline(monkeypatch, capsys):
+    class Error(Exception):
+        pass
+
+    begun = []
+
+    def init(mode=None, **settings):
+        begun.append((mode, settings["project"]))
+        if mode is None:
+            raise Error("api_key not configured (no-tty). call wandb.login(key=[your_api_key])")
+
+    library = SimpleNamespace(Error=Error, init=init)
+    monkeypatch.setattr(writers.capabilities, "require", lambda name, purpose: library)
+    run = SimpleNamespace(
+        wandb_project="p", wandb_entity="", wandb_exp_name="", wandb_save_dir="",
+        config=SimpleNamespace(flat=dict),
+    )  # fmt: skip
+    assert writers.open_wandb(run) is library
+    assert begun == [(None, "p"), ("offline", "p")]
+    assert "wandb login" in capsys.readouterr().out
