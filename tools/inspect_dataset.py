@@ -5,6 +5,7 @@
     python tools/inspect_dataset.py show data/a --documents 0 17 --tokenizer-type ByteTokenizer
     python tools/inspect_dataset.py compare data/a data/b
     python tools/inspect_dataset.py duplicates data/a data/b --list duplicates.jsonl
+    python tools/inspect_dataset.py blend 0.7 data/a 0.3 data/b --samples 100000 --seq-length 4096
     python tools/inspect_dataset.py audit runs/audit
 
 A name is a corpus without .bin and .idx, or a folder of corpora. The exit status is 0 if all is
@@ -18,13 +19,18 @@ import dataclasses
 import json
 import os
 import sys
+import tempfile
 from collections.abc import Sequence
+from pathlib import Path
+from typing import ClassVar
 
 sys.path.append(os.path.join(os.path.dirname(os.path.abspath(__file__)), os.pardir))
 
 from megatron.core.datasets import inspection
+from megatron.core.datasets.blended_megatron_dataset_config import SAMPLE_ORDERS
 from megatron.core.datasets.corpus_paths import MASK_SUFFIX
 from megatron.core.datasets.indexed_dataset import IndexedDataset
+from megatron.core.datasets.utils import get_blend_from_list
 from megatron.core.errors import DataError, MegatronError
 from megatron.core.tokenizers.megatron_tokenizer import TOKENIZER_TYPES, make_tokenizer
 
@@ -49,6 +55,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     show = command("show", "print documents", "1")
     show.add_argument("--documents", type=int, nargs="+", default=[0], metavar="NUMBER")
     show.add_argument("--tokens", type=int, default=_SHOWN_TOKENS, help="print so many of each")
+    show.add_argument("--ids", action="store_true", help="print ids beside the text")
     show.add_argument(
         "--tokenizer-type", metavar="TYPE", help=f"decode with it: {', '.join(TOKENIZER_TYPES)}"
     )
@@ -59,6 +66,13 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     command("compare", "say whether two corpora hold the same documents", "2")
     duplicates = command("duplicates", "find documents that equal an earlier one exactly")
     duplicates.add_argument("--list", metavar="FILE", help="write each copy and its original")
+    blend = command("blend", "samples, share and epochs of each corpus of a blend")
+    blend.add_argument("--samples", type=int, help="that a run asks for; without it, one epoch")
+    blend.add_argument("--seq-length", type=int, required=True, help="tokens of a sample")
+    blend.add_argument("--split", default="1", help="as of the run; the share of training is shown")
+    blend.add_argument("--sample-order", default="megatron", choices=SAMPLE_ORDERS)
+    blend.add_argument("--mid-level-dataset-surplus", type=float, default=0.005)
+    blend.add_argument("--json", action="store_true", help="one JSON object per corpus")
     audit = commands.add_parser("audit", help="what a run consumed", allow_abbrev=False)
     audit.add_argument("folder", help="of --data-audit-path")
     return parser.parse_args(argv)
@@ -158,14 +172,68 @@ def show(args: argparse.Namespace) -> int:
         shown = [int(token) for token in tokens[: args.tokens]]
         rest = f" (the first {len(shown)})" if len(shown) < len(tokens) else ""
         print(f"document {number}: {len(tokens)} tokens{rest}")
-        print(f"  ids   {' '.join(map(str, shown))}")
         if tokenizer is not None:
-            print(f"  text  {tokenizer.detokenize(shown)!r}")
+            print(readable(tokenizer.detokenize(shown)))
+        if tokenizer is None or args.ids:
+            print(f"  ids   {' '.join(map(str, shown))}")
         if mask is not None:  # conversations
             is_learned = inspection.document_tokens(mask, number) == 1
             learned = tokens[: args.tokens][is_learned[: args.tokens]]
-            text = "" if tokenizer is None else f": {tokenizer.detokenize(learned.tolist())!r}"
-            print(f"  of these {len(learned)} are learned{text}")
+            print(f"  of these {len(learned)} are learned{'' if tokenizer is None else ':'}")
+            if tokenizer is not None:
+                print(readable(tokenizer.detokenize(learned.tolist())))
+    return 0
+
+
+def readable(text: str) -> str:
+    """Return text as indented lines; what a terminal would obey or not show is escaped."""
+    shown = "".join(
+        c if c.isprintable() or c in "\t\n" else c.encode("unicode_escape").decode() for c in text
+    )
+    return "\n".join(f"  | {line}" for line in shown.split("\n"))
+
+
+class _AnyTokens:
+    """Stands for a tokenizer where no token is read."""
+
+    vocab_size = 1 << 31
+    unique_identifiers: ClassVar[dict[str, str]] = {"class": "any"}
+
+
+def blend(args: argparse.Namespace) -> int:
+    """Print what each corpus gives to a blend, as a run would make it."""
+    from megatron.core.datasets.blend_report import lines_of, shares_of
+    from megatron.core.datasets.blended_megatron_dataset_builder import (
+        BlendedMegatronDatasetBuilder,
+    )
+    from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+
+    with tempfile.TemporaryDirectory() as cache:
+        config = GPTDatasetConfig(
+            random_seed=1234,
+            sequence_length=args.seq_length,
+            blend=get_blend_from_list(args.corpora),
+            split=args.split,
+            path_to_cache=cache,
+            sample_order=args.sample_order,
+            mid_level_dataset_surplus=args.mid_level_dataset_surplus,
+            tokenizer=_AnyTokens(),
+            reset_position_ids=False,
+            reset_attention_mask=False,
+            eod_mask_loss=False,
+        )
+        parts = BlendedMegatronDatasetBuilder(
+            GPTDataset, [args.samples, 0, 0], lambda: True, config
+        ).build()
+        shares = shares_of(parts[0])
+        num_samples = len(parts[0])
+    if args.json:
+        for share in shares:
+            print(json.dumps(dataclasses.asdict(share)))
+        return 0
+    print(f"{num_samples:,} samples of {args.seq_length:,} tokens")
+    for line in lines_of(shares, most=len(shares)):
+        print(f"  {line}")
     return 0
 
 
@@ -214,6 +282,8 @@ def audit(args: argparse.Namespace) -> int:
         print(f"  samples {first} to {last} are missing")
     for number in found.contradictions[:10]:
         print(f"  sample {number} had other tokens the second time")
+    for path in sorted(Path(args.folder).glob("blend-*.txt")):
+        print(path.read_text(), end="")
     return int(bool(found.missing or found.contradictions))
 
 
@@ -226,6 +296,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "show": show,
         "compare": compare,
         "duplicates": duplicates,
+        "blend": blend,
         "audit": audit,
     }
     try:

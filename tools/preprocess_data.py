@@ -44,7 +44,7 @@ from megatron.core.datasets.preprocessing.job import Job
 from megatron.core.datasets.preprocessing.length_report import check_report_name, write_report
 from megatron.core.datasets.preprocessing.sentence_splitting import SentenceSplitter
 from megatron.core.datasets.preprocessing.shards import rank_and_world, shard_name, shards_of
-from megatron.core.datasets.preprocessing.tally import Tally, summary
+from megatron.core.datasets.preprocessing.tally import Tally, percentiles_of, summary
 from megatron.core.datasets.preprocessing.units import read_units
 from megatron.core.datasets.preprocessing.workers import encode_in_order
 from megatron.core.errors import MegatronError
@@ -186,7 +186,8 @@ def preprocess(args: argparse.Namespace) -> list[Tally]:
         begun = time.perf_counter()
         tally = job.run()
         dtypes = {name: dtype.__name__ for name, dtype in encoder.corpora.items()}
-        told = summary(tally, prefixes, dtypes, time.perf_counter() - begun)
+        percentiles = {name: percentiles_of(prefix) for name, prefix in prefixes.items()}
+        told = summary(tally, prefixes, dtypes, time.perf_counter() - begun, percentiles)
         if job.was_finished:
             told += f"\nalready there; --restart makes {output} again"
         print(told, flush=True)
@@ -194,6 +195,7 @@ def preprocess(args: argparse.Namespace) -> list[Tally]:
             write_report(
                 shard_name(args.report, shard, num_shards) if num_shards > 1 else args.report,
                 tally,
+                percentiles,
                 title=os.path.basename(output),
                 summary=told,
             )
@@ -211,6 +213,7 @@ def find_optimal_num_workers(args: argparse.Namespace) -> None:
         documents += sum(len(part.sequences.per_document) for part in encoder(unit).parts.values())
         if documents >= args.max_documents:
             break
+    rates: dict[int, float] = {}
     print(f"{'workers':>8} {'docs/s':>12} {'tokens/s':>12}")
     for num_workers in args.workers_to_check:
         begun = time.perf_counter()
@@ -222,6 +225,9 @@ def find_optimal_num_workers(args: argparse.Namespace) -> None:
             f"{num_workers:>8} {tally.documents / seconds:>12.1f} {tally.tokens / seconds:>12.0f}",
             flush=True,
         )
+        rates[num_workers] = tally.tokens / seconds
+    if rates:
+        print(f"most tokens/s: --workers {max(rates, key=lambda workers: rates[workers])}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

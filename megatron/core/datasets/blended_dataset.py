@@ -98,6 +98,10 @@ class BlendedDataset(Described, Dataset[dict[str, Any]]):
             identity["samples"] = self._length
         return identity
 
+    def samples_of_datasets(self) -> list[int]:
+        """Return how many samples each dataset gives in all."""
+        return self._order.totals()
+
     @property
     def dataset_index(self) -> np.ndarray:
         """int16 [len], the dataset of every sample; made anew each time, for inspection."""

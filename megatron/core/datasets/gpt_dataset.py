@@ -177,6 +177,11 @@ class GPTDataset(MegatronDataset):
         length = self.config.sequence_length
         return plan_epochs(tokens, length, self._extra_token, self.num_samples)
 
+    @property
+    def samples_per_epoch(self) -> float | None:
+        """Samples, not always whole, after which documents are read again."""
+        return self._plan.tokens_per_epoch / self.config.sequence_length
+
     def _make_order(self) -> ShuffledDocuments | ShuffledWindows:
         if self.config.sample_order == "megatron":
             arrays = {

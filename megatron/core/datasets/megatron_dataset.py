@@ -98,6 +98,11 @@ class MegatronDataset(Described, Dataset[dict[str, Any]], ABC):
         """Return the settings that the index arrays depend on."""
         return ["random_seed", "sequence_length", "split", "split_matrix", "tokenizer"]
 
+    @property
+    def samples_per_epoch(self) -> float | None:
+        """Samples, not always whole, after which documents are read again; None if not known."""
+        return None
+
     @abstractmethod
     def __len__(self) -> int: ...
 

@@ -104,6 +104,11 @@ class SFTDataset(MegatronDataset):
             "documents": self.documents_identity(),
         }
 
+    @property
+    def samples_per_epoch(self) -> float | None:
+        """Packs, each of which is one sample."""
+        return float(len(self.documents))
+
     def __len__(self) -> int:
         return self.num_samples or len(self.documents)
 

@@ -7,8 +7,10 @@ import inspect
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from megatron.core.datasets.blend_report import lines_of, shares_of
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_pg_rank, get_pg_size
 from megatron.training.datasets.audit import audited
@@ -16,7 +18,7 @@ from megatron.training.datasets.loader import build_pretraining_data_loader
 from megatron.training.meeting import max_over_ranks
 from megatron.training.parts import DataIterators, ValidationSet
 from megatron.training.phases import phase_of
-from megatron.training.printing import is_rank_0
+from megatron.training.printing import is_rank_0, print_rank_0
 from megatron.training.resolve import ResolvedRun
 from megatron.training.state import TrainState
 
@@ -120,6 +122,8 @@ def _chunk_data(
     consumed = state.consumed_train_samples
     begin = phase_of(run, consumed).begin
     train, valid, test = provider(list(sample_counts(run, consumed)), **options)
+    if is_rank_0() and vp_stage in (None, 0):
+        describe_blend(train, begin, run.data_audit_path)
     row = run.micro_batch_size * run.data_parallel_size
     consumed_valid = 0 if run.full_validation else state.consumed_valid_samples
     sets = valid if isinstance(valid, list) else [valid]
@@ -137,6 +141,26 @@ def _chunk_data(
         test=_open(run, groups, test, 0, repeats=True),
         num_test_rows=_num_rows(test, row),
     )
+
+
+def describe_blend(dataset: Any, first_sample: int, audit_path: str | None) -> None:
+    """Print what each corpus gives to the training data of this run, or phase; keep it for audits.
+
+    Args:
+        first_sample: number of the first sample of the dataset in the run.
+        audit_path: where samples are recorded, if they are.
+    """
+    shares = shares_of(dataset)
+    if len(shares) < 2:
+        return
+    begin = f" from sample {first_sample:,} on" if first_sample else ""
+    heading = f"training data{begin}: {len(dataset):,} samples of {len(shares)} corpora"
+    for line in (heading, *(f"  {line}" for line in lines_of(shares))):
+        print_rank_0(f" > {line}")
+    if audit_path is not None:
+        os.makedirs(audit_path, exist_ok=True)
+        table = "\n".join([heading, *(f"  {line}" for line in lines_of(shares, most=len(shares)))])
+        Path(audit_path, f"blend-{first_sample:012d}.txt").write_text(table + "\n")
 
 
 def _name_of(dataset: Any) -> str:

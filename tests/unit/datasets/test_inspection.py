@@ -9,9 +9,13 @@ import numpy as np
 import pytest
 
 from megatron.core.datasets import inspection
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.gpt_dataset import GPTDataset
 from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
+from megatron.core.datasets.utils import get_blend_from_list
+from megatron.training.setup.data import describe_blend
 from tests.harness.pool import REPOSITORY
-from tests.unit.datasets.corpora import EOD, random_documents, write_corpus
+from tests.unit.datasets.corpora import EOD, config, random_documents, write_corpus
 
 sys.path.append(str(REPOSITORY / "tools"))
 import build_index
@@ -77,12 +81,74 @@ def test_documents_are_shown_as_ids_and_as_text(tmp_path, capsys):
     status, text = run(
         capsys, "show", f"{prefix}.idx", "--documents", 1, "--tokenizer-type", "ByteTokenizer"
     )
-    assert (status, text) == (0, "document 1: 3 tokens\n  ids   72 105 33\n  text  'Hi!'\n")
+    assert (status, text) == (0, "document 1: 3 tokens\n  | Hi!\n")
     _, text = run(capsys, "show", prefix, "--tokens", 2)
     assert text == "document 0: 5 tokens (the first 2)\n  ids   102 105\n"
     write_corpus(tmp_path / "c_mask", [[0] * 5, [0, 1, 1]])
     _, text = run(capsys, "show", prefix, "--documents", 1, "--tokenizer-type", "ByteTokenizer")
-    assert text.endswith("  text  'Hi!'\n  of these 2 are learned: 'i!'\n")
+    assert text.endswith("  | Hi!\n  of these 2 are learned:\n  | i!\n")
+    words = ["--documents", 1, "--ids", "--tokenizer-type", "ByteTokenizer"]
+    assert run(capsys, "show", prefix, *words)[1].startswith(
+        "document 1: 3 tokens\n  | Hi!\n  ids   72 105 33\n"
+    )
+
+
+def test_text_is_shown_in_lines_without_what_a_terminal_would_obey(tmp_path, capsys):
+    text = "one\ntwo\x1b[31m red\x07\ttab ä".encode()
+    prefix = write_corpus(tmp_path / "c", [np.frombuffer(text, np.uint8)])
+    _, shown = run(capsys, "show", prefix, "--tokenizer-type", "ByteTokenizer")
+    assert shown.split("\n", 1)[1] == "  | one\n  | two\\x1b[31m red\\x07\ttab ä\n"
+
+
+def test_the_log_and_the_audit_of_a_run_say_what_its_blend_gives(tmp_path, capsys):
+    for name in "ab":
+        write_corpus(tmp_path / name, [list(range(32))] * 4)
+    blend = get_blend_from_list(["3", str(tmp_path / "a"), "1", str(tmp_path / "b")])
+    settings = config(blend=blend, split="1", sequence_length=16)
+    train = BlendedMegatronDatasetBuilder(GPTDataset, [40, 0, 0], lambda: True, settings).build()[0]
+    folder = tmp_path / "audit"
+    describe_blend(train, 0, str(folder))
+    said = capsys.readouterr().out
+    assert "40 samples of 2 corpora" in said
+    assert said.split("corpus  ")[1].split()[:12] == [
+        "samples", "share", "asked", "epochs", ">", "a", "30", "75.0000%", "75.0000%", "3.750",
+        ">", "b",
+    ]  # fmt: skip
+    (folder / "dp00000.jsonl").write_text("[0, [1, 2]]\n")
+    status, text = run(capsys, "audit", folder)
+    assert status == 0
+    assert "40 samples of 2 corpora" in text
+    assert "75.0000%" in text
+
+
+@pytest.mark.parametrize("order", ["megatron", "native"])
+def test_a_blend_shows_samples_share_and_epochs_of_each_corpus(tmp_path, capsys, order):
+    sizes = {"a": 640, "b": 64, "c": 320}
+    for name, count in sizes.items():
+        write_corpus(tmp_path / name, [[5] * (count // 4)] * 4)
+    weights = {"a": 0.5, "b": 0.3, "c": 0.2}
+    words = [word for name in sizes for word in (weights[name], tmp_path / name)]
+    asked = ["--samples", 50, "--seq-length", 16, "--sample-order", order]
+    status, text = run(capsys, "blend", *words, *asked, "--json")
+    assert status == 0
+    rows = {os.path.basename(row["path"]): row for row in map(json.loads, text.splitlines())}
+    blend = get_blend_from_list([str(word) for word in words])
+    settings = config(blend=blend, split="1", sequence_length=16, sample_order=order,
+                      path_to_cache=str(tmp_path / "cache"))  # fmt: skip
+    train = BlendedMegatronDatasetBuilder(GPTDataset, [50, 0, 0], lambda: True, settings).build()[0]
+    taken = np.bincount([train[i]["dataset_id"] for i in range(len(train))])
+    for row, (name, count), samples in zip(rows.values(), sizes.items(), taken, strict=True):
+        assert row["num_samples"] == samples
+        assert row["realised"] == pytest.approx(samples / len(train))
+        assert row["asked"] == pytest.approx(weights[name])
+        assert row["num_epochs"] == pytest.approx(samples * 16 / count)
+    assert rows["b"]["num_epochs"] > 3 > 1 > rows["a"]["num_epochs"]
+    _, table = run(capsys, "blend", *words, *asked)
+    assert "asked    epochs" in table
+    assert not (tmp_path / "a").exists(), "no cache is left beside the corpora"
+    _, whole = run(capsys, "blend", tmp_path / "a", tmp_path / "b", "--seq-length", 16)
+    # Without weights and samples: the whole samples of each, once.
+    assert [line.split()[-1] for line in whole.splitlines()[2:]] == ["0.975", "0.750"]
 
 
 @pytest.mark.parametrize(

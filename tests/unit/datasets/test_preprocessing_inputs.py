@@ -351,3 +351,14 @@ def test_a_compressed_file_is_expanded_in_pieces_of_bounded_size(tmp_path):
     assert sum(sizes) == 256 << 20
     assert max(sizes) <= 18 << 20
     assert peak < 64 << 20
+
+
+def test_a_folder_of_text_alone_stands_for_its_text(tmp_path):
+    folder = tmp_path / "corpus"
+    (folder / "deep").mkdir(parents=True)
+    for name in ("b.txt", "deep/a.md", ".hidden.txt", "picture.png"):
+        (folder / name).write_text(name)
+    found = expand_inputs([str(folder)])
+    assert [file.path for file in found] == [str(folder / n) for n in ("b.txt", "deep/a.md")]
+    (folder / "records.jsonl").write_text("{}")  # then the text only describes them
+    assert [file.path for file in expand_inputs([str(folder)])] == [str(folder / "records.jsonl")]

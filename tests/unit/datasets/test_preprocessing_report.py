@@ -6,6 +6,8 @@ import json
 import numpy as np
 import pytest
 
+from megatron.core.datasets.indexed_dataset import IndexedDataset
+from megatron.core.datasets.inspection import statistics
 from megatron.core.datasets.preprocessing.tally import CorpusTally, Progress, Tally, duration
 from tools import preprocess_data
 
@@ -37,17 +39,33 @@ def test_another_kind_of_report_is_refused_before_any_work(tmp_path, capsys):
     assert not list(tmp_path.glob("out*"))
 
 
-def test_quantiles_are_within_a_bucket_of_the_exact_ones():
+def test_percentiles_of_the_summary_are_those_that_stats_gives(tmp_path, capsys):
+    assert run(tmp_path) == 0
+    said = capsys.readouterr().out
+    found = statistics(IndexedDataset(str(tmp_path / "out_text_document"))).percentiles
+    assert found[50] == 100
+    assert f"(50 %: {found[50]}, 90 %: 179, 99 %: {found[99]}; longest 199)" in said
+
+
+def test_buckets_count_every_document():
     lengths = np.random.RandomState(0).lognormal(6, 1.5, 5000).astype(np.int64) + 1
     tally = CorpusTally()
     for part in np.split(lengths, [10, 10, 3000]):
         tally.add_lengths(part)
     assert sum(tally.buckets) == 5000
     assert (tally.shortest, tally.longest) == (lengths.min(), lengths.max())
-    for share in (0.1, 0.5, 0.9, 0.99):
-        exact = np.quantile(lengths, share, method="higher")
-        assert exact / 2**0.25 <= tally.quantile(share) <= exact * 2**0.26
-    assert CorpusTally().quantile(0.5) == 0
+
+
+def test_a_log_hears_of_long_documents_before_there_are_many():
+    stream = io.StringIO()
+    progress = Progress(1000, 1000, Tally(), stream=stream)
+    tally = Tally(corpora={"text": CorpusTally(documents=5, tokens=50, text_bytes=100)})
+    progress(tally, 100)
+    assert stream.getvalue() == ""
+    progress._said -= 11  # seconds
+    progress(tally, 100)
+    progress(tally, 100)
+    assert stream.getvalue().count("Processed 5 documents") == 1
 
 
 def test_counts_survive_being_written_as_json():

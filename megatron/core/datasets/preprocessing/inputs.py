@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import glob
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -89,7 +89,8 @@ def expand_inputs(inputs: Sequence[str], format: InputFormat | None = None) -> l
     Args:
         inputs: files, folders, patterns or URLs.
         format: of all of them. None goes by the suffix: a named file of an unknown suffix is
-            JSON lines, and a folder stands for its JSON-lines and parquet files.
+            JSON lines, and a folder stands for its JSON-lines and parquet files or, if it has none
+            of them, for its files of text.
     Raises:
         DataError: one of them stands for nothing.
     """
@@ -100,12 +101,12 @@ def expand_inputs(inputs: Sequence[str], format: InputFormat | None = None) -> l
         else:
             found = _local_files(name.removeprefix("file://"), format)
         if not found:
-            kinds = ".jsonl, .json, .ndjson and .parquet"
+            kinds = ".jsonl, .json, .ndjson and .parquet, or .txt, .md and .rst,"
             raise DataError(
                 f"{name}: no such file, and no file matches it.",
                 rule=f"a file, a pattern, a URL, or a folder of {kinds} files (compressed or not)",
                 flags=["--input", "--input-format"],
-                fix="check the path; for a folder of plain text add --input-format text",
+                fix="check the path; for plain text under other names add --input-format text",
             )
         files += found
     return files
@@ -113,12 +114,10 @@ def expand_inputs(inputs: Sequence[str], format: InputFormat | None = None) -> l
 
 def _local_files(name: str, format: InputFormat | None) -> list[InputFile]:
     if os.path.isdir(name):
-        paths = sorted(
-            os.path.join(folder, entry)
-            for folder, _, entries in os.walk(name)
-            for entry in entries
-            if _is_document(entry, format)
-        )
+        entries = [
+            os.path.join(folder, entry) for folder, _, files in os.walk(name) for entry in files
+        ]
+        paths = sorted(_documents_of(entries, format))
     elif os.path.exists(name):
         paths = [name]
     else:
@@ -136,6 +135,20 @@ def _local_files(name: str, format: InputFormat | None) -> list[InputFile]:
             )
         )
     return found
+
+
+def _documents_of(paths: Iterable[str], format: InputFormat | None) -> list[str]:
+    """Return the files of a folder that it stands for: records, or text if it has no records."""
+    paths = list(paths)
+    found = [path for path in paths if _is_document(os.path.basename(path), format)]
+    if found or format is not None:
+        return found
+    names = {path: os.path.basename(path) for path in paths}
+    return [
+        path
+        for path, name in names.items()
+        if format_of(name) is InputFormat.text and not name.startswith(".")
+    ]
 
 
 def _is_document(name: str, format: InputFormat | None) -> bool:
@@ -156,7 +169,7 @@ def _remote_files(name: str, format: InputFormat | None) -> list[InputFile]:
         if any(sign in path for sign in "*?["):
             paths = sorted(system.glob(path))
         elif system.isdir(path) and not system.isfile(path):
-            paths = sorted(entry for entry in system.find(path) if _is_document(entry, format))
+            paths = sorted(_documents_of(system.find(path), format))
         else:
             paths = [path] if system.exists(path) else []
         sizes = [int(system.info(path).get("size") or 0) for path in paths]

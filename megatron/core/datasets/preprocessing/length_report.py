@@ -8,7 +8,12 @@ import os
 from typing import Any
 
 from megatron.core.capabilities import require
-from megatron.core.datasets.preprocessing.tally import BUCKETS_PER_DOUBLING, CorpusTally, Tally
+from megatron.core.datasets.preprocessing.tally import (
+    BUCKETS_PER_DOUBLING,
+    PERCENTILES,
+    CorpusTally,
+    Tally,
+)
 from megatron.core.errors import ConfigError
 
 _PAGE = """<!doctype html>
@@ -38,13 +43,16 @@ def check_report_name(path: str) -> None:
     require("matplotlib", purpose="--report")
 
 
-def write_report(path: str, tally: Tally, *, title: str, summary: str) -> None:
+def write_report(
+    path: str, tally: Tally, percentiles: dict[str, list[int]], *, title: str, summary: str
+) -> None:
     """Write histograms of document lengths, one for each corpus.
 
     Args:
+        percentiles: name of a corpus -> `percentiles_of`.
         path: `.html` (a page with the summary) or `.png`.
     """
-    figure = _draw(tally)
+    figure = _draw(tally, percentiles)
     if path.endswith(".png"):
         figure.savefig(path, dpi=120)
         return
@@ -61,7 +69,7 @@ def write_report(path: str, tally: Tally, *, title: str, summary: str) -> None:
         )
 
 
-def _draw(tally: Tally) -> Any:
+def _draw(tally: Tally, percentiles: dict[str, list[int]]) -> Any:
     matplotlib = require("matplotlib.figure", purpose="--report")
     rows = max(1, len(tally.corpora))
     figure = matplotlib.Figure(figsize=(9, 3.2 * rows), layout="constrained")
@@ -69,21 +77,21 @@ def _draw(tally: Tally) -> Any:
     for axis, (name, corpus) in zip(axes, tally.corpora.items(), strict=False):
         edges = [2 ** (i / BUCKETS_PER_DOUBLING) for i in range(len(corpus.buckets) + 1)]
         if corpus.buckets:
-            axis.stairs(corpus.buckets, edges, fill=True, alpha=0.7)
+            first = next(i for i, count in enumerate(corpus.buckets) if count)
+            axis.stairs(corpus.buckets[first:], edges[first:], fill=True, alpha=0.7)
             axis.set_xscale("log", base=2)
-        _label(axis, name, corpus)
+            axis.xaxis.set_major_formatter(lambda length, _: f"{length:,.0f}")
+        _label(axis, name, corpus, percentiles[name])
     return figure
 
 
-def _label(axis: Any, name: str, corpus: CorpusTally) -> None:
+def _label(axis: Any, name: str, corpus: CorpusTally, percentiles: list[int]) -> None:
     axis.set_title(f"{name}: {corpus.documents:,} documents, {corpus.tokens:,} tokens")
     axis.set_xlabel("tokens of a document")
     axis.set_ylabel("documents")
-    for share, style in ((0.5, "-"), (0.9, "--"), (0.99, ":")):
+    for percent, at, style in zip(PERCENTILES, percentiles, ("-", "--", ":"), strict=True):
         if corpus.documents:
-            at = corpus.quantile(share)
-            axis.axvline(
-                at, linestyle=style, color="black", linewidth=1, label=f"{share:.0%}: {at:,}"
-            )
+            label = f"{percent} %: {at:,}"
+            axis.axvline(at, linestyle=style, color="black", linewidth=1, label=label)
     if corpus.documents:
         axis.legend()

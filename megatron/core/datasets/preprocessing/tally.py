@@ -14,6 +14,8 @@ from typing import Any, TextIO
 
 import numpy as np
 
+from megatron.core.datasets.indexed_dataset import IndexedDataset
+from megatron.core.datasets.inspection import document_lengths
 from megatron.core.datasets.preprocessing.encoder import EncodedUnit
 
 BUCKETS_PER_DOUBLING = 4
@@ -46,14 +48,6 @@ class CorpusTally:
         counted = np.bincount(of_bucket, minlength=len(self.buckets))
         counted[: len(self.buckets)] += np.array(self.buckets, np.int64)
         self.buckets = counted.tolist()
-
-    def quantile(self, share: float) -> int:
-        """Return about the length below which a share of the documents lies, from the buckets."""
-        below = np.cumsum(self.buckets)
-        if not len(below) or not below[-1]:
-            return 0
-        bucket = int(np.searchsorted(below, share * below[-1]))
-        return int(min(2 ** ((bucket + 1) / BUCKETS_PER_DOUBLING), self.longest))
 
 
 @dataclass(kw_only=True)
@@ -119,8 +113,11 @@ class Tally:
         return cls(**{**values, "skipped": Counter(values["skipped"]), "corpora": corpora})
 
 
+_SILENT_SECONDS = 10.0
+
+
 class Progress:
-    """Say how far a run is: a bar on a terminal, else a line every so many documents.
+    """Say how far a run is: a bar on a terminal, else a line every so many documents or 10 s.
 
     Args:
         interval: documents between two lines.
@@ -145,6 +142,7 @@ class Progress:
         self._first_consumed: int | None = None
         self._next_report = (begun_with.documents // self.interval + 1) * self.interval
         self._drawn = 0.0
+        self._said = self._begun
 
     def __call__(self, tally: Tally, consumed: int) -> None:
         """Report if it is time to.
@@ -159,7 +157,8 @@ class Progress:
             if now - self._drawn > 0.2:
                 self._drawn = now
                 self._draw(tally, consumed)
-        elif tally.documents >= self._next_report:
+        elif tally.documents >= self._next_report or now - self._said > _SILENT_SECONDS:
+            self._said = now
             self._next_report = (tally.documents // self.interval + 1) * self.interval
             print(self._line(tally, consumed), file=self.stream, flush=True)
 
@@ -203,13 +202,35 @@ def duration(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{rest:02}"
 
 
-def summary(tally: Tally, prefixes: dict[str, str], dtypes: dict[str, str], seconds: float) -> str:
+PERCENTILES = (50, 90, 99)
+
+
+def percentiles_of(prefix: str) -> list[int]:
+    """Return the lengths below which half, 90 % and 99 % of the documents of a corpus lie.
+
+    From its index, exactly, and as `inspect_dataset.py stats` gives them: lengths that occur.
+    """
+    lengths = document_lengths(IndexedDataset(prefix))
+    if not len(lengths):
+        return [0] * len(PERCENTILES)
+    found: list[int] = np.percentile(lengths, PERCENTILES, method="lower").astype(int).tolist()
+    return found
+
+
+def summary(
+    tally: Tally,
+    prefixes: dict[str, str],
+    dtypes: dict[str, str],
+    seconds: float,
+    percentiles: dict[str, list[int]],
+) -> str:
     """Return documents, tokens, lengths, bytes per token, what was left out, and the rate.
 
     Args:
         prefixes: name of a corpus -> its path without suffix.
         dtypes: name of a corpus -> type of its tokens.
         seconds: of this run.
+        percentiles: name of a corpus -> `percentiles_of`.
     """
     lines = []
     for name, prefix in prefixes.items():
@@ -222,13 +243,16 @@ def summary(tally: Tally, prefixes: dict[str, str], dtypes: dict[str, str], seco
             lines.append(f"  sequences         {corpus.sequences:>14,}")
         lines.append(f"  tokens            {corpus.tokens:>14,}  ({dtypes[name]})")
         if corpus.documents:
-            quantiles = ", ".join(f"{corpus.quantile(share):,}" for share in (0.5, 0.9, 0.99))
+            shown = ", ".join(
+                f"{percent} %: {length:,}"
+                for percent, length in zip(PERCENTILES, percentiles[name], strict=True)
+            )
             if corpus.text_bytes:  # a mask holds none
                 per_token = corpus.text_bytes / max(corpus.tokens, 1)
                 lines.append(f"  bytes per token   {per_token:>14.3f}")
             lines += [
                 f"  tokens/document   {corpus.tokens / corpus.documents:>14.1f}  "
-                f"(half, 90 %, 99 % below about {quantiles}; longest {corpus.longest:,})",
+                f"({shown}; longest {corpus.longest:,})",
             ]
         if corpus.cut:
             lines.append(f"  cut to a pack     {corpus.cut:>14,}")
