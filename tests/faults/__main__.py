@@ -27,7 +27,7 @@ from pathlib import Path
 
 from tests.faults import namespaces, plan
 from tests.faults.checks import References
-from tests.faults.job import can_have_its_own_shared_memory
+from tests.faults.job import can_have_its_own_shared_memory, take_signals
 from tests.faults.restarts import run_restarts
 from tests.faults.result import Result
 from tests.faults.running import run_case
@@ -111,6 +111,7 @@ def main() -> int:
         print("\n".join(name for name, _ in tasks))
         return 0
     reaper.start()
+    take_signals()
     if not can_have_its_own_shared_memory():
         print("without root and unshare what is left in /dev/shm is not seen", flush=True)
     began = time.monotonic()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -44,6 +45,14 @@ TIMEOUT_SCALE = float(os.environ.get("TEST_TIMEOUT_SCALE", "1"))
 def can_have_its_own_shared_memory() -> bool:
     """Return whether a job can get a /dev/shm of its own, which takes root and unshare."""
     return os.geteuid() == 0 and shutil.which("unshare") is not None
+
+
+def take_signals() -> None:
+    """Let processes that are started from now on be interrupted.
+
+    A shell starts what it runs in the background with SIGINT ignored, and that is inherited.
+    """
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 class Job:
@@ -174,9 +183,11 @@ class Job:
         """Wait until no process of it lives; return those that still do after the time."""
         deadline = time.monotonic() + within_s * TIMEOUT_SCALE
         while True:
-            self.is_over()  # which takes a zombie away
-            left = [process for process in self.processes() if not may_stay(process)]
-            if not left or time.monotonic() > deadline:
+            is_over, living = self.is_over(), self.processes()
+            left = [process for process in living if not may_stay(process)]
+            # A process that ends loses its memory, by which it is known, before it has ended.
+            is_ending = not is_over and all(process.pid != self.pid for process in living)
+            if (not left and not is_ending) or time.monotonic() > deadline:
                 return left
             time.sleep(POLL_S)
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tests.faults.checks import References, check_curve, check_remains, check_save_directory
-from tests.faults.job import MODEL, POLL_S, TIMEOUT_SCALE, Job
+from tests.faults.job import FATAL, MODEL, POLL_S, TIMEOUT_SCALE, Job
 from tests.faults.processes import Process
 from tests.faults.promises import Kept, Promise
 from tests.faults.result import Result
@@ -105,7 +105,7 @@ def run_restarts(folder: Path, references: References, num_kills: int, seed: str
         if returns:
             result.facts = (
                 f"first step after a kill: median {statistics.median(returns):.1f} s, "
-                f"longest {max(returns):.1f} s"
+                f"longest {max(returns):.1f} s; {len(FATAL.findall(job.text()))} FATAL lines"
             )
     except _Gone as error:
         result.problems.append(str(error))

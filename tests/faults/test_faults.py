@@ -1,9 +1,13 @@
 """A few of the cases of `python -m tests.faults`."""
 
+import signal
+
 import pytest
 
 from tests.faults import plan
 from tests.faults.checks import References
+from tests.faults.job import take_signals
+from tests.faults.promises import Kept, promise_for
 from tests.faults.running import run_case
 
 SAMPLE = (
@@ -17,7 +21,10 @@ SAMPLE = (
 
 @pytest.fixture(scope="module")
 def references(tmp_path_factory):
-    return References(tmp_path_factory.mktemp("references"))
+    former = signal.getsignal(signal.SIGINT)
+    take_signals()
+    yield References(tmp_path_factory.mktemp("references"))
+    signal.signal(signal.SIGINT, former)
 
 
 @pytest.mark.distributed
@@ -33,13 +40,22 @@ def test_a_disturbed_run_keeps_what_is_promised_and_goes_on_to_the_same_end(
 def test_every_signal_meets_every_target_at_every_moment():
     met = {(f.signal, f.target, f.moment) for case in plan.matrix() for f in case.faults}
     ranks = (plan.Target.RANK_0, plan.Target.RANK_1)
-    for signal in (plan.TERM, plan.INT, plan.KILL, plan.STOP):
+    for number in (plan.TERM, plan.INT, plan.KILL, plan.STOP):
         for moment in plan.Moment:
-            assert any((signal, rank, moment) in met for rank in ranks)
-            assert (signal, plan.Target.LAUNCHER, moment) in met
-            assert signal is plan.INT or (signal, plan.Target.GROUP, moment) in met
+            assert any((number, rank, moment) in met for rank in ranks)
+            assert (number, plan.Target.LAUNCHER, moment) in met
+            assert (number, plan.Target.GROUP, moment) in met
 
 
 def test_no_two_cases_are_the_same():
     names = [case.name for case in plan.matrix()]
     assert len(set(names)) == len(names)
+
+
+def test_a_preempted_job_is_promised_its_last_step():
+    assert {promise_for(case).kept for case in plan.preempt(2)} == {Kept.LAST_STEP}
+
+
+@pytest.mark.parametrize("case", plan.matrix(), ids=lambda case: case.name)
+def test_a_promise_exists_for_each_case_and_is_bounded(case):
+    assert 0 < promise_for(case).within_s <= 120
