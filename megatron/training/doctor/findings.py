@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import ipaddress
 import os
 import platform
 import socket
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from megatron.core import capabilities, device
 from megatron.core.errors import MegatronError
 from megatron.core.utils import is_torch_min_version
+from megatron.training.setup.addresses import other_interfaces
 
 OLDEST_TORCH = "2.6.0"
 VARIABLES = (
@@ -165,7 +167,7 @@ def network_findings() -> Iterator[Finding]:
         with socket.create_server(("", 0)) as server:
             address = socket.gethostbyname(host)
             with socket.create_connection((address, server.getsockname()[1]), timeout=5):
-                yield Finding("network", "this host", f"{host} is {address}, and reachable")
+                yield _this_host(host, address)
     except OSError as error:
         text = (
             f"{host} cannot be reached by its name ({error}); ranks of one machine may need "
@@ -175,6 +177,18 @@ def network_findings() -> Iterator[Finding]:
         is_named = "GLOO_SOCKET_IFNAME" in os.environ
         state = State.ABSENT if is_named else State.PROBLEM
         yield Finding("network", "this host", text, state)
+
+
+def _this_host(host: str, address: str) -> Finding:
+    """Judge the address that gloo announces to ranks on other machines."""
+    if "GLOO_SOCKET_IFNAME" in os.environ or not ipaddress.ip_address(address).is_loopback:
+        return Finding("network", "this host", f"{host} is {address}, and reachable")
+    named = ", ".join(other_interfaces()) or "none here has an address of its own"
+    text = (
+        f"{host} is {address}: enough for ranks of one machine; those of several would announce an "
+        f"address that no other machine reaches, and need GLOO_SOCKET_IFNAME ({named})"
+    )
+    return Finding("network", "this host", text, State.ABSENT)
 
 
 def environment_findings() -> Iterator[Finding]:

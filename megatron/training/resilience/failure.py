@@ -96,6 +96,11 @@ def classify(error: BaseException) -> tuple[str, int]:
     return CRASH
 
 
+def is_lost_peer(error: BaseException) -> bool:
+    """Return whether an error comes from the silence of another rank."""
+    return classify(error) == LOST_PEER
+
+
 def action_for(error: BaseException, name: str, progress: RunProgress) -> str:
     """Say in a few words what to do."""
     parts = error.problems if isinstance(error, MegatronError) else ()
@@ -173,7 +178,7 @@ def set_earlier_failure_aside(directory: str) -> None:
 
 def about_peers(error: BaseException, progress: RunProgress) -> str:
     """Return what is known of the ranks of this node, if `error` comes from their silence."""
-    is_lost = classify(error) == LOST_PEER
+    is_lost = is_lost_peer(error)
     return progress.peers.describe() if progress.peers is not None and is_lost else ""
 
 
@@ -186,7 +191,7 @@ def _is_first_to_report(error: BaseException, progress: RunProgress, store: Any)
     try:
         return bool(_ask(lambda: store.add("failure/reports", 1)) == 1)
     except Exception:
-        is_seen_by_all = isinstance(error, LauncherLostError) or classify(error) == LOST_PEER
+        is_seen_by_all = isinstance(error, LauncherLostError) or is_lost_peer(error)
         return progress.local_rank == 0 or not is_seen_by_all
 
 

@@ -12,10 +12,12 @@ import torch
 import torch.distributed as dist
 
 from megatron.core import device, parallel_state
+from megatron.core.errors import TopologyError
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.rng import rng_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.training.launch import Place
+from megatron.training.resilience.failure import is_lost_peer
 from megatron.training.resolve import ResolvedRun
 
 
@@ -23,13 +25,24 @@ def start_processes(run: ResolvedRun, place: Place, store: Any) -> None:
     """Bind the device and create the world process group; nothing to do if it exists."""
     device.set_local_device(place.local_rank)
     if not dist.is_initialized():
-        dist.init_process_group(
-            backend=run.distributed_backend,
-            store=dist.PrefixStore("world", store),  # type: ignore[attr-defined]
-            rank=place.rank,
-            world_size=place.world_size,
-            timeout=timedelta(minutes=run.distributed_timeout_minutes),
-        )
+        try:
+            dist.init_process_group(
+                backend=run.distributed_backend,
+                store=dist.PrefixStore("world", store),  # type: ignore[attr-defined]
+                rank=place.rank,
+                world_size=place.world_size,
+                timeout=timedelta(minutes=run.distributed_timeout_minutes),
+            )
+        except RuntimeError as error:
+            if is_lost_peer(error):
+                raise
+            raise TopologyError(
+                f"rank {place.rank} of {place.world_size} cannot connect to the others: "
+                f"{str(error).splitlines()[0]}",
+                rule="every rank reaches every other at the address that it announces",
+                flags=["--distributed-backend"],
+                fix="look at GLOO_SOCKET_IFNAME, or NCCL_SOCKET_IFNAME with NCCL, and at firewalls",
+            ) from error
 
 
 def create_groups(

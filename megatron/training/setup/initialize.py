@@ -27,6 +27,7 @@ from megatron.training.resilience.signals import SignalFlag
 from megatron.training.resolve import ResolvedRun, resolve_vocabulary
 from megatron.training.rules import notes, resolve_and_check
 from megatron.training.rules.same_flags import agree_on_settings, comparable
+from megatron.training.setup.addresses import check_addresses
 from megatron.training.setup.distributed import (
     create_groups,
     seed_everything,
@@ -113,7 +114,9 @@ def start_session(
     if progress.watch is not None:
         progress.watch.follow(progress.peers.peers)
 
-    progress.where = "creating process groups"
+    progress.where = "connecting the ranks"
+    if "gloo" in run.distributed_backend:
+        check_addresses(store, place.rank, place.world_size, START_TIMEOUT)
     start_processes(run, place, store)
     if claims_save_directory and run.save is not None and not run.skip_train:
         progress.where = "claiming the save directory"
@@ -121,7 +124,7 @@ def start_session(
         progress.has_claimed = True
         if place.rank == 0 and progress.save_directory is not None:
             set_earlier_failure_aside(progress.save_directory)
-        progress.where = "creating process groups"
+    progress.where = "creating process groups"
     groups = create_groups(
         run,
         get_embedding_ranks=get_embedding_ranks,

@@ -11,6 +11,8 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
+
 from megatron.core.dist_checkpointing.lease import Lease
 from tests.distributed.training.test_pretraining import SMALL
 
@@ -102,6 +104,39 @@ def test_sigterm_to_the_process_group_saves_the_present_step_and_leaves(tmp_path
     last = int(LINE.findall(text)[-1][0])
     tracker = tmp_path / "save" / "latest_checkpointed_iteration.txt"
     assert int(tracker.read_text()) == last
+
+
+def test_torchrun_starts_a_run_again_whose_rank_was_killed(tmp_path):
+    """The killed rank is named; the next attempt goes on from the newest checkpoint to the end."""
+    save = str(tmp_path / "save")
+    words = [*SMALL.split(), "--train-iters", "40", "--save", save, "--load", save]
+    words += ["--save-interval", "2", "--tensor-model-parallel-size", "2"]
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    log = tmp_path / "log"
+    with (
+        log.open("w") as file,
+        subprocess.Popen(
+            [sys.executable, *launcher, "--max-restarts", "1", "pretrain_gpt.py", *words],
+            cwd=ROOT,
+            env=environment(),
+            stdout=file,
+            stderr=subprocess.STDOUT,
+        ) as process,
+    ):
+        deadline = time.monotonic() + 200
+        while not (Path(save) / "iter_0000002").exists():
+            assert process.poll() is None and time.monotonic() < deadline, log.read_text()
+            time.sleep(0.02)
+        victim = max(child.pid for child in psutil.Process(process.pid).children())
+        os.kill(victim, signal.SIGKILL)
+        assert process.wait(timeout=240) == 0, log.read_text()
+    text = log.read_text()
+    assert re.search(rf"\(process {victim}\) was killed by signal 9", text), text
+    assert text.count("FATAL[PEER_LOST]") == 1
+    assert "successfully loaded checkpoint from" in text
+    record = json.loads((tmp_path / "save" / "failure.previous.json").read_text())
+    assert (record["class"], record["attempt"]) == ("PEER_LOST", 0)
+    assert (tmp_path / "save" / "iter_0000040").exists()
 
 
 def test_a_bad_command_line_ends_with_one_line_and_no_traceback(tmp_path):
