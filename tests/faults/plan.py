@@ -91,9 +91,7 @@ class Case:
     @property
     def may_finish(self) -> bool:
         """Whether all steps may be done although the run was disturbed."""
-        first = self.faults[0]
-        is_for_a_worker = first.target is Target.WORKER and first.signal is not KILL
-        return Moment.EXIT in self.moments or is_for_a_worker
+        return Moment.EXIT in self.moments
 
     @property
     def is_pause(self) -> bool:
@@ -152,6 +150,10 @@ def _extras() -> Iterator[Case]:
     for moment in (Moment.STEP, Moment.EVALUATION):
         again = (Fault(TERM, Target.LAUNCHER, moment),) * 2
         yield Case(again, True, Workers.DEFAULT)
+    # Ctrl-C that saves; a launcher that dies while its ranks can save.
+    ctrl_c = Fault(INT, Target.LAUNCHER, Moment.STEP)
+    yield Case((ctrl_c,), True, Workers.DEFAULT, flags=("--exit-signal", "SIGINT"))
+    yield Case((Fault(KILL, Target.LAUNCHER, Moment.STEP),), True, Workers.DEFAULT)
     # A rank that does not answer: the others wait for it, or somebody ends the job.
     stopped = Fault(STOP, Target.RANK_1, Moment.STEP)
     yield Case((stopped,), stays_stopped=True, flags=("--distributed-timeout-minutes", "1"))

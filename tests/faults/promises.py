@@ -94,10 +94,11 @@ RULES = (
     ),
     Rule(
         Promise(
-            Kept.LAST_SAVE, 60.0, "loader workers are the rank's to end: a signal to one of them"
-            " is either ignored or the death of a worker",
+            Kept.END, 60.0, "loader workers are the rank's to end: a signal to one of them, which"
+            " comes too where a whole group is told to end, is ignored",
+            is_success=True,
         ),
-        signals=(TERM,), targets=(Target.WORKER,), has_handler=True,
+        signals=(TERM,), targets=(Target.WORKER,),
     ),
     Rule(
         Promise(
@@ -123,6 +124,12 @@ RULES = (
         signals=(TERM,), has_handler=False,
     ),
     Rule(
+        Promise(
+            Kept.LAST_STEP, 25.0, "--exit-signal SIGINT does the same at Ctrl-C", is_clean=True,
+        ),
+        signals=(INT,), has_handler=True,
+    ),
+    Rule(
         Promise(Kept.LAST_SAVE, 20.0, "Ctrl-C ends the run; what was saved before stays"),
         signals=(INT,),
     ),
@@ -132,6 +139,13 @@ RULES = (
             classes=frozenset({"DATA"}), is_success=False,
         ),
         signals=(KILL,), targets=(Target.WORKER,),
+    ),
+    Rule(
+        Promise(
+            Kept.LAST_STEP, 35.0, "ranks that save on SIGTERM do so when their launcher is gone",
+            is_success=False,
+        ),
+        signals=(KILL,), targets=(Target.LAUNCHER,), has_handler=True,
     ),
     Rule(
         Promise(
