@@ -20,8 +20,12 @@ from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from types import ModuleType
 from typing import Any
 
+from megatron.compatibility.deepspeed_names import DEEPSPEED_ELSEWHERE, DEEPSPEED_LACKING
 from megatron.compatibility.elsewhere import ELSEWHERE
 from megatron.compatibility.lacking import LACKING
+
+_FOUND = {**ELSEWHERE, **DEEPSPEED_ELSEWHERE}
+_NOT_HERE = {**LACKING, **DEEPSPEED_LACKING}
 
 
 def install() -> None:
@@ -32,7 +36,7 @@ def install() -> None:
 
 def getter(module: str) -> Callable[[str], Any]:
     """Return the `__getattr__` of a module of the tables."""
-    elsewhere, lacking = ELSEWHERE.get(module, {}), LACKING.get(module, {})
+    elsewhere, lacking = _FOUND.get(module, {}), _NOT_HERE.get(module, {})
 
     def get(name: str) -> Any:
         if name in elsewhere:
@@ -99,7 +103,7 @@ def _with_parents(modules: Sequence[str]) -> frozenset[str]:
 class NameFinder(MetaPathFinder):
     """Finds the modules of the tables."""
 
-    modules = _with_parents([*ELSEWHERE, *LACKING])
+    modules = _with_parents([*_FOUND, *_NOT_HERE])
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None

@@ -13,8 +13,6 @@ behind them: `megatron.core.distributed`, `megatron.core.optimizer`, `megatron.c
 `megatron.core.dist_checkpointing` do the work.
 """
 
-from typing import NoReturn
-
 from megatron.core.errors import ConfigError
 from megatron.deepspeed import checkpointing, comm, lr_schedules, ops, utils, zero
 from megatron.deepspeed.accelerator import get_accelerator
@@ -38,19 +36,5 @@ __all__ = [
     "zero",
 ]
 
-_ELSEWHERE = {
-    "PipelineModule": "pretrain_gpt.py --pipeline-model-parallel-size",
-    "PipelineEngine": "pretrain_gpt.py --pipeline-model-parallel-size",
-    "pipe": "pretrain_gpt.py --pipeline-model-parallel-size",
-    "moe": "pretrain_gpt.py --num-experts",
-    "tp_model_init": "pretrain_gpt.py --tensor-model-parallel-size",
-    "init_inference": "tools/generate.py",
-    "InferenceEngine": "tools/generate.py",
-}
-"""Names of DeepSpeed's that are not here, and what is instead."""
-
-
-def __getattr__(name: str) -> NoReturn:
-    """Say what to use instead of a part of DeepSpeed that does not exist here."""
-    hint = f": use {_ELSEWHERE[name]}" if name in _ELSEWHERE else ""
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")
+__version__ = "0.19.8"
+"""The release of DeepSpeed whose names, arguments and settings these are."""

@@ -177,10 +177,11 @@ def save_weights(engine: EngineState, directory: str, name: str) -> None:
             fix=f"use {Path(name).stem}.safetensors",
         )
     path = Path(directory) / name
-    _on_first_rank(path, lambda: _write_safetensors(path, state))
+    _on_first_rank(path, lambda: write_safetensors(path, state))
 
 
-def _write_safetensors(path: Path, state: Mapping[str, Tensor]) -> None:
+def write_safetensors(path: Path, state: Mapping[str, Tensor]) -> None:
+    """Write tensors to one file, which appears complete or not at all: this process alone."""
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}.unfinished")
     draft.unlink(missing_ok=True)

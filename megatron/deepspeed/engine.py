@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.data import Dataset
 
 from megatron.core import device
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
@@ -19,6 +20,8 @@ from megatron.core.rng import rng_state
 from megatron.core.utils import get_pg_rank
 from megatron.deepspeed import checkpoints
 from megatron.deepspeed.engine_state import EngineState
+from megatron.deepspeed.flops import FlopsProfiler, print_profile
+from megatron.deepspeed.loading import replica_loader
 from megatron.deepspeed.settings import EngineSettings
 
 
@@ -62,15 +65,28 @@ class DeepSpeedEngine(EngineState):
         if self.settings["fp16.auto_cast"]:
             inputs, kwargs = tree_map(self._cast, (inputs, kwargs))
         with ExitStack() as stack:
+            stack.enter_context(self._times.of("forward"))
             if self.settings["torch_autocast.enabled"]:
                 dtype = getattr(torch, self.settings["torch_autocast.dtype"])
                 stack.enter_context(torch.autocast(device.device_type(), dtype=dtype))
-            outputs = self.replica(*inputs, **kwargs)
+            if self._is_profiled_now():
+                profiler = FlopsProfiler(self.module)
+                outputs = profiler.count(lambda: self.replica(*inputs, **kwargs))
+                if self._is_first:
+                    print_profile(profiler, self.settings)
+            else:
+                outputs = self.replica(*inputs, **kwargs)
         if torch.is_grad_enabled():
             for output in tree_leaves(outputs):
                 if isinstance(output, Tensor) and output.requires_grad:
                     output.register_hook(self._backward_begins)
         return outputs
+
+    def _is_profiled_now(self) -> bool:
+        settings = self.settings
+        is_now = self.global_steps + 1 == settings["flops_profiler.profile_step"]
+        is_first = self.micro_steps % self._accumulation == 0 and self.module.training
+        return bool(settings["flops_profiler.enabled"] and is_now and is_first)
 
     def _cast(self, value: Any) -> Any:
         is_float = isinstance(value, Tensor) and value.is_floating_point()
@@ -107,12 +123,17 @@ class DeepSpeedEngine(EngineState):
                 rule="a loss is one number",
                 fix="take the mean of the losses",
             )
+        if self.monitor.enabled:
+            self._loss.add(loss)
         share = loss / self._accumulation if scale_wrt_gas else loss
         overlaps = self.is_gradient_accumulation_boundary() and not self._is_in_no_sync
         overlaps = overlaps and self.settings.overlaps_reduction
         self._is_in_backward = True
         try:
-            with self.replica.sync_in_backward() if overlaps else nullcontext():
+            with (
+                self._times.of("backward"),
+                self.replica.sync_in_backward() if overlaps else nullcontext(),
+            ):
                 scaled: Any = self._optimizer().scale_loss(share)
                 scaled.backward(retain_graph=retain_graph)
         finally:
@@ -164,10 +185,12 @@ class DeepSpeedEngine(EngineState):
     def _take_step(self, lr_kwargs: Mapping[str, Any]) -> None:
         optimizer = self._optimizer()
         self._check_passes()
-        finalize_model_grads([self.replica], pg_collection=self.pg_collection)
-        if self._num_plain and self._accumulation > 1:
-            self.replica.scale_gradients(1.0 / self._accumulation)
-        self._was_applied, self._grad_norm, _ = optimizer.step()
+        with self._times.of("reduce"):
+            finalize_model_grads([self.replica], pg_collection=self.pg_collection)
+            if self._num_plain and self._accumulation > 1:
+                self.replica.scale_gradients(1.0 / self._accumulation)
+        with self._times.of("step"):
+            self._was_applied, self._grad_norm, _ = optimizer.step()
         if not self._was_applied:
             self.skipped_steps += 1
         elif self.lr_scheduler is not None:
@@ -175,13 +198,36 @@ class DeepSpeedEngine(EngineState):
         self.zero_grad()
         self.global_steps += 1
         self.global_samples += self.train_batch_size()
+        self._report()
+
+    def _report(self) -> None:
+        """Print and write what is due after a step."""
         period = self.settings["steps_per_print"]
-        if period and self.global_steps % period == 0 and self._is_first:
+        is_due = self.global_steps % (period or 1) == 0
+        if period and is_due and self._is_first:
             print(
                 f"step={self.global_steps}, skipped={self.skipped_steps}, lr={self.get_lr()},"
                 f" mom={self.get_mom()}",
                 flush=True,
             )
+        times = self._times.take() if self._times.is_on and is_due else {}
+        if times and self._is_first:
+            print(self._times.describe(times), flush=True)
+        if not self.monitor.enabled:
+            return
+        values: dict[str, Any] = {"lr": self.get_lr()[0]}
+        loss = self._loss.take()
+        if loss is not None:
+            values["train_loss"] = loss
+        if self._optimizer().grad_scaler is not None:
+            values["loss_scale"] = self.loss_scale()
+        values |= {f"elapsed_time_ms_{part}": time for part, time in times.items()}
+        self.monitor.write_events(
+            [
+                (f"Train/Samples/{name}", value, self.global_samples)
+                for name, value in values.items()
+            ]
+        )
 
     def _check_passes(self) -> None:
         if self._accumulation > 1 and not self._num_plain and not self._num_managed:
@@ -262,5 +308,21 @@ class DeepSpeedEngine(EngineState):
 
     save_fp16_model = save_16bit_model
 
+    def deepspeed_io(
+        self, dataset: Dataset[Any], batch_size: int | None = None, collate_fn: Any = None, **_: Any
+    ) -> Any:
+        """Return a loader of this replica's samples of a dataset, in micro batches."""
+        return replica_loader(
+            dataset, self.settings, collate_fn, self.pg_collection, batch_size=batch_size
+        )
+
+    def allreduce_gradients(self, bucket_size: int = 500_000_000) -> None:
+        """Reduce the gradients now instead of in `step`: collective."""
+        self.replica.finish_grad_sync()
+
+    def empty_partition_cache(self) -> None:
+        """Do nothing: whole parameters are freed after each use."""
+
     def destroy(self) -> None:
-        """Do nothing: there is nothing outside of Python's own memory."""
+        """Finish the files of the monitors."""
+        self.monitor.close()

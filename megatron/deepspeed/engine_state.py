@@ -10,9 +10,11 @@ from torch import nn
 from megatron.core import device
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.errors import ConfigError
-from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer import DynamicGradScaler, MegatronOptimizer
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_pg_rank
+from megatron.deepspeed import comm
+from megatron.deepspeed.monitors import LossMean, MonitorMaster, StepTimes
 from megatron.deepspeed.settings import EngineSettings
 
 
@@ -45,6 +47,9 @@ class EngineState(nn.Module):
         self.training_dataloader: Any = None
         self.micro_steps = self.global_steps = self.global_samples = self.skipped_steps = 0
         self._accumulation = settings.batch.accumulation
+        self.monitor = MonitorMaster(settings, self._is_first)
+        self._times = StepTimes(bool(settings["wall_clock_breakdown"]))
+        self._loss = LossMean()
         self._was_applied = False
         self._grad_norm: float | None = None
 
@@ -115,6 +120,47 @@ class EngineState(nn.Module):
                 fix=f"use {max(1, round(train_batch_size / unit)) * unit}",
             )
         self._accumulation = train_batch_size // unit
+
+    @property
+    def global_rank(self) -> int:
+        """Number of this process."""
+        return comm.get_rank()
+
+    @property
+    def world_size(self) -> int:
+        """Number of processes."""
+        return comm.get_world_size()
+
+    dp_world_size = world_size
+    """Number of replicas: every process has one."""
+    mp_world_size = 1
+    """Processes that share one replica."""
+
+    def dynamic_loss_scale(self) -> bool:
+        """Return whether the loss scale changes by itself."""
+        return isinstance(self._optimizer().grad_scaler, DynamicGradScaler)
+
+    def steps_per_print(self) -> int | None:
+        """Return the steps between lines of progress; None prints none."""
+        period: int | None = self.settings["steps_per_print"]
+        return period
+
+    def wall_clock_breakdown(self) -> bool:
+        """Return whether the parts of steps are timed."""
+        return self._times.is_on
+
+    def get_batch_info(self) -> tuple[int, int, int]:
+        """Return samples of a step, of a forward pass, and micro batches of a step."""
+        return (
+            self.train_batch_size(),
+            self.train_micro_batch_size_per_gpu(),
+            self.gradient_accumulation_steps(),
+        )
+
+    def set_lr(self, lr: float) -> None:
+        """Set the learning rate of all groups, until a schedule sets it again."""
+        for group in self._optimizer().param_groups:
+            group["lr"] = lr
 
     def zero_optimization(self) -> bool:
         """Return whether anything is sharded."""

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
-from torch.utils.data.distributed import DistributedSampler
+from torch.utils.data import Dataset
 
 from megatron.core import device
 from megatron.core.agreement import agree
@@ -20,10 +19,10 @@ from megatron.core.errors import ConfigError, MegatronError
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.process_groups_config import ProcessGroupCollection, build_process_groups
 from megatron.core.rank_grid import plan_layout
-from megatron.core.utils import get_pg_rank
 from megatron.deepspeed import lr_schedules
 from megatron.deepspeed.comm import init_distributed
 from megatron.deepspeed.engine import DeepSpeedEngine
+from megatron.deepspeed.loading import ReplicaLoader, replica_loader
 from megatron.deepspeed.optimizers import (
     OptimizerSource,
     ParamGroups,
@@ -35,22 +34,6 @@ from megatron.deepspeed.reading import ConfigSource
 from megatron.deepspeed.settings import EngineSettings, data_parallel_config, engine_settings
 
 EngineParts = tuple[DeepSpeedEngine, MegatronOptimizer | None, "ReplicaLoader | None", "Any | None"]
-
-
-class ReplicaLoader:
-    """Batches of this replica's samples: an epoch each time it is iterated over."""
-
-    def __init__(self, loader: DataLoader[Any], sampler: DistributedSampler[Any]) -> None:
-        self.loader, self.sampler = loader, sampler
-        self.epoch = 0
-
-    def __len__(self) -> int:
-        return len(self.loader)
-
-    def __iter__(self) -> Iterator[Any]:
-        self.sampler.set_epoch(self.epoch)
-        self.epoch += 1
-        return iter(self.loader)
 
 
 def initialize(
@@ -108,11 +91,15 @@ def initialize(
         pg_collection=pg_collection,
     )
     engine = DeepSpeedEngine(model, replica, settings, pg_collection)
+    for place in engine.monitor.places:
+        print(f"scalars are written to {place}", flush=True)
     if client is not None or settings.read.sections.get("optimizer"):
         engine.optimizer = build_optimizer(replica, settings, client, groups, pg_collection)
     engine.lr_scheduler = _schedule(engine, settings, lr_scheduler)
     if training_data is not None:
-        engine.training_dataloader = _loader(training_data, settings, collate_fn, pg_collection)
+        engine.training_dataloader = replica_loader(
+            training_data, settings, collate_fn, pg_collection
+        )
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
 
@@ -227,25 +214,3 @@ def _schedule(engine: DeepSpeedEngine, settings: EngineSettings, given: Any) -> 
     if section is None:
         return None
     return lr_schedules.BY_NAME[section["type"]](optimizer, **section["params"])
-
-
-def _loader(
-    data: Dataset[Any],
-    settings: EngineSettings,
-    collate_fn: Callable[[list[Any]], Any] | None,
-    pg_collection: ProcessGroupCollection,
-) -> ReplicaLoader:
-    sampler: DistributedSampler[Any] = DistributedSampler(
-        data,
-        num_replicas=settings.batch.replicas,
-        rank=get_pg_rank(pg_collection.dp_cp),
-        seed=settings["seed"] or 0,
-    )
-    loader: DataLoader[Any] = DataLoader(
-        data,
-        batch_size=settings.batch.micro,
-        sampler=sampler,
-        collate_fn=collate_fn,
-        drop_last=settings["dataloader_drop_last"],
-    )
-    return ReplicaLoader(loader, sampler)

@@ -16,11 +16,15 @@ from megatron.deepspeed.schema import (
     text,
 )
 
-_BETAS = Key(kind=(list,), default=None, length=2)
+
+def _betas(first: float, second: float) -> Key:
+    return Key(kind=(list,), default=[first, second], length=2)
+
+
 _DECAY = number(0.0, 0.0)
 _ADAM: Schema = {
     "lr": number(1e-3, 0.0),
-    "betas": _BETAS,
+    "betas": _betas(0.9, 0.999),
     "eps": number(1e-8, 0.0),
     "weight_decay": _DECAY,
     "bias_correction": switch(True, refused="drop it: moments are always corrected"),
@@ -34,7 +38,7 @@ _ADAM: Schema = {
 OPTIMIZERS: Mapping[str, Schema] = {
     "adam": _ADAM,
     "adamw": _ADAM,
-    "lion": {"lr": number(1e-4, 0.0), "betas": _BETAS, "weight_decay": _DECAY},
+    "lion": {"lr": number(1e-4, 0.0), "betas": _betas(0.9, 0.99), "weight_decay": _DECAY},
     "muon": {
         "lr": number(1e-3, 0.0),
         "momentum": number(0.95, 0.0),
@@ -42,7 +46,7 @@ OPTIMIZERS: Mapping[str, Schema] = {
         "ns_steps": count(5, 1),
         "muon_lr": number(None, 0.0),
         "adam_lr": number(None, 0.0),
-        "betas": _BETAS,
+        "betas": _betas(0.9, 0.999),
         "eps": number(1e-8, 0.0),
     },
     "sgd": {

@@ -181,14 +181,7 @@ _BF16: Schema = {
     "immediate_grad_update": switch(no_effect="gradients are always added during backward"),
 }
 
-_MONITOR: Schema = {
-    "enabled": switch(no_effect="the engine writes no files: read its get_lr() and so on"),
-    "output_path": text(no_effect=_TALK),
-    "job_name": text(no_effect=_TALK),
-    "group": text(no_effect=_TALK),
-    "team": text(no_effect=_TALK),
-    "project": text(no_effect=_TALK),
-}
+_MONITOR: Schema = {"enabled": switch(), "output_path": text(), "job_name": text()}
 
 SCHEMA: Schema = {
     "train_batch_size": count(None, 1),
@@ -233,7 +226,7 @@ SCHEMA: Schema = {
     "seed": count(None),
     "prescale_gradients": switch(no_effect="sums are formed in fp32: their order is safe"),
     "gradient_predivide_factor": number(1.0, no_effect="sums are formed in fp32"),
-    "wall_clock_breakdown": switch(no_effect=_TALK),
+    "wall_clock_breakdown": switch(),
     "memory_breakdown": switch(no_effect=_TALK),
     "disable_allgather": switch(no_effect=LOCAL),
     "zero_force_ds_cpu_optimizer": switch(True, no_effect=LOCAL),
@@ -265,16 +258,18 @@ SCHEMA: Schema = {
         for name in ("enabled", "verbose", "prof_all", "prof_ops", "debug")
     },
     "flops_profiler": {
-        name: anything(no_effect=_TALK)
-        for name in (
-            "enabled", "profile_step", "module_depth", "top_modules", "detailed", "output_file",
-            "recompute_fwd_factor",
-        )
+        "enabled": switch(),
+        "profile_step": count(1, 1),
+        "module_depth": Key(kind=(int,), default=-1, least=-1),
+        "top_modules": count(1),
+        "detailed": switch(True),
+        "output_file": text(),
+        "recompute_fwd_factor": number(0.0, no_effect="what is computed is counted"),
     },
     "tensorboard": _MONITOR,
     "csv_monitor": _MONITOR,
-    "wandb": _MONITOR,
-    "comet": anything(no_effect=_TALK),
+    "wandb": {"enabled": switch(), "group": text(), "team": text(), "project": text()},
+    "comet": anything(no_effect="write to tensorboard, wandb or csv_monitor instead"),
     "monitor_config": anything(no_effect=_TALK),
     "timers": anything(no_effect=_TALK),
     "compile": {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,7 @@ from megatron.core.distributed.distributed_data_parallel_config import SHARDING_
 from megatron.core.errors import ConfigError, MegatronError, raise_together
 from megatron.core.optimizer import OptimizerConfig
 from megatron.deepspeed.batch import ACCUMULATION, MICRO, TRAIN, BatchSizes, resolve_batch
+from megatron.deepspeed.lr_schedules import BY_NAME
 from megatron.deepspeed.named_parts import OPTIMIZERS
 from megatron.deepspeed.reading import ConfigSource, ReadSettings, collect, key_at
 
@@ -109,14 +111,23 @@ def resolve_auto(read: ReadSettings, hints: Mapping[str, tuple[Any, str]]) -> li
         elif path in (TRAIN, MICRO, ACCUMULATION):
             value, why = "derived", "the other batch sizes"
         elif ".params." in path:
-            section, _, name = path.partition(".params.")
-            schema = OPTIMIZERS.get(read.sections.get(section, {}).get("type", "").lower(), {})
-            default = schema.get(name) if section == "optimizer" else None
-            value, why = getattr(default, "default", None), "the default of its type"
+            value, why = _default_param(read, path), "the default of its type"
         else:
             value, why = key_at(path).default, "the default"
         lines.append(f'{path}: "auto" -> {value} ({why})')
     return lines
+
+
+def _default_param(read: ReadSettings, path: str) -> Any:
+    """Return what a type of optimizer or schedule does where a param is "auto"."""
+    section, _, name = path.partition(".params.")
+    kind = read.sections.get(section, {}).get("type", "")
+    if section == "optimizer":
+        return getattr(OPTIMIZERS.get(kind.lower(), {}).get(name), "default", None)
+    schedule = BY_NAME.get(kind)
+    known = {} if schedule is None else inspect.signature(schedule).parameters
+    default = known[name].default if name in known else None
+    return "that of the optimizer" if default is None and name.endswith("_lr") else default
 
 
 def _plain_module_problems(read: ReadSettings, replicas: int) -> list[MegatronError]:

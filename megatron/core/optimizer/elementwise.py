@@ -32,7 +32,7 @@ class Pieces:
     """Both flat and fp32; gradients may be changed."""
     states: States
     settings: Mapping[str, Any]
-    """ "lr" and "weight_decay" of the group."""
+    """ "lr" and "weight_decay" of the group, and the constants of the rule if it has its own."""
     step: int
     """Updates before this one."""
     factor: float
@@ -74,6 +74,7 @@ class ElementwiseAdam:
     def update(self, pieces: Pieces) -> None:
         """See `ElementwiseRule`."""
         device = pieces.weights[0].device
+        beta1, beta2 = pieces.settings.get("betas", self.betas)
         (adamw if self.decouples_decay else adam)(
             pieces.weights,
             pieces.gradients,
@@ -83,11 +84,11 @@ class ElementwiseAdam:
             [torch.full((), float(pieces.step), device=device) for _ in pieces.weights],
             fused=True,
             amsgrad=False,
-            beta1=self.betas[0],
-            beta2=self.betas[1],
+            beta1=beta1,
+            beta2=beta2,
             lr=pieces.settings["lr"],
             weight_decay=pieces.settings["weight_decay"],
-            eps=self.eps,
+            eps=pieces.settings.get("eps", self.eps),
             maximize=False,
             **pieces.scaling(),
         )
@@ -108,7 +109,7 @@ class ElementwiseSGD:
             list(pieces.states["momentum_buffer"]),
             fused=True,
             weight_decay=pieces.settings["weight_decay"],
-            momentum=self.momentum,
+            momentum=pieces.settings.get("momentum", self.momentum),
             lr=pieces.settings["lr"],
             dampening=0.0,
             nesterov=False,
@@ -134,7 +135,7 @@ class ElementwiseLion:
                 gradient if pieces.factor == 1.0 else gradient.mul_(pieces.factor),
                 moment,
                 lr=pieces.settings["lr"],
-                betas=self.betas,
+                betas=pieces.settings.get("betas", self.betas),
                 weight_decay=pieces.settings["weight_decay"],
             )
 

@@ -33,8 +33,14 @@ class StreamedRule:
     ) -> None:
         """
         Args:
-            param_groups: "params" are the `main` tensors of the parts' shards.
+            param_groups: "params" are the `main` tensors of the parts' shards. They are given the
+                rule's constants, as the groups of torch's optimizers have them: a schedule may
+                change them.
         """
+        for group in param_groups:
+            for name in ("betas", "eps", "momentum"):
+                if hasattr(rule, name):
+                    group.setdefault(name, getattr(rule, name))
         self.rule, self.param_groups, self.parts = rule, list(param_groups), list(parts)
         self.num_steps = 0
         """Updates so far."""

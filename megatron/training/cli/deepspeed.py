@@ -6,6 +6,7 @@ same: two sources for one number are a mistake that should be seen.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -113,6 +114,7 @@ def _values(
     ):
         if read.given.get(key):
             values[field] = read[key]
+    values |= _monitors(read)
     batch = _batch(read, {**values, **given}, values, problems)
     if batch is None:
         return values
@@ -145,6 +147,22 @@ def _values(
         params = read.sections["optimizer"]["params"]
         values |= {name: getattr(config, name) for name in _RULE if _says(name, params, config)}
     return values | _schedule(read, config.lr)
+
+
+def _monitors(read: ReadSettings) -> dict[str, Any]:
+    """Return what the sections of monitors and times become."""
+    values: dict[str, Any] = {}
+    if read["tensorboard.enabled"]:
+        base = read["tensorboard.output_path"] or os.path.expanduser("~/tensorboard")
+        job = read["tensorboard.job_name"] or "DeepSpeedJobName"
+        values["tensorboard_dir"] = os.path.join(base, job)
+    if read["wandb.enabled"]:
+        values["wandb_project"] = read["wandb.project"] or "deepspeed"
+        if read["wandb.team"]:
+            values["wandb_entity"] = read["wandb.team"]
+    if read["wall_clock_breakdown"]:
+        values["timing_log_level"] = 2
+    return values
 
 
 def _says(name: str, params: Mapping[str, Any], config: Any) -> bool:

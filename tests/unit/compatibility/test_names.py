@@ -11,11 +11,15 @@ from collections import defaultdict
 
 import pytest
 
-from megatron.compatibility.elsewhere import ELSEWHERE
-from megatron.compatibility.lacking import LACKING
+from megatron.compatibility.deepspeed_names import DEEPSPEED_ELSEWHERE, DEEPSPEED_LACKING
+from megatron.compatibility.elsewhere import ELSEWHERE as MEGATRON_ELSEWHERE
+from megatron.compatibility.lacking import LACKING as MEGATRON_LACKING
 from megatron.compatibility.lookup import is_stand_in
 from megatron.core.errors import ConfigError
 from tests.harness.pool import REPOSITORY
+
+ELSEWHERE = {**MEGATRON_ELSEWHERE, **DEEPSPEED_ELSEWHERE}
+LACKING = {**MEGATRON_LACKING, **DEEPSPEED_LACKING}
 
 IMPORTED_NAMES = REPOSITORY / "tests/fixtures/compatibility/imported_names.csv"
 """Imports of projects that build on Megatron: module, name (none for `import module`), and in how

@@ -253,8 +253,8 @@ def test_names_that_scripts_import():
     accelerator = deepspeed.get_accelerator()
     assert accelerator.current_device_name().startswith(accelerator.device_name())
     assert deepspeed.utils.logger.name == "megatron.deepspeed"
-    with pytest.raises(AttributeError, match="--pipeline-model-parallel-size"):
-        _ = deepspeed.PipelineModule
+    with pytest.raises(ConfigError, match="--pipeline-model-parallel-size"):
+        deepspeed.PipelineModule(layers=[model])
 
 
 def trained(steps=3, make=None, **config):
