@@ -66,7 +66,7 @@ def batches() -> Iterator[dict[str, Tensor]]:
         random_seed=0,
         split="1,0,0",
         sequence_length=SEQUENCE,
-        tokenizer=NullTokenizer(VOCABULARY - 1),
+        tokenizer=NullTokenizer(VOCABULARY),
         reset_position_ids=False,
         reset_attention_mask=False,
         eod_mask_loss=False,

@@ -147,7 +147,7 @@ def refuse_given(where: str, given: Mapping[str, Any], *, rule: str, fix: str) -
         raise ConfigError(f"{where} was given {', '.join(asked)}.", rule=rule, fix=fix)
 
 
-def raise_together(problems: Iterable[MegatronError], *, summary: str) -> None:
+def raise_together(problems: Iterable[MegatronError], *, summary: str, note: str = "") -> None:
     """Raise all `problems` as one `ConfigError`, or return if there are none.
 
     The error keeps them in `problems`, so that a larger check can join them with its own.
@@ -155,10 +155,12 @@ def raise_together(problems: Iterable[MegatronError], *, summary: str) -> None:
     Args:
         problems: found by independent checks, in the order to be shown.
         summary: what was being checked, for example "this command line".
+        note: a last line for the reader of the problems.
     """
     found = flattened(problems)
     if found:
-        error = ConfigError(described_together(found, summary=summary))
+        text = described_together(found, summary=summary)
+        error = ConfigError(text + (f"\n{note}" if note else ""))
         error.problems, error.summary = tuple(found), summary
         raise error
 

@@ -10,6 +10,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
+from megatron.core.batch_size_phases import Phases, parse_phases, size_in_phases
 from megatron.core.errors import ConfigError, MegatronError, raise_together
 
 _LOG = logging.getLogger(__name__)
@@ -202,6 +203,38 @@ class RampupBatchsizeNumMicroBatchesCalculator(NumMicroBatchesCalculator):
             _LOG.info("global batch size is now %d (was %d)", planned, before)
 
 
+class StepBatchsizeNumMicroBatchesCalculator(NumMicroBatchesCalculator):
+    """The global batch changes at given numbers of consumed samples."""
+
+    def __init__(
+        self,
+        phases: Phases,
+        micro_batch_size: int,
+        data_parallel_size: int,
+        decrease_batch_size_if_needed: bool = False,
+    ) -> None:
+        """
+        Args:
+            phases: of `parse_phases`.
+        Raises:
+            ConfigError: the replicas cannot share one of the batches.
+        """
+        super().__init__(micro_batch_size, data_parallel_size, decrease_batch_size_if_needed)
+        self.phases = phases
+        problems = _check_positive(
+            micro_batch_size=micro_batch_size, data_parallel_size=data_parallel_size
+        )
+        for _, size in () if problems else phases:
+            if not decrease_batch_size_if_needed or size < self.samples_at_once:
+                problems += _check_division(size, self.samples_at_once, "a batch of the schedule")
+        raise_together(problems, summary="the batch size schedule")
+        self.update(0, consistency_check=False)
+
+    def update(self, consumed_samples: int, consistency_check: bool, verbose: bool = False) -> None:
+        """Set the batch for the step after `consumed_samples`."""
+        self._use(size_in_phases(consumed_samples, self.phases), consistency_check)
+
+
 def _check_positive(**sizes: int) -> list[MegatronError]:
     flags = {
         "global_batch_size": "--global-batch-size",
@@ -248,9 +281,24 @@ def build_num_microbatches_calculator(
     micro_batch_size: int,
     data_parallel_size: int,
     decrease_batch_size_if_needed: bool = False,
+    step_batch_size_schedule: str | None = None,
+    seq_length: int | None = None,
 ) -> NumMicroBatchesCalculator:
-    """Return a constant calculator, or a ramp for `rampup_batch_size` = [start, increment,
-    samples]."""
+    """Return a constant calculator, a ramp for `rampup_batch_size` = [start, increment, samples],
+    or the phases of `step_batch_size_schedule`, see `parse_phases`."""
+    if step_batch_size_schedule is not None:
+        try:
+            phases = parse_phases(step_batch_size_schedule, seq_length or 1)
+        except ValueError as reason:
+            raise ConfigError(
+                f"step_batch_size_schedule {step_batch_size_schedule!r} {reason}.",
+                rule="pairs TOKENS:SIZE, from 0 tokens on, separated by blanks",
+                flags=["--step-batch-size-schedule"],
+                fix='for example --step-batch-size-schedule "0:16 1B:32"',
+            ) from None
+        return StepBatchsizeNumMicroBatchesCalculator(
+            phases, micro_batch_size, data_parallel_size, decrease_batch_size_if_needed
+        )
     if rampup_batch_size is None:
         return ConstantNumMicroBatchesCalculator(
             global_batch_size,
@@ -324,13 +372,6 @@ def reconfigure_num_microbatches_calculator(
 ) -> None:
     """Create or replace the calculator of this process."""
     global _calculator
-    if step_batch_size_schedule is not None:
-        raise ConfigError(
-            "step_batch_size_schedule is not supported.",
-            rule="the batch size is constant or grows in equal steps",
-            flags=["--step-batch-size-schedule", "--rampup-batch-size"],
-            fix="use --rampup-batch-size START INCREMENT SAMPLES",
-        )
     _calculator = build_num_microbatches_calculator(
         rank,
         rampup_batch_size,
@@ -338,6 +379,8 @@ def reconfigure_num_microbatches_calculator(
         micro_batch_size or 0,
         data_parallel_size or 0,
         decrease_batch_size_if_needed,
+        step_batch_size_schedule,
+        seq_length,
     )
 
 

@@ -103,6 +103,8 @@ def set_global_variables(args: argparse.Namespace, build_tokenizer: bool = True)
         args.micro_batch_size,
         args.data_parallel_size,
         args.decrease_batch_size_if_needed,
+        args.step_batch_size_schedule,
+        args.seq_length,
     )
     if build_tokenizer and args.tokenizer_type is not None:
         set_tokenizer(make_tokenizer(args))

@@ -15,6 +15,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron.core import capabilities, device
+from megatron.core.batch_size_phases import (
+    Phases,
+    parse_phases,
+    samples_in_phases,
+    steps_in_phases,
+)
 from megatron.core.pipeline_parallel.layout import V_SCHEDULES, virtual_stages_of
 from megatron.core.transformer.yarn import yarn_softmax_scale
 from megatron.training.config.expressions import expand_layer_pattern
@@ -199,6 +205,8 @@ def _model(v: _Derived) -> None:
     v["encoder_seq_length"] = v["seq_length"]
     if v["use_rotary_position_embeddings"] and v["position_embedding_type"] != "rope":
         v.note("position_embedding_type", "rope", "--use-rotary-position-embeddings")
+    if v["multi_latent_attention"] and v["position_embedding_type"] == "learned_absolute":
+        v.note("position_embedding_type", "rope", "part of each head of latent attention rotates")
     if not v["add_position_embedding"] and v["position_embedding_type"] == "learned_absolute":
         v.note("position_embedding_type", "none", "--no-position-embedding")
     if _scales_scores_by_yarn(v):
@@ -221,6 +229,8 @@ def _scales_scores_by_yarn(v: _Derived) -> bool:
 def _precision(v: _Derived) -> None:
     import torch
 
+    if v["no_weight_decay_cond_type"] is not None:
+        v.note("apply_wd_to_qk_layernorm", True, "--no-weight-decay-cond-type")
     half = {(True, False): torch.bfloat16, (False, True): torch.float16}
     dtype = half.get((v["bf16"], v["fp16"]), torch.float32)
     if dtype == torch.float32:
@@ -241,6 +251,9 @@ def _precision(v: _Derived) -> None:
 
 def _batch(v: _Derived) -> None:
     micro, dp = v["micro_batch_size"], v["data_parallel_size"]
+    phases = batch_size_phases(v)
+    if v["global_batch_size"] is None and phases:
+        v.note("global_batch_size", phases[-1][1], "the last of --step-batch-size-schedule")
     if v["global_batch_size"] is None and micro:
         v.note("global_batch_size", micro * dp, f"micro batch {micro} * {dp} replicas")
     size, ramp = v["global_batch_size"], v["rampup_batch_size"]
@@ -255,13 +268,30 @@ def _batch(v: _Derived) -> None:
     if size and size > 0 and ramp_works:
         if v["train_iters"] is None and v["train_samples"] is not None:
             v["is_sample_based"] = True
-            steps = steps_for_samples(v["train_samples"], ramp, size)
-            v.note("train_iters", steps, f"{v['train_samples']} samples in batches of {size}")
+            asked = v["train_samples"]
+            steps = (
+                steps_in_phases(asked, phases) if phases else steps_for_samples(asked, ramp, size)
+            )
+            v.note("train_iters", steps, f"{asked} samples in batches of {size}")
         elif v["train_iters"] is not None and v["train_samples"] is None:
             v["is_sample_based"] = False
-            samples = samples_for_steps(v["train_iters"], ramp, size)
-            v.note("train_samples", samples, f"{v['train_iters']} steps of {size} samples")
+            asked = v["train_iters"]
+            samples = (
+                samples_in_phases(asked, phases) if phases else samples_for_steps(asked, ramp, size)
+            )
+            v.note("train_samples", samples, f"{asked} steps of {size} samples")
     v.setdefault("is_sample_based", v["train_samples"] is not None)
+
+
+def batch_size_phases(values: Mapping[str, Any]) -> Phases | None:
+    """Return the phases of --step-batch-size-schedule; None without it, or where it is wrong."""
+    text, length = values["step_batch_size_schedule"], values["seq_length"]
+    if text is None or not length:
+        return None
+    try:
+        return parse_phases(text, length)
+    except ValueError:
+        return None
 
 
 def _schedule(v: _Derived) -> None:
@@ -311,6 +341,8 @@ def _machine(v: _Derived) -> None:
         v.note("distributed_backend", backend, "there is no GPU here")
     if v["transformer_impl"] == "transformer_engine" and not _has_engine_layers():
         v.note("transformer_impl", "local", "there are no layers of Transformer Engine here")
+    elif v["transformer_impl"] == "transformer_engine" and v["multi_latent_attention"]:
+        v.note("transformer_impl", "local", "only local layers have latent attention")
     v["iteration"] = 0
     v["consumed_train_samples"] = v["consumed_valid_samples"] = 0
 

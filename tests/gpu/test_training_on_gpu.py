@@ -114,7 +114,7 @@ def test_pretraining_runs_on_nccl(layout: list[str], tmp_path: Path):
         "--num-layers", "2", "--hidden-size", "64", "--num-attention-heads", "4",
         "--seq-length", "64", "--max-position-embeddings", "64", "--micro-batch-size", "1",
         "--global-batch-size", "8", "--train-iters", "3", "--lr", "1e-3", "--bf16",
-        "--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", "255",
+        "--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", "256",
         "--log-interval", "1", "--eval-iters", "1",
     ]  # fmt: skip
     environment = {k: v for k, v in os.environ.items() if k != "LATTICE_DEVICE"}

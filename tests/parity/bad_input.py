@@ -92,7 +92,7 @@ def write_corpus(directory: Path, *, token: int = 5) -> Path:
 def on_corpus(prefix: Path) -> list[str]:
     """Return flags that train on all of a corpus of ids below 90."""
     return [*MODEL, "--data-path", str(prefix), "--split", "1,0,0",
-            "--tokenizer-type", "NullTokenizer", "--vocab-size", "89"]  # fmt: skip
+            "--tokenizer-type", "NullTokenizer", "--vocab-size", "90"]  # fmt: skip
 
 
 def truncated_index(directory: Path) -> str:

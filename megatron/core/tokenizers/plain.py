@@ -11,7 +11,7 @@ from megatron.core.tokenizers.base import TextTokenizer
 class NullTokenizer(TextTokenizer):
     """Text that already is ids, as decimal numbers between spaces.
 
-    The id after the given vocabulary ends a document, so `vocab_size` is one larger.
+    The last id of the given vocabulary ends a document.
     """
 
     def __init__(self, vocab_size: int) -> None:
@@ -23,11 +23,11 @@ class NullTokenizer(TextTokenizer):
                 fix="--vocab-size 32000",
             )
         super().__init__(vocab_size=vocab_size)
-        self.eod = vocab_size
+        self.eod = vocab_size - 1
 
     @property
     def vocab_size(self) -> int:
-        """The given size and the end of a document."""
+        """The given size, the end of a document among it."""
         assert self.eod is not None
         return self.eod + 1
 

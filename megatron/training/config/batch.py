@@ -17,6 +17,9 @@ class ScheduleConfig:
     """Samples of one optimizer step. Default micro-batch-size * number of replicas."""
     rampup_batch_size: list[int] | None = flag(None, nargs=3)
     """Start size, increment, and the samples over which the batch grows to its full size."""
+    step_batch_size_schedule: str | None = None
+    """Pairs TOKENS:SIZE, for example "0:16 2.4B:320 4.8B:1536": from so many tokens on, a step has
+    so many samples. Numbers of tokens may end in K, M, B or T."""
     decrease_batch_size_if_needed: bool = False
     """Shrink the global batch to the nearest size that the replicas can share."""
     train_iters: int | None = None
@@ -110,5 +113,6 @@ class ScheduleConfig:
         "validate_results",
         choices=("disabled", "validate_results", "report_stats"),
         refuse_values={"report_stats": "use validate_results: not-finite steps stop the run"},
+        note="no step is run again; one that is not finite stops the run",
     )
     """What happens to a suspicious step."""

@@ -17,7 +17,7 @@ class CheckpointConfig:
     """Directory that checkpoints are written to, or a URL of an object store."""
     load: str | None = None
     """Directory or URL that a checkpoint is read from."""
-    save_interval: int | None = None
+    save_interval: int | None = flag(None, "--save-interval", "--persistent-save-interval")
     """Steps between checkpoints; one is written at the end in any case."""
     save_retain_interval: int | None = None
     """Keep only checkpoints whose step this divides, and the newest."""
@@ -62,6 +62,10 @@ class CheckpointConfig:
     """Fail when --load holds no checkpoint, instead of starting afresh."""
     async_save: bool = False
     """Write in the background while training goes on."""
+    use_persistent_ckpt_worker: bool = flag(
+        False, note="threads of the process write, and no process is started for a save"
+    )
+    """Keep the process that writes from one save to the next."""
     use_dist_ckpt: bool = flag(False, note=_WRITES_NATIVE)
     """Older switch for sharded checkpoints."""
     ckpt_fully_parallel_save: bool = flag(True, "--no-ckpt-fully-parallel-save")

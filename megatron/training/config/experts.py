@@ -12,6 +12,9 @@ BALANCE_METHODS = (
 )  # fmt: skip
 
 
+_NO_PADDING = "products of 16 and 32 bits take any number of tokens"
+
+
 @dataclass(frozen=True, kw_only=True)
 class ExpertConfig:
     """Routed experts, their router, dispatcher and balance."""
@@ -81,6 +84,10 @@ class ExpertConfig:
     """Older spelling of the DeepEP backend."""
     moe_grouped_gemm: bool = flag(False, part_of="num_experts")
     """Compute all experts of a rank in one grouped matrix product."""
+    moe_router_padding_for_fp8: bool = flag(False, part_of="num_experts", note=_NO_PADDING)
+    """Give every expert a number of tokens that FP8 products take."""
+    moe_router_padding_for_quantization: bool = flag(False, part_of="num_experts", note=_NO_PADDING)
+    """The same for all number formats below 16 bits."""
     moe_permute_fusion: bool = flag(
         False, part_of="num_experts", note="there is one way to permute tokens"
     )

@@ -83,6 +83,8 @@ class LoggingConfig:
     """Heartbeats to a fault-tolerance launcher."""
     inprocess_restart: bool = flag(False, refuse="use torchrun --max-restarts with --load")
     """Restart inside the process after a failure."""
+    logging_level: int | None = None
+    """Level of Python's logging from which messages are shown, for example 20 for information."""
     enable_experimental: bool = flag(False, note="there are no hidden features")
     """Older switch for experimental features."""
 

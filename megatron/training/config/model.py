@@ -132,6 +132,14 @@ class ModelConfig:
         refuse_values={"inference_optimized": "use local"},
     )
     """Where layers come from; without Transformer Engine installed, local ones are used."""
+    export_force_local_attention: bool = flag(False, refuse="use --transformer-impl local")
+    """Take the local attention when a model is exported."""
+    enable_gpt_oss: bool = flag(
+        False,
+        refuse="use --load-hf with a GPT-OSS model, or say what it stands for:"
+        " --position-embedding-type yarn --rotary-scaling-factor 32 and so on",
+    )
+    """The shape of GPT-OSS."""
     spec: list[str] | None = flag(None, nargs="*")
     """Own layer spec: module and function name (or module.function)."""
     hybrid_layer_pattern: str | None = flag(None, refuse="describe the model by --num-layers")
@@ -166,6 +174,9 @@ class LatentAttentionConfig:
     """Width of the rotary part of a head."""
     v_head_dim: int = flag(128, part_of="multi_latent_attention")
     """Width of a value head."""
+    rope_type: str | None = flag(None, choices=("rope", "yarn"), part_of="multi_latent_attention")
+    """Positions of latent attention: yarn stretches them by --rotary-scaling-factor, and is rope
+    with the factor 1."""
     rotary_scaling_factor: float = 1.0
     """YaRN: how many times longer the context becomes (arXiv 2309.00071). Of multi-latent attention
     and of --position-embedding-type yarn, like the next ones."""

@@ -67,6 +67,8 @@ class OptimizationConfig:
     """How it changes."""
     apply_wd_to_qk_layernorm: bool = False
     """Decay the weights of the query and key norms as well."""
+    no_weight_decay_cond_type: str | None = flag(None, choices=("apply_wd_to_qk_layernorm",))
+    """Another spelling of --apply-wd-to-qk-layernorm."""
     param_rules: list[str] = flag([], nargs="+")
     """Settings of single parameters, each PATTERN:NAME=VALUE,... with a shell pattern on names and
     any of lr_mult, wd_mult, max_lr, min_lr, start_wd, end_wd, optimizer; later ones win. Example:

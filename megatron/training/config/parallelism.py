@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from megatron.core.pipeline_parallel.programs import SCHEDULES
 from megatron.training.config.flag import flag
 
+_BF16_GRADS = "use --grad-reduce-in-bf16"
 TUNES_NETWORK = "tunes the network of NVIDIA clusters and changes no result"
 
 
@@ -148,6 +149,32 @@ class ReplicationConfig:
     """Copies of the sharded optimizer state: it is sharded inside and replicated across them."""
     use_megatron_fsdp: bool = False
     """The same as --data-parallel-sharding-strategy optim_grads_params, unless that is given."""
+    megatron_fsdp_main_params_dtype: str = flag(
+        "fp32",
+        choices=("fp32", "bf16", "fp16", "auto"),
+        refuse_values={
+            "bf16": "use --use-precision-aware-optimizer --main-params-dtype fp16",
+            "fp16": "use --use-precision-aware-optimizer --main-params-dtype fp16",
+        },
+        note="main weights are fp32, or as --main-params-dtype says",
+    )
+    """Precision of main weights under --use-megatron-fsdp."""
+    megatron_fsdp_main_grads_dtype: str = flag(
+        "auto",
+        choices=("fp32", "bf16", "fp16", "auto"),
+        refuse_values={"bf16": _BF16_GRADS, "fp16": _BF16_GRADS},
+        note="gradients are summed in fp32, unless --grad-reduce-in-bf16 is given",
+    )
+    """Precision of main gradients under --use-megatron-fsdp."""
+    megatron_fsdp_grad_comm_dtype: str = flag(
+        "auto",
+        choices=("fp32", "fp16", "bf16", "auto"),
+        refuse_values={"bf16": _BF16_GRADS, "fp16": _BF16_GRADS},
+        note="gradients are reduced in the precision in which they are summed",
+    )
+    """Precision in which gradients are reduced under --use-megatron-fsdp."""
+    fsdp_manual_registration: bool = flag(False, note=TUNES_NETWORK)
+    """Register buffers of --use-megatron-fsdp with NCCL before the first step."""
     data_parallel_sharding_strategy: str | None = flag(
         None,
         choices=("no_shard", "optim", "optim_grads", "optim_grads_params"),

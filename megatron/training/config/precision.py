@@ -31,6 +31,8 @@ class PrecisionConfig:
     on_loss_scale_floor: str = flag("warn", choices=("raise", "skip", "warn"), part_of="fp16")
     """What an overflow at the smallest loss scale does beside skipping the step: raise stops the
     run, skip says nothing, warn says what to change."""
+    disable_bf16_reduced_precision_matmul: bool = False
+    """Sum the parts of bf16 matrix products in fp32, on GPUs."""
     fp32_residual_connection: bool = False
     """Keep the residual stream in fp32."""
     fp8: str | None = flag(None, "--fp8-format", choices=("e4m3", "hybrid"), refuse=_USE_BF16)

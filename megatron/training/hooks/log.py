@@ -69,6 +69,7 @@ class LogLine(Hook):
         self._means = IntervalMeans()
         self._started_at = time.perf_counter()
         self._has_reported_memory = False
+        self._last: StepResult | None = None
         self._peak: float | None = None
 
     def before_training(self, state: TrainState) -> TrainState:
@@ -84,6 +85,7 @@ class LogLine(Hook):
     def after_step(self, state: TrainState, result: StepResult) -> TrainState:
         """Stop the clock, and write a line when it is time."""
         self._means.add(result, time.perf_counter() - self._started_at)
+        self._last = result
         if result.skip_reason is not None and is_last_rank():
             # Not averaged away: the first parameter to overflow is what one wants to know.
             self.write(f" iteration {state.iteration:8d} | step skipped: {result.skip_reason}"
@@ -93,7 +95,9 @@ class LogLine(Hook):
         return state
 
     def after_training(self, state: TrainState, stop: StopReason) -> TrainState:
-        """Say why the loop ended."""
+        """Write a line if the run was too short for any, and say why the loop ended."""
+        if self._last is not None and not self._has_reported_memory:
+            self._report(state, self._last)
         print_rank_0(
             f" [after training is done] iteration {state.iteration:8d} | stopped by: {stop.value} |"
         )

@@ -26,6 +26,12 @@ from megatron.training.setup.checkpoint_shape import with_checkpoint_shape
 __all__ = ["check_run", "notes", "resolve_and_check"]
 
 
+_NO_CORPUS = (
+    "No corpus is named: such a run trains on synthetic samples. --data-path and --tokenizer-type"
+    " name your own."
+)
+
+
 def check_run(run: ResolvedRun) -> None:
     """Raise every problem of the settings in one ConfigError, or return."""
     raise_together([*refusals(run.config), *broken_rules(run)], summary="the settings of this run")
@@ -64,5 +70,6 @@ def resolve_and_check(
     rules = [*refusals(config), *broken_rules(run)]
     unclear.problems += [broken for broken in rules if not unclear.may_cause(broken)]
     summary = "this command line" if problems else "the settings of this run"
-    raise_together(unclear.problems, summary=summary)
+    is_synthetic = run.mock_data and not config.data.mock_data
+    raise_together(unclear.problems, summary=summary, note=_NO_CORPUS if is_synthetic else "")
     return run

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megatron.core.batch_size_phases import parse_phases
 from megatron.core.errors import MegatronError
 from megatron.core.pipeline_parallel.layout import V_SCHEDULES
 from megatron.core.pipeline_parallel.orders.interleaved import microbatch_groups
@@ -96,6 +97,52 @@ def the_batch_grows_in_whole_steps(run: ResolvedRun) -> Iterator[MegatronError]:
             "--micro-batch-size",
             fix=f"use --rampup-batch-size {step} {step} {samples}",
         )
+
+
+@rule
+def the_batch_changes_at_numbers_of_tokens(run: ResolvedRun) -> Iterator[MegatronError]:
+    """Every batch of the schedule can be shared by the replicas, and the last is the global one."""
+    text, flag, step = run.step_batch_size_schedule, "--step-batch-size-schedule", _step(run)
+    if text is None or not run.seq_length:
+        return
+    try:
+        phases = parse_phases(text, run.seq_length)
+    except ValueError as reason:
+        yield problem(
+            f"{flag} {text!r} {reason}.",
+            "pairs TOKENS:SIZE, from 0 tokens on, in rising order",
+            flag,
+            fix=f'use {flag} "0:{max(step, 1)}"',
+        )
+        return
+    if run.rampup_batch_size is not None:
+        yield problem(
+            f"{flag} with --rampup-batch-size.",
+            "the size of the batch over time is said once",
+            flag,
+            "--rampup-batch-size",
+            fix="drop --rampup-batch-size",
+        )
+    if phases[-1][1] != run.config.schedule.global_batch_size is not None:
+        yield problem(
+            f"{flag} {text!r} with --global-batch-size {run.config.schedule.global_batch_size}.",
+            "the last size is the global batch size",
+            flag,
+            "--global-batch-size",
+            fix=f"use --global-batch-size {phases[-1][1]}",
+        )
+    for _, size in phases if step else ():
+        if size % step and not run.decrease_batch_size_if_needed:
+            yield problem(
+                f"{flag} {text!r}: batches of {size} cannot be split into micro batches of"
+                f" {run.micro_batch_size} on {run.data_parallel_size} replicas.",
+                f"every size is a multiple of micro batch * replicas = {step}",
+                flag,
+                "--micro-batch-size",
+                fix=f"use {max(size // step, 1) * step} for {size}",
+            )
+        elif size != run.global_batch_size:
+            yield from _enough_micro_batches(run, size // step)
 
 
 @rule

@@ -71,6 +71,15 @@ def corpora_exist(run: ResolvedRun) -> Iterator[MegatronError]:
                 continue
             missing = [] if Path(f"{prefix}.idx").is_file() else [f"{prefix}.idx"]
             missing += [] if tokens_exist(f"{prefix}.bin") else [f"{prefix}.bin"]
+            if missing and _is_number(prefix):
+                words = len(run.values[name] or [])
+                yield problem(
+                    f"{kebab(name)} has {words} words, and the weight {prefix} among them.",
+                    "either no corpus has a weight, or each one: weight and prefix in turn",
+                    kebab(name),
+                    fix="give a weight for every corpus",
+                )
+                break
             if missing:
                 yield DataError(
                     f"{kebab(name)} {prefix}: {' and '.join(missing)} not found.",
@@ -92,12 +101,17 @@ def corpora_exist(run: ResolvedRun) -> Iterator[MegatronError]:
 def _prefixes(words: list[str]) -> list[str]:
     """Return the prefixes of a blend: all words, or every second one after a weight."""
     if len(words) % 2 == 0:
-        try:
-            [float(word) for word in words[::2]]
-        except ValueError:
-            return words
-        return words[1::2]
+        is_weighted = all(map(_is_number, words[::2]))
+        return words[1::2] if is_weighted else words
     return words
+
+
+def _is_number(word: str) -> bool:
+    try:
+        float(word)
+    except ValueError:
+        return False
+    return True
 
 
 def _nearest_prefix(prefix: str) -> str:
@@ -117,10 +131,11 @@ def split_is_readable(run: ResolvedRun) -> Iterator[MegatronError]:
     if text is None:
         return
     try:
-        parts = [float(part) for part in text.replace("/", ",").split(",")]
+        # Quotes and brackets of a launch script may reach the program: '99,1,0'.
+        parts = [float(part) for part in text.strip(" '\"[]()").replace("/", ",").split(",")]
     except ValueError:
         parts = []
-    if not 1 <= len(parts) <= 3 or min(parts) < 0 or sum(parts) <= 0:
+    if not 1 <= len(parts) <= 3 or min(parts) < 0 or not 0 < sum(parts) < float("inf"):
         yield problem(
             f"--split {text!r}.",
             "it is up to three shares, of train, validation and test",
@@ -174,14 +189,15 @@ def phases_are_iterations(run: ResolvedRun) -> Iterator[MegatronError]:
             flag,
             fix=f"{flag} {max(1, (run.train_iters or 2) // 2)}",
         )
-    if run.rampup_batch_size:
-        yield problem(
-            f"{flag} with --rampup-batch-size.",
-            "the samples of a phase are its steps times one global batch size",
-            flag,
-            "--rampup-batch-size",
-            fix="drop --rampup-batch-size",
-        )
+    for name in ("rampup_batch_size", "step_batch_size_schedule"):
+        if run.values[name]:
+            yield problem(
+                f"{flag} with {kebab(name)}.",
+                "the samples of a phase are its steps times one global batch size",
+                flag,
+                kebab(name),
+                fix=f"drop {kebab(name)}",
+            )
 
 
 @rule
@@ -208,6 +224,9 @@ NEEDED_FILES = {
 }
 """Tokenizer type -> settings without which it cannot be built."""
 
+FILE_TYPES = tuple(kind for kind in NEEDED_FILES if kind != "HuggingFaceTokenizer")
+"""Types whose settings are files: not a directory, and not the name of a repository."""
+
 
 @rule
 def the_tokenizer_is_complete(run: ResolvedRun) -> Iterator[MegatronError]:
@@ -233,7 +252,7 @@ def the_tokenizer_is_complete(run: ResolvedRun) -> Iterator[MegatronError]:
                 kebab(name),
                 fix=f"add {kebab(name)}",
             )
-        elif name.endswith("file") and not Path(value).is_file():
+        elif name != "vocab_size" and kind in FILE_TYPES and not Path(value).is_file():
             yield DataError(
                 f"{kebab(name)} {value}: no such file.",
                 rule="it names a file",

@@ -187,6 +187,14 @@ def latent_attention_is_complete(run: ResolvedRun) -> Iterator[MegatronError]:
                 kebab(name),
                 fix=f"use {kebab(name)} {wanted}",
             )
+    if run.rope_type == "rope" and run.rotary_scaling_factor != 1.0:
+        yield problem(
+            f"--rope-type rope with --rotary-scaling-factor {run.rotary_scaling_factor:g}.",
+            "positions that are not stretched have the factor 1",
+            "--rope-type",
+            "--rotary-scaling-factor",
+            fix="use --rope-type yarn",
+        )
     if run.group_query_attention:
         yield problem(
             "--multi-latent-attention with --group-query-attention.",

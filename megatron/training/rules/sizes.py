@@ -20,7 +20,7 @@ _FROM_ZERO = {
     "iterations_to_skip", "manual_gc_interval", "grad_compression_warmup", "num_workers",
     "vocab_extra_ids", "tiktoken_num_special_tokens", "allowed_save_failures", "ckpt_step",
     "local_rank", "profile_ranks", "cpu_offloading_num_layers", "decoder_first_pipeline_num_layers",
-    "decoder_last_pipeline_num_layers", "mtp_num_layers",
+    "decoder_last_pipeline_num_layers", "mtp_num_layers", "logging_level",
 }  # fmt: skip
 """Numbers that may be 0; all others are at least 1."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 from collections.abc import Callable
 from datetime import timedelta
@@ -84,9 +85,14 @@ def seed_everything(seed: int) -> None:
 
 
 def set_numerics(run: ResolvedRun) -> None:
-    """Switch process-wide options of torch that the settings ask for."""
+    """Switch process-wide options of torch and of logging that the settings ask for."""
     if run.deterministic_mode:
         torch.use_deterministic_algorithms(True)
+    if run.disable_bf16_reduced_precision_matmul:
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    if run.logging_level is not None:
+        logging.basicConfig(level=run.logging_level)
+        logging.getLogger().setLevel(run.logging_level)
 
 
 def shut_down() -> None:

@@ -172,4 +172,6 @@ def publish(session: Session) -> None:
         run.micro_batch_size,
         run.data_parallel_size,
         run.decrease_batch_size_if_needed,
+        run.step_batch_size_schedule,
+        run.seq_length,
     )

@@ -16,7 +16,7 @@ MODEL = (
     f"--num-query-groups {files.GROUPS} --swiglu --disable-bias-linear --normalization RMSNorm "
     "--position-embedding-type rope --untie-embeddings-and-output-weights --seq-length 16 "
     "--max-position-embeddings 16 --mock-data --tokenizer-type NullTokenizer "
-    f"--vocab-size {files.VOCABULARY - 1} --make-vocab-size-divisible-by 32 "
+    f"--vocab-size {files.VOCABULARY} --make-vocab-size-divisible-by 32 "
     f"--micro-batch-size 2 --global-batch-size 4 --train-iters {files.ITERATION + 2} "
     "--lr 1e-3 --lr-decay-style constant --log-interval 1 --eval-iters 0 --num-workers 0"
 )

@@ -97,7 +97,7 @@ def test_masks_that_follow_documents_reach_every_stage(tmp_path):
     write_corpus(tmp_path / "corpus")
     base = (
         "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16"
-        " --tokenizer-type NullTokenizer --vocab-size 89 --micro-batch-size 2"
+        " --tokenizer-type NullTokenizer --vocab-size 90 --micro-batch-size 2"
         " --global-batch-size 4 --train-iters 3 --lr 1e-2 --log-interval 1 --num-workers 0"
         f" --data-path {tmp_path}/corpus --split 80,20,0 --eval-interval 3 --full-validation"
     )

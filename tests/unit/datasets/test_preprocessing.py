@@ -217,7 +217,7 @@ def test_a_text_that_the_tokenizer_does_not_take_is_located(tmp_path, capsys):
     assert run(tmp_path, tokenizer=numbers) == 1
     error = capsys.readouterr().err
     assert "in.jsonl, line 2: not tokenizable" in error
-    assert "id 51 is outside the vocabulary of 51" in error
+    assert "id 51 is outside the vocabulary of 50" in error
     assert run(tmp_path, "--skip-bad-lines", tokenizer=numbers) == 0
     dataset = IndexedDataset(str(tmp_path / "out_text_document"))
     assert [sequence.tolist() for sequence in dataset[:]] == [[1, 2], [4]]

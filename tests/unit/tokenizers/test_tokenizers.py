@@ -200,12 +200,12 @@ def test_sentencepiece_special_tokens_follow_the_pieces_in_order(make, piece_mod
     assert gpt.pad is None, "never the library's -1"
 
 
-def test_the_null_tokenizer_reads_numbers_and_ends_documents_after_them():
+def test_the_null_tokenizer_reads_numbers_and_ends_documents_with_the_last():
     tokenizer = make_tokenizer("NullTokenizer", vocab_size=100)
     assert tokenizer.tokenize("1 2  99") == [1, 2, 99]
     assert tokenizer.detokenize([1, 2]) == "1 2"
-    assert (tokenizer.eod, tokenizer.vocab_size) == (100, 101)
-    for text in ("101", "-1", "x"):
+    assert (tokenizer.eod, tokenizer.vocab_size) == (99, 100)
+    for text in ("100", "-1", "x"):
         with pytest.raises(ValueError):
             tokenizer.tokenize(text)
 

@@ -183,6 +183,23 @@ def test_a_skipped_step_names_what_overflowed(monkeypatch):
     assert "next loss scale: 512.0" in lines[0]
 
 
+@pytest.mark.parametrize(("num_steps", "reported"), [(3, [3]), (10, [10]), (12, [10]), (0, [])])
+def test_a_run_too_short_for_a_line_has_one_at_its_end(num_steps, reported, monkeypatch):
+    found = []
+
+    def report(hook, state, result):
+        found.append(state.iteration)
+        hook._has_reported_memory = True
+
+    monkeypatch.setattr(LogLine, "_report", report)
+    run = SimpleNamespace(log_interval=10, timing_log_level=0, log_params_norm=False)
+    hook = LogLine(SimpleNamespace(run=run), [].append, train_iters=20)
+    for step in range(1, num_steps + 1):
+        hook.after_step(TrainState(iteration=step), result(1.0))
+    hook.after_training(TrainState(iteration=num_steps), StopReason.FINISHED)
+    assert found == reported
+
+
 def test_losses_are_token_means_over_micro_batches():
     reports = [
         {"lm loss": torch.tensor([10.0, 4.0]), "mtp": (1.0, 2.0)},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from megatron.core.datasets.index_building import split_boundaries
 from megatron.core.errors import ConfigError
 from megatron.training.cli.parser import parse_command_line
 from megatron.training.resolve import resolve
@@ -72,7 +73,17 @@ def problems(*words: str, world_size: int = 1, base=SMALL) -> list[str]:
             "3 micro batches per step for DualPipe-V on 2 pipeline ranks",
         ),
         (["--pipeline-step-durations", "1", "0", "1"], 1, "--pipeline-step-durations 1 0 1"),
-        (["--multi-latent-attention"], 1, "with --position-embedding-type learned_absolute"),
+        (
+            ["--multi-latent-attention", "--position-embedding-type", "none"],
+            1,
+            "--multi-latent-attention with --position-embedding-type none",
+        ),
+        (["--data-path", "0.7", "/no/a", "/no/b"], 1, "give a weight for every corpus"),
+        (
+            ["--tokenizer-type", "TikTokenizer", "--tokenizer-model", "/no/file"],
+            1,
+            "--tokenizer-model /no/file: no such file",
+        ),
         (
             ["--multi-latent-attention", "--position-embedding-type", "rope"]
             + ["--group-query-attention", "--num-query-groups", "2"],
@@ -176,6 +187,12 @@ def problems(*words: str, world_size: int = 1, base=SMALL) -> list[str]:
 )
 def test_a_broken_rule_is_told(words, world_size, expected):
     assert any(expected in text for text in problems(*words, world_size=world_size))
+
+
+@pytest.mark.parametrize("split", ["'99,1,0'", '"99,1,0"', "[98, 1, 1]", "969/30/1", " 1 "])
+def test_quotes_that_reach_the_program_are_no_part_of_a_split(split):
+    assert problems("--split", split) == []
+    assert split_boundaries(split)[0][0] == 0
 
 
 def test_the_small_run_breaks_no_rule():
