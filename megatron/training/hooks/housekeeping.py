@@ -1,4 +1,4 @@
-"""Garbage collection, profiles, loss spikes, a progress file."""
+"""Garbage collection, profiles, comparison of replicas, loss spikes, a progress file."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,9 @@ from typing import Any
 import torch
 
 from megatron.core import device
+from megatron.core.optimizer.replica_check import check_replicas
 from megatron.training.hooks.base import Hook
+from megatron.training.parts import TrainingParts
 from megatron.training.state import StepResult, StopReason, TrainState
 
 
@@ -125,11 +127,45 @@ class MemoryHistory(Hook):
         device.dump_memory_history(self.path)
 
 
+class CompareReplicas(Hook):
+    """Stops the run when ranks that hold copies of the same tensors hold other bits.
+
+    Args:
+        interval: steps between comparisons.
+        save_intervals: steps between checkpoints of any kind, which a comparison precedes.
+    """
+
+    def __init__(
+        self, parts: TrainingParts, interval: int, save_intervals: Iterable[int | None]
+    ) -> None:
+        self.parts = parts
+        self.intervals = [interval, *(every for every in save_intervals if every)]
+        self._last_compared = -1
+
+    def after_step(self, state: TrainState, result: StepResult) -> TrainState:
+        """Compare when it is time."""
+        if any(state.iteration % every == 0 for every in self.intervals):
+            self._compare(state.iteration)
+        return state
+
+    def after_training(self, state: TrainState, stop: StopReason) -> TrainState:
+        """Compare what will be saved as the end of the run."""
+        if state.iteration != self._last_compared:
+            self._compare(state.iteration)
+        return state
+
+    def _compare(self, iteration: int) -> None:
+        parts: Any = self.parts
+        check_replicas(parts.model, parts.optimizer, parts.groups, iteration)
+        self._last_compared = iteration
+
+
 class WatchForSpikes(Hook):
     """Warns when a loss is far above the recent ones.
 
     The yardstick is the median of the last steps and their median absolute deviation, which one
-    earlier spike does not move.
+    earlier spike does not move. The first losses of a run fall fast and are few: while there are
+    fewer than a fifth of the window, only what is much farther away is a spike.
     """
 
     def __init__(
@@ -144,11 +180,12 @@ class WatchForSpikes(Hook):
         """Compare every loss with its own past."""
         for name, value in result.losses.items():
             recent = self._recent.setdefault(name, deque(maxlen=self.window))
-            if len(recent) >= self.window // 5 and math.isfinite(value):
+            if len(recent) >= 3 and math.isfinite(value):
+                scarcity = max(1.0, self.window / 5 / len(recent))
                 median = statistics.median(recent)
                 spread = statistics.median(abs(v - median) for v in recent)
                 distance = (value - median) / max(1.4826 * spread, 0.01 * abs(median), 1e-8)
-                if distance > self.limit:
+                if distance > self.limit * scarcity**2:
                     last = state.consumed_train_samples
                     self.warn(
                         f" WARNING: iteration {state.iteration}: {name} {value:.6E} is"

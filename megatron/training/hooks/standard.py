@@ -12,6 +12,7 @@ from megatron.training.hooks.base import Hook, Hooks
 from megatron.training.hooks.evaluation import Evaluate
 from megatron.training.hooks.housekeeping import (
     CollectGarbage,
+    CompareReplicas,
     MemoryHistory,
     Profile,
     ProgressFile,
@@ -80,6 +81,14 @@ def standard_hooks(
     hooks: list[Hook] = [TrackProgress(progress)]
     hooks += [bar] if bar is not None else []
     hooks += [LogLine(parts, write, run.train_iters), scalars]
+    if run.check_weight_hash_across_dp_replicas_interval:
+        hooks.append(
+            CompareReplicas(
+                parts,
+                run.check_weight_hash_across_dp_replicas_interval,
+                [run.save_interval, run.non_persistent_save_interval],
+            )
+        )
     if run.check_for_spiky_loss:
         hooks.append(WatchForSpikes(write))
     hooks += _profilers(parts)

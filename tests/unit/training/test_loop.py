@@ -14,9 +14,11 @@ import torch
 import megatron.training.evaluate as evaluation
 import megatron.training.hooks.evaluation as hook_module
 import megatron.training.loop as loop
+from megatron.training.hooks import housekeeping
 from megatron.training.hooks.base import Hook, Hooks
 from megatron.training.hooks.housekeeping import (
     CollectGarbage,
+    CompareReplicas,
     Profile,
     ProgressFile,
     WatchForSpikes,
@@ -234,6 +236,25 @@ def test_a_spike_is_told_and_slow_drift_is_not():
     watch.after_step(TrainState(iteration=61, consumed_train_samples=100), result(30.0))
     assert len(said) == 1
     assert "samples 96 to 99" in said[0]
+
+
+def test_a_jump_in_the_first_steps_is_told_and_their_fall_is_not():
+    said: list[str] = []
+    watch = WatchForSpikes(said.append)
+    for step, loss in enumerate((10.8, 10.7, 10.9, 10.2, 9.6, 9.9)):
+        watch.after_step(TrainState(iteration=step), result(loss))
+    assert said == []
+    watch.after_step(TrainState(iteration=6), result(3e36))
+    assert len(said) == 1
+    assert "lm loss 3.000000E+36" in said[0]
+
+
+def test_replicas_are_compared_at_their_interval_before_every_save_and_at_the_end(run, monkeypatch):
+    compared = []
+    monkeypatch.setattr(housekeeping, "check_replicas", lambda *args: compared.append(args[-1]))
+    parts = SimpleNamespace(model=[], optimizer=None, groups=None)
+    run(CompareReplicas(parts, 4, [3, None]), StepBudget(10))
+    assert compared == [3, 4, 6, 8, 9, 10]
 
 
 def test_garbage_collection_is_taken_over_and_given_back():
