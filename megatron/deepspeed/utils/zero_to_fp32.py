@@ -1,7 +1,7 @@
 """`deepspeed.utils.zero_to_fp32`: whole fp32 weights of a checkpoint, of any stage and any ranks.
 
-Main weights where the checkpoint has them, else the model's own, in fp32. One process, no pickle is
-executed. Checkpoints of an engine of this library, and of DeepSpeed's own.
+Main weights where the checkpoint has them, else the model's own, in fp32. One process. For
+checkpoints of an engine of this library; it loads those of DeepSpeed, and saves them as its own.
 """
 
 from __future__ import annotations
@@ -42,9 +42,14 @@ def get_fp32_state_dict_from_zero_checkpoint(
             rule="it names the newest checkpoint",
             fix="give the tag, the name of a directory in it",
         )
-    tensors = dist_checkpointing.load_plain_tensors(
-        Path(checkpoint_dir) / (latest.read_text().strip() if tag is None else tag)
-    )
+    path = Path(checkpoint_dir) / (latest.read_text().strip() if tag is None else tag)
+    if not dist_checkpointing.check_is_distributed_checkpoint(path):
+        raise CheckpointError(
+            f"{path} is not a checkpoint of this library's engine.",
+            rule="the names of a module's weights are read from one",
+            fix="load one of DeepSpeed's with engine.load_checkpoint(), then save it",
+        )
+    tensors = dist_checkpointing.load_plain_tensors(path)
     mains = {k.removeprefix(_MAIN): v for k, v in tensors.items() if k.startswith(_MAIN)}
     trained = mains or {
         k.partition(".exp_avg.")[2] for k in tensors if k.startswith("optimizer.state.exp_avg.")

@@ -16,6 +16,7 @@ from megatron import deepspeed
 from megatron.core.errors import CheckpointError
 from megatron.training.cli.deepspeed import deepspeed_values
 from tests.harness.tolerances import EXACT, assert_close
+from tests.unit.dist_checkpointing.foreign import foreign_files as foreign
 
 ADAM = {"type": "AdamW", "params": {"lr": 0.01, "betas": [0.8, 0.9]}}
 
@@ -220,6 +221,14 @@ def test_whole_fp32_weights_come_from_a_checkpoint(tmp_path):
     assert (tmp_path / "out" / "model.safetensors").is_file()
     with pytest.raises(CheckpointError, match="has no file latest"):
         zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(str(tmp_path / "out"))
+
+
+def test_a_checkpoint_of_deepspeed_is_not_read_under_wrong_names(tmp_path):
+    from megatron.deepspeed.utils import zero_to_fp32
+
+    foreign.write_deepspeed(tmp_path, stage=1)
+    with pytest.raises(CheckpointError, match=r"engine\.load_checkpoint"):
+        zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(str(tmp_path))
 
 
 def test_names_of_deepspeed_are_found_where_scripts_import_them():
