@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megatron.core import device
 from megatron.core.deferred_gradients import WeightGradient, collecting
@@ -203,9 +203,7 @@ class Stage:
         if self._keep_outputs:
             self._edges[microbatch] = [o if o.requires_grad else None for o in outputs]
         else:
-            self._edges[microbatch] = [
-                get_gradient_edge(o) if o.requires_grad else None for o in outputs
-            ]
+            self._edges[microbatch] = [_edge_of(o) if o.requires_grad else None for o in outputs]
 
     def _finish_model(
         self, microbatch: int, inputs: list[Tensor] | None, output: Any, loss_function: Any
@@ -266,6 +264,16 @@ class Stage:
 
 
 _NOTHING = contextlib.nullcontext()
+
+
+def _edge_of(output: Tensor) -> Any:
+    """Return the edge of the graph that computed a tensor; it outlives the tensor.
+
+    Before torch has `ownership_token`, the edge of a Python function does not keep that function's
+    node. The node of a view is not Python's, and keeps what comes before it.
+    """
+    keeps_node = "ownership_token" in GradientEdge._fields
+    return get_gradient_edge(output if keeps_node else output.view_as(output))
 
 
 def _run_backward(edges: Sequence[Any], grads: Sequence[Tensor]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import namedtuple
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +15,7 @@ from megatron.core.deferred_gradients import weight_gradients_may_wait
 from megatron.core.errors import ConfigError, ScheduleError
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.pipeline_parallel import stage as stages
 from megatron.core.pipeline_parallel.grad_sync import GradSync
 from megatron.core.pipeline_parallel.instructions import NO_MICROBATCH
 from megatron.core.pipeline_parallel.schedules import get_tensor_shapes
@@ -411,3 +413,27 @@ def test_input_gradients_leave_weight_gradients_to_their_own_step():
     assert seen == [(True, True, None)]
     expected = torch.autograd.grad(linear(x.detach()).mean(), linear.weight)[0]
     torch.testing.assert_close(linear.weight.grad, expected)
+
+
+class Doubling(torch.autograd.Function):
+    """A Python function: before torch has ownership tokens, its node dies with its output."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        return 2 * grad
+
+
+@pytest.mark.parametrize(
+    "fields", [("node", "output_nr"), ("node", "output_nr", "ownership_token")]
+)
+def test_a_stage_that_ends_in_a_python_function_outlives_its_output(monkeypatch, fields):
+    if "ownership_token" in stages.GradientEdge._fields:  # else this torch is the old one itself
+        monkeypatch.setattr(stages, "GradientEdge", namedtuple("GradientEdge", fields))
+    x = torch.ones(3, requires_grad=True)
+    edge = stages._edge_of(Doubling.apply(x))
+    stages._run_backward([edge], [torch.ones(3)])
+    assert x.grad.tolist() == [2.0, 2.0, 2.0]
