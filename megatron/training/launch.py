@@ -48,10 +48,25 @@ def is_on_several_machines() -> bool:
 
 
 def launcher_process() -> int | None:
-    """Return the process id of the torchrun that started this rank; None without one.
+    """Return the process id of the torchrun that started this rank; None without one."""
+    process = _first_ancestor_without_the_mark_of_this_rank()
+    return process if process is not None and (process > 1 or _is_python(process)) else None
 
-    It is the first ancestor that was not given this rank's error file: there may be a shell or a
-    profiler in between, which does not end when torchrun is killed.
+
+def has_lost_its_launcher() -> bool:
+    """Return whether the torchrun that started this rank had ended before it could be watched.
+
+    An orphan is given to process 1. In a container that may be torchrun itself.
+    """
+    process = _first_ancestor_without_the_mark_of_this_rank()
+    return process == 1 and not _is_python(process)
+
+
+def _first_ancestor_without_the_mark_of_this_rank() -> int | None:
+    """Return the first ancestor that was not given this rank's error file; None if torchrun gave
+    none, or if that cannot be found out.
+
+    There may be a shell or a profiler in between, which does not end when torchrun is killed.
     """
     mark = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not mark or not Path("/proc/self/stat").exists():
@@ -59,12 +74,21 @@ def launcher_process() -> int | None:
     wanted = f"TORCHELASTIC_ERROR_FILE={mark}".encode()
     process = os.getppid()
     try:
-        while wanted in Path(f"/proc/{process}/environ").read_bytes().split(b"\0"):
+        while process > 1 and wanted in Path(f"/proc/{process}/environ").read_bytes().split(b"\0"):
             stat = Path(f"/proc/{process}/stat").read_text()
             process = int(stat.rpartition(")")[2].split()[1])
     except OSError:  # not ours to look into
         return None
-    return process if process > 1 else None
+    return process
+
+
+def _is_python(process: int) -> bool:
+    """Return whether a process runs Python, or may do so."""
+    try:
+        command = Path(f"/proc/{process}/cmdline").read_bytes()
+    except OSError:
+        return True
+    return b"python" in command.split(b"\0")[0] or b"torchrun" in command
 
 
 def connect_store(place: Place, timeout: timedelta) -> Any:

@@ -336,6 +336,8 @@ def failures_reported(progress: RunProgress, store_slot: list[Any]) -> Iterator[
         before_end=lambda: _report_lost_peer(progress, store()),
     )
     try:
+        if launch.has_lost_its_launcher():
+            raise _launcher_lost()
         yield
     except (SystemExit, GeneratorExit):
         raise
@@ -347,13 +349,17 @@ def failures_reported(progress: RunProgress, store_slot: list[Any]) -> Iterator[
             watch.close()
 
 
-def _end_orphaned(progress: RunProgress, store: Any) -> None:
-    """End a rank whose launcher is gone. Called beside the training thread."""
-    error = LauncherLostError(
+def _launcher_lost() -> LauncherLostError:
+    return LauncherLostError(
         "torchrun, which started this rank, has ended without stopping it.",
         rule="ranks end with their launcher: nobody else would stop or restart them",
         fix="look for what killed torchrun (lack of memory, a scheduler), then start it again",
     )
+
+
+def _end_orphaned(progress: RunProgress, store: Any) -> None:
+    """End a rank whose launcher is gone. Called beside the training thread."""
+    error = _launcher_lost()
     code = classify(error)[1]
     _within(WAIT_S, lambda: os._exit(code))
     try:

@@ -29,6 +29,7 @@ from megatron.core.errors import (
     raise_together,
 )
 from megatron.core.process_identity import ProcessIdentity
+from megatron.training import launch
 from megatron.training.resilience import failure
 from megatron.training.resilience.failure import (
     LauncherLostError,
@@ -284,6 +285,25 @@ def test_a_rank_that_waits_hears_of_the_end_of_its_launcher_and_of_sigterm(numbe
         assert (code, os.read(reading, 1)) == (-signal.SIGTERM, b"1")
     launcher.kill()
     launcher.wait()
+
+
+@pytest.mark.parametrize("is_python", [False, True])
+def test_an_orphan_has_lost_its_launcher_unless_process_1_may_be_the_launcher(
+    is_python, monkeypatch
+):
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", "/nowhere/error.json")
+    monkeypatch.setattr(launch.os, "getppid", lambda: 1)
+    monkeypatch.setattr(launch, "_is_python", lambda process: is_python)
+    assert launch.has_lost_its_launcher() is not is_python
+    assert launch.launcher_process() == (1 if is_python else None)
+
+
+def test_a_rank_whose_launcher_ended_while_it_imported_ends_too(monkeypatch, capsys):
+    monkeypatch.setattr(launch, "has_lost_its_launcher", lambda: True)
+    with pytest.raises(SystemExit) as ended, failures_reported(RunProgress(), []):
+        raise AssertionError("training begins without a launcher")
+    assert ended.value.code == 18
+    assert "FATAL[LAUNCHER_LOST]" in capsys.readouterr().err
 
 
 def test_the_launcher_is_found_past_a_shell(tmp_path):
