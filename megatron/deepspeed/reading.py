@@ -7,6 +7,7 @@ import binascii
 import difflib
 import json
 import os
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any
 
 import torch
 
-from megatron.core.errors import ConfigError, MegatronError, raise_together
+from megatron.core.errors import ConfigError, MegatronError, raise_together, shown
 from megatron.deepspeed.named_parts import OPTIMIZERS, REFUSED_OPTIMIZERS, REQUIRED, SCHEDULERS
 from megatron.deepspeed.schema import AUTO, RENAMED, SCHEMA, Key, Schema
 
@@ -88,6 +89,13 @@ def load_document(source: ConfigSource) -> dict[str, Any]:
             flags=["--deepspeed_config"],
             fix="correct that line",
         ) from error
+    except (RecursionError, ValueError) as error:
+        why = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
+        raise ConfigError(
+            f"{where} cannot be read: {why}.",
+            rule="a configuration is a JSON object",
+            flags=["--deepspeed_config"],
+        ) from None
     if not isinstance(document, dict):
         raise ConfigError(
             f"{where} holds a {type(document).__name__}.",
@@ -101,9 +109,9 @@ def load_document(source: ConfigSource) -> dict[str, Any]:
 def _without_duplicates(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
-        twice = next(name for i, (name, _) in enumerate(pairs) if name in dict(pairs[:i]))
+        twice = Counter(name for name, _ in pairs).most_common(1)[0][0]
         raise ConfigError(
-            f"the key {twice!r} stands twice in one object of the DeepSpeed configuration.",
+            f"the key {shown(twice)} stands twice in one object of the DeepSpeed configuration.",
             rule="a key has one value",
             flags=["--deepspeed_config"],
             fix="remove one of the two",

@@ -24,6 +24,15 @@ CONFIG_NAME = "config.json"
 SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
 _MOST_JSON_BYTES = 100 << 20
+_MOST_PARTS = 1 << 16
+_COUNTS = frozenset(
+    {
+        "num_hidden_layers", "n_layer", "num_layers", "num_nextn_predict_layers",
+        "num_attention_heads", "n_head", "num_key_value_heads", "num_local_experts", "num_experts",
+        "n_routed_experts", "n_shared_experts", "first_k_dense_replace",
+    }
+)  # fmt: skip
+"""Fields of a config of which there is a layer, a head or an expert each."""
 
 
 @dataclass(frozen=True)
@@ -54,11 +63,21 @@ def read_model_directory(path: Path) -> ModelDirectory:
             fix="give the directory that save_pretrained() wrote, or a downloaded snapshot",
         )
     fields = read_json(file)
+    _check_counts(file, fields)
     family = family_of_config(fields, str(file))
     config = ConfigFields(fields, str(file))
     settings = family.settings(config)
     config.finish()
     return ModelDirectory(path, fields, family, settings)
+
+
+def _check_counts(file: Path, fields: dict[str, Any]) -> None:
+    """Refuse numbers of parts that no model has, before anything is made for each part."""
+    for name, value in fields.items():
+        if name not in _COUNTS:
+            continue
+        if isinstance(value, int) and not 0 <= value <= _MOST_PARTS:
+            raise _damaged(file, f"{name} is {shown(value)}, and no model has so many")
 
 
 def stored_tensors(path: Path) -> dict[str, StoredView]:

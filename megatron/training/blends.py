@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,8 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, Moc
 from megatron.core.datasets.megatron_dataset import MegatronDataset
 from megatron.core.datasets.sft_dataset import SFTDataset
 from megatron.core.datasets.utils import Blend, Split, get_blend_from_list
-from megatron.core.errors import DataError
+from megatron.core.errors import DataError, shown
+from megatron.core.json_text import parse_json
 
 
 def gpt_dataset_class(args: argparse.Namespace) -> type[MegatronDataset]:
@@ -112,7 +112,7 @@ def _blend_of(value: Any, path: str, flag: str) -> Blend:
         if all(isinstance(w, int | float) and not isinstance(w, bool) for w in weights):
             return list(value), [float(weight) for weight in weights]
     raise DataError(
-        f"{path}: {json.dumps(value)[:80]} is not a blend.",
+        f"{path}: {shown(value)} is not a blend.",
         rule="a list of prefixes, of weights and prefixes in turn, or {prefix: weight}",
         flags=[flag],
         fix='for example {"data/a": 0.3, "data/b": 0.7}',
@@ -121,7 +121,7 @@ def _blend_of(value: Any, path: str, flag: str) -> Blend:
 
 def _json(path: str, text: str, flag: str) -> Any:
     try:
-        return json.loads(text)
+        return parse_json(text)
     except ValueError as error:
         raise DataError(
             f"{path} is not JSON: {error}.",

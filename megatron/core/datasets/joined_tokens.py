@@ -18,6 +18,7 @@ import numpy as np
 
 from megatron.core.datasets.token_file import MappedTokens, PositionedTokens, TokenReader
 from megatron.core.errors import DataError, shown
+from megatron.core.json_text import parse_json
 
 
 def parts_path(bin_path: str) -> str:
@@ -42,8 +43,10 @@ def token_files(bin_path: str) -> list[str]:
     folder = os.path.dirname(os.path.abspath(path))
     try:
         with open(path, encoding="utf-8") as file:
-            listed = [(str(one["bin"]), int(one["bytes"])) for one in json.load(file)["parts"]]
-    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
+            listed = [
+                (str(one["bin"]), int(one["bytes"])) for one in parse_json(file.read())["parts"]
+            ]
+    except (ValueError, KeyError, TypeError, OverflowError) as error:
         raise DataError(
             f"{path} is not a list of parts: {type(error).__name__} {error}.",
             rule="tools/merge_datasets.py --no-copy writes it",

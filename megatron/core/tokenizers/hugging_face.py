@@ -6,13 +6,13 @@ folder without `tokenizer.json` goes through `transformers`.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Sequence
 from typing import Any
 
 from megatron.core.capabilities import require
 from megatron.core.errors import ConfigError, DataError
+from megatron.core.json_text import parse_json
 from megatron.core.tokenizers.base import TextTokenizer, digest_of_file, existing_file
 
 END_OF_TEXT = "<|endoftext|>"
@@ -207,8 +207,8 @@ def _through_transformers(path: str, trust_remote_code: bool) -> tuple[Any, dict
 def _read_json(path: str, flag: str) -> Any:
     try:
         with open(path, encoding="utf-8") as file:
-            return json.load(file)
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            return parse_json(file.read())
+    except ValueError as error:
         raise DataError(
             f"{path} is not valid JSON: {error}.", flags=[flag], fix="copy the file again"
         ) from error

@@ -7,7 +7,8 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from megatron.core.errors import ConfigError
+from megatron.core.errors import ConfigError, DataError
+from megatron.core.json_text import parse_json
 from megatron.core.tokenizers.base import TextTokenizer, check_loaded
 from megatron.core.tokenizers.hugging_face import GPT2BPETokenizer, HuggingFaceTokenizer
 from megatron.core.tokenizers.plain import ByteTokenizer, NullTokenizer
@@ -202,14 +203,30 @@ def _library(path: str | None, metadata: str | Mapping[str, Any] | None) -> str 
     if metadata is None:
         return None
     if isinstance(metadata, str):
-        with open(metadata, encoding="utf-8") as file:
-            return _type_by_library(json.load(file)["library"])
+        content = _json_object(metadata)
+        return _type_by_library(str(content.get("library")))
     return _type_by_library(metadata["library"])
 
 
 def _metadata_beside(path: str) -> str:
     folder = path if os.path.isdir(path) else os.path.dirname(os.path.abspath(path))
     return os.path.join(folder, "tokenizer_metadata.json")
+
+
+def _json_object(path: str, *, or_list: bool = False) -> Any:
+    try:
+        with open(path, encoding="utf-8") as file:
+            content = parse_json(file.read())
+        if not isinstance(content, (dict, list) if or_list else dict):
+            raise ValueError(f"it holds a {type(content).__name__}")
+    except ValueError as error:
+        raise DataError(
+            f"{path} is not what its name says: {error}.",
+            rule="files of a tokenizer are JSON objects",
+            flags=["--tokenizer-model"],
+            fix="copy the file again",
+        ) from None
+    return content
 
 
 def _type_by_library(library: str) -> str:
@@ -232,10 +249,10 @@ def _type_of_files(path: str | None) -> str:
             return "GPT2BPETokenizer"
         return "HuggingFaceTokenizer"
     if path.endswith(".json"):
-        with open(path, encoding="utf-8") as file:
-            content = json.load(file)
-        is_ranks = isinstance(content, list) or "default_num_special_tokens" in content.get(
-            "config", {}
+        content = _json_object(path, or_list=True)
+        settings = {} if isinstance(content, list) else content.get("config")
+        is_ranks = isinstance(content, list) or (
+            isinstance(settings, dict) and "default_num_special_tokens" in settings
         )
         return "TikTokenizer" if is_ranks else "HuggingFaceTokenizer"
     is_piece_model = path.endswith(".model") or ".model." in os.path.basename(path)

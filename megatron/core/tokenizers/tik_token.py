@@ -8,7 +8,6 @@ its rank on each line). Also the names that tiktoken itself knows, from its cach
 from __future__ import annotations
 
 import base64
-import json
 import os
 import tempfile
 from collections.abc import Sequence
@@ -17,7 +16,8 @@ from typing import Any
 import numpy as np
 
 from megatron.core.capabilities import require
-from megatron.core.errors import ConfigError, DataError, UntokenizableTextError
+from megatron.core.errors import ConfigError, DataError, UntokenizableTextError, shown
+from megatron.core.json_text import parse_json
 from megatron.core.tokenizers.base import TextTokenizer, digest_of_file
 
 DEFAULT_VOCAB_SIZE = 131072
@@ -51,6 +51,9 @@ _KNOWN_RANK_FILES = {
     "o200k_base": ("o200k", 199999),
 }
 """File stem -> pattern, id of <|endoftext|> (some sets leave a hole before it)."""
+
+
+_MOST_RESERVED = 1 << 16
 
 
 class TikTokenizer(TextTokenizer):
@@ -119,6 +122,12 @@ class TikTokenizer(TextTokenizer):
         reserved = num_special_tokens or settings.get(
             "default_num_special_tokens", DEFAULT_NUM_SPECIAL_TOKENS
         )
+        if type(reserved) is not int or not 0 <= reserved <= _MOST_RESERVED:
+            raise DataError(
+                f"{path} reserves {shown(reserved)} ids for special tokens.",
+                rule=f"at most {_MOST_RESERVED}",
+                flags=["--tiktoken-num-special-tokens"],
+            )
         size = vocab_size or settings.get("default_vocab_size", DEFAULT_VOCAB_SIZE)
         if not {"<unk>", "<s>", "</s>"} <= set(names) or len(names) > reserved:
             raise ConfigError(
@@ -249,10 +258,12 @@ def _read_list(path: str) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Read a rank list and the settings beside it."""
     try:
         with open(path, encoding="utf-8") as file:
-            content = json.load(file)
+            content = parse_json(file.read())
         entries = content["vocab"] if isinstance(content, dict) else content
         settings = content.get("config", {}) if isinstance(content, dict) else {}
         wrong = next((i for i, entry in enumerate(entries) if entry["rank"] != i), None)
+        if not isinstance(settings, dict):
+            raise TypeError("its config is no object")
     except (ValueError, KeyError, TypeError) as error:
         raise DataError(
             f"{path} is not a list of ranks: {type(error).__name__} {error}.",

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core import capabilities
-from megatron.core.errors import ConfigError, MegatronError
+from megatron.core.errors import ConfigError, MegatronError, shown
 from megatron.training.cli.suggest import suggestion
 from megatron.training.config.flag import FlagSpec, kebab
 from megatron.training.config.run import all_flags, flags_by_spelling, opposites_by_spelling
@@ -23,7 +23,8 @@ def read_yaml(path: str, problems: list[MegatronError]) -> dict[str, Any]:
     yaml = capabilities.require("yaml", purpose="--yaml-cfg")
     try:
         document = yaml.safe_load(Path(path).read_text())
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        _check_size(document)
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         problems.append(
             ConfigError(
                 f"the settings file {path!r} cannot be read: {error}",
@@ -50,6 +51,24 @@ def read_yaml(path: str, problems: list[MegatronError]) -> dict[str, Any]:
     return values
 
 
+def _check_size(document: Any) -> None:
+    """Refuse more values than settings are, counted wherever an alias (`*name`) repeats them."""
+    todo, num_values = [(document, 0)], 0
+    while todo:
+        value, depth = todo.pop()
+        num_values += 1
+        if num_values > _MOST_VALUES or depth > _MOST_LEVELS:
+            raise ValueError(f"more than {_MOST_VALUES} values, or {_MOST_LEVELS} levels")
+        if isinstance(value, Mapping):
+            todo += [(inner, depth + 1) for inner in value.values()]
+        elif isinstance(value, list):
+            todo += [(inner, depth + 1) for inner in value]
+
+
+_MOST_VALUES = 100_000
+_MOST_LEVELS = 20
+
+
 def _collect(
     section: Mapping[Any, Any], path: str, values: dict[str, Any], problems: list[MegatronError]
 ) -> None:
@@ -65,7 +84,7 @@ def _collect(
             near = suggestion(kebab(name)).lstrip("-").replace("-", "_")
             problems.append(
                 ConfigError(
-                    f"unknown setting {key!r} in {path}.",
+                    f"unknown setting {shown(key)} in {path}.",
                     rule="settings have the names of the flags",
                     flags=["--yaml-cfg"],
                     fix=f"did you mean {near}?" if near else "see docs/flags.md",
@@ -88,7 +107,7 @@ def _collect(
             except ValueError as reason:
                 problems.append(
                     ConfigError(
-                        f"{key}: {value!r} in {path} {reason}.",
+                        f"{key}: {shown(value)} in {path} {reason}.",
                         rule=f"{spec.flag} takes {spec.type_text()}",
                         flags=["--yaml-cfg", spec.flag],
                         fix="correct the value",

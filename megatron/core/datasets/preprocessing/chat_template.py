@@ -19,6 +19,7 @@ from megatron.core.datasets.preprocessing.documents import (
     check_unicode,
 )
 from megatron.core.errors import ConfigError, DataError
+from megatron.core.json_text import parse_json
 
 _ROLES = {"human": "user", "gpt": "assistant", "system": "system", "tool": "tool"}
 """Roles of conversations that spell their messages {"from": ..., "value": ...}."""
@@ -145,6 +146,21 @@ def messages_of(document: Mapping[str, Any], key: str) -> list[dict[str, Any]]:
     return messages
 
 
+def _settings_in(path: str, text: str) -> dict[str, Any]:
+    try:
+        settings = parse_json(text)
+        if not isinstance(settings, dict):
+            raise ValueError(f"it holds a {type(settings).__name__}")
+    except ValueError as error:
+        raise ConfigError(
+            f"{path} cannot be read: {error}.",
+            rule="it is a JSON object",
+            flags=["--tokenizer-model"],
+            fix="copy the file again",
+        ) from None
+    return settings
+
+
 def find_chat_template(path: str | None, tokenizer_model: str | None) -> ChatTemplate:
     """Load the template of --chat-template, or the one that lies with the tokenizer.
 
@@ -158,7 +174,7 @@ def find_chat_template(path: str | None, tokenizer_model: str | None) -> ChatTem
     config = os.path.join(folder, "tokenizer_config.json")
     if folder and os.path.isfile(config):
         with open(config, encoding="utf-8") as file:
-            settings = json.load(file)
+            settings = _settings_in(config, file.read())
         source = _default_template(settings.get("chat_template"))
         for name, value in settings.items():
             text = value.get("content") if isinstance(value, dict) else value
