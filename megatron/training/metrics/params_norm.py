@@ -21,7 +21,8 @@ def params_norm(model: Sequence[nn.Module], groups: ProcessGroupCollection) -> f
 
     Communication:
         for dense parameters and for experts one all-reduce over the model-parallel ranks that hold
-        them; where parameters are sharded, one over their shards before.
+        them; where parameters are sharded, one over their shards before. What is left of an
+        overlapped gather of updated parameters is waited for first.
     """
     total = 0.0
     for is_expert, across in ((False, groups.mp), (True, groups.tp_ep_pp)):
@@ -33,6 +34,8 @@ def params_norm(model: Sequence[nn.Module], groups: ProcessGroupCollection) -> f
 def _of_chunk(chunk: nn.Module, groups: ProcessGroupCollection, *, is_expert: bool) -> float:
     """Return the sum of squares of the dense or of the experts' parameters of a chunk."""
     wrapper = chunk if isinstance(chunk, DistributedDataParallel) else None
+    if wrapper is not None:
+        wrapper.finish_param_sync()  # an overlapped gather would come with the next forward pass
     are_sharded = set() if wrapper is None else set(wrapper.sharded_values())
     whole = sharded = 0.0
     for parameter in chunk.parameters():

@@ -49,7 +49,7 @@ def build(config, model, layout, groups):
 
 
 def figures(groups, layout, model, wrapper):
-    """Take one step; return the number of zeros in its gradient, and both norms."""
+    """Take one step; return the gradient's zeros and norm, the weights' norm before and after."""
     rng_state().set_seed(7)
     config = transformer_config(layout, model)
     chunk = build(config, model, layout, groups)
@@ -82,11 +82,11 @@ def figures(groups, layout, model, wrapper):
         pg_collection=groups,
     )
     _, grad_norm, num_zeros = optimizer.step()
-    return num_zeros, norm, grad_norm
+    return num_zeros, grad_norm, norm, params_norm([ddp], groups)
 
 
-def replicate(config, chunk, groups, stage="no_shard"):
-    settings = DistributedDataParallelConfig(data_parallel_sharding_strategy=stage)
+def replicate(config, chunk, groups, stage="no_shard", **overlap):
+    settings = DistributedDataParallelConfig(data_parallel_sharding_strategy=stage, **overlap)
     return DistributedDataParallel(config, settings, chunk, pg_collection=groups)
 
 
@@ -94,9 +94,16 @@ def shard(config, chunk, groups):
     return replicate(config, chunk, groups, "optim_grads_params")
 
 
+def gather_in_forward(config, chunk, groups):
+    return replicate(
+        config, chunk, groups, "optim", overlap_grad_reduce=True, overlap_param_gather=True
+    )
+
+
 @pytest.mark.parametrize(
     ("layout", "model", "wrapper"),
     [
+        (LayoutCase(dp=2), DENSE, gather_in_forward),
         (LayoutCase(tp=2), DENSE, replicate),
         (LayoutCase(tp=2, dp=2), DENSE, shard),
         (LayoutCase(dp=2, ep=2), EXPERTS, replicate),
@@ -112,10 +119,11 @@ def test_zeros_and_norms_count_each_element_of_the_model_once(layout, model, wra
         tp=layout.tp, ep=layout.ep, expt_tp=layout.expt_tp,
     )  # fmt: skip
     assert expected[0] > 0
-    for zeros, norm, grad_norm in results:
+    for zeros, grad_norm, before, after in results:
         assert zeros == expected[0]
-        assert_close(norm, expected[1], FP32_REORDERED_SUM, "norm of the weights")
-        assert_close(grad_norm, expected[2], FP32_REORDERED_SUM, "norm of the gradient")
+        assert_close(grad_norm, expected[1], FP32_REORDERED_SUM, "norm of the gradient")
+        assert_close(before, expected[2], FP32_REORDERED_SUM, "norm of the weights")
+        assert_close(after, expected[3], FP32_REORDERED_SUM, "norm of the updated weights")
 
 
 def initial_weights(groups, layout):

@@ -79,7 +79,7 @@ OPTIMIZER = (
     Option("muon-scale-mode", {None: 2, "unit_rms_norm": 1, "shape_scaling": 1},
            lambda s: s.get("optimizer") == "muon"),
     Option("muon-scalar-optimizer", {None: 3, "sgd": 1}, lambda s: s.get("optimizer") == "muon"),
-    Option("lr", {1e-3: 4, 1e-2: 1}),
+    Option("lr", {1e-3: 4, 3e-4: 1}),
     Option("min-lr", {None: 3, 1e-4: 1}),
     Option("lr-decay-style", {None: 3, "constant": 1, "cosine": 2, "inverse-square-root": 1}),
     Option("lr-warmup-iters", {None: 2, 1: 1}),
