@@ -116,15 +116,27 @@ def write_tracker(directory: Place, iteration: int | str) -> None:
     replace_durably(directory / TRACKER_NAME, str(iteration).encode())
 
 
-def read_tracker(directory: Place) -> int | str | None:
-    """Return what the tracker names, or None if there is none or it is unreadable."""
+def read_tracker(directory: Place, notes: list[str] | None = None) -> int | str | None:
+    """Return what the tracker names, or None if there is none or it is unreadable.
+
+    Args:
+        notes: is told why it is unreadable.
+    """
+    notes = [] if notes is None else notes
     try:
         text = read_inside(directory, TRACKER_NAME, limit_bytes=64).decode("ascii").strip()
-    except (CheckpointError, UnicodeDecodeError):
+    except (CheckpointError, UnicodeDecodeError) as error:
+        if isinstance(error, UnicodeDecodeError) or os.path.lexists(f"{directory}/{TRACKER_NAME}"):
+            reason = error.found if isinstance(error, CheckpointError) else "it is not text"
+            notes.append(f"{TRACKER_NAME} cannot be used: {reason}")
         return None
     if text == RELEASE:
         return RELEASE
-    return int(text) if re.fullmatch(r"\d{1,18}", text, re.ASCII) else None
+    if re.fullmatch(r"\d{1,18}", text, re.ASCII):
+        return int(text)
+    what = f"{text[:40]!r}" if text else "nothing"
+    notes.append(f"{TRACKER_NAME} cannot be used: it holds {what}, not a number of iterations")
+    return None
 
 
 @dataclass
@@ -239,7 +251,8 @@ def remove_leftovers(directory: Place) -> list[Place]:
     listing = list_checkpoints(directory)
     present = {f.iteration for f in listing.checkpoints if not f.is_replaced}
     superseded = [f.path for f in listing.checkpoints if f.is_replaced and f.iteration in present]
-    leftovers = listing.leftovers + superseded
+    unfinished = [p for p in listing.leftovers if "." in p.name]  # an empty one may be anybody's
+    leftovers = unfinished + superseded
     for path in leftovers:
         assert isinstance(path, Path)
         remove_tree(path)

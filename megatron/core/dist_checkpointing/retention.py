@@ -27,19 +27,32 @@ class Retention:
         return " ".join(f"{flag} {n}" for flag, n in rules.items() if n is not None)
 
     def checkpoints_to_delete(self, directory: Place, newest: int) -> list[commit.Found]:
-        """Return what may go: older than `newest` and kept by no rule."""
+        """Return what may go: older than `newest`, kept by no rule, and a checkpoint of ours.
+
+        A directory without a manifest that can be read was not written by a run, or not only.
+        """
         if self.interval is None and self.most_recent is None:
             return []
         older = [
             found
             for found in commit.list_checkpoints(directory).checkpoints
-            if isinstance(found.iteration, int) and found.iteration < newest
+            if isinstance(found.iteration, int)
+            and found.iteration < newest
+            and _has_manifest(found.path)
         ]
         iterations = sorted({int(found.iteration) for found in older}, reverse=True)
         kept = set(iterations[: (self.most_recent or 1) - 1])
         if self.interval is not None:
             kept |= {i for i in iterations if i % self.interval == 0}
         return [found for found in older if found.iteration not in kept]
+
+
+def _has_manifest(path: Place) -> bool:
+    try:
+        commit.open_checkpoint(path)
+    except (MegatronError, OSError):
+        return False
+    return True
 
 
 def apply_retention(

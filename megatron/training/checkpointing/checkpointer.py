@@ -53,6 +53,7 @@ from megatron.training.checkpointing.selection import (
     Selection,
     missing,
     missing_pretrained,
+    moved_away,
     no_intact_checkpoint,
     select_checkpoints,
 )
@@ -109,8 +110,9 @@ class Checkpointer:
         assert self.settings.save is not None, "save() without --save"
         self.finish()
         self.claim()
-        state = self._declare(progress, extra)
         directory = place_of(self.settings.save)
+        agree(moved_away(directory) if self._lease else None, self.peers)
+        state = self._declare(progress, extra)
         iteration = progress.iteration
         saving = dist_checkpointing.save(
             state,

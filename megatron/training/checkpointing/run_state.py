@@ -164,10 +164,18 @@ def apply_optimizer(parts: RunParts, state: Mapping[str, Any], *, was_loaded: bo
 
 def apply_rng(state: Mapping[str, Any]) -> None:
     """Restore the seed and, in an unchanged layout, the generators of this rank."""
-    if "rng_state" in state:
-        rng_state().load_state_dict(state["rng_state"])
-    if "generators" in state:
-        restore_generators(state["generators"])
+    try:
+        if "rng_state" in state:
+            rng_state().load_state_dict(state["rng_state"])
+        if "generators" in state:
+            restore_generators(state["generators"])
+    except (TypeError, ValueError, KeyError, AttributeError, RuntimeError, OverflowError) as error:
+        raise CheckpointError(
+            f"the random state of the checkpoint cannot be used: {type(error).__name__}: {error}.",
+            rule="it is what the generators of a run said of themselves",
+            flags=["--no-load-rng"],
+            fix="load another checkpoint, or add --no-load-rng to draw with --seed from here on",
+        ) from error
 
 
 def describe_layout(parts: RunParts) -> dict[str, Any]:

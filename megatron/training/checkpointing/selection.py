@@ -47,11 +47,14 @@ def select_checkpoints(
     selection = Selection()
     if isinstance(directory, Path):
         _refuse_a_file(directory)
-    if _holds(directory, METADATA_NAME) or recognise(directory) is not None:
+    listing = commit.list_checkpoints(directory)
+    # A stray file beside checkpoints does not make a checkpoint of their directory.
+    is_one = _holds(directory, METADATA_NAME) or not listing.checkpoints
+    if is_one and (_holds(directory, METADATA_NAME) or recognise(directory) is not None):
         # --load names one checkpoint itself.
         selection.candidates.append(commit.Found(directory, commit.RELEASE))
         return selection
-    listing, tracker = commit.list_checkpoints(directory), commit.read_tracker(directory)
+    tracker = commit.read_tracker(directory, selection.notes)
     selection.notes += [f"ignoring {p}: an interrupted save or deletion" for p in listing.leftovers]
     selection.notes += [f"ignoring {p}: {why}" for p, why in listing.refused]
     selection.candidates = listing.checkpoints or find_deepspeed(directory)
@@ -134,6 +137,18 @@ def missing(directory: str) -> CheckpointError:
         f"{directory} holds no checkpoint.",
         flags=["--load", "--exit-on-missing-checkpoint"],
         fix="leave --exit-on-missing-checkpoint out to start from random weights",
+    )
+
+
+def moved_away(directory: Place) -> CheckpointError | None:
+    """Return the error for a save directory that is not there any more."""
+    if not isinstance(directory, Path) or directory.is_dir():
+        return None
+    return CheckpointError(
+        f"{directory} was there when this run began, and is not any more.",
+        rule="the checkpoints of a run stay together",
+        flags=["--save"],
+        fix="move the directory back; a run that is started again makes a new one",
     )
 
 
