@@ -72,6 +72,7 @@ class Written:
     num_tensors: int
     num_bytes: int
     files: tuple[str, ...]
+    dtype: str
 
 
 def write_model(
@@ -109,7 +110,9 @@ def write_model(
         stored = DTYPES[groups[0].source.tensor.dtype] if dtype is None else dtype
         _write_config(draft, family, settings, stored, companion)
     count = sum(len(group.names) for group in groups)
-    return Written(family.model_type, count, total, tuple(files))
+    return Written(
+        family.model_type, count, total, tuple(files), str(stored).removeprefix("torch.")
+    )
 
 
 @contextmanager

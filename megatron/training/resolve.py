@@ -367,7 +367,14 @@ def resolve_vocabulary(run: ResolvedRun, tokenizer_size: int) -> ResolvedRun:
     """Derive the embedding's rows from the tokenizer's number of ids."""
     size, formula = tokenizer_size, "the tokenizer's number of ids"
     derived = []
-    if run.vocab_size is not None and run.vocab_size > size:
+    if run.load_hf is not None and run.vocab_size is not None and run.vocab_size < size:
+        # Rows that the model has not would be further classes of its loss.
+        formula = (
+            f"the model of --load-hf; the tokenizer has {size} ids, of which those from"
+            f" {run.vocab_size} on stop the run"
+        )
+        size = run.vocab_size
+    elif run.vocab_size is not None and run.vocab_size > size:
         size, formula = run.vocab_size, "--vocab-size"
     derived.append(Derivation("unpadded_vocab_size", size, formula))
     if run.padded_vocab_size is None:

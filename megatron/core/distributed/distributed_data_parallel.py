@@ -29,6 +29,7 @@ from megatron.core.distributed.model_parameters import (
 )
 from megatron.core.distributed.parameter_shard import ParameterShard, ShardSpan
 from megatron.core.distributed.parameter_units import ParameterUnits
+from megatron.core.distributed.plain_optimizers import watch_plain_optimizers
 from megatron.core.distributed.sharded_gradient_buffer import ShardedGradientBuffer
 from megatron.core.distributed.sharded_parameter_buffer import ShardedParameterBuffer
 from megatron.core.distributed.sharded_state import (
@@ -87,6 +88,7 @@ class DistributedDataParallel(nn.Module):
         self.ddp_config = ddp_config
         self.module = module
         self.pg_collection = pg_collection or ProcessGroupCollection.current()
+        watch_plain_optimizers()
         self._syncs_in_backward = ddp_config.overlap_grad_reduce
         self._awaits_end = False
         self._param_index: dict[nn.Parameter, tuple[BucketedBuffer, int]] = {}

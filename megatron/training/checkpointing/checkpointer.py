@@ -36,6 +36,7 @@ from megatron.training.checkpointing.foreign_state import (
 from megatron.training.checkpointing.global_tier import GlobalTier
 from megatron.training.checkpointing.hugging_face import (
     load_adapters_together,
+    note_on_precision,
     open_together,
     write_adapters_together,
     write_together,
@@ -222,9 +223,12 @@ class Checkpointer:
             directory,
             companion=None if began_with is None else Path(began_with),
             has_adapters=self.parts.weights == "adapters",
+            dtype=self.settings.save_hf_dtype,
             peers=self.peers,
         )
-        self._say(f"  successfully wrote a {written.family} model to {directory}")
+        self._say(
+            f"  successfully wrote a {written.family} model in {written.dtype} to {directory}"
+        )
 
     def export_adapters(self, directory: Path) -> None:
         """Write the adapters of this run's newest checkpoint as a directory of PEFT's."""
@@ -328,6 +332,10 @@ class Checkpointer:
         """Load the weights of a Hugging Face model."""
         restored = self._load_contents(open_together(directory, self.peers), is_finetuning=True)
         self._say(f"  successfully loaded weights from {directory}")
+        if self.peers.rank == 0:
+            dtype = next(self.parts.model[0].parameters()).dtype
+            if note := note_on_precision(directory, dtype):
+                self._say(note)
         return restored
 
     def _select(self, directory: Place, ckpt_step: int | None) -> Selection:

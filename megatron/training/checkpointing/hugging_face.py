@@ -6,6 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from megatron.core.agreement import Peers, agree
 from megatron.core.dist_checkpointing.durable import describe_os_error
 from megatron.core.dist_checkpointing.exchange import as_checkpoint_error
@@ -24,6 +26,8 @@ from megatron.hugging_face import (
 )
 from megatron.training.checkpointing.run_state import RunParts
 
+PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
 
 def open_together(directory: Path, peers: Peers) -> ModelContents:
     """Open a model for the loader: collective."""
@@ -32,27 +36,43 @@ def open_together(directory: Path, peers: Peers) -> ModelContents:
     return contents
 
 
+def note_on_precision(directory: Path, dtype: torch.dtype) -> str | None:
+    """Return what to say of a model that is stored in half precision and trained in fp32."""
+    fields = read_model_directory(directory).fields
+    stored = fields.get("dtype") or fields.get("torch_dtype")
+    flags = {"bfloat16": "--bf16", "float16": "--fp16"}
+    if dtype != torch.float32 or stored not in flags:
+        return None
+    return (
+        f"  the model in {directory} is stored as {stored}, and is trained in float32 here;"
+        f" {flags[stored]} computes as it was stored, with fp32 main weights"
+    )
+
+
 def write_together(
     checkpoint: Place,
     directory: Path,
     *,
     companion: Path | None,
     has_adapters: bool = False,
+    dtype: str | None = None,
     peers: Peers,
 ) -> Written:
     """Write a checkpoint as a model: collective; the coordinator writes.
 
     Args:
         has_adapters: it holds adapters alone, to be merged into the weights of `companion`.
+        dtype: a key of `PRECISIONS`; None keeps the stored one.
     """
+    precision = None if dtype is None else PRECISIONS[dtype]
     contents = open_contents(checkpoint, peers=peers)
 
     def write() -> Written:
         if not has_adapters:
-            return write_model(contents, directory, companion=companion)
+            return write_model(contents, directory, dtype=precision, companion=companion)
         assert companion is not None, "adapters are merged into the model that they began with"
         base = open_model(companion)
-        return write_model(base, directory, adapters=contents, companion=companion)
+        return write_model(base, directory, dtype=precision, adapters=contents, companion=companion)
 
     written = _on_coordinator(peers, f"writing {directory}", write)
     assert isinstance(written, Written)

@@ -16,6 +16,7 @@ class CheckpointSettings:
     load: str | None = None
     pretrained_checkpoint: str | None = None
     load_hf: str | None = None
+    save_hf_dtype: str | None = None
     load_adapter: str | None = None
     save_retain_interval: int | None = None
     most_recent_k: int | None = None

@@ -45,6 +45,9 @@ class CheckpointConfig:
     --tokenizer-type, its tokenizer. A checkpoint in --load comes first, so a run resumes."""
     save_hf: str | None = None
     """Write the weights as a Hugging Face model into this directory when training ends."""
+    save_hf_dtype: str | None = flag(None, choices=("fp32", "bf16", "fp16"), part_of="save_hf")
+    """Precision of what --save-hf writes. Default: that of the weights in the checkpoint, and of
+    merged adapters that of the model they began with, which may round what they have learned."""
     no_load_optim: bool = False
     """Do not load optimizer state."""
     no_load_rng: bool = False

@@ -243,7 +243,7 @@ def test_the_loss_does_not_depend_on_the_padding_of_the_vocabulary():
     assert_close(losses[1], losses[0], FP32_REORDERED_SUM, "loss with padding")
 
 
-def test_the_tied_weight_is_on_the_first_and_last_stage():
+def test_the_weight_of_embedding_or_head_is_on_the_first_and_last_stage():
     first, *middle, last = (
         chunk.shared_embedding_or_output_weight() for chunk in make_stages(4, tied=True)
     )
@@ -253,7 +253,10 @@ def test_the_tied_weight_is_on_the_first_and_last_stage():
     assert get_param_meta(last).tied_to == "embedding.word_embeddings.weight"
     assert get_param_meta(first).tied_to is None
     assert get_param_meta(first).is_embedding_or_output
-    assert make_model(tied=False).shared_embedding_or_output_weight() is None
+    untied = make_model(tied=False)
+    assert untied.shared_embedding_or_output_weight() is untied.embedding.word_embeddings.weight
+    *_, last = make_stages(2, tied=False)
+    assert last.shared_embedding_or_output_weight() is last.output_layer.weight
 
 
 def test_position_ids_choose_learned_positions():

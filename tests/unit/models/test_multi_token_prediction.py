@@ -41,8 +41,8 @@ def by_hand(model, text, documents):
     states = model.decoder(
         model.embedding(tokens, None), None, rotary_pos_emb=angles, packed_seq_params=packed
     )
-    head = model.shared_embedding_or_output_weight()
-    head = model.output_layer.weight if head is None else head
+    head = model.output_layer.weight
+    head = model.shared_embedding_or_output_weight() if head is None else head
 
     def cross_entropy(hidden, targets):
         return torch.nn.functional.cross_entropy(

@@ -170,3 +170,12 @@ def test_the_vocabulary_comes_from_the_tokenizer():
     assert (found.unpadded_vocab_size, found.padded_vocab_size) == (50257, 50304)
     found = resolve_vocabulary(run("--vocab-size", "100"), 300)
     assert (found.unpadded_vocab_size, found.padded_vocab_size) == (300, 384)
+
+
+def test_a_tokenizer_adds_no_classes_to_the_loss_of_a_model_that_is_loaded():
+    model = run("--vocab-size", "131")
+    model = dataclasses.replace(model, values={**model.values, "load_hf": "some/model"})
+    found = resolve_vocabulary(model, 132)
+    assert (found.unpadded_vocab_size, found.padded_vocab_size) == (131, 256)
+    assert "the tokenizer has 132 ids" in str(found.derivations[-2])
+    assert resolve_vocabulary(model, 100).unpadded_vocab_size == 131

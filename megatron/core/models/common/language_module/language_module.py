@@ -81,13 +81,11 @@ class LanguageModule(MegatronModule):
             )
 
     def shared_embedding_or_output_weight(self) -> Tensor | None:
-        """Return the weight that is tied: the embedding on the first stage, the copy on the last.
+        """Return the embedding on the first stage, the head's weight on the last, tied or not.
 
-        None on the stages between, and in models that are not tied.
+        Of a tied model both are one weight, or copies of it. None on the stages between.
         """
-        if not self.share_embeddings_and_output_weights:
-            return None
-        if self.pre_process or self.mtp_process:
+        if self.pre_process or (self.mtp_process and self.share_embeddings_and_output_weights):
             return self.embedding.word_embeddings.weight
         return self.output_layer.weight if self.post_process else None
 

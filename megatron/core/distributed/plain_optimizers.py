@@ -1,0 +1,48 @@
+"""Say so when a plain torch optimizer finds no gradients in a model whose gradients lie elsewhere.
+
+`DistributedDataParallel` gathers gradients in `main_grad`; `.grad` stays None, and an optimizer of
+torch passes over a parameter without `.grad`: it would train nothing, without a word.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+_is_watching = False
+
+
+def watch_plain_optimizers() -> None:
+    """Look at every step of any torch optimizer from now on, and warn once."""
+    global _is_watching
+    if not _is_watching:
+        _is_watching = True
+        handle: Any = None
+
+        def before_step(optimizer: Optimizer, *_: Any) -> None:
+            if _finds_nothing(optimizer):
+                handle.remove()
+                warnings.warn(
+                    f"{type(optimizer).__name__}.step() updates nothing: the gradients of its"
+                    " parameters lie in main_grad of DistributedDataParallel, and .grad is None."
+                    " Build the optimizer with megatron.core.optimizer.get_megatron_optimizer, or"
+                    " set p.grad = p.main_grad.to(p.dtype) after finalize_model_grads (where"
+                    " gradients are not sharded).",
+                    stacklevel=2,
+                )
+
+        handle = register_optimizer_step_pre_hook(before_step)
+
+
+def _finds_nothing(optimizer: Optimizer) -> bool:
+    """Return whether all gradients of an optimizer's parameters lie in `main_grad`."""
+    has_main = False
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                return False
+            has_main = has_main or hasattr(parameter, "main_grad")
+    return has_main
