@@ -1,0 +1,57 @@
+"""Print requirements that pin everything to the lowest version that pyproject.toml allows.
+
+    python tools/lowest_versions.py [EXTRA ...]
+
+All extras but dev and gpu by default. Torch is left out: its oldest build brings gigabytes of CUDA,
+so whoever tests with it installs it first.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    from pip._vendor import tomli as tomllib
+
+REQUIREMENT = re.compile(r"([\w.-]+)(?:\[[\w,]+\])?(?:>=([\w.]+))?$")
+NOT_TESTED = {"dev", "gpu"}
+ITSELF = "megatron-lattice"
+
+
+def lowest_versions(project: dict[str, Any], extras: Sequence[str]) -> dict[str, str]:
+    """Return distribution -> lowest version, "" where none is stated.
+
+    Args:
+        project: the table of that name in pyproject.toml.
+        extras: which optional dependencies, besides what is always needed.
+    """
+    optional = project["optional-dependencies"]
+    lines = list(project["dependencies"])
+    for extra in extras or sorted(set(optional) - NOT_TESTED):
+        lines += optional[extra]
+    found = {}
+    for line in lines:
+        matched = REQUIREMENT.match(line.replace(" ", ""))
+        if matched is None:
+            raise SystemExit(f"{line!r}: a requirement here is a name, or name>=version")
+        if matched[1] not in (ITSELF, "torch"):
+            found[matched[1]] = matched[2] or ""
+    return found
+
+
+def main() -> None:
+    """Print a requirement a line."""
+    path = Path(__file__).resolve().parent.parent / "pyproject.toml"
+    project = tomllib.loads(path.read_text())["project"]
+    for name, version in sorted(lowest_versions(project, sys.argv[1:]).items()):
+        print(f"{name}=={version}" if version else name)
+
+
+if __name__ == "__main__":
+    main()
