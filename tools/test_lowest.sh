@@ -4,8 +4,8 @@
 #   tools/test_lowest.sh [options of pytest]
 #
 # The environment is .venv-lowest. EXTRAS chooses the extras: wandb, cluster, ray and eval bring much
-# that has nothing to do with these tests, and are not among them by default. PYTHON chooses the interpreter, TORCH what is installed as torch;
-# by default the one of constraints.txt.
+# that has nothing to do with these tests, and are not among them by default. PYTHON chooses the
+# interpreter, TORCH what is installed as torch; by default the one of constraints.txt.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 

@@ -79,7 +79,8 @@ def test_text_comes_back_and_batches_equal_single_texts(make, sonnets, kind):
 
 
 def test_a_text_that_the_library_gives_up_on_is_an_error_like_others(make):
-    with pytest.raises(UntokenizableTextError, match="1,000,000 characters"):
+    # Older versions of the library panic where newer ones raise.
+    with pytest.raises(UntokenizableTextError, match=r"1,000,000 characters|gave up"):
         make("TikTokenizer").tokenize(" " * 1_000_000)
 
 
