@@ -11,9 +11,9 @@ from tests.faults.promises import Kept, promise_for
 from tests.faults.running import run_case
 
 SAMPLE = (
-    "TERM/rank-0/step/torchrun/handler/2-workers",
+    "TERM/launcher/step/torchrun/handler/2-workers",
+    "KILL/launcher/step/torchrun/2-workers",
     "KILL/rank-1/step/torchrun/0-workers",
-    "KILL/group/save/python/2-workers",
     "INT/group/step/python/0-workers",
     "STOP/group/import+start+step+evaluation+save+exit/python/2-workers",
 )
@@ -32,7 +32,8 @@ def references(tmp_path_factory):
 def test_a_disturbed_run_keeps_what_is_promised_and_goes_on_to_the_same_end(
     name, tmp_path, references
 ):
-    (case,) = (case for case in plan.matrix() if case.name == name)
+    cases = [*plan.matrix(), *plan.preempt(1)]
+    (case,) = (case for case in cases if case.name == name)
     result = run_case(case, tmp_path / "case", references, seed="0")
     assert not result.problems, "\n".join(result.problems)
 
