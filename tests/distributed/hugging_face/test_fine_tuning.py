@@ -18,7 +18,7 @@ from tools import preprocess_data
 def commands(folder):
     """Return the words of each command of the example's README, in `folder`."""
     text = (REPOSITORY / "examples/fine_tuning/README.md").read_text()
-    (block,) = re.findall(r"```bash\n(.*?)```", text, re.DOTALL)
+    block, *_ = re.findall(r"```bash\n(.*?)```", text, re.DOTALL)
     lines = block.replace("\\\n", " ").replace("tuning/", f"{folder}/").splitlines()
     return [shlex.split(line) for line in lines if line.strip()]
 

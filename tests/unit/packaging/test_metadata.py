@@ -31,6 +31,7 @@ FIRST_SAFE = {
     "ray": ("2.52.0", "CVE-2025-62593: a web page runs code through the dashboard"),
     "sentencepiece": ("0.2.3", "CVE-2026-1260 and crashes while a made-up model is loaded"),
     "setuptools": ("78.1.1", "CVE-2025-47273: a package is written outside its folder"),
+    "tiktoken": ("0.11.0", "a text that spells a special token becomes that token"),
     "torch": ("2.6.0", "CVE-2025-32434: torch.load executes files in spite of weights_only"),
     "tqdm": ("4.66.3", "CVE-2024-34062: arguments of its command are executed"),
     "transformers": ("4.53.0", "CVE-2025-6638 and others: patterns that take exponential time"),
