@@ -70,6 +70,8 @@ class PeersHere:
 
         Without a launcher that says which ranks share a node, nobody is known.
         """
+        if place.local_rank >= place.local_world_size:
+            return cls([])  # the launcher tells where a rank is, not how many share its node
         first = place.rank - place.local_rank
         others = [r for r in range(first, first + place.local_world_size) if r != place.rank]
         try:

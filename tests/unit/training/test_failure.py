@@ -30,6 +30,7 @@ from megatron.core.errors import (
 )
 from megatron.core.process_identity import ProcessIdentity
 from megatron.training import launch
+from megatron.training.launch import Place
 from megatron.training.resilience import failure
 from megatron.training.resilience.failure import (
     LauncherLostError,
@@ -217,6 +218,11 @@ def test_a_store_that_does_not_answer_keeps_no_rank_from_ending(
     fail(RuntimeError("Broken pipe"), RunProgress(local_rank=local_rank), SilentStore())
     assert time.monotonic() - began < 10
     assert bool(FATAL.search(capsys.readouterr().err)) is reports
+
+
+def test_a_rank_waits_for_nobody_whom_its_launcher_does_not_count():
+    place = Place(rank=1, local_rank=1, world_size=2, is_launched=True)
+    assert PeersHere.meet(store=None, place=place).peers == []
 
 
 def test_a_lost_rank_is_named_where_it_can_be(capsys):
