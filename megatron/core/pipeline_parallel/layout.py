@@ -295,6 +295,19 @@ def check_contents(layout: PipelineLayout, num_layers: int, mtp_num_layers: int 
         )
 
 
+def check_prediction_stage(layout: PipelineLayout, mtp_num_layers: int) -> None:
+    """Raise `ConfigError` unless the last stage predicts all later tokens, as a GPT does."""
+    count = layout.stages[-1].count("m")
+    if count != mtp_num_layers:
+        raise ConfigError(
+            f"the stage of the loss has {count} of {mtp_num_layers} layers that predict later"
+            f" tokens:\n{layout.describe()}",
+            rule="they use the head, so they are on its stage",
+            flags=[_FLAG_LAYOUT, "--mtp-num-layers"],
+            fix="end the layout with m for each of them and L, in one stage",
+        )
+
+
 class PipelineParallelLayerLayout:
     """A custom layout with Megatron's interface.
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from megatron.core.errors import ConfigError, MegatronError
-from megatron.core.pipeline_parallel.layout import pipeline_layout
+from megatron.core.pipeline_parallel.layout import check_prediction_stage, pipeline_layout
 from megatron.training.config.flag import kebab
 from megatron.training.resolve import ResolvedRun
 from megatron.training.rules.registry import problem, rule
@@ -49,7 +49,9 @@ def the_model_fits_its_layout(run: ResolvedRun) -> Iterator[MegatronError]:
         yield from error.problems or (error,)
         config = _StageFields(run)
     try:
-        pipeline_layout(config)
+        layout = pipeline_layout(config)
+        if run.pipeline_model_parallel_layout is not None:
+            check_prediction_stage(layout, run.mtp_num_layers or 0)
     except MegatronError as error:
         yield error
 

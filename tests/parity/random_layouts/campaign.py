@@ -82,7 +82,7 @@ class Campaign:
     def _work(self, prefers_wide: bool) -> None:
         bench = Bench()
         try:
-            while cases := self._next(bench.started() or {prefers_wide}):
+            while cases := self._next(bench.started(), prefers_wide):
                 verdicts = bench.judge(cases)
                 self._take(verdicts, bench)
         except BaseException as problem:
@@ -91,14 +91,15 @@ class Campaign:
         finally:
             bench.close()
 
-    def _next(self, widths: set[bool]) -> list[Case]:
+    def _next(self, started: set[bool], prefers_wide: bool) -> list[Case]:
         """Return the next model, if possible one for which ranks are there."""
         with self._lock:
             for place, cases in enumerate(self._waiting):
-                if cases[0].is_wide in widths:
+                if cases[0].is_wide in (started or {prefers_wide}):
                     return self._waiting.pop(place)
             # Starting ranks of the other width takes as long as a few models.
-            return self._waiting.pop(0) if len(self._waiting) > 4 or not widths else []
+            may_start = not started or len(self._waiting) > 4
+            return self._waiting.pop(0) if may_start and self._waiting else []
 
     def _take(self, verdicts: Sequence[Verdict], bench: Bench) -> None:
         with self._lock:

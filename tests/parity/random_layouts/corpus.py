@@ -11,15 +11,15 @@ import torch
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
 VOCABULARY = 89
-"""Of the tokenizer NullTokenizer; the next id ends a document."""
+"""Of the tokenizer NullTokenizer, whose last id ends a document."""
 
 
 def write_corpus(prefix: Path) -> None:
     """Write PREFIX.bin and PREFIX.idx: 800 documents of 1 to 24 tokens and their end."""
-    rng = np.random.default_rng(0)
+    rng, end = np.random.default_rng(0), VOCABULARY - 1
     builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.uint16)
     for length in rng.integers(1, 25, size=800):
-        tokens = np.append(rng.integers(0, VOCABULARY, size=length), VOCABULARY)
+        tokens = np.append(rng.integers(0, end, size=length), end)
         builder.add_document(torch.from_numpy(tokens), [len(tokens)])
     builder.finalize(f"{prefix}.idx")
 

@@ -40,7 +40,7 @@ class Execution:
         last = outcomes[-1]
         reports = [o.report for o in outcomes if o.report is not None]
         try:
-            whole = assemble(reports, vocabulary=_vocabulary(case))
+            whole = assemble(reports, vocabulary=number(case.settings, "vocab-size"))
         except AssertionError as error:
             return Result(Kind.BROKEN, f"AssertionError: {error}")
         figures = [*figures_of_scalars(last.scalars), *figures_of_log(last.log)]
@@ -75,13 +75,13 @@ def base_of(case: Case) -> Case:
     return case.serial.without(*names).with_value("train-iters", 1).with_value("eval-iters", 0)
 
 
-def _vocabulary(case: Case) -> int:
-    """Return the ids of the tokenizer: the end of a document is one more."""
-    return number(case.settings, "vocab-size") + 1
-
-
 def _what_failed(error: DistributedFailure) -> str:
-    """Return the traceback of the rank that failed first; its last line says what happened."""
-    first = min((o for o in error.outcomes if o.failed), key=lambda o: o.failed_at)
-    text = first.trace.rstrip() or f"{first.error_type}: {first.error_message}"
-    return f"rank {first.rank} of {len(error.outcomes)}:\n{text}"
+    """Return the traceback of the rank that failed first, after where the others hang, if it does;
+    the last line says what happened."""
+    failed = sorted((o for o in error.outcomes if o.failed), key=lambda o: o.failed_at)
+    shown = failed if failed[0].error_type == "Hang" else failed[:1]
+    return "\n".join(
+        f"rank {o.rank} of {len(error.outcomes)}:\n"
+        + (o.trace.rstrip() or f"{o.error_type}: {o.error_message}")
+        for o in reversed(shown)
+    )

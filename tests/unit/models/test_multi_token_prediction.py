@@ -112,3 +112,14 @@ def test_later_positions_end_with_the_sequence():
 def test_a_layout_that_predicts_without_the_head_is_refused():
     with pytest.raises(ConfigError, match="stage of the loss has 0 of 1"):
         make_model(1, pipeline_model_parallel_size=2, pipeline_model_parallel_layout="Ettm|L")
+
+
+@pytest.mark.parametrize("schedule", ["zb-v", "dualpipe-v"])
+def test_a_layout_in_a_v_predicts_where_its_last_stage_is(schedule):
+    model = make_model(
+        1,
+        pipeline_model_parallel_size=2,
+        pipeline_schedule=schedule,
+        pipeline_model_parallel_layout="E|t|t|mL",
+    )
+    assert model.mtp is not None

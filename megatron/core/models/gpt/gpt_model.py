@@ -21,7 +21,7 @@ from megatron.core.models.common.embeddings.language_model_embedding import Lang
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.pipeline_parallel.layout import pipeline_layout
+from megatron.core.pipeline_parallel.layout import check_prediction_stage, pipeline_layout
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.rng import rng_state
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
@@ -331,13 +331,5 @@ def _check_arguments(position_embedding_type: str, config: TransformerConfig) ->
             flags=["--position-embedding-type"],
             fix="use --position-embedding-type rope",
         )
-    layout = pipeline_layout(config)
-    last = layout.mtp_layers(layout.num_ranks - 1, layout.num_chunks - 1)
-    if config.pipeline_model_parallel_layout and len(last) != (config.mtp_num_layers or 0):
-        raise ConfigError(
-            f"the stage of the loss has {len(last)} of {config.mtp_num_layers} layers that predict"
-            f" later tokens:\n{layout.describe()}",
-            rule="they use the head, so they are on its stage",
-            flags=["--pipeline-model-parallel-layout", "--mtp-num-layers"],
-            fix="end the layout with m for each of them and L, in one stage",
-        )
+    if config.pipeline_model_parallel_layout:
+        check_prediction_stage(pipeline_layout(config), config.mtp_num_layers or 0)
