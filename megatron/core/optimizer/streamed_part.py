@@ -15,6 +15,7 @@ from megatron.core.optimizer.elementwise import ElementwiseRule, Pieces
 from megatron.core.optimizer.main_remainder import join_remainder, split_remainder
 from megatron.core.optimizer.optimized_shard import OptimizedShard
 from megatron.core.optimizer.state_codec import Codec, random_bits
+from megatron.core.param_meta import get_param_meta
 from megatron.core.rng import derive_seed
 
 MAIN = "fp32_param"
@@ -78,8 +79,10 @@ class StreamedPart:
             length = -(-item.main.numel() // BLOCK)
             self._starts[id(item.main)] = num_blocks
             num_blocks += length
-            # Places of elements in the whole parameter: equal however it is sharded.
-            first = item.shard.begin // BLOCK + derive_seed("rounding", item.shard.name) % (1 << 24)
+            # Places of elements in the whole parameter: equal however it is sharded, and for a tied
+            # weight on every stage that holds it.
+            name = get_param_meta(item.shard.parameter).tied_to or item.shard.name
+            first = item.shard.begin // BLOCK + derive_seed("rounding", name) % (1 << 24)
             places.append(torch.arange(first, first + length, dtype=torch.int32))
         self._places = torch.cat(places)
         self.store = make_store([field.codec.block_bytes for field in fields], num_blocks)

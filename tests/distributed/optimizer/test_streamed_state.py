@@ -14,6 +14,7 @@ from torch import nn
 
 from megatron.core.errors import ConfigError
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer, streaming
+from megatron.core.optimizer.replica_check import check_replicas
 from megatron.core.process_groups_config import ProcessGroupCollection
 from tests.distributed.checkpointing.gpt_run import (
     Layout,
@@ -93,6 +94,17 @@ def test_a_stopped_run_goes_on_to_the_bit_in_few_bytes_and_in_a_file(dtype: str,
             )
     # Random rounding belongs to the element, so sharding does not change it either.
     assert len({str(found) for found in losses.values()}) == 1
+
+
+def check_tied_copies(groups, layout: Layout, dtype: str) -> None:
+    run = Run(groups, layout, Model(dtype=dtype), optimizer=COMPACT)
+    run.train(NUM_STEPS)
+    check_replicas(run.chunks, run.optimizer, groups, NUM_STEPS)
+
+
+@pytest.mark.parametrize("layout", [Layout(pp=2), Layout(pp=2, dp=2, zero=2)], ids=str)
+def test_a_tied_weight_is_rounded_alike_on_both_of_its_stages(layout: Layout) -> None:
+    run_distributed(check_tied_copies, layout.size, layout, "bf16", **layout.axes())
 
 
 def test_a_checkpoint_of_one_place_is_loaded_by_another(tmp_path) -> None:
