@@ -168,10 +168,12 @@ def full_weight(
 ) -> Tensor:
     """Return the full tensor, fp32, drawn as that of the one-device model.
 
-    Rows that pad it are zero: an initialiser that reads the shape (Xavier's fan) sees none of them.
+    Rows that pad it are zero: an initialiser that reads the shape (Xavier's fan) sees none of them,
+    and a vector as a matrix of one column.
     """
     full = torch.zeros(tuple(shape), dtype=torch.float32, device=device)
-    init_method(full if meta.num_rows is None else full[: meta.num_rows])
+    rows = full if meta.num_rows is None else full[: meta.num_rows]
+    init_method(rows.unsqueeze(1) if rows.dim() == 1 else rows)
     return full
 
 

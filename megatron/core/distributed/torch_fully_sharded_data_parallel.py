@@ -149,8 +149,12 @@ class TorchFullyShardedDataParallel(DistributedDataParallel):
         return {p: shards for p, shards in self._shards_of.items() if isinstance(p, DTensor)}
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Call the wrapped module."""
-        return self.module(*inputs, **kwargs)
+        """Call the wrapped module; without gradients, free what torch keeps for a backward."""
+        output = self.module(*inputs, **kwargs)
+        if not torch.is_grad_enabled():
+            for module in self._fsdp_modules:
+                module.reshard()
+        return output
 
     def zero_grad_buffer(self) -> None:
         """Begin a step: gradients of the last one are void."""

@@ -25,7 +25,7 @@ from megatron.core.context_parallel.attention import ContextGroups
 from megatron.core.context_parallel.tiles import Visibility
 from megatron.core.device import current_device
 from megatron.core.errors import ConfigError
-from megatron.core.initialization import initialization_is_deferred
+from megatron.core.initialization import full_weight, initialization_is_deferred
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.param_meta import ParamMeta, set_param_meta, shard_of
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -187,9 +187,8 @@ class DotProductAttention(MegatronModule):
         set_param_meta(sink, meta)
         if config.perform_initialization and not initialization_is_deferred():
             assert config.init_method is not None
-            full = torch.empty(count, device=where)
             with torch.no_grad():
-                config.init_method(full)
+                full = full_weight((count,), meta, config.init_method, where)
                 sink.copy_(shard_of(full, meta, get_pg_rank(tp), size))
         return sink
 

@@ -156,6 +156,25 @@ def layers_without_rotary_embedding(run: ResolvedRun) -> Iterator[MegatronError]
 
 
 @rule
+def channels_rotate_in_pairs(run: ResolvedRun) -> Iterator[MegatronError]:
+    """The rotated part of a head is an even number of channels."""
+    is_rotary = run.position_embedding_type in ("rope", "yarn")
+    if not is_rotary or run.multi_latent_attention or not run.kv_channels:
+        return
+    count = int(run.kv_channels * run.rotary_percent)
+    if count < 2 or count % 2:
+        even = run.kv_channels + run.kv_channels % 2
+        yield problem(
+            f"--rotary-percent {run.rotary_percent:g} of heads of {run.kv_channels} channels"
+            f" rotates {count} channels.",
+            "channels rotate in pairs",
+            "--rotary-percent",
+            "--kv-channels",
+            fix=f"use --kv-channels {even} --rotary-percent 1",
+        )
+
+
+@rule
 def yarn_turns_whole_heads(run: ResolvedRun) -> Iterator[MegatronError]:
     """YaRN's temperature is a factor on the scores, where all channels rotate."""
     if run.position_embedding_type != "yarn":

@@ -81,6 +81,18 @@ def test_it_composes_with_tensor_and_sequence_parallelism(groups):
     check_equal_to_replicas(groups, LayoutCase(tp=2, sp=True, dp=2))
 
 
+@distributed(world_size=2)
+def test_an_evaluation_leaves_parameters_sharded(groups):
+    layout, model = LayoutCase(dp=2), ModelCase("gpt2", True, 0.0)
+    *_, ddp, _ = train(groups, layout, model, TorchFullyShardedDataParallel)
+    trained, batch = list(ddp.parameters()), global_batch(0, 2)
+    ddp.eval()
+    with torch.no_grad():
+        ddp(batch["tokens"], None, None, labels=batch["labels"])
+    assert all(now is before for now, before in zip(ddp.parameters(), trained, strict=True))
+    assert ddp.sharded_state_dict(), "which knows parameters by themselves"
+
+
 DROPLESS = ModelCase("llama", True, 0.0, experts="dropless")
 PER_TOKEN = ModelCase("gpt2", False, 0.1, experts="capacity")
 PREDICTING = ModelCase("latent", False, 0.0, experts="deepseek", later_tokens=1)

@@ -10,5 +10,5 @@ A third of the cases compute as they are; in the others fp64 stands for fp32 and
 fp16 (`wide`), so that rounding all but vanishes and tolerances are tight.
 
     --command "WORDS" --ranks N [--wide]    runs one command line, shrunk if it fails
-    former_failures.txt                     command lines that once failed: a test runs them
+    --former                                runs those that once failed (former_failures.txt)
 """

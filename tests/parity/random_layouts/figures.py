@@ -30,7 +30,8 @@ def figures_of_log(text: str) -> list[Figure]:
     """Return the numbers of the lines about steps and evaluations, but those of the machine."""
     found = []
     for line in text.splitlines():
-        if not _LINE.match(line):
+        # Which gradient is the first that overflowed depends on the order of the layout.
+        if not _LINE.match(line) or "step skipped:" in line:
             continue
         line = re.sub(r"^ \[\d{4}-[^\]]*\]", " ", line)
         for cell in line.split("|"):

@@ -26,7 +26,9 @@ def _moves_by_signs(s: Settings) -> bool:
 
 
 def _has_key_bias(s: Settings) -> bool:
-    return "disable-bias-linear" not in s or "add-qkv-bias" in s
+    """Return whether what is added to all keys alike has a gradient, zero but for rounding."""
+    is_of_norm = "qk-layernorm" in s and s.get("normalization") != "RMSNorm"
+    return "disable-bias-linear" not in s or "add-qkv-bias" in s or is_of_norm
 
 
 def _is_adam(s: Settings) -> bool:

@@ -5,6 +5,7 @@ from torch import nn
 
 from megatron.core.initialization import (
     canonical_names,
+    full_weight,
     init_method_normal,
     initialize_parameters,
 )
@@ -46,6 +47,12 @@ def test_pipeline_stage_and_tensor_shards_hold_slices_of_the_same_model():
             else:
                 continue
             assert torch.equal(unshard(shards, meta), whole.layers[1].weight)
+
+
+def test_an_initialiser_that_reads_the_shape_draws_vectors_too():
+    meta = ParamMeta(split_dim=0, split_axis="tp", init_method=nn.init.xavier_uniform_)
+    drawn = full_weight((6,), meta, nn.init.xavier_uniform_, torch.device("cpu"))
+    assert 0 < drawn.abs().max() <= (6 / 7) ** 0.5
 
 
 def test_plain_torch_modules_are_reset_by_name():

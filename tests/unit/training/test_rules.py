@@ -172,6 +172,7 @@ def problems(*words: str, world_size: int = 1, base=SMALL) -> list[str]:
         (["--log-interval", "0"], 1, "--log-interval 0"),
         (["--profile", "--profile-step-start", "5", "--profile-step-end", "5"], 1, "0 < start"),
         (["--no-rope-freq", "2"], 1, "only rotary embedding can be left out"),
+        (["--position-embedding-type", "rope", "--kv-channels", "3"], 1, "rotates 3 channels"),
         (["--tokenizer-type", "TikTokenizer"], 1, "without --tokenizer-model"),
         (["--start-weight-decay", "0.5"], 1, "with a constant weight decay"),
         (["--wandb-project", "p"], 1, "without --wandb-exp-name"),
