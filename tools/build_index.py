@@ -24,8 +24,8 @@ from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 from megatron.training.blends import gpt_dataset_class, gpt_dataset_config
 from megatron.training.cli.dry_run import planned_world_size
 from megatron.training.cli.parser import parse_command_line
-from megatron.training.resolve import resolve, resolve_vocabulary
-from megatron.training.rules import check_run
+from megatron.training.resolve import resolve_vocabulary
+from megatron.training.rules import resolve_and_check
 from megatron.training.setup.data import sample_counts
 
 
@@ -37,9 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Build everything and say what it is; a wrong setting is one message, not a traceback."""
     try:
         begun = time.perf_counter()
-        command = parse_command_line(argv)
-        run = resolve(command.config, world_size=planned_world_size(command.config))
-        check_run(run)
+        run = resolve_and_check(lambda: parse_command_line(argv), planned_world_size)
         tokenizer = build_tokenizer(run)
         args = resolve_vocabulary(run, int(tokenizer.vocab_size)).namespace()
         args.rank, args.world_size = _place()

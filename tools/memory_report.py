@@ -25,12 +25,12 @@ from megatron.core.distributed.distributed_data_parallel_config import SHARDING_
 from megatron.core.errors import ConfigError, MegatronError
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 from megatron.training.cli.dry_run import memory_of_stages, planned_world_size
-from megatron.training.cli.parser import parse_command_line
+from megatron.training.cli.parser import ParsedCommand, parse_command_line
 from megatron.training.config.run import RunConfig
 from megatron.training.metrics.memory import MemoryEstimate
 from megatron.training.metrics.model_size import ModelSize
-from megatron.training.resolve import resolve, resolve_vocabulary
-from megatron.training.rules import check_run
+from megatron.training.resolve import resolve_vocabulary
+from megatron.training.rules import resolve_and_check
 
 WITHOUT_A_RUN = {"train_iters": 1, "lr": 1e-3}
 """What a run must be told, and a report need not be."""
@@ -77,8 +77,8 @@ def estimate(values: dict[str, Any], world_size: int) -> MemoryEstimate:
     Raises:
         ConfigError: the settings do not go together.
     """
-    run = resolve(RunConfig.from_values(values), world_size=world_size)
-    check_run(run)
+    command = ParsedCommand(config=RunConfig.from_values(values))
+    run = resolve_and_check(lambda: command, lambda config: world_size)
     run = resolve_vocabulary(run, build_tokenizer(run.namespace()).vocab_size)
     size = ModelSize.from_settings(run.values)
     return max(memory_of_stages(run, size), key=lambda found: found.total)
@@ -88,7 +88,7 @@ def rows(values: dict[str, Any], world_size: int, *, is_all: bool) -> Iterator[R
     """Yield all stages in all layouts asked for."""
     for sizes in layouts(values, world_size, is_all=is_all):
         tp, pp, cp = (sizes[name] for name in SIZES)
-        layout = (tp, pp, cp, world_size // (tp * pp * cp))
+        layout = (tp, pp, cp, world_size // max(tp * pp * cp, 1))
         for stage, strategy in enumerate(SHARDING_STRATEGIES):
             asked = {
                 **values,

@@ -23,18 +23,13 @@ from megatron.training.rules.sizes import with_defaults_for, wrong_sizes
 from megatron.training.rules.support import notes, refusals
 from megatron.training.setup.checkpoint_shape import with_checkpoint_shape
 
-__all__ = ["check_run", "notes", "resolve_and_check"]
+__all__ = ["notes", "resolve_and_check"]
 
 
 _NO_CORPUS = (
     "No corpus is named: such a run trains on synthetic samples. --data-path and --tokenizer-type"
     " name your own."
 )
-
-
-def check_run(run: ResolvedRun) -> None:
-    """Raise every problem of the settings in one ConfigError, or return."""
-    raise_together([*refusals(run.config), *broken_rules(run)], summary="the settings of this run")
 
 
 def resolve_and_check(

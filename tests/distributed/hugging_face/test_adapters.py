@@ -19,7 +19,7 @@ from megatron.hugging_face import read_adapters, read_model_directory
 from megatron.training.checkpointing import load_checkpoint
 from megatron.training.cli.parser import parse_command_line
 from megatron.training.resolve import resolve
-from megatron.training.rules import check_run
+from megatron.training.rules import resolve_and_check
 from megatron.training.setup.model import adapter_settings
 from tests.distributed.hugging_face.test_layouts import train
 from tests.harness.tolerances import FP32_AFTER_OPTIMIZER, FP32_REORDERED_SUM, assert_close
@@ -208,4 +208,4 @@ def test_adapters_without_a_model_are_refused():
 
 
 def check(words):
-    check_run(resolve(parse_command_line(words).config, world_size=1))
+    resolve_and_check(lambda: parse_command_line(words), lambda config: 1)

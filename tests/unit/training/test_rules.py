@@ -7,8 +7,7 @@ import pytest
 from megatron.core.datasets.index_building import split_boundaries
 from megatron.core.errors import ConfigError
 from megatron.training.cli.parser import parse_command_line
-from megatron.training.resolve import resolve
-from megatron.training.rules import check_run, notes, resolve_and_check
+from megatron.training.rules import notes, resolve_and_check
 
 
 def words_of(text: str) -> list[str]:
@@ -236,9 +235,9 @@ def test_what_is_loaded_is_looked_at_before_anything_is_built(tmp_path):
 
 
 def test_every_problem_names_a_flag_and_a_fix():
-    config = parse_command_line(["--moe-enable-deepep", "--mock-data", "--clip-grad", "-1"]).config
+    words = ["--moe-enable-deepep", "--mock-data", "--clip-grad", "-1"]
     with pytest.raises(ConfigError) as caught:
-        check_run(resolve(config, world_size=1))
+        resolve_and_check(lambda: parse_command_line(words), lambda config: 1)
     assert len(caught.value.problems) >= 9
     for problem in caught.value.problems:
         assert problem.flags
