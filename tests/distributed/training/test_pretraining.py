@@ -8,9 +8,9 @@ import pytest
 
 from megatron.core.errors import NumericsError
 from megatron.core.process_groups_config import ProcessGroupCollection
+from pretrain_gpt import forward_step
 from tests.harness.distributed import DistributedFailure, run_distributed
 from tests.harness.tolerances import FP32_REORDERED_SUM, assert_close
-from tests.parity import training_run
 from tests.parity.resume import CASES, run_case
 from tests.parity.training_run import read_metrics, train_with_flags
 
@@ -82,21 +82,16 @@ def test_a_resumed_run_is_the_unbroken_one_to_the_bit(name, num_workers, tmp_pat
 
 def train_with_poison(groups: ProcessGroupCollection, words: list[str]) -> list[float]:
     """Train with a loss that becomes NaN in the third step, on one micro batch of one replica."""
-    honest = training_run.forward_step
     calls = []
 
     def poisoned(data_iterator, model):
-        output, loss_func = honest(data_iterator, model)
+        output, loss_func = forward_step(data_iterator, model)
         calls.append(1)
         if len(calls) == 2 * 2 + 2 and groups.dp.rank() == 1:
             output = output * float("nan")
         return output, loss_func
 
-    training_run.forward_step = poisoned
-    try:
-        train_with_flags(groups, words)
-    finally:
-        training_run.forward_step = honest
+    train_with_flags(groups, words, poisoned)
 
 
 def test_a_loss_that_is_not_finite_stops_all_ranks_before_the_update(tmp_path):
