@@ -20,11 +20,13 @@ def watch_plain_optimizers() -> None:
     global _is_watching
     if not _is_watching:
         _is_watching = True
-        handle: Any = None
+        has_warned = False
 
+        # It stays when it has warned: torch goes through the hooks while it calls them.
         def before_step(optimizer: Optimizer, *_: Any) -> None:
-            if _finds_nothing(optimizer):
-                handle.remove()
+            nonlocal has_warned
+            if not has_warned and _finds_nothing(optimizer):
+                has_warned = True
                 warnings.warn(
                     f"{type(optimizer).__name__}.step() updates nothing: the gradients of its"
                     " parameters lie in main_grad of DistributedDataParallel, and .grad is None."
@@ -34,7 +36,7 @@ def watch_plain_optimizers() -> None:
                     stacklevel=2,
                 )
 
-        handle = register_optimizer_step_pre_hook(before_step)
+        register_optimizer_step_pre_hook(before_step)
 
 
 def _finds_nothing(optimizer: Optimizer) -> bool:

@@ -1,10 +1,12 @@
 """A plain torch optimizer behind the data-parallel wrapper is told that it trains nothing."""
 
+import contextlib
 import warnings
 
 import pytest
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from megatron.core.distributed import (
     DistributedDataParallel,
@@ -37,9 +39,20 @@ def adam(ddp):
     return torch.optim.Adam(ddp.module.parameters(), lr=0.1)
 
 
+@contextlib.contextmanager
+def torch_hook(hook):
+    handle = register_optimizer_step_pre_hook(hook)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
 def test_an_optimizer_without_gradients_is_warned_of_once(monkeypatch):
     monkeypatch.setattr(plain_optimizers, "_is_watching", False)
-    with pytest.warns(UserWarning, match="updates nothing.*get_megatron_optimizer"):
+    plain_optimizers.watch_plain_optimizers()
+    # A hook that comes after ours is called, too.
+    with torch_hook(lambda *_: None), pytest.warns(UserWarning, match="updates nothing.*get_meg"):
         assert not step(adam, copies_gradients=False)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
