@@ -43,7 +43,7 @@ def test_shell_scripts_parse():
 def test_the_slurm_script_starts_one_torchrun_a_machine_with_flags_that_work(tmp_path, monkeypatch):
     """SLURM's commands are replaced by scripts; `torchrun` writes down what it was given."""
     fakes = {
-        "scontrol": 'echo "node-a"; echo "node-b"',
+        "scontrol": 'echo "node-a"; sleep 0.1; echo "node-b"',
         "srun": 'shift 2; for n in 0 1; do SLURM_NODEID=$n "$@"; done',
         "torchrun": f'printf "%s\\n" "$@" > {tmp_path}/node$SLURM_NODEID',
     }

@@ -136,9 +136,10 @@ def worker_and_batches(dataset=None):
     loader = build_pretraining_data_loader(
         dataset or Numbers(), 0, micro_batch_size=2, dp_rank=0, dp_size=1, num_workers=1
     )
+    others = set(multiprocessing.active_children())
     batches = iter(loader)
     next(batches)
-    (worker,) = multiprocessing.active_children()
+    (worker,) = set(multiprocessing.active_children()) - others
     return worker, batches
 
 
