@@ -179,8 +179,13 @@ class CheckpointWithoutOutput:
         self._node: Any = None
 
     def checkpoint(self, run_function: Callable[..., Any], *args: Any) -> Any:
-        """Call `run_function(*args)`, which returns a tensor or a tuple of tensors."""
-        if not torch.is_grad_enabled() or _inside_checkpoint.get():
+        """Call `run_function(*args)`, which returns a tensor or a tuple of tensors.
+
+        Where no argument has a gradient (below frozen weights) its output is kept: parameters of
+        the function itself get theirs through an argument that has one.
+        """
+        has_gradient = any(isinstance(a, Tensor) and a.requires_grad for a in args)
+        if not torch.is_grad_enabled() or not has_gradient or _inside_checkpoint.get():
             return run_function(*args)
         outputs = _WithoutOutput.apply(run_function, self, *args)
         self._outputs = (outputs,) if isinstance(outputs, Tensor) else outputs

@@ -172,6 +172,24 @@ def test_recomputation_writes_main_gradients_once():
         torch.testing.assert_close(parameter.main_grad, wanted)
 
 
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_what_comes_after_a_frozen_layer_has_its_gradients(is_frozen):
+    """The first layer of a model whose embedding is frozen, and with adapters its norm, too."""
+    norm, linear = nn.LayerNorm(4), nn.Linear(4, 4)
+    norm.requires_grad_(not is_frozen)
+    x = torch.arange(8.0).view(2, 4).sin()
+    part = CheckpointWithoutOutput()
+    y = linear(part.checkpoint(norm, x))
+    part.discard_output_and_register_recompute(y)
+    y.square().sum().backward()
+    found = [p.grad for p in (*norm.parameters(), *linear.parameters())]
+    norm.zero_grad()
+    linear.zero_grad()
+    linear(norm(x)).square().sum().backward()
+    for ours, plain in zip(found, (*norm.parameters(), *linear.parameters()), strict=True):
+        assert plain.grad is None if ours is None else torch.equal(ours, plain.grad)
+
+
 def test_a_discarded_tuple_comes_back():
     def function(x):
         return torch.exp(x), torch.tanh(x)
