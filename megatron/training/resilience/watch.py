@@ -47,7 +47,7 @@ class Watch:
         self._grace_s = grace_s
         self._descriptor: int | None = None
         self._followed: dict[int, Peer] = {}  # process descriptor -> whose
-        self._bell, self._ringer = socket.socketpair()
+        self._wake_receiver, self._wake_sender = socket.socketpair()
         self._former_descriptor = -1
         self._closed = threading.Event()
         self._handles_term = False
@@ -68,11 +68,11 @@ class Watch:
         """
         if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
             return
-        self._ringer.setblocking(False)
+        self._wake_sender.setblocking(False)
         self._former_descriptor = signal.set_wakeup_fd(
-            self._ringer.fileno(), warn_on_full_buffer=False
+            self._wake_sender.fileno(), warn_on_full_buffer=False
         )
-        # A forked child would ring here for its own signals.
+        # A forked child would write here for its own signals.
         os.register_at_fork(after_in_child=self._forget)
         self._handles_term = True
         signal.signal(signal.SIGTERM, self._ignore)
@@ -82,7 +82,7 @@ class Watch:
         for peer in peers:
             with contextlib.suppress(OSError, AttributeError):
                 self._followed[peer.identity.open()] = peer
-        self._ringer.send(b"\0")
+        self._wake_sender.send(b"\0")
 
     def _ignore(self, number: int, frame: FrameType | None) -> None:
         """The thread answers; this only makes Python tell it."""
@@ -100,9 +100,9 @@ class Watch:
             signal.set_wakeup_fd(self._former_descriptor)
             if signal.getsignal(signal.SIGTERM) == self._ignore:
                 signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        self._ringer.close()
+        self._wake_sender.close()
         self._thread.join(2.0)
-        self._bell.close()
+        self._wake_receiver.close()
         for descriptor in (*self._followed, self._descriptor):
             if descriptor is not None:
                 os.close(descriptor)
@@ -112,23 +112,23 @@ class Watch:
         has_ended: set[int] = set()
         while not self._closed.is_set():
             poll = select.poll()
-            for descriptor in (self._bell.fileno(), self._descriptor, *self._followed):
+            for descriptor in (self._wake_receiver.fileno(), self._descriptor, *self._followed):
                 if descriptor is not None and descriptor not in has_ended:
                     poll.register(descriptor, select.POLLIN)
             ready = {descriptor for descriptor, _ in poll.poll(POLL_MS)}
-            bell = self._bell.fileno()
-            has_ended |= ready - {bell}
+            receiver = self._wake_receiver.fileno()
+            has_ended |= ready - {receiver}
             for descriptor in ready & self._followed.keys():
                 self._followed[descriptor].look()
-            if bell in ready:
-                self._answer(self._bell.recv(64))
+            if receiver in ready:
+                self._answer(self._wake_receiver.recv(64))
             if self._descriptor in ready:
                 self._answer_the_end_of_the_launcher()
 
-    def _answer(self, rung: bytes) -> None:
-        """Answer the signals whose numbers are in `rung`."""
+    def _answer(self, numbers: bytes) -> None:
+        """Answer the signals whose `numbers` came."""
         is_ours = signal.getsignal(signal.SIGTERM) == self._ignore
-        if is_ours and signal.SIGTERM in rung and not self._closed.is_set():
+        if is_ours and signal.SIGTERM in numbers and not self._closed.is_set():
             self._before_end()
             end_by(signal.SIGTERM)
 

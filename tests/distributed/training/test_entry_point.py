@@ -13,8 +13,8 @@ from pathlib import Path
 
 import psutil
 
-from megatron.core.dist_checkpointing.lease import Lease
 from tests.distributed.training.test_pretraining import SMALL
+from tests.harness.lease_holder import held_by_another_run
 
 ROOT = Path(__file__).parents[3]
 LINE = re.compile(r" iteration +(\d+)/ +\d+ \|.* lm loss: ([\d.E+-]+) \|")
@@ -167,19 +167,8 @@ def test_a_dry_run_plans_without_training(tmp_path):
 
 
 def test_a_second_run_in_a_save_directory_is_refused_before_anything_is_built(tmp_path):
-    holds, ends = os.pipe(), os.pipe()
-    holder = os.fork()
-    if holder == 0:
-        Lease.acquire(tmp_path)
-        os.write(holds[1], b"1")
-        os.read(ends[0], 1)
-        os._exit(0)
-    os.read(holds[0], 1)
-    try:
+    with held_by_another_run(tmp_path):
         done = run(sys.executable, "pretrain_gpt.py", *SMALL.split(), "--save", str(tmp_path))
-    finally:
-        os.write(ends[1], b"1")
-        os.waitpid(holder, 0)
     assert done.returncode == 12
     assert f"another run is saving into {tmp_path}" in done.stderr
     assert "where=claiming the save directory" in done.stderr

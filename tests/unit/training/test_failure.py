@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from megatron.core.dist_checkpointing.lease import Lease
 from megatron.core.errors import (
     CheckpointError,
     ConfigError,
@@ -41,6 +40,7 @@ from megatron.training.resilience.failure import (
 from megatron.training.resilience.peers import Peer, PeersHere
 from megatron.training.resilience.progress import RunProgress
 from megatron.training.resilience.watch import Watch
+from tests.harness.lease_holder import held_by_another_run
 
 FATAL = re.compile(
     r"^FATAL\[(?P<kind>\w+)\] (iter=(?P<iter>\d+) )?rank=(?P<rank>\d+) host=\S+"
@@ -173,22 +173,10 @@ def test_a_mistake_in_the_settings_is_told_without_iteration_and_checkpoint(caps
 
 
 def test_a_run_that_was_refused_leaves_nothing_in_the_directory_of_another(tmp_path, capsys):
-    """The other run is a process of its own: a process gets its own lease again."""
-    holds, ends = os.pipe(), os.pipe()
-    holder = os.fork()
-    if holder == 0:
-        Lease.acquire(tmp_path)
-        os.write(holds[1], b"1")
-        os.read(ends[0], 1)
-        os._exit(0)
-    os.read(holds[0], 1)
-    try:
+    with held_by_another_run(tmp_path):
         fail(ConfigError("x"), RunProgress(save_directory=str(tmp_path)))
         assert FATAL.search(capsys.readouterr().err)
         assert not (tmp_path / "failure.json").exists()
-    finally:
-        os.write(ends[1], b"1")
-        os.waitpid(holder, 0)
     fail(ConfigError("x"), RunProgress(save_directory=str(tmp_path)))
     assert (tmp_path / "failure.json").exists()
 
