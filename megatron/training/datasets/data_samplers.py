@@ -120,7 +120,8 @@ class MegatronPretrainingRandomSampler(_RowSampler):
         data_parallel_rank: this rank.
         data_parallel_size: ranks.
         data_sharding: True gives every rank its own contiguous part of the dataset, shuffled in
-            itself; False deals one order of the whole dataset out to the ranks in turn.
+            itself; False deals one order of the whole dataset out to the ranks, a micro batch to
+            each in turn, so that micro batches hold the same samples with any number of ranks.
     Raises:
         DataError: less than one row, or a start within a row.
     """
@@ -182,4 +183,5 @@ class MegatronPretrainingRandomSampler(_RowSampler):
         # Whole micro batches of one rank are shuffled, whole rows of all ranks are used.
         shuffled = self.total_samples - self.total_samples % self.micro_batch_size
         order = torch.randperm(shuffled, generator=generator)[begun : self.samples_per_epoch]
-        return order[self.data_parallel_rank :: self.data_parallel_size].tolist()
+        rows = order.view(-1, self.data_parallel_size, self.micro_batch_size)
+        return rows[:, self.data_parallel_rank].flatten().tolist()

@@ -102,13 +102,19 @@ def test_cyclic_order_is_that_of_torch_under_the_epoch_number():
     consumed = 28 + 8
     shuffled = torch.randperm(30, generator=torch.Generator().manual_seed(1)).tolist()
     settings = {"consumed": consumed, "dataloader_type": "cyclic", "rank": 1}
-    dealt = shuffled[8:28][1::2]
     got = first_batches(5, Numbers(31), data_sharding=False, **settings)
-    assert got == [dealt[i : i + 2] for i in range(0, 10, 2)]
+    assert got == [shuffled[i : i + 2] for i in range(10, 28, 4)]
     bucket = torch.randperm(14, generator=torch.Generator().manual_seed(1)) + 14
     own = bucket[4:].tolist()
     got = first_batches(5, Numbers(31), data_sharding=True, **settings)
     assert got == [own[i : i + 2] for i in range(0, 10, 2)]
+
+
+def test_micro_batches_of_an_unsharded_cyclic_order_do_not_depend_on_the_ranks():
+    settings = {"consumed": 8, "dataloader_type": "cyclic", "data_sharding": False}
+    alone = first_batches(10, Numbers(31), size=1, **settings)
+    ranks = [first_batches(5, Numbers(31), rank=rank, **settings) for rank in range(2)]
+    assert [batch for row in zip(*ranks, strict=True) for batch in row] == alone
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
