@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import faulthandler
 import functools
+import gc
 import importlib
 import os
 import pickle
@@ -113,6 +114,7 @@ def worker_main(connection: Connection, stack_file: str, hosts_store: bool) -> N
     os.setsid()
     os.environ.update(ENVIRONMENT)
     torch.set_num_threads(1)
+    gc.freeze()  # what was imported stays: `gc.collect` need not look at it
     with open(stack_file, "w") as stacks:
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
         threading.Thread(target=_exit_with_parent, daemon=True).start()
@@ -126,6 +128,9 @@ def worker_main(connection: Connection, stack_file: str, hosts_store: bool) -> N
             except (EOFError, OSError):
                 return
             outcome = run_job(job)
+            # Process groups that a model refers to in a circle keep their threads until then, of
+            # which every one wakes a hundred times a second.
+            gc.collect()
             connection.send_bytes(pickle.dumps(outcome))
             if outcome.failed:
                 # Closing the sockets wakes peers that wait for this rank in a collective.

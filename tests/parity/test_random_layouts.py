@@ -1,5 +1,8 @@
 """The cases of `python -m tests.parity.random_layouts`, and that they are what they claim."""
 
+import subprocess
+import sys
+
 import pytest
 
 from tests.parity.random_layouts.cases import LAYOUTS_PER_MODEL, Case, draw_cases
@@ -63,3 +66,11 @@ def test_a_failing_case_is_shrunk_to_the_flags_that_make_it_fail(guilty):
     extra = set(small.settings) - set(guilty)
     assert not {"lr-decay-style", "seed", "ffn-hidden-size"} & extra
     assert small.ranks == 2
+
+
+@pytest.mark.distributed
+def test_random_command_lines_and_those_that_once_failed_equal_one_process():
+    words = ["--cases", "40", "--seed", "101", "--former", "--no-shrink", "--jobs", "2"]
+    module = [sys.executable, "-m", "tests.parity.random_layouts"]
+    ran = subprocess.run([*module, *words], capture_output=True, text=True, timeout=900)
+    assert ran.returncode == 0, ran.stdout + ran.stderr[-4000:]

@@ -60,6 +60,7 @@ class Campaign:
         self._waiting = [list(cases) for cases in models if cases]
         self._say, self._shrinks = say, shrinks
         self._lock = threading.Lock()
+        self._jobs = 0
         self._started_at = time.monotonic()
         self._problems: list[BaseException] = []
 
@@ -68,6 +69,7 @@ class Campaign:
         threads = [
             threading.Thread(target=self._work, args=(number % 2 == 0,)) for number in range(jobs)
         ]
+        self._jobs = jobs
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -89,6 +91,8 @@ class Campaign:
             self._problems.append(problem)
             raise
         finally:
+            with self._lock:
+                self._jobs -= 1
             bench.close()
 
     def _next(self, started: set[bool], prefers_wide: bool) -> list[Case]:
@@ -97,8 +101,8 @@ class Campaign:
             for place, cases in enumerate(self._waiting):
                 if cases[0].is_wide in (started or {prefers_wide}):
                     return self._waiting.pop(place)
-            # Starting ranks of the other width takes as long as a few models.
-            may_start = not started or len(self._waiting) > 4
+            # Starting ranks of the other width takes as long as a few models, which other jobs do.
+            may_start = not started or len(self._waiting) > 4 or self._jobs == 1
             return self._waiting.pop(0) if may_start and self._waiting else []
 
     def _take(self, verdicts: Sequence[Verdict], bench: Bench) -> None:

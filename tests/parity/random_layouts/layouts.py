@@ -102,7 +102,9 @@ EXPERTS = (
 )  # fmt: skip
 
 PIPELINE = (
-    Option("num-virtual-stages-per-pipeline-rank", {None: 1, 2: 1}, _may_interleave),
+    Option("num-virtual-stages-per-pipeline-rank", {None: 1, 2: 3}, _may_interleave),
+    Option("microbatch-group-size-per-virtual-pipeline-stage", {None: 2, 4: 1},
+           given("num-virtual-stages-per-pipeline-rank")),
     switch("no-overlap-p2p-communication", 0.1, lambda s: size(s, PP) > 1),
     Option("pipeline-step-durations", {None: 1, (2, 3, 1): 1},
            lambda s: s.get("pipeline-schedule") == "zb-v"),
