@@ -49,6 +49,8 @@ BUBBLE_CASES = [
     SleepingCase("1f1b", 2, 8, FORWARD_S / 2),
     SleepingCase("1f1b", 1, 16, FORWARD_S, exchange_s=FORWARD_S / 2),
     SleepingCase("1f1b", 1, 16, FORWARD_S, exchange_s=FORWARD_S / 2, is_combined=True),
+    SleepingCase("1f1b", 2, 16, FORWARD_S / 2, exchange_s=FORWARD_S / 4),
+    SleepingCase("1f1b", 2, 16, FORWARD_S / 2, exchange_s=FORWARD_S / 4, is_combined=True),
     SleepingCase("dualpipe-v", 2, 8, FORWARD_S / 2, exchange_s=FORWARD_S / 4),
     SleepingCase("dualpipe-v", 2, 8, FORWARD_S / 2, exchange_s=FORWARD_S / 4, is_combined=True),
 ]

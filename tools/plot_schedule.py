@@ -24,7 +24,7 @@ from megatron.core.pipeline_parallel.instructions import FORWARD, WEIGHT_GRAD
 from megatron.core.pipeline_parallel.layout import V_SCHEDULES
 from megatron.core.pipeline_parallel.lower import lower
 from megatron.core.pipeline_parallel.plot import save, timeline_text
-from megatron.core.pipeline_parallel.programs import SCHEDULES, Plan
+from megatron.core.pipeline_parallel.programs import COMBINED_SCHEDULES, SCHEDULES, Plan
 from megatron.core.pipeline_parallel.simulate import Costs
 from megatron.core.pipeline_parallel.trace import Trace, load_trace, planned_trace
 from megatron.core.pipeline_parallel.validate import validate
@@ -47,7 +47,8 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--combined",
         action="store_true",
-        help="forwards and backwards of the steady state take turns (1f1b with -v 1, dualpipe-v)",
+        help="forwards and backwards of the steady state take turns"
+        f" ({' and '.join(COMBINED_SCHEDULES)})",
     )
     made.add_argument("--forward-only", action="store_true", help="evaluation: no backward")
     made.add_argument("--forward-cost", type=float, help="of one chunk, in any unit (default 1)")

@@ -64,6 +64,14 @@ OTHER_SCHEDULES = (
     (MODELS[2], LayoutCase(pp=2, dp=4, ep=2, combined=True, stage=3, samples=16)),
     (MODELS[1], LayoutCase(pp=2, tp=2, sp=True, dp=2, ep=2, combined=True, stage=3)),
     (MODELS[1], LayoutCase(pp=2, vp=2, schedule="dualpipe-v", dp=2, ep=2, combined=True)),
+    (MODELS[0], LayoutCase(pp=2, vp=2, dp=2, ep=2, combined=True)),
+    (MODELS[1], LayoutCase(pp=2, vp=2, tp=2, sp=True, dp=2, ep=2, combined=True, stage=3)),
+    (MODELS[2], LayoutCase(pp=2, vp=2, cp=2, dp=2, ep=4, combined=True, stage=2, group=3)),
+    (MODELS[3], LayoutCase(pp=2, vp=2, dp=4, ep=2, samples=20, combined=True, stage=1)),
+    (
+        MODELS[4],
+        LayoutCase(pp=4, vp=2, dp=2, ep=2, samples=18, letters="Et||t|t|t|||mL", combined=True),
+    ),
     (MODELS[2], LayoutCase(pp=2, vp=2, schedule="zb-v", dp=4, ep=2, samples=16, stage=2)),
     (
         MODELS[2],

@@ -40,6 +40,10 @@ class LayoutCase:
     dispatcher: str = "alltoall"
     grouped: bool = True
     """Compute experts together instead of one after the other."""
+    group: int | None = None
+    """Micro batches per turn of a chunk, where stages are interleaved."""
+    letters: str = ""
+    """Which layers each stage holds, as `--pipeline-model-parallel-layout`; none: evenly."""
     combined: bool = False
     """Let forwards and backwards take turns while tokens travel."""
 
@@ -62,6 +66,8 @@ class LayoutCase:
         parts = [f"tp{self.tp}{'+sp' if self.sp else ''}", f"pp{self.pp}"]
         if self.pp > 1:
             parts.append(f"vp{self.vp}" if self.schedule == "1f1b" else self.schedule)
+            parts += [self.letters] * bool(self.letters)
+            parts += [f"groups of {self.group}"] * (self.group is not None)
         if self.cp > 1:
             kind = "mixed" if isinstance(self.cp_kind, list) else self.cp_kind
             parts.append(f"cp{self.cp} {kind}")

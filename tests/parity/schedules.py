@@ -34,9 +34,22 @@ Make = Callable[[int, int, int], Orders]
 SCHEDULES: dict[str, tuple[bool, Make]] = {
     "gpipe": (False, lambda p, v, m: gpipe_orders(p, m)),
     "1f1b": (False, lambda p, v, m: one_f_one_b_orders(p, m)),
+    "1f1b, combined": (False, lambda p, v, m: one_f_one_b_orders(p, m, is_combined=True)),
     "interleaved, group p": (True, lambda p, v, m: interleaved_orders(p, m, v)),
     "interleaved, group p+1": (True, lambda p, v, m: interleaved_orders(p, m, v, p + 1)),
     "interleaved, group 2p": (True, lambda p, v, m: interleaved_orders(p, m, v, 2 * p)),
+    "interleaved, combined": (
+        True,
+        lambda p, v, m: interleaved_orders(p, m, v, is_combined=True),
+    ),
+    "interleaved, combined, p+1": (
+        True,
+        lambda p, v, m: interleaved_orders(p, m, v, p + 1, is_combined=True),
+    ),
+    "interleaved, combined, 2p": (
+        True,
+        lambda p, v, m: interleaved_orders(p, m, v, 2 * p, is_combined=True),
+    ),
     "forward only": (True, lambda p, v, m: forward_only_orders(p, m, v)),
     "zb-h1": (False, lambda p, v, m: zero_bubble_h1_orders(p, m)),
     "zb-v": (True, lambda p, v, m: zero_bubble_v_orders(p, m)),
@@ -44,7 +57,12 @@ SCHEDULES: dict[str, tuple[bool, Make]] = {
 }
 """Name -> (takes several chunks, maker)."""
 IN_A_V = ("zb-v", "dualpipe-v")
-LARGER_GROUPS = ("interleaved, group p+1", "interleaved, group 2p")
+LARGER_GROUPS = (
+    "interleaved, group p+1",
+    "interleaved, group 2p",
+    "interleaved, combined, p+1",
+    "interleaved, combined, 2p",
+)
 
 
 @dataclass
@@ -89,10 +107,12 @@ def textbook_peak(name: str, p: int, v: int, m: int, rank: int, group: int) -> i
         return v * p + (name == "dualpipe-v")
     if name == "1f1b":
         return min(p - rank, m)
+    if name == "1f1b, combined":
+        return min(2 * (p - rank), m)
     if name == "forward only":
         return 1
     warm_up = 2 * (p - rank - 1) + (v - 1) * group
-    return min(warm_up + 1, v * m)
+    return min(warm_up + 1 + ("combined" in name), v * m)
 
 
 def has_formula(name: str, p: int, v: int, m: int) -> bool:

@@ -31,6 +31,14 @@ SAMPLE = [
         ModelCase("llama", False, 0.1, experts="deepseek", later_tokens=1),
     ),
     (
+        LayoutCase(pp=2, vp=2, dp=2, ep=2, letters="Et|t||ttmL", combined=True, stage=1),
+        ModelCase("llama", True, 0.1, experts="deepseek", later_tokens=1),
+    ),
+    (
+        LayoutCase(pp=2, vp=2, dp=2, ep=2, samples=14, group=3, combined=True, stage=3),
+        ModelCase("gpt2", True, 0.1, experts="capacity"),
+    ),
+    (
         LayoutCase(dp=4, ep=2, combined=True, stage=3),
         ModelCase("llama", True, 0.0, experts="dropless", padded=True),
     ),

@@ -145,8 +145,10 @@ def transformer_config(layout: LayoutCase, model: ModelCase) -> TransformerConfi
         pipeline_model_parallel_size=layout.pp,
         pipeline_schedule=layout.schedule,
         overlap_moe_expert_parallel_comm=layout.combined,
+        microbatch_group_size_per_vp_stage=layout.group,
         virtual_pipeline_model_parallel_size=layout.vp if layout.vp > 1 else None,
-        pipeline_model_parallel_layout=UNEVEN_EIGHT_STAGES if layout.pp * layout.vp == 8 else None,
+        pipeline_model_parallel_layout=layout.letters
+        or (UNEVEN_EIGHT_STAGES if layout.pp * layout.vp == 8 else None),
         init_method_std=0.1,  # large enough that every layer matters in the loss
         **family,
     )

@@ -26,6 +26,8 @@ SCHEDULES = ("1f1b", "gpipe", "zb-h1", *V_SCHEDULES)
 """Values of `config.pipeline_schedule`. 1F1B with several chunks per rank is interleaved."""
 SPLIT_SCHEDULES = ("zb-h1", *V_SCHEDULES)
 """Those that form weight gradients apart from input gradients."""
+COMBINED_SCHEDULES = ("1f1b", "dualpipe-v")
+"""Those in which a forward and a backward can take turns: the others have no such pairs."""
 
 MOST_STEPS_PROVED = 16384
 """Compute steps of all ranks together up to which a program is proved as a whole before it runs:
@@ -77,14 +79,13 @@ class Plan(NamedTuple):
                 flags=["--pipeline-schedule", "--num-virtual-stages-per-pipeline-rank"],
                 fix="use --pipeline-schedule 1f1b (interleaved), or drop the virtual stages",
             )
-        if self.is_combined and self.schedule != "dualpipe-v" and (self.schedule, v) != ("1f1b", 1):
+        if self.is_combined and self.schedule not in COMBINED_SCHEDULES:
             raise ScheduleError(
-                f"forwards and backwards that take turns, in {self.schedule} with {v} model chunks"
-                " per rank.",
+                f"forwards and backwards that take turns, in the {self.schedule} schedule.",
                 rule="each forward of the steady state stands beside a backward that it does not"
                 " need",
                 flags=["--overlap-moe-expert-parallel-comm", "--pipeline-schedule"],
-                fix="use dualpipe-v, or 1f1b with one chunk per rank",
+                fix=f"use {' or '.join(COMBINED_SCHEDULES)}",
             )
         if self.schedule == "zb-v" and p > 1:
             return zero_bubble_v_orders(p, m, self.durations)
@@ -93,7 +94,7 @@ class Plan(NamedTuple):
         if self.schedule == "zb-h1" and p > 1:
             return zero_bubble_h1_orders(p, m)
         if v > 1:
-            return interleaved_orders(p, m, v, self.group_size)
+            return interleaved_orders(p, m, v, self.group_size, is_combined=self.is_combined)
         if self.schedule == "gpipe" and p > 1:
             return gpipe_orders(p, m)
         return one_f_one_b_orders(p, m, is_combined=self.is_combined)

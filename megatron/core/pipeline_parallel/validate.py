@@ -10,7 +10,8 @@ grid of all ranks with the failing cell in brackets. What is proved:
 3. on every channel (ordered pair of ranks) the k-th send is the k-th receive;
 4. buffers are bounded: unfinished sends and unused receives of a channel stay within the window;
 5. gradients of a chunk are released for reduction once, with or after its last backward;
-6. the program finishes, with buffered channels and with rendezvous channels that hold nothing.
+6. what is combined is a forward and the whole backward of another micro batch or chunk;
+7. the program finishes, with buffered channels and with rendezvous channels that hold nothing.
 
 Programs are deterministic, so whether they finish does not depend on how long steps take: one
 walk per channel model is a proof. What finishes with rendezvous channels also finishes with
@@ -25,6 +26,7 @@ from typing import NoReturn
 from megatron.core.errors import ScheduleError
 from megatron.core.pipeline_parallel.instructions import (
     BACKWARD,
+    COMBINE,
     FORWARD,
     FREE_GRADIENT,
     FREE_OUTPUT,
@@ -74,7 +76,7 @@ def validate(program: Program, *, rendezvous: bool = True) -> Walk:
 
 
 def validate_rank(program: Program, rank: int) -> None:
-    """Check what can be said of one rank without the programs of the others: 1, 2, 4 and 5."""
+    """Check what can be said of one rank without the programs of the others: 1, 2, 4, 5 and 6."""
     _RankCheck(program, rank).run()
 
 
@@ -110,11 +112,14 @@ class _RankCheck:
             self.program.num_microbatches,
             self.done,
         )
-        for step in self.program.ranks[self.rank]:
+        steps = self.program.ranks[self.rank]
+        for position, step in enumerate(steps):
             op, microbatch, chunk = step
             if not 0 <= chunk < num_chunks:
                 self.fail(step, "names a chunk that does not exist", f"there are {num_chunks}")
             if op >= Op.PARAM_GATHER:
+                if op is COMBINE:
+                    self.pair(step, *steps[position + 1 : position + 3])
                 self.bookkeeping(step)
                 continue
             if not 0 <= microbatch < num_microbatches:
@@ -164,6 +169,15 @@ class _RankCheck:
         elif not self.is_made(receive, microbatch * self.num_chunks + source[1]):
             self.fail(
                 step, "comes before the step that makes its input", "stages of one rank keep order"
+            )
+
+    def pair(self, combine: Step, *halves: Step) -> None:
+        """Check that a forward and a backward follow, of which the second can begin at once."""
+        if [op for op, _, _ in halves] != [FORWARD, BACKWARD]:
+            self.fail(combine, "has no forward and backward after it", "these two take turns")
+        if halves[0][1:] == halves[1][1:]:
+            self.fail(
+                halves[1], "is combined with its own forward", "a backward follows its forward"
             )
 
     def is_made(self, kind: Op, place: int) -> bool:

@@ -43,7 +43,8 @@ def test_the_measured_bubble_is_the_simulated_one(schedule, num_chunks, num_micr
 
 
 @pytest.mark.parametrize(
-    ("schedule", "num_chunks", "num_ranks"), [("1f1b", 1, 4), ("dualpipe-v", 2, 2)]
+    ("schedule", "num_chunks", "num_ranks"),
+    [("1f1b", 1, 4), ("1f1b", 2, 2), ("dualpipe-v", 2, 2)],
 )
 def test_turns_hide_both_exchanges_of_every_pair(schedule, num_chunks, num_ranks):
     compute_s, exchange_s = FORWARD_S * 2 / 3, FORWARD_S / 3

@@ -81,11 +81,10 @@ def _may_interleave(s: Settings) -> bool:
 
 
 def _may_combine(s: Settings) -> bool:
-    schedule = s.get("pipeline-schedule")
     return (
         size(s, EP) > 1
         and s.get("moe-token-dispatcher-type") == "alltoall"
-        and (schedule == "dualpipe-v" or (schedule is None and _chunks(s) == 1))
+        and s.get("pipeline-schedule") in (None, "dualpipe-v")
         and "use-torch-fsdp2" not in s
         and s.get("recompute-granularity") != "full"
         and "moe" not in s.get("recompute-modules", ())
@@ -163,6 +162,9 @@ EXECUTION = (
     Option("optimizer-offload-fraction", {None: 2, 0.5: 1}, given(*OFFLOADS)),
     switch("use-cpu-initialization", 0.05),
     switch("overlap-moe-expert-parallel-comm", 0.4, _may_combine),
+    # Pipelines in which it is possible are few.
+    switch("overlap-moe-expert-parallel-comm", 0.6,
+           lambda s: size(s, PP) > 1 and _may_combine(s)),
 )  # fmt: skip
 
 AFTER_SCHEDULE = (*EXPERTS, *PIPELINE, *TENSOR, *REPLICATION, *EXECUTION)

@@ -113,6 +113,33 @@ def test_pairs_finish_and_cost_no_more_than_their_place_in_the_pipeline(orders, 
                 assert one.microbatch > two.microbatch
 
 
+@pytest.mark.parametrize(("p", "v", "group"), [(1, 2, None), (2, 2, 3), (4, 2, None), (4, 3, 8)])
+def test_what_an_interleaved_pair_hides_shortens_all_but_the_warm_up(p, v, group):
+    for m in (p, 3 * p, 5 * p):
+        program = lower(interleaved_orders(p, m, v, group, is_combined=True))
+        first_group = len(microbatch_groups(p, m, group)[0])
+        alone = min((v - 1) * first_group + 1, m * v)  # forwards of the last rank before a pair
+        found = simulate(program, backward=2.0, pair=2.5)
+        assert found.makespan == 3.0 * (p - 1 + alone) + 2.5 * (m * v - alone)
+        num_pairs = [sum(step.op is Op.COMBINE for step in steps) for steps in program.ranks]
+        assert num_pairs == [max(m * v - alone - 2 * (p - 1 - r), 0) for r in range(p)]
+
+
+def test_a_backward_beside_its_own_forward_is_refused():
+    plain = interleaved_orders(2, 4, 2)  # one forward less ahead than pairs need
+    pairs = interleaved_orders(2, 4, 2, is_combined=True).pairs
+    orders = dataclasses.replace(plain, pairs=lambda rank: [at - 1 for at in pairs(rank)])
+    with pytest.raises(ScheduleError, match=r"rank 1: B0\.1 is combined with its own forward"):
+        validate(lower(orders))
+
+
+def test_a_pair_is_a_forward_and_a_whole_backward():
+    plain = one_f_one_b_orders(1, 4)
+    orders = dataclasses.replace(plain, pairs=lambda rank: [1])
+    with pytest.raises(ScheduleError, match="combine has no forward and backward after it"):
+        validate(lower(orders))
+
+
 @pytest.mark.parametrize("p", [1, 2, 3, 8])
 @pytest.mark.parametrize("m", [1, 4, 17])
 def test_what_a_pair_hides_shortens_every_micro_batch_but_one(p, m):
@@ -131,6 +158,16 @@ def test_pairs_hold_the_way_there_and_back():
     program = lower(one_f_one_b_orders(4, 10, is_combined=True))
     assert simulate(program).peak_live_activations == [8, 6, 4, 2]
     assert [step.op for step in program.ranks[3]].count(Op.COMBINE) == 9
+
+
+def test_interleaved_pairs_hold_one_chunk_more_than_without():
+    plain, combined = (
+        simulate(lower(interleaved_orders(4, 8, 2, is_combined=is_combined)))
+        for is_combined in (False, True)
+    )
+    assert plain.peak_live_activations == [11, 9, 7, 5]
+    assert combined.peak_live_activations == [12, 10, 8, 6]
+    assert combined.makespan == plain.makespan
 
 
 def test_gpipe_holds_all_micro_batches_and_1f1b_the_distance_to_the_end():
@@ -351,6 +388,7 @@ def test_stages_may_turn_back_on_the_last_rank():
         (Plan("1f1b", 2, 1, 0), "0 micro batches"),
         (Plan("zigzag", 2, 1, 4), "'zigzag' is not known"),
         (Plan("gpipe", 2, 2, 4), "gpipe schedule with 2 model chunks"),
+        (Plan("zb-h1", 2, 1, 4, is_combined=True), "take turns, in the zb-h1 schedule"),
         (Plan("1f1b", 4, 2, 8, group_size=2), "group of 2 is too small"),
     ],
 )

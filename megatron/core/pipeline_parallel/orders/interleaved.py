@@ -6,6 +6,10 @@ arXiv:2104.04473. Bubble (p-1)/(v*m+p-1) when m is a multiple of p, for v times 
 Micro batches are taken in groups. Inside a group all of them pass chunk 0, then all pass chunk 1,
 and so on; then comes the next group. The smallest useful group is p: a larger one sends each
 chunk's work in longer runs (which hides other traffic better) and keeps more activations.
+
+Combined ("DeepSeek-V3 Technical Report", section 3.2.1, arXiv:2412.19437), every rank runs one
+forward more ahead. That alone makes the forward and the backward of its steady state independent
+of each other: the two steps for each rank behind, which plain 1F1B lacks, are here in any case.
 """
 
 from __future__ import annotations
@@ -47,20 +51,21 @@ def microbatch_groups(p: int, m: int, group_size: int | None = None) -> list[ran
 
 
 def interleaved_order(
-    p: int, rank: int, m: int, v: int, group_size: int | None = None
+    p: int,
+    rank: int,
+    m: int,
+    v: int,
+    group_size: int | None = None,
+    *,
+    is_combined: bool = False,
 ) -> list[Step]:
-    """Return the compute steps of one rank: warm-up, steady state, cool-down.
-
-    The warm-up is the way of the first micro batch up to its last chunk, (v-1) runs of the first
-    group, plus two steps for each rank behind this one: it brings the first gradient to every
-    rank just when it is needed.
-    """
+    """Return the compute steps of one rank: warm-up, steady state, cool-down."""
     groups = microbatch_groups(p, m, group_size)
     forwards = [Step(FORWARD, i, c) for group in groups for c in range(v) for i in group]
     backwards = [
         Step(BACKWARD, i, c) for group in groups for c in reversed(range(v)) for i in group
     ]
-    warm_up = min((p - rank - 1) * 2 + (v - 1) * len(groups[0]), m * v)
+    warm_up = _warm_up(p, rank, m, v, len(groups[0]), is_combined)
     steps = forwards[:warm_up]
     for forward, backward in zip(forwards[warm_up:], backwards, strict=False):
         steps.append(forward)
@@ -69,17 +74,40 @@ def interleaved_order(
     return steps
 
 
-def interleaved_orders(p: int, m: int, v: int, group_size: int | None = None) -> Orders:
+def interleaved_orders(
+    p: int, m: int, v: int, group_size: int | None = None, *, is_combined: bool = False
+) -> Orders:
     """Return the interleaved order of all ranks.
 
     In the steady state nearly a whole group of outputs waits between the last rank and the first;
     with this window they wait with their sender, which has the fewest activations to keep.
+
+    Args:
+        is_combined: make the two steps of the steady state a pair.
     """
+    first_group = len(microbatch_groups(p, m, group_size)[0])
+
+    def pairs(rank: int) -> range:
+        warm_up = _warm_up(p, rank, m, v, first_group, is_combined)
+        return range(warm_up, 2 * m * v - warm_up, 2)
+
     return Orders(
         "interleaved",
         Placement(p, v),
         m,
         False,
-        lambda rank: interleaved_order(p, rank, m, v, group_size),
-        send_window=max(2, len(microbatch_groups(p, m, group_size)[0])),
+        lambda rank: interleaved_order(p, rank, m, v, group_size, is_combined=is_combined),
+        send_window=max(2, first_group),
+        pairs=pairs if is_combined else None,
     )
+
+
+def _warm_up(p: int, rank: int, m: int, v: int, first_group: int, is_combined: bool) -> int:
+    """Return how many forwards come before the steady state.
+
+    The way of the first micro batch up to its last chunk, (v-1) runs of the first group, plus two
+    steps for each rank behind this one: it brings the first gradient to every rank just when it is
+    needed. For pairs one more: the last rank's first backward is that of the forward before it.
+    """
+    way = 2 * (p - rank - 1) + (v - 1) * first_group
+    return min(way + 1 if is_combined else way, m * v)

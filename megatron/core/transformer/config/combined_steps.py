@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from megatron.core.errors import ConfigError, MegatronError
+from megatron.core.pipeline_parallel.programs import COMBINED_SCHEDULES
 
 _FLAG = "--overlap-moe-expert-parallel-comm"
 
@@ -26,17 +27,15 @@ def combined_problems(config: Any) -> list[MegatronError]:
                 f" or drop {_FLAG}",
             )
         )
-    stages, schedule = config.virtual_pipeline_model_parallel_size, config.pipeline_schedule
-    is_v = schedule == "dualpipe-v" and config.pipeline_model_parallel_size > 1
-    if not is_v and (schedule != "1f1b" or (stages or 1) > 1):
+    if config.pipeline_schedule not in COMBINED_SCHEDULES:
         problems.append(
             ConfigError(
-                f"overlap_moe_expert_parallel_comm with pipeline_schedule={schedule!r},"
-                f" {config.pipeline_model_parallel_size} stages and {stages or 1} chunks of each.",
+                "overlap_moe_expert_parallel_comm with"
+                f" pipeline_schedule={config.pipeline_schedule!r}.",
                 rule="each forward of the steady state stands beside a backward that it does not"
                 " need",
-                flags=[_FLAG, "--pipeline-schedule", "--num-virtual-stages-per-pipeline-rank"],
-                fix="use --pipeline-schedule dualpipe-v, or 1f1b without virtual stages",
+                flags=[_FLAG, "--pipeline-schedule"],
+                fix=f"use --pipeline-schedule {' or '.join(COMBINED_SCHEDULES)}",
             )
         )
     if config.recompute_granularity == "full" or config.moe_layer_recompute:
