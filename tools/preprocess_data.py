@@ -45,6 +45,7 @@ from megatron.core.datasets.preprocessing.length_report import check_report_name
 from megatron.core.datasets.preprocessing.sentence_splitting import SentenceSplitter
 from megatron.core.datasets.preprocessing.shards import rank_and_world, shard_name, shards_of
 from megatron.core.datasets.preprocessing.tally import Tally, percentiles_of, summary
+from megatron.core.datasets.preprocessing.template_process import template_limits_of
 from megatron.core.datasets.preprocessing.units import read_units
 from megatron.core.datasets.preprocessing.workers import encode_in_order
 from megatron.core.errors import MegatronError
@@ -93,7 +94,9 @@ def make_encoder(
     if args.sft:
         return ConversationEncoder(
             engine=checked,
-            template=find_chat_template(args.chat_template, args.tokenizer_model),
+            template=find_chat_template(
+                args.chat_template, args.tokenizer_model, template_limits_of(args)
+            ),
             key=args.json_keys[0],
             dtype=dtype,
             vocab_size=tokenizer.vocab_size,

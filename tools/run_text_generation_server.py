@@ -29,6 +29,10 @@ sys.path.append(os.path.join(os.path.dirname(os.path.abspath(__file__)), os.pard
 from megatron.core.agreement import agree, peers_of
 from megatron.core.capabilities import require
 from megatron.core.datasets.preprocessing.chat_template import find_chat_template
+from megatron.core.datasets.preprocessing.template_process import (
+    add_template_flags,
+    template_limits_of,
+)
 from megatron.core.errors import ConfigError, MegatronError
 from megatron.inference.engine import Engine
 from megatron.inference.server.access import Access, host_name, is_loopback, read_keys
@@ -67,7 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     group.add_argument(
         "--max-context", type=int, help="tokens of prompt and answer; the model's own by default"
     )
-    group.add_argument("--chat-template", help="Jinja file; the tokenizer's own by default")
+    add_template_flags(group, default="the tokenizer's own")
     group.add_argument(
         "--max-queue", type=int, default=LIMITS.queued, help="sequences that may wait"
     )
@@ -143,8 +147,9 @@ def access_of(options: argparse.Namespace) -> Access:
 def chat_template_of(session: ModelSession) -> Any:
     """Return the chat template, or None if nobody gives one."""
     options = session.options
+    limits = template_limits_of(options)
     try:
-        return find_chat_template(options.chat_template, session.run.tokenizer_model)
+        return find_chat_template(options.chat_template, session.run.tokenizer_model, limits)
     except ConfigError:
         if options.chat_template is not None:
             raise

@@ -1,18 +1,24 @@
 """Conversations: the text of the template, a mask over the answers, packs that lose nothing."""
 
 import json
+import math
+import multiprocessing
+import pickle
 import random
+import time
+from concurrent.futures import ThreadPoolExecutor
 from types import FunctionType, ModuleType
 
 import numpy as np
 import pytest
 
 from megatron.core.datasets.indexed_dataset import IndexedDataset
-from megatron.core.datasets.preprocessing import job
+from megatron.core.datasets.preprocessing import _template_sandbox, job
 from megatron.core.datasets.preprocessing.chat_template import ChatTemplate
 from megatron.core.datasets.preprocessing.conversations import pack
 from megatron.core.datasets.preprocessing.documents import BadDocumentError
-from megatron.core.errors import DataError
+from megatron.core.datasets.preprocessing.template_process import TemplateLimits
+from megatron.core.errors import ConfigError, DataError
 from tools import preprocess_data
 
 CHATML = (
@@ -91,13 +97,13 @@ def test_a_template_cannot_reach_out_of_its_sandbox():
     template = ChatTemplate("{{ ''.__class__.__mro__[1].__subclasses__() }}", {})
     with pytest.raises(BadDocumentError, match="refused by the chat template"):
         template.render(talk("a"), to_be_answered=False)
-    with pytest.raises(DataError, match="not valid at line 1"):
+    with pytest.raises(DataError, match="not valid: line 1"):
         ChatTemplate("{% for %}", {})
 
 
 @pytest.mark.parametrize("method", ["format", "format_map"])
 def test_the_sandbox_refuses_the_format_method_of_a_text_however_it_was_reached(method):
-    environment = ChatTemplate("{{ 'a {}'.format(1) }}", {})._compiled().environment
+    environment = _template_sandbox.environment()
     assert not environment.is_safe_callable(getattr("{0.__globals__}", method))
     assert not environment.is_safe_callable(getattr(str, method))
     template = ChatTemplate("{{ '{} {x}'.format(1, x=2) }}", {})
@@ -105,7 +111,7 @@ def test_the_sandbox_refuses_the_format_method_of_a_text_however_it_was_reached(
 
 
 def test_what_a_template_may_call_leads_to_no_module():
-    names = ChatTemplate("", {})._compiled().environment.globals
+    names = _template_sandbox.environment().globals
     waiting, seen = [names["raise_exception"], names["strftime_now"]], {}
     while waiting:
         value = waiting.pop()
@@ -125,6 +131,86 @@ def test_what_a_template_may_call_leads_to_no_module():
     with pytest.raises(BadDocumentError) as caught:
         ChatTemplate("{{ raise_exception('no') }}", {}).render(talk("a"), to_be_answered=False)
     assert caught.value.detail == "no"
+
+
+FOREVER = {
+    "nested loops": "{% for a in x %}{% for b in x %}{% endfor %}{% endfor %}",
+    "loops without a body": "{% for a in x %}{% for b in x if false %}{% endfor %}{% endfor %}",
+    "macros": "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}"
+    "{{ f(messages|length * 60) }}",
+    "a power": "{{ 10 ** (10 ** (messages|length + 8)) }}",
+    "a power of constants": "{{ 10 ** (10 ** 9) }}",
+    "comparing what shares its parts": "{% set n = namespace(x=[1], y=[1]) %}"
+    "{% for i in range(50) %}{% set n.x = [n.x, n.x] %}{% set n.y = [n.y, n.y] %}{% endfor %}"
+    "{{ n.x == n.y }}",
+}
+TOO_LARGE = {
+    "a product": "{{ messages[0].content * 10 ** 10 }}",
+    "a product of constants": "{{ 'a' * 10 ** 10 }}",
+    "a list": "{{ (messages * 10 ** 9)|length }}",
+    "center": "{{ messages[0].content|center(10 ** 9) }}",
+    "a width": "{{ '%1000000000d' % messages|length }}",
+    "a width of format": "{{ '{:1000000000}'.format(messages|length) }}",
+    "bytes": "{{ (messages|length).to_bytes(10 ** 9, 'big') }}",
+    "doubling": "{% set n = namespace(x='ab') %}{% for i in range(60) %}"
+    "{% set n.x = n.x ~ n.x %}{% endfor %}",
+    "a long text": "{% for i in range(99999) %}{{ 'abc' * 1000 }}{% endfor %}",
+}
+SMALL = TemplateLimits(seconds=0.3, memory_mib=256)
+
+
+@pytest.mark.parametrize("name", [*FOREVER, *TOO_LARGE])
+def test_what_a_template_may_take_is_bounded(name):
+    source = FOREVER.get(name) or TOO_LARGE[name]
+    source = "{% set x = range(99999) %}" + source
+    began = time.monotonic()
+
+    def render():
+        template = ChatTemplate(source, {}, origin="its/file.jinja", limits=SMALL)
+        return template.render(talk("a"), to_be_answered=False)
+
+    with pytest.raises((BadDocumentError, DataError)) as caught:
+        render()
+    told = str(caught.value)
+    assert "its/file.jinja" in told
+    flag = "0.3 s of processor time (--chat-template-seconds)"
+    assert (flag if name in FOREVER else "256 MiB of memory allow (--chat-template-mib)") in told
+    assert time.monotonic() - began < 60.0
+
+
+def test_after_a_limit_the_next_conversation_is_rendered():
+    loops = "{% set x = range(99999) %}" + FOREVER["nested loops"]
+    source = "{% if messages[0].content == 'loop' %}" + loops + "{% endif %}fine"
+    template = ChatTemplate(source, {}, limits=SMALL)
+    for _ in range(2):
+        with pytest.raises(BadDocumentError, match="over the limits of the chat template"):
+            template.segments(talk("loop", "b"))
+        assert template.segments(talk("a")) == ["fine"]
+
+
+def test_a_template_is_rendered_in_threads_forks_and_copies():
+    template = ChatTemplate(CHATML, {})
+    wanted = template.segments(talk("a", "b"))
+    with ThreadPoolExecutor(4) as pool:
+        assert all(one == wanted for one in pool.map(template.segments, [talk("a", "b")] * 64))
+    copied = pickle.loads(pickle.dumps(template))
+    assert copied.segments(talk("a", "b")) == wanted
+    with multiprocessing.get_context("fork").Pool(2) as workers:
+        assert workers.map(template.segments, [talk("a", "b")] * 8) == [wanted] * 8
+    assert template.segments(talk("a", "b")) == wanted
+
+
+def test_a_renderer_that_was_killed_is_started_again():
+    template = ChatTemplate(CHATML, {})
+    template._process._child.kill()
+    template._process._child.wait()
+    assert template.segments(talk("a")) == ["<|im_start|>user\na<|im_end|>\n"]
+
+
+@pytest.mark.parametrize("limits", [{"seconds": 0.0}, {"seconds": math.nan}, {"memory_mib": 1}])
+def test_limits_in_which_nothing_can_be_rendered_are_refused(limits):
+    with pytest.raises(ConfigError, match="--chat-template-"):
+        TemplateLimits(**limits)
 
 
 def test_packs_hold_every_item_once_and_are_well_filled():

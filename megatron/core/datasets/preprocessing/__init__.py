@@ -6,6 +6,7 @@
     documents   lines and rows into documents, with every fault named
     encoder     the documents of a unit into token arrays
     chat_template, conversations  messages into tokens and a loss mask, packed
+    template_process, _template_sandbox  the process in which templates are rendered, with limits
     fill_in_middle  documents cut in three and put together in another order
     workers     units through processes, in order
     unfinished  what is written so far, the journal beside it, and the final names

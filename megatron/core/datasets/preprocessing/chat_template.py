@@ -1,22 +1,25 @@
 """Conversations as text: a chat template cut into what is given and what is to be learned.
 
-Templates are those of Hugging Face models (Jinja), rendered in a sandbox. No torch import.
+Templates are those of Hugging Face models (Jinja), rendered in a sandbox and in a process of their
+own (`_template_sandbox.py`). No torch import.
 """
 
 from __future__ import annotations
 
-import datetime
-import json
 import os
 from collections.abc import Mapping, Sequence
-from types import FunctionType
 from typing import Any
 
-from megatron.core.capabilities import require
 from megatron.core.datasets.preprocessing.documents import (
     BadDocumentError,
     Texts,
     check_unicode,
+)
+from megatron.core.datasets.preprocessing.template_process import (
+    RenderingLimitError,
+    RenderingRefusedError,
+    TemplateLimits,
+    TemplateProcess,
 )
 from megatron.core.errors import ConfigError, DataError
 from megatron.core.json_text import parse_json
@@ -26,58 +29,61 @@ _ROLES = {"human": "user", "gpt": "assistant", "system": "system", "tool": "tool
 
 
 class ChatTemplate:
-    """A Jinja template that writes a conversation; picklable, compiled on first use.
+    """A Jinja template that writes a conversation; picklable, for any thread.
+
+    It is rendered in a process of its own, within `limits`.
 
     Args:
         source: the template.
         special_tokens: what it may call bos_token, eos_token and so on.
+        origin: the file that it is from, for messages.
     Raises:
         DataError: the template is no valid Jinja.
     """
 
-    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
-        self.source = source
-        self.special_tokens = dict(special_tokens)
-        self._template: Any = None
-        self._compiled()
+    def __init__(
+        self,
+        source: str,
+        special_tokens: Mapping[str, str],
+        *,
+        origin: str = "the chat template",
+        limits: TemplateLimits | None = None,
+    ) -> None:
+        self.source, self.origin = source, origin
+        self._process = TemplateProcess(source, special_tokens, limits or TemplateLimits())
+        try:
+            self._process.ask()
+        except RenderingRefusedError as error:
+            raise DataError(
+                f"{origin} is not valid: {error}.",
+                flags=["--chat-template", "--tokenizer-model"],
+                fix="give a Jinja template as in a model's tokenizer_config.json",
+            ) from error
+        except RenderingLimitError as error:
+            raise DataError(
+                f"{origin} cannot be compiled: {error}.",
+                rule="expressions of constants are computed when a template is compiled",
+                flags=["--chat-template", "--tokenizer-model"],
+                fix="use a template without such an expression, or raise the limit",
+            ) from error
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_template": None}
-
-    def _compiled(self) -> Any:
-        if self._template is None:
-            jinja = require("jinja2", purpose="--sft")
-            environment = _sandbox()(
-                trim_blocks=True,
-                lstrip_blocks=True,
-                extensions=["jinja2.ext.loopcontrols", _generation_extension()],
-            )
-            environment.filters["tojson"] = _to_json
-            environment.globals["raise_exception"] = _raise_exception()
-            # A template that writes today's date would give other bytes tomorrow.
-            environment.globals["strftime_now"] = datetime.date(2024, 7, 26).strftime
-            try:
-                self._template = environment.from_string(self.source)
-            except jinja.TemplateSyntaxError as error:
-                raise DataError(
-                    f"the chat template is not valid at line {error.lineno}: {error.message}.",
-                    flags=["--chat-template", "--tokenizer-model"],
-                    fix="give a Jinja template as in a model's tokenizer_config.json",
-                ) from error
-        return self._template
+    def _ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        try:
+            return self._process.ask(request)
+        except RenderingRefusedError as error:
+            raise BadDocumentError("refused by the chat template", str(error)) from None
+        except RenderingLimitError as error:
+            reason = "over the limits of the chat template"
+            raise BadDocumentError(reason, f"{self.origin}: {error}") from None
 
     def render(self, messages: Sequence[Mapping[str, Any]], *, to_be_answered: bool) -> str:
         """Write messages; `to_be_answered` adds what stands before an answer.
 
         Raises:
-            BadDocumentError: the template refuses them.
+            BadDocumentError: the template refuses them, or takes more than its limits.
         """
-        try:
-            text: str = self._compiled().render(
-                messages=messages, add_generation_prompt=to_be_answered, **self.special_tokens
-            )
-        except Exception as error:  # Jinja's own and whatever an expression raises
-            raise BadDocumentError("refused by the chat template", str(error)) from None
+        answer = self._ask({"messages": messages, "to_be_answered": to_be_answered})
+        text: str = answer["text"]
         return text
 
     def segments(self, messages: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -92,22 +98,8 @@ class ChatTemplate:
         Raises:
             BadDocumentError: the template writes an answer otherwise once others follow it.
         """
-        whole = self.render(messages, to_be_answered=False)
-        segments, position = [], 0
-        for at, message in enumerate(messages):
-            if message["role"] != "assistant":
-                continue
-            before = self.render(messages[:at], to_be_answered=True)
-            until = self.render(messages[: at + 1], to_be_answered=False)
-            is_prefix = until.startswith(before) and whole.startswith(until)
-            if not is_prefix or len(before) < position:
-                raise BadDocumentError(
-                    "refused by the chat template",
-                    f"message {at + 1} is written otherwise when others follow it",
-                )
-            segments += [whole[position : len(before)], whole[len(before) : len(until)]]
-            position = len(until)
-        return [*segments, whole[position:]]
+        segments: list[str] = self._ask({"messages": messages, "segments": True})["segments"]
+        return segments
 
     def __call__(self, document: Mapping[str, Any], keys: Sequence[str]) -> Texts:
         """Return the segments of the conversation under each key; see `documents.documents_of`."""
@@ -161,7 +153,9 @@ def _settings_in(path: str, text: str) -> dict[str, Any]:
     return settings
 
 
-def find_chat_template(path: str | None, tokenizer_model: str | None) -> ChatTemplate:
+def find_chat_template(
+    path: str | None, tokenizer_model: str | None, limits: TemplateLimits | None = None
+) -> ChatTemplate:
     """Load the template of --chat-template, or the one that lies with the tokenizer.
 
     Raises:
@@ -194,7 +188,7 @@ def find_chat_template(path: str | None, tokenizer_model: str | None) -> ChatTem
             flags=["--sft", "--chat-template", "--tokenizer-model"],
             fix="give a Jinja file: --chat-template chat_template.jinja",
         )
-    return ChatTemplate(source, tokens)
+    return ChatTemplate(source, tokens, origin=file_name or config, limits=limits)
 
 
 def _default_template(found: Any) -> str | None:
@@ -203,51 +197,3 @@ def _default_template(found: Any) -> str | None:
         named = {one.get("name"): one.get("template") for one in found}
         found = named.get("default")
     return found if isinstance(found, str) else None
-
-
-def _sandbox() -> type:
-    """Return Jinja's sandbox, which also refuses `str.format` in whatever way it was reached.
-
-    A format string reads attributes: `{0.__globals__}` of any Python function shows the module that
-    it is from. The sandbox puts its own function in place of the method where a template asks for
-    it by name; this holds where another way to the method is found.
-    """
-    base: Any = require("jinja2.sandbox", purpose="--sft").ImmutableSandboxedEnvironment
-
-    def is_safe_callable(self: Any, obj: Any) -> bool:
-        if getattr(obj, "__name__", None) in ("format", "format_map"):
-            owner = getattr(obj, "__objclass__", None) or type(getattr(obj, "__self__", None))
-            if issubclass(owner, str):
-                return False
-        return bool(base.is_safe_callable(self, obj))
-
-    return type("Sandbox", (base,), {"is_safe_callable": is_safe_callable})
-
-
-def _generation_extension() -> type:
-    """Return a Jinja extension that lets `{% generation %}` blocks pass as their content."""
-    base = require("jinja2.ext", purpose="--sft").Extension
-
-    def parse(self: Any, parser: Any) -> Any:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-    return type("Generation", (base,), {"tags": {"generation"}, "parse": parse})
-
-
-def _to_json(value: Any, indent: int | None = None) -> str:
-    # Jinja's own filter escapes for HTML.
-    return json.dumps(value, ensure_ascii=False, indent=indent)
-
-
-def _raise_exception() -> Any:
-    """Return the function by which a template refuses a conversation.
-
-    Its globals are its own and hold `ValueError` alone, so that it leads to no module.
-    """
-
-    def raise_exception(message: str) -> None:
-        raise ValueError(message)
-
-    names = {"__builtins__": {"ValueError": ValueError}}
-    return FunctionType(raise_exception.__code__, names, "raise_exception")

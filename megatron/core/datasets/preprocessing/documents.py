@@ -28,6 +28,9 @@ class BadDocumentError(Exception):
         self.reason = reason
         self.detail = detail
 
+    def __str__(self) -> str:
+        return f"{self.reason} ({self.detail})" if self.detail else self.reason
+
 
 @dataclass(frozen=True)
 class BadDocument:

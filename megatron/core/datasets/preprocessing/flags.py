@@ -7,6 +7,7 @@ import os
 from collections.abc import Sequence
 
 from megatron.core.datasets.preprocessing.inputs import InputFile, InputFormat
+from megatron.core.datasets.preprocessing.template_process import add_template_flags
 from megatron.core.errors import ConfigError, raise_together
 
 DESCRIPTION = """Turn text into token files for training: PREFIX_text_document.bin and .idx.
@@ -112,9 +113,7 @@ def parse_flags(
         help="documents are lists of messages, under --json-keys (by default 'messages'); a loss "
         "mask is written beside the tokens",
     )
-    chat.add_argument(
-        "--chat-template", metavar="FILE", help="Jinja; the tokenizer's own if not given"
-    )
+    add_template_flags(chat, default="the tokenizer's own")
     chat.add_argument(
         "--pack-length", type=int, help="pack conversations into samples of this many tokens"
     )
