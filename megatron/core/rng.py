@@ -89,10 +89,12 @@ class SequenceRows:
 
     def shard(self, rank: int, size: int) -> SequenceRows:
         """The rank-th of `size` equal consecutive pieces (sequence parallelism)."""
-        if size == 1:
-            return self
         length = self.length // size
-        skip, need, kept = rank * length, length, []
+        return self if size == 1 else self.run(rank * length, (rank + 1) * length)
+
+    def run(self, first: int, last: int) -> SequenceRows:
+        """Rows [first, last) of the local ones."""
+        skip, need, kept = first, last - first, []
         for begin, end in self.ranges:
             if skip >= end - begin:
                 skip -= end - begin
@@ -126,6 +128,9 @@ class RandomScope:
     path: tuple[int | str, ...] = ()
     rows: SequenceRows | None = None
     num_calls: int = 0
+    run: tuple[int, int, int] | None = None
+    """(first, last, of how many) local rows are computed now, where a module is called on one run
+    of rows after the other."""
 
 
 class RandomState:
@@ -172,6 +177,16 @@ class RandomState:
         """
         outer = self.scope
         self.scope = replace(outer, path=path, rows=rows or outer.rows, num_calls=0)
+        try:
+            yield
+        finally:
+            self.scope = outer
+
+    @contextmanager
+    def in_run(self, first: int, last: int, num_rows: int) -> Iterator[None]:
+        """Compute rows [first, last) of the local ones alone."""
+        outer = self.scope
+        self.scope = replace(outer, run=(first, last, num_rows))
         try:
             yield
         finally:

@@ -293,8 +293,11 @@ class TransformerLayer(GraphableMegatronModule):
 
     def _mlp_in_chunks(self, normed: Tensor) -> tuple[Tensor, Tensor | None]:
         """Run the MLP on one run of rows after the other; backward forms each run again."""
-        runs = normed.chunk(self.config.mlp_chunks_for_training)
-        outputs = [checkpoint(self.mlp, False, run) for run in runs]
+        outputs, begin, num_rows = [], 0, normed.shape[0]
+        for run in normed.chunk(self.config.mlp_chunks_for_training):
+            with rng_state().in_run(begin, begin + len(run), num_rows):
+                outputs.append(checkpoint(self.mlp, False, run))
+            begin += len(run)
         return torch.cat([output for output, _ in outputs]), outputs[0][1]
 
     def sharded_state_dict(
