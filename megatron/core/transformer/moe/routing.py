@@ -22,6 +22,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 SINKHORN_TOLERANCE = 1e-4
 """Largest mean change of an expert's factor at which the assignment counts as balanced."""
+PRIORITY_BITS = 12
+"""Of the weights of tokens that compete for an expert's room."""
 MAX_SINKHORN_ROUNDS = 100
 
 
@@ -137,10 +139,15 @@ def within_capacity(priorities: Tensor, chosen: Tensor, capacity: int, policy: s
     Args:
         priorities: [s, b, e], the weights of the choices, in order of position.
         chosen: bool [s, b, e].
-        policy: "probs" keeps the likeliest (of equals the first), "position" the first.
+        policy: "probs" keeps the likeliest (of those that are equal to three digits the first),
+            "position" the first.
     """
     if policy == "position":
         return chosen & (chosen.cumsum(0) <= capacity)
-    ranked = priorities.masked_fill(~chosen, -1.0)
+    # Tokens that are alike, as the first ones of documents, differ in their last bits only, and
+    # those depend on the layout.
+    mantissa, exponent = torch.frexp(priorities)
+    rounded = torch.ldexp((mantissa * 2**PRIORITY_BITS).round(), exponent)
+    ranked = rounded.masked_fill(~chosen, -1.0)
     best = ranked.sort(dim=0, descending=True, stable=True).indices[:capacity]
     return chosen & torch.zeros_like(chosen).scatter_(0, best, True)

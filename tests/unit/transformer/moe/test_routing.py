@@ -105,6 +105,14 @@ def test_a_full_expert_keeps_the_likeliest_or_the_first():
     assert kept.flatten().tolist() == [True, True, False, False, False]
 
 
+def test_of_equal_tokens_the_first_is_kept_however_their_weights_were_rounded():
+    chosen = torch.ones(3, 1, 1, dtype=torch.bool)
+    for noise in (-1e-7, 0.0, 1e-7):
+        priorities = torch.tensor([0.3, 0.3 + noise, 0.3 - noise]).view(3, 1, 1)
+        kept = within_capacity(priorities, chosen, 1, "probs")
+        assert kept.flatten().tolist() == [True, False, False]
+
+
 @pytest.mark.parametrize(
     ("options", "found"),
     [
