@@ -25,6 +25,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
+from megatron.core.datasets.preprocessing.flags import usable_cores
 from tests.faults import namespaces, plan
 from tests.faults.checks import References
 from tests.faults.job import can_have_its_own_shared_memory, take_signals
@@ -68,7 +69,7 @@ def run_all(tasks: list[Task], num_jobs: int, folder: Path) -> list[Result]:
             result = Result(name, [f"{type(error).__name__}: {error}"])
         after = "" if result.ended_after_s is None else f"{result.ended_after_s:.1f}"
         print(
-            f"{result.name:<62}{result.outcome:<9}{after:>8}{result.seconds:>8.1f}  {result.facts}",
+            f"{result.name:<66}{result.outcome:<9}{after:>8}{result.seconds:>8.1f}  {result.facts}",
             flush=True,
         )
         for problem in result.problems:
@@ -79,7 +80,7 @@ def run_all(tasks: list[Task], num_jobs: int, folder: Path) -> list[Result]:
             shutil.rmtree(place, ignore_errors=True)
         return result
 
-    print(f"{'case':<62}{'':<9}{'end (s)':>8}{'all (s)':>8}", flush=True)
+    print(f"{'case':<66}{'':<9}{'end (s)':>8}{'all (s)':>8}", flush=True)
     with ThreadPoolExecutor(num_jobs) as pool:
         done = list(pool.map(run_one, enumerate(tasks)))
     return done
@@ -102,7 +103,9 @@ def main() -> int:
     parser.add_argument("--times", type=int, default=20, help="of preempt")
     parser.add_argument("--kills", type=int, default=30, help="of restarts")
     parser.add_argument("--seed", default="0", help="of the random moments")
-    parser.add_argument("--jobs", type=int, default=2, help="runs side by side")
+    parser.add_argument(
+        "--jobs", type=int, default=usable_cores() + 1, help="runs side by side (%(default)s)"
+    )
     arguments = parser.parse_args()
     if unknown := set(arguments.campaigns) - set(names):
         parser.error(f"unknown campaigns {sorted(unknown)}; known are {', '.join(names)}")
