@@ -19,7 +19,7 @@ sys.path.append(os.path.join(os.path.dirname(os.path.abspath(__file__)), os.pard
 
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.utils import Split
-from megatron.core.errors import MegatronError
+from megatron.core.exit_status import ExitStatus, tool
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 from megatron.training.blends import gpt_dataset_class, gpt_dataset_config
 from megatron.training.cli.dry_run import planned_world_size
@@ -33,31 +33,28 @@ def _place() -> tuple[int, int]:
     return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 
 
+@tool
 def main(argv: Sequence[str] | None = None) -> int:
-    """Build everything and say what it is; a wrong setting is one message, not a traceback."""
-    try:
-        begun = time.perf_counter()
-        run = resolve_and_check(lambda: parse_command_line(argv), planned_world_size)
-        tokenizer = build_tokenizer(run)
-        args = resolve_vocabulary(run, int(tokenizer.vocab_size)).namespace()
-        args.rank, args.world_size = _place()
-        config = gpt_dataset_config(args, tokenizer)
-        if config.mock:
-            print("synthetic samples: nothing to build")
-            return 0
-        parts = BlendedMegatronDatasetBuilder(
-            gpt_dataset_class(args), list(sample_counts(run)), lambda: True, config
-        ).build()
-    except MegatronError as error:
-        print(error, file=sys.stderr)
-        return 2
+    """Build everything and say what it is; return the exit status."""
+    begun = time.perf_counter()
+    run = resolve_and_check(lambda: parse_command_line(argv), planned_world_size)
+    tokenizer = build_tokenizer(run)
+    args = resolve_vocabulary(run, int(tokenizer.vocab_size)).namespace()
+    args.rank, args.world_size = _place()
+    config = gpt_dataset_config(args, tokenizer)
+    if config.mock:
+        print("synthetic samples: nothing to build")
+        return ExitStatus.DONE
+    parts = BlendedMegatronDatasetBuilder(
+        gpt_dataset_class(args), list(sample_counts(run)), lambda: True, config
+    ).build()
     for split, part in zip(Split, parts, strict=True):
         for dataset in part if isinstance(part, list) else [part]:
             if dataset is not None:
                 members = len(getattr(dataset, "datasets", [dataset]))
                 print(f"{split.name}: {len(dataset):,} samples of {members} corpora")
     print(f"done in {time.perf_counter() - begun:.2f} s")
-    return 0
+    return ExitStatus.DONE
 
 
 if __name__ == "__main__":

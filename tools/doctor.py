@@ -18,6 +18,7 @@ from collections.abc import Sequence
 
 sys.path.append(os.path.join(os.path.dirname(os.path.abspath(__file__)), os.pardir))
 
+from megatron.core.exit_status import ExitStatus, tool
 from megatron.training.doctor import findings
 from megatron.training.doctor.findings import Finding, State
 from megatron.training.doctor.self_test import python_of, run_rank, self_test
@@ -69,6 +70,7 @@ def report(found: Sequence[Finding]) -> str:
     return "\n".join(lines)
 
 
+@tool
 def main(argv: Sequence[str] | None = None) -> int:
     """Examine and print; return the exit status."""
     options = parse_args(argv)
@@ -80,7 +82,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(json.dumps(shown, indent=2))
     else:
         print(report(found))
-    return int(any(one.state is State.PROBLEM for one in found))
+    is_wrong = any(one.state is State.PROBLEM for one in found)
+    return ExitStatus.FAILED if is_wrong else ExitStatus.DONE
 
 
 if __name__ == "__main__":

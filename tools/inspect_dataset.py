@@ -31,7 +31,8 @@ from megatron.core.datasets.blended_megatron_dataset_config import SAMPLE_ORDERS
 from megatron.core.datasets.corpus_paths import MASK_SUFFIX
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.utils import get_blend_from_list
-from megatron.core.errors import DataError, MegatronError
+from megatron.core.errors import DataError
+from megatron.core.exit_status import tool
 from megatron.core.tokenizers.megatron_tokenizer import TOKENIZER_TYPES, make_tokenizer
 
 _SHOWN_TOKENS = 200
@@ -287,8 +288,9 @@ def audit(args: argparse.Namespace) -> int:
     return int(bool(found.missing or found.contradictions))
 
 
+@tool
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; an unreadable corpus is one line, not a traceback."""
+    """Run one command; return the exit status."""
     args = parse_args(argv)
     commands = {
         "verify": verify,
@@ -299,11 +301,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "blend": blend,
         "audit": audit,
     }
-    try:
-        return commands[args.command](args)
-    except MegatronError as error:
-        print(error, file=sys.stderr)
-        return 2
+    return commands[args.command](args)
 
 
 if __name__ == "__main__":

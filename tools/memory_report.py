@@ -22,7 +22,8 @@ if str(REPOSITORY) not in sys.path:
     sys.path.insert(0, str(REPOSITORY))
 
 from megatron.core.distributed.distributed_data_parallel_config import SHARDING_STRATEGIES
-from megatron.core.errors import ConfigError, MegatronError
+from megatron.core.errors import ConfigError
+from megatron.core.exit_status import ExitStatus, tool
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 from megatron.training.cli.dry_run import memory_of_stages, planned_world_size
 from megatron.training.cli.parser import ParsedCommand, parse_command_line
@@ -126,23 +127,20 @@ def table(found: Sequence[Row], fits: float | None) -> list[str]:
     return lines
 
 
+@tool
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the report."""
-    try:
-        command = parse_command_line(
-            arguments, extra_args_provider=add_arguments, args_defaults=WITHOUT_A_RUN
-        )
-        extra = command.extra
-        world_size = extra["world_size"] or planned_world_size(command.config)
-        found = list(rows(command.config.changed(), world_size, is_all=bool(extra["all_layouts"])))
-    except MegatronError as problem:
-        print(problem, file=sys.stderr)
-        return 2
+    """Print the report; return the exit status."""
+    command = parse_command_line(
+        arguments, extra_args_provider=add_arguments, args_defaults=WITHOUT_A_RUN
+    )
+    extra = command.extra
+    world_size = extra["world_size"] or planned_world_size(command.config)
+    found = list(rows(command.config.changed(), world_size, is_all=bool(extra["all_layouts"])))
     if not any(row.estimate for row in found):
         print(found[0].reason, file=sys.stderr)
-        return 2
+        return ExitStatus.WRONG_USAGE
     print("\n".join(table(found, extra["fits"])))
-    return 0
+    return ExitStatus.DONE
 
 
 if __name__ == "__main__":

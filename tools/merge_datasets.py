@@ -33,7 +33,8 @@ from megatron.core.datasets.indexed_dataset import (
 from megatron.core.datasets.joined_tokens import list_of_parts, parts_path, token_files
 from megatron.core.datasets.preprocessing.shards import by_kind, refuse_missing_shards
 from megatron.core.datasets.token_file import WholeFile
-from megatron.core.errors import DataError, MegatronError
+from megatron.core.errors import DataError
+from megatron.core.exit_status import ExitStatus, tool
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -116,19 +117,16 @@ def join(prefixes: Sequence[str], output_prefix: str, *, multimodal: bool = Fals
     print(f"{output_prefix}: {len(files)} token files, {total:,} documents", flush=True)
 
 
+@tool
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the tool; return its exit status."""
     args = parse_args(argv)
-    try:
-        work = join if args.no_copy else merge
-        kinds = by_kind(corpora_of(args.input))
-        for kind, prefixes in kinds.items():
-            output = args.output_prefix + (kind if len(kinds) > 1 else "")
-            work(prefixes, output, multimodal=args.multimodal)
-    except MegatronError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return 1
-    return 0
+    work = join if args.no_copy else merge
+    kinds = by_kind(corpora_of(args.input))
+    for kind, prefixes in kinds.items():
+        output = args.output_prefix + (kind if len(kinds) > 1 else "")
+        work(prefixes, output, multimodal=args.multimodal)
+    return ExitStatus.DONE
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 if str(REPOSITORY) not in sys.path:
     sys.path.insert(0, str(REPOSITORY))
 
-from megatron.core.errors import MegatronError
+from megatron.core.exit_status import ExitStatus, tool
 from megatron.core.pipeline_parallel.instructions import FORWARD, WEIGHT_GRAD
 from megatron.core.pipeline_parallel.layout import V_SCHEDULES
 from megatron.core.pipeline_parallel.lower import lower
@@ -102,21 +102,18 @@ def _mean_duration(trace: Trace, *, backward: bool) -> float:
     return sum(span.end - span.start for span in spans) / number if number else 1.0
 
 
+@tool
 def main(arguments: Sequence[str] | None = None) -> int:
     """Draw; return the exit status."""
     options = parser().parse_args(arguments)
-    try:
-        measured = None if options.measured is None else load_trace(options.measured)
-        traces = [plan_of(options, measured)] + ([] if measured is None else [measured])
-        if options.out is None:
-            print("\n\n".join(timeline_text(trace) for trace in traces))
-        else:
-            save(traces, options.out)
-            print(f"wrote {options.out}")
-    except MegatronError as problem:
-        print(problem, file=sys.stderr)
-        return 1
-    return 0
+    measured = None if options.measured is None else load_trace(options.measured)
+    traces = [plan_of(options, measured)] + ([] if measured is None else [measured])
+    if options.out is None:
+        print("\n\n".join(timeline_text(trace) for trace in traces))
+    else:
+        save(traces, options.out)
+        print(f"wrote {options.out}")
+    return ExitStatus.DONE
 
 
 if __name__ == "__main__":

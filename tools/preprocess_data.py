@@ -48,7 +48,7 @@ from megatron.core.datasets.preprocessing.tally import Tally, percentiles_of, su
 from megatron.core.datasets.preprocessing.template_process import template_limits_of
 from megatron.core.datasets.preprocessing.units import read_units
 from megatron.core.datasets.preprocessing.workers import encode_in_order
-from megatron.core.errors import MegatronError
+from megatron.core.exit_status import ExitStatus, tool
 from megatron.core.tokenizers.base import TextTokenizer
 from megatron.core.tokenizers.fast_engine import (
     CheckedEngine,
@@ -233,6 +233,7 @@ def find_optimal_num_workers(args: argparse.Namespace) -> None:
         print(f"most tokens/s: --workers {max(rates, key=lambda workers: rates[workers])}")
 
 
+@tool
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the tool; return its exit status."""
     args = parse_args(argv)
@@ -241,13 +242,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             find_optimal_num_workers(args)
         else:
             preprocess(args)
-    except MegatronError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return 1
     except KeyboardInterrupt:
         print("interrupted; the same command goes on where it stopped", file=sys.stderr)
-        return 130
-    return 0
+        return ExitStatus.INTERRUPTED
+    return ExitStatus.DONE
 
 
 if __name__ == "__main__":

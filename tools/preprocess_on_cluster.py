@@ -25,7 +25,8 @@ sys.path.append(ROOT)
 
 from megatron.core.capabilities import require
 from megatron.core.datasets.preprocessing.flags import usable_cores
-from megatron.core.errors import ConfigError, MegatronError
+from megatron.core.errors import ConfigError
+from megatron.core.exit_status import ExitStatus, tool
 
 
 class ShardTask:
@@ -142,20 +143,18 @@ def make_executor(args: argparse.Namespace) -> Any:
     )
 
 
+@tool
 def main(argv: Sequence[str] | None = None) -> int:
     """Run or submit the tasks; return the exit status."""
     try:
         make_executor(parse_args(argv)).run()
-    except MegatronError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return 1
     except FileNotFoundError as error:  # no sbatch
         print(f"{error.filename}: no such command on this machine", file=sys.stderr)
-        return 1
+        return ExitStatus.FAILED
     except (RuntimeError, subprocess.CalledProcessError) as error:  # a task, or sbatch, failed
         print(error, file=sys.stderr)
-        return 1
-    return 0
+        return ExitStatus.FAILED
+    return ExitStatus.DONE
 
 
 if __name__ == "__main__":

@@ -27,8 +27,9 @@ if __name__ == "__main__":
 
 import argparse
 import importlib
+from collections.abc import Sequence
 
-from megatron.core.errors import MegatronError
+from megatron.core.exit_status import tool
 
 COMMANDS = (
     "inspect",
@@ -44,7 +45,8 @@ COMMANDS = (
 """Names of commands, which are names of files here."""
 
 
-def main(argv: list[str] | None = None) -> int:
+@tool
+def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return the exit status."""
     parser = argparse.ArgumentParser(
         prog="tools/checkpoint",
@@ -63,11 +65,7 @@ def main(argv: list[str] | None = None) -> int:
         module.add_arguments(command)
         command.set_defaults(run=module.run)
     arguments = parser.parse_args(argv)
-    try:
-        status: int = arguments.run(arguments)
-    except MegatronError as error:
-        print(error, file=sys.stderr)
-        return 1
+    status: int = arguments.run(arguments)
     return status
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core.errors import DataError
+from megatron.core.json_text import parse_json
 from megatron.core.pipeline_parallel.instructions import (
     SHORT_NAME,
     Op,
@@ -125,7 +126,7 @@ def load_trace(path: str | Path) -> Trace:
         DataError: the file is not such a trace.
     """
     try:
-        content = json.loads(Path(path).read_text())
+        content = parse_json(Path(path).read_bytes())
         if content.get("format") != FORMAT:
             raise ValueError(f"its format is {content.get('format')!r}")
         placement = Placement(
@@ -138,7 +139,7 @@ def load_trace(path: str | Path) -> Trace:
         return Trace(
             content["title"], placement, content["num_microbatches"], content["unit"], spans
         )
-    except (ValueError, KeyError, TypeError, AttributeError) as problem:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as problem:
         raise DataError(
             f"{path} is not a pipeline trace: {problem}.",
             rule=f"a trace is JSON with format {FORMAT!r}",

@@ -313,7 +313,7 @@ def test_what_is_no_conversation_is_named(folder, capsys, line, message):
 
 def test_flags_that_do_not_go_together_are_named_at_once(folder, capsys):
     flags = ["--split-sentences", "--fim-rate", "0.5", "--pack-length", "1"]
-    assert run(folder, [], *flags) == 1
+    assert run(folder, [], *flags) == 2
     told = capsys.readouterr().err
     for part in ("--sft with --split-sentences", "--sft with --fim-rate", "--pack-length 1"):
         assert part in told

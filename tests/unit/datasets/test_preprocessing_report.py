@@ -34,7 +34,7 @@ def test_the_report_is_a_page_or_a_picture(tmp_path):
 
 
 def test_another_kind_of_report_is_refused_before_any_work(tmp_path, capsys):
-    assert run(tmp_path, "--report", "r.pdf") == 1
+    assert run(tmp_path, "--report", "r.pdf") == 2
     assert "--report r.html" in capsys.readouterr().err
     assert not list(tmp_path.glob("out*"))
 

@@ -1,0 +1,56 @@
+"""How a tool ends, for scripts that call it.
+
+    0    done
+    1    it failed, or what it was asked to check is not so
+    2    its arguments or settings cannot be used: nothing was done
+    130  Ctrl-C
+
+A training run, and tools that load a model as a run does, end with a code for each class of failure
+instead: `megatron/training/resilience/failure.py`.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Sequence
+from enum import IntEnum
+
+from megatron.core.errors import ConfigError, MegatronError, ScheduleError, TopologyError
+
+
+class ExitStatus(IntEnum):
+    """What the caller of a tool is told; argparse ends with 2 as well."""
+
+    DONE = 0
+    FAILED = 1
+    WRONG_USAGE = 2
+    INTERRUPTED = 130
+
+
+_OF_SETTINGS = (ConfigError, TopologyError, ScheduleError)
+
+
+def status_of(error: MegatronError) -> ExitStatus:
+    """Return how a tool ends with this error; a joint error has the class that its parts share."""
+    parts = error.problems
+    if parts and len({type(part) for part in parts}) == 1:
+        error = parts[0]
+    return ExitStatus.WRONG_USAGE if isinstance(error, _OF_SETTINGS) else ExitStatus.FAILED
+
+
+def tool(main: Callable[[Sequence[str] | None], int]) -> Callable[..., int]:
+    """Let the `main` of a tool end with a message and a status instead of a traceback."""
+
+    @functools.wraps(main)
+    def reported(argv: Sequence[str] | None = None) -> int:
+        try:
+            return int(main(argv))
+        except MegatronError as error:
+            print(error, file=sys.stderr)
+            return int(status_of(error))
+        except KeyboardInterrupt:
+            print("interrupted", file=sys.stderr)
+            return int(ExitStatus.INTERRUPTED)
+
+    return reported
