@@ -166,7 +166,13 @@ def plan_layout(
             f"with order {order!r} the experts' pipeline stages hold other ranks than the dense"
             " ones.",
             rule="both grids must agree on the pipeline axis",
-            fix="put pp last in the order, or use expert-tp = tp and cp = 1",
+            flags=[
+                "--use-tp-pp-dp-mapping",
+                "--expert-tensor-parallel-size",
+                "--context-parallel-size",
+            ],
+            fix="leave out --use-tp-pp-dp-mapping (pp comes last in the order), or use "
+            f"--expert-tensor-parallel-size {tp} and --context-parallel-size 1",
         )
     return Layout(dense, expert)
 

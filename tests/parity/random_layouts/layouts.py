@@ -75,6 +75,7 @@ def _may_interleave(s: Settings) -> bool:
         size(s, PP) > 1
         and s.get("pipeline-schedule") is None
         and "pipeline-model-parallel-layout" not in s
+        and not any(name.startswith("decoder") for name in s)
         and number(s, "num-layers") % (2 * size(s, PP)) == 0
         and micro_batches(s) >= size(s, PP)
     )
