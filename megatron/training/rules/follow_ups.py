@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megatron.core.errors import MegatronError
+from megatron.core.errors import MegatronError, flattened
 from megatron.training.cli.parser import ParsedCommand
 from megatron.training.cli.suggest import suggestion
 from megatron.training.config.flag import kebab
@@ -26,10 +26,12 @@ class Unclear:
         self._flags: set[str] = set()
         self._given = {all_flags()[name].flag for name in command.given}
         self._lacks_a_source = False
-        for problem in problems:
+        # Parts of a joint error name their flags, the error itself has none.
+        for problem in flattened(problems):
             named = [flag for flag in SOURCES if flag in problem.flags]
             # A mistake in a file that names no setting: nothing is known of what it would set.
-            self.add(problem, source=named[0] if named == list(problem.flags) else "")
+            names_no_setting = named == list(problem.flags)
+            self.add(problem, source=named[0] if named and names_no_setting else "")
 
     def add(self, problem: MegatronError, *, source: str = "") -> None:
         """Take a problem in.

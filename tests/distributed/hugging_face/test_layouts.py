@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -9,7 +11,7 @@ from safetensors.torch import load_file
 from tests.harness.distributed import run_distributed
 from tests.harness.tolerances import FP32_AFTER_OPTIMIZER, FP32_REORDERED_SUM, assert_close
 from tests.parity.training_run import read_metrics, train_with_flags
-from tests.unit.hugging_face.models import flags_for, saved
+from tests.unit.hugging_face.models import flags_for, saved, their_model
 
 FLAGS = (
     "--global-batch-size 4 --micro-batch-size 1 --train-iters 3 --lr 1e-3 --adam-eps 1e-5"
@@ -49,3 +51,32 @@ def test_a_published_model_goes_on_training_in_other_layouts(case, tmp_path):
     assert found.keys() == weights.keys()
     for tensor in weights:
         assert_close(found[tensor], weights[tensor], FP32_AFTER_OPTIMIZER, tensor)
+
+
+def test_a_half_precision_model_is_trained_and_written_in_the_precision_that_is_said(tmp_path):
+    model = tmp_path / "model"
+    their_model("llama").bfloat16().save_pretrained(model)
+    said, written = {}, {}
+    for name, flags in {
+        "": "", "in fp32": "--save-hf-dtype fp32", "in bf16": "--save-hf-dtype bf16",
+        "in fp16": "--save-hf-dtype fp16", "trained in bf16": "--bf16",
+    }.items():  # fmt: skip
+        out = tmp_path / f"{name}-out"
+        words = [
+            *flags_for(model), *FLAGS.split(), *flags.split(), "--train-iters", "1",
+            "--save", str(tmp_path / f"{name}-save"), "--save-hf", str(out),
+        ]  # fmt: skip
+        (said[name],) = run_distributed(train_with_flags, 1, words, timeout_s=240.0)
+        written[name] = load_file(out / "model.safetensors")
+        stored = {str(value.dtype).removeprefix("torch.") for value in written[name].values()}
+        config = json.loads((out / "config.json").read_text())
+        assert stored == {config.get("dtype", config.get("torch_dtype"))}, name
+        assert f"wrote a llama model in {stored.pop()} to {out}" in said[name]
+    assert "stored as bfloat16, and is trained in float32 here; --bf16" in said[""]
+    assert "is trained in float32" not in said["trained in bf16"]
+    for name, dtype in {
+        "": torch.float32, "in fp32": torch.float32, "in bf16": torch.bfloat16,
+        "in fp16": torch.float16,
+    }.items():  # fmt: skip
+        for key, value in written[""].items():
+            assert torch.equal(written[name][key], value.to(dtype)), (name, key)

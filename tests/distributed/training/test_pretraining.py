@@ -154,3 +154,19 @@ def test_fp16_skips_overflowing_steps_and_says_when_the_scale_has_no_room(tmp_pa
         assert outcome.error_type == NumericsError.__name__
         assert "iteration 1: fp16 gradients overflow" in outcome.error_message
         assert "is not finite on global rank" in outcome.error_message
+
+
+def test_the_other_spelling_of_decayed_query_and_key_norms_decays_them(tmp_path):
+    decay = "--qk-layernorm --weight-decay 0.5"
+    plain = losses(tmp_path, 1, decay)
+    expected = losses(tmp_path, 1, f"{decay} --apply-wd-to-qk-layernorm")
+    assert expected != plain
+    flag = "--no-weight-decay-cond-type apply_wd_to_qk_layernorm"
+    assert losses(tmp_path, 1, f"{decay} {flag}") == expected
+
+
+def test_the_other_spelling_of_the_save_interval_saves(tmp_path):
+    save = tmp_path / "run"
+    losses(tmp_path, 1, f"--save {save} --persistent-save-interval 3")
+    found = sorted(path.name for path in save.glob("iter_*"))
+    assert found == ["iter_0000003", "iter_0000004"]

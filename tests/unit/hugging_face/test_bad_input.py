@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from megatron.core.errors import CheckpointError, ConfigError, MegatronError
 from megatron.hugging_face import family_of_settings, open_model, read_model_directory
 from megatron.training.cli.parser import parse_command_line
+from megatron.training.rules import resolve_and_check
 from tests.unit.hugging_face.models import flags_for, saved
 
 WEIGHTS = "model.safetensors"
@@ -174,3 +175,15 @@ def test_a_model_that_no_family_can_express_is_not_exported():
     }  # fmt: skip
     with pytest.raises(ConfigError, match="squared_relu"):
         family_of_settings(settings)
+
+
+def test_problems_of_a_model_and_of_the_flags_are_one_list_without_headings_in_it(model):
+    change_config(model, hidden_act="gelu", attention_bias=True)
+    words = [*flags_for(model), "--clip-grad", "-1"]
+    with pytest.raises(ConfigError) as caught:
+        resolve_and_check(lambda: parse_command_line(words), lambda config: 1)
+    told = str(caught.value)
+    assert told.count(" problem") == 1
+    assert [f"[{number}]" in told for number in (1, 2, 3, 4)] == [True, True, True, False]
+    of_the_model = [one for one in caught.value.problems if "config.json" in one.found]
+    assert len(of_the_model) == 2
