@@ -81,6 +81,13 @@ def _may_interleave(s: Settings) -> bool:
     )
 
 
+_UNEVEN_OR_VIRTUAL = {
+    "num-virtual-stages-per-pipeline-rank",
+    "decoder-first-pipeline-num-layers",
+    "decoder-last-pipeline-num-layers",
+}
+
+
 def _may_combine(s: Settings) -> bool:
     return (
         size(s, EP) > 1
@@ -103,8 +110,10 @@ EXPERTS = (
 
 PIPELINE = (
     Option("num-virtual-stages-per-pipeline-rank", {None: 1, 2: 3}, _may_interleave),
+    Option("num-layers-per-virtual-pipeline-stage", {None: 1, 1: 1},
+           lambda s: _may_interleave(s) and not _UNEVEN_OR_VIRTUAL & set(s)),
     Option("microbatch-group-size-per-virtual-pipeline-stage", {None: 2, 4: 1},
-           given("num-virtual-stages-per-pipeline-rank")),
+           given("num-virtual-stages-per-pipeline-rank", "num-layers-per-virtual-pipeline-stage")),
     switch("no-overlap-p2p-communication", 0.1, lambda s: size(s, PP) > 1),
     Option("pipeline-step-durations", {None: 1, (2, 3, 1): 1},
            lambda s: s.get("pipeline-schedule") == "zb-v"),
