@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from megatron.core.errors import ConfigError, MegatronError, described_together
+from megatron.training.cli.help import Help, HelpFormatter
 from megatron.training.cli.suggest import suggestion
 from megatron.training.cli.yaml_file import read_yaml
 from megatron.training.config.flag import FlagSpec
@@ -60,8 +61,9 @@ class CommandParser(argparse.ArgumentParser):
         super().__init__(
             allow_abbrev=False,
             argument_default=argparse.SUPPRESS,
-            formatter_class=_HelpFormatter,
+            formatter_class=HelpFormatter,
             exit_on_error=False,
+            add_help=False,
             **options,
         )
         # "-1,0" is a value (--window-size), not a flag.
@@ -87,11 +89,6 @@ class CommandParser(argparse.ArgumentParser):
         raise ConfigError(f"the command line cannot be read: {message}.", fix="see --help")
 
 
-class _HelpFormatter(argparse.HelpFormatter):
-    def __init__(self, prog: str) -> None:
-        super().__init__(prog, max_help_position=44, width=100)
-
-
 def build_parser(
     extra_args_provider: ExtraArguments | None = None, prog: str | None = None
 ) -> CommandParser:
@@ -102,6 +99,7 @@ def build_parser(
         description="Pretrain a transformer. docs/flags.md has all flags in tables.",
     )
     groups: dict[str, Any] = {}
+    parser.add_argument("-h", "--help", action=Help, groups=groups)
     for spec in all_flags().values():
         if spec.group not in groups:
             doc = (GROUP_CLASSES[spec.group].__doc__ or "").strip().splitlines()[0]
@@ -291,7 +289,7 @@ def _unknown_flags(unknown: Sequence[str]) -> list[MegatronError]:
                 f"unknown flag {name}.",
                 rule="flags are spelled in full; abbreviations are not expanded",
                 flags=[name],
-                fix=f"did you mean {near}?" if near else "see --help, or docs/flags.md",
+                fix=f"did you mean {near}?" if near else "--help WORD finds flags by a word",
             )
         )
     return problems

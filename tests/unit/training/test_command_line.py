@@ -241,3 +241,26 @@ def test_yaml_takes_the_spelling_of_a_default(tmp_path):
 
 def test_no_spelling_of_a_switch_means_two_things():
     assert not set(opposites_by_spelling()) & set(flags_by_spelling())
+
+
+def shown_by(capsys, *words):
+    with pytest.raises(SystemExit) as caught:
+        parse_command_line(list(words))
+    assert not caught.value.code
+    return capsys.readouterr().out
+
+
+def test_help_shows_everything_one_group_or_what_has_a_word(capsys):
+    everything = shown_by(capsys, "--help")
+    assert "--num-layers" in everything
+    assert "--help GROUP shows the flags of one group: model, latent_attention" in everything
+    group = shown_by(capsys, "--help", "latent-attention", "--num-layers", "2")
+    assert "--multi-latent-attention" in group
+    assert "--num-layers" not in group
+    assert len(group.splitlines()) < 60
+    found = shown_by(capsys, "-h", "rope_scaling")
+    assert "--use-rope-scaling" in found
+    assert "--lr " not in found
+    assert "--tensorboard-dir" in shown_by(capsys, "--help=TensorBoard")
+    with pytest.raises(ConfigError, match="groups are model, latent_attention"):
+        parse_command_line(["--help", "nothing-like-it"])
