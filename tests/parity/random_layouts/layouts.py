@@ -17,7 +17,7 @@ from tests.parity.random_layouts.training import SCRATCH
 
 TP, PP, CP = (f"{axis}-parallel-size" for axis in ("tensor-model", "pipeline-model", "context"))
 EP, ETP = "expert-model-parallel-size", "expert-tensor-parallel-size"
-WORLD_SIZES = {2: 10, 3: 1, 4: 8, 6: 1, 8: 3}
+WORLD_SIZES = {2: 12, 3: 1, 4: 7, 6: 1, 8: 2}
 V_SCHEDULES = ("zb-v", "dualpipe-v")
 OFFLOADS = ("optimizer-cpu-offload", "optimizer-offload-path")
 

@@ -42,7 +42,7 @@ def _is_half(s: Settings) -> bool:
 BATCHES = (
     Option("micro-batch-size", {1: 1, 2: 1}),
     Option("global-batch-size", {4: 3, 8: 4, 12: 1, 16: 1}),
-    Option("train-iters", {2: 3, 3: 1}),
+    Option("train-iters", {2: 5, 3: 1}),
     Option("rampup-batch-size", {None: 14, (4, 4, 8): 1},
            lambda s: s["micro-batch-size"] == 1 and s["global-batch-size"] > 4),
     Option("data-path", {CORPUS: 1, None: 1}),
