@@ -82,6 +82,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "--max-connections", type=int, default=LIMITS.connections, help="clients at once"
     )
     group.add_argument(
+        "--max-connections-per-address", type=int, metavar="N",
+        help="of one client; without it half of --max-connections, and all of them where --host is "
+        "this machine: a proxy is one client",
+    )  # fmt: skip
+    group.add_argument(
         "--receive-timeout-s", type=float, default=LIMITS.receive_timeout_s,
         help="for headers, and for a body",
     )  # fmt: skip
@@ -114,6 +119,10 @@ def limits_of(options: argparse.Namespace) -> Limits:
         "send_timeout_s": "send_timeout_s",
         "request_timeout_s": "request_timeout_s",
     }
+    if options.max_connections_per_address is None:
+        share = 1 if is_loopback(options.host) else 2
+        options.max_connections_per_address = -(-options.max_connections // share)
+    flags["connections_per_address"] = "max_connections_per_address"
     for name in (*flags.values(), "max_batch_size"):
         value = getattr(options, name)
         if not value > 0:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import ipaddress
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -38,6 +40,21 @@ def http_server(app: Any, *, limits: Limits) -> Any:
     return server
 
 
+def origin_of(peer: Sequence[Any] | None) -> str:
+    """Return what counts as one client address of a socket's peer; "" if it has none.
+
+    Who has an IPv6 address usually has the 2^64 of its network.
+    """
+    if not peer:
+        return ""
+    address = ipaddress.ip_address(str(peer[0]).partition("%")[0])
+    if isinstance(address, ipaddress.IPv6Address):
+        if address.ipv4_mapped is None:
+            return str(ipaddress.IPv6Network((address, 64), strict=False))
+        address = address.ipv4_mapped
+    return str(address)
+
+
 def _protocol(limits: Limits) -> type:
     """Return uvicorn's HTTP/1.1 protocol with a time limit for headers and a bound on sockets."""
     base: Any = require("uvicorn.protocols.http.h11_impl", purpose=_PURPOSE).H11Protocol
@@ -46,13 +63,17 @@ def _protocol(limits: Limits) -> type:
     class Protocol(base):  # type: ignore[misc]
         """A connection that has only so long to say what it wants, and to take what it gets."""
 
+        origin: str = ""
         _deadline: asyncio.TimerHandle | None = None
         _send_deadline: asyncio.TimerHandle | None = None
 
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
+            self.origin = origin_of(transport.get_extra_info("peername"))
+            of_origin = sum(one.origin == self.origin for one in self.connections)
             # Twice: those beyond `limit_concurrency` are told so, those beyond that are dropped.
-            if len(self.connections) > 2 * limits.connections:
+            is_beyond = len(self.connections) > 2 * limits.connections
+            if is_beyond or of_origin > limits.connections_per_address:
                 transport.abort()
             else:
                 # Whatever the kernel does not take counts as waiting, so a timer runs meanwhile.

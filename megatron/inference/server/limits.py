@@ -16,6 +16,9 @@ class Limits:
     queued: int = 64
     """Sequences that wait for a row of the cache; more are told to come again."""
     connections: int = 256
+    connections_per_address: int = 256
+    """Of one client address, an IPv6 network of 64 bits counting as one: idle connections of one
+    machine are not to take all places."""
     stop_words: int = 4
     stop_characters: int = 256
     log_probs: int = 20

@@ -1,5 +1,6 @@
 """The server answers OpenAI's own client, says what is wrong, and outlives hostile clients."""
 
+import argparse
 import http.client
 import json
 import socket
@@ -23,15 +24,21 @@ from megatron.inference.forward import CachedModel
 from megatron.inference.generate import generate
 from megatron.inference.server.access import Access, read_keys
 from megatron.inference.server.app import App
-from megatron.inference.server.connections import http_server
+from megatron.inference.server.connections import http_server, origin_of
 from megatron.inference.server.limits import Limits
 from megatron.inference.server.protocol import BadRequest
 from megatron.inference.server.serving import Service
 from megatron.inference.text import continue_texts
 from tests.parity import hostile_requests
+from tools import run_text_generation_server
 
 LIMITS = Limits(
-    body_bytes=1 << 18, queued=12, sequences=6, receive_timeout_s=1.0, send_timeout_s=1.0
+    body_bytes=1 << 18,
+    queued=12,
+    sequences=6,
+    receive_timeout_s=1.0,
+    send_timeout_s=1.0,
+    connections_per_address=40,
 )
 CONTEXT = 96
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
@@ -400,3 +407,48 @@ def test_clients_are_told_when_the_engine_ends(model):
     assert told[0][0] == 0 and "out of memory" in str(told[0][1])
     with pytest.raises(type(service.failure)):
         service.submit([Request(tokens=[1], max_new_tokens=2)], lambda *what: None)
+
+
+def test_one_address_does_not_take_the_places_of_others(server):
+    def is_answered(client):
+        try:
+            client.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            return client.recv(4096).startswith(b"HTTP/1.1 200")
+        except ConnectionError:
+            return False
+
+    def connected(source):
+        return socket.create_connection(("127.0.0.1", server[0]), 20, (source, 0))
+
+    kept = []
+    try:
+        for _ in range(LIMITS.connections_per_address + 1):
+            kept.append(connected("127.0.0.9"))
+        assert not is_answered(kept[-1])
+        kept.append(connected("127.0.0.10"))
+        assert is_answered(kept[-1])
+    finally:
+        for client in kept:
+            client.close()
+
+
+@pytest.mark.parametrize(
+    ("peer", "origin"),
+    [
+        (("10.1.2.3", 5), "10.1.2.3"),
+        (("::ffff:10.1.2.3", 5, 0, 0), "10.1.2.3"),
+        (("2001:db8:1:2:aaaa::1", 5, 0, 0), "2001:db8:1:2::/64"),
+        (("fe80::1%eth0", 5, 0, 2), "fe80::/64"),
+        (None, ""),
+    ],
+)
+def test_an_address_is_one_client_and_so_is_a_network_of_ipv6(peer, origin):
+    assert origin_of(peer) == origin
+
+
+@pytest.mark.parametrize(("words", "share"), [("", 256), ("--host 0.0.0.0", 128),
+                                              ("--max-connections-per-address 7", 7)])  # fmt: skip
+def test_a_client_from_elsewhere_gets_half_of_the_places(words, share):
+    parser = run_text_generation_server.add_arguments(argparse.ArgumentParser())
+    options = parser.parse_args(words.split())
+    assert run_text_generation_server.limits_of(options).connections_per_address == share
