@@ -131,6 +131,10 @@ class NumericsError(MegatronError):
     """A loss or gradient that is not finite, found before it touched the weights."""
 
 
+class ReplicaMismatchError(MegatronError):
+    """Copies of one tensor on several ranks that are not equal: a fault of hardware or program."""
+
+
 class MissingExtraError(MegatronError):
     """An optional library is needed and not installed; the fix names the extra."""
 

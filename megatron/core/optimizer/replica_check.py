@@ -29,7 +29,7 @@ from megatron.core.device import current_device
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.distributed.model_parameters import names_in_model, tied_parameters
 from megatron.core.distributed.parameter_shard import ParameterShard
-from megatron.core.errors import NumericsError
+from megatron.core.errors import ReplicaMismatchError
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.optimizer.streamed_rule import StreamedRule
 from megatron.core.param_meta import get_param_meta
@@ -161,7 +161,7 @@ def check_replicas(
     """Raise on all ranks if any rank holds other bits than its peers.
 
     Raises:
-        NumericsError: names tensors, ranks and groups.
+        ReplicaMismatchError: names tensors, ranks and groups.
     Communication:
         on each group of copies one all-reduce of two integers per tensor, and one integer over all
         processes; where something differs, a gather of the digests of what does.
@@ -192,7 +192,7 @@ def check_replicas(
         raise _error(everyone, iteration)
 
 
-def _error(everyone: Sequence[Sequence[_Finding]], iteration: int) -> NumericsError:
+def _error(everyone: Sequence[Sequence[_Finding]], iteration: int) -> ReplicaMismatchError:
     """Describe all differences; equal on all ranks."""
     digests: dict[tuple[str, tuple[int, ...], str], dict[int, int]] = {}
     for rank, findings in enumerate(everyone):
@@ -201,7 +201,7 @@ def _error(everyone: Sequence[Sequence[_Finding]], iteration: int) -> NumericsEr
             digests.setdefault(key, {})[rank] = finding.digest
     lines = [_difference(*key, held) for key, held in digests.items()]
     more = f"\n  and {len(lines) - _NAMED} more" if len(lines) > _NAMED else ""
-    return NumericsError(
+    return ReplicaMismatchError(
         f"iteration {iteration}: ranks that hold copies of the same tensors hold other bits:\n  "
         + "\n  ".join(lines[:_NAMED])
         + more,

@@ -36,6 +36,7 @@ from megatron.core.errors import (
     MissingExtraError,
     NumericsError,
     PeerLostError,
+    ReplicaMismatchError,
     ScheduleError,
     TopologyError,
 )
@@ -66,6 +67,7 @@ CLASSES: tuple[tuple[type[BaseException], str, int], ...] = (
     (KeyboardInterrupt, "INTERRUPTED", 130),
     (MemoryError, "OOM", 16),
     (LauncherLostError, "LAUNCHER_LOST", 18),
+    (ReplicaMismatchError, "REPLICA_MISMATCH", 19),
 )
 """Exception -> (class in the message, exit code); anything else is CRASH, 1."""
 

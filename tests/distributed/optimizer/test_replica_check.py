@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron.core.distributed.model_parameters import names_in_model
-from megatron.core.errors import NumericsError
+from megatron.core.errors import ReplicaMismatchError
 from megatron.core.optimizer.replica_check import check_replicas
 from tests.distributed.checkpointing.gpt_run import Layout, Model, Run
 from tests.harness.distributed import run_distributed
@@ -56,7 +56,7 @@ def check_before_and_after(groups, layout, model, rank, damage, where, ddp):
         damage(run, where)
     try:
         check_replicas(run.chunks, run.optimizer, groups, 3)
-    except NumericsError as error:
+    except ReplicaMismatchError as error:
         return error.found
     return ""
 

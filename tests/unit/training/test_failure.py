@@ -24,6 +24,7 @@ from megatron.core.errors import (
     MissingExtraError,
     NumericsError,
     PeerLostError,
+    ReplicaMismatchError,
     TopologyError,
     raise_together,
 )
@@ -68,6 +69,7 @@ def fail(error: BaseException, progress: RunProgress, store=None) -> int:
         (TopologyError("x"), "TOPOLOGY", 13),
         (PeerLostError("x"), "PEER_LOST", 17),
         (LauncherLostError("x"), "LAUNCHER_LOST", 18),
+        (ReplicaMismatchError("x"), "REPLICA_MISMATCH", 19),
         (NumericsError("x"), "NONFINITE", 14),
         (MissingExtraError("x"), "MISSING_LIBRARY", 15),
         (MemoryError(), "OOM", 16),
