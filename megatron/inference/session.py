@@ -22,8 +22,8 @@ DEFAULTS = {
     "no_load_optim": True,
     "no_load_rng": True,
     "micro_batch_size": 1,
-    "train_iters": 1,
-    "lr": 0.0,
+    "skip_train": True,
+    "eval_iters": 0,
     "mock_data": True,
 }
 """What training asks for and using a model does not need."""

@@ -12,6 +12,7 @@ import dataclasses
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from megatron.core import capabilities, device
@@ -35,6 +36,8 @@ class Derivation:
     name: str
     value: Any
     formula: str
+    is_of_training: bool = False
+    """Whether it says how a model is trained or evaluated: nothing to whoever only uses one."""
 
     def __str__(self) -> str:
         return f"{self.name} = {getattr(self.value, 'name', self.value)}  ({self.formula})"
@@ -99,10 +102,11 @@ class _Derived(dict):
     def __init__(self, config: RunConfig) -> None:
         super().__init__(config.flat())
         self.log: list[Derivation] = []
+        self.is_of_training = False
 
     def note(self, name: str, value: Any, formula: str) -> None:
         if self.get(name) != value or name not in self:
-            self.log.append(Derivation(name, value, formula))
+            self.log.append(Derivation(name, value, formula, self.is_of_training))
         self[name] = value
 
 
@@ -111,14 +115,19 @@ def resolve(
 ) -> ResolvedRun:
     """Derive the settings of a run on `world_size` ranks, all but the vocabulary."""
     v = _Derived(config)
-    _topology(v, world_size)
-    _replication(v)
-    _model(v)
-    _precision(v)
-    _batch(v)
-    _schedule(v)
-    _data(v)
-    _machine(v)
+    for derive, is_of_training in (
+        (partial(_topology, world_size=world_size), False),
+        (_replication, True),
+        (_model, False),
+        (_precision, False),
+        (_batch, True),
+        (_schedule, True),
+        (_data, True),
+        (_tokenizer, False),
+        (_machine, False),
+    ):
+        v.is_of_training = is_of_training
+        derive(v)
     return ResolvedRun(config, dict(v), tuple(v.log), dict(extra or {}))
 
 
@@ -329,6 +338,9 @@ def _data(v: _Derived) -> None:
     per_split = ("per_split_data_args_path", *sources[3:])
     if v["split"] is None and not any(v[name] for name in per_split):
         v.note("split", "969,30,1", "Megatron's default shares of train, validation and test")
+
+
+def _tokenizer(v: _Derived) -> None:
     if v["tokenizer_type"] is None and (v["mock_data"] or v["vocab_size"] is not None):
         v.note("tokenizer_type", "NullTokenizer", "synthetic samples, or ids of --vocab-size")
         if v["vocab_size"] is None:

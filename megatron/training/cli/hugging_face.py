@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron.core.errors import ConfigError, MegatronError, raise_together
+from megatron.core.errors import ConfigError, MegatronError
 from megatron.hugging_face import read_adapters, read_model_directory
 from megatron.training.config.flag import kebab
 
@@ -14,14 +14,16 @@ _FREE = {"max_position_embeddings", "hidden_dropout", "attention_dropout"}
 """Settings of a model that a run may choose otherwise without changing its weights' meaning."""
 
 
-def model_values(directory: str, given: Mapping[str, Any]) -> dict[str, Any]:
+def model_values(
+    directory: str, given: Mapping[str, Any], problems: list[MegatronError]
+) -> dict[str, Any]:
     """Return field name -> value for the model in `directory`.
 
     Args:
         given: what the command line says; it may repeat the model's values, not change them.
+        problems: gets what in the flags does not describe this model.
     Raises:
-        CheckpointError, ConfigError: the model cannot be read, cannot be built here, or is not
-            the one that the flags describe.
+        CheckpointError, ConfigError: the model cannot be read, or cannot be built here.
     """
     path = Path(directory)
     values = dict(read_model_directory(path).settings)
@@ -31,7 +33,7 @@ def model_values(directory: str, given: Mapping[str, Any]) -> dict[str, Any]:
         if values["position_embedding_type"] != "learned_absolute"
         else _FREE - {"max_position_embeddings"}
     )
-    problems = _contradictions(values, given, free, f"the model in {directory}", "--load-hf")
+    problems += _contradictions(values, given, free, f"the model in {directory}", "--load-hf")
     if given.get("preset"):
         problems.append(
             ConfigError(
@@ -41,18 +43,20 @@ def model_values(directory: str, given: Mapping[str, Any]) -> dict[str, Any]:
                 fix="drop --preset",
             )
         )
-    raise_together(problems, summary=f"the model in {directory}")
     if "tokenizer_type" not in given and _has_tokenizer(path):
         values |= {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": directory}
     return values
 
 
-def adapter_values(directory: str, given: Mapping[str, Any]) -> dict[str, Any]:
+def adapter_values(
+    directory: str, given: Mapping[str, Any], problems: list[MegatronError]
+) -> dict[str, Any]:
     """Return field name -> value for the adapter of --load-adapter, beside the model; or nothing.
 
+    Args:
+        problems: gets what in the flags does not describe this adapter.
     Raises:
-        CheckpointError, ConfigError: it cannot be read, is not of this model, or is not the one
-            that the flags describe.
+        CheckpointError, ConfigError: it cannot be read, or is not of this model.
     """
     adapter_directory = given.get("load_adapter")
     if not adapter_directory:
@@ -65,8 +69,7 @@ def adapter_values(directory: str, given: Mapping[str, Any]) -> dict[str, Any]:
         "lora_target_modules": adapter.targets,
     }
     what = f"the adapter in {adapter_directory}"
-    problems = _contradictions(values, given, {"lora_dropout"}, what, "--load-adapter")
-    raise_together(problems, summary=what)
+    problems += _contradictions(values, given, {"lora_dropout"}, what, "--load-adapter")
     return values
 
 

@@ -311,7 +311,8 @@ def _model_values(
     from megatron.training.cli.hugging_face import adapter_values, model_values
 
     try:
-        return model_values(directory, given) | adapter_values(directory, given)
+        values = model_values(directory, given, problems)
+        return values | adapter_values(directory, given, problems)
     except MegatronError as problem:
         problems.append(problem)
         return {}

@@ -152,8 +152,10 @@ def announce(run: ResolvedRun) -> None:
     """Print what was derived, and which flags have no effect here."""
     for line in notes(run.config):
         print_rank_0(f" note: {line}")
+    only_uses_the_model = run.skip_train and not run.eval_iters
     for derived in run.derivations:
-        print_rank_0(f" > {derived}")
+        if not (only_uses_the_model and derived.is_of_training):
+            print_rank_0(f" > {derived}")
 
 
 def publish(session: Session) -> None:

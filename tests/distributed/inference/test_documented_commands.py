@@ -111,7 +111,12 @@ def test_nothing_is_missing_in_a_documented_command(place, inputs):
 
 
 def test_the_documented_generation_continues_a_prompt(inputs):
-    assert "To be, or not to be" in printed_by(COMMANDS["docs/generation.md: generate"], inputs)
+    printed = printed_by(COMMANDS["docs/generation.md: generate"], inputs)
+    assert "To be, or not to be" in printed
+    # What is said of the start is about the model, not about a training run.
+    assert "padded_vocab_size = " in printed
+    for of_training in ("lr_decay", "split = ", "train_", "global_batch_size", "sharding"):
+        assert of_training not in printed
 
 
 def test_the_documented_perplexity_is_that_of_a_text(inputs):

@@ -177,6 +177,14 @@ def test_a_model_that_no_family_can_express_is_not_exported():
         family_of_settings(settings)
 
 
+def test_flags_that_contradict_a_model_bring_no_problems_of_a_missing_shape(model):
+    words = [*flags_for(model), "--vocab-size", "96", "--num-layers", "7", "--clip-grad", "-1"]
+    with pytest.raises(ConfigError) as caught:
+        resolve_and_check(lambda: parse_command_line(words), lambda config: 1)
+    found = [problem.found.split()[0] for problem in caught.value.problems]
+    assert sorted(found) == ["--clip-grad", "--num-layers", "--vocab-size"]
+
+
 def test_problems_of_a_model_and_of_the_flags_are_one_list_without_headings_in_it(model):
     change_config(model, hidden_act="gelu", attention_bias=True)
     words = [*flags_for(model), "--clip-grad", "-1"]
