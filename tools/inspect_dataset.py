@@ -9,7 +9,8 @@
     python tools/inspect_dataset.py audit runs/audit
 
 A name is a corpus without .bin and .idx, or a folder of corpora. The exit status is 0 if all is
-well (of `compare`: equal), 1 if something was found, 2 if a corpus could not be read.
+well (of `compare`: equal), 1 if something was found or a corpus could not be read, 2 if the command
+itself is wrong.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ from megatron.core.datasets import inspection
 from megatron.core.datasets.blended_megatron_dataset_config import SAMPLE_ORDERS
 from megatron.core.datasets.corpus_paths import MASK_SUFFIX
 from megatron.core.datasets.indexed_dataset import IndexedDataset
+from megatron.core.datasets.preprocessing.length_report import check_report_name, write_report
+from megatron.core.datasets.preprocessing.tally import CorpusTally, Tally, percentiles_of
 from megatron.core.datasets.utils import get_blend_from_list
 from megatron.core.errors import DataError
 from megatron.core.exit_status import tool
@@ -53,6 +56,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     verify.add_argument("--eod", type=int, help="every document must end with this id")
     stats = command("stats", "lengths and sizes")
     stats.add_argument("--json", action="store_true", help="one JSON object per corpus")
+    stats.add_argument("--report", metavar="FILE", help="draw the lengths: .html or .png")
     show = command("show", "print documents", "1")
     show.add_argument("--documents", type=int, nargs="+", default=[0], metavar="NUMBER")
     show.add_argument("--tokens", type=int, default=_SHOWN_TOKENS, help="print so many of each")
@@ -126,24 +130,43 @@ def _problems_of(corpus: IndexedDataset, args: argparse.Namespace) -> list[str]:
 
 
 def stats(args: argparse.Namespace) -> int:
-    """Print lengths and sizes."""
-    for prefix in corpora_of(args.corpora):
+    """Print lengths and sizes, and draw the lengths if asked to."""
+    if args.report is not None:
+        check_report_name(args.report)
+    prefixes, told = corpora_of(args.corpora), []
+    for prefix in prefixes:
         found = inspection.statistics(IndexedDataset(prefix))
         if args.json:
             print(json.dumps({"corpus": prefix, **dataclasses.asdict(found)}))
-            continue
-        print(f"{prefix}: {found.num_documents:,} documents, {found.num_tokens:,} tokens")
-        print(f"  token file            {found.num_bytes:,} bytes of {found.dtype}")
-        if found.num_sequences != found.num_documents:
-            print(f"  sequences             {found.num_sequences:,}")
-        print(f"  tokens per document   mean {found.mean:,.1f}, {found.shortest:,} to ", end="")
-        print(f"{found.longest:,}; {found.num_empty_documents:,} documents are empty")
-        shares = ", ".join(f"{percent} %: {n:,}" for percent, n in found.percentiles.items())
-        print(f"  percentiles           {shares}")
-        most = max(found.histogram.values(), default=1)
-        for length, count in found.histogram.items():
-            print(f"  {length:>12,}+ {count:>14,} {'#' * -(-40 * count // most)}")
+        else:
+            print(described(prefix, found))
+        told.append(described(prefix, found))
+    if args.report is not None:
+        tally = Tally(
+            corpora={prefix: CorpusTally.of(IndexedDataset(prefix)) for prefix in prefixes}
+        )
+        percentiles = {prefix: percentiles_of(prefix) for prefix in prefixes}
+        title = f"lengths of {', '.join(map(os.path.basename, prefixes))}"
+        write_report(args.report, tally, percentiles, title=title, summary="\n".join(told))
     return 0
+
+
+def described(prefix: str, found: inspection.Statistics) -> str:
+    """Return the statistics of a corpus as lines."""
+    shares = ", ".join(f"{percent} %: {n:,}" for percent, n in found.percentiles.items())
+    lines = [
+        f"{prefix}: {found.num_documents:,} documents, {found.num_tokens:,} tokens",
+        f"  token file            {found.num_bytes:,} bytes of {found.dtype}",
+        f"  tokens per document   mean {found.mean:,.1f}, {found.shortest:,} to {found.longest:,}; "
+        f"{found.num_empty_documents:,} documents are empty",
+        f"  percentiles           {shares}",
+    ]
+    if found.num_sequences != found.num_documents:
+        lines.insert(2, f"  sequences             {found.num_sequences:,}")
+    most = max(found.histogram.values(), default=1)
+    for length, count in found.histogram.items():
+        lines.append(f"  {length:>12,}+ {count:>14,} {'#' * -(-40 * count // most)}")
+    return "\n".join(lines)
 
 
 def show(args: argparse.Namespace) -> int:

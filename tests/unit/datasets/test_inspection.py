@@ -57,6 +57,19 @@ def test_stats_of_a_folder_are_printed_and_are_json(tmp_path, capsys):
     assert json.loads(text)["num_documents"] == 40
 
 
+def test_lengths_of_a_folder_are_drawn(tmp_path, capsys):
+    write_corpus(tmp_path / "a", [[1] * 5, [], [1] * 9])
+    write_corpus(tmp_path / "b", random_documents(3, 40))
+    page, picture = tmp_path / "lengths.html", tmp_path / "lengths.png"
+    _, plain = run(capsys, "stats", tmp_path)
+    assert run(capsys, "stats", tmp_path, "--report", page) == (0, plain)
+    assert all(f"{tmp_path / name}: " in page.read_text() for name in ("a", "b"))
+    assert "3 documents, 14 tokens" in page.read_text()
+    run(capsys, "stats", tmp_path, "--json", "--report", picture)
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert run(capsys, "stats", tmp_path, "--report", "lengths.pdf")[0] == 2
+
+
 def test_verify_names_each_faulty_corpus_and_each_fault(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(inspection, "_BLOCK_TOKENS", 7)
     documents = random_documents(3, 40)

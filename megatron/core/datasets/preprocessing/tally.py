@@ -37,6 +37,15 @@ class CorpusTally:
     buckets: list[int] = field(default_factory=list)
     """Documents by floor(4 log2(tokens))."""
 
+    @classmethod
+    def of(cls, corpus: IndexedDataset) -> CorpusTally:
+        """Count a corpus that exists; empty documents have no bucket."""
+        lengths = document_lengths(corpus)
+        found = cls(documents=len(lengths), sequences=len(corpus), tokens=int(lengths.sum()))
+        found.empty = int((lengths == 0).sum())
+        found.add_lengths(lengths[lengths > 0])
+        return found
+
     def add_lengths(self, lengths: np.ndarray) -> None:
         """Count the lengths of documents, all above zero."""
         if not len(lengths):
