@@ -71,8 +71,10 @@ def draw_model(seed: int, index: int) -> list[Case]:
     draw_all(TRAINING, model, rng)
     # State in other precisions is stored as bytes, whose number per value the optimizer knows.
     is_wide = index % 3 != 0 and "use-precision-aware-optimizer" not in model
-    if not is_wide and "adam-eps" in model:
-        # Adam moves a weight whose gradient is small by lr / eps of what rounding makes of it.
+    is_half = "bf16" in model or "fp16" in model
+    if "adam-eps" in model and (is_half or not is_wide):
+        # Adam moves a weight whose gradient is small by lr / eps of what rounding to fp32, or to
+        # what stands for a half precision, makes of that gradient.
         model["adam-eps"] = 1e-3
     cases = []
     for _ in range(LAYOUTS_PER_MODEL):
