@@ -166,6 +166,9 @@ def has_main_grad(parameter: Tensor) -> bool:
 def accumulate_main_grad(parameter: Tensor, grad: Tensor, scale: float = 1.0) -> None:
     """Add scale * grad (same shape as the parameter, any float dtype) into the main gradient."""
     main_grad = parameter.main_grad
+    if abs(scale) > torch.finfo(torch.result_type(main_grad, grad)).max:
+        # `add_` refuses such a factor: a loss scale whose gradients overflow, as the first may.
+        grad, scale = grad * scale, 1.0
     if parameter.main_grad_is_fresh:
         if scale == 1.0:
             main_grad.copy_(grad)

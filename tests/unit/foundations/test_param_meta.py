@@ -65,6 +65,14 @@ def test_first_writer_of_a_step_overwrites_and_later_ones_add():
     torch.testing.assert_close(parameter.main_grad, 2 * (left @ right) + 1)
 
 
+def test_a_factor_beyond_half_precision_overflows_what_is_not_zero():
+    parameter = torch.nn.Parameter(torch.zeros(2, dtype=torch.float16))
+    parameter.main_grad = torch.zeros(2, dtype=torch.float16)
+    for parameter.main_grad_is_fresh in (True, False):
+        accumulate_main_grad(parameter, parameter.new_tensor([0.0, 1.0]).detach(), scale=2.0**32)
+        assert parameter.main_grad.tolist() == [0.0, float("inf")]
+
+
 def test_half_precision_products_accumulate_in_fp32():
     parameter = torch.nn.Parameter(torch.zeros(2, 2, dtype=torch.bfloat16))
     parameter.main_grad = torch.empty(2, 2)
