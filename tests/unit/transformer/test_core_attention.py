@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.rng import rng_state
@@ -176,16 +177,19 @@ def test_dropout_of_a_tensor_parallel_rank_is_that_of_its_heads():
     assert_close(halves, run(0, 1), FP32_REORDERED_SUM, "output of both ranks")
 
 
-def test_bf16_attention_on_the_cpu_is_as_close_to_exact_as_torchs_kernel():
+def test_bf16_attention_on_the_cpu_has_less_than_twice_the_error_of_torchs_kernel():
     q, k, v = (t.detach().bfloat16().requires_grad_() for t in draw(200, 2, 4, 2, 32))
     weight = torch.randn(200, 2, 128).bfloat16()
     exact = [t.detach().double().requires_grad_() for t in (q, k, v)]
     expected = formula(*exact, window_mask(200, -1, 0))
     expected_grads = gradients(expected, exact, weight.double())
     errors = {}
-    for backend in (AttnBackend.auto, AttnBackend.flash):
-        core = make_core(backend, n=4, g=2, d=32)
-        grads = gradients(core(q, k, v, None), (q, k, v), weight)
+    for backend, g in ((AttnBackend.auto, 2), (AttnBackend.flash, 4)):
+        # torch 2.6 has no kernel on the CPU for fewer key heads: it would compute all in fp32.
+        heads = (t.repeat_interleave(g // 2, 2) for t in (k, v))
+        core = make_core(backend, n=4, g=g, d=32)
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            grads = gradients(core(q, *heads, None), (q, k, v), weight)
         errors[backend] = [
             float((a.double() - e).norm() / e.norm())
             for a, e in zip(grads, expected_grads, strict=True)
