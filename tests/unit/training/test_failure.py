@@ -272,6 +272,7 @@ def test_a_rank_that_waits_hears_of_the_end_of_its_launcher_and_of_sigterm(numbe
     launcher = subprocess.Popen(["sleep", "60"])
     reading, told = os.pipe()
     rank = rank_that_waits(launcher.pid, told)
+    os.close(told)  # so that nobody waits for a rank that ended without a word
     assert os.read(reading, 1) == b"0"
     began = time.monotonic()
     if number == signal.SIGKILL:
