@@ -143,11 +143,33 @@ def make_executor(args: argparse.Namespace) -> Any:
     )
 
 
+def check_all_done(executor: Any) -> None:
+    """Refuse to end well while shards are missing.
+
+    With Ray, datatrove logs that a task failed and returns; the other executors raise, or have only
+    submitted the tasks.
+
+    Raises:
+        RuntimeError: names the tasks without a mark in the logging directory.
+    """
+    missing = executor.get_incomplete_ranks()
+    if missing:
+        raise RuntimeError(
+            f"{len(missing)} of {executor.world_size} tasks did not finish"
+            f" ({', '.join(map(str, missing))}); their errors stand above. The same command runs"
+            " them again."
+        )
+
+
 @tool
 def main(argv: Sequence[str] | None = None) -> int:
     """Run or submit the tasks; return the exit status."""
     try:
-        make_executor(parse_args(argv)).run()
+        args = parse_args(argv)
+        executor = make_executor(args)
+        executor.run()
+        if args.executor == "ray":
+            check_all_done(executor)
     except FileNotFoundError as error:  # no sbatch
         print(f"{error.filename}: no such command on this machine", file=sys.stderr)
         return ExitStatus.FAILED

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -112,6 +113,16 @@ def test_a_task_that_fails_fails_the_run_and_says_why(corpus):
     )  # fmt: skip
     assert done.returncode == 1
     assert "in.jsonl, line 2: not JSON" in done.stderr
+
+
+@pytest.mark.parametrize(("missing", "status"), [([], 0), ([1], 1)])
+def test_a_run_on_ray_ends_well_only_with_all_shards(monkeypatch, capsys, missing, status):
+    # datatrove logs the failed tasks and returns.
+    executor = SimpleNamespace(run=list, world_size=2, get_incomplete_ranks=lambda: missing)
+    monkeypatch.setattr(preprocess_on_cluster, "make_executor", lambda args: executor)
+    command = ["--executor", "ray", "--tasks", "2", "--logging-dir", "x", "--", "--input", "y"]
+    assert preprocess_on_cluster.main(command) == status
+    assert ("1 of 2 tasks did not finish (1)" in capsys.readouterr().err) == bool(missing)
 
 
 @pytest.mark.parametrize(
