@@ -23,20 +23,22 @@ DISTRIBUTION_OF = {"yaml": "pyyaml"}
 """Import name -> distribution name, where they differ."""
 
 FIRST_SAFE = {
-    "h11": ("0.16.0", "CVE-2025-43859: request smuggling"),
-    "jinja2": ("3.1.6", "CVE-2025-27516: a template leaves its sandbox"),
-    "nltk": ("3.9.3", "CVE-2025-14009 and CVE-2024-39705: downloaded data is executed"),
-    "orjson": ("3.9.15", "CVE-2024-27454: no limit of recursion while reading"),
-    "pyarrow": ("14.0.1", "CVE-2023-47248: a Parquet file is executed"),
-    "ray": ("2.52.0", "CVE-2025-62593: a web page runs code through the dashboard"),
-    "sentencepiece": ("0.2.3", "CVE-2026-1260 and crashes while a made-up model is loaded"),
-    "setuptools": ("78.1.1", "CVE-2025-47273: a package is written outside its folder"),
+    "h11": ("0.16.0", "a chunk of a request may end in any two bytes: request smuggling"),
+    "jinja2": ("3.1.6", "the filter attr reaches attributes that the sandbox hides"),
+    "nltk": ("3.10.0", "CVE-2026-12261: a downloaded archive replaces files of other packages"),
+    "orjson": ("3.9.15", "no limit of recursion while reading"),
+    "pyarrow": ("14.0.1", "a type stored in a file is unpickled, and so executes it"),
+    "ray": ("2.52.0", "a web page runs code through the dashboard"),
+    "sentencepiece": ("0.2.3", "crashes while a made-up model is loaded"),
+    "setuptools": ("78.1.1", "a package is written outside its folder"),
     "tiktoken": ("0.11.0", "a text that spells a special token becomes that token"),
     "torch": ("2.6.0", "CVE-2025-32434: torch.load executes files in spite of weights_only"),
-    "tqdm": ("4.66.3", "CVE-2024-34062: arguments of its command are executed"),
-    "transformers": ("4.53.0", "CVE-2025-6638 and others: patterns that take exponential time"),
+    "tqdm": ("4.66.3", "arguments of its command are executed"),
 }
-"""Distribution -> the first release without the hole that is named."""
+"""Distribution -> the first release without the hole that is named.
+
+A CVE is named where the release itself, or a library that asks for it, names that number.
+"""
 
 
 def names(requirements: list[str]) -> set[str]:
