@@ -10,14 +10,10 @@ from __future__ import annotations
 
 import re
 import sys
+import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    from pip._vendor import tomli as tomllib
 
 REQUIREMENT = re.compile(r"([\w.-]+)(?:\[[\w,]+\])?(?:>=([\w.]+))?$")
 NOT_TESTED = {"dev", "gpu"}

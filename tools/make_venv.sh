@@ -6,7 +6,7 @@
 #
 # Does nothing when DIRECTORY was made from the same pyproject.toml, constraints, extras and
 # Python. What was not made here is never touched; an environment that is made anew for another
-# Python is put aside, and comes back if that fails. PYTHON chooses the interpreter (3.10 to 3.13).
+# Python is put aside, and comes back if that fails. PYTHON chooses the interpreter (3.11 to 3.13).
 # TORCH chooses what is installed as torch, for example TORCH='torch==2.13.0 --index-url URL' for an
 # index with a particular CUDA build.
 set -euo pipefail
@@ -48,17 +48,17 @@ former=$directory.former
 check_ours "$directory"
 check_ours "$former"
 
-suitable() { "$1" -c 'import sys; raise SystemExit(not (3, 10) <= sys.version_info < (3, 14))'; }
+suitable() { "$1" -c 'import sys; raise SystemExit(not (3, 11) <= sys.version_info < (3, 14))'; }
 
 find_python() {
     local candidate
-    for candidate in ${PYTHON:-python3.11 python3 python3.12 python3.13 python3.10 python}; do
+    for candidate in ${PYTHON:-python3.11 python3 python3.12 python3.13 python}; do
         if command -v "$candidate" >/dev/null && suitable "$candidate" 2>/dev/null; then
             command -v "$candidate"
             return
         fi
     done
-    echo "No Python 3.10 to 3.13 found${PYTHON:+ (PYTHON=$PYTHON)}; set PYTHON to one." >&2
+    echo "No Python 3.11 to 3.13 found${PYTHON:+ (PYTHON=$PYTHON)}; set PYTHON to one." >&2
     return 1
 }
 

@@ -16,7 +16,7 @@ import torch
 from megatron.core.errors import ConfigError, NumericsError
 
 
-class RerunMode(str, enum.Enum):  # StrEnum needs Python 3.11
+class RerunMode(enum.StrEnum):
     """What is done about results; only `DISABLED` exists here."""
 
     DISABLED = "disabled"
@@ -35,7 +35,7 @@ class RerunState(enum.Enum):
     RERUNNING_AGAIN_FROM_CHECKPOINT = 5
 
 
-class RerunDiagnostic(str, enum.Enum):
+class RerunDiagnostic(enum.StrEnum):
     """What reruns would have found."""
 
     CORRECT_RESULT = "correct_result"
@@ -43,7 +43,7 @@ class RerunDiagnostic(str, enum.Enum):
     PERSISTENT_ERROR = "persistent_error"
 
 
-class RerunValidationStatus(str, enum.Enum):
+class RerunValidationStatus(enum.StrEnum):
     """What came of one validation."""
 
     RERUN_DISABLED = "rerun_disabled"

@@ -11,7 +11,7 @@ class ModelType(enum.Enum):
     encoder_or_decoder = 1
 
 
-class Fp8Recipe(str, enum.Enum):  # StrEnum needs Python 3.11
+class Fp8Recipe(enum.StrEnum):
     """FP8 scaling recipes of Transformer Engine."""
 
     delayed = "delayed"

@@ -72,7 +72,7 @@ class Client:
                 message = await asyncio.wait_for(
                     self._receive(), max(deadline - time.monotonic(), 0.0)
                 )
-            except asyncio.TimeoutError:
+            except TimeoutError:
                 return
             if message["type"] == "http.disconnect":
                 raise ClientGone

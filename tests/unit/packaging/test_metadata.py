@@ -4,6 +4,7 @@ import importlib.metadata
 import re
 import subprocess
 import sys
+import tomllib
 
 import pytest
 from packaging.requirements import Requirement
@@ -11,11 +12,6 @@ from packaging.version import Version
 
 from megatron.core.capabilities import BUILT_FROM_SOURCE, EXTRA_OF
 from tests.harness.pool import REPOSITORY
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 PYPROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())
 EXTRAS = PYPROJECT["project"]["optional-dependencies"]
