@@ -9,6 +9,7 @@ import torch
 
 from megatron.training.cli.parser import parse_command_line
 from megatron.training.resolve import pad_vocabulary, resolve, resolve_vocabulary
+from megatron.training.transformer_settings import transformer_config
 
 
 def words_of(text: str) -> list[str]:
@@ -55,6 +56,7 @@ def run(*words: str, world_size: int = 1):
         (["--fp16"], 1, "params_dtype", torch.float16),
         (["--use-rotary-position-embeddings"], 1, "position_embedding_type", "rope"),
         (["--no-position-embedding"], 1, "position_embedding_type", "none"),
+        (["--multi-latent-attention"], 1, "position_embedding_type", "rope"),
         (
             ["--no-position-embedding", "--position-embedding-type", "rope"],
             1,
@@ -179,3 +181,19 @@ def test_a_tokenizer_adds_no_classes_to_the_loss_of_a_model_that_is_loaded():
     assert (found.unpadded_vocab_size, found.padded_vocab_size) == (131, 256)
     assert "the tokenizer has 132 ids" in str(found.derivations[-2])
     assert resolve_vocabulary(model, 100).unpadded_vocab_size == 131
+
+
+@pytest.mark.parametrize(("words", "found"), [([], "transformer_engine"), (["local"], "local")])
+def test_latent_attention_takes_local_layers_beside_those_of_transformer_engine(
+    words, found, monkeypatch
+):
+    monkeypatch.setattr("megatron.training.resolve._has_engine_layers", lambda: True)
+    words = [word for each in words for word in ("--transformer-impl", each)]
+    assert run(*words).transformer_impl == found
+    assert run("--multi-latent-attention", *words).transformer_impl == "local"
+
+
+@pytest.mark.parametrize("kind", ["rope", "yarn"])
+def test_the_rotation_of_latent_attention_is_chosen_by_rope_type(kind):
+    resolved = run("--multi-latent-attention", "--rope-type", kind)
+    assert transformer_config(resolved.values).rope_type == kind
