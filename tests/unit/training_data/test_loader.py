@@ -195,6 +195,17 @@ def test_a_worker_that_dies_fails_the_next_batch_and_nothing_before():
         list(batches)
 
 
+def test_what_the_kernel_killed_for_memory_is_said_of_a_dead_worker(monkeypatch):
+    killed = iter((3, 5))
+    monkeypatch.setattr(
+        "megatron.training.datasets.loader.num_killed_for_memory", lambda: next(killed)
+    )
+    worker, batches = worker_and_batches()
+    worker.kill()
+    with pytest.raises(DataError, match=r"the kernel has killed 2 process\(es\) of this control"):
+        list(batches)
+
+
 def test_the_last_row_is_dropped_or_filled_with_samples_without_loss():
     def all_batches(rank, drop_last):
         loader = build_pretraining_data_loader(
