@@ -13,6 +13,7 @@ import re
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.connection import wait
 from typing import Any
 
 import torch
@@ -122,7 +123,7 @@ class PretrainingDataLoader(DataLoader[Any]):
                     batch = next(batches)
             except StopIteration:
                 return
-            except RuntimeError as error:
+            except (RuntimeError, OSError, EOFError) as error:
                 workers = getattr(batches, "_workers", ())
                 problem = _worker_death(error, workers, killed_before)
                 if problem is None:
@@ -228,10 +229,14 @@ class _CollateUnlessError:
 
 
 def _worker_death(
-    error: RuntimeError, workers: Sequence[Any], killed_before: int | None
+    error: Exception, workers: Sequence[Any], killed_before: int | None
 ) -> DataError | None:
     """Return an error that says which worker died of what, if that is what happened."""
-    if not re.match(r"DataLoader worker \(pid", str(error)):
+    # A batch is fetched from the worker that made it, which may have died since it told of it.
+    is_fetch = not isinstance(error, RuntimeError)
+    if is_fetch and not (workers and wait([each.sentinel for each in workers], timeout=1.0)):
+        return None
+    if not is_fetch and not re.match(r"DataLoader worker \(pid", str(error)):
         return None
     codes = [(number, worker.exitcode) for number, worker in enumerate(workers)]
     ends = [f"worker {number} {describe_exit(code)}" for number, code in codes if code]
@@ -242,7 +247,7 @@ def _worker_death(
             " for lack of memory since the workers began"
         )
     return DataError(
-        f"a loader worker process died: {', '.join(ends) or str(error).splitlines()[0]}.",
+        f"a loader worker process died: {', '.join(ends) or str(error) or type(error).__name__}.",
         rule="samples are made in --num-workers processes beside the training process",
         flags=["--num-workers"],
         fix="look for a lack of memory (also of /dev/shm); --num-workers 0 makes samples in the "
