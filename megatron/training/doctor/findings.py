@@ -20,7 +20,7 @@ from megatron.core.errors import MegatronError
 from megatron.core.utils import is_torch_min_version
 from megatron.training.setup.addresses import other_interfaces
 
-OLDEST_TORCH = "2.6.0"
+OLDEST_TORCH = "2.7.0"
 VARIABLES = (
     "CUDA_VISIBLE_DEVICES", "GLOO_SOCKET_IFNAME", "LATTICE_DEVICE", "MASTER_ADDR", "MASTER_PORT",
     "MKL_NUM_THREADS", "NCCL_DEBUG", "NCCL_IB_DISABLE", "NCCL_SOCKET_IFNAME", "OMP_NUM_THREADS",

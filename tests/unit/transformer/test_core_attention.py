@@ -185,7 +185,7 @@ def test_bf16_attention_on_the_cpu_has_less_than_twice_the_error_of_torchs_kerne
     expected_grads = gradients(expected, exact, weight.double())
     errors = {}
     for backend, g in ((AttnBackend.auto, 2), (AttnBackend.flash, 4)):
-        # torch 2.6 has no kernel on the CPU for fewer key heads: it would compute all in fp32.
+        # torch 2.7 has no kernel on the CPU for fewer key heads: it would compute all in fp32.
         heads = (t.repeat_interleave(g // 2, 2) for t in (k, v))
         core = make_core(backend, n=4, g=g, d=32)
         with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
