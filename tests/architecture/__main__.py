@@ -1,0 +1,27 @@
+"""Print the figures, or the places that one of them counts."""
+
+from __future__ import annotations
+
+import sys
+
+from tests.architecture.figures import FIGURES, tensor_functions
+
+
+def main() -> int:
+    """Run the command."""
+    if len(sys.argv) > 1:
+        name = " ".join(sys.argv[1:])
+        if name not in FIGURES:
+            print(f"no figure is called {name!r}; there are: {', '.join(FIGURES)}")
+            return 2
+        print("\n".join(FIGURES[name]()))
+        return 0
+    for name, places in FIGURES.items():
+        print(f"{len(list(places())):5}  {name}")
+    shapes = [has_shape for _, has_shape in tensor_functions()]
+    print(f"{sum(shapes) / len(shapes):5.0%}  of {len(shapes)} tensor functions give shapes")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

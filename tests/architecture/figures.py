@@ -1,0 +1,287 @@
+"""Figures of the code, counted from its syntax trees.
+
+    python -m tests.architecture            # the table
+    python -m tests.architecture NAME       # what one figure counts, line by line
+
+Each figure is a list of places, so that a number can always be looked at. `test_figures.py` holds
+the bounds.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+
+from tests.architecture.source import Function, Module, circles, imports, modules
+
+COLLECTIVES = {
+    "all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object", "all_to_all",
+    "all_to_all_single", "barrier", "batch_isend_irecv", "broadcast", "broadcast_object_list",
+    "gather", "gather_object", "irecv", "isend", "monitored_barrier", "P2POp", "recv", "reduce",
+    "reduce_scatter", "reduce_scatter_tensor", "scatter", "scatter_object_list", "send",
+    "_all_gather_base", "_reduce_scatter_base",
+}  # fmt: skip
+"""What of torch.distributed talks to other ranks."""
+
+MUTATORS = {
+    "add", "append", "appendleft", "clear", "discard", "extend", "insert", "pop", "popitem",
+    "popleft", "remove", "set", "reset", "setdefault", "update",
+}  # fmt: skip
+
+DEVICE_ROOMS = ("megatron.core.device", "megatron.core.kernels", "megatron.core.transport")
+"""Where a device may be asked for."""
+
+NAMES_OF_OTHERS = ("megatron.compatibility",)
+
+
+def declared_twice() -> Iterator[str]:
+    """Settings that are fields of a config of `training` and of one that uses them."""
+    fields: dict[str, list[str]] = {}
+    for module in modules().values():
+        is_training = module.name.startswith("megatron.training.config")
+        is_user = module.name.startswith(
+            ("megatron.core.transformer.config", "megatron.core.transformer.transformer_config",
+             "megatron.core.model_parallel_config", "megatron.core.optimizer.optimizer_config",
+             "megatron.core.distributed.distributed_data_parallel_config",
+             "megatron.training.checkpointing.settings")
+        )  # fmt: skip
+        if is_training or is_user:
+            for name, line in _dataclass_fields(module):
+                fields.setdefault(name, []).append(f"{module.path}:{line}")
+    for name, places in sorted(fields.items()):
+        if len({place.rpartition(":")[0] for place in places}) > 1:
+            yield f"{name}: {', '.join(places)}"
+
+
+def _dataclass_fields(module: Module) -> Iterator[tuple[str, int]]:
+    for node in module.tree.body:
+        is_dataclass = isinstance(node, ast.ClassDef) and any(
+            "dataclass" in ast.unparse(d) or "config" in ast.unparse(d).lower()
+            for d in node.decorator_list
+        )
+        if not is_dataclass:
+            continue
+        for child in node.body:
+            is_field = isinstance(child, ast.AnnAssign) and isinstance(child.target, ast.Name)
+            if is_field and "ClassVar" not in ast.unparse(child.annotation):
+                yield child.target.id, child.lineno
+
+
+def untyped_reads() -> Iterator[str]:
+    """Reads of settings that the type checker cannot see: by a string key, or through an object
+    that answers any name."""
+    answers_all = any(
+        isinstance(child, Function) and child.name == "__getattr__"
+        for module in modules().values()
+        if module.name == "megatron.training.resolve" or ".training.config" in module.name
+        for node in module.tree.body
+        if isinstance(node, ast.ClassDef)
+        for child in node.body
+    )
+    groups = {"values", "config", "namespace"}
+    for module in modules().values():
+        if module.name.startswith(("megatron.compatibility", "megatron.core")):
+            continue
+        for node in ast.walk(module.tree):
+            if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
+                base = ast.unparse(node.value).rpartition(".")[2]
+                if isinstance(node.slice.value, str) and base in {"settings", "v", "values"}:
+                    yield f"{module.path}:{node.lineno} {ast.unparse(node)}"
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+                is_args = node.value.id == "args"
+                is_run = node.value.id == "run" and answers_all and node.attr not in groups
+                if (is_args or is_run) and not node.attr.startswith("__"):
+                    yield f"{module.path}:{node.lineno} {ast.unparse(node)}"
+
+
+def module_state() -> Iterator[str]:
+    """Names of modules that functions set or change: whoever reads them depends on when."""
+    for module in modules().values():
+        names = {
+            target.id
+            for node in module.tree.body
+            if isinstance(node, ast.Assign | ast.AnnAssign)
+            for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
+            if isinstance(target, ast.Name)
+        }
+        changed = {
+            name: line
+            for function, _ in module.functions()
+            for name, line in _changes(function)
+            if name in names
+        }
+        for name, line in sorted(changed.items()):
+            yield f"{module.path}:{line} {name}"
+
+
+def _changes(function: Function) -> Iterator[tuple[str, int]]:
+    own = {a.arg for a in _arguments(function)} | {
+        target.id
+        for node in ast.walk(function)
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+        for target in (node,)
+    }
+    for node in ast.walk(function):
+        if isinstance(node, ast.Global):
+            yield from ((name, node.lineno) for name in node.names)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            base = node.func.value
+            if isinstance(base, ast.Name) and node.func.attr in MUTATORS and base.id not in own:
+                yield base.id, node.lineno
+        if isinstance(node, ast.Subscript | ast.Attribute) and isinstance(
+            node.ctx, ast.Store | ast.Del
+        ):
+            base = node.value
+            if isinstance(base, ast.Name) and base.id not in own:
+                yield base.id, node.lineno
+
+
+def files_with_collectives() -> Iterator[str]:
+    """Files that call torch.distributed to talk to other ranks."""
+    for module in modules().values():
+        found = Counter(
+            node.attr
+            for node in ast.walk(module.tree)
+            if isinstance(node, ast.Attribute)
+            and node.attr in COLLECTIVES
+            and ast.unparse(node.value) in {"dist", "torch.distributed", "distributed"}
+        )
+        if found:
+            yield f"{module.path}: {', '.join(sorted(found))}"
+
+
+def device_branches() -> Iterator[str]:
+    """Questions about the kind of a device, outside what is chosen by device."""
+    for module in modules().values():
+        if module.name.startswith(DEVICE_ROOMS) or not module.name.startswith("megatron.core"):
+            continue
+        for node in ast.walk(module.tree):
+            text = ast.unparse(node) if isinstance(node, ast.Attribute | ast.Compare) else ""
+            is_type = isinstance(node, ast.Compare) and (
+                "device" in text or ".type" in text
+            ) and ("'cpu'" in text or "'cuda'" in text)  # fmt: skip
+            asks = isinstance(node, ast.Attribute) and node.attr in {"is_cpu", "is_cuda"}
+            if is_type or asks:
+                yield f"{module.path}:{node.lineno} {text}"
+            if isinstance(node, ast.Name) and node.id == "is_cpu":
+                yield f"{module.path}:{node.lineno} is_cpu"
+
+
+def unread_parameters() -> Iterator[str]:
+    """Parameters that a function takes and never reads, outside the names of other projects."""
+    for module in modules().values():
+        if module.name.startswith(NAMES_OF_OTHERS):
+            continue
+        for function, owner in module.functions():
+            if _is_declaration(function, owner):
+                continue
+            read = {
+                node.id
+                for statement in function.body
+                for node in ast.walk(statement)
+                if isinstance(node, ast.Name)
+            }
+            for argument in _arguments(function):
+                name = argument.arg
+                if name not in read and name not in {"self", "cls", "ctx"} and name[0] != "_":
+                    where = f"{owner.name}." if owner else ""
+                    yield f"{module.path}:{function.lineno} {where}{function.name}({name})"
+
+
+def _is_declaration(function: Function, owner: ast.ClassDef | None) -> bool:
+    """Return whether the body says nothing: a protocol, an overload, a hook without effect."""
+    decorators = " ".join(ast.unparse(d) for d in function.decorator_list)
+    if "abstractmethod" in decorators or "overload" in decorators:
+        return True
+    if owner is not None and any("Protocol" in ast.unparse(base) for base in owner.bases):
+        return True
+    body = [s for s in function.body if not _is_docstring(s)]
+    return not body or all(isinstance(s, ast.Pass | ast.Raise) for s in body)
+
+
+def _is_docstring(statement: ast.stmt) -> bool:
+    return isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
+
+
+def _arguments(function: Function) -> list[ast.arg]:
+    a = function.args
+    extra = [x for x in (a.vararg, a.kwarg) if x is not None]
+    return [*a.posonlyargs, *a.args, *a.kwonlyargs, *extra]
+
+
+def public_parameters() -> Iterator[str]:
+    """All annotated parameters of public functions."""
+    for module in modules().values():
+        for function, _ in module.public_functions():
+            for argument in _arguments(function):
+                if argument.annotation is not None:
+                    where = f"{module.path}:{function.lineno} {function.name}"
+                    yield f"{where}({argument.arg}: {ast.unparse(argument.annotation)})"
+
+
+def any_parameters() -> Iterator[str]:
+    """Those whose type is, or has inside, Any."""
+    return (p for p in public_parameters() if re.search(r"\bAny\b", p.partition(": ")[2]))
+
+
+def tensor_functions() -> Iterator[tuple[str, bool]]:
+    """Public functions of core that take and return tensors, and whether a shape stands in the
+    docstring."""
+    for module in modules().values():
+        if not module.name.startswith("megatron.core"):
+            continue
+        for function, owner in module.public_functions():
+            types = [ast.unparse(a.annotation) for a in _arguments(function) if a.annotation]
+            returns = ast.unparse(function.returns) if function.returns else ""
+            if not any("Tensor" in t for t in types) or "Tensor" not in returns:
+                continue
+            text = ast.get_docstring(function) or ""
+            if owner is not None and function.name == "forward":
+                text += ast.get_docstring(owner) or ""
+            where = f"{module.path}:{function.lineno} {function.name}"
+            yield where, "[" in text and "]" in text
+
+
+def without_shapes() -> Iterator[str]:
+    """Tensor functions whose docstring has no shape."""
+    return (where for where, has_shape in tensor_functions() if not has_shape)
+
+
+def import_circles() -> Iterator[str]:
+    """Groups of modules that import each other, also inside functions."""
+    return (" <-> ".join(circle) for circle in circles())
+
+
+def long_files() -> Iterator[str]:
+    """Files of more than 450 lines."""
+    return (f"{m.path}: {m.num_lines}" for m in modules().values() if m.num_lines > 450)
+
+
+def crumbs() -> Iterator[str]:
+    """Modules of at most 60 lines with one importer."""
+    importers: dict[str, set[str]] = {}
+    for source, targets in imports().items():
+        for target in targets:
+            importers.setdefault(target, set()).add(source)
+    for module in modules().values():
+        users = importers.get(module.name, set())
+        if not module.is_package and module.num_lines <= 60 and len(users) == 1:
+            yield f"{module.path} ({module.num_lines} lines) for {min(users)}"
+
+
+FIGURES: Mapping[str, Callable[[], Iterator[str]]] = {
+    "settings declared twice": declared_twice,
+    "untyped reads of settings": untyped_reads,
+    "module state": module_state,
+    "files with collectives": files_with_collectives,
+    "device branches": device_branches,
+    "unread parameters": unread_parameters,
+    "public parameters": public_parameters,
+    "Any in public parameters": any_parameters,
+    "tensor functions without shapes": without_shapes,
+    "import circles": import_circles,
+    "long files": long_files,
+    "crumbs": crumbs,
+}

@@ -1,0 +1,37 @@
+"""Bounds of what the figures count: none of them grows."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.architecture.figures import FIGURES, any_parameters, public_parameters, tensor_functions
+
+BOUNDS = {
+    "settings declared twice": 189,
+    "untyped reads of settings": 913,
+    "module state": 34,
+    "files with collectives": 31,
+    "device branches": 42,
+    "unread parameters": 180,
+    "import circles": 0,
+    "long files": 2,
+    "crumbs": 37,
+}
+"""Figure -> how many places it may count. A bound only falls."""
+
+
+@pytest.mark.parametrize("name", BOUNDS)
+def test_a_figure_stays_within_its_bound(name):
+    places = list(FIGURES[name]())
+    listing = "\n".join(places)
+    assert len(places) <= BOUNDS[name], f"{len(places)} > {BOUNDS[name]}:\n{listing}"
+
+
+def test_few_public_parameters_take_anything():
+    share = len(list(any_parameters())) / len(list(public_parameters()))
+    assert share <= 0.12
+
+
+def test_tensor_functions_give_shapes():
+    shapes = [has_shape for _, has_shape in tensor_functions()]
+    assert sum(shapes) / len(shapes) >= 0.60
