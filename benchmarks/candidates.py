@@ -77,7 +77,7 @@ def _optimizer(model: nn.Module, with_optimizer: bool) -> torch.optim.Optimizer 
 def lattice(
     family: str, z: Sizes, batch: int, dtype: torch.dtype, device: torch.device, optimizes: bool
 ) -> Step:
-    """Our model behind our data-parallel wrapper, with the fused head."""
+    """Our model in our data-parallel wrapper, with the fused head."""
     fields = (
         {
             "normalization": "RMSNorm",

@@ -80,7 +80,7 @@ class Candidates:
         return self.root / (f"{name}{self.rank}" if name in ("raw", "safetensors") else name)
 
     def begin_clean(self) -> None:
-        """Delete all that was written, let the disk come to rest, have memory at hand."""
+        """Delete all that was written, wait until the disk is idle, have memory at hand."""
         dist.barrier()
         if self.rank == 0:
             for path in self.root.iterdir():

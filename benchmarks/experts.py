@@ -5,7 +5,7 @@
 
 All compute the same function of the same weights, which is checked first. They alternate in one run
 on one thread, forward and backward; figures are medians. "matrix products alone" are those of the
-visits without routing, permuting or activation: the floor.
+visits without routing, permuting or activation: the lower bound.
 """
 
 from __future__ import annotations

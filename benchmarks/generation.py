@@ -7,7 +7,7 @@ A Llama of random weights is saved by Transformers and loaded from its directory
 turns in one process and on the same threads, every prompt of a batch has the same length, both
 write the same number of tokens, prefill included, and they must write the same ones. The
 median of the turns counts; it exits with status 1 if the tokens differ. Reading all weights once
-is the floor of a step, whatever the batch.
+is the lower bound of a step, whatever the batch.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ def chosen_sizes(family: str, options: argparse.Namespace) -> Sizes:
 
 
 def clock_of(device: torch.device) -> Callable[[], float]:
-    """Return a clock in seconds: processor time on the CPU, wall time behind a GPU's queue."""
+    """Return a clock in seconds: processor time on the CPU, wall time after a GPU's queue."""
     if device.type == "cpu":
         return time.process_time
 

@@ -68,8 +68,8 @@ def tokens_of(session: ModelSession) -> tuple[list[int], int | None]:
                 fix="name a text file",
             ) from error
         tokens = session.tokenizer.tokenize(text)
-        is_whole = options.max_tokens is None or options.max_tokens >= len(tokens)
-        return tokens[: options.max_tokens], len(text.encode()) if is_whole else None
+        is_all = options.max_tokens is None or options.max_tokens >= len(tokens)
+        return tokens[: options.max_tokens], len(text.encode()) if is_all else None
     corpus = IndexedDataset(options.corpus)
     tokens = []
     for number in range(len(corpus)):

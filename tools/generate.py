@@ -5,7 +5,7 @@
         --tokenizer-type GPT2BPETokenizer --vocab-file vocab.json --merge-file merges.txt \
         --prompt "To be, or not to be" --max-new-tokens 50 --temperature 0.8 --top-k 50
 
-With --load-hf DIRECTORY a model of Hugging Face is used as it lies there, with its tokenizer. The
+With --load-hf DIRECTORY a model of Hugging Face is used as it is, with its tokenizer. The
 shape of the model comes with the weights. Flags of layout, precision and tokenizer are those of
 pretrain_gpt.py. Without --temperature the most likely token is taken.
 """

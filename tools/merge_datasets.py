@@ -5,7 +5,7 @@
 
 A folder stands for all its corpora in the order of their names; shards in it must be complete.
 Shards of several kinds (of several keys, or conversations and their masks) become one corpus for
-each kind, with the end of its name behind the prefix: data/whole_messages_document.
+each kind, with the end of its name after the prefix: data/whole_messages_document.
 
 The tokens are copied, not held in memory; with --no-copy only the indices are joined, and the
 tokens stay in the files of the shards, which must then stay too.

@@ -7,7 +7,7 @@
         -d '{"model": "model", "prompt": "To be, or not", "max_tokens": 20}'
 
 It listens on this machine only unless --host says otherwise, and answers anybody who reaches it
-unless --api-key-file names keys; what is beyond the machine belongs behind a proxy. Flags of
+unless --api-key-file names keys; what is beyond the machine needs a proxy. Flags of
 layout, precision and tokenizer are those of pretrain_gpt.py. Control-C ends it on all ranks.
 """
 
@@ -146,7 +146,7 @@ def access_of(options: argparse.Namespace) -> Access:
     if not is_local and not keys:
         print(
             f"warning: --host {options.host} answers whoever reaches this address; give "
-            "--api-key-file, or --host 127.0.0.1 behind a proxy that asks for keys",
+            "--api-key-file, or --host 127.0.0.1 and a proxy that asks for keys",
             file=sys.stderr, flush=True,
         )  # fmt: skip
     hosts = frozenset(host_name(name) for name in options.allowed_hosts)

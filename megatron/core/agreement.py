@@ -105,7 +105,7 @@ def agree(problem: MegatronError | None, group: dist.ProcessGroup | Peers | None
     """Raise on every rank of `group` if any rank brings a problem; return otherwise.
 
     All raise the same: the problem of the lowest rank that has one, with the global rank that
-    found it in the message, so that all may decide alike what to do next. A rank whose own
+    found it in the message, so that all may decide the same. A rank whose own
     problem was another, or the same unnamed, has it as the cause.
 
     Args:

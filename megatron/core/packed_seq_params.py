@@ -28,7 +28,7 @@ class PackedSeqParams:
     cu_seqlens_q: Tensor | None = None
     cu_seqlens_kv: Tensor | None = None
     cu_seqlens_q_padded: Tensor | None = None
-    """Running sums with the padding behind each sequence counted in."""
+    """Running sums with the padding after each sequence counted in."""
     cu_seqlens_kv_padded: Tensor | None = None
     max_seqlen_q: int | None = None
     max_seqlen_kv: int | None = None
@@ -53,7 +53,7 @@ class PackedSeqParams:
             int32 [b, s], never falling along a row.
         Raises:
             DataError: the lengths do not add up to s, or do not describe this batch. They are
-                alike on all ranks that share the micro batch, which raise alike.
+                the same on all ranks that share the micro batch, which raise the same error.
         """
         refuse_given(
             "PackedSeqParams",

@@ -1,8 +1,8 @@
-"""Facts that live on a parameter, and the arithmetic of its shards.
+"""Metadata of a parameter, and the arithmetic of its shards.
 
 A parameter says how it is split, over which axes its gradient is partial, what it is tied to
 and how it is initialised. Checkpoints, gradient finalisation, clipping and initialisation read
-these facts; none of them asks what class the model has.
+this metadata; none of them asks what class the model has.
 
 Shapes: `full` is the tensor of the one-device model, `local` the piece of one rank.
 """
@@ -80,7 +80,7 @@ def num_elements_before_padding(parameter: Tensor, meta: ParamMeta, axis_rank: i
 
 
 def get_param_meta(parameter: Tensor) -> ParamMeta:
-    """Return the facts of `parameter`.
+    """Return the metadata of `parameter`.
 
     A parameter of a third party's module has no `ParamMeta`; its Megatron attributes
     (`tensor_model_parallel`, `partition_dim`, `partition_stride`, `sequence_parallel`,
@@ -88,7 +88,7 @@ def get_param_meta(parameter: Tensor) -> ParamMeta:
     """
     meta = getattr(parameter, _ATTRIBUTE, None)
     if meta is not None:
-        # The one fact that custom modules commonly set after construction.
+        # The one attribute that custom modules commonly set after construction.
         if getattr(parameter, "sequence_parallel", False) and not meta.grad_sum_axes:
             return ParamMeta(**{**meta.__dict__, "grad_sum_axes": ("tp",)})
         return meta

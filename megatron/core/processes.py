@@ -94,7 +94,7 @@ def describe_exit(code: int) -> str:
     if -code == getattr(signal, "SIGBUS", None):
         return (
             f"was killed by signal {-code} (SIGBUS): a file that it had mapped became shorter, as "
-            "a corpus that is rewritten in place, or a disk or /dev/shm had no room or failed"
+            "a corpus that is rewritten in place, or a disk or /dev/shm was full or failed"
         )
     return f"was killed by signal {-code}"
 

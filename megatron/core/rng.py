@@ -255,7 +255,7 @@ def keyed_keep_mask(x: Tensor, keep_probability: float) -> Tensor:
 
 
 def keyed_uniform(x: Tensor, rows: SequenceRows | None) -> Tensor:
-    """Draw uniform numbers in [0, 1) shaped like activations x [rows, b, ...], keyed alike.
+    """Draw uniform numbers in [0, 1) shaped like activations x [rows, b, ...], keyed the same.
 
     Args:
         rows: which positions `x` holds.

@@ -3,7 +3,7 @@
 A layer in the middle of a pipeline never meets the loss function. It attaches its side loss to a
 tensor that it passes on; when the gradient of that tensor arrives, the side loss receives its own,
 weighted as a mean over the micro batches of the step would be. The schedule says how each micro
-batch of the main loss is weighted; side losses are weighted alike, in every layout.
+batch of the main loss is weighted; side losses are weighted the same, in every layout.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Small collectives of the loop: ranks tell each other one fact, or sum a few numbers."""
+"""Small collectives of the loop: ranks tell each other one value, or sum a few numbers."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ class DataIterators:
         """End the loaders' worker processes now.
 
         Left to the garbage collector they would not hear of it, because the queues that tell them
-        are collected first, and each would be waited for in vain.
+        are collected first, and each would never come.
         """
         for held in (self.train, self.test, *(each.data for each in self.valid)):
             for iterator in held if isinstance(held, list) else [held]:

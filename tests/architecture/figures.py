@@ -14,6 +14,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 
+from tests.architecture import words
 from tests.architecture.source import Function, Module, circles, imports, modules
 
 COLLECTIVES = {
@@ -284,4 +285,5 @@ FIGURES: Mapping[str, Callable[[], Iterator[str]]] = {
     "import circles": import_circles,
     "long files": long_files,
     "crumbs": crumbs,
+    "words of our own": words.findings,
 }

@@ -21,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print the differences and return whether there are any."""
     both = [opened(place_of(p)) for p in (arguments.path, arguments.other)]
-    settings = [_facts_of(contents) for contents in both]
+    settings = [_settings_of(contents) for contents in both]
     num_found = 0
     for name in sorted(settings[0].keys() | settings[1].keys()):
         values = [s.get(name, "absent") for s in settings]
@@ -47,7 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
     return int(num_found > 0)
 
 
-def _facts_of(contents: Contents) -> dict[str, Any]:
+def _settings_of(contents: Contents) -> dict[str, Any]:
     state = contents.common_state()
     versions = contents.manifest.info.get("versions", {})
     known = {f"version of {name}": value for name, value in versions.items()}

@@ -1,6 +1,6 @@
 """Gated activations act(gate) * up of one packed tensor (GLU Variants, arXiv 2002.05202).
 
-The two halves are read where they lie and their gradients are written into one tensor, so the
+The two halves are read in place and their gradients are written into one tensor, so the
 packed layout costs no copies: autograd's own backward of a split pads each half with zeros and
 adds them.
 

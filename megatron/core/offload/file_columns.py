@@ -1,4 +1,4 @@
-"""Columns in a file: read ahead, changed in memory, written back behind the computation.
+"""Columns in a file: read ahead, changed in memory, written back after the computation.
 
 S. Rajbhandari et al., "ZeRO-Infinity: Breaking the GPU Memory Wall for Extreme Scale Deep
 Learning", section 6.3, arXiv 2104.07857. A few buffers of one chunk each are all the memory this
@@ -24,7 +24,7 @@ from megatron.core.errors import ConfigError
 from megatron.core.offload.memory_columns import chunk_ranges
 
 NUM_BUFFERS = 4
-"""Chunks in memory: one computed on, and reads ahead and writes behind on both sides of it."""
+"""Chunks in memory: one computed on, and reads before it and writes after it."""
 PAGE_BYTES = 4096
 
 

@@ -3,7 +3,7 @@
 A layer's weights are gathered, used and given up, then the next layer's are: the second may have
 the memory of the first. But what autograd has saved of a weight (its transpose, say) points at an
 address, so a weight must come back to where it was. On Linux both hold: a tensor keeps its
-address range for good, and the pages behind it move from one range to another (mremap(2)). That
+address range for good, and its pages move from one range to another (mremap(2)). That
 costs the moving of page table entries, where fresh pages would have to be faulted in and cleared
 one by one, and blocks of malloc of changing sizes would leave holes (60 MiB of them in a
 34-million-parameter GPT). On other systems, and on accelerators, whose allocator keeps freed
@@ -26,7 +26,7 @@ MAX_SPARE = 1
 """Tensors of one size whose pages wait for another one; those of more go back to the system."""
 
 _MREMAP_FLAGS = 1 | 2 | 4
-"""MAYMOVE, FIXED, DONTUNMAP: to this address, and leave an empty range behind (Linux 5.7)."""
+"""MAYMOVE, FIXED, DONTUNMAP: to this address, and leave an empty range (Linux 5.7)."""
 
 
 class LentTensor:
@@ -103,7 +103,7 @@ class MemoryLender:
         return LentTensor(self, torch.frombuffer(mapping, dtype=dtype, count=numel), mapping)
 
     def take_pages(self, tensor: LentTensor) -> None:
-        """Put spare pages behind a tensor, or leave it to get fresh ones at the first touch."""
+        """Map spare pages to a tensor, or leave it to get fresh ones at the first touch."""
         spare = self._spare.get(tensor.num_mapped_bytes, [])
         if tensor in spare:
             spare.remove(tensor)

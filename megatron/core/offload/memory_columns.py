@@ -1,7 +1,7 @@
 """Bytes in columns that are visited chunk by chunk.
 
 A store holds several columns of equally many blocks. Who uses it sweeps over all chunks in order
-and changes the bytes in place; where they lie, and how they travel, is the store's business.
+and changes the bytes in place; where they are, and how they move, only the store knows.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tokenizers behind one small interface; see `base.TextTokenizer`. No torch import."""
+"""Tokenizers with one small interface; see `base.TextTokenizer`. No torch import."""
 
 from megatron.core.tokenizers.base import TextTokenizer, pad_vocab_size
 from megatron.core.tokenizers.megatron_tokenizer import (

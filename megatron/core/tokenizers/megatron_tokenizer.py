@@ -1,4 +1,4 @@
-"""One door to all tokenizers: by Megatron's type name, or by looking at the files."""
+"""Open any tokenizer: by Megatron's type name, or by looking at the files."""
 
 from __future__ import annotations
 

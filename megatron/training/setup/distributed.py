@@ -72,7 +72,7 @@ def create_groups(
 
 
 def seed_everything(seed: int) -> None:
-    """Seed Python, numpy and torch alike on all ranks.
+    """Seed Python, numpy and torch, the same on all ranks.
 
     Weights, dropout and the order of samples are keyed by name, sample and layer under this seed
     and not by rank, so every layout draws the same.

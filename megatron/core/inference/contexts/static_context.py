@@ -1,7 +1,7 @@
 """A cache of keys and values of fixed size: one row a sequence, one place a token.
 
 The rows of a forward pass are neighbouring rows of the cache. Each may be at a place of its own
-in its sequence: shorter rows of a batch are padded behind, and what padding leaves in the cache
+in its sequence: shorter rows of a batch are padded at the end, and what padding leaves in the cache
 is hidden until a real token takes its place.
 
 Legend: s new tokens, b rows of this pass, S places, g key/value groups of this rank, d head dim.
@@ -159,7 +159,7 @@ class StaticInferenceContext(BaseInferenceContext):
         return self._slots[groups]
 
     def hidden_keys(self, left: int) -> Tensor | None:
-        """Return [b, 1, s, 1, k], True where a key lies ahead of its query or too far behind.
+        """Return [b, 1, s, 1, k], True where a key comes after its query or too long before it.
 
         Args:
             left: keys to the left of a query that it may see; -1 is unlimited.
