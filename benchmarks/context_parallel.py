@@ -15,8 +15,8 @@ import time
 
 import torch
 
-from megatron.core.context_parallel.attention import ContextGroups, attend_over_sequence
-from megatron.core.context_parallel.tiles import Visibility
+from megatron.core.context_parallel.attention import ContextGroups, context_parallel_attention
+from megatron.core.kernels.block_mask import MaskSpec
 from megatron.core.utils import get_pg_size
 from tests.harness.distributed import run_distributed
 
@@ -38,10 +38,10 @@ def seconds_of_attention(groups, kind: str, length: int, share: int = 1) -> tupl
         if torch.distributed.is_initialized():
             torch.distributed.barrier()
         started, used = time.perf_counter(), time.process_time()
-        out = attend_over_sequence(
+        out = context_parallel_attention(
             *inputs,
             scale=0.2,
-            sees=Visibility((-1, 0)),
+            sees=MaskSpec((-1, 0)),
             kind=kind,
             groups=ContextGroups(groups.cp),
         )

@@ -144,12 +144,14 @@ LACKING: dict[str, dict[str, str]] = {
         "TEGroupedMLP": "use GroupedMLP (moe_grouped_gemm=True)"
     },
     "megatron.core.transformer.moe.moe_utils": {
-        "clear_aux_losses_tracker": "each router counts its own step (moe.balance.ExpertLoad)",
+        "clear_aux_losses_tracker": (
+            "each router counts its own step (moe.load_balancing.ExpertLoad)"
+        ),
         "get_moe_layer_wise_logging_tracker": (
-            "each router counts its own step (moe.balance.ExpertLoad)"
+            "each router counts its own step (moe.load_balancing.ExpertLoad)"
         ),
         "reduce_aux_losses_tracker_across_ranks": (
-            "call megatron.core.transformer.moe.balance.finish_step_of_routers"
+            "call megatron.core.transformer.moe.load_balancing.finish_step_of_routers"
         ),
         "track_moe_metrics": "balance losses are among the logged scalars without a call",
         "apply_random_logits": "set moe_router_force_load_balancing=True",

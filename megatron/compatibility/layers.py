@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.core.context_parallel import from_later
+from megatron.core.context_parallel import shift_left
 from megatron.core.context_parallel.partition import take_rows
 from megatron.core.errors import ConfigError
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
@@ -244,7 +244,7 @@ def roll_tensor(
             fix="use a negative shift along the last dimension; for packed sequences mask the last"
             " tokens of each document",
         )
-    moved = from_later(tensor, -shifts, cp_group)
+    moved = shift_left(tensor, -shifts, cp_group)
     return moved, moved.sum()
 
 

@@ -3,30 +3,14 @@
 from __future__ import annotations
 
 import atexit
-import ctypes
 import functools
-import mmap
 import os
-import platform
 import time
 
 import torch
 
-HUGE_PAGE_BYTES = 2 << 20
-RETURNED_BLOCK_BYTES = 2 << 20
-KEPT_HEAP_BYTES = 32 << 20
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-"""Names of settings in glibc's malloc.h."""
-
-
 _SETTLING_SECONDS = 0.05
 """Long enough for a thread that others keep from its core."""
-
-os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
-# Blocks of 2 MiB and more (gradients, logits) come fresh from the system in every step; in a huge
-# page one page fault serves where it took 512. Of the 60,000 faults in a step of stage 1 of the
-# sharding ladder (100 ms of 900) three quarters are gone. torch asks for huge pages if it finds
-# this in the environment when it first allocates.
 
 
 @functools.cache
@@ -101,50 +85,6 @@ def peak_memory_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def ask_for_huge_pages(memory: mmap.mmap) -> None:
-    """Ask for huge pages behind anonymous memory; without effect where the system has none."""
-    try:
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    except (AttributeError, OSError):  # another system, or a kernel without them
-        return
-
-
-def return_freed_host_blocks() -> None:
-    """Let the C library give blocks of 2 MiB and more back to the system as they are freed.
-
-    glibc does so at first, but raises the limit to the size of what it sees freed, up to 32 MiB:
-    afterwards layers, gradients and logits come from one heap, where blocks of so different sizes
-    leave holes. Of the 960 MiB of a 34-million-parameter GPT in ZeRO-3 70 were holes of this kind.
-
-    For the whole process. Without effect on other C libraries, and where the user has chosen
-    (MALLOC_MMAP_THRESHOLD_ in the environment).
-    """
-    library = _glibc()
-    if "MALLOC_MMAP_THRESHOLD_" in os.environ or library is None:
-        return
-    mallopt = library.mallopt
-    mallopt(_M_MMAP_THRESHOLD, RETURNED_BLOCK_BYTES)
-    # The top of the heap may stay: giving back and asking again costs page faults at every step.
-    mallopt(_M_TRIM_THRESHOLD, KEPT_HEAP_BYTES)
-
-
-def return_free_host_pages() -> None:
-    """Let the C library give the free pages of its heap back to the system now.
-
-    Freed activations leave holes that the heap keeps. Worth its time (a millisecond, and the page
-    faults of the next pass) just before something large is allocated. Without effect on other C
-    libraries than glibc.
-    """
-    library = _glibc()
-    if device_type() == "cpu" and library is not None:
-        library.malloc_trim(0)
-
-
-@functools.cache
-def _glibc() -> ctypes.CDLL | None:
-    return ctypes.CDLL(None) if "glibc" in platform.libc_ver()[0] else None
-
-
 def device_name() -> str:
     """Return what the accelerator calls itself, or "cpu"."""
     if device_type() == "cpu":
@@ -174,11 +114,3 @@ def dump_memory_history(path: str) -> None:
     """Write what `record_memory_history` kept, for https://pytorch.org/memory_viz."""
     if device_type() == "cuda":
         torch.cuda.memory._dump_snapshot(path)
-
-
-def multiprocessor_count() -> int:
-    """Return the number of multiprocessors of the accelerator, or of CPU cores."""
-    if device_type() == "cpu":
-        return os.cpu_count() or 1
-    module = torch.get_device_module(device_type())
-    return module.get_device_properties(current_device()).multi_processor_count

@@ -14,12 +14,12 @@ from torch import Tensor
 
 from megatron.core import device
 from megatron.core.inference.contexts import StaticInferenceContext
+from megatron.core.kernels.cpu.prepacked_weights import prepack
 from megatron.core.pipeline_parallel.instructions import Placement
 from megatron.core.pipeline_parallel.layout import loss_rank, placement_shape
 from megatron.core.pipeline_parallel.p2p_communication import Message, P2PCommunicator
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
-from megatron.core.tensor_parallel.packed_weights import pack
 from megatron.core.tensor_parallel.parallel_parameters import ParallelLinear
 from megatron.core.utils import as_list, get_model_config, get_pg_rank, get_pg_size, unwrap_model
 from megatron.inference.sampling import Draw, choose_tokens, log_probabilities
@@ -60,7 +60,7 @@ class CachedModel:
         self.context.materialize_only_last_token_logits = True
         if packs_weights:
             for weight in self._weights():
-                pack(weight, is_for_one_row=max_rows == 1)
+                prepack(weight, is_for_one_row=max_rows == 1)
         self._rank = get_pg_rank(groups.pp)
         self._placement = Placement(
             get_pg_size(groups.pp), len(self.chunks), placement_shape(self.config.pipeline_schedule)

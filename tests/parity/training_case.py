@@ -37,7 +37,7 @@ from megatron.core.pipeline_parallel.layout import pipeline_layout
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.rng import rng_state
-from megatron.core.transformer.moe.balance import routers_of
+from megatron.core.transformer.moe.load_balancing import routers_of
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_pg_rank, get_pg_size
 from tests.parity.layouts import EXPERTS, LayoutCase, ModelCase

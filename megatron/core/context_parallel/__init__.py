@@ -2,18 +2,18 @@
 
 from megatron.core.context_parallel.attention import (
     COMMUNICATION_TYPES,
-    attend_over_sequence,
+    context_parallel_attention,
 )
 from megatron.core.context_parallel.partition import (
     get_batch_on_this_cp_rank,
     rows_of_rank,
 )
-from megatron.core.context_parallel.shift import from_later
+from megatron.core.context_parallel.shift import shift_left
 
 __all__ = [
     "COMMUNICATION_TYPES",
-    "attend_over_sequence",
-    "from_later",
+    "context_parallel_attention",
     "get_batch_on_this_cp_rank",
     "rows_of_rank",
+    "shift_left",
 ]

@@ -19,13 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.core.context_parallel.blockwise import (
-    AttentionRule,
-    PartialAttention,
-    attend,
-    attend_backward,
-    sink_rows,
-)
 from megatron.core.context_parallel.exchange import (
     Exchange,
     Gather,
@@ -39,8 +32,15 @@ from megatron.core.context_parallel.head_exchange import (
     key_heads_for_ranks,
     sequence_to_heads,
 )
-from megatron.core.context_parallel.tiles import Visibility
 from megatron.core.errors import ConfigError
+from megatron.core.kernels.block_mask import MaskSpec
+from megatron.core.kernels.blockwise import (
+    AttentionRule,
+    PartialAttention,
+    attend,
+    attend_backward,
+    sink_rows,
+)
 from megatron.core.process_groups_config import Group
 from megatron.core.rng import AttentionKeepMask, SequenceRows
 from megatron.core.utils import get_pg_rank, get_pg_size
@@ -96,13 +96,13 @@ def _plan(kind: str, groups: ContextGroups, num_local_rows: int) -> _Plan:
     return _Plan(heads, Ring(ring, total), rows)
 
 
-def attend_over_sequence(
+def context_parallel_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
     *,
     scale: float,
-    sees: Visibility,
+    sees: MaskSpec,
     kind: str = "p2p",
     groups: ContextGroups | None = None,
     dropout: float = 0.0,

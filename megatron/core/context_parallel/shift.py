@@ -11,7 +11,7 @@ from megatron.core.tensor_parallel import collectives
 from megatron.core.utils import get_pg_rank, get_pg_size
 
 
-def from_later(x: Tensor, distance: int, cp: Group) -> Tensor:
+def shift_left(x: Tensor, distance: int, cp: Group) -> Tensor:
     """Return at each position what `x` holds `distance` positions later.
 
     Args:

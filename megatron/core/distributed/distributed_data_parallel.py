@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from megatron.core.deferred_gradients import put_off
-from megatron.core.device import current_device, return_freed_host_blocks
 from megatron.core.distributed.bucketed_buffer import BucketedBuffer, ReductionPolicy
 from megatron.core.distributed.communication import Mesh, broadcast_from_first
 from megatron.core.distributed.compressed_reduction import CompressionSettings
@@ -39,6 +38,7 @@ from megatron.core.distributed.sharded_state import (
 )
 from megatron.core.errors import NumericsError
 from megatron.core.initialization import fill_deferred_weights
+from megatron.core.kernels.cpu.malloc import return_freed_blocks
 from megatron.core.param_meta import get_param_meta
 from megatron.core.process_groups_config import Group, ProcessGroupCollection
 from megatron.core.utils import get_pg_rank, get_pg_size
@@ -92,8 +92,8 @@ class DistributedDataParallel(nn.Module):
         self._syncs_in_backward = ddp_config.overlap_grad_reduce
         self._awaits_end = False
         self._param_index: dict[nn.Parameter, tuple[BucketedBuffer, int]] = {}
-        if ddp_config.use_distributed_optimizer and current_device().type == "cpu":
-            return_freed_host_blocks()
+        if ddp_config.use_distributed_optimizer:
+            return_freed_blocks()
         units = units_of(module) if ddp_config.shards_parameters else []
         self.gradient_buffers = self._build_buffers(disable_bucketing, units)
         fill_deferred_weights(module, [p for p in module.parameters() if not self._is_sharded(p)])

@@ -15,7 +15,7 @@ from megatron.core.distributed.model_parameters import tied_parameters
 from megatron.core.param_meta import get_param_meta
 from megatron.core.pipeline_parallel.layout import loss_rank
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer.moe.balance import finish_step_of_routers
+from megatron.core.transformer.moe.load_balancing import finish_step_of_routers
 from megatron.core.utils import get_model_config, get_pg_size
 
 

@@ -28,10 +28,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from megatron.core.deferred_gradients import put_off
-from megatron.core.device import return_free_host_pages
 from megatron.core.distributed.model_parameters import Unit
 from megatron.core.distributed.sections import Pass
 from megatron.core.distributed.sharded_parameter_buffer import ShardedParameterBuffer
+from megatron.core.kernels.cpu.malloc import return_free_pages
 
 _Place = tuple[ShardedParameterBuffer, int]
 """A buffer, and the number of a section in it."""
@@ -131,7 +131,7 @@ class ParameterUnits:
                     buffer.prepare_gradients(section)
         if numbers[0] == 1:
             # The gradient of a large table comes next, when nearly all activations are gone.
-            return_free_host_pages()
+            return_free_pages()
         if before_that is not None:
             self._start_gather(before_that, Pass.BACKWARD)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron.core.fusions.gated_activation import (
+from megatron.core.kernels.gated_activation import (
     GELU_TANH,
     QUICK_GELU,
     QUICK_GELU_SLOPE,

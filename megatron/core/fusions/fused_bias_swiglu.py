@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from megatron.core.fusions.gated_activation import SILU, gated
+from megatron.core.kernels.gated_activation import SILU, gated
 
 
 def swiglu(y: Tensor) -> Tensor:

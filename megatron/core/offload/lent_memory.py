@@ -20,7 +20,7 @@ import sys
 import torch
 from torch import Tensor
 
-from megatron.core.device import HUGE_PAGE_BYTES, ask_for_huge_pages
+from megatron.core.kernels.cpu.malloc import HUGE_PAGE_BYTES, advise_huge_pages
 
 MAX_SPARE = 1
 """Tensors of one size whose pages wait for another one; those of more go back to the system."""
@@ -99,7 +99,7 @@ class MemoryLender:
         length = -(-num_bytes // page) * page
         mapping = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if is_large:
-            ask_for_huge_pages(mapping)
+            advise_huge_pages(mapping)
         return LentTensor(self, torch.frombuffer(mapping, dtype=dtype, count=numel), mapping)
 
     def take_pages(self, tensor: LentTensor) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megatron.core.process_groups_config import Group
 from megatron.core.tensor_parallel.mappings import tensor_parallel_group
-from megatron.core.tensor_parallel.softmax_rows import (
+from megatron.core.tensor_parallel.vocab_parallel_softmax import (
     Labels,
     RowStatistics,
     VocabularyShard,

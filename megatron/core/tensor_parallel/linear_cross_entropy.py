@@ -23,7 +23,7 @@ from megatron.core.param_meta import accumulate_main_grad, has_main_grad
 from megatron.core.process_groups_config import Group
 from megatron.core.tensor_parallel import collectives
 from megatron.core.tensor_parallel.mappings import tensor_parallel_group
-from megatron.core.tensor_parallel.softmax_rows import (
+from megatron.core.tensor_parallel.vocab_parallel_softmax import (
     Labels,
     VocabularyShard,
     arithmetic_dtype,

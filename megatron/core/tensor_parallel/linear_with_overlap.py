@@ -21,6 +21,7 @@ from torch import Tensor
 
 from megatron.core import deferred_gradients
 from megatron.core.errors import ConfigError
+from megatron.core.kernels.cpu.prepacked_weights import linear
 from megatron.core.param_meta import (
     accumulate_main_grad,
     add_gradient,
@@ -29,7 +30,6 @@ from megatron.core.param_meta import (
 )
 from megatron.core.process_groups_config import Group
 from megatron.core.tensor_parallel import collectives, mappings
-from megatron.core.tensor_parallel.packed_weights import linear
 from megatron.core.utils import get_pg_size
 
 

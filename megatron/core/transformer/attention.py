@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 
 from megatron.core.errors import ConfigError, refuse_given
+from megatron.core.kernels.kv_cache_attention import kv_cache_attention
 from megatron.core.param_meta import get_param_meta, set_param_meta
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.mappings import all_gather_last_dim_from_tensor_parallel_region
 from megatron.core.tensor_parallel.random import checkpoint
-from megatron.core.transformer.cached_attention import cached_attention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
@@ -121,11 +121,11 @@ class Attention(MegatronModule):
             **options,
         )
 
-    def norm(self, spec: Any, width: int, *, sees_part: bool) -> Any:
+    def norm(self, spec: Any, width: int, *, is_sharded: bool) -> Any:
         """Build a norm of the last `width` channels from its spec; None without one.
 
         Args:
-            sees_part: each tensor-parallel rank norms other rows or heads, so that the gradients
+            is_sharded: each tensor-parallel rank norms other rows or heads, so that the gradients
                 of its weights are partial sums.
         """
         if spec is None:
@@ -133,7 +133,7 @@ class Attention(MegatronModule):
         norm = build_module(
             spec, config=self.config, hidden_size=width, eps=self.config.layernorm_epsilon
         )
-        if sees_part:
+        if is_sharded:
             for parameter in norm.parameters():
                 meta = get_param_meta(parameter)
                 set_param_meta(parameter, replace(meta, grad_sum_axes=("tp",)))
@@ -152,13 +152,13 @@ class Attention(MegatronModule):
         """
         raise NotImplementedError
 
-    def add_positions(
+    def apply_rotary_pos_emb_to_qk(
         self, query: Tensor, key: Tensor, angles: Any, cos: Tensor | None, sin: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """Turn queries and keys by the angles that the model gives its layers."""
         return query, key
 
-    def turned_heads(
+    def get_rotated_qkv(
         self,
         hidden_states: Tensor,
         key_value_states: Tensor | None,
@@ -169,7 +169,7 @@ class Attention(MegatronModule):
         query, key, value = self.get_query_key_value_tensors(
             hidden_states, key_value_states, positions
         )
-        return *self.add_positions(query, key, *angles), value
+        return *self.apply_rotary_pos_emb_to_qk(query, key, *angles), value
 
     def forward(
         self,
@@ -206,7 +206,7 @@ class Attention(MegatronModule):
             fix="leave these out",
         )
         context = inference_context if inference_context is not None else inference_params
-        query, key, value = self.turned_heads(
+        query, key, value = self.get_rotated_qkv(
             hidden_states,
             key_value_states,
             None if context is None else context.positions,
@@ -245,7 +245,7 @@ class Attention(MegatronModule):
                 fix="use --transformer-impl local to generate; checkpoints are the same",
             )
         left, _ = core.window(self.attn_mask_type)
-        return cached_attention(
+        return kv_cache_attention(
             query,
             keys,
             values,
@@ -284,8 +284,8 @@ class SelfAttention(Attention):
             rows = (self.queries_per_group * head, head, head)
             set_param_meta(weight, replace(get_param_meta(weight), stacked_rows=rows))
         # Each tensor-parallel rank normalises its own heads, with or without sequence parallelism.
-        self.q_layernorm = self.norm(submodules.q_layernorm, head, sees_part=True)
-        self.k_layernorm = self.norm(submodules.k_layernorm, head, sees_part=True)
+        self.q_layernorm = self.norm(submodules.q_layernorm, head, is_sharded=True)
+        self.k_layernorm = self.norm(submodules.k_layernorm, head, is_sharded=True)
         skips = config.no_rope_freq
         self.uses_rotary = not (skips and skips[min(self.layer_number, len(skips)) - 1])
 
@@ -310,7 +310,7 @@ class SelfAttention(Attention):
             key = self.k_layernorm(key)
         return query, key, value
 
-    def turned_heads(
+    def get_rotated_qkv(
         self,
         hidden_states: Tensor,
         key_value_states: Tensor | None,
@@ -323,7 +323,7 @@ class SelfAttention(Attention):
         in_parts = has_norms or not self.uses_rotary
         shares_group = get_pg_size(self.pg_collection.tp) > (self.config.num_query_groups or 1)
         if torch.is_grad_enabled() or in_parts or shares_group or cos is None or sin is None:
-            return super().turned_heads(hidden_states, key_value_states, positions, angles)
+            return super().get_rotated_qkv(hidden_states, key_value_states, positions, angles)
         packed, _ = self.linear_qkv(hidden_states)
         s, b, _ = packed.shape
         d, r = self.hidden_size_per_attention_head, self.queries_per_group
@@ -360,7 +360,7 @@ class SelfAttention(Attention):
         )
         return query, key, value
 
-    def add_positions(
+    def apply_rotary_pos_emb_to_qk(
         self, query: Tensor, key: Tensor, angles: Any, cos: Tensor | None, sin: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """Turn queries and keys, unless this layer has no positions."""

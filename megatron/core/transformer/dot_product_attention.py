@@ -2,10 +2,10 @@
 
 Four ways to the same numbers, chosen per call:
 
-- `context_parallel.attend_over_sequence` where ranks share the sequence, or documents do, and
+- `context_parallel.context_parallel_attention` where ranks share the sequence, or documents do, and
   where the softmax has a sink or bounded scores;
 - torch's `scaled_dot_product_attention` (flash kernels on GPUs);
-- `blocked_attention` on the CPU;
+- `cpu_block_attention` on the CPU;
 - the explicit formula where neither applies: dropout with a layout-independent mask on
   accelerators, `apply_query_key_layer_scaling`, or `attention_backend` unfused or local.
 
@@ -20,17 +20,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.core.context_parallel import attend_over_sequence
+from megatron.core.context_parallel import context_parallel_attention
 from megatron.core.context_parallel.attention import ContextGroups
-from megatron.core.context_parallel.tiles import Visibility
 from megatron.core.device import current_device
 from megatron.core.errors import ConfigError
 from megatron.core.initialization import full_weight, initialization_is_deferred
+from megatron.core.kernels.block_mask import MaskSpec
+from megatron.core.kernels.cpu.block_attention import cpu_block_attention, hidden_keys
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.param_meta import ParamMeta, set_param_meta, shard_of
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.rng import keyed_attention_keep_mask
-from megatron.core.transformer.blocked_attention import blocked_attention, hidden_keys
 from megatron.core.transformer.enums import AttnBackend, AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -131,7 +131,7 @@ class DotProductAttention(MegatronModule):
         plain = attention_mask is None and attention_bias is None and query.shape[0] == key.shape[0]
         if plain and not explicit and query.device.type == "cpu" and backend == AttnBackend.auto:
             keep_mask = self._keep_mask(query, key, dropout) if dropout else None
-            return blocked_attention(
+            return cpu_block_attention(
                 query, key, value, scale=self.softmax_scale, window=window, keep_mask=keep_mask
             )
         if explicit or dropout:
@@ -155,12 +155,12 @@ class DotProductAttention(MegatronModule):
         if packed_seq_params is not None:
             total = s * get_pg_size(self.context_groups.cp)
             documents = packed_seq_params.document_ids(b, total, query.device)
-        return attend_over_sequence(
+        return context_parallel_attention(
             query,
             key,
             value,
             scale=self.softmax_scale,
-            sees=Visibility(window, documents),
+            sees=MaskSpec(window, documents),
             kind=self.cp_comm_type,
             groups=self.context_groups,
             dropout=dropout,

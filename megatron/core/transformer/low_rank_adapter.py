@@ -100,13 +100,13 @@ class LowRankAdapter(nn.Module):
         # Drawn as torch draws a linear layer's weight: U(-1/sqrt(i), 1/sqrt(i)).
         draw = UniformInit(1.0 / math.sqrt(layer.input_size))
         # The replicated one sees this rank's part of the sequence, under sequence parallelism.
-        sees_part: tuple[str, ...] = ("tp",) if layer.sequence_parallel else ()
+        partial_axes: tuple[str, ...] = ("tp",) if layer.sequence_parallel else ()
         if self.is_column:
-            set_param_meta(self.down, ParamMeta(init_method=draw, grad_sum_axes=sees_part))
+            set_param_meta(self.down, ParamMeta(init_method=draw, grad_sum_axes=partial_axes))
             set_param_meta(self.up, ParamMeta(split_dim=0, split_axis="tp", stride=meta.stride))
         else:
             set_param_meta(self.down, ParamMeta(split_dim=1, split_axis="tp", init_method=draw))
-            set_param_meta(self.up, ParamMeta(grad_sum_axes=sees_part))
+            set_param_meta(self.up, ParamMeta(grad_sum_axes=partial_axes))
 
     def forward(self, x: Tensor) -> Tensor:
         """Return what is added to the layer's output, in its shape.

@@ -114,12 +114,12 @@ class MLP(MegatronModule):
         Returns:
             (output of the input's shape, bias of fc2 [h] that is still to be added, or None).
         """
-        intermediate = self.first_half(hidden_states)
+        intermediate = self.fc1_and_act(hidden_states)
         if per_token_scale is not None:
             intermediate = (intermediate * per_token_scale.unsqueeze(-1)).to(intermediate.dtype)
         return self.linear_fc2(intermediate)
 
-    def first_half(self, hidden_states: Tensor) -> Tensor:
+    def fc1_and_act(self, hidden_states: Tensor) -> Tensor:
         """Compute what fc2 multiplies: [s, b, f/tp]."""
         intermediate, bias = self.linear_fc1(hidden_states)  # a spec's layer may return its bias
         return self.activate(intermediate, bias)

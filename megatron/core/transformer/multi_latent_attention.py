@@ -58,7 +58,7 @@ class MLASelfAttention(Attention):
         self.output_width = heads * config.v_head_dim
         column = {"gather_output": False, "bias": False, "skip_bias_add": False}
         queries = heads * self.q_head_dim
-        sees_part = config.sequence_parallel
+        is_sharded = config.sequence_parallel
         if config.q_lora_rank is None:
             self.linear_q_proj = self.linear(
                 submodules.linear_q_proj, config.hidden_size, queries, **column
@@ -68,7 +68,7 @@ class MLASelfAttention(Attention):
                 submodules.linear_q_down_proj, config.hidden_size, config.q_lora_rank
             )
             self.q_layernorm = self.norm(
-                submodules.q_layernorm, config.q_lora_rank, sees_part=sees_part
+                submodules.q_layernorm, config.q_lora_rank, is_sharded=is_sharded
             )
             self.linear_q_up_proj = self.linear(
                 submodules.linear_q_up_proj, config.q_lora_rank, queries, **column
@@ -77,7 +77,7 @@ class MLASelfAttention(Attention):
         self.linear_kv_down_proj = self.linear(
             submodules.linear_kv_down_proj, config.hidden_size, latent + config.qk_pos_emb_head_dim
         )
-        self.kv_layernorm = self.norm(submodules.kv_layernorm, latent, sees_part=sees_part)
+        self.kv_layernorm = self.norm(submodules.kv_layernorm, latent, is_sharded=is_sharded)
         self.linear_kv_up_proj = self.linear(
             submodules.linear_kv_up_proj,
             latent,

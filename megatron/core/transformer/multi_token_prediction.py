@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron.core.context_parallel import from_later, rows_of_rank
+from megatron.core.context_parallel import rows_of_rank, shift_left
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import MegatronModule, in_compute_dtype
@@ -147,7 +147,7 @@ class MultiTokenPredictionBlock(MegatronModule):
             hidden_states = layer(
                 hidden_states, embed(tokens), packed_seq_params=packed_seq_params, **attention
             )
-            tokens = from_later(labels, depth, cp)
+            tokens = shift_left(labels, depth, cp)
             counts = (positions + depth < rows.total).expand_as(labels)
             if documents is not None:
                 later = (positions + depth).clamp(max=rows.total - 1)

@@ -191,7 +191,7 @@ class TransformerLayer(GraphableMegatronModule):
             rule="positions are given as rotary_pos_emb",
             fix="leave these out",
         )
-        with self._place_of_draws(hidden_states):
+        with self._rng_scope(hidden_states):
             entered = hidden_states
             hidden_states = self._forward_attention(
                 hidden_states,
@@ -217,7 +217,7 @@ class TransformerLayer(GraphableMegatronModule):
         kind = kinds if isinstance(kinds, str) else kinds[min(self.layer_number, len(kinds)) - 1]
         return {"cp_comm_type": kind}
 
-    def _place_of_draws(self, hidden_states: Tensor) -> AbstractContextManager[None]:
+    def _rng_scope(self, hidden_states: Tensor) -> AbstractContextManager[None]:
         """Key what is drawn inside by this layer; nothing is drawn in use, but to measure speed."""
         if not (self.training or self.config.moe_router_force_load_balancing):
             return nullcontext()

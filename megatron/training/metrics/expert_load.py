@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer.moe.balance import BALANCE_LOSS_NAMES, LoadSummary, routers_of
+from megatron.core.transformer.moe.load_balancing import BALANCE_LOSS_NAMES, LoadSummary, routers_of
 from megatron.core.utils import get_pg_size
 
 Loads = list[tuple[LoadSummary, dict[str, float]]]

@@ -18,9 +18,9 @@ from pathlib import Path
 
 import torch
 
-from megatron.core.context_parallel.attention import ContextGroups, attend_over_sequence
-from megatron.core.context_parallel.tiles import Visibility
-from megatron.core.device import return_free_host_pages
+from megatron.core.context_parallel.attention import ContextGroups, context_parallel_attention
+from megatron.core.kernels.block_mask import MaskSpec
+from megatron.core.kernels.cpu.malloc import return_free_pages
 from megatron.core.utils import get_pg_size
 from tests.harness.distributed import run_distributed
 from tests.harness.machine import resident_bytes
@@ -36,13 +36,13 @@ def peak_of_attention(groups, kind: str, length: int) -> int:
     shapes = ((HEADS, WIDTH), (KEY_HEADS, WIDTH), (KEY_HEADS, WIDTH))
     inputs = [torch.randn(local, 1, *shape, requires_grad=True) for shape in shapes]
     gc.collect()
-    return_free_host_pages()  # what an earlier measurement has left would serve this one unseen
+    return_free_pages()  # what an earlier measurement has left would serve this one unseen
     Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     before = resident_bytes("VmRSS")
-    out = attend_over_sequence(
+    out = context_parallel_attention(
         *inputs,
         scale=0.25,
-        sees=Visibility((-1, 0)),
+        sees=MaskSpec((-1, 0)),
         kind=kind,
         groups=ContextGroups(groups.cp, tuple(groups.hcp or ())),
     )

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron.core.context_parallel.attention import ContextGroups, attend_over_sequence
+from megatron.core.context_parallel.attention import ContextGroups, context_parallel_attention
 from megatron.core.context_parallel.partition import take_rows
-from megatron.core.context_parallel.tiles import Visibility
+from megatron.core.kernels.block_mask import MaskSpec
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.rng import rng_state
 from megatron.core.utils import get_pg_rank, get_pg_size
@@ -36,7 +36,7 @@ def attention_case(
         starts = torch.rand(BATCH, LENGTH, generator=generator) < 0.08
         documents = starts.cumsum(1).int()
     options = {
-        "scale": 0.3, "sees": Visibility(window, documents), "dropout": dropout,
+        "scale": 0.3, "sees": MaskSpec(window, documents), "dropout": dropout,
         "sink": draw(heads) if with_sink else None,
     }  # fmt: skip
     return tensors, draw(LENGTH, BATCH, heads * 6), options
@@ -56,7 +56,7 @@ def output_and_gradients(groups, kind, case):
         options["sink"].requires_grad_()
     context = ContextGroups(groups.cp, tuple(groups.hcp or ()))
     with rng_state().at("test"):
-        out = attend_over_sequence(**tensors, **options, kind=kind, groups=context)
+        out = context_parallel_attention(**tensors, **options, kind=kind, groups=context)
     out.backward(grad)
     found = {name: tensor.grad for name, tensor in tensors.items()} | {"output": out.detach()}
     return found, None if options["sink"] is None else options["sink"].grad

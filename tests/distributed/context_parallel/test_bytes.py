@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.core.context_parallel.attention import ContextGroups, attend_over_sequence
-from megatron.core.context_parallel.tiles import Visibility
+from megatron.core.context_parallel.attention import ContextGroups, context_parallel_attention
+from megatron.core.kernels.block_mask import MaskSpec
 from megatron.core.tensor_parallel import collectives
 from tests.harness.distributed import run_distributed
 
@@ -69,10 +69,10 @@ def bytes_of_a_layer(groups, kind, heads, key_heads):
     inputs = [torch.randn(LOCAL, BATCH, *shape, requires_grad=True) for shape in shapes]
     sent = SentBytes()
     with sent.patches():
-        out = attend_over_sequence(
+        out = context_parallel_attention(
             *inputs,
             scale=1.0,
-            sees=Visibility((-1, 0)),
+            sees=MaskSpec((-1, 0)),
             kind=kind,
             groups=ContextGroups(groups.cp, tuple(groups.hcp or ())),
         )

@@ -7,11 +7,11 @@ import torch.nn.functional as F
 from megatron.core.errors import ConfigError
 from megatron.core.inference.contexts import StaticInferenceContext
 from megatron.core.inference_params import InferenceParams
+from megatron.core.kernels.cpu.prepacked_weights import drop_prepacked, linear, prepack
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.rng import rng_state
-from megatron.core.tensor_parallel.packed_weights import linear, pack, unpack
 from megatron.core.transformer.transformer_config import (
     MLATransformerConfig,
     TransformerConfig,
@@ -128,13 +128,13 @@ def test_packed_weights_give_the_same_product_until_they_change(dtype, num_rows)
     weight, bias = (torch.randn(*shape, generator=draw).to(dtype) for shape in ((24, 16), (24,)))
     x = torch.randn(1, num_rows, 16, generator=draw).to(dtype)
     with torch.no_grad():
-        assert pack(weight, is_for_one_row=num_rows == 1)
+        assert prepack(weight, is_for_one_row=num_rows == 1)
         tolerance = FP32_REORDERED_SUM if dtype == torch.float32 else BF16_ROUNDED_ONCE
         assert_close(linear(x, weight, bias), F.linear(x, weight, bias), tolerance, "product")
         weight.mul_(2)
         assert_close(linear(x, weight, None), F.linear(x, weight), EXACT, "product")
-        unpack(weight)
-        assert weight.packed_weight is None
+        drop_prepacked(weight)
+        assert weight.prepacked_weight is None
 
 
 def test_more_than_the_cache_holds_is_refused():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron.core.context_parallel import from_later
+from megatron.core.context_parallel import shift_left
 from megatron.core.errors import ConfigError
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
@@ -105,8 +105,8 @@ def test_evaluation_predicts_the_next_token_only():
 
 def test_later_positions_end_with_the_sequence():
     x = torch.arange(6).view(1, 6)
-    assert from_later(x, 2, None).tolist() == [[2, 3, 4, 5, 0, 0]]
-    assert from_later(x, 9, None).tolist() == [[0] * 6]
+    assert shift_left(x, 2, None).tolist() == [[2, 3, 4, 5, 0, 0]]
+    assert shift_left(x, 9, None).tolist() == [[0] * 6]
 
 
 def test_a_layout_that_predicts_without_the_head_is_refused():

@@ -5,7 +5,7 @@ import sys
 import pytest
 import torch
 
-from megatron.core.device import return_free_host_pages, return_freed_host_blocks
+from megatron.core.kernels.cpu.malloc import return_free_pages, return_freed_blocks
 from megatron.core.offload.lent_memory import MAX_SPARE, MemoryLender
 from tests.harness.machine import resident_mib
 
@@ -73,7 +73,7 @@ def test_more_spare_memory_than_the_next_tensors_need_goes_back():
 
 @linux
 def test_large_blocks_go_back_to_the_system_when_they_are_freed():
-    return_freed_host_blocks()
+    return_freed_blocks()
     before = resident_mib()
     for _ in range(2):  # glibc would keep the second one
         torch.ones(6 << 20)
@@ -86,6 +86,6 @@ def test_holes_of_the_heap_go_back_when_asked():
     blocks = [torch.ones(1 << 14) for _ in range(400)]  # 64 KiB each
     kept = blocks[::20]
     del blocks
-    return_free_host_pages()
+    return_free_pages()
     assert resident_mib() - before < 8
     assert len(kept) == 20

@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.core.errors import DataError
-from megatron.core.tensor_parallel import softmax_rows
+from megatron.core.tensor_parallel import vocab_parallel_softmax
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron.core.tensor_parallel.linear_cross_entropy import linear_cross_entropy
-from megatron.core.tensor_parallel.softmax_rows import smoothing_weight
+from megatron.core.tensor_parallel.vocab_parallel_softmax import smoothing_weight
 from tests.harness.tolerances import (
     BF16_REORDERED_SUM,
     EXACT,
@@ -116,7 +116,7 @@ def test_blocks_of_rows_do_not_change_a_bit(monkeypatch, dtype):
         return loss, torch.autograd.grad(loss.sum(), logits)[0]
 
     whole = run()
-    monkeypatch.setattr(softmax_rows, "CPU_BLOCK_BYTES", 4 * 45 * 7)
+    monkeypatch.setattr(vocab_parallel_softmax, "CPU_BLOCK_BYTES", 4 * 45 * 7)
     for blocked, expected in zip(run(), whole, strict=True):
         assert_close(blocked, expected, EXACT, "blocked")
 

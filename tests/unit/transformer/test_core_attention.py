@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from megatron.core.kernels.cpu import block_attention as block_module
+from megatron.core.kernels.cpu.block_attention import cpu_block_attention, hidden_keys, key_range
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.rng import rng_state
-from megatron.core.transformer import blocked_attention as blocked_module
-from megatron.core.transformer.blocked_attention import blocked_attention, hidden_keys, key_range
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnBackend, AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -64,11 +64,11 @@ def make_core(backend=AttnBackend.auto, mask_type=AttnMaskType.causal, n=4, g=4,
 @pytest.mark.parametrize("window", [(-1, 0), (-1, -1), (3, 0), (4, 2), (0, 0), (-1, 5)])
 @pytest.mark.parametrize("s", [1, 5, 12, 13])
 @pytest.mark.parametrize(("n", "g"), [(4, 4), (4, 2), (4, 1)])
-def test_blocked_attention_and_its_gradients_equal_the_formula(monkeypatch, window, s, n, g):
-    monkeypatch.setattr(blocked_module, "BLOCK_ROWS", 4)
+def test_block_attention_and_its_gradients_equal_the_formula(monkeypatch, window, s, n, g):
+    monkeypatch.setattr(block_module, "BLOCK_ROWS", 4)
     q, k, v = draw(s, 2, n, g, 8)
     weight = torch.randn(s, 2, n * 8)
-    out = blocked_attention(q, k, v, scale=SCALE, window=window)
+    out = cpu_block_attention(q, k, v, scale=SCALE, window=window)
     exact = [t.detach().double().requires_grad_() for t in (q, k, v)]
     expected = formula(*exact, window_mask(s, *window))
     assert_close(out, expected, FP32_REORDERED_SUM, "output")
@@ -83,8 +83,8 @@ def test_probabilities_formed_again_give_the_same_bits_as_kept_ones(monkeypatch)
     weight, mask = torch.randn(20, 2, 32), torch.rand(2, 4, 20, 20)
     results = []
     for kept in (64, 8):
-        monkeypatch.setattr(blocked_module, "MAX_KEPT_KEYS", kept)
-        out = blocked_attention(q, k, v, scale=SCALE, window=(-1, 0), keep_mask=mask)
+        monkeypatch.setattr(block_module, "MAX_KEPT_KEYS", kept)
+        out = cpu_block_attention(q, k, v, scale=SCALE, window=(-1, 0), keep_mask=mask)
         results.append((out, *gradients(out, (q, k, v), weight)))
     for first, second in zip(*results, strict=True):
         assert torch.equal(first, second)

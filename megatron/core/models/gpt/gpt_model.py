@@ -219,7 +219,7 @@ class GPTModel(LanguageModule):
             decoder_input = self.embedding(input_ids=input_ids, position_ids=position_ids)
         angles: dict[str, Tensor] = {}
         if context is not None:
-            angles = self._enter(context, decoder_input)
+            angles = self._begin_cached_pass(context, decoder_input)
         elif packed_seq_params is not None or self.has_rotary:
             length = RotaryEmbedding.get_rotary_seq_len(
                 inference_context, self.decoder, decoder_input, self.config, packed_seq_params
@@ -262,7 +262,7 @@ class GPTModel(LanguageModule):
         logits, _ = self.output_layer(
             hidden_states, weight=weight, runtime_gather_output=runtime_gather_output
         )
-        logits = self._bounded(logits).transpose(0, 1).contiguous()
+        logits = self._softcap_logits(logits).transpose(0, 1).contiguous()
         return logits if self.logit_dtype is None else logits.to(self.logit_dtype)
 
     def _loss(
@@ -278,10 +278,10 @@ class GPTModel(LanguageModule):
             return self.compute_fused_loss(labels, hidden_states, weight, loss_mask)
         # The loss wants logits split over the vocabulary, whatever the caller gets otherwise.
         logits, _ = self.output_layer(hidden_states, weight=weight, runtime_gather_output=False)
-        logits = self._bounded(logits)
+        logits = self._softcap_logits(logits)
         return self.compute_language_model_loss(labels, logits, overwrite_logits=True)
 
-    def _bounded(self, logits: Tensor) -> Tensor:
+    def _softcap_logits(self, logits: Tensor) -> Tensor:
         """Apply `final_logit_softcapping`, if there is one."""
         bound = self.config.final_logit_softcapping
         return logits if bound is None else torch.tanh(logits / bound) * bound
@@ -305,7 +305,7 @@ class GPTModel(LanguageModule):
                 fix="build the model without them to generate; the weights are the same",
             )
 
-    def _enter(self, context: Any, decoder_input: Tensor | None) -> dict[str, Tensor]:
+    def _begin_cached_pass(self, context: Any, decoder_input: Tensor | None) -> dict[str, Tensor]:
         """Prepare a pass with a cache; return the angles [s, b, 1, r] of its tokens."""
         states = self.decoder.input_tensor if decoder_input is None else decoder_input
         assert states is not None, "no input: call set_input_tensor first"

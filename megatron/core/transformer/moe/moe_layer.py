@@ -23,7 +23,7 @@ from megatron.core.tensor_parallel.mappings import (
 from megatron.core.tensor_parallel.random import checkpoint
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.router import TopKRouter, expert_capacity
-from megatron.core.transformer.moe.shared_experts import SharedBesideRouted
+from megatron.core.transformer.moe.shared_experts import SharedExpertOverlap
 from megatron.core.transformer.moe.token_dispatcher import DISPATCHERS, TokenDispatcher, padded
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -111,7 +111,7 @@ class MoELayer(MegatronModule):
     def _compute(self, hidden_states: Tensor, padding_mask: Tensor | None) -> Tensor:
         beside = None
         if self.shared_experts is not None and self.config.moe_shared_expert_overlap:
-            beside = SharedBesideRouted(self.shared_experts, hidden_states)
+            beside = SharedExpertOverlap(self.shared_experts, hidden_states)
         with rng_state().at("experts", self.layer_number):
             output = self._route_and_compute(hidden_states, padding_mask, beside)
         if beside is not None:
@@ -126,7 +126,7 @@ class MoELayer(MegatronModule):
         self,
         hidden_states: Tensor,
         padding_mask: Tensor | None,
-        beside: SharedBesideRouted | None,
+        beside: SharedExpertOverlap | None,
     ) -> Tensor:
         mask = None if padding_mask is None else padding_mask.t()  # [s/cp, b]
         x, rows = hidden_states, hidden_states.shape[0]

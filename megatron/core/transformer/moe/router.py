@@ -19,7 +19,7 @@ from megatron.core.side_losses import attach_side_loss
 from megatron.core.tensor_parallel import collectives
 from megatron.core.tensor_parallel.activation_recompute import is_recomputing
 from megatron.core.tensor_parallel.parallel_parameters import ParallelLayer
-from megatron.core.transformer.moe.balance import (
+from megatron.core.transformer.moe.load_balancing import (
     BalancedRouter,
     ExpertLoad,
     balance_loss,

@@ -51,10 +51,10 @@ class SharedExpertMLP(MLP):
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
         """Compute the expert of [s, b, h] (under sequence parallelism [s/tp, b, h])."""
-        return self.second_half(self.first_half(hidden_states), hidden_states), None
+        return self.fc2_and_gate(self.fc1_and_act(hidden_states), hidden_states), None
 
-    def second_half(self, intermediate: Tensor, hidden_states: Tensor) -> Tensor:
-        """Compute the output from that of `first_half` and the input."""
+    def fc2_and_gate(self, intermediate: Tensor, hidden_states: Tensor) -> Tensor:
+        """Compute the output from that of `fc1_and_act` and the input."""
         output, bias = self.linear_fc2(intermediate)
         if bias is not None:
             output = output + bias
@@ -64,7 +64,7 @@ class SharedExpertMLP(MLP):
         return output
 
 
-class SharedBesideRouted:
+class SharedExpertOverlap:
     """The shared expert of one forward pass, computed while tokens travel to the routed ones.
 
     Half of it while they go, half while they come back ("DeepSeek-V3 Technical Report", section
@@ -86,10 +86,10 @@ class SharedBesideRouted:
 
     def begin(self) -> None:
         """Compute the first half."""
-        self._intermediate = self._expert.first_half(self._hidden_states)
+        self._intermediate = self._expert.fc1_and_act(self._hidden_states)
 
     def end(self) -> None:
         """Compute the second half."""
         assert self._intermediate is not None
-        self.output = self._expert.second_half(self._intermediate, self._hidden_states)
+        self.output = self._expert.fc2_and_gate(self._intermediate, self._hidden_states)
         self._intermediate = None

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from megatron.core.initialization import canonical_names
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.side_losses import SideLossWeight, set_side_loss_weight
-from megatron.core.transformer.moe.balance import LoadSummary, finish_step_of_routers
+from megatron.core.transformer.moe.load_balancing import LoadSummary, finish_step_of_routers
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.training.metrics.expert_load import first_bad_router
 from tests.harness.tolerances import FP32_REORDERED_SUM, assert_close

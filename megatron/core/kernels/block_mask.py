@@ -19,7 +19,7 @@ from megatron.core.rng import SequenceRows
 
 
 @dataclass(frozen=True)
-class Visibility:
+class MaskSpec:
     """Which keys a query sees, told in absolute positions.
 
     Attributes:
@@ -42,7 +42,7 @@ class Tile:
         first_query: absolute position of the first query; the others follow it.
         far_until, ahead_from: local keys before the one may lie left of a query's window, from the
             other on right of it.
-        may_be_blind: whether a query may see none of these keys.
+        may_be_fully_masked: whether a query may see none of these keys.
     """
 
     query: slice
@@ -50,11 +50,11 @@ class Tile:
     first_query: int
     far_until: int
     ahead_from: int
-    may_be_blind: bool
+    may_be_fully_masked: bool
 
 
 def tiles(
-    queries: SequenceRows, keys: SequenceRows, sees: Visibility, most_rows: int, most_keys: int
+    queries: SequenceRows, keys: SequenceRows, sees: MaskSpec, most_rows: int, most_keys: int
 ) -> Iterator[Tile]:
     """Yield the tiles of a pair of row sets; pairs that see nothing of each other yield none.
 
@@ -85,8 +85,8 @@ def tiles(
                 ahead = min(max(ahead_from, start), stop)
                 all_see_some = sees.document_ids is None and far < ahead
                 all_see_themselves = are_here and start <= own.start and own.stop <= stop
-                may_be_blind = not (all_see_some or all_see_themselves)
-                yield Tile(query, slice(start, stop), first, far, ahead, may_be_blind)
+                may_be_fully_masked = not (all_see_some or all_see_themselves)
+                yield Tile(query, slice(start, stop), first, far, ahead, may_be_fully_masked)
 
 
 def num_below(rows: SequenceRows, position: int) -> int:
@@ -98,7 +98,7 @@ def _covers(rows: SequenceRows, first: int, last: int) -> bool:
     return any(begin <= first and last <= end for begin, end in rows.ranges)
 
 
-def hidden_in(tile: Tile, sees: Visibility, keys: Tensor) -> Iterator[tuple[slice, Tensor]]:
+def hidden_in(tile: Tile, sees: MaskSpec, keys: Tensor) -> Iterator[tuple[slice, Tensor]]:
     """Yield (run of the tile's keys, mask) pairs: what is hidden there.
 
     Args:

@@ -7,10 +7,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megatron.core.context_parallel import attend_over_sequence, blockwise
+from megatron.core.context_parallel import context_parallel_attention
 from megatron.core.context_parallel.head_exchange import key_heads_for_ranks
-from megatron.core.context_parallel.tiles import Visibility, tiles
 from megatron.core.errors import ConfigError
+from megatron.core.kernels import blockwise
+from megatron.core.kernels.block_mask import MaskSpec, tiles
 from megatron.core.rng import SequenceRows, keyed_attention_keep_mask, rng_state
 from tests.harness.tolerances import BF16_WHOLE_MODEL, FP32_REORDERED_SUM, assert_close
 
@@ -73,8 +74,8 @@ def test_output_and_gradients_are_those_of_the_formula(
             ) / (1 - dropout)  # fmt: skip
     sink = inputs[3] if with_sink else None
     with rng_state().at("here"):
-        out = attend_over_sequence(
-            *inputs[:3], scale=SCALE, sees=Visibility(window, documents), dropout=dropout, sink=sink
+        out = context_parallel_attention(
+            *inputs[:3], scale=SCALE, sees=MaskSpec(window, documents), dropout=dropout, sink=sink
         )
     expected = formula(*inputs[:3], hidden_pairs(window, documents), sink, keep_mask)
     assert_close(out, expected, FP32_REORDERED_SUM, "output")
@@ -91,7 +92,7 @@ def test_bf16_is_as_exact_as_its_roundings():
     exact = [torch.randn(shape).bfloat16().float().requires_grad_() for shape in shapes]
     half = [x.detach().bfloat16().requires_grad_() for x in exact]
     outputs = [
-        attend_over_sequence(*x, scale=SCALE, sees=Visibility(CAUSAL)) for x in (half, exact)
+        context_parallel_attention(*x, scale=SCALE, sees=MaskSpec(CAUSAL)) for x in (half, exact)
     ]
     assert_close(*outputs, BF16_WHOLE_MODEL, "output")
     for out in outputs:
@@ -123,7 +124,9 @@ def test_nothing_grows_with_the_square_of_the_sequence(monkeypatch, dropout):
     for s in (512, 1024):
         q, k, v = (torch.randn(s, 1, 1, 8, requires_grad=True) for _ in range(3))
         with LargestTensor() as seen:
-            out = attend_over_sequence(q, k, v, scale=1.0, sees=Visibility(CAUSAL), dropout=dropout)
+            out = context_parallel_attention(
+                q, k, v, scale=1.0, sees=MaskSpec(CAUSAL), dropout=dropout
+            )
             out.sum().backward()
         largest[s] = seen.elements
     assert largest[1024] <= 2 * largest[512]
@@ -141,7 +144,7 @@ def test_causal_tiles_of_a_ring_step_leave_out_what_lies_ahead():
             work.add(
                 sum(
                     (t.query.stop - t.query.start) * (t.key.stop - t.key.start)
-                    for t in tiles(mine, theirs, Visibility(CAUSAL), 8, 3)
+                    for t in tiles(mine, theirs, MaskSpec(CAUSAL), 8, 3)
                 )
             )
         assert work == {16 * 8}, "half of the 16 x 16 pairs"

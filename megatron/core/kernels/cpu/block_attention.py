@@ -60,7 +60,7 @@ def hidden_keys(
     return hidden
 
 
-def blocked_attention(
+def cpu_block_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -89,11 +89,11 @@ def blocked_attention(
     values = value.permute(1, 2, 0, 3).reshape(b * g, s, d)
     if keep_mask is not None:
         keep_mask = keep_mask.view(b, g, r, s, s).transpose(2, 3).reshape(b * g, s * r, s)
-    out = _BlockedAttention.apply(rows, keys, values, keep_mask, scale, window, r)
+    out = _BlockAttention.apply(rows, keys, values, keep_mask, scale, window, r)
     return out.view(b, g, s, r, d).permute(2, 0, 1, 3, 4).reshape(s, b, n * d)
 
 
-class _BlockedAttention(torch.autograd.Function):
+class _BlockAttention(torch.autograd.Function):
     """rows [z, s*r, d], keys and values [z, s, d] -> [z, s*r, d]."""
 
     @staticmethod

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron.core.context_parallel.tiles import Tile, Visibility, hidden_in, tiles
+from megatron.core.kernels.block_mask import MaskSpec, Tile, hidden_in, tiles
 from megatron.core.rng import AttentionKeepMask, SequenceRows
 
 MAX_BLOCK_ROWS = 128
@@ -43,7 +43,7 @@ class AttentionRule:
             index in the whole model, by which the mask is keyed.
     """
 
-    sees: Visibility
+    sees: MaskSpec
     scale: float
     batch: int
     groups: int
@@ -140,7 +140,7 @@ def attend(
         scores = _scores(queries[:, here], keys[:, tile.key], tile, positions, rule)
         highest = scores.amax(-1)
         p = torch.softmax(scores, -1)
-        if tile.may_be_blind:
+        if tile.may_be_fully_masked:
             p.masked_fill_((highest == float("-inf")).unsqueeze(-1), 0.0)
         # The largest probability is exp(highest score - lse), and never tiny: at least 1 / keys.
         lse = highest - p.amax(-1).log().nan_to_num_(neginf=0.0)

@@ -23,7 +23,7 @@ _ROWS_MEANT = 16
 _DTYPES = (torch.float32, torch.bfloat16)
 
 
-class PackedWeight:
+class PrepackedWeight:
     """A rearranged copy of a weight, used as long as the weight is what it was.
 
     Args:
@@ -61,31 +61,31 @@ def _state_of(weight: Tensor) -> tuple[int, int]:
     return weight.data_ptr(), weight._version
 
 
-def pack(weight: Tensor, *, is_for_one_row: bool = False) -> bool:
+def prepack(weight: Tensor, *, is_for_one_row: bool = False) -> bool:
     """Give a weight a rearranged copy; return whether this machine and torch can.
 
     Args:
         is_for_one_row: products will have one row, or many.
 
-    The copy is forgotten with `unpack`, and not used once the weight has changed.
+    The copy is forgotten with `drop_prepacked`, and not used once the weight has changed.
     """
     if weight.device.type != "cpu" or weight.dtype not in _DTYPES or weight.dim() != 2:
         return False
     try:
-        weight.packed_weight = PackedWeight(weight, is_for_one_row)  # type: ignore[attr-defined]
+        weight.prepacked_weight = PrepackedWeight(weight, is_for_one_row)  # type: ignore[attr-defined]
     except (AttributeError, RuntimeError):  # a build of torch without oneDNN
         return False
     return True
 
 
-def unpack(weight: Tensor) -> None:
+def drop_prepacked(weight: Tensor) -> None:
     """Forget the copy."""
-    weight.packed_weight = None  # type: ignore[attr-defined]
+    weight.prepacked_weight = None  # type: ignore[attr-defined]
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Return x @ weight.T + bias, through the weight's copy where there is one and no gradient."""
-    packed: Any = getattr(weight, "packed_weight", None)
+    packed: Any = getattr(weight, "prepacked_weight", None)
     if packed is not None and not torch.is_grad_enabled() and packed.fits(x, weight):
         return packed.product(x, bias)
     return F.linear(x, weight, bias)

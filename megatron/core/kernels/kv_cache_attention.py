@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 
-def cached_attention(
+def kv_cache_attention(
     query: Tensor,
     keys: Tensor,
     values: Tensor,
