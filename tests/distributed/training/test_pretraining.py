@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 
 import pytest
 
@@ -49,6 +50,29 @@ def test_every_layout_trains_along_the_curve_of_one_process(tmp_path):
     ):  # fmt: skip
         found = losses(tmp_path, 4, flags, **layout)
         assert_close(found, expected, FP32_REORDERED_SUM, flags)
+
+
+def test_batches_that_grow_with_tokens_give_one_curve_in_every_layout_and_after_a_resume(tmp_path):
+    flags = "--step-batch-size-schedule '0:4 128:8 384:12' --train-iters 5".replace("'", '"')
+    words = f"{SMALL.replace('--global-batch-size 8 ', '')} --log-interval 1"
+
+    def run(world_size, more=""):
+        path = tmp_path / f"{len(list(tmp_path.iterdir()))}.jsonl"
+        command = [*words.split(), *shlex.split(f"{flags} {more}"), "--metrics-jsonl", str(path)]
+        run_distributed(train_with_flags, world_size, command, timeout_s=120.0)
+        lines = read_metrics(path)
+        return [line["lm loss"] for line in lines], [line["batch-size"] for line in lines]
+
+    expected, sizes = run(1)
+    assert sizes == [4, 4, 8, 8, 12]
+    shared, shared_sizes = run(2, "--use-distributed-optimizer")
+    assert shared_sizes == sizes
+    assert_close(shared, expected, FP32_REORDERED_SUM, "two replicas")
+    save = f"--save {tmp_path / 'run'} --save-interval 3"
+    first, _ = run(2, f"{save} --exit-interval 3")
+    rest, rest_sizes = run(1, f"--load {tmp_path / 'run'}")
+    assert rest_sizes == sizes[3:]
+    assert_close([*first, *rest], expected, FP32_REORDERED_SUM, "resumed by one process")
 
 
 def test_documents_and_a_checkpoint_cross_context_parallel_sizes(tmp_path):

@@ -41,6 +41,15 @@ def test_a_second_process_maps_what_the_first_built(tmp_path):
     assert (tmp_path / "abc-Thing-train-description.txt").read_text() == "made of this"
 
 
+def test_a_link_in_place_of_the_lock_is_not_followed(tmp_path):
+    cache, elsewhere = tmp_path / "cache", tmp_path / "elsewhere"
+    cache.mkdir()
+    os.symlink(elsewhere, cache / "abc-Thing-train-lock")
+    built = cache_in(cache).load_or_build(build, EXPECTED)
+    assert np.array_equal(built["order"], build()["order"])
+    assert not elsewhere.exists()
+
+
 @pytest.mark.parametrize(
     "content",
     [

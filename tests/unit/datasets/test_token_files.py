@@ -399,18 +399,30 @@ def test_files_have_the_permissions_that_the_user_asks_for(tmp_path):
 SHRINKS = """
 import os, sys
 from megatron.core.datasets.token_file import mapped
+
+def read():
+    tokens = mapped(sys.argv[1])
+    os.truncate(sys.argv[1], 0)
+    print(tokens[100_000])
+"""
+ALONE = """
 from megatron.core.processes import name_fatal_signals
 name_fatal_signals()
-tokens = mapped(sys.argv[1])
-os.truncate(sys.argv[1], 0)
-print(tokens[100_000])
+read()
+"""
+IN_A_RUN = """
+from torch.distributed import HashStore
+from megatron.training.resilience.progress import RunProgress
+from megatron.training.setup.initialize import start_session
+start_session(read, RunProgress(), [], store=HashStore())
 """
 
 
-def test_a_mapped_file_that_shrinks_ends_the_process_with_words(tmp_path):
+@pytest.mark.parametrize("reading", [ALONE, IN_A_RUN], ids=["alone", "in a run"])
+def test_a_mapped_file_that_shrinks_ends_the_process_with_words(tmp_path, reading):
     path = tmp_path / "x.bin"
     path.write_bytes(bytes(1 << 20))
-    command = [sys.executable, "-c", SHRINKS, str(path)]
+    command = [sys.executable, "-c", SHRINKS + reading, str(path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == -signal.SIGBUS
     assert "Fatal Python error: Bus error" in done.stderr

@@ -3,6 +3,7 @@
 import argparse
 import http.client
 import json
+import re
 import socket
 import threading
 import time
@@ -334,6 +335,48 @@ def test_clients_need_one_of_the_keys_where_there_are_some(tmp_path):
         file.write_text(text)
         with pytest.raises(ConfigError, match="key"):
             read_keys(file)
+
+
+@pytest.mark.parametrize(
+    ("words", "is_warned"),
+    [
+        ("--host 0.0.0.0", True), ("--host 192.0.2.7", True), ("--host 127.0.0.1", False),
+        ("--host 0.0.0.0 --api-key-file KEYS", False),
+    ],
+)  # fmt: skip
+def test_an_address_that_the_network_reaches_without_keys_is_warned_of(
+    tmp_path, capsys, words, is_warned
+):
+    (tmp_path / "keys").write_text("first-key\n")
+    parser = run_text_generation_server.add_arguments(argparse.ArgumentParser())
+    words = words.replace("KEYS", str(tmp_path / "keys"))
+    run_text_generation_server.access_of(parser.parse_args(words.split()))
+    said = capsys.readouterr().err
+    assert ("warning: --host" in said and "--api-key-file" in said) == is_warned
+
+
+def test_each_request_gets_one_line_of_the_log(server, model):
+    lines = []
+    port, service = server
+    app = App(service, Bytes(), "model", LIMITS, None, Access(), log=lines.append)
+    listening = http_server(app, limits=LIMITS)
+    listening.config.port = 0
+    thread = threading.Thread(target=listening.run)
+    thread.start()
+    while not listening.started:
+        time.sleep(0.01)
+    try:
+        here = listening.servers[0].sockets[0].getsockname()[1]
+        status, _, _ = posted(here, {"model": "model", "prompt": "Hello", "max_tokens": 3})
+        assert status == 200
+        posted(here, {"prompt": 7.5})
+        asked(here, "Host: localhost", method="GET", path="/health")
+    finally:
+        listening.should_exit = True
+        thread.join(20)
+    assert re.fullmatch(r"POST /v1/completions 200 5 \+ 3 tokens \d+\.\d\d s", lines[0]), lines
+    assert lines[1].startswith("POST /v1/completions 400 ")
+    assert len(lines) == 2
 
 
 def test_counts_and_the_list_of_paths_are_shown(server, client):
