@@ -9,9 +9,12 @@ import pytest
 
 from megatron.core.errors import NumericsError
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.training.resilience.progress import RunProgress
+from megatron.training.setup import initialize
 from pretrain_gpt import forward_step
 from tests.harness.distributed import DistributedFailure, run_distributed
 from tests.harness.tolerances import FP32_REORDERED_SUM, assert_close
+from tests.parity import training_run
 from tests.parity.resume import CASES, run_case
 from tests.parity.training_run import read_metrics, train_with_flags
 
@@ -194,3 +197,22 @@ def test_the_other_spelling_of_the_save_interval_saves(tmp_path):
     losses(tmp_path, 1, f"--save {save} --persistent-save-interval 3")
     found = sorted(path.name for path in save.glob("iter_*"))
     assert found == ["iter_0000003", "iter_0000004"]
+
+
+def _where_it_ends(groups: ProcessGroupCollection, words: list[str]) -> str:
+    begun = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(training_run, "RunProgress", lambda: begun.append(RunProgress()) or begun[0])
+        patch.setattr(initialize, "open_tensorboard", _no_writer)
+        with pytest.raises(OSError, match="no writer"):
+            train_with_flags(groups, words)
+    return begun[0].where
+
+
+def _no_writer(run: object) -> None:
+    raise OSError("no writer")
+
+
+def test_a_writer_that_fails_is_not_said_to_be_the_tokenizer():
+    (where,) = run_distributed(_where_it_ends, 1, SMALL.split())
+    assert where == "opening what is written beside the log"
