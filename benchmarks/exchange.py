@@ -29,10 +29,10 @@ from megatron.core.distributed.communication import (
     gather_parameters,
     reduction_steps,
 )
-from megatron.core.distributed.pieces import ReadablePlace
-from megatron.core.peer_memory import ReadableMemory
+from megatron.core.transport.p2p_reduce import SharedSlot
+from megatron.core.transport.shm.shared_buffer import SharedBuffer
 
-Buckets = list[tuple[Tensor, ReadablePlace | None]]
+Buckets = list[tuple[Tensor, SharedSlot | None]]
 
 
 def reduce(buckets: Buckets, mesh: Mesh) -> None:
@@ -54,7 +54,7 @@ def gather(buckets: Buckets, mesh: Mesh) -> None:
     finish_all(gathers)
     for _, place in buckets[:1]:
         if place is not None:
-            place.memory.settle()
+            place.memory.wait_for_readers()
 
 
 def measure(rank: int, store: str, options: argparse.Namespace) -> None:
@@ -63,12 +63,12 @@ def measure(rank: int, store: str, options: argparse.Namespace) -> None:
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     world, length = dist.group.WORLD, options.bucket
     count = max(1, options.elements // length)
-    memory = ReadableMemory(4 * length * count, count)
+    memory = SharedBuffer(4 * length * count, count)
     read = memory.tensor(torch.float32, 0, length * count).fill_(1.0).split(length)
     sent: Buckets = [(bucket, None) for bucket in torch.ones(length * count).split(length)]
 
     def places(*, keeps_pages: bool) -> Buckets:
-        return [(b, ReadablePlace(memory, i, keeps_pages)) for i, b in enumerate(read)]
+        return [(b, SharedSlot(memory, i, keeps_pages)) for i, b in enumerate(read)]
 
     copies, shards = Mesh(replicate=world), Mesh(shard=world)
     ways: dict[str, Callable[[], None]] = {

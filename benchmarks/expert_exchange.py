@@ -22,8 +22,8 @@ import torch
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
-from megatron.core.tensor_parallel import collectives
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transport import collectives
 from tests.harness.distributed import run_distributed
 
 WAYS: dict[str, dict[str, Any]] = {

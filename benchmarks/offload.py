@@ -89,7 +89,7 @@ def train(options: argparse.Namespace) -> dict[str, Any]:
         seconds.append(time.perf_counter() - begin)
     peak = status_mib("VmHWM") - status_mib("RssFile")
     digest = hashlib.sha256()
-    with ddp.whole_parameters():
+    with ddp.summon_full_params():
         for parameter in ddp.parameters():
             digest.update(parameter.detach().contiguous().view(torch.uint8).numpy())
     held = [owned for buffer in ddp.gradient_buffers for owned in buffer.owned_gradients()]

@@ -30,10 +30,10 @@ from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.fusions.fused_bias_swiglu import swiglu
 from megatron.core.initialization import init_method_normal
 from megatron.core.model_parallel_config import ModelParallelConfig
-from megatron.core.tensor_parallel import collectives
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, VocabParallelEmbedding
 from megatron.core.tensor_parallel.linear_cross_entropy import linear_cross_entropy
+from megatron.core.transport import collectives
 
 TOKENS, WIDTH, FFN, GATED, VOCABULARY = 1024, 512, 2048, 1408, 32000
 Call = Callable[[], object]

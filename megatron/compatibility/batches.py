@@ -17,8 +17,8 @@ from megatron.core.context_parallel import partition
 from megatron.core.datasets.document_masks import attention_mask, document_starts
 from megatron.core.errors import ConfigError, DataError
 from megatron.core.process_groups_config import Group, ProcessGroupCollection
-from megatron.core.tensor_parallel import collectives
 from megatron.core.tensor_parallel.data import broadcast_data
+from megatron.core.transport import collectives
 from megatron.core.utils import get_pg_rank, get_pg_size
 from megatron.training.arguments import core_transformer_config_from_args
 from megatron.training.blends import blends_of

@@ -50,7 +50,7 @@ def GatheredParameters(
     if engine is None:
         yield
         return
-    with engine.replica.whole_parameters():
+    with engine.replica.summon_full_params():
         yield
         if modifier_rank is None:
             return

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from megatron.core.host_exchange import OFF
+from megatron.core.transport.shm.shm_collectives import OFF
 
 
 def resident_bytes(name: str) -> int:

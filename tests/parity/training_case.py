@@ -319,7 +319,7 @@ def train(
         for router in routers_of(wrapped):
             _note_router(report.routers, router)
     for chunk in wrapped:
-        with chunk.whole_parameters():
+        with chunk.summon_full_params():
             report.weights |= {n: p.detach().clone() for n, c, p in named_parameters([chunk])}
     metas = {name: get_param_meta(p) for name, _, p in named}
     report.metas = {n: (m.split_dim, m.stride, m.is_expert) for n, m in metas.items()}

@@ -23,7 +23,7 @@ from torch import Tensor
 from megatron.core.context_parallel.partition import join_zigzag, split_zigzag
 from megatron.core.process_groups_config import Group
 from megatron.core.rng import SequenceRows
-from megatron.core.tensor_parallel import collectives
+from megatron.core.transport import collectives
 
 
 @dataclass(frozen=True)

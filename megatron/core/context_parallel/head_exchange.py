@@ -19,7 +19,7 @@ from torch import Tensor
 from megatron.core.context_parallel.partition import join_zigzag, split_zigzag
 from megatron.core.errors import ConfigError
 from megatron.core.process_groups_config import Group
-from megatron.core.tensor_parallel import collectives
+from megatron.core.transport import collectives
 
 
 def key_heads_for_ranks(num_heads: int, num_key_heads: int, num_ranks: int) -> list[int] | None:

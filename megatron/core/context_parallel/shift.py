@@ -7,7 +7,7 @@ from torch import Tensor
 
 from megatron.core.context_parallel.partition import join_zigzag, take_rows
 from megatron.core.process_groups_config import Group
-from megatron.core.tensor_parallel import collectives
+from megatron.core.transport import collectives
 from megatron.core.utils import get_pg_rank, get_pg_size
 
 

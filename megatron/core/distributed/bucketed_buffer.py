@@ -23,9 +23,9 @@ from megatron.core.distributed.compressed_reduction import (
     TrafficCount,
 )
 from megatron.core.distributed.parameter_shard import ParameterShard, ShardSpan
-from megatron.core.distributed.pieces import ReadablePlace
 from megatron.core.distributed.sharding_arithmetic import BLOCK, BufferPlan, Piece, plan_buffer
-from megatron.core.peer_memory import ReadableMemory
+from megatron.core.transport.p2p_reduce import SharedSlot
+from megatron.core.transport.shm.shared_buffer import SharedBuffer
 
 
 @dataclass(frozen=True)
@@ -114,8 +114,8 @@ class BucketedBuffer(ABC):
         )
         self.values: Tensor | None = None
         """All parameters in one tensor, where shards of them are gathered."""
-        self._value_memory: ReadableMemory | None = None
-        self._gradient_memory: ReadableMemory | None = None
+        self._value_memory: SharedBuffer | None = None
+        self._gradient_memory: SharedBuffer | None = None
         if mesh.shard_size > 1:
             self._collect_values()
         self.buckets: list[Bucket] = []
@@ -162,20 +162,18 @@ class BucketedBuffer(ABC):
             place.copy_(parameter.detach())
             parameter.data = place
 
-    def _readable_zeros(
-        self, numel: int, dtype: torch.dtype
-    ) -> tuple[Tensor, ReadableMemory | None]:
+    def _readable_zeros(self, numel: int, dtype: torch.dtype) -> tuple[Tensor, SharedBuffer | None]:
         """Return zeros that the other ranks of this machine can read, with a word per bucket."""
         memory = self._readable_memory(numel * dtype.itemsize)
         if memory is None:
             return torch.zeros(numel, dtype=dtype, device=self.device), None
         return memory.tensor(dtype, 0, numel), memory
 
-    def _readable_memory(self, num_bytes: int) -> ReadableMemory | None:
+    def _readable_memory(self, num_bytes: int) -> SharedBuffer | None:
         """Return memory for a buffer of which ranks have copies or shards; None elsewhere."""
         if self.device.type != "cpu" or self.mesh.size == 1:
             return None
-        return ReadableMemory(num_bytes, self.plan.num_buckets)
+        return SharedBuffer(num_bytes, self.plan.num_buckets)
 
     # Gradients ------------------------------------------------------------------------------
 
@@ -231,9 +229,9 @@ class BucketedBuffer(ABC):
 
     @staticmethod
     def _place(
-        memory: ReadableMemory | None, number: int, *, keeps_pages: bool = False
-    ) -> ReadablePlace | None:
-        return None if memory is None else ReadablePlace(memory, number, keeps_pages)
+        memory: SharedBuffer | None, number: int, *, keeps_pages: bool = False
+    ) -> SharedSlot | None:
+        return None if memory is None else SharedSlot(memory, number, keeps_pages)
 
     def scale_gradients(self, factor: float | Tensor) -> None:
         """Multiply the reduced gradients that this rank owns."""
@@ -357,8 +355,8 @@ class BucketedBuffer(ABC):
             if transfer is not None:
                 transfer.finish()
 
-    def let_values_change(self) -> None:
+    def wait_for_readers(self) -> None:
         """Wait until no rank reads the own shards of parameters any more."""
         self.finish_gathers()
         if self._value_memory is not None:
-            self._value_memory.settle()
+            self._value_memory.wait_for_readers()

@@ -7,12 +7,13 @@ messages of later steps are told apart by tags.
 On gloo the ranks exchange pieces directly: each rank receives the others' copies of the piece it
 will own, adds them in rank order, and (if everybody needs all pieces) sends the sum back. That
 moves the bytes of a ring, 2 (n-1)/n per element, without the ring's copies. The sum of an element
-depends neither on the bucket it travels in nor on whether the state is sharded, so every rung of
-the sharding ladder gives the same bits. Half-precision gradients are added in fp32.
+depends neither on the bucket it travels in nor on whether the state is sharded, so every ZeRO
+stage gives the same bits. Half-precision gradients are added in fp32.
 
-Ranks of one machine send nothing: they read each other's gradients and parameters where they lie
-(`megatron.core.peer_memory`), in the same order. Otherwise two ranks that both need all of the sum
-use gloo's own all-reduce: a + b = b + a to the bit, and its threads need no help of ours to go on.
+Ranks of one machine send nothing: they read each other's gradients and parameters in place
+(`transport.shm.shared_buffer`), in the same order. Otherwise two ranks that both need all of the
+sum use gloo's own all-reduce: a + b = b + a to the bit, and its threads make progress by
+themselves.
 
 Other backends (NCCL) use their native collectives.
 """
@@ -26,17 +27,17 @@ from typing import Any, Protocol
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.core.distributed.pieces import (
-    Messages,
-    ReadablePlace,
+from megatron.core.process_groups_config import Group
+from megatron.core.transport.p2p_reduce import (
+    P2PTransport,
+    SharedSlot,
     Steps,
     global_rank,
     is_half,
     is_pairwise,
     piece_of,
-    way_between,
+    select_transport,
 )
-from megatron.core.process_groups_config import Group
 from megatron.core.utils import get_pg_rank, get_pg_size
 
 SumSteps = Generator[Sequence[Any], None, Tensor]
@@ -146,21 +147,21 @@ def gather_parameters(
     *,
     tag: int,
     shard: Tensor | None = None,
-    place: ReadablePlace | None = None,
+    place: SharedSlot | None = None,
 ) -> Transfer:
     """Fill a bucket with the shards of all ranks of `mesh.shard`.
 
     Args:
         bucket: [n].
         shard: [n / size], this rank's contribution; None is `mesh.own(bucket)`.
-        place: of the shard. It may not change before `place.memory.settle()`.
+        place: of the shard. It may not change before `place.memory.wait_for_readers()`.
     """
     own = mesh.own(bucket)
     if shard is not None:
         own.copy_(shard)
     if mesh.shard_size == 1 or not is_pairwise(mesh.shard):
         return Transfer(_gather_natively(bucket, mesh.shard))
-    way = way_between(mesh.shard, tag, place)
+    way = select_transport(mesh.shard, tag, place)
     assert way is not None
     return Transfer(way.gather(bucket, own if shard is None else shard))
 
@@ -202,7 +203,7 @@ def reduction_steps(
     tag: int,
     average: bool = False,
     compression: Compression | None = None,
-    place: ReadablePlace | None = None,
+    place: SharedSlot | None = None,
     into: Tensor | None = None,
 ) -> SumSteps:
     """Sum a bucket of gradients over the mesh.
@@ -233,8 +234,10 @@ def reduction_steps(
     if all(is_pairwise(group) for group in groups):
         factor = scale / mesh.size if average else scale
         # Both at the start: to share memory for the first time is a collective.
-        shard, replicate = (way_between(axis, tag, place) for axis in (mesh.shard, mesh.replicate))
-        is_sent_whole = isinstance(replicate, Messages) and replicate.size == 2 == mesh.size
+        shard, replicate = (
+            select_transport(axis, tag, place) for axis in (mesh.shard, mesh.replicate)
+        )
+        is_sent_whole = isinstance(replicate, P2PTransport) and replicate.size == 2 == mesh.size
         if mesh.size == 1 or (is_sent_whole and not is_half(bucket)):
             if mesh.size == 2:
                 yield [dist.all_reduce(bucket, group=mesh.replicate, async_op=True)]
@@ -271,7 +274,7 @@ def reduction_steps(
 def all_reduce_steps(flat: Tensor, group: Group, tag: int) -> Steps:
     """Sum a flat tensor, whose length the size of the group divides, in place."""
     if is_pairwise(group):
-        way = Messages(group, tag)
+        way = P2PTransport(group, tag)
         yield from way.reduce_scatter(flat, 1.0)
         yield from way.gather_sums(flat)
     else:
@@ -300,7 +303,7 @@ def all_to_all_steps(sent: Tensor, received: Tensor, group: Group, tag: int) -> 
 def all_gather_steps(flat: Tensor, group: Group, tag: int) -> Steps:
     """Fill a flat tensor with every rank's piece of it, in place."""
     if is_pairwise(group):
-        yield from Messages(group, tag).gather_sums(flat)
+        yield from P2PTransport(group, tag).gather_sums(flat)
     elif get_pg_size(group) > 1:
         own = piece_of(flat, get_pg_rank(group), get_pg_size(group))
         dist.all_gather_into_tensor(flat, own, group)

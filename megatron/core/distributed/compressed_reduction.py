@@ -18,10 +18,10 @@ from megatron.core.distributed.communication import (
     all_reduce_steps,
     all_to_all_steps,
 )
-from megatron.core.distributed.low_rank import LowRankMatrices
-from megatron.core.distributed.pieces import Steps, piece_of
-from megatron.core.distributed.wire_formats import BlockInt8Wire, Brain16Wire, WireFormat
+from megatron.core.distributed.compression_codecs import BFloat16Codec, BlockInt8Codec, Codec
+from megatron.core.distributed.powersgd import LowRankMatrices
 from megatron.core.process_groups_config import Group
+from megatron.core.transport.p2p_reduce import Steps, piece_of
 from megatron.core.utils import get_pg_rank, get_pg_size
 
 
@@ -63,13 +63,13 @@ class CompressedReduction:
         """
         self.settings, self.traffic = settings, traffic
         self._num_reductions = 0
-        self._format: WireFormat | None = None
+        self._format: Codec | None = None
         self._low_rank: LowRankMatrices | None = None
         self._errors: dict[str, Tensor] = {}
         if settings.kind == "powersgd":
             self._low_rank = LowRankMatrices(matrices, numel, settings.rank)
         else:
-            self._format = Brain16Wire() if settings.kind == "bf16" else BlockInt8Wire()
+            self._format = BFloat16Codec() if settings.kind == "bf16" else BlockInt8Codec()
 
     def is_on(self, bucket: Tensor, mesh: Mesh) -> bool:
         """Count a reduction that begins, and return whether it is to be compressed."""

@@ -276,15 +276,15 @@ class DistributedDataParallel(nn.Module):
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """Return the wrapped module's state, without a prefix.
 
-        Communication: as `whole_parameters`; what was sharded is copied.
+        Communication: as `summon_full_params`; what was sharded is copied.
         """
-        with self.whole_parameters():
+        with self.summon_full_params():
             state = self.module.state_dict(*args, **kwargs)
             if self._units is None:
                 return state
             return {k: v.clone() if isinstance(v, Tensor) else v for k, v in state.items()}
 
-    def whole_parameters(self) -> AbstractContextManager[None]:
+    def summon_full_params(self) -> AbstractContextManager[None]:
         """Inside the returned context all parameters are whole; what is written to them is lost.
 
         Communication: where parameters are sharded, an all-gather of each unit."""
@@ -312,7 +312,7 @@ class DistributedDataParallel(nn.Module):
         """Load into the wrapped module; in place, because buffers hold the storage."""
         assert not assign, "parameters are views into buffers and cannot be replaced"
         for buffer in self.gradient_buffers:
-            buffer.let_values_change()
+            buffer.wait_for_readers()
         if sharded := self._sharded():
             return take_over_state(self.module, state_dict, sharded, strict=strict)
         return self.module.load_state_dict(state_dict, strict=strict)

@@ -15,7 +15,7 @@ from megatron.core.param_meta import accumulate_main_grad
 
 
 class GradientBuffer(BucketedBuffer):
-    """Whole gradients of all parameters: stages 0 and 1 of the sharding ladder.
+    """Unsharded gradients of all parameters: plain data parallelism and ZeRO stage 1.
 
     `parameter.main_grad` is a view into the buffer, written under the main-gradient protocol of
     `megatron.core.param_meta`: the first writer of a step overwrites. Micro batches accumulate
@@ -70,7 +70,7 @@ class GradientBuffer(BucketedBuffer):
 
         Afterwards the own shards of parameters may change, too.
         """
-        self.let_values_change()
+        self.wait_for_readers()
         self.launch_remaining()
         self._finish_transfers()
 

@@ -168,7 +168,7 @@ class ParameterUnits:
             yield
         finally:
             for buffer in dict.fromkeys(buffer for places in self._places for buffer, _ in places):
-                buffer.let_values_change()
+                buffer.wait_for_readers()
 
 
 def _is_in_backward() -> bool:

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from megatron.core.distributed.bucketed_buffer import Bucket
 from megatron.core.distributed.communication import Transfer
-from megatron.core.joined_memory import JoinedTensor
-from megatron.core.offload.lent_memory import LentTensor
+from megatron.core.transport.shm.mapped_gather import MappedTensor
+from megatron.core.transport.shm.page_pool import PooledTensor
 
 
 class Pass(Enum):
@@ -23,7 +23,7 @@ class Pass(Enum):
 class Section:
     """Buckets whose parameters are whole at the same times."""
 
-    def __init__(self, buckets: list[Bucket], whole: LentTensor | JoinedTensor) -> None:
+    def __init__(self, buckets: list[Bucket], whole: PooledTensor | MappedTensor) -> None:
         self.buckets = buckets
         self.members = sorted({index for bucket in buckets for index in bucket.members})
         """Numbers of the parameters; none lies in another section."""

@@ -1,4 +1,4 @@
-"""Gradients of which each rank keeps its shard only: stage 2 of the sharding ladder.
+"""Gradients of which each rank keeps its shard only: ZeRO stage 2.
 
 S. Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
 section 5.2, arXiv 1910.02054. A bucket exists from its first gradient until it is reduced; then
@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from megatron.core.distributed.bucketed_buffer import Bucket, BucketedBuffer
 from megatron.core.distributed.communication import Transfer
 from megatron.core.distributed.parameter_shard import ShardSpan
-from megatron.core.distributed.pieces import Steps
-from megatron.core.distributed.reusable_places import ReusablePlaces
+from megatron.core.transport.p2p_reduce import Steps
+from megatron.core.transport.shm.bucket_allocator import BucketAllocator
 
 
 class ShardedGradientBuffer(BucketedBuffer):
@@ -53,11 +53,11 @@ class ShardedGradientBuffer(BucketedBuffer):
         """Parameters that each of them has."""
         self._arrived: set[int] = set()
         """Parameters that this backward pass is done with."""
-        self._places: ReusablePlaces | None = None
+        self._places: BucketAllocator | None = None
         """Memory of buckets; an accelerator's allocator keeps what it will need again."""
         if self.device.type == "cpu":
             lengths = [end - begin for begin, end in self.plan.buckets]
-            self._places = ReusablePlaces(lengths, self.grad_dtype, self.max_in_flight + 1)
+            self._places = BucketAllocator(lengths, self.grad_dtype, self.max_in_flight + 1)
             self._gradient_memory = self._places.memory
 
     def begin_step(self) -> None:
@@ -114,7 +114,7 @@ class ShardedGradientBuffer(BucketedBuffer):
         if self._arrived or not all(self._has_sum):
             self.end_backward()
         self._finish_transfers()
-        self.let_values_change()
+        self.wait_for_readers()
 
     def _begin_backward(self) -> None:
         self._reset_buckets()
@@ -128,7 +128,7 @@ class ShardedGradientBuffer(BucketedBuffer):
     def _new_memory(self, length: int) -> Tensor:
         """Return memory for a bucket's gradients, with any values in it."""
         if self._places is not None:
-            return self._places.take(length)
+            return self._places.allocate(length)
         return torch.empty(length, dtype=self.grad_dtype, device=self.device)
 
     def _reduction_of(self, bucket: Bucket) -> Transfer:
@@ -161,7 +161,7 @@ class ShardedGradientBuffer(BucketedBuffer):
     def _give_back(self, whole: Tensor) -> None:
         """Keep the memory of a reduced bucket for another one."""
         if self._places is not None:
-            self._places.give_back(whole)
+            self._places.free(whole)
 
     def owned_gradients(self) -> list[Tensor]:
         """Return the accumulators."""

@@ -1,4 +1,4 @@
-"""Parameters of which each rank keeps its shard only: stage 3 of the sharding ladder.
+"""Parameters of which each rank keeps its shard only: ZeRO stage 3.
 
 S. Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
 section 5.3, arXiv 1910.02054. A section of the buffer holds the parameters of one unit (a
@@ -7,12 +7,12 @@ decides when. The section of a layer is one bucket: its gradients are formed whe
 from. Those of a large table are formed in `.grad` and go out in several buckets, one after another
 through the same memory.
 
-Ranks of one machine do not copy values to gather them: they look at those of the others where they
-lie (`joined_memory`). Elsewhere a unit's values are gathered into one flat tensor whose *memory* is
-given up and taken again (`offload.lent_memory`). In both, views of a weight that autograd has saved
-(its transpose, for example) become valid again before backward reads them, and never keep the
-memory alive. While a unit is not here its parameters show a NaN without memory of its own
-(`initialization.without_memory`): a read by mistake does not crash.
+Ranks of one machine do not copy values to gather them: they map those of the others in place
+(`transport.shm.mapped_gather`). Elsewhere a unit's values are gathered into one flat tensor whose
+*memory* is freed and allocated again (`transport.shm.page_pool`). In both, views of a weight that
+autograd has saved (its transpose, for example) become valid again before backward reads them, and
+never keep the memory alive. While a unit is not here its parameters show a NaN without memory of
+its own (`initialization.without_memory`): a read by mistake does not crash.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from torch import Tensor, nn
 from megatron.core.agreement import agree
 from megatron.core.distributed.bucketed_buffer import Bucket
 from megatron.core.distributed.communication import Transfer, gather_parameters
-from megatron.core.distributed.pieces import is_pairwise
 from megatron.core.distributed.sections import Pass, Section
 from megatron.core.distributed.sharded_gradient_buffer import ShardedGradientBuffer
 from megatron.core.distributed.sharding_arithmetic import Piece
 from megatron.core.errors import ConfigError, MegatronError
 from megatron.core.initialization import fill_deferred_weights, without_memory
-from megatron.core.joined_memory import JoinedValues, join_values
 from megatron.core.offload.file_columns import reserve_file
-from megatron.core.offload.lent_memory import MemoryLender
 from megatron.core.param_meta import accumulate_main_grad
-from megatron.core.peer_memory import ReadableMemory
+from megatron.core.transport.p2p_reduce import is_pairwise
+from megatron.core.transport.shm.mapped_gather import MappedGather, map_gather
+from megatron.core.transport.shm.page_pool import PagePool
+from megatron.core.transport.shm.shared_buffer import SharedBuffer
 
 _GATHER_TAGS = 1 << 15
 """Added to a bucket's tag: gathers travel beside reductions."""
@@ -74,7 +74,7 @@ class ShardedParameterBuffer(ShardedGradientBuffer):
         if device.type == "cpu":  # pages of different ranks shall follow one another
             options["granule"] = mmap.PAGESIZE // dtype.itemsize
         super().__init__(parameters, **options)
-        self._lender = MemoryLender(self.device)
+        self._lender = PagePool(self.device)
         self.shards: list[Tensor]
         """Own values of each bucket; padding is zero."""
         lengths = [end - begin for begin, end in self._ranges]
@@ -107,7 +107,7 @@ class ShardedParameterBuffer(ShardedGradientBuffer):
         memory = None
         reserve = partial(reserve_file, directory, flag="--param-offload-path")
         try:
-            memory = ReadableMemory(numel * dtype.itemsize, self.plan.num_buckets, reserve=reserve)
+            memory = SharedBuffer(numel * dtype.itemsize, self.plan.num_buckets, reserve=reserve)
         except ConfigError as error:
             problem = error
         for group in (self.mesh.shard, self.mesh.replicate):
@@ -125,7 +125,7 @@ class ShardedParameterBuffer(ShardedGradientBuffer):
     def _collect_values(self) -> None:
         """Nothing: values are gathered unit by unit."""
 
-    def _join_shards(self) -> JoinedValues | None:
+    def _join_shards(self) -> MappedGather | None:
         """Return the sections as the shards of all ranks show them, where these can be seen."""
         memory = self._value_memory
         group = self.mesh.shard if self.mesh.shard_size > 1 else None
@@ -134,7 +134,7 @@ class ShardedParameterBuffer(ShardedGradientBuffer):
         ends = list(accumulate(shard.nbytes for shard in self.shards))
         ranges = [(e - s.nbytes, s.nbytes) for e, s in zip(ends, self.shards, strict=True)]
         layouts = [[ranges[number] for number in numbers] for numbers in self.plan.sections]
-        return join_values(memory, group, self.shards[0].dtype, layouts)
+        return map_gather(memory, group, self.shards[0].dtype, layouts)
 
     def _section(self, number: int) -> Section:
         buckets = [self.buckets[bucket] for bucket in self.plan.sections[number]]
@@ -179,7 +179,7 @@ class ShardedParameterBuffer(ShardedGradientBuffer):
         if section.is_whole or section.arriving:
             return
         with torch.no_grad():
-            section.whole.fill()
+            section.whole.allocate()
             self._read_neighbours_ahead(number)
             if self._joined is not None:
                 section.arriving = [Transfer(iter([self._joined.arrivals()]))]
@@ -200,13 +200,13 @@ class ShardedParameterBuffer(ShardedGradientBuffer):
         if self._is_offloaded and self._value_memory is not None:
             for neighbour in {number - 1, number + 1} & set(range(len(self.sections))):
                 for bucket in self.sections[neighbour].buckets:
-                    self._value_memory.read_ahead(self.shards[bucket.number])
+                    self._value_memory.prefetch(self.shards[bucket.number])
 
     def _let_go_of_shards(self, buckets: Iterable[Bucket]) -> None:
         """Leave own shards to the file."""
         if self._is_offloaded and self._value_memory is not None:
             for bucket in buckets:
-                self._value_memory.let_go(self.shards[bucket.number])
+                self._value_memory.page_out(self.shards[bucket.number])
 
     def gather(self, number: int, user: Pass) -> None:
         """Make a section's parameters whole, until `user` has released them."""
@@ -239,7 +239,7 @@ class ShardedParameterBuffer(ShardedGradientBuffer):
             section.users.remove(user)
             if not section.users and keep:
                 # Logits come next, which need more than the layer that backward gathers after them.
-                self._lender.discard_spare()
+                self._lender.trim()
             elif not section.users:
                 self._free(section)
 
@@ -251,7 +251,7 @@ class ShardedParameterBuffer(ShardedGradientBuffer):
         section.is_whole = False
         for index in section.members:
             self.parameters[index].data = self._absent[index]
-        section.whole.empty()
+        section.whole.free()
 
     def release_all(self) -> None:
         """Free the values of all buckets, whoever has asked for them: no pass is under way."""
@@ -259,13 +259,13 @@ class ShardedParameterBuffer(ShardedGradientBuffer):
             section.users.clear()
             self._free(section)
 
-    def let_values_change(self) -> None:
+    def wait_for_readers(self) -> None:
         """Free the values of all buckets, and wait until no rank reads the shards any more."""
         self.release_all()
         if self._joined is None:
-            super().let_values_change()
+            super().wait_for_readers()
         else:
-            self._joined.let_values_change()
+            self._joined.wait_for_readers()
 
     def start_gathers(self) -> None:
         """Leave updated shards to their file, if they have one; units are gathered when they
@@ -352,7 +352,7 @@ class ShardedParameterBuffer(ShardedGradientBuffer):
     def finish_reductions(self) -> None:
         """Reduce what is left, and wait; no unit stays gathered, as the update will change it."""
         super().finish_reductions()
-        self._lender.discard_spare()
+        self._lender.trim()
         if self._places is not None:
             # The next logits need the memory first.
             self._places.discard()

@@ -186,7 +186,7 @@ class TorchFullyShardedDataParallel(DistributedDataParallel):
         state = self.module.state_dict(*args, **kwargs)
         return {k: v.full_tensor() if isinstance(v, DTensor) else v for k, v in state.items()}
 
-    def whole_parameters(self) -> AbstractContextManager[None]:
+    def summon_full_params(self) -> AbstractContextManager[None]:
         """Inside the returned context all parameters are whole."""
         return self._unsharded()
 

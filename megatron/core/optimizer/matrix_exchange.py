@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from megatron.core.distributed.communication import Mesh
 from megatron.core.optimizer.optimized_shard import OptimizedShard
-from megatron.core.tensor_parallel.collectives import all_to_all
+from megatron.core.transport.collectives import all_to_all
 from megatron.core.utils import get_pg_rank, get_pg_size
 
 ROUND_NUMEL = 1 << 25

@@ -25,7 +25,7 @@ from megatron.core.optimizer.newton_schulz import orthogonalize, update_scale
 from megatron.core.optimizer.optimized_shard import OptimizedShard
 from megatron.core.param_meta import ParamMeta, get_param_meta, shard_of, unshard
 from megatron.core.process_groups_config import Group, ProcessGroupCollection
-from megatron.core.tensor_parallel.collectives import all_gather
+from megatron.core.transport.collectives import all_gather
 from megatron.core.utils import get_pg_rank, get_pg_size
 
 

@@ -11,8 +11,8 @@ from torch import Tensor
 from megatron.core.device import current_device
 from megatron.core.errors import DataError
 from megatron.core.process_groups_config import Group
-from megatron.core.tensor_parallel import collectives
 from megatron.core.tensor_parallel.mappings import tensor_parallel_group
+from megatron.core.transport import collectives
 from megatron.core.utils import get_pg_rank, get_pg_size
 
 MAX_DIMS = 5

@@ -21,7 +21,6 @@ from torch import Tensor, nn
 
 from megatron.core.param_meta import accumulate_main_grad, has_main_grad
 from megatron.core.process_groups_config import Group
-from megatron.core.tensor_parallel import collectives
 from megatron.core.tensor_parallel.mappings import tensor_parallel_group
 from megatron.core.tensor_parallel.vocab_parallel_softmax import (
     Labels,
@@ -30,6 +29,7 @@ from megatron.core.tensor_parallel.vocab_parallel_softmax import (
     softmax_statistics,
     softmax_to_gradient,
 )
+from megatron.core.transport import collectives
 from megatron.core.utils import get_pg_size
 
 MAX_CHUNK_BYTES = 64 * 2**20

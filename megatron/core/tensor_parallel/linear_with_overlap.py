@@ -29,7 +29,8 @@ from megatron.core.param_meta import (
     main_grad_addmm,
 )
 from megatron.core.process_groups_config import Group
-from megatron.core.tensor_parallel import collectives, mappings
+from megatron.core.tensor_parallel import mappings
+from megatron.core.transport import collectives
 from megatron.core.utils import get_pg_size
 
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.process_groups_config import Group, ProcessGroupCollection
-from megatron.core.tensor_parallel import collectives
+from megatron.core.transport import collectives
 from megatron.core.turns import let_the_other_work
 from megatron.core.utils import divide, get_pg_size
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from megatron.core.process_groups_config import Group
-from megatron.core.tensor_parallel import collectives
 from megatron.core.tensor_parallel.mappings import tensor_parallel_group
+from megatron.core.transport import collectives
 from megatron.core.utils import divide, get_pg_rank, get_pg_size
 
 

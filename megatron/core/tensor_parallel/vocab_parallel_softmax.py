@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from megatron.core.process_groups_config import Group
-from megatron.core.tensor_parallel import collectives
 from megatron.core.tensor_parallel.token_ids import check_token_ids
+from megatron.core.transport import collectives
 from megatron.core.utils import get_pg_rank, get_pg_size
 
 IGNORED_LABEL = -100

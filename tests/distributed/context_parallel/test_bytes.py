@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from megatron.core.context_parallel.attention import ContextGroups, context_parallel_attention
 from megatron.core.kernels.block_mask import MaskSpec
-from megatron.core.tensor_parallel import collectives
+from megatron.core.transport import collectives
 from tests.harness.distributed import run_distributed
 
 LOCAL, BATCH, WIDTH, VALUE_WIDTH = 16, 2, 8, 6

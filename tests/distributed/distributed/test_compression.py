@@ -13,8 +13,8 @@ from megatron.core.distributed.compressed_reduction import (
     CompressionSettings,
     TrafficCount,
 )
+from megatron.core.distributed.compression_codecs import BFloat16Codec, BlockInt8Codec
 from megatron.core.distributed.sharding_arithmetic import BLOCK
-from megatron.core.distributed.wire_formats import BlockInt8Wire, Brain16Wire
 from megatron.core.errors import ConfigError
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from tests.distributed.distributed.replicas import accumulate, wrap
@@ -50,18 +50,18 @@ def reduced(values: torch.Tensor, mesh: Mesh, how: CompressedReduction | None) -
     return mesh.own(bucket)
 
 
-@pytest.mark.parametrize("wire", [Brain16Wire(), BlockInt8Wire()], ids=["bf16", "int8"])
+@pytest.mark.parametrize("wire", [BFloat16Codec(), BlockInt8Codec()], ids=["bf16", "int8"])
 def test_a_packed_value_is_within_half_a_level(wire):
     values = gradient(1)
     packed = wire.pack(values)
     assert packed.numel() == wire.num_bytes(NUMEL)
     largest = values.abs().view(-1, BLOCK).amax(1, keepdim=True).expand(-1, BLOCK).reshape(-1)
-    level = largest / 127 if isinstance(wire, BlockInt8Wire) else values.abs() * 2.0**-7
+    level = largest / 127 if isinstance(wire, BlockInt8Codec) else values.abs() * 2.0**-7
     assert ((wire.unpack(packed) - values).abs() <= 0.51 * level).all()
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
-@pytest.mark.parametrize("wire", [Brain16Wire(), BlockInt8Wire()], ids=["bf16", "int8"])
+@pytest.mark.parametrize("wire", [BFloat16Codec(), BlockInt8Codec()], ids=["bf16", "int8"])
 def test_what_is_not_finite_arrives_as_not_finite(wire, bad):
     values = gradient(1)
     values[200] = bad

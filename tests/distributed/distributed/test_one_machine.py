@@ -11,16 +11,16 @@ from megatron.core.distributed.communication import (
     gather_parameters,
     reduction_steps,
 )
-from megatron.core.distributed.pieces import STRETCH, ReadablePlace
-from megatron.core.peer_memory import PeerMemory, ReadableMemory
+from megatron.core.transport.p2p_reduce import STRETCH, SharedSlot
+from megatron.core.transport.shm.shared_buffer import PeerBuffers, SharedBuffer
 from tests.harness.distributed import distributed
 from tests.harness.tolerances import EXACT, assert_close
 
 
 def readable(values):
     """Return a copy of a flat tensor that other ranks can read, and its place."""
-    memory = ReadableMemory(values.nbytes, num_words=1)
-    return memory.tensor(values.dtype, 0, values.numel()).copy_(values), ReadablePlace(
+    memory = SharedBuffer(values.nbytes, num_counters=1)
+    return memory.tensor(values.dtype, 0, values.numel()).copy_(values), SharedSlot(
         memory, 0, keeps_pages=False
     )
 
@@ -45,7 +45,7 @@ def check_reductions(groups):
             Transfer(reduction_steps(sent, mesh, **how)).finish()
             Transfer(reduction_steps(read, mesh, **how, place=place)).finish()
             assert_close(mesh.own(read), mesh.own(sent), EXACT, f"{mesh} {dtype} {numel}")
-        assert all(isinstance(p, PeerMemory) for p in place.memory._peers.values())
+        assert all(isinstance(p, PeerBuffers) for p in place.memory._peers.values())
 
 
 @distributed(world_size=2)
@@ -79,4 +79,4 @@ def test_gathers_bring_the_same_values_either_way(groups, is_apart):
         read = torch.zeros(3 * length) if is_apart else place_of_all
         gather_parameters(read, mesh, tag=9, shard=own if is_apart else None, place=place).finish()
         assert_close(read, sent, EXACT, "what was gathered")
-        place.memory.settle()
+        place.memory.wait_for_readers()

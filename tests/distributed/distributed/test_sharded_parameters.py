@@ -21,9 +21,9 @@ from megatron.core.distributed import (
 )
 from megatron.core.errors import ConfigError
 from megatron.core.initialization import has_memory, parameters_without_memory
-from megatron.core.joined_memory import JoinedTensor
-from megatron.core.offload.lent_memory import LentTensor
 from megatron.core.rng import rng_state
+from megatron.core.transport.shm.mapped_gather import MappedTensor
+from megatron.core.transport.shm.page_pool import PooledTensor
 from megatron.core.turns import let_the_other_work, run_in_turns
 from megatron.training.metrics.params_norm import params_norm
 from tests.harness.distributed import distributed
@@ -93,7 +93,7 @@ def bytes_of_whole_units(ddp):
         section.whole.tensor.nbytes
         for buffer in ddp.gradient_buffers
         for section in buffer.sections
-        if section.whole.is_filled
+        if section.whole.is_allocated
     )
 
 
@@ -282,12 +282,12 @@ def train_alike(groups, found, expected, tolerance=EXACT):
 def test_units_that_are_looked_at_copied_or_sent_give_the_same_bits(groups, way):
     joined = build(groups)
     if way == "copied":
-        with patch.object(sharded_parameter_buffer, "join_values", lambda *_: None):
+        with patch.object(sharded_parameter_buffer, "map_gather", lambda *_: None):
             other = build(groups)
     else:
         with no_shared_memory():
             other = build(groups)
-    for ddp, kind in ((joined, JoinedTensor), (other, LentTensor)):
+    for ddp, kind in ((joined, MappedTensor), (other, PooledTensor)):
         assert {type(s.whole) for b in ddp.gradient_buffers for s in b.sections} == {kind}
     assert not train_alike(groups, joined, other)
 
@@ -312,10 +312,10 @@ def test_a_table_whose_gradient_goes_out_in_buckets_has_the_same_gradient(groups
 def test_what_is_written_to_whole_parameters_is_lost(groups):
     ddp = build(groups)
     weight = ddp.module.decoder.layers[3].mlp.linear_fc1.weight
-    with torch.no_grad(), ddp.whole_parameters():
+    with torch.no_grad(), ddp.summon_full_params():
         before = weight.clone()
         weight.fill_(5.0)
-    with ddp.whole_parameters():
+    with ddp.summon_full_params():
         assert_close(weight, before, EXACT, "a weight")
 
 

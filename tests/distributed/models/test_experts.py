@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron.core.initialization import canonical_names
-from megatron.core.tensor_parallel import collectives
+from megatron.core.transport import collectives
 from tests.harness.distributed import distributed
 from tests.harness.tolerances import FP32_REORDERED_SUM, assert_close
 from tests.unit.transformer.moe.small_layer import layer, tokens

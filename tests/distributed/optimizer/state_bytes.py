@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron.core.distributed.distributed_data_parallel_config import SHARDING_STRATEGIES
-from megatron.core.joined_memory import JoinedTensor
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-from megatron.core.peer_memory import PeerMemory
+from megatron.core.transport.shm.mapped_gather import MappedTensor
+from megatron.core.transport.shm.shared_buffer import PeerBuffers
 from tests.distributed.distributed.replicas import wrap
 from tests.harness.distributed import run_distributed
 
@@ -87,8 +87,8 @@ def one_step(groups, dtype, stage, width=1024, num_layers=4, bucket_size=800_000
         sent[0] += joined.tensor.nbytes * (ddp.mesh().shard_size - 1) // ddp.mesh().shard_size
         fill(joined)
 
-    read, fill = PeerMemory.read, JoinedTensor.fill
-    dist.isend, PeerMemory.read, JoinedTensor.fill = counted, counted_read, counted_fill
+    read, fill = PeerBuffers.read, MappedTensor.allocate
+    dist.isend, PeerBuffers.read, MappedTensor.allocate = counted, counted_read, counted_fill
     try:
         ddp.zero_grad_buffer()
         ddp(torch.ones(3, width, dtype=dtype)).float().sum().backward()
@@ -96,7 +96,7 @@ def one_step(groups, dtype, stage, width=1024, num_layers=4, bucket_size=800_000
         optimizer.step()
         ddp.finish_param_sync()
     finally:
-        dist.isend, PeerMemory.read, JoinedTensor.fill = send, read, fill
+        dist.isend, PeerBuffers.read, MappedTensor.allocate = send, read, fill
     held = [p.data for p in ddp.module.parameters()]
     held += [shard for shards in ddp.sharded_values().values() for shard in shards]
     held += [owned for buffer in ddp.gradient_buffers for owned in buffer.owned_gradients()]

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from megatron.core import tensor_parallel
 from megatron.core.errors import DataError
-from megatron.core.tensor_parallel import collectives, mappings
+from megatron.core.tensor_parallel import mappings
+from megatron.core.transport import collectives
 from tests.harness.distributed import distributed
 from tests.harness.tolerances import EXACT, FP32_ROUNDED_ONCE, assert_close
 

@@ -12,7 +12,6 @@ from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.param_meta import get_param_meta, shard_of
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.rng import keyed_dropout, rng_state
-from megatron.core.tensor_parallel import collectives
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron.core.tensor_parallel.layers import (
     ColumnParallelLinear,
@@ -26,6 +25,7 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from megatron.core.tensor_parallel.random import checkpoint
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transport import collectives
 from tests.harness.distributed import distributed
 from tests.harness.tolerances import EXACT, FP32_REORDERED_SUM, assert_close
 

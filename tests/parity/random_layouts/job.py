@@ -67,7 +67,7 @@ def _weights(chunks: list[Any]) -> RankReport:
         meta = get_param_meta(parameter)
         report.metas[name] = (meta.split_dim, meta.stride, meta.is_expert)
     for chunk in chunks:
-        with chunk.whole_parameters():
+        with chunk.summon_full_params():
             for name, _, parameter in _parameters([chunk]):
                 report.weights[name] = parameter.detach().clone()
     return report

@@ -21,7 +21,7 @@ class Buffer:
     def gather(self, number, user):
         pass
 
-    def let_values_change(self):
+    def wait_for_readers(self):
         pass
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.core.offload.lent_memory import MemoryLender
+from megatron.core.transport.shm.page_pool import PagePool
 
 HAS_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage").exists()
 linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -44,6 +44,6 @@ def test_large_tensors_of_a_process_that_imports_the_framework():
 
 @linux
 def test_gathered_layers():
-    lent = MemoryLender(torch.device("cpu")).tensor(3 << 20, torch.float32)
-    lent.fill()
+    lent = PagePool(torch.device("cpu")).tensor(3 << 20, torch.float32)
+    lent.allocate()
     assert asks_for_huge_pages(lent.tensor.data_ptr()) == HAS_HUGE_PAGES

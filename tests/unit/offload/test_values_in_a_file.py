@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron.core.offload.file_columns import reserve_file
-from megatron.core.peer_memory import ReadableMemory
+from megatron.core.transport.shm.shared_buffer import SharedBuffer
 
 NUMEL = 1 << 18
 
@@ -29,11 +29,11 @@ def resident_bytes():
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_values_leave_memory_and_stay_in_the_file(tmp_path):
     reserve = partial(reserve_file, tmp_path, flag="--param-offload-path")
-    memory = ReadableMemory(4 * NUMEL, 1, reserve=reserve)
+    memory = SharedBuffer(4 * NUMEL, 1, reserve=reserve)
     values = memory.tensor(torch.float32, 0, NUMEL).copy_(torch.arange(NUMEL))
     assert resident_bytes() >= values.nbytes
-    memory.let_go(values)
+    memory.page_out(values)
     assert resident_bytes() <= mmap.PAGESIZE  # the words
-    memory.read_ahead(values)
+    memory.prefetch(values)
     assert torch.equal(values, torch.arange(NUMEL).float())
     assert not list(tmp_path.iterdir())

@@ -16,7 +16,6 @@ from megatron.core.context_parallel import rows_of_rank
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.rng import keyed_uniform
 from megatron.core.side_losses import attach_side_loss
-from megatron.core.tensor_parallel import collectives
 from megatron.core.tensor_parallel.activation_recompute import is_recomputing
 from megatron.core.tensor_parallel.parallel_parameters import ParallelLayer
 from megatron.core.transformer.moe.load_balancing import (
@@ -34,6 +33,7 @@ from megatron.core.transformer.moe.routing import (
     within_capacity,
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transport import collectives
 from megatron.core.utils import get_pg_size
 
 ROUTER_DTYPES = {"fp32": torch.float32, "fp64": torch.float64}

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from megatron.core.process_groups_config import FakeGroup, ProcessGroupCollection
-from megatron.core.tensor_parallel import collectives, mappings
+from megatron.core.tensor_parallel import mappings
+from megatron.core.transport import collectives
 from megatron.core.utils import get_pg_rank, get_pg_size
 
 Meanwhile = Callable[[], None] | None

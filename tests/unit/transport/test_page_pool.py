@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron.core.kernels.cpu.malloc import return_free_pages, return_freed_blocks
-from megatron.core.offload.lent_memory import MAX_SPARE, MemoryLender
+from megatron.core.transport.shm.page_pool import MAX_SPARE, PagePool
 from tests.harness.machine import resident_mib
 
 NUMEL = 3 << 20  # 12 MiB
@@ -14,8 +14,8 @@ CPU = torch.device("cpu")
 linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 
-def lender(is_mapped: bool) -> MemoryLender:
-    made = MemoryLender(CPU)
+def lender(is_mapped: bool) -> PagePool:
+    made = PagePool(CPU)
     made._is_mapped = is_mapped and made._is_mapped
     return made
 
@@ -24,18 +24,18 @@ def lender(is_mapped: bool) -> MemoryLender:
 def test_views_become_valid_again_when_the_values_come_back(is_mapped):
     lends = lender(is_mapped)
     first, second = (lends.tensor(NUMEL, torch.float32) for _ in range(2))
-    first.fill()
+    first.allocate()
     view = first.tensor[: 4 * 8].view(4, 8).t()
     for value in (1.0, 2.0):
-        first.fill()
+        first.allocate()
         first.tensor.fill_(value)
         assert bool((first.tensor[: 4 * 8].view(4, 8).t() == value).all())
         if is_mapped:
             assert view.data_ptr() == first.tensor.data_ptr() and float(view[7, 3]) == value
-        first.empty()
-        second.fill()
+        first.free()
+        second.allocate()
         second.tensor.fill_(-value)
-        second.empty()
+        second.free()
 
 
 @linux
@@ -46,15 +46,15 @@ def test_tensors_that_take_turns_need_the_memory_of_one():
     addresses = set()
     for turn in range(24):
         tensor = lent[turn % 8]
-        tensor.fill()
+        tensor.allocate()
         if turn:  # pages come with what was in them
             assert float(tensor.tensor[-1]) == turn - 1
         tensor.tensor.fill_(turn)
         addresses.add(tensor.tensor.data_ptr())
-        tensor.empty()
+        tensor.free()
     assert len(addresses) == 8
     assert resident_mib() - before < 1.5 * 12
-    lends.discard_spare()
+    lends.trim()
     assert resident_mib() - before < 4
 
 
@@ -64,10 +64,10 @@ def test_more_spare_memory_than_the_next_tensors_need_goes_back():
     lent = [lends.tensor(NUMEL, torch.float32) for _ in range(MAX_SPARE + 3)]
     before = resident_mib()
     for tensor in lent:
-        tensor.fill()
+        tensor.allocate()
         tensor.tensor.fill_(1.0)
     for tensor in lent:
-        tensor.empty()
+        tensor.free()
     assert resident_mib() - before < (MAX_SPARE + 0.5) * 12
 
 

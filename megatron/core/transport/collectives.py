@@ -1,9 +1,9 @@
-"""Collectives of a tensor-parallel group, without autograd: the best algorithm of each backend.
+"""Collectives between the ranks of a group, without autograd: the best algorithm of each backend.
 
-Everything here works on dimension 0 ("rows") of contiguous tensors; `mappings` puts autograd and
-other dimensions on top. On a CPU, ranks of one machine exchange through shared memory
-(`megatron.core.host_exchange`); everything else goes through the group's backend. Sums are formed
-in a fixed order, so all ranks of a group hold the same bits: replicated weights stay equal
+Everything here works on dimension 0 ("rows") of contiguous tensors; `tensor_parallel.mappings` puts
+autograd and other dimensions on top. On a CPU, ranks of one machine exchange through shared memory
+(`transport.shm.shm_collectives`); everything else goes through the group's backend. Sums are
+computed in a fixed order, so all ranks of a group hold the same bits: replicated weights stay equal
 without ever being compared.
 
 Shapes: `t` rows of the full tensor, a slash divides by the size of the group.
@@ -12,14 +12,16 @@ Shapes: `t` rows of the full tensor, a slash divides by the size of the group.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.core.host_exchange import HostExchange, Transfer, connect
-from megatron.core.process_groups_config import Group
+from megatron.core.transport.shm.shm_collectives import ShmGroup, Transfer, open_shm_group
+
+if TYPE_CHECKING:
+    from megatron.core.process_groups_config import Group
 
 # torch 2.13 renamed the two; the old names warn there, the new ones are absent before.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -60,7 +62,7 @@ def start_all_reduce(x: Tensor, group: Group) -> PendingTensor:
         flat = x.view(-1)
 
         def add(part: slice, theirs: list[Tensor]) -> None:
-            _sum_in_rank_order(theirs, out=flat[part])
+            _ordered_sum(theirs, out=flat[part])
 
         return PendingTensor(Transfer(shared, x, add), x)
     return PendingTensor(dist.all_reduce(x, group=group, async_op=True), x)
@@ -116,7 +118,7 @@ def start_reduce_scatter(x: Tensor, group: Group) -> PendingTensor:
             low, high = max(part.start, first), min(part.stop, first + own.numel())
             if low < high:
                 within = slice(low - part.start, high - part.start)
-                _sum_in_rank_order([t[within] for t in theirs], out=own[low - first : high - first])
+                _ordered_sum([t[within] for t in theirs], out=own[low - first : high - first])
 
         return PendingTensor(Transfer(shared, x, add_own), result)
     if x.is_cpu:
@@ -144,12 +146,12 @@ def reduce_scatter(x: Tensor, group: Group, sizes: Sequence[int] | None = None) 
     return _sum_pieces(pieces.view(size, own, *x.shape[1:]))
 
 
-def _shared_memory(x: Tensor, group: Group) -> HostExchange | None:
+def _shared_memory(x: Tensor, group: Group) -> ShmGroup | None:
     """Return the memory that the ranks of `group` share, where they and `x` are on one machine."""
-    return connect(group) if x.is_cpu and group.size() > 1 else None
+    return open_shm_group(group) if x.is_cpu and group.size() > 1 else None
 
 
-def _sum_in_rank_order(pieces: Sequence[Tensor], *, out: Tensor) -> None:
+def _ordered_sum(pieces: Sequence[Tensor], *, out: Tensor) -> None:
     """Add `pieces` into `out`, which may be none of them."""
     torch.add(pieces[0], pieces[1], out=out)
     for piece in pieces[2:]:

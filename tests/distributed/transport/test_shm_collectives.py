@@ -9,11 +9,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.core import host_exchange
 from megatron.core.errors import TopologyError
-from megatron.core.host_exchange import DIRECTORY, SLOT_BYTES, HostExchange, connect
 from megatron.core.process_identity import ProcessIdentity
-from megatron.core.tensor_parallel import collectives
+from megatron.core.transport import collectives
+from megatron.core.transport.shm import shm_collectives
+from megatron.core.transport.shm.shm_collectives import (
+    DIRECTORY,
+    SLOT_BYTES,
+    ShmGroup,
+    open_shm_group,
+)
 from tests.harness.distributed import DistributedFailure, distributed, run_distributed
 from tests.harness.machine import no_shared_memory
 
@@ -31,7 +36,7 @@ def group_without_shared_memory() -> dist.ProcessGroup:
     """Return a group of all ranks that uses its backend for everything."""
     group = dist.new_group(list(range(dist.get_world_size())))
     with no_shared_memory():
-        assert connect(group) is None
+        assert open_shm_group(group) is None
     return group
 
 
@@ -39,7 +44,7 @@ def group_without_shared_memory() -> dist.ProcessGroup:
 @distributed(world_size=3)
 def test_collectives_equal_those_of_the_backend(groups, dtype):
     shared, plain = groups.dp, group_without_shared_memory()
-    assert isinstance(connect(shared), HostExchange)
+    assert isinstance(open_shm_group(shared), ShmGroup)
     rank = shared.rank()
     for rows in (0, 3, 30, EDGE // 10, 3 * EDGE // 10 + 3):
         x = of_rank(rank, rows - rows % 3, 10).to(dtype)
@@ -76,9 +81,9 @@ def test_a_slow_rank_is_waited_for_with_a_thousand_files_open(groups):
     files = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
     try:
         group = dist.new_group([0, 1])
-        assert isinstance(connect(group), HostExchange)
+        assert isinstance(open_shm_group(group), ShmGroup)
         if group.rank() == 0:
-            time.sleep(2.5 * host_exchange.LIVENESS_SECONDS)
+            time.sleep(2.5 * shm_collectives.LIVENESS_SECONDS)
         total = collectives.all_reduce(torch.ones(3), group)
         assert total.tolist() == [2, 2, 2]
     finally:
@@ -88,7 +93,7 @@ def test_a_slow_rank_is_waited_for_with_a_thousand_files_open(groups):
 
 @distributed(world_size=2)
 def test_the_mapping_has_no_name_once_the_ranks_are_attached(groups):
-    assert connect(groups.dp) is not None
+    assert open_shm_group(groups.dp) is not None
     dist.barrier()
     assert not list(DIRECTORY.glob("megatron-*"))
 
@@ -96,11 +101,11 @@ def test_the_mapping_has_no_name_once_the_ranks_are_attached(groups):
 @distributed(world_size=2)
 def test_a_missing_part_turns_it_off_on_all_ranks(groups):
     if groups.dp.rank() == 1:
-        host_exchange.DIRECTORY = DIRECTORY / "another-machine"
+        shm_collectives.DIRECTORY = DIRECTORY / "another-machine"
     try:
-        assert connect(groups.dp) is None
+        assert open_shm_group(groups.dp) is None
     finally:
-        host_exchange.DIRECTORY = DIRECTORY
+        shm_collectives.DIRECTORY = DIRECTORY
     assert collectives.all_reduce(torch.ones(3), groups.dp).tolist() == [2.0] * 3
 
 
@@ -112,13 +117,13 @@ def test_ranks_that_do_not_see_each_others_processes_use_their_backend(groups, f
     strange = {"number": 1, "namespace": 1, "start": own.start + 1, "machine": bytes(16)}
     if groups.dp.rank() == 1:
         changed = own._replace(**{field: strange[field]})
-        host_exchange.ProcessIdentity = SimpleNamespace(
+        shm_collectives.ProcessIdentity = SimpleNamespace(
             own=lambda: changed, unpack=ProcessIdentity.unpack
         )
     try:
-        assert connect(groups.dp) is None
+        assert open_shm_group(groups.dp) is None
     finally:
-        host_exchange.ProcessIdentity = ProcessIdentity
+        shm_collectives.ProcessIdentity = ProcessIdentity
     assert collectives.all_reduce(torch.ones(3), groups.dp).tolist() == [2.0] * 3
 
 
@@ -134,7 +139,7 @@ def test_a_rank_does_not_watch_itself_for_another_one(groups):
 
 @distributed(world_size=2)
 def test_a_rank_that_does_not_come_is_named_after_the_timeout(groups):
-    exchange = connect(groups.dp)
+    exchange = open_shm_group(groups.dp)
     assert exchange is not None
     exchange.timeout = 0.5
     if groups.dp.rank() == 0:

@@ -1,25 +1,25 @@
-"""Tensors passed between the ranks of one machine through shared memory.
+"""Collectives between the ranks of one machine through shared memory.
 
 gloo sends through the loopback network, which copies every byte four times and wakes a thread on
 both sides: half a megabyte takes a millisecond or two. Ranks on one machine can read each other's
-bytes instead. Each rank owns two slots in a shared mapping; it publishes a tensor into a slot,
-and the others read it there.
+bytes instead. Each rank owns two slots in a shared mapping; it puts a tensor into a slot, and the
+others read it there.
 
-    mapping | processes | semaphores | bells | rank 0: slot, slot | rank 1: slot, slot | ...
+    mapping | processes | put semaphores | wakeup semaphores | rank 0: slot, slot | rank 1: ...
 
-A counting semaphore per ordered pair [from, to] of ranks says how often `from` has published. A
-rank publishes for the i-th time only after it has read everybody's (i-1)-th tensor, and the
-others published that one after reading the (i-2)-th: so slot i mod 2 is free.
+A put semaphore per ordered pair [source, target] of ranks counts the puts of `source`. A rank puts
+for the i-th time only after it has read everybody's (i-1)-th tensor, and the others put that one
+after reading the (i-2)-th: so slot i mod 2 is free.
 
-A bell per ordered pair is a semaphore too: it says that there is something to look at, and wakes
-who sleeps in `sleep_until`; `peer_memory` uses it.
+A wakeup semaphore per ordered pair wakes a rank that sleeps in `wait_until`; `shared_buffer` uses
+it.
 
-The name of the mapping lives for a moment only, while the ranks attach; a run that is killed
-leaves nothing behind. Waiting blocks in the kernel, notices a rank that died, and ends with the
-timeout of the group. Where ranks sit on several machines or in containers that do not see each
-other's processes, or the system lacks a part (process-shared semaphores, process descriptors, room
-in /dev/shm), `connect` answers None and the caller uses its backend. MEGATRON_HOST_EXCHANGE=0 in
-the environment says so for all groups.
+The mapping has a name only while the ranks attach: a run that is killed leaves nothing in /dev/shm.
+Waiting blocks in the kernel, notices a rank that died, and ends with the timeout of the group.
+Where ranks run on several machines or in containers that do not see each other's processes, or the
+system lacks a part (process-shared semaphores, process descriptors, space in /dev/shm),
+`open_shm_group` returns None and the caller uses its backend. MEGATRON_HOST_EXCHANGE=0 in the
+environment does so for all groups.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ DIRECTORY = Path("/dev/shm")
 SLOT_BYTES = 1 << 20
 """Larger tensors travel in pieces of this size."""
 HEADER_BYTES = 64
-"""Room of one semaphore or process: a cache line, so that ranks do not share one."""
+"""Of one semaphore or process: a cache line, so that ranks do not share one."""
 LIVENESS_SECONDS = 1.0
-"""How often a waiting rank looks whether the others still live."""
+"""How often a waiting rank checks that the others are alive."""
 DEFAULT_TIMEOUT_SECONDS = 1800.0
 OFF = "MEGATRON_HOST_EXCHANGE"
 
@@ -57,11 +57,11 @@ class _TimeSpec(ctypes.Structure):
     _fields_ = [("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long)]
 
 
-class HostExchange:
+class ShmGroup:
     """The shared slots of one group whose ranks run on one machine.
 
-    One object per rank and group, from `connect`. `Transfer` uses it: `publish` and `collect`
-    alternate, and all ranks call them in the same order with tensors of the same size.
+    One object per rank and group, from `open_shm_group`. `put` and `get` alternate, and all ranks
+    call them in the same order with tensors of the same size.
     """
 
     def __init__(self, memory: mmap.mmap, rank: int, size: int, timeout: float) -> None:
@@ -69,7 +69,7 @@ class HostExchange:
         self._libc = ctypes.CDLL(None, use_errno=True)
         self._memory = memory
         base = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-        self._semaphores, self._bells = (
+        self._semaphores, self._wakeups = (
             [
                 [
                     ctypes.c_void_p(base + HEADER_BYTES * (first + source * size + target))
@@ -87,25 +87,25 @@ class HostExchange:
         ]
         self._others = [r for r in range(size) if r != rank]
         self._processes: dict[int, int] = {}  # group rank -> process descriptor
-        self._published = 0
-        self._under_way: Transfer | None = None
+        self._num_puts = 0
+        self._pending: Transfer | None = None
 
-    def settle(self, following: Transfer) -> None:
-        """Finish the transfer under way, if any, before `following` begins."""
-        if self._under_way is not None:
-            self._under_way.wait()
-        self._under_way = following
+    def wait_pending(self, following: Transfer) -> None:
+        """Finish the transfer in flight, if any, before `following` begins."""
+        if self._pending is not None:
+            self._pending.wait()
+        self._pending = following
 
-    def publish(self, piece: Tensor) -> None:
-        """Show `piece` (contiguous, at most SLOT_BYTES) to the other ranks."""
+    def put(self, piece: Tensor) -> None:
+        """Copy `piece` (contiguous, at most SLOT_BYTES) to this rank's next slot."""
         self._view(self.rank, piece).copy_(piece)
         for other in self._others:
             self._libc.sem_post(self._semaphores[self.rank][other])
 
-    def collect(self, like: Tensor) -> list[Tensor]:
-        """Wait for the others and return what each rank has published, in rank order.
+    def get(self, like: Tensor) -> list[Tensor]:
+        """Wait for the others and return what each rank has put, in rank order.
 
-        The tensors are views of the slots, shaped as `like`: valid until the next `publish`.
+        The tensors are views of the slots, shaped as `like`: valid until the next `put`.
 
         Raises:
             PeerLostError: a rank died, or the timeout of the group passed.
@@ -113,29 +113,29 @@ class HostExchange:
         for other in self._others:
             self._await(other)
         views = [self._view(rank, like) for rank in range(self.size)]
-        self._published += 1
+        self._num_puts += 1
         return views
 
     def _view(self, rank: int, like: Tensor) -> Tensor:
-        slot = self._slots[rank][self._published % 2]
+        slot = self._slots[rank][self._num_puts % 2]
         return slot[: like.numel() * like.element_size()].view(like.dtype).view(like.shape)
 
-    def ring(self) -> None:
-        """Wake the ranks that sleep until this one has done something."""
+    def wake_peers(self) -> None:
+        """Wake the ranks that wait for this one."""
         for other in self._others:
-            self._libc.sem_post(self._bells[self.rank][other])
+            self._libc.sem_post(self._wakeups[self.rank][other])
 
-    def sleep_until(self, other: int, is_reached: Callable[[], bool]) -> None:
-        """Sleep until something is true that `other` brings about before it rings.
+    def wait_until(self, other: int, is_reached: Callable[[], bool]) -> None:
+        """Sleep until a condition holds that `other` makes true before it wakes its peers.
 
         Raises:
             PeerLostError: the rank died, or the timeout of the group passed.
         """
-        bell = self._bells[other][self.rank]
+        wakeup = self._wakeups[other][self.rank]
         while not is_reached():
-            # Rings that nobody waited for have piled up.
-            if self._libc.sem_trywait(bell) != 0:
-                self._block(bell, other, is_reached)
+            # Wakeups that nobody waited for have piled up.
+            if self._libc.sem_trywait(wakeup) != 0:
+                self._block(wakeup, other, is_reached)
 
     def _await(self, other: int) -> None:
         semaphore = self._semaphores[other][self.rank]
@@ -152,13 +152,13 @@ class HostExchange:
             until = _TimeSpec(int(wake), int(wake % 1 * 1e9))
             if self._libc.sem_timedwait(semaphore, ctypes.byref(until)) == 0:
                 return
-            # Look again after finding a death: the last words may have come in between.
+            # Test again after finding a dead rank: it may have made the condition true before.
             if self._is_dead(other):
                 if is_reached():
                     return
                 raise _lost(other, "its process has ended")
             if time.monotonic() > end:
-                raise _lost(other, f"it did not come within {self.timeout:.0f} s")
+                raise _lost(other, f"it did not get there within {self.timeout:.0f} s")
 
     def _is_dead(self, rank: int) -> bool:
         poll = select.poll()  # takes descriptors of any number, which `select.select` does not
@@ -168,15 +168,15 @@ class HostExchange:
     # Connecting -----------------------------------------------------------------------------
 
     def _initialize(self) -> bool:
-        """First rank only: make the semaphores."""
+        """First rank only: initialize the semaphores."""
         return all(
             self._libc.sem_init(semaphore, 1, 0) == 0
-            for row in (*self._semaphores, *self._bells)
+            for row in (*self._semaphores, *self._wakeups)
             for semaphore in row
         )
 
     def _sign(self) -> bool:
-        """Write which process this rank is; False where the system does not tell."""
+        """Write which process this rank is; False where the system cannot tell."""
         start = self.rank * HEADER_BYTES
         try:
             self._memory[start : start + SIZE] = ProcessIdentity.own().pack()
@@ -197,8 +197,8 @@ class HostExchange:
         return True
 
 
-def connect(group: dist.ProcessGroup) -> HostExchange | None:
-    """Return the shared slots of `group`, or None where they cannot be had; the same on all ranks.
+def open_shm_group(group: dist.ProcessGroup) -> ShmGroup | None:
+    """Return the shared slots of `group`, or None where that cannot be; the same on all ranks.
 
     Communication:
         a broadcast and three all-reduces of a few bytes on `group`, at the first call; the
@@ -207,7 +207,7 @@ def connect(group: dist.ProcessGroup) -> HostExchange | None:
     known = _CONNECTED.get(group, _UNKNOWN)
     if known is _UNKNOWN:
         known = _CONNECTED[group] = _connect(group)
-    assert known is None or isinstance(known, HostExchange)
+    assert known is None or isinstance(known, ShmGroup)
     return known
 
 
@@ -220,27 +220,27 @@ _UNKNOWN = object()
 _CONNECTED: weakref.WeakKeyDictionary[dist.ProcessGroup, object] = weakref.WeakKeyDictionary()
 
 
-def _connect(group: dist.ProcessGroup) -> HostExchange | None:
+def _connect(group: dist.ProcessGroup) -> ShmGroup | None:
     rank, size = group.rank(), group.size()
     wanted = sys.platform == "linux" and hasattr(os, "pidfd_open") and not is_off()
     token = torch.frombuffer(bytearray(secrets.token_bytes(16)), dtype=torch.uint8)
     dist.broadcast(token, group=group, group_src=0)
     path = DIRECTORY / f"megatron-{token.numpy().tobytes().hex()}"
-    exchange = None
+    shm = None
     try:
         memory = _map(path, size, create=True) if wanted and rank == 0 else None
         if memory is not None:
-            exchange = HostExchange(memory, rank, size, _timeout(group))
-            wanted = exchange._initialize()
-        if not all_agree(wanted and (rank > 0 or exchange is not None), group):
+            shm = ShmGroup(memory, rank, size, _timeout(group))
+            wanted = shm._initialize()
+        if not all_ranks_can(wanted and (rank > 0 or shm is not None), group):
             return None
         if rank > 0:
             memory = _map(path, size, create=False)
-            exchange = None if memory is None else HostExchange(memory, rank, size, _timeout(group))
-        if not all_agree(exchange is not None and exchange._sign(), group):
+            shm = None if memory is None else ShmGroup(memory, rank, size, _timeout(group))
+        if not all_ranks_can(shm is not None and shm._sign(), group):
             return None
-        assert exchange is not None
-        return exchange if all_agree(exchange._watch(), group) else None
+        assert shm is not None
+        return shm if all_ranks_can(shm._watch(), group) else None
     finally:
         if rank == 0:
             path.unlink(missing_ok=True)
@@ -258,17 +258,17 @@ def _map(path: Path, size: int, *, create: bool) -> mmap.mmap | None:
             return mmap.mmap(descriptor, length)
         finally:
             os.close(descriptor)
-    except (OSError, ValueError):  # absent, no room, or cut short
+    except (OSError, ValueError):  # absent, no space, or truncated
         return None
 
 
 def _header_bytes(size: int) -> int:
-    """Bytes of processes, semaphores and bells, in whole pages."""
+    """Bytes of processes and semaphores, rounded up to pages."""
     return -(-HEADER_BYTES * (size + 2 * size * size) // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
-def all_agree(mine: bool, group: dist.ProcessGroup) -> bool:
-    """Return whether all ranks of `group` say yes.
+def all_ranks_can(mine: bool, group: dist.ProcessGroup) -> bool:
+    """Return whether `mine` is true on all ranks of `group`.
 
     Communication: an all-reduce of a few bytes on `group`.
     """
@@ -286,7 +286,7 @@ def _timeout(group: dist.ProcessGroup) -> float:
 
 def _lost(rank: int, why: str) -> PeerLostError:
     return PeerLostError(
-        f"waiting for rank {rank} of the group in vain: {why}.",
+        f"waiting for rank {rank} of the group failed: {why}.",
         rule="all ranks of a group take part in every exchange",
         flags=["--distributed-timeout-minutes"],
         fix="look at the log of that rank for the first error",
@@ -294,21 +294,21 @@ def _lost(rank: int, why: str) -> PeerLostError:
 
 
 class Transfer:
-    """One tensor on its way to all ranks: shown at once, read from the others at `wait`.
+    """One tensor in flight to all ranks: put at once, read from the others at `wait`.
 
-    Tensors above SLOT_BYTES go in pieces, of which the first is shown at once. `consume` gets
+    Tensors above SLOT_BYTES go in pieces, of which the first is put at once. `consume` gets
     each piece's range of the flat tensor and what every rank has sent there, in rank order.
     """
 
     def __init__(
-        self, slots: HostExchange, x: Tensor, consume: Callable[[slice, list[Tensor]], object]
+        self, slots: ShmGroup, x: Tensor, consume: Callable[[slice, list[Tensor]], object]
     ) -> None:
-        slots.settle(self)
+        slots.wait_pending(self)
         self._slots = slots
         self._pieces = x.view(-1).split(SLOT_BYTES // x.element_size())
         self._consume = consume
         self._is_done = False
-        slots.publish(self._pieces[0])
+        slots.put(self._pieces[0])
 
     def wait(self) -> None:
         """Read the others' tensors, once."""
@@ -318,7 +318,7 @@ class Transfer:
         offset = 0
         for index, piece in enumerate(self._pieces):
             if index > 0:
-                self._slots.publish(piece)
-            views = self._slots.collect(piece)
+                self._slots.put(piece)
+            views = self._slots.get(piece)
             self._consume(slice(offset, offset + piece.numel()), views)
             offset += piece.numel()

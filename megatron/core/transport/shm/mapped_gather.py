@@ -1,6 +1,6 @@
 """Values of several ranks of a machine, mapped side by side: whole tensors without a copy.
 
-Each rank owns pieces of values in its `ReadableMemory`. A joined tensor is a range of addresses in
+Each rank owns pieces of values in its `SharedBuffer`. A joined tensor is a range of addresses in
 which the pages of all ranks' pieces follow one another, so to gather a tensor is to look at it. The
 machine has each value once, whatever the number of ranks.
 
@@ -8,7 +8,7 @@ machine has each value once, whatever the number of ranks.
     rank 1's memory  | a1 | b1 |
 
 The pages are mapped as private ones (MAP_PRIVATE of mmap(2)): what is written to a joined tensor
-goes to a copy of the page, which `empty` throws away; no owner ever sees it.
+goes to a copy of the page, which `free` throws away; no owner ever sees it.
 
 Owners change their values when nobody looks. A rank's word in its memory says that its values may
 be looked at, and later that it looks at nobody's any more: ranks wait for each other twice for each
@@ -28,22 +28,22 @@ from contextlib import suppress
 import torch
 import torch.distributed as dist
 
-from megatron.core.host_exchange import all_agree
-from megatron.core.peer_memory import Arrival, PeerMemory, ReadableMemory
+from megatron.core.transport.shm.shared_buffer import PeerBuffers, ProgressWork, SharedBuffer
+from megatron.core.transport.shm.shm_collectives import all_ranks_can
 
 _MAP_FIXED = 0x10
 _WORD = 0
 """The one of the memory in which a rank says how far it is."""
 
 
-class JoinedTensor:
-    """A flat tensor whose pages belong to several ranks. From `join_values`."""
+class MappedTensor:
+    """A flat tensor whose pages belong to several ranks. From `map_gather`."""
 
     def __init__(self, dtype: torch.dtype, num_bytes: int) -> None:
         self._mapping = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self.tensor = torch.frombuffer(self._mapping, dtype=dtype)
-        """[n]; not to be touched after `empty`, when the owners may change the values."""
-        self.is_filled = False
+        """[n]; not to be touched after `free`, when the owners may change the values."""
+        self.is_allocated = False
 
     def map_piece(self, place: int, num_bytes: int, file: int, offset: int) -> None:
         """Let bytes from `place` on be those of a file.
@@ -57,51 +57,51 @@ class JoinedTensor:
         if found != address:
             raise OSError(ctypes.get_errno(), "a piece of a file cannot be mapped at its place")
 
-    def fill(self) -> None:
+    def allocate(self) -> None:
         """Note that the values are looked at from now on."""
-        self.is_filled = True
+        self.is_allocated = True
 
-    def empty(self) -> None:
+    def free(self) -> None:
         """Take the pages out of this process's memory; what was written to them is lost."""
-        if self.is_filled:
-            self.is_filled = False
+        if self.is_allocated:
+            self.is_allocated = False
             self._mapping.madvise(mmap.MADV_DONTNEED)
 
 
-class JoinedValues:
-    """Joined tensors, and when they may be looked at. From `join_values`."""
+class MappedGather:
+    """Joined tensors, and when they may be looked at. From `map_gather`."""
 
     def __init__(
-        self, memory: ReadableMemory, peers: PeerMemory | None, tensors: list[JoinedTensor]
+        self, memory: SharedBuffer, peers: PeerBuffers | None, tensors: list[MappedTensor]
     ) -> None:
         self._memory, self._peers = memory, peers
         self.tensors = tensors
         self._base = memory.begin(_WORD)
         self._is_shown = False
 
-    def arrivals(self) -> list[Arrival]:
+    def arrivals(self) -> list[ProgressWork]:
         """Say that the own values are in place; return handles for "those of the others are"."""
         if self._peers is None:
             return []
         if not self._is_shown:
             self._is_shown = True
-            self._memory.announce(_WORD, self._base + 1)
-        return [self._peers.arrival(_WORD, self._base + 1)]
+            self._memory.publish_progress(_WORD, self._base + 1)
+        return [self._peers.progress_of_others(_WORD, self._base + 1)]
 
-    def let_values_change(self) -> None:
+    def wait_for_readers(self) -> None:
         """Sleep until no rank looks at the values any more; this one does not from now on."""
         if self._peers is not None:
-            self._memory.announce(_WORD, self._base + 2)
-            self._peers.await_word(_WORD, self._base + 2)
+            self._memory.publish_progress(_WORD, self._base + 2)
+            self._peers.wait_for_progress(_WORD, self._base + 2)
         self._base, self._is_shown = self._memory.begin(_WORD), False
 
 
-def join_values(
-    memory: ReadableMemory,
+def map_gather(
+    memory: SharedBuffer,
     group: dist.ProcessGroup | None,
     dtype: torch.dtype,
     layouts: Sequence[Sequence[tuple[int, int]]],
-) -> JoinedValues | None:
+) -> MappedGather | None:
     """Join the values that the ranks of a group have at equal places; None where that cannot be.
 
     Args:
@@ -109,14 +109,14 @@ def join_values(
         layouts: of each tensor, ranges (first byte, bytes) of whole pages: that of rank 0, then
             of rank 1, and so on; afterwards the next range.
     Communication:
-        at most those of `ReadableMemory.peers` and an all-reduce of a few bytes on `group`.
+        at most those of `SharedBuffer.peers` and an all-reduce of a few bytes on `group`.
     """
     peers = None
     if group is not None:
         peers = memory.peers(group)
         if peers is None:
             return None
-    joined: list[JoinedTensor] = []
+    joined: list[MappedTensor] = []
     if memory.has_file and sys.platform == "linux":
         with suppress(OSError):
             files = [memory.open_file()] if peers is None else peers.open_files()
@@ -126,15 +126,15 @@ def join_values(
                 for file in files:
                     os.close(file)
     is_complete = len(joined) == len(layouts)
-    if not (is_complete if group is None else all_agree(is_complete, group)):
+    if not (is_complete if group is None else all_ranks_can(is_complete, group)):
         return None
-    return JoinedValues(memory, peers, joined)
+    return MappedGather(memory, peers, joined)
 
 
 def _join(
-    memory: ReadableMemory, files: list[int], dtype: torch.dtype, layout: Sequence[tuple[int, int]]
-) -> JoinedTensor:
-    joined = JoinedTensor(dtype, len(files) * sum(num_bytes for _, num_bytes in layout))
+    memory: SharedBuffer, files: list[int], dtype: torch.dtype, layout: Sequence[tuple[int, int]]
+) -> MappedTensor:
+    joined = MappedTensor(dtype, len(files) * sum(num_bytes for _, num_bytes in layout))
     place = 0
     for begin, num_bytes in layout:
         for file in files:

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from megatron.core.peer_memory import ReadableMemory, whole_pages
+from megatron.core.transport.shm.shared_buffer import SharedBuffer, round_up_to_pages
 
 
-class ReusablePlaces:
+class BucketAllocator:
     """Places that the other ranks of this machine can read, handed out and taken back.
 
     A bucket gets the first gap that it fits into, so a few buckets' worth of pages serves all, also
@@ -26,24 +26,24 @@ class ReusablePlaces:
                 places for all.
         """
         self._dtype = dtype
-        sizes = [whole_pages(length * dtype.itemsize) for length in lengths]
+        sizes = [round_up_to_pages(length * dtype.itemsize) for length in lengths]
         # There is at most one gap before each place in use. With this much one of them is always
         # wide enough; what is never touched does not exist.
         gaps = (len(sizes) + num_in_flight) * max(sizes)
         self._common = sorted(sizes)[len(sizes) // 2]
         self._kept = 2 * self._common
         """Bytes for places of common length, a layer being filled and one being reduced."""
-        self.memory = ReadableMemory(
-            self._kept + sum(sizes) + num_in_flight * max(sizes) + gaps, num_words=len(lengths)
+        self.memory = SharedBuffer(
+            self._kept + sum(sizes) + num_in_flight * max(sizes) + gaps, num_counters=len(lengths)
         )
         self._used: list[tuple[int, int, int]] = []
         """(first byte, end, address) of the places in use, in order."""
         self._touched = 0
         """Bytes from the start on that may have memory."""
 
-    def take(self, length: int) -> Tensor:
+    def allocate(self, length: int) -> Tensor:
         """Return a place of `length` elements, with any values in it."""
-        num_bytes = whole_pages(length * self._dtype.itemsize)
+        num_bytes = round_up_to_pages(length * self._dtype.itemsize)
         begin = 0 if num_bytes <= self._common else self._kept
         for first, end, _ in self._used:
             if first - begin >= num_bytes:
@@ -55,7 +55,7 @@ class ReusablePlaces:
         self._touched = max(self._touched, begin + num_bytes)
         return place
 
-    def give_back(self, place: Tensor) -> None:
+    def free(self, place: Tensor) -> None:
         """Let a place that was taken serve another bucket."""
         self._used = [used for used in self._used if used[2] != place.data_ptr()]
 

@@ -17,7 +17,7 @@ from megatron.core.distributed.sharding_arithmetic import BLOCK
 SCALE_BYTES = 4
 
 
-class WireFormat(Protocol):
+class Codec(Protocol):
     """Packs flat fp32 gradients, whole blocks of `BLOCK` elements."""
 
     @property
@@ -38,25 +38,25 @@ class WireFormat(Protocol):
         ...
 
 
-class Brain16Wire:
+class BFloat16Codec:
     """bf16: half the bytes of fp32. Sums are formed in fp32 all the same."""
 
     keeps_error = False
 
     def num_bytes(self, numel: int) -> int:
-        """See `WireFormat`."""
+        """See `Codec`."""
         return 2 * numel
 
     def pack(self, values: Tensor) -> Tensor:
-        """See `WireFormat`."""
+        """See `Codec`."""
         return values.bfloat16().view(torch.uint8)
 
     def unpack(self, packed: Tensor) -> Tensor:
-        """See `WireFormat`."""
+        """See `Codec`."""
         return packed.view(torch.bfloat16).float()
 
 
-class BlockInt8Wire:
+class BlockInt8Codec:
     """int8 with an fp32 scale per block: 3.9 times fewer bytes than fp32.
 
     T. Dettmers et al., "8-bit Optimizers via Block-wise Quantization", section 2.1, arXiv
@@ -66,11 +66,11 @@ class BlockInt8Wire:
     keeps_error = True
 
     def num_bytes(self, numel: int) -> int:
-        """See `WireFormat`."""
+        """See `Codec`."""
         return numel // BLOCK * (BLOCK + SCALE_BYTES)
 
     def pack(self, values: Tensor) -> Tensor:
-        """See `WireFormat`."""
+        """See `Codec`."""
         blocks = values.view(-1, BLOCK)
         scale = blocks.abs().amax(dim=1, keepdim=True).mul_(1 / 127)
         packed = torch.empty(
@@ -83,7 +83,7 @@ class BlockInt8Wire:
         return packed.view(-1)
 
     def unpack(self, packed: Tensor) -> Tensor:
-        """See `WireFormat`."""
+        """See `Codec`."""
         blocks = packed.view(-1, BLOCK + SCALE_BYTES)
         scale = blocks[:, BLOCK:].view(torch.float32)
         return blocks[:, :BLOCK].view(torch.int8).float().mul_(scale).view(-1)

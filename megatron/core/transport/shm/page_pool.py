@@ -29,38 +29,38 @@ _MREMAP_FLAGS = 1 | 2 | 4
 """MAYMOVE, FIXED, DONTUNMAP: to this address, and leave an empty range (Linux 5.7)."""
 
 
-class LentTensor:
-    """A flat tensor without memory until `fill`, and again after `empty`.
+class PooledTensor:
+    """A flat tensor without memory until `allocate`, and again after `free`.
 
-    From `MemoryLender.tensor`.
+    From `PagePool.tensor`.
     """
 
-    def __init__(self, lender: MemoryLender, tensor: Tensor, mapping: mmap.mmap | None) -> None:
+    def __init__(self, lender: PagePool, tensor: Tensor, mapping: mmap.mmap | None) -> None:
         self._lender, self._mapping = lender, mapping
         self.tensor = tensor
-        """[n], the same object and address for good; its values are undefined after `fill`, and
-        not to be touched after `empty`."""
-        self.is_filled = mapping is None and tensor.untyped_storage().nbytes() > 0
+        """[n], the same object and address for good; its values are undefined after `allocate`, and
+        not to be touched after `free`."""
+        self.is_allocated = mapping is None and tensor.untyped_storage().nbytes() > 0
 
-    def fill(self) -> None:
+    def allocate(self) -> None:
         """Have memory; values are undefined."""
-        if self.is_filled:
+        if self.is_allocated:
             return
-        self.is_filled = True
+        self.is_allocated = True
         if self._mapping is None:
             self.tensor.untyped_storage().resize_(self.tensor.numel() * self.tensor.element_size())
         else:
             self._lender.take_pages(self)
 
-    def empty(self) -> None:
+    def free(self) -> None:
         """Give the memory up."""
-        if not self.is_filled:
+        if not self.is_allocated:
             return
-        self.is_filled = False
+        self.is_allocated = False
         if self._mapping is None:
             self.tensor.untyped_storage().resize_(0)
         else:
-            self._lender.keep_pages(self)
+            self._lender.put_pages(self)
 
     @property
     def num_mapped_bytes(self) -> int:
@@ -73,36 +73,36 @@ class LentTensor:
         assert self._mapping is not None
         self._mapping.madvise(mmap.MADV_DONTNEED)
 
-    def move_pages_from(self, other: LentTensor) -> bool:
+    def move_pages_from(self, other: PooledTensor) -> bool:
         """Take the pages of another tensor of as many bytes; False where the system cannot."""
         return _move_pages(other.tensor.data_ptr(), self.tensor.data_ptr(), self.num_mapped_bytes)
 
 
-class MemoryLender:
+class PagePool:
     """Makes tensors that pass their memory on to each other, by equal size."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._is_mapped = device.type == "cpu" and sys.platform == "linux"
-        self._spare: dict[int, list[LentTensor]] = {}
+        self._spare: dict[int, list[PooledTensor]] = {}
         """Empty tensors that still hold pages, by bytes."""
 
-    def tensor(self, numel: int, dtype: torch.dtype) -> LentTensor:
+    def tensor(self, numel: int, dtype: torch.dtype) -> PooledTensor:
         """Return a tensor without memory."""
         num_bytes = numel * dtype.itemsize
         if not self._is_mapped or num_bytes == 0:
             tensor = torch.empty(numel, dtype=dtype, device=self.device)
             tensor.untyped_storage().resize_(0)
-            return LentTensor(self, tensor, None)
+            return PooledTensor(self, tensor, None)
         is_large = num_bytes >= HUGE_PAGE_BYTES
         page = HUGE_PAGE_BYTES if is_large else mmap.PAGESIZE
         length = -(-num_bytes // page) * page
         mapping = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if is_large:
             advise_huge_pages(mapping)
-        return LentTensor(self, torch.frombuffer(mapping, dtype=dtype, count=numel), mapping)
+        return PooledTensor(self, torch.frombuffer(mapping, dtype=dtype, count=numel), mapping)
 
-    def take_pages(self, tensor: LentTensor) -> None:
+    def take_pages(self, tensor: PooledTensor) -> None:
         """Map spare pages to a tensor, or leave it to get fresh ones at the first touch."""
         spare = self._spare.get(tensor.num_mapped_bytes, [])
         if tensor in spare:
@@ -112,7 +112,7 @@ class MemoryLender:
             if not tensor.move_pages_from(giver):
                 giver.discard_pages()
 
-    def keep_pages(self, tensor: LentTensor) -> None:
+    def put_pages(self, tensor: PooledTensor) -> None:
         """Keep the pages of a tensor for the next one, or give them back if there are enough."""
         spare = self._spare.setdefault(tensor.num_mapped_bytes, [])
         if len(spare) < MAX_SPARE:
@@ -120,7 +120,7 @@ class MemoryLender:
         else:
             tensor.discard_pages()
 
-    def discard_spare(self) -> None:
+    def trim(self) -> None:
         """Give all spare pages back to the system."""
         for spare in self._spare.values():
             for tensor in spare:

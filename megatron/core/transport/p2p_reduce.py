@@ -1,23 +1,25 @@
-"""Exchange and addition of the pieces of a flat tensor by the ranks of a group, in rank order.
+"""Reduce-scatter and all-gather of flat tensors in rank order, in steps.
 
-A flat tensor has one piece per rank. There are two ways, with the same bits: `Messages` between
-any ranks, and `PeerReads` between ranks that see each other's memory. Both work in steps, so that
-several exchanges run beside each other and beside the computation.
+A flat tensor has one piece per rank. There are two transports, with the same bits: `P2PTransport`
+between any ranks, and `ShmTransport` between ranks that map each other's memory. Both work in
+steps, so that several of them overlap with each other and with the computation.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.core.peer_memory import PeerMemory, ReadableMemory
-from megatron.core.process_groups_config import Group
+from megatron.core.transport.shm.shared_buffer import PeerBuffers, SharedBuffer
 from megatron.core.utils import get_pg_rank, get_pg_size
+
+if TYPE_CHECKING:
+    from megatron.core.process_groups_config import Group
 
 STRETCH = 1 << 16
 """Elements that are added, scaled and written before the next ones: they stay in the cache."""
@@ -29,10 +31,10 @@ Steps = Iterator[Sequence[Any]]
 
 
 @dataclass(frozen=True)
-class ReadablePlace:
+class SharedSlot:
     """Where ranks of the same machine find a bucket (or shard) of this rank."""
 
-    memory: ReadableMemory
+    memory: SharedBuffer
     index: int
     """Of the word that says how far its communication is."""
     keeps_pages: bool
@@ -45,7 +47,7 @@ def piece_of(bucket: Tensor, rank: int, size: int) -> Tensor:
     return bucket[rank * length : (rank + 1) * length]
 
 
-def add_in_rank_order(terms: Sequence[Tensor], sums: Tensor, scale: float) -> None:
+def ordered_sum(terms: Sequence[Tensor], sums: Tensor, scale: float) -> None:
     """Leave scale * (t0 + t1 + ...) in `sums`, which may be one of `terms`.
 
     Half precision is added in fp32.
@@ -69,7 +71,7 @@ def add_in_rank_order(terms: Sequence[Tensor], sums: Tensor, scale: float) -> No
             out.mul_(scale)
 
 
-class Messages:
+class P2PTransport:
     """Pieces travel as messages of the backend, told apart by a tag."""
 
     def __init__(self, group: Group, tag: int) -> None:
@@ -84,7 +86,7 @@ class Messages:
         handles = self._receive(received[row] for row in range(self.size - 1))
         yield handles + self._send(piece_of(bucket, other, self.size) for other in self._others)
         terms = [*received[: self.rank], own, *received[self.rank :]]
-        add_in_rank_order(terms, own if into is None else into, scale)
+        ordered_sum(terms, own if into is None else into, scale)
 
     def gather_sums(self, bucket: Tensor) -> Steps:
         """After `reduce_scatter`: fill `bucket` with the sums of all ranks."""
@@ -109,13 +111,13 @@ class Messages:
         ]
 
 
-class PeerReads:
-    """Ranks say when a bucket or shard may be read, and read those of the others.
+class ShmTransport:
+    """Ranks publish when a bucket or shard may be read, and read those of the others in place.
 
-    A rank's word counts the steps that it has done; see `megatron.core.peer_memory`.
+    A rank's progress counter counts the steps that it has done; see `transport.shm.shared_buffer`.
     """
 
-    def __init__(self, place: ReadablePlace, peers: PeerMemory) -> None:
+    def __init__(self, place: SharedSlot, peers: PeerBuffers) -> None:
         self._memory, self._index, self._peers = place.memory, place.index, peers
         self._base = place.memory.begin(place.index)
         self._keeps_pages = place.keeps_pages
@@ -132,7 +134,7 @@ class PeerReads:
                 for other in range(size)
             ]
             sums = part if into is None else into[begin : begin + part.numel()]
-            add_in_rank_order(terms, sums, scale)
+            ordered_sum(terms, sums, scale)
             for other, term in enumerate(terms):
                 self._forget(other, term)
         # The others' pieces of this bucket have been read when all have come.
@@ -150,11 +152,11 @@ class PeerReads:
         """
         yield self._come_to(1, shard)
         self._copy(bucket, are_shards=True)
-        self._memory.announce(self._index, self._base + 2, shard)
+        self._memory.publish_progress(self._index, self._base + 2, shard)
 
     def _come_to(self, step: int, shown: Tensor) -> list[Any]:
-        self._memory.announce(self._index, self._base + step, shown)
-        return [self._peers.arrival(self._index, self._base + step)]
+        self._memory.publish_progress(self._index, self._base + step, shown)
+        return [self._peers.progress_of_others(self._index, self._base + step)]
 
     def _copy(self, bucket: Tensor, *, are_shards: bool) -> None:
         for other in range(self._peers.size):
@@ -171,7 +173,7 @@ class PeerReads:
 
     def _forget(self, other: int, theirs: Tensor) -> None:
         if other != self._peers.rank and not self._keeps_pages:
-            self._peers.forget(other, theirs)
+            self._peers.unmap(other, theirs)
 
 
 def _windows(values: Tensor) -> Iterator[tuple[int, Tensor]]:
@@ -180,18 +182,20 @@ def _windows(values: Tensor) -> Iterator[tuple[int, Tensor]]:
         yield begin, values[begin : begin + WINDOW]
 
 
-def way_between(group: Group, tag: int, place: ReadablePlace | None) -> Messages | PeerReads | None:
+def select_transport(
+    group: Group, tag: int, place: SharedSlot | None
+) -> P2PTransport | ShmTransport | None:
     """Return how the ranks of `group` exchange pieces; None for a single rank.
 
-    Communication: that of `ReadableMemory.peers`.
+    Communication: that of `SharedBuffer.peers`.
     """
     if get_pg_size(group) == 1:
         return None
     assert group is not None
     peers = None if place is None else place.memory.peers(group)
     if place is None or peers is None:
-        return Messages(group, tag)
-    return PeerReads(place, peers)
+        return P2PTransport(group, tag)
+    return ShmTransport(place, peers)
 
 
 def is_half(tensor: Tensor) -> bool:

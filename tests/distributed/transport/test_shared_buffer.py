@@ -8,17 +8,17 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.core import peer_memory
 from megatron.core.errors import TopologyError
-from megatron.core.peer_memory import PeerMemory, ReadableMemory, whole_pages
+from megatron.core.transport.shm import shared_buffer
+from megatron.core.transport.shm.shared_buffer import PeerBuffers, SharedBuffer, round_up_to_pages
 from tests.harness.distributed import distributed
 from tests.harness.machine import no_shared_memory
 
 NUMEL = 5000
 
 
-def filled(rank: int, num_words: int = 2) -> tuple[ReadableMemory, torch.Tensor]:
-    memory = ReadableMemory(4 * NUMEL, num_words)
+def filled(rank: int, num_counters: int = 2) -> tuple[SharedBuffer, torch.Tensor]:
+    memory = SharedBuffer(4 * NUMEL, num_counters)
     values = memory.tensor(torch.float32, 0, NUMEL)
     assert torch.equal(values, torch.zeros(NUMEL))
     return memory, values.copy_(torch.arange(NUMEL) + 10_000 * rank)
@@ -29,15 +29,15 @@ def test_each_rank_reads_the_values_that_the_others_show_where_they_lie(groups):
     rank, size = groups.dp.rank(), groups.dp.size()
     memory, values = filled(rank)
     peers = memory.peers(groups.dp)
-    assert isinstance(peers, PeerMemory) and memory.peers(groups.dp) is peers
+    assert isinstance(peers, PeerBuffers) and memory.peers(groups.dp) is peers
     shown = values[100 * rank :]  # another place on each rank
-    memory.announce(1, 1, shown)
-    peers.arrival(1, 1).wait()
+    memory.publish_progress(1, 1, shown)
+    peers.progress_of_others(1, 1).wait()
     for other in set(range(size)) - {rank}:
         found = peers.read(other, 1, 7, torch.empty(40))
         first = 10_000 * other + 100 * other + 7
         assert torch.equal(found, torch.arange(first, first + 40).float())
-        peers.forget(other, found)
+        peers.unmap(other, found)
     dist.barrier()
 
 
@@ -49,32 +49,32 @@ def test_a_rank_is_seen_only_when_it_has_come(groups):
     dist.barrier()
     for turn in range(1, 6):
         if turn % 2 == rank:
-            assert not peers.arrival(0, turn).is_completed()
+            assert not peers.progress_of_others(0, turn).is_completed()
             dist.barrier()
-            peers.arrival(0, turn).wait()
+            peers.progress_of_others(0, turn).wait()
             other = peers.read(1 - rank, 0, 0, values)
             assert torch.equal(other, torch.full((NUMEL,), float(turn)))
-            memory.announce(0, turn, values)
+            memory.publish_progress(0, turn, values)
         else:
             dist.barrier()
             time.sleep(0.02)
-            memory.announce(0, turn, values.fill_(turn))
-            memory.settle()
+            memory.publish_progress(0, turn, values.fill_(turn))
+            memory.wait_for_readers()
 
 
 @distributed(world_size=2)
 def test_discarded_pages_are_zero_again(groups):
-    memory = ReadableMemory(3 * whole_pages(1), 1)
-    values = memory.tensor(torch.uint8, 0, 3 * whole_pages(1)).fill_(1)
-    memory.discard(values[whole_pages(1) : 2 * whole_pages(1)])
-    assert values.sum() == 2 * whole_pages(1)
+    memory = SharedBuffer(3 * round_up_to_pages(1), 1)
+    values = memory.tensor(torch.uint8, 0, 3 * round_up_to_pages(1)).fill_(1)
+    memory.discard(values[round_up_to_pages(1) : 2 * round_up_to_pages(1)])
+    assert values.sum() == 2 * round_up_to_pages(1)
 
 
 @distributed(world_size=2)
 def test_no_rank_can_cut_the_memory_that_others_read(groups):
-    memory = ReadableMemory(whole_pages(1), 1)
+    memory = SharedBuffer(round_up_to_pages(1), 1)
     file = memory.open_file()
-    for length in (0, 100 * whole_pages(1)):
+    for length in (0, 100 * round_up_to_pages(1)):
         with pytest.raises(PermissionError):
             os.ftruncate(file, length)
     os.close(file)
@@ -83,7 +83,7 @@ def test_no_rank_can_cut_the_memory_that_others_read(groups):
 @distributed(world_size=2)
 def test_a_file_that_is_not_the_described_one_is_not_opened(groups):
     with tempfile.TemporaryFile() as file, tempfile.TemporaryFile() as other:
-        card = peer_memory._File.of(file.fileno(), 0)
+        card = shared_buffer._File.of(file.fileno(), 0)
         os.close(card.open())
         for strange in (
             card._replace(descriptor=other.fileno()),
@@ -96,13 +96,13 @@ def test_a_file_that_is_not_the_described_one_is_not_opened(groups):
 @distributed(world_size=2)
 def test_where_one_rank_cannot_read_no_rank_does(groups):
     memory, values = filled(groups.dp.rank())
-    found, peer_memory._map_of = peer_memory._map_of, peer_memory._map_of
+    found, shared_buffer._map_of = shared_buffer._map_of, shared_buffer._map_of
     if groups.dp.rank() == 1:
-        peer_memory._map_of = lambda *_: None
+        shared_buffer._map_of = lambda *_: None
     try:
         assert memory.peers(groups.dp) is None
     finally:
-        peer_memory._map_of = found
+        shared_buffer._map_of = found
 
 
 @distributed(world_size=2)
@@ -121,7 +121,7 @@ def test_a_rank_that_does_not_come_is_named_after_the_timeout(groups):
     timeout, exchange.timeout = exchange.timeout, 0.5
     try:
         with pytest.raises(TopologyError, match="of the group"):
-            peers.arrival(0, 1).wait()
+            peers.progress_of_others(0, 1).wait()
     finally:
         exchange.timeout = timeout
     dist.barrier()

@@ -1,20 +1,20 @@
-"""Memory of one rank that the other ranks of its machine read in place.
+"""A buffer of one rank that the other ranks of its machine read in place.
 
-A rank lays out gradients or parameters in a `ReadableMemory`. The others map it, so that a
-reduction is an addition of what they find there and a gather is a copy: each byte moves once, and
-nobody needs a buffer for what is on its way. (Loopback TCP copies it four times; slots as those of
-`host_exchange`, which serve tensors that live anywhere, twice.)
+A rank allocates gradients or parameters in a `SharedBuffer`. The others map it, so that a reduction
+adds what it reads there and a gather copies it: each byte moves once, and no rank needs a receive
+buffer. (Loopback TCP copies each byte four times; the slots of `shm_collectives`, which serve
+tensors in any memory, twice.)
 
-    file in memory:  words, places | flat values
+    memfd:  progress counters, offsets | flat values
 
-A word says how far this rank is with one piece of communication, and only ever grows; a place says
-where the values of that piece lie now. A rank writes them and rings; another one that has to wait
-sleeps until it is rung, sees that a rank has died, and gives up after the timeout of the group.
-What the words mean is the user's matter.
+A progress counter says how many steps of one bucket's communication this rank has done, and only
+ever grows; an offset says where the values of that bucket are now. A rank writes both and wakes the
+others; a rank that waits sleeps in the kernel, notices a rank that died, and fails after the
+timeout of the group. The buffer does not interpret the counters: its user numbers the steps.
 
-The file has no name and needs no room in /dev/shm. Where it cannot be had the values are ordinary
-memory, `peers` answers None, and the caller uses the backend of its group; so it does on processors
-that may show the others a word before the values that were written ahead of it.
+The memfd has no name and takes no space in /dev/shm. Where it cannot be created the values are
+ordinary memory, `peers` returns None, and the caller uses the backend of its group; so it does on
+processors that may make a counter visible before the values that were written ahead of it.
 """
 
 from __future__ import annotations
@@ -33,39 +33,44 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.core.host_exchange import HostExchange, all_agree, connect, is_off
+from megatron.core.transport.shm.shm_collectives import (
+    ShmGroup,
+    all_ranks_can,
+    is_off,
+    open_shm_group,
+)
 
 _KEEPS_ORDER = platform.machine() in ("x86_64", "AMD64")
 """Whether other cores see the stores of a core in their order, without a fence."""
 MAX_STEPS = 8
-"""More than the values that a word takes between `begin` and the next one."""
+"""More than the steps that a counter counts between `begin` and the next one."""
 
 
-class ReadableMemory:
+class SharedBuffer:
     """Flat memory of this rank, zero at first, which ranks of the same machine can read."""
 
     def __init__(
-        self, num_bytes: int, num_words: int, *, reserve: Callable[[int], int] | None = None
+        self, num_bytes: int, num_counters: int, *, reserve: Callable[[int], int] | None = None
     ) -> None:
         """
         Args:
             num_bytes: of the values.
-            num_words: pieces of communication that are told apart.
+            num_counters: buckets, each with a progress counter.
             reserve: opens a file of so many zero bytes, which then backs the values instead of
-                memory: see `read_ahead` and `let_go`.
+                memory: see `prefetch` and `page_out`.
         """
-        self.num_words = num_words
-        self._start = whole_pages(16 * num_words)
-        self._length = self._start + whole_pages(num_bytes)
+        self.num_counters = num_counters
+        self._start = round_up_to_pages(16 * num_counters)
+        self._length = self._start + round_up_to_pages(num_bytes)
         self._file = _file_in_memory(self._length) if reserve is None else reserve(self._length)
         self._memory = mmap.mmap(-1 if self._file is None else self._file, self._length)
         if self._file is not None:
             weakref.finalize(self, os.close, self._file)
-        self._words = memoryview(self._memory).cast("q")
+        self._counters = memoryview(self._memory).cast("q")
         self._address = torch.frombuffer(self._memory, dtype=torch.uint8).data_ptr()
-        self._peers: weakref.WeakKeyDictionary[dist.ProcessGroup, PeerMemory | None]
+        self._peers: weakref.WeakKeyDictionary[dist.ProcessGroup, PeerBuffers | None]
         self._peers = weakref.WeakKeyDictionary()
-        self._num_begun = [0] * num_words
+        self._num_begun = [0] * num_counters
 
     @property
     def is_shared(self) -> bool:
@@ -91,91 +96,91 @@ class ReadableMemory:
         return torch.frombuffer(self._memory, dtype=dtype, count=numel, offset=self._start + begin)
 
     def begin(self, index: int) -> int:
-        """Return what the word is above of from now on: all ranks begin in the same order."""
+        """Return the value that the counter exceeds from now on: all ranks begin in one order."""
         self._num_begun[index] += 1
         return self._num_begun[index] * MAX_STEPS
 
-    def announce(self, index: int, value: int, shown: Tensor | None = None) -> None:
-        """Let the others know that this rank has come to `value`, and what they may read now.
+    def publish_progress(self, index: int, value: int, shown: Tensor | None = None) -> None:
+        """Set a progress counter to `value`, and publish which values may be read now.
 
         Args:
-            index: the piece of communication.
-            shown: contiguous values of this memory; None if the others know where they are.
+            index: the bucket.
+            shown: contiguous values of this buffer; None if the others know where they are.
         """
         if shown is not None:
             place = shown.data_ptr() - self._address
             assert self._start <= place <= self._length - shown.nbytes, (place, self._length)
-            self._words[self.num_words + index] = place
-        self._words[index] = value
+            self._counters[self.num_counters + index] = place
+        self._counters[index] = value
         for peers in self._peers.values():
             if peers is not None:
-                peers.ring()
+                peers.wake_peers()
 
-    def settle(self) -> None:
-        """Sleep until all others have come as far as this rank with everything."""
+    def wait_for_readers(self) -> None:
+        """Wait until the counters of all other ranks have reached those of this one."""
         for peers in self._peers.values():
             if peers is not None:
-                for index in range(self.num_words):
-                    peers.arrival(index, self._words[index]).wait()
+                for index in range(self.num_counters):
+                    peers.progress_of_others(index, self._counters[index]).wait()
 
-    def read_ahead(self, values: Tensor) -> None:
-        """Let the system begin to read `values` from the file."""
+    def prefetch(self, values: Tensor) -> None:
+        """Start to read `values` from the file."""
         self._advise(values, mmap.MADV_WILLNEED)
 
-    def let_go(self, values: Tensor) -> None:
-        """Take `values` out of this process's memory; they stay in the file."""
+    def page_out(self, values: Tensor) -> None:
+        """Unmap the pages of `values`; they stay in the file."""
         self._advise(values, mmap.MADV_DONTNEED)
 
     def _advise(self, values: Tensor, advice: int) -> None:
         place = values.data_ptr() - self._address
         first = place - place % mmap.PAGESIZE
-        self._memory.madvise(advice, first, whole_pages(place + values.nbytes - first))
+        self._memory.madvise(advice, first, round_up_to_pages(place + values.nbytes - first))
 
     def discard(self, values: Tensor) -> None:
-        """Give the memory of `values`, whole pages, back to the system (Linux): they are zero."""
+        """Return the pages of `values`, full pages, to the system (Linux): they are zero."""
         if sys.platform == "linux":
             self._advise(values, mmap.MADV_REMOVE)
 
-    def peers(self, group: dist.ProcessGroup) -> PeerMemory | None:
+    def peers(self, group: dist.ProcessGroup) -> PeerBuffers | None:
         """Return the same memory of the other ranks of `group`; None where it cannot be read.
 
-        Communication: at the first call those of `connect`, an all-gather and an all-reduce of a
-        few bytes on `group`; the same answer on all ranks.
+        Communication: at the first call those of `open_shm_group`, an all-gather and an all-reduce
+        of a few bytes on `group`; the same answer on all ranks.
         """
         if group not in self._peers:
             self._peers[group] = self._share(group)
         return self._peers[group]
 
-    def _share(self, group: dist.ProcessGroup) -> PeerMemory | None:
-        exchange = connect(group)
+    def _share(self, group: dist.ProcessGroup) -> PeerBuffers | None:
+        exchange = open_shm_group(group)
         if exchange is None or not _KEEPS_ORDER:
             return None
-        card = _File(0, 0, 0, 0, self._length)
+        own = _File(0, 0, 0, 0, self._length)
         if self._file is not None:
-            card = _File.of(self._file, self._length)
-        mine = torch.tensor(card)
-        cards = [torch.empty_like(mine) for _ in range(group.size())]
-        dist.all_gather(cards, mine, group=group)
+            own = _File.of(self._file, self._length)
+        mine = torch.tensor(own)
+        everyone = [torch.empty_like(mine) for _ in range(group.size())]
+        dist.all_gather(everyone, mine, group=group)
         found = {
             rank: _File(*(int(entry) for entry in entries))
-            for rank, entries in enumerate(cards)
+            for rank, entries in enumerate(everyone)
             if rank != group.rank()
         }
         others = {rank: _map_of(file) for rank, file in found.items()}
         is_mapped = self._file is not None and None not in others.values()
-        if not all_agree(is_mapped, group):
+        if not all_ranks_can(is_mapped, group):
             return None
         maps = {rank: memory for rank, memory in others.items() if memory is not None}
-        return PeerMemory(self, exchange, maps, found)
+        return PeerBuffers(self, exchange, maps, found)
 
 
-class PeerMemory:
-    """What the other ranks of a group have in their `ReadableMemory` of equal layout."""
+class PeerBuffers:
+    """The `SharedBuffer`s of equal layout of the other ranks of a group."""
 
     def __init__(
         self,
-        own: ReadableMemory,
-        exchange: HostExchange,
+        own: SharedBuffer,
+        exchange: ShmGroup,
         maps: dict[int, mmap.mmap],
         files: dict[int, _File],
     ) -> None:
@@ -187,7 +192,7 @@ class PeerMemory:
             rank: torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
             for rank, memory in maps.items()
         }
-        self._words = {rank: memoryview(memory).cast("q") for rank, memory in maps.items()}
+        self._counters = {rank: memoryview(memory).cast("q") for rank, memory in maps.items()}
 
     @property
     def rank(self) -> int:
@@ -217,66 +222,66 @@ class PeerMemory:
             raise
         return opened
 
-    def ring(self) -> None:
-        """Wake those who wait for this rank."""
-        self._exchange.ring()
+    def wake_peers(self) -> None:
+        """Wake the ranks that wait for this one."""
+        self._exchange.wake_peers()
 
     def read(self, rank: int, index: int, begin: int, like: Tensor) -> Tensor:
-        """Return elements of what `rank` shows for a piece of communication; not to be written to.
+        """Return a view of what `rank` has published for a bucket; not to be written to.
 
-        Call `forget` when they are read: until then their pages count as this process's too.
+        Call `unmap` when they are read: until then their pages count as resident here, too.
 
         Args:
             begin: the first element.
             like: as many elements, of this dtype.
         """
-        words = self._words[rank]
-        place = words[self._own.num_words + index] + begin * like.element_size()
+        counters = self._counters[rank]
+        place = counters[self._own.num_counters + index] + begin * like.element_size()
         return torch.frombuffer(
             self._maps[rank], dtype=like.dtype, count=like.numel(), offset=place
         )
 
-    def forget(self, rank: int, values: Tensor) -> None:
-        """Take the pages of what `read` returned out of this process's memory."""
+    def unmap(self, rank: int, values: Tensor) -> None:
+        """Unmap the pages of what `read` returned."""
         place = values.data_ptr() - self._addresses[rank]
         first = place - place % mmap.PAGESIZE
         self._maps[rank].madvise(
-            mmap.MADV_DONTNEED, first, whole_pages(place + values.nbytes - first)
+            mmap.MADV_DONTNEED, first, round_up_to_pages(place + values.nbytes - first)
         )
 
-    def arrival(self, index: int, value: int) -> Arrival:
-        """Return a handle for "all others have come to `value`"."""
-        return Arrival(self, index, value)
+    def progress_of_others(self, index: int, value: int) -> ProgressWork:
+        """Return a handle that is complete when all other counters have reached `value`."""
+        return ProgressWork(self, index, value)
 
-    def late(self, index: int, value: int) -> list[int]:
-        """Return the ranks whose word is below `value`."""
-        return [rank for rank in self._maps if not self._has_come(rank, index, value)]
+    def lagging_ranks(self, index: int, value: int) -> list[int]:
+        """Return the ranks whose counter is below `value`."""
+        return [rank for rank in self._maps if not self._has_reached(rank, index, value)]
 
-    def await_word(self, index: int, value: int) -> None:
-        """Sleep until all others have come to `value`."""
-        for rank in self.late(index, value):
-            self._exchange.sleep_until(rank, partial(self._has_come, rank, index, value))
+    def wait_for_progress(self, index: int, value: int) -> None:
+        """Wait until all other counters have reached `value`."""
+        for rank in self.lagging_ranks(index, value):
+            self._exchange.wait_until(rank, partial(self._has_reached, rank, index, value))
 
-    def _has_come(self, rank: int, index: int, value: int) -> bool:
-        return self._words[rank][index] >= value
+    def _has_reached(self, rank: int, index: int, value: int) -> bool:
+        return self._counters[rank][index] >= value
 
 
-class Arrival:
-    """A handle as those of torch.distributed."""
+class ProgressWork:
+    """A handle like those of torch.distributed."""
 
-    def __init__(self, peers: PeerMemory, index: int, value: int) -> None:
+    def __init__(self, peers: PeerBuffers, index: int, value: int) -> None:
         self._peers, self._index, self._value = peers, index, value
 
     def is_completed(self) -> bool:
-        """Return whether all others have come."""
-        return not self._peers.late(self._index, self._value)
+        """Return whether all other ranks have got there."""
+        return not self._peers.lagging_ranks(self._index, self._value)
 
     def wait(self) -> None:
-        """Sleep until they have."""
-        self._peers.await_word(self._index, self._value)
+        """Sleep until they have got there."""
+        self._peers.wait_for_progress(self._index, self._value)
 
 
-def whole_pages(num_bytes: int) -> int:
+def round_up_to_pages(num_bytes: int) -> int:
     """Round up to whole pages, at least one."""
     return -(-max(num_bytes, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
 
