@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from benchmarks.plain_gpt import PlainGPT2, PlainLlama, Sizes
 from megatron.core.activations import fast_gelu
-from megatron.core.capabilities import has, require
 from megatron.core.distributed import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
@@ -18,6 +17,7 @@ from megatron.core.distributed import (
 )
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.optional_imports import has, require
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 Step = Callable[[], float]

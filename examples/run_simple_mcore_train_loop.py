@@ -33,7 +33,7 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.rng import rng_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-from megatron.core.tokenizers.plain import NullTokenizer
+from megatron.core.tokenizers.null_and_byte import NullTokenizer
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 SEQUENCE, MICRO_BATCH, MICRO_BATCHES, VOCABULARY = 64, 2, 4, 128

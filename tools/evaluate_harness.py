@@ -18,7 +18,7 @@ from pathlib import Path
 
 sys.path.append(os.path.join(os.path.dirname(os.path.abspath(__file__)), os.pardir))
 
-from megatron.core.capabilities import require
+from megatron.core.optional_imports import require
 from megatron.inference.harness import PURPOSE, harness_model
 from megatron.inference.session import open_session
 from megatron.training.printing import is_rank_0

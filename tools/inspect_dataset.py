@@ -32,7 +32,7 @@ from megatron.core.datasets.blended_megatron_dataset_config import SAMPLE_ORDERS
 from megatron.core.datasets.corpus_paths import MASK_SUFFIX
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.preprocessing.length_report import check_report_name, write_report
-from megatron.core.datasets.preprocessing.tally import CorpusTally, Tally, percentiles_of
+from megatron.core.datasets.preprocessing.stats import CorpusStats, CorpusTally, percentiles_of
 from megatron.core.datasets.utils import get_blend_from_list
 from megatron.core.errors import DataError
 from megatron.core.exit_status import tool
@@ -142,7 +142,7 @@ def stats(args: argparse.Namespace) -> int:
             print(described(prefix, found))
         told.append(described(prefix, found))
     if args.report is not None:
-        tally = Tally(
+        tally = CorpusStats(
             corpora={prefix: CorpusTally.of(IndexedDataset(prefix)) for prefix in prefixes}
         )
         percentiles = {prefix: percentiles_of(prefix) for prefix in prefixes}

@@ -30,7 +30,7 @@ from megatron.core.datasets.indexed_dataset import (
     get_bin_path,
     get_idx_path,
 )
-from megatron.core.datasets.joined_tokens import list_of_parts, parts_path, token_files
+from megatron.core.datasets.multi_file_bin import list_of_parts, parts_path, token_files
 from megatron.core.datasets.preprocessing.shards import by_kind, refuse_missing_shards
 from megatron.core.datasets.token_file import WholeFile
 from megatron.core.errors import DataError

@@ -44,13 +44,13 @@ from megatron.core.datasets.preprocessing.job import Job
 from megatron.core.datasets.preprocessing.length_report import check_report_name, write_report
 from megatron.core.datasets.preprocessing.sentence_splitting import SentenceSplitter
 from megatron.core.datasets.preprocessing.shards import rank_and_world, shard_name, shards_of
-from megatron.core.datasets.preprocessing.tally import Tally, percentiles_of, summary
+from megatron.core.datasets.preprocessing.stats import CorpusStats, percentiles_of, summary
 from megatron.core.datasets.preprocessing.template_process import template_limits_of
 from megatron.core.datasets.preprocessing.units import read_units
 from megatron.core.datasets.preprocessing.workers import encode_in_order
 from megatron.core.exit_status import ExitStatus, tool
 from megatron.core.tokenizers.base import TextTokenizer
-from megatron.core.tokenizers.fast_engine import (
+from megatron.core.tokenizers.gigatoken_backend import (
     CheckedEngine,
     GigatokenEngine,
     TokenizerBackend,
@@ -154,7 +154,7 @@ def corpus_prefix(output: str, name: str, level: str, keys: Sequence[str]) -> st
     return f"{output}_{name}_{level}"
 
 
-def preprocess(args: argparse.Namespace) -> list[Tally]:
+def preprocess(args: argparse.Namespace) -> list[CorpusStats]:
     """Write the corpora of this process's shards and print what was made."""
     if args.report:
         check_report_name(args.report)
@@ -220,7 +220,7 @@ def find_optimal_num_workers(args: argparse.Namespace) -> None:
     print(f"{'workers':>8} {'docs/s':>12} {'tokens/s':>12}")
     for num_workers in args.workers_to_check:
         begun = time.perf_counter()
-        tally = Tally()
+        tally = CorpusStats()
         for encoded in encode_in_order(units, encoder, num_workers):
             tally.add(encoded)
         seconds = time.perf_counter() - begun

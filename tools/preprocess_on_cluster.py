@@ -23,10 +23,10 @@ from typing import Any
 ROOT = os.path.abspath(os.path.join(os.path.dirname(os.path.abspath(__file__)), os.pardir))
 sys.path.append(ROOT)
 
-from megatron.core.capabilities import require
 from megatron.core.datasets.preprocessing.flags import usable_cores
 from megatron.core.errors import ConfigError
 from megatron.core.exit_status import ExitStatus, tool
+from megatron.core.optional_imports import require
 
 
 class ShardTask:

@@ -27,13 +27,13 @@ from typing import Any
 sys.path.append(os.path.join(os.path.dirname(os.path.abspath(__file__)), os.pardir))
 
 from megatron.core.agreement import agree, peers_of
-from megatron.core.capabilities import require
 from megatron.core.datasets.preprocessing.chat_template import find_chat_template
 from megatron.core.datasets.preprocessing.template_process import (
     add_template_flags,
     template_limits_of,
 )
 from megatron.core.errors import ConfigError, MegatronError
+from megatron.core.optional_imports import require
 from megatron.inference.engine import Engine
 from megatron.inference.server.access import Access, host_name, is_loopback, read_keys
 from megatron.inference.server.app import App

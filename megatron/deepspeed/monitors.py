@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from megatron.core import capabilities
+from megatron.core import optional_imports
 from megatron.core.timers import Timers
 from megatron.deepspeed.settings import EngineSettings
 
@@ -42,8 +42,8 @@ class TensorBoardWriter:
 
     def __init__(self, directory: Path) -> None:
         purpose = "tensorboard.enabled"
-        capabilities.require("tensorboard", purpose=purpose)
-        module = capabilities.require("torch.utils.tensorboard", purpose=purpose)
+        optional_imports.require("tensorboard", purpose=purpose)
+        module = optional_imports.require("torch.utils.tensorboard", purpose=purpose)
         self.writer = module.SummaryWriter(log_dir=str(directory))
 
     def write_events(self, events: Sequence[Event]) -> None:
@@ -83,7 +83,7 @@ class WandbWriter:
     """Scalars of a run at Weights & Biases."""
 
     def __init__(self, project: str, group: str | None, team: str | None) -> None:
-        self.wandb = capabilities.require("wandb", purpose="wandb.enabled")
+        self.wandb = optional_imports.require("wandb", purpose="wandb.enabled")
         self.wandb.init(project=project, group=group, entity=team)
 
     def write_events(self, events: Sequence[Event]) -> None:

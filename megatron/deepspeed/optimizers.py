@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.errors import ConfigError
 from megatron.core.optimizer import MegatronOptimizer
-from megatron.core.optimizer.factory import assemble_optimizer, rule_of_groups
+from megatron.core.optimizer.factory import assemble_optimizer, torch_optimizer_of_groups
+from megatron.core.optimizer.main_param_shard import MainParamShard
 from megatron.core.optimizer.muon import is_muon_matrix
-from megatron.core.optimizer.optimized_shard import OptimizedShard
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.deepspeed.named_parts import OPTIMIZERS
 from megatron.deepspeed.settings import EngineSettings, optimizer_config
@@ -108,7 +108,7 @@ def build_optimizer(
         (config.adam_beta1, config.adam_beta2), config.adam_eps = first["betas"], first["eps"]
         config.lr, client = first["lr"], None
 
-    def build_rule(shards: list[OptimizedShard]) -> Any:
+    def build_rule(shards: list[MainParamShard]) -> Any:
         if client is not None:
             return _on_shards(client, shards)
         section = settings.read.sections.get("optimizer")
@@ -120,7 +120,7 @@ def build_optimizer(
         ours, matrices = _named_groups(config.optimizer, config, settings, groups, replica)
         for group in ours:
             group["params"] = _mains(group["params"], shards)
-        return rule_of_groups(config, ours, shards, matrices, [replica], pg_collection)
+        return torch_optimizer_of_groups(config, ours, shards, matrices, [replica], pg_collection)
 
     return assemble_optimizer(config, [replica], pg_collection, build_rule)
 
@@ -160,16 +160,16 @@ def _named_groups(
     return split, [p for group in split[::2] for p in group["params"]]
 
 
-def _mains(parameters: Sequence[nn.Parameter], shards: Sequence[OptimizedShard]) -> list[Tensor]:
+def _mains(parameters: Sequence[nn.Parameter], shards: Sequence[MainParamShard]) -> list[Tensor]:
     """Return the main tensors of the pieces of some parameters that this rank owns."""
     wanted = {id(p): number for number, p in enumerate(parameters)}
     mine = [item for item in shards if id(item.shard.parameter) in wanted]
     mine.sort(key=lambda item: (wanted[id(item.shard.parameter)], item.shard.begin))
-    return [item.main for item in mine]
+    return [item.main_param for item in mine]
 
 
 def _on_shards(
-    client: torch.optim.Optimizer, shards: Sequence[OptimizedShard]
+    client: torch.optim.Optimizer, shards: Sequence[MainParamShard]
 ) -> torch.optim.Optimizer:
     """Let an optimizer update pieces in place of the parameters; state that it has moves along."""
     state: dict[Tensor, Any] = dict(client.state)
@@ -179,13 +179,15 @@ def _on_shards(
     for item in shards:
         entry = state.get(item.shard.parameter)
         if entry:
-            client.state[item.main] = {name: _piece(value, item) for name, value in entry.items()}
+            client.state[item.main_param] = {
+                name: _piece(value, item) for name, value in entry.items()
+            }
     return client
 
 
-def _piece(value: Any, item: OptimizedShard) -> Any:
+def _piece(value: Any, item: MainParamShard) -> Any:
     parameter, shard = item.shard.parameter, item.shard
     if isinstance(value, Tensor) and value.numel() == parameter.numel() and value.dim():
         flat = value.detach().reshape(-1)[shard.begin : shard.end]
-        return flat.clone().view(item.main.shape).to(item.main.dtype)
+        return flat.clone().view(item.main_param.shape).to(item.main_param.dtype)
     return value

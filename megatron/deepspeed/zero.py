@@ -89,7 +89,11 @@ def _piece(value: Tensor, piece: ParameterShard) -> Tensor:
 def _mains(engine: DeepSpeedEngine, parameter: Tensor) -> list[tuple[ParameterShard, Tensor]]:
     optimizer = engine.optimizer
     items = optimizer.shards if optimizer is not None else []
-    return [(item.shard, item.main.detach()) for item in items if item.shard.parameter is parameter]
+    return [
+        (item.shard, item.main_param.detach())
+        for item in items
+        if item.shard.parameter is parameter
+    ]
 
 
 # Whole values ---------------------------------------------------------------------------------
@@ -121,7 +125,7 @@ def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> 
     initialize_state(engine.optimizer.optimizer)
     state = engine.optimizer.state
     pieces = [
-        (item.shard, state[item.main][optim_state_key].float())
+        (item.shard, state[item.main_param][optim_state_key].float())
         for item in engine.optimizer.shards
         if item.shard.parameter is param
     ]

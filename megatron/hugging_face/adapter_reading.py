@@ -27,7 +27,7 @@ from megatron.hugging_face.adapters import CONFIG_NAME, PREFIX, WEIGHTS_NAME
 from megatron.hugging_face.families.family import geometry_of
 from megatron.hugging_face.model_directory import ModelDirectory, read_json, tensors_of_file
 from megatron.hugging_face.reading import full_name
-from megatron.hugging_face.rules import Rows
+from megatron.hugging_face.weight_map import RowRange
 
 _WITHOUT_EFFECT = frozenset({
     "auto_mapping", "base_model_name_or_path", "fan_in_fan_out", "inference_mode",
@@ -45,7 +45,7 @@ class _Source:
 
     down: StoredView
     up: StoredView
-    rows: tuple[Rows, ...]
+    rows: tuple[RowRange, ...]
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ def read_adapters(path: Path, model: ModelDirectory) -> PeftAdapter:
                 continue
             height = next(iter(found.values()))[1].shape[0]
             heights = [found[i][1].shape[0] if i in found else height for i in range(len(theirs))]
-            rows = rule.arrangement(geometry, heights)
+            rows = rule.row_map(geometry, heights)
             places[ours] = tuple(
                 _Source(down, up, tuple(r for r in rows if r.source == index))
                 for index, (down, up) in found.items()

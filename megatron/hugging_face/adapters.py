@@ -50,9 +50,9 @@ def write_adapters(contents: Contents, target: Path, *, base: str | None) -> Non
             down, up = pair
             is_transposed |= rule.is_transposed
             heights = [up.shape[0] // len(theirs)] * len(theirs)
-            arrangement = rule.arrangement(geometry, heights)
+            row_map = rule.row_map(geometry, heights)
             for index, name in enumerate(theirs):
-                rows = sorted((r for r in arrangement if r.source == index), key=lambda r: r.begin)
+                rows = sorted((r for r in row_map if r.source == index), key=lambda r: r.begin)
                 height = sum(r.length for r in rows)
                 part = up.new_empty(height, up.shape[1])
                 for r in rows:

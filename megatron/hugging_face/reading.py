@@ -33,7 +33,7 @@ from megatron.hugging_face.model_directory import (
     read_model_directory,
     stored_tensors,
 )
-from megatron.hugging_face.rules import Geometry, Rule
+from megatron.hugging_face.weight_map import Geometry, WeightRule
 
 
 class ModelContents(ForeignContents):
@@ -167,7 +167,7 @@ def full_name(name: str, prefix: str) -> str:
     return name[1:] if name.startswith("/") else prefix + name
 
 
-def _prefix(family: Family, rules: list[Rule], stored: dict[str, StoredView]) -> str:
+def _prefix(family: Family, rules: list[WeightRule], stored: dict[str, StoredView]) -> str:
     first = rules[0].theirs[0]
     known = [prefix for prefix in family.prefixes if full_name(first, prefix) in stored]
     return known[0] if known else family.prefixes[0]
@@ -175,7 +175,7 @@ def _prefix(family: Family, rules: list[Rule], stored: dict[str, StoredView]) ->
 
 def _pieces(
     model: ModelDirectory,
-    rule: Rule,
+    rule: WeightRule,
     names: list[str],
     stored: dict[str, StoredView],
     geometry: Geometry,
@@ -190,7 +190,7 @@ def _pieces(
         raise _not_as_expected(model.path, f"{', '.join(names)} do not fit together")
     pieces: Pieces = []
     height = 0
-    for rows in rule.arrangement(geometry, [view.shape[0] for view in views]):
+    for rows in rule.row_map(geometry, [view.shape[0] for view in views]):
         view = views[rows.source]
         if rows.begin + rows.length > view.shape[0]:
             raise _not_as_expected(
@@ -212,7 +212,7 @@ def _pieces(
 
 
 def _alternating_pieces(
-    model: ModelDirectory, rule: Rule, name: str, view: StoredView
+    model: ModelDirectory, rule: WeightRule, name: str, view: StoredView
 ) -> tuple[tuple[int, ...], Pieces]:
     """Return where the blocks of every expert lie in the tensor of all."""
     count, blocks = rule.num_experts, rule.num_blocks

@@ -33,7 +33,6 @@ from megatron.hugging_face.families import family_of_settings
 from megatron.hugging_face.families.family import Family, Settings, geometry_of
 from megatron.hugging_face.model_directory import CONFIG_NAME, INDEX_NAME, SINGLE_NAME
 from megatron.hugging_face.reading import full_name
-from megatron.hugging_face.rules import Rows, Rule
 from megatron.hugging_face.stored import (
     Source,
     StoredAdapters,
@@ -41,6 +40,7 @@ from megatron.hugging_face.stored import (
     read_source,
     stored_adapters,
 )
+from megatron.hugging_face.weight_map import RowRange, WeightRule
 
 FILE_BYTES = 5_000_000_000
 """A file ends before the tensor that would make it longer."""
@@ -57,10 +57,10 @@ class Group:
     """Tensors of theirs that one parameter of ours makes."""
 
     ours: str
-    rule: Rule
+    rule: WeightRule
     source: Source
     names: tuple[str, ...]
-    rows: tuple[Rows, ...]
+    rows: tuple[RowRange, ...]
     shapes: tuple[tuple[int, ...], ...]
 
 
@@ -160,7 +160,7 @@ def _plan(contents: Contents, family: Family, settings: Settings) -> list[Group]
             if rule.has_vocabulary_rows:
                 shape = (vocabulary, *shape[1:])
                 source = Source(source.tensor, source.layer, shape)
-            rows = rule.arrangement(geometry, [shape[0] // len(theirs)] * len(theirs))
+            rows = rule.row_map(geometry, [shape[0] // len(theirs)] * len(theirs))
             heights = [
                 max(r.begin + r.length for r in rows if r.source == i) for i in range(len(theirs))
             ]
@@ -212,7 +212,7 @@ def _tensors(
             del ours  # before the next one is read
 
 
-def _one_run(group: Group, index: int, shape: tuple[int, ...]) -> Rows | None:
+def _one_run(group: Group, index: int, shape: tuple[int, ...]) -> RowRange | None:
     """Return where a tensor of theirs lies in ours as it is; None if it is made of pieces."""
     runs = [rows for rows in group.rows if rows.source == index]
     is_whole = len(runs) == 1 and runs[0].begin == 0 and runs[0].length == shape[0]

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from megatron.core import capabilities, device
+from megatron.core import device, optional_imports
 from megatron.core.batch_size_phases import (
     Phases,
     parse_phases,
@@ -363,9 +363,9 @@ def _has_engine_layers() -> bool:
     """Return whether Transformer Engine is installed, and the backend that builds layers of it."""
     return (
         device.device_type() == "cuda"
-        and capabilities.has("transformer_engine")
-        and capabilities.has("megatron.core.extensions")
-        and capabilities.has("megatron.core.extensions.transformer_engine")
+        and optional_imports.has("transformer_engine")
+        and optional_imports.has("megatron.core.extensions")
+        and optional_imports.has("megatron.core.extensions.transformer_engine")
     )
 
 

@@ -88,7 +88,7 @@ def state_of(parts: RunParts, exchange: Exchange) -> dict:
     """Return the logits and, where they are exchanged, moments by name and number of updates."""
     found = {"logits": logits_of(parts.model[0], parts.groups)}
     for item in parts.optimizer.shards if exchange.optimizer else ():
-        state = parts.optimizer.state[item.main]
+        state = parts.optimizer.state[item.main_param]
         found["num_updates"] = torch.tensor(int(state["step"]))
         for kind in ("exp_avg", "exp_avg_sq"):
             found[f"{kind}.{item.shard.name}"] = state[kind].view(item.shard.parameter.shape)

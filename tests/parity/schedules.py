@@ -66,7 +66,7 @@ LARGER_GROUPS = (
 
 
 @dataclass
-class Tally:
+class CorpusStats:
     """What was found for one schedule.
 
     `num_with_formula` counts the cases for which the formula is stated (m a multiple of p, or one
@@ -81,7 +81,7 @@ class Tally:
     seconds: float = 0.0
     problems: list[str] = field(default_factory=list)
 
-    def add(self, other: Tally) -> None:
+    def add(self, other: CorpusStats) -> None:
         """Take over another tally."""
         self.num_programs += other.num_programs
         self.num_steps += other.num_steps
@@ -125,7 +125,7 @@ def has_formula(name: str, p: int, v: int, m: int) -> bool:
     return v == 1 or m % p == 0 or name == "dualpipe-v"
 
 
-def check(name: str, p: int, v: int, m: int, prefetch: int, tally: Tally) -> None:
+def check(name: str, p: int, v: int, m: int, prefetch: int, tally: CorpusStats) -> None:
     """Prove one program."""
     orders = SCHEDULES[name][1](p, v, m)
     program = lower(orders, prefetch=prefetch)
@@ -169,10 +169,10 @@ def cases(name: str, p: int, max_v: int, max_m: int) -> Iterator[tuple[int, int]
             yield v, m
 
 
-def prove(job: tuple[str, int, int, int, int]) -> tuple[str, int, Tally]:
+def prove(job: tuple[str, int, int, int, int]) -> tuple[str, int, CorpusStats]:
     """Prove all programs of one schedule, p and prefetch."""
     name, p, max_v, max_m, prefetch = job
-    tally = Tally()
+    tally = CorpusStats()
     started = time.process_time()
     for v, m in cases(name, p, max_v, max_m):
         check(name, p, v, m, prefetch, tally)
@@ -199,7 +199,7 @@ def main() -> int:
         for prefetch in options.prefetch
         for name in names
     ]
-    tallies = {(name, pre): Tally() for pre in options.prefetch for name in names}
+    tallies = {(name, pre): CorpusStats() for pre in options.prefetch for name in names}
     started = time.monotonic()
     with multiprocessing.Pool(options.workers) as pool:
         for name, prefetch, tally in pool.imap_unordered(prove, jobs):

@@ -28,7 +28,7 @@ from typing import Protocol
 import numpy as np
 
 from megatron.core.datasets import native
-from megatron.core.datasets.joined_tokens import num_token_bytes
+from megatron.core.datasets.multi_file_bin import num_token_bytes
 from megatron.core.datasets.token_file import mapped
 from megatron.core.errors import DataError
 

@@ -22,7 +22,6 @@ from megatron.core.datasets.corpus_paths import (
     get_idx_path,
     pair_exists,
 )
-from megatron.core.datasets.former_check import check_once
 from megatron.core.datasets.index_file import (
     DType,
     IndexArrays,
@@ -32,7 +31,7 @@ from megatron.core.datasets.index_file import (
     read_index,
     write_index,
 )
-from megatron.core.datasets.joined_tokens import (
+from megatron.core.datasets.multi_file_bin import (
     num_token_bytes,
     open_tokens,
     token_files,
@@ -44,6 +43,7 @@ from megatron.core.datasets.token_file import (
     explain_full_disk,
     sync_directory,
 )
+from megatron.core.datasets.validation_cache import check_once
 from megatron.core.errors import DataError
 
 _WORTH_REMEMBERING = 100_000

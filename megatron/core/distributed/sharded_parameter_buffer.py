@@ -34,7 +34,7 @@ from megatron.core.distributed.sharded_gradient_buffer import ShardedGradientBuf
 from megatron.core.distributed.sharding_arithmetic import Piece
 from megatron.core.errors import ConfigError, MegatronError
 from megatron.core.initialization import fill_deferred_weights, without_memory
-from megatron.core.offload.file_columns import reserve_file
+from megatron.core.offload.file_state_store import reserve_file
 from megatron.core.param_meta import accumulate_main_grad
 from megatron.core.transport.p2p_reduce import is_pairwise
 from megatron.core.transport.shm.mapped_gather import MappedGather, map_gather

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron.core.capabilities import has, require
 from megatron.core.device import device_type
 from megatron.core.initialization import initialization_is_deferred
+from megatron.core.optional_imports import has, require
 from megatron.core.param_meta import ParamMeta, set_param_meta
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker

@@ -1,13 +1,13 @@
 """State that does not live on the device: host memory and files, visited in one order."""
 
-from megatron.core.offload.file_columns import FileColumns
+from megatron.core.offload.file_state_store import FileStateStore
 from megatron.core.offload.host_memory import available_host_bytes, host_memory_problem
-from megatron.core.offload.memory_columns import ColumnStore, MemoryColumns
+from megatron.core.offload.host_state_store import HostStateStore, StateStore
 
 __all__ = [
-    "ColumnStore",
-    "FileColumns",
-    "MemoryColumns",
+    "FileStateStore",
+    "HostStateStore",
+    "StateStore",
     "available_host_bytes",
     "host_memory_problem",
 ]

@@ -15,7 +15,7 @@ from megatron.core.errors import ConfigError
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.grad_scaler import ConstantGradScaler, DynamicGradScaler
 from megatron.core.optimizer.gradient_norm import GradientReader
-from megatron.core.optimizer.optimized_shard import OptimizedShard, main_weight_of
+from megatron.core.optimizer.main_param_shard import MainParamShard, main_param_of
 from megatron.core.optimizer.optimizer import (
     Float16OptimizerWithFloat16Params,
     FP32Optimizer,
@@ -29,7 +29,7 @@ from megatron.core.optimizer.param_groups import (
     group_key,
     rule_of,
 )
-from megatron.core.optimizer.update_rules import ModelParts, build_update_rule, streams_state
+from megatron.core.optimizer.torch_optimizers import ModelParts, build_torch_optimizer, chunks_state
 from megatron.core.process_groups_config import Group, ProcessGroupCollection
 
 
@@ -61,22 +61,24 @@ def get_megatron_optimizer(
         for name, parameter in named
     }
 
-    def build_rule(shards: list[OptimizedShard]) -> Any:
+    def build_rule(shards: list[MainParamShard]) -> Any:
         param_groups = build_param_groups(
-            [(item.main, keys[id(item.shard.parameter)]) for item in shards],
+            [(item.main_param, keys[id(item.shard.parameter)]) for item in shards],
             agree_on_keys(set(keys.values()), groups),
             config,
         )
         matrices = [p for _, p in named if rule_of(keys[id(p)], config) == "muon"]
-        return rule_of_groups(config, param_groups, shards, matrices, model_chunks, groups)
+        return torch_optimizer_of_groups(
+            config, param_groups, shards, matrices, model_chunks, groups
+        )
 
     return assemble_optimizer(config, model_chunks, groups, build_rule)
 
 
-def rule_of_groups(
+def torch_optimizer_of_groups(
     config: OptimizerConfig,
     param_groups: list[dict[str, Any]],
-    shards: Sequence[OptimizedShard],
+    shards: Sequence[MainParamShard],
     matrices: Sequence[nn.Parameter],
     model_chunks: Sequence[nn.Module],
     groups: ProcessGroupCollection,
@@ -85,28 +87,28 @@ def rule_of_groups(
 
     Args:
         matrices: the parameters of Muon, also those of which this rank owns no piece.
-    Communication: see `build_update_rule`.
+    Communication: see `build_torch_optimizer`.
     """
     meshes = (_mesh(model_chunks, False), _mesh(model_chunks, True))
-    return build_update_rule(config, param_groups, ModelParts(shards, matrices, groups, meshes))
+    return build_torch_optimizer(config, param_groups, ModelParts(shards, matrices, groups, meshes))
 
 
 def assemble_optimizer(
     config: OptimizerConfig,
     model_chunks: Sequence[nn.Module],
     groups: ProcessGroupCollection,
-    build_rule: Callable[[list[OptimizedShard]], Any],
+    build_rule: Callable[[list[MainParamShard]], Any],
 ) -> MegatronOptimizer:
     """Build the optimizer of this rank around an update rule of the caller.
 
     Args:
         build_rule: given the shards that this rank updates, returns a torch optimizer (or what
-            `build_update_rule` returns) over their main tensors.
+            `build_torch_optimizer` returns) over their main tensors.
     Raises:
         ConfigError: the config and the model chunks disagree on what is sharded.
     """
     _check_agreement(config, model_chunks)
-    shards, reader = _collect_shards(model_chunks, groups, is_streamed=streams_state(config))
+    shards, reader = _collect_shards(model_chunks, groups, is_streamed=chunks_state(config))
     kind: type[MegatronOptimizer] = FP32Optimizer
     if any(item.is_copy for item in shards) or config.fp16 or config.bf16:
         kind = Float16OptimizerWithFloat16Params
@@ -132,7 +134,7 @@ def build_grad_scaler(config: OptimizerConfig) -> ConstantGradScaler | None:
 
 def _collect_shards(
     model_chunks: Sequence[nn.Module], groups: ProcessGroupCollection, *, is_streamed: bool
-) -> tuple[list[OptimizedShard], GradientReader]:
+) -> tuple[list[MainParamShard], GradientReader]:
     spans, loose, parameters = [], [], []
     shard_groups: tuple[Group, Group] = (None, None)
     place: dict[int, tuple[int, int]] = {}
@@ -148,8 +150,8 @@ def _collect_shards(
             loose += [ParameterShard(name, p, 0, p.numel(), p, None, Mesh()) for name, p in named]
     reader = GradientReader(spans, loose, parameters, groups, shard_groups)
     shards = [
-        OptimizedShard(
-            shard, main_weight_of(shard, is_streamed=is_streamed), place[id(shard.parameter)]
+        MainParamShard(
+            shard, main_param_of(shard, is_streamed=is_streamed), place[id(shard.parameter)]
         )
         for shard in reader.shards
     ]

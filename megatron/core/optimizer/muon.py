@@ -20,9 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.distributed.communication import Mesh
-from megatron.core.optimizer.matrix_exchange import MatrixExchange
+from megatron.core.optimizer.main_param_shard import MainParamShard
+from megatron.core.optimizer.muon_redistribute import MuonRedistribute
 from megatron.core.optimizer.newton_schulz import orthogonalize, update_scale
-from megatron.core.optimizer.optimized_shard import OptimizedShard
 from megatron.core.param_meta import ParamMeta, get_param_meta, shard_of, unshard
 from megatron.core.process_groups_config import Group, ProcessGroupCollection
 from megatron.core.transport.collectives import all_gather
@@ -57,7 +57,7 @@ class Muon(torch.optim.Optimizer):
     def __init__(
         self,
         param_groups: Sequence[dict[str, Any]],
-        shards: Sequence[OptimizedShard],
+        shards: Sequence[MainParamShard],
         matrices: Sequence[nn.Parameter],
         groups: ProcessGroupCollection,
         meshes: tuple[Mesh, Mesh],
@@ -81,7 +81,7 @@ class Muon(torch.optim.Optimizer):
             if kind:
                 ids = {id(p) for p in kind}
                 mine = [item for item in shards if id(item.shard.parameter) in ids]
-                self._exchanges.append(MatrixExchange(mine, kind, mesh))
+                self._exchanges.append(MuonRedistribute(mine, kind, mesh))
 
     def initialize_state(self) -> None:
         """Allocate the momentum that the first update would allocate."""
@@ -102,16 +102,16 @@ class Muon(torch.optim.Optimizer):
         settings_of = {id(main): g for g in self.param_groups for main in g["params"]}
         for exchange in self._exchanges:
             for shard, update in exchange.run(self._direction, self._whole_update):
-                group = settings_of[id(shard.main)]
-                shard.main.mul_(1.0 - group["lr"] * group["weight_decay"])
-                shard.main.view(-1).add_(update, alpha=-group["lr"])
+                group = settings_of[id(shard.main_param)]
+                shard.main_param.mul_(1.0 - group["lr"] * group["weight_decay"])
+                shard.main_param.view(-1).add_(update, alpha=-group["lr"])
 
-    def _direction(self, item: OptimizedShard) -> Tensor:
+    def _direction(self, item: MainParamShard) -> Tensor:
         """Advance the momentum, and return what is to be orthogonalised, flat."""
-        gradient = item.main.grad
+        gradient = item.main_param.grad
         if gradient is None:
-            return torch.zeros_like(item.main).view(-1)
-        momentum = self.state[item.main]["momentum_buffer"]
+            return torch.zeros_like(item.main_param).view(-1)
+        momentum = self.state[item.main_param]["momentum_buffer"]
         momentum.lerp_(gradient, 1.0 - self.settings.momentum)
         if self.settings.uses_nesterov:
             return torch.lerp(gradient, momentum, self.settings.momentum).view(-1)

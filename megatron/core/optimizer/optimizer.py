@@ -16,9 +16,10 @@ from torch import Tensor, nn
 
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.errors import NumericsError
+from megatron.core.optimizer.chunked_state_optimizer import ChunkedStateOptimizer
 from megatron.core.optimizer.grad_scaler import ConstantGradScaler
 from megatron.core.optimizer.gradient_norm import GradientReader, GradientReport, joint_norm
-from megatron.core.optimizer.optimized_shard import OptimizedShard
+from megatron.core.optimizer.main_param_shard import MainParamShard
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer.state_declarations import (
     declare_state,
@@ -26,7 +27,6 @@ from megatron.core.optimizer.state_declarations import (
     settings_of_groups,
     step_count,
 )
-from megatron.core.optimizer.streamed_rule import StreamedRule
 from megatron.core.utils import get_pg_rank
 
 CLIP_EPSILON = 1e-6
@@ -48,14 +48,14 @@ class MegatronOptimizer:
         self,
         optimizer: Any,
         config: OptimizerConfig,
-        shards: Sequence[OptimizedShard],
+        shards: Sequence[MainParamShard],
         reader: GradientReader,
         model_chunks: Sequence[nn.Module],
         grad_scaler: ConstantGradScaler | None = None,
     ) -> None:
         """
         Args:
-            optimizer: a torch optimizer, or `JoinedRules`, over the `main` tensors of `shards`.
+            optimizer: a torch optimizer, or `MultiOptimizer`, over the `main` tensors of `shards`.
             reader: measures the gradients of the same shards.
             model_chunks: those that are `DistributedDataParallel` gather their parameters.
             grad_scaler: None without loss scaling.
@@ -71,12 +71,12 @@ class MegatronOptimizer:
         self._streamed = {
             main: rule
             for rule in self._rules
-            if isinstance(rule, StreamedRule)
+            if isinstance(rule, ChunkedStateOptimizer)
             for main in rule.mains
         }
         """id of a main tensor -> the rule that takes its gradient in any dtype."""
         copies = [item for item in self.shards if item.is_copy]
-        self._copies = [(item.shard.values.detach(), item.main) for item in copies]
+        self._copies = [(item.shard.values.detach(), item.main_param) for item in copies]
 
     # Contents -------------------------------------------------------------------------------
 
@@ -112,7 +112,7 @@ class MegatronOptimizer:
         """Drop the gradients of parameters outside of buffers; buffers begin by themselves
         (`DistributedDataParallel.zero_grad_buffer`)."""
         for item in self.shards:
-            item.main.grad = None
+            item.main_param.grad = None
             item.shard.parameter.grad = None
 
     def step(self) -> StepResult:
@@ -148,18 +148,18 @@ class MegatronOptimizer:
     def _attach_gradients(self) -> None:
         for item in self.shards:
             gradient = item.shard.reduced_gradient()
-            streamed = self._streamed.get(id(item.main))
+            streamed = self._streamed.get(id(item.main_param))
             if streamed is not None:
                 if gradient is not None:
-                    streamed.take_gradient(item.main, gradient)
-            elif gradient is not None and item.main.grad is not gradient:
-                item.main.grad = gradient.to(item.main.dtype)
+                    streamed.take_gradient(item.main_param, gradient)
+            elif gradient is not None and item.main_param.grad is not gradient:
+                item.main_param.grad = gradient.to(item.main_param.dtype)
 
     def _detach_gradients(self) -> None:
         """Let no gradient survive that the next backward pass would add to."""
         for item in self.shards:
             if item.shard.gradient is not None or item.is_copy:
-                item.main.grad = None
+                item.main_param.grad = None
 
     def nonfinite_parameters(self, report: GradientReport) -> list[tuple[int, int, int, str]]:
         """Return (chunk, stage, number, name) of the local parameters with a bad gradient."""
@@ -176,7 +176,7 @@ class MegatronOptimizer:
         for values, main in self._copies:
             main.data.copy_(values)
         for rule in self._rules:
-            if isinstance(rule, StreamedRule):
+            if isinstance(rule, ChunkedStateOptimizer):
                 rule.reload_main()
 
     # State ----------------------------------------------------------------------------------
@@ -255,7 +255,7 @@ class ChainedOptimizer(MegatronOptimizer):
         self.nonfinite = None
 
     @property
-    def shards(self) -> list[OptimizedShard]:  # type: ignore[override]
+    def shards(self) -> list[MainParamShard]:  # type: ignore[override]
         """The shards of all optimizers."""
         return [shard for optimizer in self.chained_optimizers for shard in optimizer.shards]
 
@@ -330,7 +330,7 @@ def step_together(
 
 def _update(rule: Any, factor: float) -> None:
     """Let one rule update from `factor` times the gradients."""
-    if isinstance(rule, StreamedRule):
+    if isinstance(rule, ChunkedStateOptimizer):
         rule.step(factor)
         return
     if factor == 1.0:

@@ -30,8 +30,8 @@ from megatron.core.distributed.distributed_data_parallel import DistributedDataP
 from megatron.core.distributed.model_parameters import names_in_model, tied_parameters
 from megatron.core.distributed.parameter_shard import ParameterShard
 from megatron.core.errors import ReplicaMismatchError
+from megatron.core.optimizer.chunked_state_optimizer import ChunkedStateOptimizer
 from megatron.core.optimizer.optimizer import MegatronOptimizer
-from megatron.core.optimizer.streamed_rule import StreamedRule
 from megatron.core.param_meta import get_param_meta
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_pg_size
@@ -117,12 +117,12 @@ def copies_of_model(
 def copies_of_state(optimizer: MegatronOptimizer) -> Copies:
     """Return fp32 weights and moments of which other ranks hold copies."""
     copies: Copies = {}
-    if any(isinstance(rule, StreamedRule) for rule in getattr(optimizer, "_rules", [])):
+    if any(isinstance(rule, ChunkedStateOptimizer) for rule in getattr(optimizer, "_rules", [])):
         return copies
     state = optimizer.state
     for item in optimizer.shards:
-        held: dict[str, Tensor] = {"fp32 weight": item.main} if item.is_copy else {}
-        held |= {k: v for k, v in state.get(item.main, {}).items() if isinstance(v, Tensor)}
+        held: dict[str, Tensor] = {"fp32 weight": item.main_param} if item.is_copy else {}
+        held |= {k: v for k, v in state.get(item.main_param, {}).items() if isinstance(v, Tensor)}
         for kind, tensor in held.items():
             _place_shard(copies, item.shard, kind, tensor)
     return copies

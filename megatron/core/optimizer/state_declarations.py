@@ -20,8 +20,8 @@ from megatron.core.dist_checkpointing.mapping import (
     make_sharded_optimizer_tensor,
 )
 from megatron.core.errors import CheckpointError
-from megatron.core.optimizer.optimized_shard import OptimizedShard
-from megatron.core.optimizer.streamed_rule import StreamedRule
+from megatron.core.optimizer.chunked_state_optimizer import ChunkedStateOptimizer
+from megatron.core.optimizer.main_param_shard import MainParamShard
 from megatron.core.utils import get_pg_rank
 
 Declaration = ShardedTensor | ShardedTensorFactory
@@ -32,7 +32,7 @@ NOT_STORED_IN_GROUPS = ("params", "foreach", "fused", "capturable", "differentia
 
 def declare_state(
     rule: Any,
-    shards: Sequence[OptimizedShard],
+    shards: Sequence[MainParamShard],
     model_sharded_state_dict: Mapping[str, Any],
     *,
     num_updates: int,
@@ -69,7 +69,7 @@ def declare_state(
 
 
 def load_declared_state(
-    rule: Any, shards: Sequence[OptimizedShard], state_dict: Mapping[str, Any]
+    rule: Any, shards: Sequence[MainParamShard], state_dict: Mapping[str, Any]
 ) -> None:
     """Take loaded declarations (plain tensors in their places) over into the state."""
     initialize_state(rule)
@@ -78,22 +78,22 @@ def load_declared_state(
     streamed = {
         main: each
         for each in getattr(rule, "rules", [rule])
-        if isinstance(each, StreamedRule)
+        if isinstance(each, ChunkedStateOptimizer)
         for main in each.mains
     }
     for number, item in enumerate(shards):
         loaded = state.get(str(number), {})
         tensors = _tensors(state_of, item)
-        if id(item.main) in streamed:
+        if id(item.main_param) in streamed:
             found = {n: t for n, t in loaded.items() if n in tensors and isinstance(t, Tensor)}
-            streamed[id(item.main)].put_state(item, found)
+            streamed[id(item.main_param)].put_state(item, found)
             continue
         for name, tensor in tensors.items():
             stored = loaded.get(name)
             if isinstance(stored, Tensor) and stored.data_ptr() != tensor.data_ptr():
                 tensor.copy_(stored.view_as(tensor))
         if item.is_copy:
-            item.shard.values.detach().copy_(item.main.detach())
+            item.shard.values.detach().copy_(item.main_param.detach())
     step = state["step"]
     for each in streamed.values():
         each.num_steps = int(step)
@@ -126,7 +126,7 @@ def step_count(rule: Any) -> int:
     """Return how many updates the state has seen."""
     counts = [0]
     for each in getattr(rule, "rules", [rule]):
-        if isinstance(each, StreamedRule):
+        if isinstance(each, ChunkedStateOptimizer):
             counts.append(each.num_steps)
         else:
             counts += [int(entry["step"]) for entry in each.state.values() if "step" in entry]
@@ -138,7 +138,7 @@ def initialize_state(rule: Any) -> None:
     for each in getattr(rule, "rules", [rule]):
         if hasattr(each, "initialize_state"):
             each.initialize_state()
-        elif not isinstance(each, StreamedRule):
+        elif not isinstance(each, ChunkedStateOptimizer):
             _initialize_torch_rule(each)
 
 
@@ -183,22 +183,22 @@ def _take_void_step(rule: torch.optim.Optimizer) -> None:
 
 
 def _tensors(
-    state_of: Mapping[Tensor, Mapping[str, Any]], item: OptimizedShard
+    state_of: Mapping[Tensor, Mapping[str, Any]], item: MainParamShard
 ) -> dict[str, Tensor]:
     """Return the state tensors of one shard by name, the main weight among them."""
-    entry = state_of.get(item.main, {})
+    entry = state_of.get(item.main_param, {})
     found = {
         name: value
         for name, value in entry.items()
-        if isinstance(value, Tensor) and value.shape == item.main.shape and name != "step"
+        if isinstance(value, Tensor) and value.shape == item.main_param.shape and name != "step"
     }
     if item.is_copy:
-        found["fp32_param"] = item.main.detach()
+        found["fp32_param"] = item.main_param.detach()
     return found
 
 
 def _declare(
-    declaration: Declaration, item: OptimizedShard, tensor: Tensor, name: str
+    declaration: Declaration, item: MainParamShard, tensor: Tensor, name: str
 ) -> Declaration:
     shard = item.shard
     # Ranks that own different ranges are no copies of each other.

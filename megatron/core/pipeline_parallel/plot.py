@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
-from megatron.core import capabilities
+from megatron.core import optional_imports
 from megatron.core.errors import ConfigError
 from megatron.core.pipeline_parallel.instructions import Op, Program, Step
 from megatron.core.pipeline_parallel.trace import Trace
@@ -183,8 +183,8 @@ def _ink(colour: tuple[int, int, int]) -> str:
 def save_png(traces: Sequence[Trace], path: str | Path) -> None:
     """Write the panels of `svg` as a PNG with matplotlib."""
     purpose = "drawing a pipeline as PNG"
-    figures = capabilities.require("matplotlib.figure", purpose=purpose)
-    canvases = capabilities.require("matplotlib.backends.backend_agg", purpose=purpose)
+    figures = optional_imports.require("matplotlib.figure", purpose=purpose)
+    canvases = optional_imports.require("matplotlib.backends.backend_agg", purpose=purpose)
 
     rows = sum(trace.placement.num_ranks + 2 for trace in traces)
     figure = figures.Figure(figsize=(14, 0.45 * rows + 0.4), layout="constrained")

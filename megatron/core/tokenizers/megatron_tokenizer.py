@@ -11,7 +11,7 @@ from megatron.core.errors import ConfigError, DataError
 from megatron.core.json_text import parse_json
 from megatron.core.tokenizers.base import TextTokenizer, check_loaded
 from megatron.core.tokenizers.hugging_face import GPT2BPETokenizer, HuggingFaceTokenizer
-from megatron.core.tokenizers.plain import ByteTokenizer, NullTokenizer
+from megatron.core.tokenizers.null_and_byte import ByteTokenizer, NullTokenizer
 from megatron.core.tokenizers.sentence_piece import (
     GPTSentencePieceTokenizer,
     Llama2Tokenizer,

@@ -19,7 +19,7 @@ from megatron.hugging_face.families.family import (
     layers_with_experts,
 )
 from megatron.hugging_face.families.llama import LLAMA, gated_settings
-from megatron.hugging_face.rules import Rule, same, stacked
+from megatron.hugging_face.weight_map import WeightRule, concat, identity
 
 _OURS, _THEIRS = "decoder.layers.{}.", "model.layers.{}."
 _OF_TRAINING = ("aux_loss_alpha", "seq_aux", "ep_size", "output_router_logits")
@@ -152,7 +152,7 @@ def _v3_fields(settings: Settings) -> dict[str, Any]:
     }
 
 
-def _attention(settings: Settings) -> list[Rule]:
+def _attention(settings: Settings) -> list[WeightRule]:
     ours, theirs = _OURS + "self_attention.", _THEIRS + "self_attn."
     pairs = {
         "linear_kv_down_proj": "kv_a_proj_with_mqa",
@@ -165,11 +165,11 @@ def _attention(settings: Settings) -> list[Rule]:
     else:
         pairs |= {"linear_q_down_proj": "q_a_proj", "q_layernorm": "q_a_layernorm",
                   "linear_q_up_proj": "q_b_proj"}  # fmt: skip
-    norm = same(_OURS + "input_layernorm.weight", _THEIRS + "input_layernorm.weight")
-    return [norm, *(same(f"{ours}{a}.weight", f"{theirs}{b}.weight") for a, b in pairs.items())]
+    norm = identity(_OURS + "input_layernorm.weight", _THEIRS + "input_layernorm.weight")
+    return [norm, *(identity(f"{ours}{a}.weight", f"{theirs}{b}.weight") for a, b in pairs.items())]
 
 
-def _rules(settings: Settings) -> list[Rule]:
+def _rules(settings: Settings) -> list[WeightRule]:
     has_experts = layers_with_experts(settings)
     sparse, dense = (
         tuple(n for n, has in enumerate(has_experts) if has == wanted) for wanted in (True, False)
@@ -179,12 +179,12 @@ def _rules(settings: Settings) -> list[Rule]:
     ours, theirs = _OURS + "mlp.shared_experts.", _THEIRS + "mlp.shared_experts."
     experts = [
         *expert_rules(settings, "mlp", "gate_proj", "up_proj", "down_proj"),
-        stacked(ours + "linear_fc1.weight", theirs + "gate_proj.weight", theirs + "up_proj.weight"),
-        same(ours + "linear_fc2.weight", theirs + "down_proj.weight"),
+        concat(ours + "linear_fc1.weight", theirs + "gate_proj.weight", theirs + "up_proj.weight"),
+        identity(ours + "linear_fc2.weight", theirs + "down_proj.weight"),
     ]
     if settings.get("moe_router_enable_expert_bias"):
         bias = _THEIRS + "mlp.gate.e_score_correction_bias"
-        experts.append(same(_OURS + "mlp.router.expert_bias", bias))
+        experts.append(identity(_OURS + "mlp.router.expert_bias", bias))
     return [
         *(rule for rule in others if rule not in mlp),
         *_attention(settings),

@@ -8,7 +8,7 @@ from typing import Any
 from megatron.hugging_face.config_fields import ConfigFields
 from megatron.hugging_face.families.family import Family, Settings, experts_width
 from megatron.hugging_face.families.llama import MISTRAL, QWEN3
-from megatron.hugging_face.rules import Rule, experts, same
+from megatron.hugging_face.weight_map import WeightRule, experts, identity
 
 _OURS, _THEIRS = "decoder.layers.{}.", "model.layers.{}."
 _WITHOUT_EFFECT = ("router_aux_loss_coef", "output_router_logits")
@@ -73,20 +73,20 @@ def _qwen3_fields(settings: Settings) -> dict[str, Any]:
 def _rules(dense: Family, block: str, gate: str, up: str, down: str) -> Any:
     """Return the function that gives the rules of a dense family with experts in its MLP."""
 
-    def rules(settings: Settings) -> list[Rule]:
+    def rules(settings: Settings) -> list[WeightRule]:
         found = [rule for rule in dense.rules(settings) if ".mlp." not in rule.ours]
         return [*found, *expert_rules(settings, block, gate, up, down)]
 
     return rules
 
 
-def expert_rules(settings: Settings, block: str, gate: str, up: str, down: str) -> list[Rule]:
+def expert_rules(settings: Settings, block: str, gate: str, up: str, down: str) -> list[WeightRule]:
     """Return the rules of a layer's experts, their router and the norm before them."""
     count = settings.get("num_experts") or 1
     theirs, ours = f"{_THEIRS}{block}.experts.{{expert}}.", f"{_OURS}mlp.experts.experts."
     return [
-        same(_OURS + "pre_mlp_layernorm.weight", _THEIRS + "post_attention_layernorm.weight"),
-        same(_OURS + "mlp.router.weight", f"{_THEIRS}{block}.gate.weight"),
+        identity(_OURS + "pre_mlp_layernorm.weight", _THEIRS + "post_attention_layernorm.weight"),
+        identity(_OURS + "mlp.router.weight", f"{_THEIRS}{block}.gate.weight"),
         experts(
             ours + "linear_fc1.weight", count, f"{theirs}{gate}.weight", f"{theirs}{up}.weight"
         ),

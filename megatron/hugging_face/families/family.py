@@ -10,7 +10,7 @@ from megatron.core.transformer.config.block import BlockConfig
 from megatron.core.transformer.config.experts import ExpertConfig
 from megatron.core.transformer.yarn import yarn_softmax_scale
 from megatron.hugging_face.config_fields import YARN, ConfigFields
-from megatron.hugging_face.rules import Geometry, Rule
+from megatron.hugging_face.weight_map import Geometry, WeightRule
 
 Settings = Mapping[str, Any]
 """Settings by the names of their flags (`num_layers`, `rotary_base`, ...)."""
@@ -31,7 +31,7 @@ class Family:
     """From the fields of `config.json`; every field is taken or refused."""
     fields: Callable[[Settings], dict[str, Any]]
     """From settings to the fields of `config.json`."""
-    rules: Callable[[Settings], list[Rule]]
+    rules: Callable[[Settings], list[WeightRule]]
     prefixes: tuple[str, ...] = ("",)
     """What may stand before all names in the files, written first to last."""
     without_meaning: tuple[str, ...] = ()

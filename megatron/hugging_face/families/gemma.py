@@ -23,7 +23,7 @@ from megatron.hugging_face.families.windows import (
     window_fields,
     window_settings,
 )
-from megatron.hugging_face.rules import Rule, same
+from megatron.hugging_face.weight_map import WeightRule, identity
 
 _OURS, _THEIRS = "decoder.layers.{}.", "model.layers.{}."
 _GEMMA3_GLOBAL_BASE, _GEMMA3_LOCAL_BASE, _GEMMA3_PERIOD = 1_000_000.0, 10_000.0, 6
@@ -99,7 +99,7 @@ def _gemma3_fields(settings: Settings) -> dict[str, Any]:
     return {**_common_fields(settings), "rope_local_base_freq": float(local)}
 
 
-def _rules(settings: Settings) -> list[Rule]:
+def _rules(settings: Settings) -> list[WeightRule]:
     """Those of Llama; its second norm is here behind the attention, and two more follow."""
     before_mlp = _OURS + "mlp.linear_fc1.layer_norm_weight"
     rules = [rule for rule in LLAMA.rules(settings) if rule.ours != before_mlp]
@@ -108,7 +108,7 @@ def _rules(settings: Settings) -> list[Rule]:
         (_OURS + "post_self_attn_layernorm.weight", "post_attention_layernorm"),
         (_OURS + "post_mlp_layernorm.weight", "post_feedforward_layernorm"),
     ):
-        rules.append(same(here, f"{_THEIRS}{there}.weight"))
+        rules.append(identity(here, f"{_THEIRS}{there}.weight"))
     return rules
 
 

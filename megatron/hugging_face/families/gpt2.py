@@ -6,10 +6,10 @@ from typing import Any
 
 from megatron.hugging_face.config_fields import ConfigFields
 from megatron.hugging_face.families.family import Family, Settings
-from megatron.hugging_face.rules import (
-    Rule,
+from megatron.hugging_face.weight_map import (
+    WeightRule,
     fused_query_key_value,
-    same,
+    identity,
     transposed,
     vocabulary,
 )
@@ -60,11 +60,11 @@ def _fields(settings: Settings) -> dict[str, Any]:
     }
 
 
-def _rules(settings: Settings) -> list[Rule]:
+def _rules(settings: Settings) -> list[WeightRule]:
     ours, theirs = "decoder.layers.{}.", "h.{}."
     rules = [
         vocabulary("embedding.word_embeddings.weight", "wte.weight"),
-        same("embedding.position_embeddings.weight", "wpe.weight"),
+        identity("embedding.position_embeddings.weight", "wpe.weight"),
         fused_query_key_value(
             ours + "self_attention.linear_qkv.weight",
             theirs + "attn.c_attn.weight",
@@ -78,13 +78,13 @@ def _rules(settings: Settings) -> list[Rule]:
         ("mlp.linear_fc2", "mlp.c_proj"),
     ):
         rules.append(transposed(f"{ours}{here}.weight", f"{theirs}{there}.weight"))
-        rules.append(same(f"{ours}{here}.bias", f"{theirs}{there}.bias"))
+        rules.append(identity(f"{ours}{here}.bias", f"{theirs}{there}.bias"))
     for here, there in (
         (ours + "self_attention.linear_qkv.layer_norm_", theirs + "ln_1"),
         (ours + "mlp.linear_fc1.layer_norm_", theirs + "ln_2"),
         ("decoder.final_layernorm.", "ln_f"),
     ):
-        rules += [same(f"{here}{kind}", f"{there}.{kind}") for kind in ("weight", "bias")]
+        rules += [identity(f"{here}{kind}", f"{there}.{kind}") for kind in ("weight", "bias")]
     if settings["untie_embeddings_and_output_weights"]:
         rules.append(vocabulary("output_layer.weight", "/lm_head.weight"))
     return rules

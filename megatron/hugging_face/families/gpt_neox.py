@@ -6,7 +6,7 @@ from typing import Any
 
 from megatron.hugging_face.config_fields import ConfigFields, rope_settings
 from megatron.hugging_face.families.family import Family, Settings
-from megatron.hugging_face.rules import Rule, same, vocabulary
+from megatron.hugging_face.weight_map import WeightRule, identity, vocabulary
 
 _ACTIVATIONS = {"gelu": False, "gelu_new": True, "gelu_fast": True, "gelu_pytorch_tanh": True}
 """Name -> whether it is the tanh form."""
@@ -57,7 +57,7 @@ def _fields(settings: Settings) -> dict[str, Any]:
     }
 
 
-def _rules(settings: Settings) -> list[Rule]:
+def _rules(settings: Settings) -> list[WeightRule]:
     ours, theirs = "decoder.layers.{}.", "layers.{}."
     rules = [vocabulary("embedding.word_embeddings.weight", "embed_in.weight")]
     for here, there in (
@@ -70,7 +70,7 @@ def _rules(settings: Settings) -> list[Rule]:
         (ours + "mlp.linear_fc2.", theirs + "mlp.dense_4h_to_h."),
         ("decoder.final_layernorm.", "final_layer_norm."),
     ):
-        rules += [same(here + kind, there + kind) for kind in ("weight", "bias")]
+        rules += [identity(here + kind, there + kind) for kind in ("weight", "bias")]
     if settings["untie_embeddings_and_output_weights"]:
         rules.append(vocabulary("output_layer.weight", "/embed_out.weight"))
     return rules

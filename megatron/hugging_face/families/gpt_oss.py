@@ -12,7 +12,7 @@ from megatron.hugging_face.config_fields import ConfigFields, rope_settings
 from megatron.hugging_face.families.family import Family, Settings, experts_width
 from megatron.hugging_face.families.llama import LLAMA, gated_settings, projections
 from megatron.hugging_face.families.windows import window_fields, window_settings
-from megatron.hugging_face.rules import Rule, alternating_experts, same
+from megatron.hugging_face.weight_map import WeightRule, alternating_experts, identity
 
 _OURS, _THEIRS = "decoder.layers.{}.", "model.layers.{}."
 _BASE, _GAIN, _BOUND = 150_000.0, 1.702, 7.0
@@ -62,20 +62,20 @@ def _fields(settings: Settings) -> dict[str, Any]:
     }
 
 
-def _rules(settings: Settings) -> list[Rule]:
+def _rules(settings: Settings) -> list[WeightRule]:
     attention, theirs = _OURS + "self_attention.", _THEIRS + "self_attn."
     experts, router = _OURS + "mlp.experts.experts.", _OURS + "mlp.router."
     count = settings.get("num_experts") or 1
     found = [rule for rule in LLAMA.rules(settings) if ".mlp." not in rule.ours]
     found += [
         projections("bias"),
-        same(attention + "linear_proj.bias", theirs + "o_proj.bias"),
-        same(attention + "core_attention.softmax_offset", theirs + "sinks"),
-        same(_OURS + "pre_mlp_layernorm.weight", _THEIRS + "post_attention_layernorm.weight"),
+        identity(attention + "linear_proj.bias", theirs + "o_proj.bias"),
+        identity(attention + "core_attention.softmax_offset", theirs + "sinks"),
+        identity(_OURS + "pre_mlp_layernorm.weight", _THEIRS + "post_attention_layernorm.weight"),
     ]
     for kind in ("weight", "bias"):
         name = {"weight": "", "bias": "_bias"}[kind]
-        found.append(same(router + kind, f"{_THEIRS}mlp.router.{kind}"))
+        found.append(identity(router + kind, f"{_THEIRS}mlp.router.{kind}"))
         for layer, part, blocks in (
             ("linear_fc1", "gate_up_proj", 2),
             ("linear_fc2", "down_proj", 1),

@@ -10,7 +10,13 @@ from typing import Any
 
 from megatron.hugging_face.config_fields import ConfigFields, rope_fields, rope_settings
 from megatron.hugging_face.families.family import Family, Settings, groups_of, head_dim_of
-from megatron.hugging_face.rules import Rule, query_key_value, same, stacked, vocabulary
+from megatron.hugging_face.weight_map import (
+    WeightRule,
+    concat,
+    identity,
+    query_key_value,
+    vocabulary,
+)
 
 _LAYER, _THEIRS = "decoder.layers.{}.", "model.layers.{}."
 
@@ -66,36 +72,36 @@ def _common_fields(settings: Settings) -> dict[str, Any]:
     }
 
 
-def _rules(settings: Settings) -> list[Rule]:
+def _rules(settings: Settings) -> list[WeightRule]:
     attention, theirs = _LAYER + "self_attention.", _THEIRS + "self_attn."
     rules = [
         vocabulary("embedding.word_embeddings.weight", "model.embed_tokens.weight"),
-        same(attention + "linear_qkv.layer_norm_weight", _THEIRS + "input_layernorm.weight"),
+        identity(attention + "linear_qkv.layer_norm_weight", _THEIRS + "input_layernorm.weight"),
         projections("weight"),
-        same(attention + "linear_proj.weight", theirs + "o_proj.weight"),
-        same(
+        identity(attention + "linear_proj.weight", theirs + "o_proj.weight"),
+        identity(
             _LAYER + "mlp.linear_fc1.layer_norm_weight",
             _THEIRS + "post_attention_layernorm.weight",
         ),
-        stacked(
+        concat(
             _LAYER + "mlp.linear_fc1.weight",
             _THEIRS + "mlp.gate_proj.weight",
             _THEIRS + "mlp.up_proj.weight",
         ),
-        same(_LAYER + "mlp.linear_fc2.weight", _THEIRS + "mlp.down_proj.weight"),
-        same("decoder.final_layernorm.weight", "model.norm.weight"),
+        identity(_LAYER + "mlp.linear_fc2.weight", _THEIRS + "mlp.down_proj.weight"),
+        identity("decoder.final_layernorm.weight", "model.norm.weight"),
     ]
     if settings.get("add_qkv_bias"):
         rules.append(projections("bias"))
     if settings.get("qk_layernorm"):
-        rules.append(same(attention + "q_layernorm.weight", theirs + "q_norm.weight"))
-        rules.append(same(attention + "k_layernorm.weight", theirs + "k_norm.weight"))
+        rules.append(identity(attention + "q_layernorm.weight", theirs + "q_norm.weight"))
+        rules.append(identity(attention + "k_layernorm.weight", theirs + "k_norm.weight"))
     if settings["untie_embeddings_and_output_weights"]:
         rules.append(vocabulary("output_layer.weight", "lm_head.weight"))
     return rules
 
 
-def projections(kind: str) -> Rule:
+def projections(kind: str) -> WeightRule:
     """Return the rule of the weights or biases of queries, keys and values."""
     names = [f"{_THEIRS}self_attn.{part}_proj.{kind}" for part in "qkv"]
     return query_key_value(f"{_LAYER}self_attention.linear_qkv.{kind}", *names)

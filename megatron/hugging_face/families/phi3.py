@@ -8,14 +8,14 @@ from typing import Any
 from megatron.hugging_face.config_fields import ConfigFields
 from megatron.hugging_face.families.family import Settings
 from megatron.hugging_face.families.llama import MISTRAL
-from megatron.hugging_face.rules import Rule, fused_query_key_value, same
+from megatron.hugging_face.weight_map import WeightRule, fused_query_key_value, identity
 
 _OURS, _THEIRS = "decoder.layers.{}.", "model.layers.{}."
 _FUSED = {
     _OURS + "self_attention.linear_qkv.weight": fused_query_key_value(
         _OURS + "self_attention.linear_qkv.weight", _THEIRS + "self_attn.qkv_proj.weight"
     ),
-    _OURS + "mlp.linear_fc1.weight": same(
+    _OURS + "mlp.linear_fc1.weight": identity(
         _OURS + "mlp.linear_fc1.weight", _THEIRS + "mlp.gate_up_proj.weight"
     ),
 }
@@ -40,7 +40,7 @@ def _fields(settings: Settings) -> dict[str, Any]:
     }
 
 
-def _rules(settings: Settings) -> list[Rule]:
+def _rules(settings: Settings) -> list[WeightRule]:
     return [_FUSED.get(rule.ours, rule) for rule in MISTRAL.rules(settings)]
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron.core import capabilities
+from megatron.core import optional_imports
 from megatron.core.errors import ConfigError, MegatronError, shown
 from megatron.training.cli.suggest import suggestion
 from megatron.training.config.flag import FlagSpec, kebab
@@ -20,7 +20,7 @@ def read_yaml(path: str, problems: list[MegatronError]) -> dict[str, Any]:
     Keys are field names or flags without their dashes, with `-` or `_`. A mapping is a section:
     its name only helps the reader.
     """
-    yaml = capabilities.require("yaml", purpose="--yaml-cfg")
+    yaml = optional_imports.require("yaml", purpose="--yaml-cfg")
     try:
         document = yaml.safe_load(Path(path).read_text())
         _check_size(document)

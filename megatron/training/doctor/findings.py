@@ -15,7 +15,7 @@ from importlib import metadata
 import torch
 import torch.distributed as dist
 
-from megatron.core import capabilities, device
+from megatron.core import device, optional_imports
 from megatron.core.errors import MegatronError
 from megatron.core.utils import is_torch_min_version
 from megatron.training.setup.addresses import other_interfaces
@@ -49,7 +49,7 @@ class Finding:
 
 def version_of(library: str) -> str | None:
     """Return the version of an installed library by its import name, or None."""
-    if not capabilities.has(library):
+    if not optional_imports.has(library):
         return None
     for name in metadata.packages_distributions().get(library, [library]):
         try:
@@ -77,9 +77,9 @@ def library_findings(*, imports: bool) -> Iterator[Finding]:
     Args:
         imports: also import those that are installed: it takes seconds, and finds broken ones.
     """
-    for library, extra in sorted(capabilities.EXTRA_OF.items()):
+    for library, extra in sorted(optional_imports.EXTRA_OF.items()):
         yield _library(library, f"pip install 'megatron-lattice[{extra}]'", imports)
-    for library, source in sorted(capabilities.BUILT_FROM_SOURCE.items()):
+    for library, source in sorted(optional_imports.BUILT_FROM_SOURCE.items()):
         yield _library(library, source, imports)
 
 
@@ -123,7 +123,7 @@ def device_findings() -> Iterator[Finding]:
 def backend_findings() -> Iterator[Finding]:
     """Yield which implementation does what, and why no other."""
     on_cpu = device.device_type() == "cpu"
-    engine = capabilities.has("transformer_engine")
+    engine = optional_imports.has("transformer_engine")
     if engine and not on_cpu:
         yield Finding("backends", "layers", "Transformer Engine; --transformer-impl local for ours")
     else:
@@ -132,11 +132,11 @@ def backend_findings() -> Iterator[Finding]:
     attention = "blocked kernels of our own" if on_cpu else "torch's scaled_dot_product_attention"
     yield Finding("backends", "attention", attention)
     for library, what in (("apex", "fused optimizers"), ("flash_attn", "flash-attention")):
-        found = capabilities.has(library)
+        found = optional_imports.has(library)
         text = "installed, not used" if found else "not installed, not needed"
         state = State.FINE if found else State.ABSENT
         yield Finding("backends", f"{what} of {library}", text, state)
-    fast = capabilities.has("gigatoken")
+    fast = optional_imports.has("gigatoken")
     yield Finding(
         "backends",
         "tokenizing of corpora",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from megatron.core import capabilities, device
+from megatron.core import device, optional_imports
 from megatron.core.dist_checkpointing.object_store import is_url
 from megatron.training.checkpointing import Checkpointer
 from megatron.training.hooks.base import Hook, Hooks
@@ -144,9 +144,11 @@ def evaluation_plan(parts: TrainingParts) -> StepPlan:
 
 def _progress_bar(is_wanted: bool, train_iters: int) -> ProgressBar | None:
     """Return a bar where a person watches: standard error of the last rank is a terminal."""
-    if not (is_wanted and is_last_rank() and sys.stderr.isatty() and capabilities.has("tqdm")):
+    if not (is_wanted and is_last_rank() and sys.stderr.isatty() and optional_imports.has("tqdm")):
         return None
-    return ProgressBar(capabilities.require("tqdm", purpose="the progress bar").tqdm, train_iters)
+    return ProgressBar(
+        optional_imports.require("tqdm", purpose="the progress bar").tqdm, train_iters
+    )
 
 
 def _profilers(parts: TrainingParts) -> list[Hook]:

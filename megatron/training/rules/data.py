@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from megatron.core.datasets.joined_tokens import tokens_exist
+from megatron.core.datasets.multi_file_bin import tokens_exist
 from megatron.core.datasets.object_store import is_url
 from megatron.core.errors import DataError, MegatronError
 from megatron.training.config.flag import kebab

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron.core import capabilities
+from megatron.core import optional_imports
 from megatron.training.config.run import plain
 from megatron.training.printing import is_last_rank
 from megatron.training.resolve import ResolvedRun
@@ -14,8 +14,8 @@ def open_tensorboard(run: ResolvedRun) -> Any:
     """Return a `SummaryWriter` with the settings of the run as text, or None."""
     if run.tensorboard_dir is None or not is_last_rank():
         return None
-    capabilities.require("tensorboard", purpose="--tensorboard-dir")
-    module = capabilities.require("torch.utils.tensorboard", purpose="--tensorboard-dir")
+    optional_imports.require("tensorboard", purpose="--tensorboard-dir")
+    module = optional_imports.require("torch.utils.tensorboard", purpose="--tensorboard-dir")
     writer = module.SummaryWriter(log_dir=run.tensorboard_dir, max_queue=run.tensorboard_queue_size)
     for name, value in {**run.values, **run.extra}.items():
         writer.add_text(name, str(plain(value)))
@@ -26,7 +26,7 @@ def open_wandb(run: ResolvedRun) -> Any:
     """Return the wandb module with an open run, or None; offline where it cannot log in."""
     if not run.wandb_project or not is_last_rank():
         return None
-    wandb = capabilities.require("wandb", purpose="--wandb-project")
+    wandb = optional_imports.require("wandb", purpose="--wandb-project")
     settings = {
         "project": run.wandb_project,
         "entity": run.wandb_entity,

@@ -386,7 +386,7 @@ def weights_after_loading(groups, layout: Layout, model: Model, directory: Path)
     """Load and return this rank's parameters and main weights by name."""
     run = Run(groups, layout, model, seed=1, load=str(directory))
     assert run.load() is not None
-    main = {item.shard.name: item.main.detach().clone() for item in run.optimizer.shards}
+    main = {item.shard.name: item.main_param.detach().clone() for item in run.optimizer.shards}
     model_weights = {
         name: parameter.detach().clone()
         for chunk in run.chunks

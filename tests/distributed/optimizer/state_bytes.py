@@ -101,7 +101,7 @@ def one_step(groups, dtype, stage, width=1024, num_layers=4, bucket_size=800_000
     held += [shard for shards in ddp.sharded_values().values() for shard in shards]
     held += [owned for buffer in ddp.gradient_buffers for owned in buffer.owned_gradients()]
     held += [getattr(buffer, "gradients", held[0]) for buffer in ddp.gradient_buffers]
-    held += [main for item in optimizer.shards for main in [item.main.data]]
+    held += [main for item in optimizer.shards for main in [item.main_param.data]]
     held += [t for state in optimizer.state.values() for t in state.values() if t.dim()]
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in held}
     is_counted = sent[0] > 0 or not (stage == 0 and ddp.mesh().size == 2)

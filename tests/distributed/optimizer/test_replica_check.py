@@ -44,7 +44,7 @@ def flip_shard(run, name):
 
 def flip_state(run, kind):
     item = next(item for item in run.optimizer.shards if item.shard.name == FC1)
-    flip(item.main if kind == "main" else run.optimizer.state[item.main][kind])
+    flip(item.main_param if kind == "main" else run.optimizer.state[item.main_param][kind])
 
 
 def check_before_and_after(groups, layout, model, rank, damage, where, ddp):

@@ -131,7 +131,10 @@ def states_of(groups, model: Model, directory: Path) -> dict[str, torch.Tensor]:
     return {
         f"{item.shard.name} {name}": tensor.clone()
         for item in run.optimizer.shards
-        for name, tensor in [*run.optimizer.state[item.main].items(), ("main", item.main.detach())]
+        for name, tensor in [
+            *run.optimizer.state[item.main_param].items(),
+            ("main", item.main_param.detach()),
+        ]
     }
 
 

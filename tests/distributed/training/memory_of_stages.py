@@ -108,7 +108,7 @@ def _measure_stage(groups, run):
     return {
         "weights": storages([*shards, *(p.data for p in chunk.parameters() if p not in sharded)]),
         "gradients": storages(gradients),
-        "main weights": storages([i.main.data for i in optimizer.shards if i.is_copy]),
+        "main weights": storages([i.main_param.data for i in optimizer.shards if i.is_copy]),
         "optimizer": storages(moments),
         "activations": activations,
     }

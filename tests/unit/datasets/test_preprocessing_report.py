@@ -8,7 +8,7 @@ import pytest
 
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.inspection import statistics
-from megatron.core.datasets.preprocessing.tally import CorpusTally, Progress, Tally, duration
+from megatron.core.datasets.preprocessing.stats import CorpusStats, CorpusTally, Progress, duration
 from tools import preprocess_data
 
 
@@ -58,8 +58,8 @@ def test_buckets_count_every_document():
 
 def test_a_log_hears_of_long_documents_before_there_are_many():
     stream = io.StringIO()
-    progress = Progress(1000, 1000, Tally(), stream=stream)
-    tally = Tally(corpora={"text": CorpusTally(documents=5, tokens=50, text_bytes=100)})
+    progress = Progress(1000, 1000, CorpusStats(), stream=stream)
+    tally = CorpusStats(corpora={"text": CorpusTally(documents=5, tokens=50, text_bytes=100)})
     progress(tally, 100)
     assert stream.getvalue() == ""
     progress._said -= 11  # seconds
@@ -69,9 +69,9 @@ def test_a_log_hears_of_long_documents_before_there_are_many():
 
 
 def test_counts_survive_being_written_as_json():
-    tally = Tally(lines=7, corpora={"text": CorpusTally(documents=3, buckets=[0, 2, 1])})
+    tally = CorpusStats(lines=7, corpora={"text": CorpusTally(documents=3, buckets=[0, 2, 1])})
     tally.skipped["not JSON"] += 2
-    again = Tally.from_json(json.loads(json.dumps(tally.as_json())))
+    again = CorpusStats.from_json(json.loads(json.dumps(tally.as_json())))
     assert again == tally
     assert again.num_bad == 2
 
@@ -83,8 +83,8 @@ class Terminal(io.StringIO):
 
 def test_a_terminal_gets_a_bar_with_rate_and_time_left():
     stream = Terminal()
-    progress = Progress(1, 1000, Tally(), stream=stream)
-    tally = Tally(corpora={"text": CorpusTally(documents=5, tokens=50, text_bytes=100)})
+    progress = Progress(1, 1000, CorpusStats(), stream=stream)
+    tally = CorpusStats(corpora={"text": CorpusTally(documents=5, tokens=50, text_bytes=100)})
     progress(tally, 100)
     progress._drawn = 0.0
     tally.skipped["not JSON"] += 1

@@ -10,7 +10,7 @@ import pytest
 
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.preprocessing import job
-from megatron.core.datasets.preprocessing.unfinished import Journal
+from megatron.core.datasets.preprocessing.resume import Journal
 from megatron.core.errors import DataError
 from tests.parity.preprocessing_kills import run_until_through, write_input
 from tools import preprocess_data
@@ -115,7 +115,7 @@ def test_a_finished_output_is_left_alone(tmp_path, capsys):
 def test_two_processes_do_not_write_one_output(tmp_path):
     code = (
         "import sys, time; "
-        "from megatron.core.datasets.preprocessing.unfinished import Journal; "
+        "from megatron.core.datasets.preprocessing.resume import Journal; "
         "journal = Journal(sys.argv[1]); print('held', flush=True); sys.stdin.read()"
     )
     path = str(tmp_path / "out.journal")

@@ -22,7 +22,7 @@ from megatron.core.datasets.indexed_dataset import (
     get_bin_path,
     get_idx_path,
 )
-from megatron.core.datasets.joined_tokens import token_files
+from megatron.core.datasets.multi_file_bin import token_files
 from megatron.core.datasets.token_file import WholeFile
 from megatron.core.errors import DataError
 from megatron.core.processes import describe_exit

@@ -328,8 +328,8 @@ def test_specs_of_layers_that_do_not_exist_are_refused(options):
 
 
 def test_transformer_engine_specs_need_the_library_and_say_so():
-    from megatron.core.capabilities import has
     from megatron.core.errors import MissingExtraError
+    from megatron.core.optional_imports import has
 
     if has("transformer_engine"):
         assert get_gpt_layer_with_transformer_engine_spec().submodules.mlp

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.core.offload.file_columns import reserve_file
+from megatron.core.offload.file_state_store import reserve_file
 from megatron.core.transport.shm.shared_buffer import SharedBuffer
 
 NUMEL = 1 << 18

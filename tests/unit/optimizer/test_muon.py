@@ -8,7 +8,7 @@ from torch import nn
 
 from megatron.core.errors import ConfigError
 from megatron.core.optimizer import OptimizerConfig, ParamKey, get_megatron_optimizer
-from megatron.core.optimizer.matrix_exchange import deal_out
+from megatron.core.optimizer.muon_redistribute import assign_owners
 from megatron.core.optimizer.newton_schulz import QUINTIC, orthogonalize, update_scale
 from megatron.core.param_meta import ParamMeta, set_param_meta
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -148,6 +148,6 @@ def test_lion_may_update_what_is_no_matrix():
 @pytest.mark.parametrize("num_ranks", [1, 3, 8])
 def test_work_is_dealt_out_evenly(num_ranks):
     costs = [float(1 + (7 * i) % 13) for i in range(40)]
-    ranks = deal_out(costs, num_ranks)
+    ranks = assign_owners(costs, num_ranks)
     load = [sum(c for c, r in zip(costs, ranks, strict=True) if r == k) for k in range(num_ranks)]
     assert max(load) <= sum(costs) / num_ranks + max(costs)

@@ -10,8 +10,8 @@ import torch
 from megatron.core.distributed.sharding_arithmetic import BLOCK
 from megatron.core.errors import ConfigError
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.chunked_state_builder import state_fields
 from megatron.core.optimizer.elementwise import elementwise_rule
-from megatron.core.optimizer.streaming import state_fields
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.training.metrics.memory import optimizer_bytes_per_parameter
 from tests.distributed.distributed.replicas import accumulate, wrap

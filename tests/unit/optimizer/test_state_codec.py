@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron.core.distributed.sharding_arithmetic import BLOCK
-from megatron.core.optimizer.main_remainder import join_remainder, split_remainder
+from megatron.core.optimizer.split_main_param import join_remainder, split_remainder
 from megatron.core.optimizer.state_codec import codec_of, random_bits
 from tests.harness.tolerances import EXACT, assert_close
 

@@ -1,4 +1,4 @@
-"""pyproject.toml, the capabilities table and the constraints say the same."""
+"""pyproject.toml, the table of optional imports and the constraints say the same."""
 
 import importlib.metadata
 import re
@@ -10,7 +10,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-from megatron.core.capabilities import BUILT_FROM_SOURCE, EXTRA_OF
+from megatron.core.optional_imports import BUILT_FROM_SOURCE, EXTRA_OF
 from tests.harness.pool import REPOSITORY
 
 PYPROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())

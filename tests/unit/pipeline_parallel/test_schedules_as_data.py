@@ -35,14 +35,14 @@ from megatron.core.pipeline_parallel.simulate import (
     walk,
 )
 from megatron.core.pipeline_parallel.validate import validate
-from tests.parity.schedules import SCHEDULES, Tally, cases, check
+from tests.parity.schedules import SCHEDULES, CorpusStats, cases, check
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize("p", [1, 2, 3, 4, 8])
 def test_programs_never_deadlock_and_have_the_textbook_bubble(name, p):
     """A subset of `python -m tests.parity.schedules`."""
-    tally = Tally()
+    tally = CorpusStats()
     for v, m in cases(name, p, max_v=4, max_m=17):
         if m <= 5 or m % p in (0, 1, p - 1):
             for prefetch in (0, 1):

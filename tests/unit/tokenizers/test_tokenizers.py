@@ -17,7 +17,7 @@ from megatron.core.tokenizers import (
     make_tokenizer,
     pad_vocab_size,
 )
-from megatron.core.tokenizers.plain import ByteTokenizer
+from megatron.core.tokenizers.null_and_byte import ByteTokenizer
 from megatron.core.tokenizers.tik_token import DEFAULT_SPECIAL_TOKENS
 from megatron.core.tokenizers.utils.build_tokenizer import (
     build_tokenizer,

@@ -3,7 +3,7 @@
 import json
 import socket
 
-from megatron.core import capabilities
+from megatron.core import optional_imports
 from megatron.training.doctor import findings
 from megatron.training.doctor.findings import Finding, State
 from megatron.training.doctor.self_test import python_of, self_test
@@ -15,7 +15,7 @@ def by_name(found):
 
 
 def test_installed_libraries_have_versions_and_missing_ones_a_source(monkeypatch):
-    monkeypatch.setitem(capabilities.EXTRA_OF, "no_such_library", "hf")
+    monkeypatch.setitem(optional_imports.EXTRA_OF, "no_such_library", "hf")
     found = by_name(findings.library_findings(imports=False))
     assert found["tokenizers"].state is State.FINE and found["tokenizers"].text[0].isdigit()
     missing = found["no_such_library"]
@@ -25,8 +25,8 @@ def test_installed_libraries_have_versions_and_missing_ones_a_source(monkeypatch
 def test_a_library_that_does_not_import_is_a_problem(monkeypatch, tmp_path):
     (tmp_path / "broken_library.py").write_text("raise OSError('libfoo.so: not found')")
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(capabilities, "EXTRA_OF", {"broken_library": "hf"})
-    monkeypatch.setattr(capabilities, "BUILT_FROM_SOURCE", {})
+    monkeypatch.setattr(optional_imports, "EXTRA_OF", {"broken_library": "hf"})
+    monkeypatch.setattr(optional_imports, "BUILT_FROM_SOURCE", {})
     (found,) = findings.library_findings(imports=True)
     assert found.state is State.PROBLEM and "libfoo.so" in found.text
 

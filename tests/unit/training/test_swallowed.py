@@ -65,7 +65,7 @@ def test_a_run_without_a_key_of_wandb_is_recorded_offline(monkeypatch, capsys):
             raise Error("api_key not configured (no-tty). call wandb.login(key=[your_api_key])")
 
     library = SimpleNamespace(Error=Error, init=init)
-    monkeypatch.setattr(writers.capabilities, "require", lambda name, purpose: library)
+    monkeypatch.setattr(writers.optional_imports, "require", lambda name, purpose: library)
     run = SimpleNamespace(
         wandb_project="p", wandb_entity="", wandb_exp_name="", wandb_save_dir="",
         config=SimpleNamespace(flat=dict),

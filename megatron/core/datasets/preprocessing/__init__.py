@@ -9,8 +9,8 @@
     template_process, _template_sandbox  the process in which templates are rendered, with limits
     fill_in_middle  documents cut in three and put together in another order
     workers     units through processes, in order
-    unfinished  what is written so far, the journal beside it, and the final names
-    tally       counts, progress lines, the summary
+    resume      what is written so far, the journal beside it, and the final names
+    stats       counts, progress lines, the summary
     shards      which part of the input a process works on
     flags       the command line
     length_report  histograms as HTML or PNG

@@ -18,12 +18,12 @@ import numpy as np
 
 from megatron.core.datasets.preprocessing.documents import BadDocument
 from megatron.core.datasets.preprocessing.inputs import InputFile, InputFormat
-from megatron.core.datasets.preprocessing.tally import Progress, Tally
-from megatron.core.datasets.preprocessing.unfinished import (
+from megatron.core.datasets.preprocessing.resume import (
     Journal,
     UnfinishedCorpus,
     finish_corpus,
 )
+from megatron.core.datasets.preprocessing.stats import CorpusStats, Progress
 from megatron.core.datasets.preprocessing.units import (
     UNIT_BYTES,
     lines_before,
@@ -70,7 +70,7 @@ class Job:
     log_interval: int = 1000
     journal_interval_s: float = 5.0
     unit_bytes: int = UNIT_BYTES
-    tally: Tally = field(default_factory=Tally)
+    tally: CorpusStats = field(default_factory=CorpusStats)
     was_finished: bool = False
     """The output of the same settings and files was there already."""
 
@@ -84,7 +84,7 @@ class Job:
         """What the finished output was made from."""
         return f"{self.output}.preprocessed.json"
 
-    def run(self) -> Tally:
+    def run(self) -> CorpusStats:
         """Do all of it, or what is left of it.
 
         Raises:
@@ -94,7 +94,7 @@ class Job:
         signature = self._signature()
         finished = None if self.restart else self._finished_record(signature)
         if finished is not None and not os.path.exists(self.journal_path):
-            self.tally, self.was_finished = Tally.from_json(finished["tally"]), True
+            self.tally, self.was_finished = CorpusStats.from_json(finished["tally"]), True
             return self.tally
         journal = Journal(self.journal_path, restart=self.restart)
         with closing(journal):
@@ -205,7 +205,7 @@ class Job:
                 flags=["--output-prefix", "--restart"],
                 fix="give the same command again, or pass --restart to begin anew",
             )
-        self.tally = Tally.from_json(state["tally"])
+        self.tally = CorpusStats.from_json(state["tally"])
         print(
             f"{self.output}: going on after {self.tally.documents:,} documents, "
             f"{self.tally.tokens:,} tokens.",

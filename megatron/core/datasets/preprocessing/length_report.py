@@ -7,14 +7,14 @@ import io
 import os
 from typing import Any
 
-from megatron.core.capabilities import require
-from megatron.core.datasets.preprocessing.tally import (
+from megatron.core.datasets.preprocessing.stats import (
     BUCKETS_PER_DOUBLING,
     PERCENTILES,
+    CorpusStats,
     CorpusTally,
-    Tally,
 )
 from megatron.core.errors import ConfigError
+from megatron.core.optional_imports import require
 
 _PAGE = """<!doctype html>
 <meta charset="utf-8"><title>{title}</title>
@@ -44,7 +44,7 @@ def check_report_name(path: str) -> None:
 
 
 def write_report(
-    path: str, tally: Tally, percentiles: dict[str, list[int]], *, title: str, summary: str
+    path: str, tally: CorpusStats, percentiles: dict[str, list[int]], *, title: str, summary: str
 ) -> None:
     """Write histograms of document lengths, one for each corpus.
 
@@ -69,7 +69,7 @@ def write_report(
         )
 
 
-def _draw(tally: Tally, percentiles: dict[str, list[int]]) -> Any:
+def _draw(tally: CorpusStats, percentiles: dict[str, list[int]]) -> Any:
     matplotlib = require("matplotlib.figure", purpose="--report")
     rows = max(1, len(tally.corpora))
     figure = matplotlib.Figure(figsize=(9, 3.2 * rows), layout="constrained")

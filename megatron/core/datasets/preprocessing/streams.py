@@ -11,13 +11,13 @@ import lzma
 from collections.abc import Iterator
 from typing import IO, Any
 
-from megatron.core.capabilities import require
 from megatron.core.datasets.preprocessing.inputs import (
     COMPRESSION_SUFFIXES,
     remote_file_system,
     unreadable,
 )
 from megatron.core.errors import DataError
+from megatron.core.optional_imports import require
 
 KEPT_OF_OVERLONG = 80
 """Bytes kept of a line or document that is too long to be held."""

@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import IO, Any
 
-from megatron.core.capabilities import require
 from megatron.core.datasets.preprocessing.inputs import InputFile, InputFormat, unreadable
 from megatron.core.datasets.preprocessing.streams import (
     KEPT_OF_OVERLONG,
@@ -23,6 +22,7 @@ from megatron.core.datasets.preprocessing.streams import (
     opened_file,
 )
 from megatron.core.errors import DataError
+from megatron.core.optional_imports import require
 
 UNIT_BYTES = 1 << 20
 LONGEST_LINE_BYTES = 1 << 29

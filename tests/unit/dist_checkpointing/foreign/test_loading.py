@@ -85,8 +85,8 @@ def check(parts: RunParts, rank: int, size: int) -> None:
 
         expected = mine(files.weights()[name])
         assert torch.equal(parameter.detach(), expected.to(parameter.dtype)), name
-        assert torch.equal(item.main.detach().view_as(expected), expected), name
-        state = parts.optimizer.state[item.main]
+        assert torch.equal(item.main_param.detach().view_as(expected), expected), name
+        state = parts.optimizer.state[item.main_param]
         assert int(state["step"]) == files.STEP
         for kind in files.MOMENTS:
             stored = mine(kinds[kind][name])
@@ -127,8 +127,8 @@ def test_finetune_and_no_load_optim_take_the_weights_alone(form: str, ram_path: 
         assert restored.progress.iteration == iteration
         for item in parts.optimizer.shards:
             expected = files.weights()[canonical(item.shard.name)]
-            assert torch.equal(item.main.detach().view_as(expected), expected)
-            assert not parts.optimizer.state[item.main]
+            assert torch.equal(item.main_param.detach().view_as(expected), expected)
+            assert not parts.optimizer.state[item.main_param]
 
 
 def test_a_checkpoint_without_moments_is_refused_with_the_flag_that_helps(ram_path: Path) -> None:
@@ -254,7 +254,7 @@ def test_an_export_loads_again_with_equal_state(ram_path: Path, capsys) -> None:
     Checkpointer(CheckpointSettings(load=str(ram_path / "out")), parts).load()
     for item in parts.optimizer.shards:
         expected = files.weights()[canonical(item.shard.name)]
-        assert torch.equal(item.main.detach().view_as(expected), expected)
+        assert torch.equal(item.main_param.detach().view_as(expected), expected)
     assert tool.main(["export", str(ram_path / "zero"), str(ram_path / "out")]) == 1
     assert "exists already" in capsys.readouterr().err
 
@@ -289,4 +289,4 @@ def test_the_tools_open_foreign_checkpoints(ram_path: Path, capsys) -> None:
     assert Checkpointer(settings, parts).load() is not None
     for item in parts.optimizer.shards:
         expected = files.weights()[canonical(item.shard.name)]
-        assert torch.equal(item.main.detach().view_as(expected), expected)
+        assert torch.equal(item.main_param.detach().view_as(expected), expected)

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.distributed.communication import Mesh
+from megatron.core.optimizer.chunked_state_builder import build_chunked_state_optimizer
 from megatron.core.optimizer.lion import Lion
+from megatron.core.optimizer.main_param_shard import MainParamShard
 from megatron.core.optimizer.muon import Muon, MuonSettings
-from megatron.core.optimizer.optimized_shard import OptimizedShard
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
-from megatron.core.optimizer.streaming import build_streamed_rule
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 
@@ -22,7 +22,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 class ModelParts:
     """What rules may need to know of this rank's model besides the tensors they update."""
 
-    shards: Sequence[OptimizedShard]
+    shards: Sequence[MainParamShard]
     matrices: Sequence[nn.Parameter]
     """Parameters of Muon, also those of which this rank owns no piece."""
     groups: ProcessGroupCollection
@@ -30,7 +30,7 @@ class ModelParts:
     """Replicas of dense and of expert parameters."""
 
 
-class JoinedRules:
+class MultiOptimizer:
     """Several update rules with the interface of one `torch.optim.Optimizer`."""
 
     def __init__(self, rules: Sequence[Any], param_groups: list[dict[str, Any]]) -> None:
@@ -60,20 +60,20 @@ class JoinedRules:
             rule.load_state_dict(state_dict[str(number)])
 
 
-def streams_state(config: OptimizerConfig) -> bool:
+def chunks_state(config: OptimizerConfig) -> bool:
     """Return whether state is visited chunk by chunk instead of lying in fp32 on the device."""
     return config.use_precision_aware_optimizer or config.offloads_optimizer
 
 
-def build_update_rule(
+def build_torch_optimizer(
     config: OptimizerConfig, param_groups: list[dict[str, Any]], parts: ModelParts
 ) -> Any:
-    """Return one rule, or `JoinedRules` where groups name different ones.
+    """Return one rule, or `MultiOptimizer` where groups name different ones.
 
     Args:
         param_groups: a group's "optimizer" is its rule, `config.optimizer` without one. The
             groups of the result are these very dictionaries, in this order.
-    Communication: that of `MatrixExchange` if the rule of any group is Muon.
+    Communication: that of `MuonRedistribute` if the rule of any group is Muon.
     """
     names = [group.get("optimizer", config.optimizer) for group in param_groups]
     groups_of: dict[str, list[dict[str, Any]]] = {}
@@ -83,7 +83,7 @@ def build_update_rule(
     if len(rules) == 1:
         return rules[names[0]]
     remaining = {name: iter(rule.param_groups) for name, rule in rules.items()}
-    return JoinedRules(list(rules.values()), [next(remaining[name]) for name in names])
+    return MultiOptimizer(list(rules.values()), [next(remaining[name]) for name in names])
 
 
 def _build(
@@ -96,9 +96,9 @@ def _build(
     """
     options: dict[str, Any] = {"lr": config.lr or 0.0, "weight_decay": config.weight_decay}
     mine = {id(tensor) for group in param_groups for tensor in group["params"]}
-    shards = [item for item in parts.shards if id(item.main) in mine]
-    if streams_state(config):
-        return build_streamed_rule(name, config, param_groups, shards)
+    shards = [item for item in parts.shards if id(item.main_param) in mine]
+    if chunks_state(config):
+        return build_chunked_state_optimizer(name, config, param_groups, shards)
     if name == "muon":
         return Muon(
             param_groups, shards, parts.matrices, parts.groups, parts.meshes,

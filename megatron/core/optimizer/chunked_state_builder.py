@@ -11,24 +11,24 @@ import torch
 from megatron.core.agreement import agree
 from megatron.core.distributed.sharding_arithmetic import BLOCK
 from megatron.core.errors import ConfigError
-from megatron.core.offload import ColumnStore, FileColumns, MemoryColumns, host_memory_problem
+from megatron.core.offload import FileStateStore, HostStateStore, StateStore, host_memory_problem
+from megatron.core.optimizer.chunked_state import MAIN, ChunkedState, StateField
+from megatron.core.optimizer.chunked_state_optimizer import ChunkedStateOptimizer
 from megatron.core.optimizer.elementwise import ElementwiseRule, elementwise_rule
-from megatron.core.optimizer.optimized_shard import OptimizedShard
+from megatron.core.optimizer.main_param_shard import MainParamShard
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer.state_codec import Brain16, codec_of
-from megatron.core.optimizer.streamed_part import MAIN, StateField, StreamedPart
-from megatron.core.optimizer.streamed_rule import StreamedRule
 
 CHUNK_BLOCKS = 2048
 """Blocks of a chunk: 262,144 elements, 1 MiB per fp32 column."""
 
 
-def build_streamed_rule(
+def build_chunked_state_optimizer(
     name: str,
     config: OptimizerConfig,
     param_groups: Sequence[dict[str, Any]],
-    shards: Sequence[OptimizedShard],
-) -> StreamedRule:
+    shards: Sequence[MainParamShard],
+) -> ChunkedStateOptimizer:
     """Return the rule `name` over `shards`, with state as the config wants it.
 
     Raises:
@@ -50,12 +50,12 @@ def build_streamed_rule(
         agree(problem)
     elif problem is not None:
         raise problem
-    return StreamedRule(rule, param_groups, parts)
+    return ChunkedStateOptimizer(rule, param_groups, parts)
 
 
 def choose_offloaded(
-    shards: Sequence[OptimizedShard], config: OptimizerConfig
-) -> list[OptimizedShard]:
+    shards: Sequence[MainParamShard], config: OptimizerConfig
+) -> list[MainParamShard]:
     """Return the shards whose state goes to host or disk: about the fraction asked for.
 
     They are spread over the model, so that updates of both kinds alternate.
@@ -64,10 +64,10 @@ def choose_offloaded(
         return []
     chosen, chosen_numel, total = [], 0, 0
     for item in shards:
-        total += item.main.numel()
-        if chosen_numel + item.main.numel() / 2 <= config.optimizer_offload_fraction * total:
+        total += item.main_param.numel()
+        if chosen_numel + item.main_param.numel() / 2 <= config.optimizer_offload_fraction * total:
             chosen.append(item)
-            chosen_numel += item.main.numel()
+            chosen_numel += item.main_param.numel()
     return chosen
 
 
@@ -100,14 +100,14 @@ def state_fields(
 def _parts(
     rule: ElementwiseRule,
     config: OptimizerConfig,
-    shards: Sequence[OptimizedShard],
+    shards: Sequence[MainParamShard],
     *,
     is_offloaded: bool,
-) -> list[StreamedPart]:
+) -> list[ChunkedState]:
     """Return one part per dtype of model weights."""
-    by_dtype: dict[torch.dtype, list[OptimizedShard]] = {}
+    by_dtype: dict[torch.dtype, list[MainParamShard]] = {}
     for item in shards:
-        if item.main.numel():
+        if item.main_param.numel():
             by_dtype.setdefault(item.shard.values.dtype, []).append(item)
     parts = []
     for dtype, members in by_dtype.items():
@@ -116,30 +116,30 @@ def _parts(
 
         def make_store(
             block_bytes: list[int], num_blocks: int, device: torch.device = device
-        ) -> ColumnStore:
+        ) -> StateStore:
             is_pinned = device.type != "cpu"
             if not is_offloaded:
-                return MemoryColumns(
+                return HostStateStore(
                     block_bytes, num_blocks, chunk_blocks=CHUNK_BLOCKS, device=device
                 )
             if config.optimizer_offload_path is not None:
-                return FileColumns(
+                return FileStateStore(
                     config.optimizer_offload_path, block_bytes, num_blocks,
                     chunk_blocks=CHUNK_BLOCKS, is_pinned=is_pinned,
                 )  # fmt: skip
-            return MemoryColumns(
+            return HostStateStore(
                 block_bytes, num_blocks, chunk_blocks=CHUNK_BLOCKS,
                 device=torch.device("cpu"), is_pinned=is_pinned,
             )  # fmt: skip
 
         keeps_main = dtype != torch.float32 or (is_offloaded and on_accelerator)
         fields = state_fields(rule, config, dtype, keeps_main=keeps_main)
-        parts.append(StreamedPart(members, fields, make_store))
+        parts.append(ChunkedState(members, fields, make_store))
     return parts
 
 
 def _check_memory(
-    shards: Sequence[OptimizedShard], rule: ElementwiseRule, config: OptimizerConfig
+    shards: Sequence[MainParamShard], rule: ElementwiseRule, config: OptimizerConfig
 ) -> None:
     """Raise if the ranks of this machine together want more host memory than there is."""
     if config.optimizer_offload_path is not None or not shards:
@@ -149,7 +149,7 @@ def _check_memory(
         values = item.shard.values
         keeps_main = values.dtype != torch.float32 or values.device.type != "cpu"
         fields = state_fields(rule, config, values.dtype, keeps_main=keeps_main)
-        needed += -(-item.main.numel() // BLOCK) * sum(f.codec.block_bytes for f in fields)
+        needed += -(-item.main_param.numel() // BLOCK) * sum(f.codec.block_bytes for f in fields)
     # torchrun says how many of its ranks share this machine.
     num_local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     problem = host_memory_problem(needed, "optimizer state", num_local_ranks=num_local_ranks)

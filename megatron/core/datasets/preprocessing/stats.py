@@ -60,7 +60,7 @@ class CorpusTally:
 
 
 @dataclass(kw_only=True)
-class Tally:
+class CorpusStats:
     """What was done so far."""
 
     lines: int = 0
@@ -116,7 +116,7 @@ class Tally:
         return {**vars(self), "skipped": dict(self.skipped), "corpora": corpora}
 
     @classmethod
-    def from_json(cls, values: dict[str, Any]) -> Tally:
+    def from_json(cls, values: dict[str, Any]) -> CorpusStats:
         """Read what `as_json` returned."""
         corpora = {name: CorpusTally(**counts) for name, counts in values["corpora"].items()}
         return cls(**{**values, "skipped": Counter(values["skipped"]), "corpora": corpora})
@@ -138,7 +138,7 @@ class Progress:
         self,
         interval: int,
         total_bytes: int,
-        begun_with: Tally,
+        begun_with: CorpusStats,
         *,
         stream: TextIO | None = None,
     ) -> None:
@@ -153,7 +153,7 @@ class Progress:
         self._drawn = 0.0
         self._said = self._begun
 
-    def __call__(self, tally: Tally, consumed: int) -> None:
+    def __call__(self, tally: CorpusStats, consumed: int) -> None:
         """Report if it is time to.
 
         Args:
@@ -171,7 +171,7 @@ class Progress:
             self._next_report = (tally.documents // self.interval + 1) * self.interval
             print(self._line(tally, consumed), file=self.stream, flush=True)
 
-    def _line(self, tally: Tally, consumed: int) -> str:
+    def _line(self, tally: CorpusStats, consumed: int) -> str:
         seconds = max(time.perf_counter() - self._begun, 1e-9)
         now = (tally.documents, tally.text_bytes, tally.tokens)
         documents, size, tokens = (a - b for a, b in zip(now, self._before, strict=True))
@@ -189,7 +189,7 @@ class Progress:
             line += f", {tally.num_bad} faulty"
         return line + "."
 
-    def _draw(self, tally: Tally, consumed: int) -> None:
+    def _draw(self, tally: CorpusStats, consumed: int) -> None:
         width = shutil.get_terminal_size().columns
         line = self._line(tally, consumed)
         if self.total_bytes:
@@ -227,7 +227,7 @@ def percentiles_of(prefix: str) -> list[int]:
 
 
 def summary(
-    tally: Tally,
+    tally: CorpusStats,
     prefixes: dict[str, str],
     dtypes: dict[str, str],
     seconds: float,

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.core.optimizer.chunked_state import MAIN, ChunkedState
 from megatron.core.optimizer.elementwise import ElementwiseRule
-from megatron.core.optimizer.optimized_shard import OptimizedShard
-from megatron.core.optimizer.streamed_part import MAIN, StreamedPart
+from megatron.core.optimizer.main_param_shard import MainParamShard
 
 
-class StreamedRule:
+class ChunkedStateOptimizer:
     """The interface of a `torch.optim.Optimizer`, as far as `MegatronOptimizer` uses it.
 
     Gradients come through `take_gradient`, because they need not have the dtype of the tensors
@@ -29,7 +29,7 @@ class StreamedRule:
         self,
         rule: ElementwiseRule,
         param_groups: Sequence[dict[str, Any]],
-        parts: Sequence[StreamedPart],
+        parts: Sequence[ChunkedState],
     ) -> None:
         """
         Args:
@@ -45,7 +45,7 @@ class StreamedRule:
         self.num_steps = 0
         """Updates so far."""
         self._gradients: dict[int, Tensor] = {}
-        self._part_of = {id(item.main): part for part in parts for item in part.shards}
+        self._part_of = {id(item.main_param): part for part in parts for item in part.shards}
 
     @property
     def mains(self) -> set[int]:
@@ -68,15 +68,15 @@ class StreamedRule:
     @property
     def state(self) -> Mapping[Tensor, dict[str, Any]]:
         """State tensors of each shard, by its `main`, decoded; a snapshot where that copies."""
-        return {item.main: values for item, values in self._states()}
+        return {item.main_param: values for item, values in self._states()}
 
-    def _states(self) -> Iterator[tuple[OptimizedShard, dict[str, Any]]]:
+    def _states(self) -> Iterator[tuple[MainParamShard, dict[str, Any]]]:
         for part in self.parts:
             yield from part.states()
 
-    def put_state(self, item: OptimizedShard, values: Mapping[str, Tensor]) -> None:
+    def put_state(self, item: MainParamShard, values: Mapping[str, Tensor]) -> None:
         """Store state tensors of one shard."""
-        self._part_of[id(item.main)].put_state(item, values)
+        self._part_of[id(item.main_param)].put_state(item, values)
 
     def reload_main(self) -> None:
         """Take the main weights from the model."""

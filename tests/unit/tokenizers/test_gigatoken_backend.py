@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from megatron.core.errors import ConfigError, DataError
-from megatron.core.tokenizers import fast_engine, make_tokenizer
-from megatron.core.tokenizers.fast_engine import (
+from megatron.core.tokenizers import gigatoken_backend, make_tokenizer
+from megatron.core.tokenizers.gigatoken_backend import (
     PROBES,
     CheckedEngine,
     LibraryEngine,
@@ -70,7 +70,7 @@ class WrongEngine:
 
 def test_an_engine_with_other_ids_is_not_used_and_the_reason_is_told(bpe_folder, monkeypatch):
     tokenizer = make_tokenizer("GPT2BPETokenizer", tokenizer_model=str(bpe_folder))
-    monkeypatch.setattr(fast_engine, "_load_gigatoken", WrongEngine)
+    monkeypatch.setattr(gigatoken_backend, "_load_gigatoken", WrongEngine)
     engine, reason = make_engine(tokenizer, TokenizerBackend.auto)
     assert isinstance(engine, LibraryEngine)
     assert "wrong gives other ids than GPT2BPETokenizer from token" in reason
@@ -89,7 +89,7 @@ def test_a_panic_while_loading_falls_back(bpe_folder, monkeypatch):
     def panic(tokenizer):
         raise Panic("index out of bounds")
 
-    monkeypatch.setattr(fast_engine, "_load_gigatoken", panic)
+    monkeypatch.setattr(gigatoken_backend, "_load_gigatoken", panic)
     engine, reason = make_engine(tokenizer, TokenizerBackend.auto)
     assert isinstance(engine, LibraryEngine)
     assert reason.endswith("gigatoken does not take this tokenizer: index out of bounds")
@@ -97,7 +97,7 @@ def test_a_panic_while_loading_falls_back(bpe_folder, monkeypatch):
 
 def test_without_gigatoken_the_library_works_and_the_extra_is_named(bpe_folder, monkeypatch):
     tokenizer = make_tokenizer("GPT2BPETokenizer", tokenizer_model=str(bpe_folder))
-    monkeypatch.setattr(fast_engine, "has", lambda name: False)
+    monkeypatch.setattr(gigatoken_backend, "has", lambda name: False)
     engine, reason = make_engine(tokenizer, TokenizerBackend.auto)
     assert isinstance(engine, LibraryEngine)
     assert "pip install 'megatron-lattice[fast]'" in reason

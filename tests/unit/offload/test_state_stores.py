@@ -8,15 +8,15 @@ import pytest
 import torch
 
 from megatron.core.errors import ConfigError
-from megatron.core.offload import FileColumns, MemoryColumns, available_host_bytes
+from megatron.core.offload import FileStateStore, HostStateStore, available_host_bytes
 from megatron.core.offload.host_memory import host_memory_problem
 
 BLOCK_BYTES = [16, 5, 8]
 
 
 def stores(directory, num_blocks, chunk_blocks):
-    yield FileColumns(directory, BLOCK_BYTES, num_blocks, chunk_blocks=chunk_blocks)
-    yield MemoryColumns(
+    yield FileStateStore(directory, BLOCK_BYTES, num_blocks, chunk_blocks=chunk_blocks)
+    yield HostStateStore(
         BLOCK_BYTES, num_blocks, chunk_blocks=chunk_blocks, device=torch.device("cpu")
     )
 
@@ -41,7 +41,7 @@ def test_a_file_keeps_what_memory_keeps(num_blocks, chunk_blocks, tmp_path):
 
 
 def test_a_sweep_may_be_left_half_way(tmp_path):
-    store = FileColumns(tmp_path, BLOCK_BYTES, 50, chunk_blocks=4)
+    store = FileStateStore(tmp_path, BLOCK_BYTES, 50, chunk_blocks=4)
     for number, columns in store.sweep():
         columns[0].fill_(7)
         if number == 5:
@@ -53,27 +53,27 @@ def test_a_sweep_may_be_left_half_way(tmp_path):
 
 
 def test_what_is_written_into_a_column_is_seen_by_the_next_sweep(tmp_path):
-    store = FileColumns(tmp_path, BLOCK_BYTES, 50, chunk_blocks=4)
+    store = FileStateStore(tmp_path, BLOCK_BYTES, 50, chunk_blocks=4)
     store.column(1)[33].fill_(9)
     seen = torch.cat([columns[1].clone() for _, columns in store.sweep()])
     assert (seen[33] == 9).all() and int(seen.sum()) == 9 * BLOCK_BYTES[1]
 
 
 def test_memory_does_not_grow_with_the_file(tmp_path):
-    small = FileColumns(tmp_path, [512], 10_000, chunk_blocks=16)
-    large = FileColumns(tmp_path, [512], 100_000, chunk_blocks=16)
+    small = FileStateStore(tmp_path, [512], 10_000, chunk_blocks=16)
+    large = FileStateStore(tmp_path, [512], 100_000, chunk_blocks=16)
     assert small.buffer_bytes == large.buffer_bytes == 4 * 16 * 512
 
 
 def test_no_file_is_left_behind(tmp_path):
-    store = FileColumns(tmp_path, BLOCK_BYTES, 50, chunk_blocks=4)
+    store = FileStateStore(tmp_path, BLOCK_BYTES, 50, chunk_blocks=4)
     assert os.listdir(tmp_path) == []
     store.close()
 
 
 def test_a_missing_directory_is_named(tmp_path):
     with pytest.raises(ConfigError, match="nowhere: No such file") as caught:
-        FileColumns(tmp_path / "nowhere", BLOCK_BYTES, 5, chunk_blocks=4)
+        FileStateStore(tmp_path / "nowhere", BLOCK_BYTES, 5, chunk_blocks=4)
     assert "--optimizer-offload-path" in caught.value.flags
 
 
@@ -81,7 +81,7 @@ def test_a_full_disk_is_told_before_anything_runs(tmp_path):
     free = os.statvfs(tmp_path)
     too_many = free.f_bavail * free.f_frsize // 512 + 2**21
     with pytest.raises(ConfigError, match=r"needs [\d,]+ MiB for this rank .* which has [\d,]+"):
-        FileColumns(tmp_path, [512], too_many, chunk_blocks=2**24)
+        FileStateStore(tmp_path, [512], too_many, chunk_blocks=2**24)
     assert os.listdir(tmp_path) == []
 
 

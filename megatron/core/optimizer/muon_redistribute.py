@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron.core.distributed.communication import Mesh
-from megatron.core.optimizer.optimized_shard import OptimizedShard
+from megatron.core.optimizer.main_param_shard import MainParamShard
 from megatron.core.transport.collectives import all_to_all
 from megatron.core.utils import get_pg_rank, get_pg_size
 
@@ -34,7 +34,7 @@ class _Piece:
     holder: int
 
 
-def deal_out(costs: Sequence[float], num_ranks: int) -> list[int]:
+def assign_owners(costs: Sequence[float], num_ranks: int) -> list[int]:
     """Return the rank of each job: the most expensive first, each to the least loaded rank."""
     load = [0.0] * num_ranks
     ranks = [0] * len(costs)
@@ -44,11 +44,11 @@ def deal_out(costs: Sequence[float], num_ranks: int) -> list[int]:
     return ranks
 
 
-class MatrixExchange:
+class MuonRedistribute:
     """The plan of who holds and who computes what, made once."""
 
     def __init__(
-        self, shards: Sequence[OptimizedShard], matrices: Sequence[nn.Parameter], mesh: Mesh
+        self, shards: Sequence[MainParamShard], matrices: Sequence[nn.Parameter], mesh: Mesh
     ) -> None:
         """
         Args:
@@ -76,14 +76,14 @@ class MatrixExchange:
             key=lambda piece: (piece.matrix, piece.begin, piece.holder),
         )
         costs = [float(p.numel()) * min(p.shape) for p in matrices]
-        self._owners = deal_out(costs, size)
+        self._owners = assign_owners(costs, size)
         self._rounds = _rounds([p.numel() for p in matrices])
 
     def run(
         self,
-        direction_of: Callable[[OptimizedShard], Tensor],
+        direction_of: Callable[[MainParamShard], Tensor],
         whole_update: Callable[[nn.Parameter, Tensor], Tensor],
-    ) -> Iterator[tuple[OptimizedShard, Tensor]]:
+    ) -> Iterator[tuple[MainParamShard, Tensor]]:
         """Yield (shard, its part of the update), flat, for all shards of this rank.
 
         Args:

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from megatron.core.distributed.sharding_arithmetic import BLOCK
-from megatron.core.offload.memory_columns import ColumnStore
+from megatron.core.offload.host_state_store import StateStore
 from megatron.core.optimizer.elementwise import ElementwiseRule, Pieces
-from megatron.core.optimizer.main_remainder import join_remainder, split_remainder
-from megatron.core.optimizer.optimized_shard import OptimizedShard
+from megatron.core.optimizer.main_param_shard import MainParamShard
+from megatron.core.optimizer.split_main_param import join_remainder, split_remainder
 from megatron.core.optimizer.state_codec import Codec, random_bits
 from megatron.core.param_meta import get_param_meta
 from megatron.core.rng import derive_seed
@@ -40,7 +40,7 @@ class StateField:
 class _Segment:
     """What of a shard lies in a chunk."""
 
-    item: OptimizedShard
+    item: MainParamShard
     begin: int
     end: int
     """[begin, end) of the shard's elements."""
@@ -56,14 +56,14 @@ class _Segment:
         return tensor.view(-1)[self.begin : self.end]
 
 
-class StreamedPart:
+class ChunkedState:
     """State of some shards, laid out one after another in blocks of `BLOCK` elements."""
 
     def __init__(
         self,
-        shards: Sequence[OptimizedShard],
+        shards: Sequence[MainParamShard],
         fields: Sequence[StateField],
-        make_store: Callable[[list[int], int], ColumnStore],
+        make_store: Callable[[list[int], int], StateStore],
     ) -> None:
         """
         Args:
@@ -76,8 +76,8 @@ class StreamedPart:
         """id of the main tensor -> first block."""
         num_blocks, places = 0, []
         for item in shards:
-            length = -(-item.main.numel() // BLOCK)
-            self._starts[id(item.main)] = num_blocks
+            length = -(-item.main_param.numel() // BLOCK)
+            self._starts[id(item.main_param)] = num_blocks
             num_blocks += length
             # Places of elements in the whole parameter: equal however it is sharded, and for a tied
             # weight on every stage that holds it.
@@ -94,7 +94,7 @@ class StreamedPart:
         """Return what lies in blocks [begin, end)."""
         found = []
         for item in self.shards:
-            first, numel = self._starts[id(item.main)], item.main.numel()
+            first, numel = self._starts[id(item.main_param)], item.main_param.numel()
             start = max(0, (begin - first) * BLOCK)
             stop = min(numel, (end - first) * BLOCK)
             if start < stop:
@@ -120,8 +120,8 @@ class StreamedPart:
             works = self._decode(number, columns)
             by_group: dict[int, list[_Segment]] = {}
             for segment in self._segments[number]:
-                if id(segment.item.main) in gradient_of:
-                    group = settings_of[id(segment.item.main)]
+                if id(segment.item.main_param) in gradient_of:
+                    group = settings_of[id(segment.item.main_param)]
                     by_group.setdefault(id(group), []).append(segment)
             for segments in by_group.values():
                 self._update_segments(rule, segments, works, gradient_of, settings_of, step, factor)
@@ -147,16 +147,19 @@ class StreamedPart:
     ) -> None:
         device = self.store.device
         weights = [
-            s.of_chunk(works[MAIN].view(-1)) if self.has_main else s.of_shard(s.item.main.detach())
+            s.of_chunk(works[MAIN].view(-1))
+            if self.has_main
+            else s.of_shard(s.item.main_param.detach())
             for s in segments
         ]
         gradients = [
-            s.of_shard(gradient_of[id(s.item.main)]).to(device, torch.float32) for s in segments
+            s.of_shard(gradient_of[id(s.item.main_param)]).to(device, torch.float32)
+            for s in segments
         ]
         states = {
             name: [s.of_chunk(works[name].view(-1)) for s in segments] for name in rule.state_names
         }
-        settings = settings_of[id(segments[0].item.main)]
+        settings = settings_of[id(segments[0].item.main_param)]
         rule.update(Pieces(weights, gradients, states, settings, step, factor))
 
     def _decode(self, number: int, columns: Sequence[Tensor]) -> dict[str, Tensor]:
@@ -216,7 +219,7 @@ class StreamedPart:
 
     # State ----------------------------------------------------------------------------------
 
-    def states(self) -> Iterator[tuple[OptimizedShard, dict[str, Tensor]]]:
+    def states(self) -> Iterator[tuple[MainParamShard, dict[str, Tensor]]]:
         """Yield each shard with its state tensors, fp32, of its shape.
 
         State that is stored as fp32 is shown as it lies there (in a file: page by page); other
@@ -225,7 +228,7 @@ class StreamedPart:
         for item in self.shards:
             yield item, {field.name: self._state(item, i) for i, field in enumerate(self.fields)}
 
-    def put_state(self, item: OptimizedShard, values: Mapping[str, Tensor]) -> None:
+    def put_state(self, item: MainParamShard, values: Mapping[str, Tensor]) -> None:
         """Store state tensors of a shard, by name, and publish its main weight."""
         for place, field in enumerate(self.fields):
             if field.name not in values:
@@ -243,14 +246,16 @@ class StreamedPart:
             if field.name == MAIN:
                 item.shard.values.detach().copy_(value.view_as(item.shard.values))
 
-    def _rows(self, item: OptimizedShard, place: int) -> Tensor:
-        first = self._starts[id(item.main)]
-        return self.store.column(place)[first : first + -(-item.main.numel() // BLOCK)]
+    def _rows(self, item: MainParamShard, place: int) -> Tensor:
+        first = self._starts[id(item.main_param)]
+        return self.store.column(place)[first : first + -(-item.main_param.numel() // BLOCK)]
 
-    def _state(self, item: OptimizedShard, place: int) -> Tensor:
+    def _state(self, item: MainParamShard, place: int) -> Tensor:
         field, rows = self.fields[place], self._rows(item, place)
         if field.is_remainder:
             values = item.shard.values.detach().view(-1).to(rows.device)
             low = rows.view(torch.int16).view(-1)[: values.numel()]
-            return join_remainder(values, low).view(item.main.shape)
-        return field.codec.decode(rows).view(-1)[: item.main.numel()].view(item.main.shape)
+            return join_remainder(values, low).view(item.main_param.shape)
+        return (
+            field.codec.decode(rows).view(-1)[: item.main_param.numel()].view(item.main_param.shape)
+        )

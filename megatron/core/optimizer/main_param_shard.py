@@ -11,11 +11,11 @@ from megatron.core.distributed.parameter_shard import ParameterShard
 
 
 @dataclass(frozen=True, eq=False)
-class OptimizedShard:
+class MainParamShard:
     """A shard of a parameter and the fp32 tensor that the update rule changes for it."""
 
     shard: ParameterShard
-    main: nn.Parameter
+    main_param: nn.Parameter
     """The model's own values if they are fp32 (a view if only a part is owned), else a copy. With
     streamed state the model's own values in any case: a main weight is a part of the state."""
     place: tuple[int, int]
@@ -23,11 +23,11 @@ class OptimizedShard:
 
     @property
     def is_copy(self) -> bool:
-        """Whether the model's values must be written from `main` after an update."""
-        return self.main.data_ptr() != self.shard.values.data_ptr()
+        """Whether the model's values must be written from `main_param` after an update."""
+        return self.main_param.data_ptr() != self.shard.values.data_ptr()
 
 
-def main_weight_of(shard: ParameterShard, *, is_streamed: bool = False) -> nn.Parameter:
+def main_param_of(shard: ParameterShard, *, is_streamed: bool = False) -> nn.Parameter:
     """Return the tensor to be optimized for a shard."""
     if shard.values.dtype != torch.float32 and not is_streamed:
         return nn.Parameter(shard.values.detach().float())

@@ -21,15 +21,15 @@ import torch
 from torch import Tensor
 
 from megatron.core.errors import ConfigError
-from megatron.core.offload.memory_columns import chunk_ranges
+from megatron.core.offload.host_state_store import chunk_ranges
 
 NUM_BUFFERS = 4
 """Chunks in memory: one computed on, and reads before it and writes after it."""
 PAGE_BYTES = 4096
 
 
-class FileColumns:
-    """See `ColumnStore`. One reader and one writer thread; both release the interpreter lock."""
+class FileStateStore:
+    """See `StateStore`. One reader and one writer thread; both release the interpreter lock."""
 
     device = torch.device("cpu")
 
@@ -74,7 +74,7 @@ class FileColumns:
         return sum(part.nbytes for buffer in self._buffers for part in buffer)
 
     def sweep(self) -> Iterator[tuple[int, list[Tensor]]]:
-        """See `ColumnStore.sweep`.
+        """See `StateStore.sweep`.
 
         Raises:
             OSError: reading or writing failed; the store is then of no use.
@@ -114,7 +114,7 @@ class FileColumns:
                     written.result()
 
     def column(self, number: int) -> Tensor:
-        """See `ColumnStore.column`: a view of the mapped file, of which pages come and go."""
+        """See `StateStore.column`: a view of the mapped file, of which pages come and go."""
         if self._map is None:
             self._map = mmap.mmap(self._file, self.num_bytes)
         size = self._block_bytes[number]

@@ -4,7 +4,7 @@ Both programs hold the same numbers, in other arrangements: a rule names a param
 `{}` for the layer), the tensors it is made of, and the ranges of rows that correspond. Nothing is
 computed, so the way back is the same list read the other way, and bit-identical.
 
-Shapes are those of the one-device model. Rows are those of dimension 0; where their tensor is
+Shapes are those of the one-device model. RowRange are those of dimension 0; where their tensor is
 transposed, rows of its transpose.
 
 Legend: h hidden, d head dim, q query heads, g key/value heads (groups).
@@ -27,7 +27,7 @@ class Geometry:
 
 
 @dataclass(frozen=True)
-class Rows:
+class RowRange:
     """A range of rows, in one of their tensors and in ours."""
 
     source: int
@@ -39,30 +39,30 @@ class Rows:
     length: int
 
 
-Arrangement = Callable[[Geometry, Sequence[int]], list[Rows]]
+RowMap = Callable[[Geometry, Sequence[int]], list[RowRange]]
 """(geometry, number of rows of each of their tensors) -> the ranges, in the order of our rows."""
 
 
-def _whole(geometry: Geometry, heights: Sequence[int]) -> list[Rows]:
+def _whole(geometry: Geometry, heights: Sequence[int]) -> list[RowRange]:
     """Their tensors above each other."""
     found, place = [], 0
     for source, height in enumerate(heights):
-        found.append(Rows(source, 0, place, height))
+        found.append(RowRange(source, 0, place, height))
         place += height
     return found
 
 
 @dataclass(frozen=True)
-class Rule:
+class WeightRule:
     """One parameter of ours."""
 
     ours: str
     theirs: tuple[str, ...]
-    arrangement: Arrangement = _whole
+    row_map: RowMap = _whole
     is_transposed: bool = False
     """Theirs are [in, out], ours [out, in]."""
     has_vocabulary_rows: bool = False
-    """Rows are those of the vocabulary; ours may have more, which are padding."""
+    """RowRange are those of the vocabulary; ours may have more, which are padding."""
     num_experts: int | None = None
     """Ours has an axis of so many experts before its rows, which are counted through all of them:
     row i of expert e is e * rows + i."""
@@ -83,39 +83,39 @@ class Rule:
         ]
 
 
-def same(ours: str, theirs: str) -> Rule:
+def identity(ours: str, theirs: str) -> WeightRule:
     """One tensor is the other."""
-    return Rule(ours, (theirs,))
+    return WeightRule(ours, (theirs,))
 
 
-def transposed(ours: str, theirs: str) -> Rule:
+def transposed(ours: str, theirs: str) -> WeightRule:
     """[in, out] there, [out, in] here."""
-    return Rule(ours, (theirs,), is_transposed=True)
+    return WeightRule(ours, (theirs,), is_transposed=True)
 
 
-def vocabulary(ours: str, theirs: str) -> Rule:
-    """Rows of the vocabulary."""
-    return Rule(ours, (theirs,), has_vocabulary_rows=True)
+def vocabulary(ours: str, theirs: str) -> WeightRule:
+    """RowRange of the vocabulary."""
+    return WeightRule(ours, (theirs,), has_vocabulary_rows=True)
 
 
-def stacked(ours: str, *theirs: str) -> Rule:
+def concat(ours: str, *theirs: str) -> WeightRule:
     """Tensors above each other: gate and up of a gated MLP."""
-    return Rule(ours, theirs)
+    return WeightRule(ours, theirs)
 
 
-def experts(ours: str, num_experts: int, *theirs: str) -> Rule:
+def experts(ours: str, num_experts: int, *theirs: str) -> WeightRule:
     """Tensors of every expert above each other; `{expert}` in their names is its number."""
     names = tuple(
         name.replace("{expert}", str(number)) for number in range(num_experts) for name in theirs
     )
-    return Rule(ours, names, num_experts=num_experts)
+    return WeightRule(ours, names, num_experts=num_experts)
 
 
 def alternating_experts(
     ours: str, theirs: str, *, num_experts: int, num_blocks: int, is_transposed: bool
-) -> Rule:
+) -> WeightRule:
     """One tensor of all experts, whose rows are gate, up, gate, up, ... for two blocks."""
-    return Rule(
+    return WeightRule(
         ours,
         (theirs,),
         is_transposed=is_transposed,
@@ -124,33 +124,33 @@ def alternating_experts(
     )
 
 
-def query_key_value(ours: str, query: str, key: str, value: str) -> Rule:
+def query_key_value(ours: str, query: str, key: str, value: str) -> WeightRule:
     """Separate projections there; here rows by group: q/g query heads, one key, one value head."""
 
-    def arrangement(geometry: Geometry, heights: Sequence[int]) -> list[Rows]:
+    def row_map(geometry: Geometry, heights: Sequence[int]) -> list[RowRange]:
         return _by_group(geometry, [(0, 0), (1, 0), (2, 0)])
 
-    return Rule(ours, (query, key, value), arrangement)
+    return WeightRule(ours, (query, key, value), row_map)
 
 
-def fused_query_key_value(ours: str, theirs: str, *, is_transposed: bool = False) -> Rule:
+def fused_query_key_value(ours: str, theirs: str, *, is_transposed: bool = False) -> WeightRule:
     """All queries, then all keys, then all values in one tensor there."""
 
-    def arrangement(geometry: Geometry, heights: Sequence[int]) -> list[Rows]:
+    def row_map(geometry: Geometry, heights: Sequence[int]) -> list[RowRange]:
         keys = geometry.num_heads * geometry.head_dim
         values = keys + geometry.num_groups * geometry.head_dim
         return _by_group(geometry, [(0, 0), (0, keys), (0, values)])
 
-    return Rule(ours, (theirs,), arrangement, is_transposed)
+    return WeightRule(ours, (theirs,), row_map, is_transposed)
 
 
-def _by_group(geometry: Geometry, starts: Sequence[tuple[int, int]]) -> list[Rows]:
+def _by_group(geometry: Geometry, starts: Sequence[tuple[int, int]]) -> list[RowRange]:
     """Interleave queries, keys and values, which begin at `starts`: (source, row)."""
     width = geometry.head_dim
     heights = (geometry.num_heads // geometry.num_groups * width, width, width)
     found, place = [], 0
     for group in range(geometry.num_groups):
         for (source, start), height in zip(starts, heights, strict=True):
-            found.append(Rows(source, start + group * height, place, height))
+            found.append(RowRange(source, start + group * height, place, height))
             place += height
     return found

@@ -21,7 +21,7 @@ def chunk_ranges(num_blocks: int, chunk_blocks: int) -> list[tuple[int, int]]:
     ]
 
 
-class ColumnStore(Protocol):
+class StateStore(Protocol):
     """Where columns live."""
 
     @property
@@ -50,7 +50,7 @@ class ColumnStore(Protocol):
         ...
 
 
-class MemoryColumns:
+class HostStateStore:
     """Columns in memory: of the device, or of the host for a device that is not."""
 
     def __init__(
@@ -75,14 +75,14 @@ class MemoryColumns:
         ]
 
     def sweep(self) -> Iterator[tuple[int, list[Tensor]]]:
-        """See `ColumnStore.sweep`; nothing is copied."""
+        """See `StateStore.sweep`; nothing is copied."""
         for number, (begin, end) in enumerate(self.chunks):
             yield number, [column[begin:end] for column in self._columns]
 
     def column(self, number: int) -> Tensor:
-        """See `ColumnStore.column`."""
+        """See `StateStore.column`."""
         return self._columns[number]
 
     def close(self) -> None:
-        """See `ColumnStore.close`."""
+        """See `StateStore.close`."""
         self._columns = []

@@ -5,9 +5,9 @@ import tempfile
 
 import pytest
 
-from megatron.core.datasets import former_check, indexed_dataset
-from megatron.core.datasets.former_check import check_once
+from megatron.core.datasets import indexed_dataset, validation_cache
 from megatron.core.datasets.indexed_dataset import IndexedDataset
+from megatron.core.datasets.validation_cache import check_once
 from megatron.core.errors import DataError
 from tests.unit.datasets.corpora import write_corpus
 
@@ -15,7 +15,7 @@ from tests.unit.datasets.corpora import write_corpus
 @pytest.fixture
 def path(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "machine"))
-    monkeypatch.setattr(former_check, "_SETTLED_AFTER_NS", -1)
+    monkeypatch.setattr(validation_cache, "_SETTLED_AFTER_NS", -1)
     file = tmp_path / "file"
     file.write_bytes(b"sound")
     return file
@@ -48,9 +48,9 @@ def test_a_check_is_made_once_and_again_after_any_change(path, change):
 
 def test_a_check_counts_until_the_machine_starts_anew(path, monkeypatch):
     assert check_once(str(path), nothing)
-    monkeypatch.setattr(former_check, "_boot", lambda: "another start")
+    monkeypatch.setattr(validation_cache, "_boot", lambda: "another start")
     assert check_once(str(path), nothing)
-    monkeypatch.setattr(former_check, "_boot", lambda: "")  # not told by this system
+    monkeypatch.setattr(validation_cache, "_boot", lambda: "")  # not told by this system
     assert check_once(str(path), nothing) and check_once(str(path), nothing)
 
 
@@ -64,7 +64,7 @@ def test_what_fails_is_checked_again(path):
 
 
 def test_a_file_that_changed_a_moment_ago_is_not_remembered(path, monkeypatch):
-    monkeypatch.setattr(former_check, "_SETTLED_AFTER_NS", 60_000_000_000)
+    monkeypatch.setattr(validation_cache, "_SETTLED_AFTER_NS", 60_000_000_000)
     assert check_once(str(path), nothing) and check_once(str(path), nothing)
 
 
