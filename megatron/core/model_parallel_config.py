@@ -10,85 +10,121 @@ from typing import Any
 import torch
 
 from megatron.core.errors import ConfigError, MegatronError, raise_together
+from megatron.core.flags import flag, no_flag
 
 
 @dataclass
-class ModelParallelConfig:
-    """Parallel sizes, dtypes, overlap choices and the callbacks that the training loop sets."""
+class HalfPrecision:
+    """In which precision the model computes, as model and optimizer must know."""
+
+    fp16: bool = False
+    """Compute in fp16 with loss scaling and fp32 main weights."""
+    bf16: bool = False
+    """Compute in bf16 with fp32 main weights."""
+    params_dtype: torch.dtype = no_flag(torch.float32, is_arg=True)
+    """Dtype of the model's weights."""
+
+
+@dataclass
+class ParallelFlags:
+    """Parallel sizes, schedule, overlap choices."""
 
     tensor_model_parallel_size: int = 1
     """Ranks over which each weight matrix is split (Megatron-LM, section 3, arXiv 1909.08053)."""
     pipeline_model_parallel_size: int = 1
     """Ranks over which the layers are split into stages."""
-    virtual_pipeline_model_parallel_size: int | None = None
+    virtual_pipeline_model_parallel_size: int | None = no_flag(None, is_arg=True)
     """Model chunks per pipeline rank (interleaved schedule, arXiv 2104.04473, section 2.2)."""
     sequence_parallel: bool = False
-    """Split norms, dropouts and residuals along the sequence over the tensor-parallel ranks
-    (arXiv 2205.05198, section 4.2)."""
+    """Split norms, dropouts and residuals along the sequence over the tensor-parallel ranks (arXiv
+    2205.05198, section 4.2)."""
     context_parallel_size: int = 1
-    """Ranks over which the sequence is split everywhere, attention included."""
-    hierarchical_context_parallel_sizes: list[int] | None = None
-    """Sizes of the levels of hierarchical context parallelism, innermost first."""
-    cp_comm_type: str | list[str] | None = None
+    """Ranks over which the sequence is split everywhere, attention included (arXiv 2310.01889)."""
+    hierarchical_context_parallel_sizes: list[int] | None = flag(
+        None, nargs="+", part_of="context_parallel_size"
+    )
+    """Sizes of the two levels of a2a+p2p: near ranks that exchange heads, then the ring."""
+    cp_comm_type: str | list[str] | None = flag(
+        None, cli_default=["p2p"], nargs="+", part_of="context_parallel_size"
+    )
     """How ranks that share a sequence see each other's keys: "p2p", "all_gather", "a2a" or
     "a2a+p2p", or one of them per layer. None means "p2p"."""
     expert_model_parallel_size: int = 1
     """Ranks over which routed experts are distributed."""
-    expert_tensor_parallel_size: int | None = None
+    expert_tensor_parallel_size: int | None = flag(None, part_of="num_experts")
     """Tensor-parallel size inside experts; None means equal to the dense one."""
 
-    perform_initialization: bool = True
+    perform_initialization: bool = flag(
+        True,
+        "--no-initialization",
+        help="Leave weights unfilled: for runs that load a checkpoint anyway.",
+    )
     """Fill weights when layers are constructed; off when a checkpoint will be loaded anyway."""
     use_cpu_initialization: bool = False
-    """Create and fill weights in host memory."""
-    params_dtype: torch.dtype = torch.float32
-    """Dtype of the weights that take part in matrix products."""
-    fp16: bool = False
-    """Compute in fp16 with loss scaling."""
-    bf16: bool = False
-    """Compute in bf16."""
-    enable_autocast: bool = False
-    """Run the forward pass under torch.autocast."""
-    autocast_dtype: torch.dtype | None = None
-    """Dtype of autocast; params_dtype if None."""
+    """Create and fill weights in host memory first."""
 
-    gradient_accumulation_fusion: bool = True
-    """Let weight-gradient GEMMs write into the main gradient buffer where the data-parallel
-    wrapper provides one, so no separate gradient tensor is formed."""
-    async_tensor_model_parallel_allreduce: bool = True
+    gradient_accumulation_fusion: bool = flag(
+        True,
+        "--no-gradient-accumulation-fusion",
+        help="Compute weight gradients by themselves and add them, instead of letting the product"
+        " accumulate.",
+    )
+    """Let weight-gradient GEMMs write into the main gradient buffer where the data-parallel wrapper
+    provides one, so no separate gradient tensor is formed."""
+    async_tensor_model_parallel_allreduce: bool = flag(
+        True, help="Compute the weight gradient only after the input gradient was reduced."
+    )
     """Reduce the input gradient of a column-parallel layer while its weight gradient is
     computed."""
     deterministic_mode: bool = False
     """Use only algorithms that give the same bits in every run."""
 
-    overlap_moe_expert_parallel_comm: bool = False
-    """Let a rank compute one micro batch's backward while the tokens of another's forward travel
-    to their experts, and the other way round. Keeps more micro batches alive."""
+    overlap_moe_expert_parallel_comm: bool = flag(False, part_of="num_experts")
+    """Let a rank compute one micro batch's backward while the tokens of another's forward travel to
+    their experts, and the other way round. Keeps more micro batches alive."""
     pipeline_schedule: str = "1f1b"
     """Order of the pipeline's steps: "1f1b" (interleaved when there are virtual stages), "gpipe",
     "zb-h1", "zb-v" or "dualpipe-v"; the last two hold the model in a V of two chunks per rank."""
-    pipeline_step_durations: tuple[int, int, int] = (1, 1, 1)
-    """Relative time of a forward, an input gradient and a weight gradient, from which the order
-    of "zb-v" is made."""
-    pipeline_dtype: torch.dtype | None = None
-    """Dtype of activations sent between stages; params_dtype if None."""
-    variable_seq_lengths: bool = False
-    """Sequence length changes between micro batches: shapes are exchanged before tensors."""
-    overlap_p2p_comm: bool = True
+    pipeline_step_durations: tuple[int, int, int] | list[int] = flag(
+        (1, 1, 1), cli_default=[1, 1, 1], nargs=3
+    )
+    """Relative time of a forward, an input gradient and a weight gradient, from which the order of
+    "zb-v" is made."""
+    overlap_p2p_comm: bool = flag(
+        True,
+        "--no-overlap-p2p-communication",
+        help="Finish sends and receives between stages before computing on.",
+    )
     """Post receives ahead and let sends finish in the background."""
-    batch_p2p_comm: bool = False
-    """Hand sends and receives to the backend in one batch (excludes overlap_p2p_comm)."""
-    deallocate_pipeline_outputs: bool = True
-    """Free the data of a stage's output once it was sent; autograd needs only its graph."""
-    microbatch_group_size_per_vp_stage: int | None = None
+    microbatch_group_size_per_vp_stage: int | None = flag(
+        None, "--microbatch-group-size-per-virtual-pipeline-stage"
+    )
     """Micro batches that run through one chunk before the next chunk's turn; None means the
     pipeline size."""
-    defer_embedding_wgrad_compute: bool = False
-    """Not supported: move the head's weight gradient into the drain of the pipeline."""
 
     calculate_per_token_loss: bool = False
     """Normalise gradients by the number of tokens of the global batch instead of per micro
     batch."""
+
+
+@dataclass
+class ModelParallelConfig(ParallelFlags, HalfPrecision):
+    """How the model is spread over ranks, dtypes, and the callbacks that the training loop sets."""
+
+    enable_autocast: bool = False
+    """Run the forward pass under torch.autocast."""
+    autocast_dtype: torch.dtype | None = None
+    """Dtype of autocast; params_dtype if None."""
+    pipeline_dtype: torch.dtype | None = None
+    """Dtype of activations sent between stages; params_dtype if None."""
+    variable_seq_lengths: bool = False
+    """Sequence length changes between micro batches: shapes are exchanged before tensors."""
+    batch_p2p_comm: bool = False
+    """Hand sends and receives to the backend in one batch (excludes overlap_p2p_comm)."""
+    deallocate_pipeline_outputs: bool = True
+    """Free the data of a stage's output once it was sent; autograd needs only its graph."""
+    defer_embedding_wgrad_compute: bool = False
+    """Not supported: move the head's weight gradient into the drain of the pipeline."""
     timers: Any = None
     """`megatron.core.timers.Timers` of the run, or None."""
     grad_scale_func: Callable[[torch.Tensor], torch.Tensor] | None = None

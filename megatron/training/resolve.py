@@ -22,9 +22,9 @@ from megatron.core.batch_size_phases import (
     samples_in_phases,
     steps_in_phases,
 )
+from megatron.core.flag_expressions import expand_layer_pattern
 from megatron.core.pipeline_parallel.layout import V_SCHEDULES, virtual_stages_of
 from megatron.core.transformer.yarn import yarn_softmax_scale
-from megatron.training.config.expressions import expand_layer_pattern
 from megatron.training.config.run import RunConfig
 from megatron.training.ramp_up import samples_for_steps, steps_for_samples
 

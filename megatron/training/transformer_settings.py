@@ -10,19 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from megatron.core.flags import arg_name
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 ConfigT = TypeVar("ConfigT", bound=TransformerConfig)
-
-RENAMED_FIELDS = {
-    "layernorm_epsilon": "norm_epsilon",
-    "layernorm_zero_centered_gamma": "apply_layernorm_1p",
-    "num_layers_in_first_pipeline_stage": "decoder_first_pipeline_num_layers",
-    "num_layers_in_last_pipeline_stage": "decoder_last_pipeline_num_layers",
-    "num_moe_experts": "num_experts",
-    "pipeline_dtype": "params_dtype",
-}
-"""Field of `TransformerConfig` -> setting; all others have the same name."""
 
 _NOT_SETTINGS = ("timers", "init_method", "activation_func")
 
@@ -50,7 +41,7 @@ def transformer_fields(
     """Return keyword arguments for `config_class` from settings by Megatron names."""
     found: dict[str, Any] = {}
     for field in dataclasses.fields(config_class):
-        setting = RENAMED_FIELDS.get(field.name, field.name)
+        setting = "params_dtype" if field.name == "pipeline_dtype" else arg_name(field)
         if field.name not in _NOT_SETTINGS and settings.get(setting) is not None:
             found[field.name] = settings[setting]
     if len(found.get("cp_comm_type", ())) == 1:

@@ -10,72 +10,96 @@ import torch
 from megatron.core.config_base import check_all
 from megatron.core.device import device_type
 from megatron.core.errors import ConfigError, MegatronError
+from megatron.core.flags import flag, no_flag
 
 COMPRESSIONS = ("none", "bf16", "int8", "powersgd")
 SHARDING_STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 """The ladder: nothing, ZeRO-1, ZeRO-2, ZeRO-3."""
 
+TUNES_NETWORK = "tunes the network of NVIDIA clusters and changes no result"
 BUCKET_NUMEL_ON_CPU = 4_000_000
 
 
 @dataclass
-class DistributedDataParallelConfig:
+class ShardedOptimizerFlags:
+    """What the data-parallel wrapper and the optimizer must agree on."""
+
+    use_distributed_optimizer: bool = False
+    """Shard optimizer state and main weights over the data-parallel ranks (ZeRO-1, arXiv
+    1910.02054): gradients are reduce-scattered, updated parameters gathered."""
+    overlap_param_gather: bool = False
+    """With sharded state: gather a module's parameters just before its forward pass needs them,
+    while earlier modules compute. Needs --use-distributed-optimizer."""
+    overlap_param_gather_with_optimizer_step: bool = flag(
+        False, note="parameters are gathered after the optimizer step"
+    )
+    """Begin that gather during the optimizer step."""
+
+
+@dataclass
+class DataParallelFlags:
     """How gradients (and, when sharded, parameters) travel between data-parallel ranks."""
 
-    grad_reduce_in_fp32: bool = False
+    grad_reduce_in_fp32: bool = no_flag(False, is_arg=True)
     """Keep and reduce gradients in fp32 whatever the parameters' dtype. bf16 sums lose about 3
     bits over 64 micro batches."""
     overlap_grad_reduce: bool = False
-    """Reduce a bucket as soon as backward has finished its parameters."""
-    overlap_param_gather: bool = False
-    """With sharded state: gather a module's parameters just before its forward pass needs them,
-    while earlier modules compute. Needs use_distributed_optimizer."""
+    """Reduce the gradients of a bucket while others are still computed."""
+    data_parallel_sharding_strategy: str = flag(
+        "no_shard",
+        cli_default=None,
+        choices=SHARDING_STRATEGIES,
+    )
+    """What is sharded over replicas: nothing, optimizer state (ZeRO-1), also gradients (ZeRO-2),
+    also parameters (ZeRO-3). Default optim_grads_params with --use-megatron-fsdp, optim with
+    --use-distributed-optimizer, else no_shard."""
+    num_distributed_optimizer_instances: int = 1
+    """Copies of the sharded optimizer state: it is sharded inside and replicated across them."""
+    bucket_size: int | None = flag(None, name="ddp_bucket_size")
+    """Most elements of a bucket. None chooses: 4 million on CPU, where messages of 16 MB reach full
+    speed; max(40 million, 1 million per rank) on accelerators."""
+    num_buckets: int | None = flag(None, name="ddp_num_buckets")
+    """Cut each buffer into about this many buckets, instead of bucket_size."""
+    pad_buckets_for_high_nccl_busbw: bool = flag(
+        False, name="ddp_pad_buckets_for_high_nccl_busbw", note=TUNES_NETWORK
+    )
+    """Pad buckets to sizes that NCCL moves fastest."""
+    average_in_collective: bool = flag(False, name="ddp_average_in_collective")
+    """Let the collective average over the ranks, instead of scaling gradients by 1/ranks before.
+    Pairwise sums on gloo always scale the sum, which is the more accurate order."""
+    grad_compression: str = flag("none", choices=COMPRESSIONS)
+    """In which form gradients travel between replicas: "none", "bf16", "int8" (blocks of 128 with a
+    scale, errors fed back) or "powersgd" (matrices of low rank, errors fed back). Changes the
+    result; errors that wait to be fed back are not part of a checkpoint."""
+    powersgd_rank: int = flag(4, part_of="grad_compression")
+    """Rank of the matrices of "powersgd"."""
+    grad_compression_warmup: int = flag(0, part_of="grad_compression")
+    """Reductions of each bucket that are not compressed yet."""
+    param_offload_path: str | None = None
+    """Directory on a local disk: with optim_grads_params, keep the own shards of parameters in a
+    file there, read ahead of use. For CPU ranks."""
+    fp8_param_gather: bool = flag(False, part_of="fp8")
+    """Gather parameters in FP8."""
+    use_megatron_fsdp: bool = False
+    """The same as data_parallel_sharding_strategy "optim_grads_params", unless that is given."""
+
+
+@dataclass
+class DistributedDataParallelConfig(DataParallelFlags, ShardedOptimizerFlags):
+    """What the flags say, and what only a caller of the library can."""
+
     align_param_gather: bool = False
     """Let the schedule start parameter gathers of all pipeline stages at the same time."""
-    use_distributed_optimizer: bool = False
-    """Shard optimizer state over the data-parallel ranks (ZeRO-1, arXiv 1910.02054): gradients
-    are reduce-scattered, updated parameters gathered."""
-    data_parallel_sharding_strategy: str = "no_shard"
-    """Rung of the sharding ladder: "no_shard", "optim" (the same as use_distributed_optimizer),
-    "optim_grads" (also the gradients, ZeRO-2) or "optim_grads_params" (also the parameters,
-    ZeRO-3)."""
-    num_distributed_optimizer_instances: int = 1
-    """Copies of the sharded state: it is sharded inside and replicated across them (HSDP)."""
     check_for_nan_in_grad: bool = False
     """Look for NaN and infinity in the local gradients before they are reduced, so that the
     error names the rank and the parameter. One more read of the gradients."""
     check_for_large_grads: bool = False
     """Not supported: bound gradients by clip_grad instead."""
-    bucket_size: int | None = None
-    """Most elements of a bucket. None chooses: 4 million on CPU, where messages of 16 MB reach
-    full speed; max(40 million, 1 million per rank) on accelerators."""
-    num_buckets: int | None = None
-    """Cut each buffer into about this many buckets, instead of bucket_size."""
-    pad_buckets_for_high_nccl_busbw: bool = False
-    """Accepted; buckets are padded to 512 bytes per rank in any case."""
     reduce_scatter_with_fp32_accumulation: bool = False
     """Add half-precision gradients in fp32. On gloo this is always so; other backends would need
     grad_reduce_in_fp32."""
-    average_in_collective: bool = False
-    """Let the collective average over the ranks, instead of scaling gradients by 1/ranks before.
-    Pairwise sums on gloo always scale the sum, which is the more accurate order."""
-    grad_compression: str = "none"
-    """In which form gradients travel between replicas: "none", "bf16", "int8" (blocks of 128 with a
-    scale, errors fed back) or "powersgd" (matrices of low rank, errors fed back). Changes the
-    result; errors that wait to be fed back are not part of a checkpoint."""
-    powersgd_rank: int = 4
-    """Rank of the matrices of "powersgd"."""
-    grad_compression_warmup: int = 0
-    """Reductions of each bucket that are not compressed yet."""
-    param_offload_path: str | None = None
-    """Directory on a local disk: the own shards of parameters lie in a file there, read ahead of
-    use. For "optim_grads_params" on a CPU."""
-    fp8_param_gather: bool = False
-    """Not supported: gather parameters in fp8."""
     fp4_param_gather: bool = False
     """Not supported: gather parameters in fp4."""
-    use_megatron_fsdp: bool = False
-    """The same as data_parallel_sharding_strategy "optim_grads_params", unless that is given."""
 
     def __post_init__(self) -> None:
         """Make the ways of asking for a rung agree; raise all problems together."""
@@ -138,7 +162,7 @@ def _check_overlap(config: DistributedDataParallelConfig) -> list[MegatronError]
 
 def _check_limits(config: DistributedDataParallelConfig) -> list[MegatronError]:
     problems: list[MegatronError] = []
-    for name, flag, least in (
+    for name, spelling, least in (
         ("bucket_size", "--ddp-bucket-size", 1),
         ("num_buckets", "--ddp-num-buckets", 1),
         ("powersgd_rank", "--powersgd-rank", 1),
@@ -150,7 +174,7 @@ def _check_limits(config: DistributedDataParallelConfig) -> list[MegatronError]:
                 ConfigError(
                     f"{name}={value}.",
                     rule=f"{name} is at least {least}",
-                    flags=[flag],
+                    flags=[spelling],
                     fix="drop it",
                 )
             )
@@ -190,10 +214,10 @@ def _check_choices(config: DistributedDataParallelConfig) -> list[MegatronError]
         ConfigError(
             f"{name}={getattr(config, name)!r} is not supported.",
             rule="a known setting either acts or is refused",
-            flags=[flag],
-            fix=f"drop {flag}",
+            flags=[spelling],
+            fix=f"drop {spelling}",
         )
-        for name, flag in unsupported.items()
+        for name, spelling in unsupported.items()
         if getattr(config, name)
     ]
     return problems

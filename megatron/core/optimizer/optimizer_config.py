@@ -8,7 +8,10 @@ from typing import Any
 import torch
 
 from megatron.core.config_base import check_all
+from megatron.core.distributed.distributed_data_parallel_config import ShardedOptimizerFlags
 from megatron.core.errors import ConfigError, MegatronError
+from megatron.core.flags import flag
+from megatron.core.model_parallel_config import HalfPrecision
 
 RULES = ("adam", "sgd", "lion", "muon")
 SCALE_MODES = ("spectral", "unit_rms_norm", "shape_scaling")
@@ -21,18 +24,34 @@ STATE_DTYPES = {
 """uint8 stands for fp8, as in Megatron."""
 NONFINITE_POLICIES = ("raise", "skip")
 FLOOR_POLICIES = ("raise", "skip", "warn")
+DTYPES = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp8": torch.uint8,
+}
+"""What flags call the dtypes of optimizer state."""
+_NO_OPTIMIZER = "use --optimizer muon"
 
 
 @dataclass
-class OptimizerConfig:
-    """Update rule, precision, loss scaling, clipping."""
+class OptimizerFlags:
+    """Update rule, learning rate, clipping, loss scale, and how state is kept."""
 
-    optimizer: str = "adam"
+    optimizer: str = flag(
+        "adam",
+        choices=("adam", "sgd", "muon", "dist_muon", "lion", "soap", "adaptive_muon"),
+        refuse_values={
+            "dist_muon": "use --optimizer muon --use-distributed-optimizer: its work is shared",
+            "soap": _NO_OPTIMIZER,
+            "adaptive_muon": _NO_OPTIMIZER,
+        },
+    )
     """"adam" (with decoupled weight decay: AdamW, arXiv 1711.05101), "sgd", "lion" (arXiv
     2302.06675) or "muon" (matrices; the rest by `muon_scalar_optimizer`)."""
     lr: float | None = None
-    """Learning rate until a scheduler sets another."""
-    min_lr: float | None = None
+    """Highest learning rate; a scheduler sets that of each step."""
+    min_lr: float | None = flag(None, cli_default=0.0)
     """Lowest learning rate of the schedule."""
     decoupled_lr: float | None = None
     """Own learning rate of the input embedding and the output head."""
@@ -43,93 +62,127 @@ class OptimizerConfig:
     apply_wd_to_qk_layernorm: bool = False
     """Decay the weights of the query and key norms as well."""
 
-    fp16: bool = False
-    """The model computes in fp16; the optimizer keeps fp32 weights and scales the loss."""
-    bf16: bool = False
-    """The model computes in bf16; the optimizer keeps fp32 weights."""
-    params_dtype: torch.dtype = torch.float32
-    """Dtype of the model's weights."""
     use_precision_aware_optimizer: bool = False
     """Keep moments and main weights in the dtypes below. With fp32 main weights, a bf16 model keeps
     only what its own weights lack of them: two bytes, and nothing is lost."""
-    main_grads_dtype: torch.dtype = torch.float32
+    main_grads_dtype: torch.dtype = flag(
+        torch.float32,
+        values={"fp32": DTYPES["fp32"], "bf16": DTYPES["bf16"]},
+        part_of="use_precision_aware_optimizer",
+    )
     """Dtype of main gradients; the data-parallel wrapper decides it (grad_reduce_in_fp32)."""
-    main_params_dtype: torch.dtype = torch.float32
+    main_params_dtype: torch.dtype = flag(
+        torch.float32,
+        values={"fp32": DTYPES["fp32"], "fp16": DTYPES["fp16"]},
+        part_of="use_precision_aware_optimizer",
+    )
     """Dtype of main weights: float32, or float16 with a scale per block."""
-    exp_avg_dtype: torch.dtype = torch.float32
+    exp_avg_dtype: torch.dtype = flag(
+        torch.float32,
+        values={
+            "fp32": DTYPES["fp32"],
+            "fp16": DTYPES["fp16"],
+            "bf16": DTYPES["bf16"],
+            "fp8": DTYPES["fp8"],
+        },
+        part_of="use_precision_aware_optimizer",
+    )
     """Dtype of the first moment: float32, bfloat16, float16 or uint8 (which stands for fp8)."""
-    exp_avg_sq_dtype: torch.dtype = torch.float32
-    """Dtype of the second moment; the same choice."""
+    exp_avg_sq_dtype: torch.dtype = flag(
+        torch.float32,
+        values={
+            "fp32": DTYPES["fp32"],
+            "fp16": DTYPES["fp16"],
+            "bf16": DTYPES["bf16"],
+            "fp8": DTYPES["fp8"],
+        },
+        part_of="use_precision_aware_optimizer",
+    )
+    """Dtype of the second moment; the same choices."""
 
     loss_scale: float | None = None
     """Constant loss scale; None scales dynamically with fp16, and not at all otherwise."""
-    initial_loss_scale: float = 2.0**32
+    initial_loss_scale: float = flag(2.0**32, part_of="fp16")
     """First value of the dynamic scale."""
-    min_loss_scale: float = 1.0
-    """Floor of the dynamic scale."""
-    loss_scale_window: float = 1000
+    min_loss_scale: float = flag(1.0, part_of="fp16")
+    """Smallest dynamic loss scale."""
+    loss_scale_window: float = flag(1000, part_of="fp16")
     """Good steps in a row after which the dynamic scale doubles."""
-    hysteresis: int = 2
+    hysteresis: int = flag(2, part_of="fp16")
     """Overflows that are tolerated before the dynamic scale is halved."""
-    on_loss_scale_floor: str = "warn"
-    """What happens on overflow with the scale at its floor: "raise", "skip" (silently, as any
-    overflow) or "warn"."""
-    on_nonfinite_grad: str = "raise"
-    """What a step without loss scaling does with gradients that are not finite: "raise" a
-    NumericsError on all ranks, or "skip" the update and return False. The weights are untouched
-    either way."""
+    on_loss_scale_floor: str = flag("warn", choices=("raise", "skip", "warn"), part_of="fp16")
+    """What an overflow at the smallest loss scale does beside skipping the step: raise stops the
+    run, skip says nothing, warn says what to change."""
 
     adam_beta1: float = 0.9
     """Decay of the first moment."""
     adam_beta2: float = 0.999
     """Decay of the second moment."""
-    adam_eps: float = 1e-8
+    adam_eps: float = 1e-08
     """Added to the root of the second moment."""
-    decoupled_weight_decay: bool = True
-    """Decay weights directly (AdamW); otherwise add weight_decay * weight to the gradient."""
     sgd_momentum: float = 0.9
     """Momentum of SGD."""
-    lion_beta1: float = 0.95
+    lion_beta1: float = flag(0.95, part_of="optimizer")
     """Weight of the moment in Lion's update."""
-    lion_beta2: float = 0.98
+    lion_beta2: float = flag(0.98, part_of="optimizer")
     """Decay of Lion's moment."""
-    muon_momentum: float = 0.9
+    muon_momentum: float = flag(0.9, part_of="optimizer")
     """Momentum of Muon."""
-    muon_use_nesterov: bool = False
-    """Look one step ahead along the momentum."""
-    muon_num_ns_steps: int = 5
-    """Newton-Schulz steps."""
-    muon_scale_mode: str = "spectral"
-    """Factor on an orthogonal update; see `newton_schulz.update_scale`."""
-    muon_extra_scale_factor: float = 1.0
-    """One more factor. With "spectral", 0.2 gives updates the size of Adam's."""
-    muon_tp_mode: str = "duplicated"
-    """How matrices split over tensor-parallel ranks are treated; see `MuonSettings.tp_mode`."""
-    muon_split_qkv: bool = True
+    muon_use_nesterov: bool = flag(False, part_of="optimizer")
+    """Let Muon look one step ahead along its momentum."""
+    muon_num_ns_steps: int = flag(5, part_of="optimizer")
+    """Newton-Schulz steps of Muon."""
+    muon_scale_mode: str = flag(
+        "spectral", choices=("spectral", "unit_rms_norm", "shape_scaling"), part_of="optimizer"
+    )
+    """Factor on Muon's update by the shape of the matrix; see `newton_schulz.update_scale`."""
+    muon_extra_scale_factor: float = flag(1.0, part_of="optimizer")
+    """One more factor; 0.2 with spectral gives updates the size of Adam's (arXiv 2502.16982)."""
+    muon_tp_mode: str = flag(
+        "duplicated", choices=("blockwise", "duplicated", "distributed"), part_of="optimizer"
+    )
+    """Matrices split over tensor-parallel ranks under Muon: gather the full matrix on each rank,
+    add Gram matrices in each step, or treat each part as a matrix of its own."""
+    muon_split_qkv: bool = flag(
+        True,
+        "--muon-no-split-qkv",
+        help="Orthogonalise stacked matrices (q, k, v; gate and up) as one.",
+        part_of="optimizer",
+    )
     """Treat stacked matrices (q, k, v; gate and up) one by one."""
-    muon_scalar_optimizer: str = "adam"
-    """Rule of everything that is no hidden matrix: embeddings, head, norms, biases."""
+    muon_scalar_optimizer: str = flag("adam", choices=("adam", "lion", "sgd"), part_of="optimizer")
+    """Rule of what is no hidden matrix under Muon: embeddings, head, norms, biases."""
 
-    use_distributed_optimizer: bool = False
-    """Shard optimizer state over data-parallel ranks (ZeRO-1). Must agree with the
-    DistributedDataParallelConfig of the model chunks."""
-    overlap_param_gather: bool = False
-    """Gather updated parameters during the next forward pass; see the same field there."""
-    overlap_param_gather_with_optimizer_step: bool = False
-    """Accepted: gathers start right after the update."""
     optimizer_cpu_offload: bool = False
     """Keep optimizer state in host memory, and update there."""
     optimizer_offload_path: str | None = None
-    """Keep it in a file in this directory instead; takes a few MiB of host memory."""
+    """Directory on a local disk: keep optimizer state in a file there, read ahead and written back
+    beside the update. Takes a few MiB of host memory."""
     optimizer_offload_fraction: float = 1.0
     """Share of the parameters whose state is offloaded."""
-    overlap_cpu_optimizer_d2h_h2d: bool = False
-    """Accepted: copies to and from an accelerator are not overlapped yet; files always are."""
+    overlap_cpu_optimizer_d2h_h2d: bool = flag(
+        False,
+        note="copies between an accelerator and host memory are not overlapped yet; files are"
+        " read ahead and written back beside the update in any case",
+    )
+    """Copy between device and host beside the update."""
 
     clip_grad: float = 1.0
-    """Largest global gradient norm; 0 does not clip."""
+    """Largest global norm of the gradient; 0 does not clip."""
     log_num_zeros_in_grad: bool = False
     """Count the zeros in the gradient: one more read of it."""
+
+
+@dataclass
+class OptimizerConfig(OptimizerFlags, HalfPrecision, ShardedOptimizerFlags):
+    """What the flags say, and what only a caller of the library can."""
+
+    on_nonfinite_grad: str = "raise"
+    """What a step without loss scaling does with gradients that are not finite: "raise" a
+    NumericsError on all ranks, or "skip" the update and return False. The weights are untouched
+    either way."""
+    decoupled_weight_decay: bool = True
+    """Decay weights directly (AdamW); otherwise add weight_decay * weight to the gradient."""
     barrier_with_L1_time: bool = False
     """Accepted: timers of level 1 do not wait for other ranks."""
     timers: Any = None
@@ -162,16 +215,17 @@ def _check_update(config: OptimizerConfig) -> list[MegatronError]:
         ("weight_decay", "--weight-decay", 0.0, None),
         ("adam_eps", "--adam-eps", 0.0, None),
     ]
-    for name, flag, low, high in limits:
+    for name, spelling, low, high in limits:
         value = getattr(config, name)
         if not (value >= low and (high is None or value < high)):
+            default = OptimizerConfig.__dataclass_fields__[name].default
             span = f"at least {low:g}" if high is None else f"in [{low:g}, {high:g})"
             problems.append(
                 ConfigError(
                     f"{name}={value}.",
                     rule=f"{name} is {span}",
-                    flags=[flag],
-                    fix=f"drop {flag} to use {OptimizerConfig.__dataclass_fields__[name].default}",
+                    flags=[spelling],
+                    fix=f"drop {spelling} to use {default}",
                 )
             )
     for name, known in (
@@ -241,14 +295,14 @@ def _check_state(config: OptimizerConfig) -> list[MegatronError]:
     problems: list[MegatronError] = []
     for name, known in STATE_DTYPES.items():
         value = getattr(config, name)
-        flag = "--" + name.replace("_", "-")
+        spelling = "--" + name.replace("_", "-")
         if value not in known:
             problems.append(
                 ConfigError(
                     f"{name}={value}.",
                     rule=f"{name} is one of {', '.join(map(str, known))}",
-                    flags=[flag],
-                    fix=f"drop {flag} to use float32",
+                    flags=[spelling],
+                    fix=f"drop {spelling} to use float32",
                 )
             )
         elif value != torch.float32 and not config.use_precision_aware_optimizer:
@@ -256,7 +310,7 @@ def _check_state(config: OptimizerConfig) -> list[MegatronError]:
                 ConfigError(
                     f"{name}={value} without use_precision_aware_optimizer.",
                     rule="state in other types than fp32 is an optimizer of its own",
-                    flags=[flag, "--use-precision-aware-optimizer"],
+                    flags=[spelling, "--use-precision-aware-optimizer"],
                     fix="add --use-precision-aware-optimizer",
                 )
             )

@@ -10,7 +10,7 @@ from megatron.training.checkpointing.megatron_functions import (
 )
 from megatron.training.checkpointing.restored import Restored
 from megatron.training.checkpointing.run_state import RunParts
-from megatron.training.checkpointing.settings import CheckpointSettings
+from megatron.training.config.checkpoint import CheckpointSettings
 
 __all__ = [
     "CheckpointSettings",

@@ -58,10 +58,10 @@ from megatron.training.checkpointing.selection import (
     no_intact_checkpoint,
     select_checkpoints,
 )
-from megatron.training.checkpointing.settings import CheckpointSettings
 from megatron.training.checkpointing.short_lived import make_tier
 from megatron.training.checkpointing.sources import compare_heads, stored_source
 from megatron.training.checkpointing.upcycling import is_dense, read_from_dense
+from megatron.training.config.checkpoint import CheckpointSettings
 from megatron.training.state import TrainState
 
 _RUN = secrets.token_hex(6)

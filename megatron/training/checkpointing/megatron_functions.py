@@ -17,12 +17,13 @@ from megatron.core.dist_checkpointing.foreign.opening import open_any
 from megatron.core.dist_checkpointing.object_store import place_of
 from megatron.core.dist_checkpointing.validation import StrictHandling, parse_strict_handling
 from megatron.core.errors import CheckpointError, refuse_given
+from megatron.core.flags import from_args
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_pg_rank
 from megatron.training.checkpointing.checkpointer import Checkpointer
 from megatron.training.checkpointing.run_state import RunParts
 from megatron.training.checkpointing.selection import select_checkpoints
-from megatron.training.checkpointing.settings import CheckpointSettings
+from megatron.training.config.checkpoint import CheckpointSettings
 from megatron.training.global_vars import get_args
 from megatron.training.state import TrainState
 
@@ -235,4 +236,4 @@ def _checkpointer(
         weights="all" if getattr(args, "lora_rank", None) is None else "adapters",
         args=vars(args),
     )
-    return Checkpointer(CheckpointSettings.from_values(vars(args) | overrides), parts)
+    return Checkpointer(from_args(CheckpointSettings, vars(args) | overrides), parts)

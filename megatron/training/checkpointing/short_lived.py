@@ -11,7 +11,7 @@ from megatron.core.agreement import Peers
 from megatron.core.dist_checkpointing.object_store import place_of
 from megatron.training.checkpointing.global_tier import GlobalTier
 from megatron.training.checkpointing.local_tier import LocalSettings, LocalTier
-from megatron.training.checkpointing.settings import CheckpointSettings
+from megatron.training.config.checkpoint import CheckpointSettings
 
 
 def make_tier(

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from megatron.training.config.flag import FlagSpec
+from megatron.core.flags import FlagSpec
 from megatron.training.config.run import GROUP_CLASSES, all_flags, plain
 
 HEAD = """# Flags of pretrain_gpt.py
 
-Made from the config dataclasses in `megatron/training/config/` by
+Made from the dataclasses that use the settings by
 `python -m megatron.training.cli.flags_document > docs/flags.md`; a test keeps it current.
 
 A flag is spelled in full. `on` is a switch that is off by default; `off-switch` turns a default

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core.errors import ConfigError, MegatronError
+from megatron.core.flags import kebab
 from megatron.hugging_face import read_adapters, read_model_directory
-from megatron.training.config.flag import kebab
 
 _FREE = {"max_position_embeddings", "hidden_dropout", "attention_dropout"}
 """Settings of a model that a run may choose otherwise without changing its weights' meaning."""

@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from megatron.core.errors import ConfigError, MegatronError, described_together
+from megatron.core.flags import FlagSpec
 from megatron.training.cli.help import Help, HelpFormatter
 from megatron.training.cli.suggest import suggestion
 from megatron.training.cli.yaml_file import read_yaml
-from megatron.training.config.flag import FlagSpec
 from megatron.training.config.run import GROUP_CLASSES, RunConfig, all_flags, flags_by_spelling
 
 ExtraArguments = Callable[[argparse.ArgumentParser], argparse.ArgumentParser]

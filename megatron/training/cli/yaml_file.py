@@ -9,8 +9,8 @@ from typing import Any
 
 from megatron.core import optional_imports
 from megatron.core.errors import ConfigError, MegatronError, shown
+from megatron.core.flags import FlagSpec, kebab
 from megatron.training.cli.suggest import suggestion
-from megatron.training.config.flag import FlagSpec, kebab
 from megatron.training.config.run import all_flags, flags_by_spelling, opposites_by_spelling
 
 

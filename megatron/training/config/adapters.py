@@ -4,20 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megatron.core.flags import flag
 from megatron.core.transformer.low_rank_adapter import TARGETS
-from megatron.training.config.flag import flag
 
 
 @dataclass(frozen=True, kw_only=True)
-class AdapterConfig:
+class LoraSettings:
     """Low-rank adapters (LoRA, arXiv 2106.09685)."""
 
     lora_rank: int | None = None
     """Train adapters of this rank beside the layers of a frozen model, which --load-hf or
     --pretrained-checkpoint gives. Checkpoints hold the adapters alone."""
-    load_adapter: str | None = None
-    """Begin with the adapters of a directory of PEFT's, which says their rank, strength and places;
-    beside --load-hf. A checkpoint of --load comes first."""
     lora_alpha: float | None = flag(None, part_of="lora_rank")
     """Their product is scaled by lora-alpha / lora-rank. Default lora-rank."""
     lora_dropout: float = flag(0.0, part_of="lora_rank")

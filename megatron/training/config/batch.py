@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.training.config.flag import flag
+from megatron.core.flags import flag
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScheduleConfig:
+class ScheduleSettings:
     """Batches, learning rate and weight decay over time, evaluation, exit."""
 
     micro_batch_size: int | None = None
@@ -26,10 +26,6 @@ class ScheduleConfig:
     """Optimizer steps of the run."""
     train_samples: int | None = None
     """Samples of the run, instead of steps."""
-    lr: float | None = None
-    """Highest learning rate."""
-    min_lr: float = 0.0
-    """Lowest learning rate after decay."""
     lr_decay_style: str = flag(
         "linear", choices=("constant", "linear", "cosine", "inverse-square-root", "WSD")
     )
@@ -54,10 +50,6 @@ class ScheduleConfig:
     """Steps of that phase."""
     lr_wsd_decay_samples: int | None = None
     """The same in samples."""
-    decoupled_lr: float | None = None
-    """Own learning rate of the embedding and the output head."""
-    decoupled_min_lr: float | None = None
-    """Its lowest value."""
     override_opt_param_scheduler: bool = False
     """On resume the command line's schedule replaces the checkpoint's."""
     use_checkpoint_opt_param_scheduler: bool = False
@@ -99,8 +91,6 @@ class ScheduleConfig:
         None, note="ranks meet in every step already, to agree on loss and stop"
     )
     """Steps between barriers of host and device."""
-    calculate_per_token_loss: bool = False
-    """Normalise by all tokens of the global batch, instead of per micro batch."""
     check_for_spiky_loss: bool = False
     """Warn when a loss is far above the recent ones."""
     check_for_nan_in_loss_and_grad: bool = flag(True, "--no-check-for-nan-in-loss-and-grad")

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.training.config.flag import flag
+from megatron.core.flags import flag
 
 _WRITES_NATIVE = "checkpoints are written in the native sharded format in any case"
 
 
 @dataclass(frozen=True, kw_only=True)
-class CheckpointConfig:
+class CheckpointSettings:
     """What is saved and loaded, where and when."""
 
     save: str | None = None
@@ -43,6 +43,11 @@ class CheckpointConfig:
     load_hf: str | None = None
     """Directory of a Hugging Face model to start from: its shape, its weights and, without
     --tokenizer-type, its tokenizer. A checkpoint in --load comes first, so a run resumes."""
+    load_adapter: str | None = None
+    """Begin with the adapters of a directory of PEFT's, which says their rank, strength and places;
+    beside --load-hf. A checkpoint of --load comes first."""
+    moe_use_upcycling: bool = flag(False, part_of="num_experts")
+    """Where a checkpoint to load is that of a dense model, start every expert as its MLP."""
     save_hf: str | None = None
     """Write the weights as a Hugging Face model into this directory when training ends."""
     save_hf_dtype: str | None = flag(None, choices=("fp32", "bf16", "fp16"), part_of="save_hf")
@@ -78,7 +83,7 @@ class CheckpointConfig:
     )
     """Divide reading among replicas."""
     ckpt_assume_constant_structure: bool = flag(
-        False, note="the plan of a save is formed anew each time, which costs little"
+        False, note="the plan of a save is computed anew each time, which costs little"
     )
     """Reuse the plan of the first save."""
     dist_ckpt_strictness: str = flag(

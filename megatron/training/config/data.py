@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.training.config.flag import flag
+from megatron.core.flags import flag
 
 TOKENIZER_TYPES = (
     "BertWordPieceLowerCase", "BertWordPieceCase", "GPT2BPETokenizer", "SentencePieceTokenizer",
@@ -20,7 +20,7 @@ _TEXT_ONLY = "use HuggingFaceTokenizer"
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataConfig:
+class DataSettings:
     """Where samples come from and how they are cut, blended and masked."""
 
     data_path: list[str] | None = flag(None, nargs="*")
@@ -94,7 +94,7 @@ class DataConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TokenizerConfig:
+class TokenizerSettings:
     """Which tokenizer, and its files."""
 
     tokenizer_type: str | None = flag(

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.training.config.flag import flag
+from megatron.core.flags import flag
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoggingConfig:
+class LoggingSettings:
     """What is reported, where and how often."""
 
     log_interval: int = 100
@@ -19,8 +19,6 @@ class LoggingConfig:
     """Report TFLOP/s per device and the share of the peak that is reached."""
     log_params_norm: bool = False
     """Report the norm of the weights."""
-    log_num_zeros_in_grad: bool = False
-    """Report how many gradient elements are zero."""
     log_progress: bool = False
     """Append progress and cost of the run to progress.txt in the save directory."""
     log_energy: bool = flag(False, note="energy is not measured")
@@ -90,7 +88,7 @@ class LoggingConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LaunchConfig:
+class LaunchSettings:
     """Where the settings come from, and whether anything is run."""
 
     yaml_cfg: str | None = None

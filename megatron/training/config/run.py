@@ -9,17 +9,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron.training.config.adapters import AdapterConfig
-from megatron.training.config.batch import ScheduleConfig
-from megatron.training.config.checkpoint import CheckpointConfig
-from megatron.training.config.data import DataConfig, TokenizerConfig
-from megatron.training.config.experts import ExpertConfig
-from megatron.training.config.flag import FlagSpec, flag_specs
-from megatron.training.config.logging import LaunchConfig, LoggingConfig
-from megatron.training.config.model import LatentAttentionConfig, ModelConfig
-from megatron.training.config.optimizer import OptimizationConfig
-from megatron.training.config.parallelism import ParallelismConfig, ReplicationConfig
-from megatron.training.config.precision import PrecisionConfig
+from megatron.core.flags import FlagSpec, flag_specs
+from megatron.training.config.adapters import LoraSettings
+from megatron.training.config.batch import ScheduleSettings
+from megatron.training.config.checkpoint import CheckpointSettings
+from megatron.training.config.data import DataSettings, TokenizerSettings
+from megatron.training.config.experts import ExpertSettings
+from megatron.training.config.logging import LaunchSettings, LoggingSettings
+from megatron.training.config.model import LatentAttentionSettings, ModelSettings
+from megatron.training.config.optimizer import OptimizerSettings
+from megatron.training.config.parallelism import DataParallelSettings, ParallelismSettings
+from megatron.training.config.precision import PrecisionSettings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,20 +29,20 @@ class RunConfig:
     Field names are unique over all groups, so `get_args()` can show them as one namespace.
     """
 
-    model: ModelConfig = field(default_factory=ModelConfig)
-    latent_attention: LatentAttentionConfig = field(default_factory=LatentAttentionConfig)
-    experts: ExpertConfig = field(default_factory=ExpertConfig)
-    adapters: AdapterConfig = field(default_factory=AdapterConfig)
-    parallelism: ParallelismConfig = field(default_factory=ParallelismConfig)
-    replication: ReplicationConfig = field(default_factory=ReplicationConfig)
-    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
-    optimization: OptimizationConfig = field(default_factory=OptimizationConfig)
-    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
-    data: DataConfig = field(default_factory=DataConfig)
-    tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
-    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    logging: LoggingConfig = field(default_factory=LoggingConfig)
-    launch: LaunchConfig = field(default_factory=LaunchConfig)
+    model: ModelSettings = field(default_factory=ModelSettings)
+    latent_attention: LatentAttentionSettings = field(default_factory=LatentAttentionSettings)
+    experts: ExpertSettings = field(default_factory=ExpertSettings)
+    lora: LoraSettings = field(default_factory=LoraSettings)
+    parallelism: ParallelismSettings = field(default_factory=ParallelismSettings)
+    ddp: DataParallelSettings = field(default_factory=DataParallelSettings)
+    schedule: ScheduleSettings = field(default_factory=ScheduleSettings)
+    optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
+    precision: PrecisionSettings = field(default_factory=PrecisionSettings)
+    data: DataSettings = field(default_factory=DataSettings)
+    tokenizer: TokenizerSettings = field(default_factory=TokenizerSettings)
+    checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)
+    logging: LoggingSettings = field(default_factory=LoggingSettings)
+    launch: LaunchSettings = field(default_factory=LaunchSettings)
 
     @staticmethod
     def from_values(values: Mapping[str, Any]) -> RunConfig:
@@ -50,7 +50,8 @@ class RunConfig:
         table = all_flags()
         groups: dict[str, dict[str, Any]] = {}
         for name, value in values.items():
-            groups.setdefault(table[name].group, {})[name] = value
+            spec = table[name]
+            groups.setdefault(spec.group, {})[spec.field] = spec.to_field(value)
         return RunConfig(
             **{
                 group.name: GROUP_CLASSES[group.name](**groups.get(group.name, {}))
@@ -59,8 +60,9 @@ class RunConfig:
         )
 
     def value_of(self, name: str) -> Any:
-        """Return the value of one field by its name."""
-        return getattr(getattr(self, all_flags()[name].group), name)
+        """Return the value of one flag by its name, as the command line has it."""
+        spec = all_flags()[name]
+        return spec.to_arg(getattr(getattr(self, spec.group), spec.field))
 
     def flat(self) -> dict[str, Any]:
         """Return all fields of all groups as one dict, in the order of the flag table."""
@@ -73,20 +75,20 @@ class RunConfig:
 
 
 GROUP_CLASSES: dict[str, type] = {
-    "model": ModelConfig,
-    "latent_attention": LatentAttentionConfig,
-    "experts": ExpertConfig,
-    "adapters": AdapterConfig,
-    "parallelism": ParallelismConfig,
-    "replication": ReplicationConfig,
-    "schedule": ScheduleConfig,
-    "optimization": OptimizationConfig,
-    "precision": PrecisionConfig,
-    "data": DataConfig,
-    "tokenizer": TokenizerConfig,
-    "checkpoint": CheckpointConfig,
-    "logging": LoggingConfig,
-    "launch": LaunchConfig,
+    "model": ModelSettings,
+    "latent_attention": LatentAttentionSettings,
+    "experts": ExpertSettings,
+    "lora": LoraSettings,
+    "parallelism": ParallelismSettings,
+    "ddp": DataParallelSettings,
+    "schedule": ScheduleSettings,
+    "optimizer": OptimizerSettings,
+    "precision": PrecisionSettings,
+    "data": DataSettings,
+    "tokenizer": TokenizerSettings,
+    "checkpoint": CheckpointSettings,
+    "logging": LoggingSettings,
+    "launch": LaunchSettings,
 }
 """Attribute of `RunConfig` -> its dataclass."""
 

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 from megatron.core.batch_size_phases import parse_phases
 from megatron.core.errors import MegatronError
+from megatron.core.flags import kebab
 from megatron.core.pipeline_parallel.layout import V_SCHEDULES
 from megatron.core.pipeline_parallel.orders.interleaved import microbatch_groups
-from megatron.training.config.flag import kebab
 from megatron.training.ramp_up import batch_size_at
 from megatron.training.resolve import ResolvedRun
 from megatron.training.rules.registry import problem, rule
@@ -199,23 +199,24 @@ def schedules_use_one_unit(run: ResolvedRun) -> Iterator[MegatronError]:
 @rule
 def the_learning_rate_has_a_shape(run: ResolvedRun) -> Iterator[MegatronError]:
     """Rates and lengths of the schedule are in order."""
-    asked = run.config.schedule
+    asked, optimizer = run.config.schedule, run.config.optimizer
+    lr, min_lr = optimizer.lr, optimizer.min_lr or 0.0
     trains = not asked.skip_train
-    if asked.lr is None and trains:
+    if lr is None and trains:
         yield problem(
             "--lr is not given.", "training needs a learning rate", "--lr", fix="add --lr 3e-4"
         )
-    elif asked.lr is not None and (asked.lr < asked.min_lr or asked.min_lr < 0):
+    elif lr is not None and (lr < min_lr or min_lr < 0):
         yield problem(
-            f"--lr {asked.lr:g} with --min-lr {asked.min_lr:g}.",
+            f"--lr {lr:g} with --min-lr {min_lr:g}.",
             "0 <= min-lr <= lr",
             "--lr",
             "--min-lr",
-            fix=f"use --min-lr {max(asked.lr, 0) / 10:g}",
+            fix=f"use --min-lr {max(lr, 0) / 10:g}",
         )
-    if asked.lr is not None and not 0 <= asked.lr_warmup_init <= asked.lr:
+    if lr is not None and not 0 <= asked.lr_warmup_init <= lr:
         yield problem(
-            f"--lr-warmup-init {asked.lr_warmup_init:g} with --lr {asked.lr:g}.",
+            f"--lr-warmup-init {asked.lr_warmup_init:g} with --lr {lr:g}.",
             "warm-up rises from its first rate to --lr",
             "--lr-warmup-init",
             fix="use --lr-warmup-init 0",
@@ -251,7 +252,7 @@ def the_weight_decay_has_a_shape(run: ResolvedRun) -> Iterator[MegatronError]:
     """A changing weight decay has two ends."""
     if run.weight_decay_incr_style == "constant":
         for name in ("start_weight_decay", "end_weight_decay"):
-            given = getattr(run.config.optimization, name)
+            given = getattr(run.config.optimizer, name)
             if given is not None and given != run.weight_decay:
                 yield problem(
                     f"{kebab(name)} {given:g} with a constant weight decay.",

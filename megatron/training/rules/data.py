@@ -8,7 +8,7 @@ from pathlib import Path
 from megatron.core.datasets.multi_file_bin import tokens_exist
 from megatron.core.datasets.object_store import is_url
 from megatron.core.errors import DataError, MegatronError
-from megatron.training.config.flag import kebab
+from megatron.core.flags import kebab
 from megatron.training.phases import transitions_of
 from megatron.training.resolve import ResolvedRun
 from megatron.training.rules.registry import problem, rule

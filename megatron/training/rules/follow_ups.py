@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megatron.core.errors import MegatronError, flattened
+from megatron.core.flags import kebab
 from megatron.training.cli.parser import ParsedCommand
 from megatron.training.cli.suggest import suggestion
-from megatron.training.config.flag import kebab
 from megatron.training.config.run import all_flags, flags_by_spelling
 
 SOURCES = ("--preset", "--load-hf", "--yaml-cfg", "--deepspeed_config", "--load-adapter")

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from megatron.core.errors import ConfigError, MegatronError
+from megatron.core.flags import kebab
 from megatron.core.pipeline_parallel.layout import check_prediction_stage, pipeline_layout
-from megatron.training.config.flag import kebab
 from megatron.training.resolve import ResolvedRun
 from megatron.training.rules.registry import problem, rule
 from megatron.training.rules.sizes import REQUIRED

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megatron.core.errors import ConfigError, MegatronError
+from megatron.core.flags import kebab
 from megatron.core.optimizer.param_groups import parse_rule
-from megatron.training.config.flag import kebab
 from megatron.training.resolve import ResolvedRun
 from megatron.training.rules.registry import problem, rule
 

@@ -119,7 +119,7 @@ def gathers_belong_to_sharded_state(run: ResolvedRun) -> Iterator[MegatronError]
 @rule
 def one_rung_of_the_ladder(run: ResolvedRun) -> Iterator[MegatronError]:
     """The two ways to ask for sharded state agree."""
-    asked = run.config.replication
+    asked = run.config.ddp
     if asked.use_distributed_optimizer and asked.data_parallel_sharding_strategy == "no_shard":
         yield problem(
             "--use-distributed-optimizer with --data-parallel-sharding-strategy no_shard.",
@@ -138,9 +138,9 @@ def torch_shards_alone(run: ResolvedRun) -> Iterator[MegatronError]:
     others = {
         "--pipeline-model-parallel-size": run.pipeline_model_parallel_size > 1,
         "--num-distributed-optimizer-instances": run.num_distributed_optimizer_instances > 1,
-        "--use-distributed-optimizer": run.config.replication.use_distributed_optimizer,
+        "--use-distributed-optimizer": run.config.ddp.use_distributed_optimizer,
         "--use-megatron-fsdp": run.use_megatron_fsdp,
-        "--data-parallel-sharding-strategy": run.config.replication.data_parallel_sharding_strategy
+        "--data-parallel-sharding-strategy": run.config.ddp.data_parallel_sharding_strategy
         not in (None, "no_shard"),
         "--overlap-param-gather": run.overlap_param_gather,
         "--overlap-moe-expert-parallel-comm": run.overlap_moe_expert_parallel_comm,
@@ -241,7 +241,7 @@ def one_bucket_rule(run: ResolvedRun) -> Iterator[MegatronError]:
 @rule
 def gradient_precision(run: ResolvedRun) -> Iterator[MegatronError]:
     """fp32 and bf16 reduction exclude each other."""
-    if run.config.replication.accumulate_allreduce_grads_in_fp32 and run.grad_reduce_in_bf16:
+    if run.config.ddp.accumulate_allreduce_grads_in_fp32 and run.grad_reduce_in_bf16:
         yield problem(
             "--accumulate-allreduce-grads-in-fp32 and --grad-reduce-in-bf16 are both on.",
             "gradients are reduced in one precision",

@@ -8,12 +8,12 @@ from collections.abc import Iterator
 from megatron.core.dist_checkpointing.durable import describe_os_error
 from megatron.core.dist_checkpointing.object_store import place_of
 from megatron.core.errors import MegatronError
+from megatron.core.flags import kebab
 from megatron.training.checkpointing.selection import (
     missing,
     missing_pretrained,
     select_checkpoints,
 )
-from megatron.training.config.flag import kebab
 from megatron.training.resolve import ResolvedRun
 from megatron.training.rules.registry import problem, rule
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatron.core.errors import ConfigError, MegatronError
-from megatron.training.config.flag import FlagSpec
+from megatron.core.flags import FlagSpec
 from megatron.training.config.run import RunConfig, all_flags
 
 REQUIRED = {

@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron.core.errors import ConfigError, MegatronError
+from megatron.core.flags import FlagSpec
 from megatron.deepspeed.reading import ReadSettings, read_settings
-from megatron.training.config.flag import FlagSpec
 from megatron.training.config.run import RunConfig, all_flags, plain
 
 

@@ -7,10 +7,11 @@ from typing import Any
 
 from torch import nn
 
+from megatron.core.flags import FlagSpec, flag_specs, from_args
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.training.checkpointing import Checkpointer, CheckpointSettings, RunParts
-from megatron.training.config.flag import flag_specs
-from megatron.training.config.optimizer import OptimizationConfig
+from megatron.training.config.optimizer import OptimizerSettings
+from megatron.training.config.run import all_flags
 from megatron.training.metrics.model_size import ModelSize
 from megatron.training.parts import MicrobatchPlanner, TrainingParts
 from megatron.training.printing import print_rank_0
@@ -56,7 +57,7 @@ def assemble(
         weights="all" if run.lora_rank is None else "adapters",
         args={**run.values, **run.extra},
     )
-    return parts, Checkpointer(CheckpointSettings.from_values(run.values), saved)
+    return parts, Checkpointer(from_args(CheckpointSettings, run.values), saved)
 
 
 def load_state(run: ResolvedRun, checkpointer: Checkpointer, progress: RunProgress) -> TrainState:
@@ -73,6 +74,18 @@ def load_state(run: ResolvedRun, checkpointer: Checkpointer, progress: RunProgre
     return restored.progress
 
 
+_MAY_CHANGE = (
+    "lr", "min_lr", "decoupled_lr", "decoupled_min_lr", "loss_scale", "initial_loss_scale",
+    "min_loss_scale", "loss_scale_window", "hysteresis", "on_loss_scale_floor",
+    "log_num_zeros_in_grad",
+)  # fmt: skip
+"""Flags of the optimizer that the schedules set, or that only report."""
+
+
+def _dropout_flags() -> list[FlagSpec]:
+    return [all_flags()["attention_dropout"], all_flags()["hidden_dropout"]]
+
+
 def changed_settings(run: ResolvedRun, stored: Mapping[str, Any]) -> list[str]:
     """Return one line for each setting of the optimizer that is not the checkpoint's.
 
@@ -83,8 +96,11 @@ def changed_settings(run: ResolvedRun, stored: Mapping[str, Any]) -> list[str]:
     lines = [
         f"{spec.flag} {run.values[spec.name]} is used; the checkpoint was trained with"
         f" {stored[spec.name]}"
-        for spec in flag_specs(OptimizationConfig, "optimization")
-        if continues and spec.name in stored and stored[spec.name] != run.values[spec.name]
+        for spec in (*flag_specs(OptimizerSettings, "optimizer"), *_dropout_flags())
+        if continues
+        and spec.name in stored
+        and stored[spec.name] != run.values[spec.name]
+        and spec.name not in _MAY_CHANGE
     ]
     seed = stored.get("seed", run.seed)
     if seed != run.seed and not (run.finetune or run.no_load_rng):

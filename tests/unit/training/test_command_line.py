@@ -236,7 +236,7 @@ def test_yaml_takes_the_spelling_of_a_default(tmp_path):
     found = parse_command_line(["--yaml-cfg", str(path)]).config
     assert not found.model.swiglu
     assert not found.model.add_bias_linear
-    assert not found.precision.apply_rope_fusion
+    assert not found.model.apply_rope_fusion
 
 
 def test_no_spelling_of_a_switch_means_two_things():

@@ -9,12 +9,11 @@ from pathlib import Path
 import pytest
 
 from megatron.core.errors import ConfigError
+from megatron.core.flags import flag_specs
 from megatron.training.checkpointing.megatron_functions import MODEL_SHAPE_ARGS
 from megatron.training.cli.flags_document import flags_document
 from megatron.training.cli.parser import build_parser, parse_command_line
-from megatron.training.config.flag import flag_specs
 from megatron.training.config.run import GROUP_CLASSES, all_flags, flags_by_spelling, plain
-from megatron.training.transformer_settings import RENAMED_FIELDS
 
 MEGATRON = json.loads((Path(__file__).parent / "megatron_flags.json").read_text())["flags"]
 OUR_OWN_CHOICES = {"ByteTokenizer"}
@@ -69,7 +68,7 @@ def test_values_that_are_refused_are_choices():
 def test_defaults_build_a_group(group):
     built = GROUP_CLASSES[group]()
     for spec in flag_specs(GROUP_CLASSES[group], group):
-        assert getattr(built, spec.name) == spec.default
+        assert getattr(built, spec.field) == spec.to_field(spec.default)
 
 
 @pytest.mark.parametrize(
@@ -110,7 +109,6 @@ def test_every_flag_that_acts_is_read_somewhere():
     # The declaration of a field and its place in a list of names read nothing.
     text = re.sub(r"^    \w+: [^=]+ = [^(]+$", "", text, flags=re.MULTILINE)
     text = text.replace(str(MODEL_SHAPE_ARGS), "")
-    fields = {flag: field for field, flag in RENAMED_FIELDS.items()}
     table = all_flags()
     ignored = []
     for spec in table.values():
@@ -118,7 +116,7 @@ def test_every_flag_that_acts_is_read_somewhere():
         left = [choice for choice in spec.choices if choice not in spec.facts.refuse_values]
         told = any((f.refuse or f.note) for f in (spec.facts, owner.facts))
         told = told or left == [spec.default] or spec.facts.part_of == "cuda_graph_impl"
-        names = {spec.name, fields.get(spec.name, spec.name)}
+        names = {spec.name, spec.field}
         uses = [rf"\.{name}\b|[\"']{name}[\"']|\b{name}=" for name in names]
         if not told and not re.search("|".join(uses), text):
             ignored.append(spec.flag)

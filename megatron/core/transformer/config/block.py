@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 
 from megatron.core.errors import ConfigError, MegatronError
+from megatron.core.flag_expressions import int_pair, layer_pattern
+from megatron.core.flags import flag, no_flag
 from megatron.core.transformer.enums import AttnBackend
 
 SOFTMAX_TYPES = ("vanilla", "off-by-one", "learnable")
@@ -18,16 +20,16 @@ SOFTMAX_TYPES = ("vanilla", "off-by-one", "learnable")
 class BlockConfig:
     """Norms, MLP, attention and dropout of a layer."""
 
-    normalization: str = "LayerNorm"
+    normalization: str = flag("LayerNorm", choices=("LayerNorm", "RMSNorm"))
     """"LayerNorm" or "RMSNorm" (arXiv 1910.07467)."""
-    layernorm_epsilon: float = 1e-5
-    """Added to the variance."""
-    layernorm_zero_centered_gamma: bool = False
+    layernorm_epsilon: float = flag(1e-05, name="norm_epsilon")
+    """Added to the variance inside the norm."""
+    layernorm_zero_centered_gamma: bool = flag(False, name="apply_layernorm_1p")
     """Store the norm's weight minus one, so weight decay pulls towards the identity."""
     qk_layernorm: bool = False
     """Normalise each query and key head (arXiv 2302.05442, section 2)."""
     apply_residual_connection_post_layernorm: bool = False
-    """Take the residual after the input norm."""
+    """Take the residual after the input norm of a layer."""
 
     sandwich_norm: bool = False
     """Normalise also what each branch adds to the residual stream (CogView, arXiv 2105.13290,
@@ -40,13 +42,15 @@ class BlockConfig:
     final_logit_softcapping: float | None = None
     """Bound c of the logits of the head: c * tanh(logit / c). None is no bound."""
 
-    add_bias_linear: bool = True
+    add_bias_linear: bool = flag(
+        True, "--disable-bias-linear", help="Leave out the biases of all linear layers."
+    )
     """Biases in all linear layers."""
     add_qkv_bias: bool = False
-    """A bias in the QKV projection only."""
-    gated_linear_unit: bool = False
+    """A bias in the QKV projection, also with --disable-bias-linear."""
+    gated_linear_unit: bool = no_flag(False)
     """Gate the MLP: fc2(act(gate) * up) (arXiv 2002.05202)."""
-    activation_func: Callable[[torch.Tensor], torch.Tensor] = F.gelu
+    activation_func: Callable[[torch.Tensor], torch.Tensor] = no_flag(F.gelu)
     """Nonlinearity of the MLP."""
     glu_linear_offset: float = 0.0
     """Added to the branch that a gate multiplies (GPT-OSS: 1)."""
@@ -61,16 +65,18 @@ class BlockConfig:
 
     softmax_scale: float | None = None
     """Factor on the attention logits; None means 1 / sqrt(kv_channels)."""
-    attention_softmax_in_fp32: bool = True
+    attention_softmax_in_fp32: bool = flag(True, cli_default=False)
     """Compute the unfused softmax in fp32."""
     apply_query_key_layer_scaling: bool = False
     """Divide the logits by the layer number before, and multiply after, rounding to half."""
-    softmax_type: str = "vanilla"
+    softmax_type: str = flag("vanilla", choices=SOFTMAX_TYPES)
     """Denominator of the attention weights: "vanilla"; "off-by-one" adds 1, a key of score zero
     that nothing comes from; "learnable" gives each head a score for it (arXiv 2309.17453)."""
-    window_size: tuple[int, int] | None = None
-    """Sliding window: keys (left, right) of a query it may see; -1 is unlimited."""
-    window_attn_skip_freq: int | list[int] | None = None
+    window_size: tuple[int, int] | None = flag(None, parse=int_pair, type_text="int,int")
+    """Sliding window: keys to the left and right that a query may see; -1 is unlimited."""
+    window_attn_skip_freq: int | list[int] | None = flag(
+        None, parse=layer_pattern, type_text="int or list expr"
+    )
     """Which layers have the window: N for all but every N-th, or per layer 1 (window) or 0. None is
     all of them."""
     attn_logit_softcapping: float | None = None

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.core.errors import ConfigError, MegatronError
+from megatron.core.flag_expressions import layer_pattern
+from megatron.core.flags import flag
 from megatron.core.utils import best_divisor
 
 BALANCE_METHODS = ("aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none")
@@ -18,64 +20,86 @@ DROP_POLICIES = ("probs", "position")
 class ExpertConfig:
     """Routed experts, their router and dispatcher. Names and defaults are Megatron's."""
 
-    num_moe_experts: int | None = None
+    num_moe_experts: int | None = flag(None, name="num_experts")
     """Routed experts of each expert layer; None is a dense model."""
-    moe_layer_freq: int | list[int] = 1
+    moe_layer_freq: int | list[int] = flag(
+        1, parse=layer_pattern, type_text="int or list expr", part_of="num_experts"
+    )
     """Which layers have experts: every N-th, beginning with the first, or 0/1 for each layer."""
-    moe_ffn_hidden_size: int | None = None
+    moe_ffn_hidden_size: int | None = flag(None, part_of="num_experts")
     """Width of one expert; None means ffn_hidden_size."""
-    moe_grouped_gemm: bool = False
+    moe_grouped_gemm: bool = flag(False, part_of="num_experts")
     """Compute all experts of a rank together instead of one module after the other."""
-    moe_layer_recompute: bool = False
+    moe_layer_recompute: bool = flag(False, part_of="num_experts")
     """Drop the activations of expert layers and form them again in backward."""
 
-    moe_router_topk: int = 2
+    moe_router_topk: int = flag(2, part_of="num_experts")
     """Experts that each token visits."""
-    moe_router_score_function: str = "softmax"
+    moe_router_score_function: str = flag(
+        "softmax", choices=("softmax", "sigmoid", "sqrtsoftplus"), part_of="num_experts"
+    )
     """What turns the router's logits into scores: softmax, sigmoid or sqrtsoftplus."""
-    moe_router_pre_softmax: bool = False
+    moe_router_pre_softmax: bool = flag(False, part_of="num_experts")
     """Take the softmax over all experts, not over the chosen ones."""
-    moe_router_topk_scaling_factor: float | None = None
+    moe_router_topk_scaling_factor: float | None = flag(None, part_of="num_experts")
     """Factor on the weights of the chosen experts."""
-    moe_router_num_groups: int | None = None
+    moe_router_num_groups: int | None = flag(None, part_of="num_experts")
     """Groups of experts, of which a token visits `moe_router_group_topk` (arXiv 2412.19437)."""
-    moe_router_group_topk: int | None = None
+    moe_router_group_topk: int | None = flag(None, part_of="num_experts")
     """Groups that a token may visit."""
-    moe_router_group_score_topk: int | None = None
-    """Experts of a group whose scores, summed, are the group's; None is
-    moe_router_topk / moe_router_group_topk."""
-    moe_router_dtype: str | None = None
+    moe_router_group_score_topk: int | None = flag(None, part_of="num_experts")
+    """Experts of a group whose scores, summed, are the group's; 1 as in DeepSeek-V2. Default
+    moe-router-topk / moe-router-group-topk."""
+    moe_router_dtype: str | None = flag(None, choices=("fp32", "fp64"), part_of="num_experts")
     """Dtype of the router's matrix product: fp32, fp64, or None for that of the model. Scores are
     fp32 at least."""
-    moe_router_enable_expert_bias: bool = False
+    moe_router_enable_expert_bias: bool = flag(False, part_of="num_experts")
     """Even out the load by a bias on the scores that choose (arXiv 2408.15664)."""
-    moe_router_bias_update_rate: float = 1e-3
+    moe_router_bias_update_rate: float = flag(0.001, part_of="num_experts")
     """How far that bias moves in a step."""
-    moe_router_load_balancing_type: str | list[str] = "aux_loss"
+    moe_router_load_balancing_type: str | list[str] = flag(
+        "aux_loss",
+        nargs="+",
+        choices=(
+            "aux_loss",
+            "seq_aux_loss",
+            "global_aux_loss",
+            "sinkhorn",
+            "quantile_balancing",
+            "none",
+        ),
+        part_of="num_experts",
+        refuse_values={"quantile_balancing": "use --moe-router-enable-expert-bias"},
+    )
     """One or several of aux_loss, seq_aux_loss, global_aux_loss; or sinkhorn, or none."""
-    moe_aux_loss_coeff: float | list[float] = 0.0
+    moe_aux_loss_coeff: float | list[float] = flag(0.0, nargs="+", part_of="num_experts")
     """Weight of the balance loss; one for each method where there are several."""
-    moe_z_loss_coeff: float | None = None
+    moe_z_loss_coeff: float | None = flag(None, part_of="num_experts")
     """Weight of the mean square of the logits' log-sum-exp (arXiv 2202.08906, section 3.1)."""
-    moe_input_jitter_eps: float | None = None
+    moe_input_jitter_eps: float | None = flag(None, part_of="num_experts")
     """Multiply the router's input by uniform noise in [1 - eps, 1 + eps] (arXiv 2101.03961)."""
-    moe_router_force_load_balancing: bool = False
+    moe_router_force_load_balancing: bool = flag(False, part_of="num_experts")
     """Route at random: for measuring speed."""
 
-    moe_token_dispatcher_type: str = "allgather"
+    moe_token_dispatcher_type: str = flag(
+        "allgather",
+        choices=("allgather", "alltoall", "flex"),
+        part_of="num_experts",
+        refuse_values={"flex": "use --moe-token-dispatcher-type alltoall"},
+    )
     """How tokens travel to experts on other ranks."""
-    moe_expert_capacity_factor: float | None = None
+    moe_expert_capacity_factor: float | None = flag(None, part_of="num_experts")
     """Tokens of one sequence that an expert takes, over the even share; None drops nothing."""
-    moe_token_drop_policy: str = "probs"
+    moe_token_drop_policy: str = flag("probs", choices=("probs", "position"), part_of="num_experts")
     """Which tokens stay where an expert is full: the likeliest, or the first."""
-    moe_pad_expert_input_to_capacity: bool = False
+    moe_pad_expert_input_to_capacity: bool = flag(False, part_of="num_experts")
     """Give every expert an input of the same length: its capacity in each sequence."""
-    moe_shared_expert_intermediate_size: int | None = None
+    moe_shared_expert_intermediate_size: int | None = flag(None, part_of="num_experts")
     """Width of the expert that every token visits; None is none."""
-    moe_shared_expert_gate: bool = False
+    moe_shared_expert_gate: bool = flag(False, part_of="moe_shared_expert_intermediate_size")
     """Weigh the shared expert's output by a sigmoid gate of the token."""
-    moe_shared_expert_overlap: bool = False
-    """Compute the shared expert while tokens travel to the routed ones and back."""
+    moe_shared_expert_overlap: bool = flag(False, part_of="moe_shared_expert_intermediate_size")
+    """Compute the shared expert while tokens travel to the routed ones (alltoall dispatcher)."""
 
     def derive_experts(
         self, ffn_hidden_size: int | None, recompute_modules: list[str] | None

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from megatron.core.flags import no_flag
 from megatron.core.initialization import init_method_normal, scaled_init_method_normal
 
 
@@ -14,11 +15,11 @@ from megatron.core.initialization import init_method_normal, scaled_init_method_
 class InitializationConfig:
     """Functions that fill a full weight in place."""
 
-    init_method: Callable[[torch.Tensor], object] | None = None
+    init_method: Callable[[torch.Tensor], object] | None = no_flag(None)
     """Fills most weights; None means N(0, init_method_std^2)."""
-    output_layer_init_method: Callable[[torch.Tensor], object] | None = None
+    output_layer_init_method: Callable[[torch.Tensor], object] | None = no_flag(None)
     """Fills weights that end a residual branch; None means std / sqrt(2 * num_layers)."""
-    embedding_init_method: Callable[[torch.Tensor], object] | None = None
+    embedding_init_method: Callable[[torch.Tensor], object] | None = no_flag(None)
     """Fills embeddings; None means init_method."""
     init_method_std: float = 0.02
     """Standard deviation of the default initialisers."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron.core.errors import ConfigError, MegatronError
+from megatron.core.flags import flag
 
 
 @dataclass
@@ -12,34 +13,40 @@ class LatentAttentionConfig:
     """Keys and values that are kept as one short vector per token, the latent."""
 
     multi_latent_attention: bool = False
-    """Use multi-latent attention."""
-    q_lora_rank: int | None = None
+    """Attention whose keys and values are made from one short vector per token."""
+    q_lora_rank: int | None = flag(None, part_of="multi_latent_attention")
     """Width of the queries' latent; None projects queries in one step."""
-    kv_lora_rank: int = 512
+    kv_lora_rank: int = flag(512, cli_default=32, part_of="multi_latent_attention")
     """Width of the latent of keys and values."""
-    qk_head_dim: int = 128
+    qk_head_dim: int = flag(128, part_of="multi_latent_attention")
     """Width of a query/key head without its rotary part."""
-    qk_pos_emb_head_dim: int = 64
+    qk_pos_emb_head_dim: int = flag(64, part_of="multi_latent_attention")
     """Width of the rotary part, whose key all heads share."""
-    v_head_dim: int = 128
+    v_head_dim: int = flag(128, part_of="multi_latent_attention")
     """Width of a value head."""
-    rope_type: str = "yarn"
-    """"rope" or "yarn": angles of the rotary part."""
-    rotary_base: float = 10000
-    """Base of the rotary frequencies of multi-latent attention."""
-    rotary_scaling_factor: float = 40
-    """YaRN: how many times longer the context is than `original_max_position_embeddings`."""
+    rope_type: str = flag(
+        "yarn", cli_default=None, choices=("rope", "yarn"), part_of="multi_latent_attention"
+    )
+    """Positions of latent attention: yarn stretches them by --rotary-scaling-factor, and is rope
+    with the factor 1."""
+    rotary_base: float = flag(10000, kind=int)
+    """Base of the rotary frequencies (arXiv 2104.09864, section 3.2.2)."""
+    rotary_scaling_factor: float = flag(40, cli_default=1.0)
+    """YaRN: how many times longer the context becomes (arXiv 2309.00071). Of multi-latent attention
+    and of --position-embedding-type yarn, like the next ones."""
     original_max_position_embeddings: int = 4096
     """YaRN: context that the model was trained with first."""
     beta_fast: float = 32
     """YaRN: channels that turn more often than this within that context keep their speed."""
     beta_slow: float = 1
     """YaRN: channels that turn less often are slowed down by the whole factor."""
-    yarn_correction_range_round_to_int: bool = True
+    yarn_correction_range_round_to_int: bool = flag(
+        True, help="YaRN: let the share between the two change over whole channels."
+    )
     """YaRN: let the share between the two change over whole channels."""
     mscale: float = 1.0
-    """YaRN: how strongly scores grow with the factor."""
-    mscale_all_dim: float = 0.0
+    """YaRN attention temperature: how strongly scores grow with the factor."""
+    mscale_all_dim: float = flag(0.0, part_of="multi_latent_attention")
     """YaRN: the same for the part of a head that does not rotate."""
 
     def check_latent_attention(self) -> list[MegatronError]:
@@ -52,13 +59,13 @@ class LatentAttentionConfig:
             value = getattr(self, name)
             odd = name == "qk_pos_emb_head_dim" and value % 2
             if value is not None and (value < 1 or odd):
-                flag = "--" + name.replace("_", "-")
+                spelling = "--" + name.replace("_", "-")
                 problems.append(
                     ConfigError(
                         f"{name}={value}.",
                         rule="it is a positive number, and channels rotate in pairs",
-                        flags=[flag],
-                        fix=f"use {flag} {max(2, value + value % 2)}",
+                        flags=[spelling],
+                        fix=f"use {spelling} {max(2, value + value % 2)}",
                     )
                 )
         if self.rope_type not in ("rope", "yarn"):

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megatron.core.flag_expressions import layer_pattern
+from megatron.core.flags import flag
+
 
 @dataclass
 class PositionConfig:
@@ -11,9 +14,15 @@ class PositionConfig:
 
     rotary_interleaved: bool = False
     """Rotate neighbouring pairs (2i, 2i+1) instead of the halves (i, i + d/2)."""
-    no_rope_freq: list[int] | None = None
-    """Per layer: 1 where the layer skips rotary embedding."""
-    rotary_base_local: float | None = None
+    no_rope_freq: list[int] | None = flag(None, parse=layer_pattern, type_text="int or list expr")
+    """Layers without rotary embedding: N for every N-th, or a 0/1 list such as ([0]*3+[1])*8."""
+    rotary_base_local: float | None = flag(None, kind=int)
     """Base of the rotary frequencies in layers with a window; None is that of all layers."""
-    apply_rope_fusion: bool = False
+    apply_rope_fusion: bool = flag(
+        False,
+        "--no-rope-fusion",
+        cli_default=True,
+        help="Rotary embedding from plain operations.",
+        note="rotary embedding has one implementation",
+    )
     """Use a fused rotary kernel where a backend offers one."""

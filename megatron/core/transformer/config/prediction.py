@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron.core.errors import ConfigError, MegatronError
+from megatron.core.flags import flag
 
 
 @dataclass
@@ -13,7 +14,7 @@ class PredictionConfig:
 
     mtp_num_layers: int | None = None
     """Further tokens that are predicted, each by one more layer; None or 0 is none."""
-    mtp_loss_scaling_factor: float = 0.1
+    mtp_loss_scaling_factor: float = flag(0.1, part_of="mtp_num_layers")
     """Weight of the mean of their losses beside the loss of the next token."""
 
     def check_prediction(self) -> list[MegatronError]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron.core.errors import ConfigError, MegatronError
+from megatron.core.flags import flag
 
 RECOMPUTE_MODULES = ("core_attn", "mlp", "layernorm", "moe")
 """Parts of a layer that selective recomputation can drop and form again."""
@@ -14,15 +15,15 @@ RECOMPUTE_MODULES = ("core_attn", "mlp", "layernorm", "moe")
 class RecomputeConfig:
     """Which activations are dropped after forward and formed again in backward."""
 
-    recompute_granularity: str | None = None
-    """None, "full" (whole layers) or "selective" (recompute_modules of each layer)."""
-    recompute_method: str | None = None
+    recompute_granularity: str | None = flag(None, choices=("full", "selective"))
+    """Which activations are formed again in backward: whole layers, or parts of each."""
+    recompute_method: str | None = flag(None, choices=("uniform", "block"))
     """For "full": "uniform" (groups of layers) or "block" (the first layers of each chunk)."""
     recompute_num_layers: int | None = None
-    """Layers per group (uniform) or per chunk (block)."""
-    recompute_modules: list[str] | None = None
-    """For "selective": any of core_attn, mlp (of dense layers), moe, layernorm (kept where its
-    output is the residual stream); None means core_attn."""
+    """Layers of a group, or recomputed layers of a chunk."""
+    recompute_modules: list[str] | None = flag(None, nargs="+")
+    """Selective: any of core_attn, mlp, moe, layernorm. Default core_attn. Norms whose output is
+    the residual stream (--apply-residual-connection-post-layernorm) keep it."""
     distribute_saved_activations: bool = False
     """Shard the saved layer inputs over the tensor-parallel ranks."""
     mlp_chunks_for_training: int = 1

@@ -5,26 +5,27 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron.core.errors import ConfigError, MegatronError
+from megatron.core.flags import flag, no_flag
 
 
 @dataclass
 class ShapeConfig:
     """Number of layers, width, heads, vocabulary."""
 
-    num_layers: int = 0
+    num_layers: int = flag(0, cli_default=None)
     """Transformer layers of the whole model."""
-    hidden_size: int = 0
+    hidden_size: int = flag(0, cli_default=None)
     """Width of the residual stream."""
-    num_attention_heads: int = 0
+    num_attention_heads: int = flag(0, cli_default=None)
     """Query heads."""
-    num_query_groups: int | None = None
-    """Key/value heads; each serves num_attention_heads / num_query_groups query heads (GQA,
-    arXiv 2305.13245). None means one per query head."""
+    num_query_groups: int | None = flag(None, cli_default=1)
+    """Key/value heads; each serves num_attention_heads / num_query_groups query heads (GQA, arXiv
+    2305.13245). None means one per query head."""
     ffn_hidden_size: int | None = None
-    """Width of the MLP; None means 4 * hidden_size."""
+    """Width of the MLP. Default 4 * hidden-size, or 2/3 of it rounded down to 64 with --swiglu."""
     kv_channels: int | None = None
     """Width of one head; None means hidden_size / num_attention_heads, if that is whole."""
-    unpadded_vocab_size: int | None = None
+    unpadded_vocab_size: int | None = no_flag(None)
     """Number of real token ids. Rows beyond it pad the vocabulary to a size that splits evenly;
     they take no part in the loss, which therefore does not depend on the padding."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megatron.core.flags import flag
 from megatron.core.pipeline_parallel.layout import V_SCHEDULES, virtual_stages_of
 
 
@@ -11,9 +12,13 @@ from megatron.core.pipeline_parallel.layout import V_SCHEDULES, virtual_stages_o
 class StageConfig:
     """Uneven stages. `pipeline_parallel.layout` turns these into layers per stage, and checks."""
 
-    num_layers_in_first_pipeline_stage: int | None = None
-    """Layers of the first stage; the rest is split evenly."""
-    num_layers_in_last_pipeline_stage: int | None = None
+    num_layers_in_first_pipeline_stage: int | None = flag(
+        None, name="decoder_first_pipeline_num_layers"
+    )
+    """Layers of the first stage; the others share the rest evenly."""
+    num_layers_in_last_pipeline_stage: int | None = flag(
+        None, name="decoder_last_pipeline_num_layers"
+    )
     """Layers of the last stage."""
     account_for_embedding_in_pipeline_split: bool = False
     """Count the embedding as one layer of the first stage."""

@@ -1,8 +1,12 @@
 """A dataclass field is a command-line flag: the facts that its name and type do not tell.
 
-`hidden_dropout: float = flag(0.1)` gives `--hidden-dropout FLOAT`; the docstring under the field
-is the help. A `bool` that is False becomes a switch, a `bool` that is True an off-switch
-(`--no-X` and `--disable-X`). What is irregular is said in `flag(...)` and nowhere else.
+`hidden_dropout: float = 0.1` gives `--hidden-dropout FLOAT`; the docstring under the field is the
+help. A `bool` that is False becomes a switch, a `bool` that is True an off-switch (`--no-X` and
+`--disable-X`). What is irregular is said in `flag(...)` and nowhere else; a field of which there is
+no flag is declared by `no_flag(...)`.
+
+The dataclasses are those that use the settings. A `SettingsGroup` collects some of them for the
+command line, with its defaults where they differ from those of the library.
 """
 
 from __future__ import annotations
@@ -20,12 +24,28 @@ from typing import Any
 from megatron.core.config_base import field_docs
 
 _KEY = "flag"
+_SAME: Any = object()
+GroupT = typing.TypeVar("GroupT", bound=typing.Hashable)
 
 
 @dataclass(frozen=True, kw_only=True)
 class FlagFacts:
     """What a field says about its flag beyond name, type, default and docstring."""
 
+    name: str = ""
+    """Name on the command line and on `get_args()`, where it is not that of the field."""
+    cli_default: Any = _SAME
+    """Default of the command line, where it is not that of the field. None: nothing was given, and
+    `resolve` fills it or a rule asks for it."""
+    kind: type | None = None
+    """Type that the command line takes, where it is narrower than that of the field."""
+    help: str = ""
+    """Replaces the docstring: of an off-switch, which says what happens without the field."""
+    values: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """What the command line calls the values of the field."""
+    is_flag: bool = True
+    is_arg: bool = True
+    """Whether `get_args()` shows it."""
     spellings: tuple[str, ...] = ()
     """Replace `--kebab-case`; the first is the one shown to users."""
     choices: tuple[str | int, ...] = ()
@@ -48,6 +68,11 @@ class FlagFacts:
 def flag(
     default: Any,
     *spellings: str,
+    name: str = "",
+    cli_default: Any = _SAME,
+    kind: type | None = None,
+    help: str = "",
+    values: Mapping[str, Any] | None = None,
     choices: Sequence[str | int] = (),
     nargs: int | str | None = None,
     parse: Callable[[str], Any] | None = None,
@@ -59,6 +84,11 @@ def flag(
 ) -> Any:
     """Declare a field whose flag is irregular; see `FlagFacts` for the arguments."""
     facts = FlagFacts(
+        name=name,
+        cli_default=cli_default,
+        kind=kind,
+        help=help,
+        values=values or {},
         spellings=spellings,
         choices=tuple(choices),
         nargs=nargs,
@@ -69,9 +99,62 @@ def flag(
         note=note,
         part_of=part_of,
     )
+    return _field(default, facts)
+
+
+def no_flag(default: Any, *, is_arg: bool = False) -> Any:
+    """Declare a field that no flag sets.
+
+    Args:
+        is_arg: `resolve` derives it, and `get_args()` shows it.
+    """
+    return _field(default, FlagFacts(is_flag=False, is_arg=is_arg))
+
+
+def _field(default: Any, facts: FlagFacts) -> Any:
     if isinstance(default, list):
         return dataclasses.field(default_factory=lambda: list(default), metadata={_KEY: facts})
     return dataclasses.field(default=default, metadata={_KEY: facts})
+
+
+def _facts(field: dataclasses.Field[Any]) -> FlagFacts:
+    return field.metadata.get(_KEY) or FlagFacts()
+
+
+class SettingsGroup:
+    """A dataclass of settings as the command line has them; nothing in it can be changed.
+
+    Its defaults are those of the command line, also of fields that it inherits from the dataclass
+    that uses them. A subclass says `choices={field: ...}` where that dataclass does not know them.
+    """
+
+    _is_frozen = False
+
+    def __init_subclass__(cls, choices: Mapping[str, Sequence[str]] | None = None) -> None:
+        super().__init_subclass__()
+        declared = dict(cls.__dict__.get("__annotations__", {}))
+        for base in reversed(cls.__mro__[1:]):
+            if not dataclasses.is_dataclass(base):
+                continue
+            hints = typing.get_type_hints(base)
+            for field in dataclasses.fields(base):
+                facts = _facts(field)
+                default = _default(field) if facts.cli_default is _SAME else facts.cli_default
+                if choices and field.name in choices:
+                    facts = dataclasses.replace(facts, choices=tuple(choices[field.name]))
+                elif facts.cli_default is _SAME:
+                    continue
+                declared.setdefault(field.name, hints[field.name])
+                setattr(cls, field.name, _field(default, facts))
+        cls.__annotations__ = declared
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_is_frozen", True)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if self._is_frozen:
+            raise dataclasses.FrozenInstanceError(f"{type(self).__name__}.{name} is fixed")
+        object.__setattr__(self, name, value)
 
 
 @dataclass(frozen=True)
@@ -79,9 +162,11 @@ class FlagSpec:
     """One flag, complete: made from a dataclass field by `flag_specs`."""
 
     name: str
-    """Field name, and attribute name on `get_args()`."""
+    """Attribute name on `get_args()`."""
+    field: str
+    """Name of the field, which is the same for most."""
     group: str
-    """Attribute of `RunConfig` that holds the field."""
+    """Name of the group that holds the field."""
     element: type
     """Type of one value: int, float, str, bool or an enum."""
     default: Any
@@ -118,7 +203,15 @@ class FlagSpec:
         """Allowed values as the user types them; empty means any."""
         if issubclass(self.element, enum.Enum):
             return tuple(member.name for member in self.element)
-        return self.facts.choices
+        return tuple(self.facts.values) or self.facts.choices
+
+    def to_field(self, value: Any) -> Any:
+        """Return the value of the field for what the command line calls `value`."""
+        return self.facts.values.get(value, value) if self.facts.values else value
+
+    def to_arg(self, value: Any) -> Any:
+        """Return what the command line calls `value`, which is one of the field."""
+        return next((text for text, known in self.facts.values.items() if known == value), value)
 
     def type_text(self) -> str:
         """Describe the type in one word or two: for help, docs and messages."""
@@ -200,22 +293,45 @@ def flag_specs(group_class: type, group: str) -> tuple[FlagSpec, ...]:
     docs = field_docs(group_class)
     specs = []
     for field in dataclasses.fields(group_class):
-        facts = field.metadata.get(_KEY, FlagFacts())
-        default = (
-            field.default_factory()
-            if field.default_factory is not dataclasses.MISSING
-            else field.default
+        facts = _facts(field)
+        if not facts.is_flag:
+            continue
+        name = facts.name or field.name
+        element = facts.kind or (str if facts.values else _element_type(hints[field.name]))
+        spec = FlagSpec(
+            name=name,
+            field=field.name,
+            group=group,
+            element=element,
+            default=_default(field),
+            spellings=_spellings(name, _default(field), element is bool, facts),
+            help=facts.help or docs.get(field.name, ""),
+            facts=facts,
         )
-        element = _element_type(hints[field.name])
-        specs.append(
-            FlagSpec(
-                name=field.name,
-                group=group,
-                element=element,
-                default=default,
-                spellings=_spellings(field.name, default, element is bool, facts),
-                help=docs.get(field.name, ""),
-                facts=facts,
-            )
-        )
+        specs.append(dataclasses.replace(spec, default=spec.to_arg(spec.default)))
     return tuple(specs)
+
+
+def _default(field: dataclasses.Field[Any]) -> Any:
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    return field.default
+
+
+def arg_name(field: dataclasses.Field[Any]) -> str:
+    """Return what a field of a dataclass of settings is called on `get_args()`."""
+    return _facts(field).name or field.name
+
+
+def from_args(group_class: type[GroupT], values: Mapping[str, Any]) -> GroupT:
+    """Build a group from settings by their names on `get_args()`; others keep their default."""
+    specs = flag_specs(group_class, "")
+    return group_class(
+        **{spec.field: spec.to_field(values[spec.name]) for spec in specs if spec.name in values}
+    )
+
+
+def derived_args(group_class: type) -> tuple[str, ...]:
+    """Return the fields of a group that `get_args()` shows though no flag sets them."""
+    facts = {field.name: _facts(field) for field in dataclasses.fields(group_class)}
+    return tuple(name for name, fact in facts.items() if not fact.is_flag and fact.is_arg)
