@@ -84,6 +84,20 @@ ELSEWHERE: dict[str, dict[str, str]] = {
     "megatron.core.num_microbatches_calculator": {
         "_GLOBAL_NUM_MICROBATCHES_CALCULATOR": f"{_OWN}.functions:CURRENT_CALCULATOR"
     },
+    "megatron.core.optimizer": _all(
+        f"{_OWN}.optimizers",
+        "ChainedOptimizer",
+        "DistributedOptimizer",
+        "FP32Optimizer",
+        "Float16OptimizerWithFloat16Params",
+    ),
+    "megatron.core.optimizer.distrib_optimizer": _all(f"{_OWN}.optimizers", "DistributedOptimizer"),
+    "megatron.core.optimizer.optimizer": _all(
+        f"{_OWN}.optimizers",
+        "ChainedOptimizer",
+        "FP32Optimizer",
+        "Float16OptimizerWithFloat16Params",
+    ),
     "megatron.core.package_info": _all(
         f"{_OWN}.functions", "__version__", "__package_name__", "__shortversion__"
     ),

@@ -106,7 +106,8 @@ class WrappedTensor:
 
     def unwrap(self) -> Tensor:
         """Return the tensor, once."""
-        assert self._tensor is not None, "the tensor was taken out already"
+        if self._tensor is None:
+            raise RuntimeError("WrappedTensor: the tensor was taken out already")
         tensor, self._tensor = self._tensor, None
         return tensor
 
@@ -245,9 +246,10 @@ def nvtx_range_pop(msg: str | None = None, suffix: str | None = None) -> None:
     """Close the range that was opened last."""
     if not _annotates:
         return
-    assert _ranges, "no range is open"
-    name, mark = _ranges.pop()
-    assert msg is None or msg == name, f"range {msg!r} is closed inside {name!r}"
+    if not _ranges or (msg is not None and msg != _ranges[-1][0]):
+        inner = repr(_ranges[-1][0]) if _ranges else "none"
+        raise RuntimeError(f"nvtx_range_pop({msg!r}): the innermost open range is {inner}")
+    _, mark = _ranges.pop()
     mark.__exit__(None, None, None)
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.device import current_device
-from megatron.core.errors import ConfigError
+from megatron.core.errors import ConfigError, TopologyError
 from megatron.core.process_groups_config import FakeGroup, Group, ProcessGroupCollection
 from megatron.core.rank_grid import RankGrid
 from megatron.core.utils import get_pg_rank
@@ -173,7 +173,12 @@ class RankGenerator:
         axes = order.lower().split("-")
         for axis, size in sizes.items():
             if axis not in axes:
-                assert size == 1, f"{axis} has size {size} and is not in the order {order!r}"
+                if size != 1:
+                    raise TopologyError(
+                        f"{axis} has size {size} and is not in the order {order!r}.",
+                        rule="the order of the ranks names every axis that is larger than 1",
+                        fix=f"use {'-'.join([*axes, axis])!r}",
+                    )
                 axes.append(axis)
         self.order = "-".join(axes)
         self.ordered_size = [sizes[axis] for axis in axes]

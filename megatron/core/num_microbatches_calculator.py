@@ -394,7 +394,12 @@ unset_num_microbatches_calculator = destroy_num_microbatches_calculator
 
 
 def _current() -> NumMicroBatchesCalculator:
-    assert _calculator is not None, "init_num_microbatches_calculator was not called"
+    if _calculator is None:
+        raise ConfigError(
+            "the number of micro batches was asked for before it was set.",
+            rule="the batch sizes of a process are set once, before its first step",
+            fix="call init_num_microbatches_calculator() first",
+        )
     return _calculator
 
 

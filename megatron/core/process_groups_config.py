@@ -121,7 +121,12 @@ class ProcessGroupCollection:
             return collection
         names = {f.name for f in fields(cls)}
         unknown = [name for name in required_pgs if name not in names]
-        assert not unknown, f"unknown process groups {unknown}; known are {sorted(names)}"
+        if unknown:
+            raise TopologyError(
+                f"unknown process groups {unknown}.",
+                rule=f"known are {', '.join(sorted(names))}",
+                fix="name groups of this list in required_pgs",
+            )
         return cls(
             **{name: getattr(collection, name) for name in required_pgs},
             ranks=collection.ranks,

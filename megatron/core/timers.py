@@ -26,7 +26,8 @@ class Timer:
 
     def start(self, barrier: bool = False) -> None:
         """Start; waits for queued device work first so that only this section is timed."""
-        assert self._started_at is None, f"timer {self.name!r} runs already"
+        if self._started_at is not None:
+            raise RuntimeError(f"timer {self.name!r} runs already: stop() it before start()")
         if barrier and dist.is_initialized():
             dist.barrier()
         device.synchronize()
@@ -34,7 +35,8 @@ class Timer:
 
     def stop(self, barrier: bool = False) -> None:
         """Stop and accumulate."""
-        assert self._started_at is not None, f"timer {self.name!r} was not started"
+        if self._started_at is None:
+            raise RuntimeError(f"timer {self.name!r} was not started: start() it before stop()")
         if barrier and dist.is_initialized():
             dist.barrier()
         device.synchronize()

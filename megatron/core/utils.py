@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megatron.core.errors import ConfigError
 from megatron.core.initialization import (  # noqa: F401  part of this module's public names
     init_method_normal,
     scaled_init_method_normal,
@@ -26,8 +27,13 @@ def get_pg_rank(group: Any = None) -> int:
 
 
 def ensure_divisibility(numerator: int, denominator: int) -> None:
-    """Assert that `denominator` divides `numerator`."""
-    assert numerator % denominator == 0, f"{numerator} is not divisible by {denominator}"
+    """Raise `ConfigError` unless `denominator` divides `numerator`."""
+    if denominator < 1 or numerator % denominator:
+        raise ConfigError(
+            f"{numerator} is not divisible by {denominator}.",
+            rule="a size is split into equal parts, one for each rank",
+            fix="choose sizes that the number of parts divides",
+        )
 
 
 def divide(numerator: int, denominator: int) -> int:
@@ -45,10 +51,14 @@ def get_attr_wrapped_model(
         allow_none: a wrapper's attribute that is None counts as found.
         return_model_obj: return the object that has the attribute instead of its value.
     """
-    assert not isinstance(model, list), "pass one model chunk, not the list of chunks"
+    if isinstance(model, list):
+        raise TypeError("get_attr_wrapped_model() takes one model chunk, not the list of chunks")
     owner: Any = model
     while not hasattr(owner, attr) or (not allow_none and getattr(owner, attr) is None):
-        assert hasattr(owner, "module"), f"no attribute {attr!r} in {type(owner).__name__}"
+        if not hasattr(owner, "module"):
+            raise AttributeError(
+                f"{type(model).__name__} and what it wraps have no attribute {attr!r}"
+            )
         owner = owner.module
     return owner if return_model_obj else getattr(owner, attr)
 

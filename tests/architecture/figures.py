@@ -250,6 +250,25 @@ def without_shapes() -> Iterator[str]:
     return (where for where, has_shape in tensor_functions() if not has_shape)
 
 
+def asserts_on_arguments() -> Iterator[str]:
+    """Asserts of public functions that compare an argument: users and third parties get errors.
+    What only tells the type checker that a value is not None is no check of input."""
+    for module in modules().values():
+        for function, _ in module.public_functions():
+            names = {argument.arg for argument in _arguments(function)} - {"self", "cls"}
+            for node in ast.walk(function):
+                if not isinstance(node, ast.Assert):
+                    continue
+                compares = any(
+                    isinstance(part, ast.Not)
+                    or (isinstance(part, ast.Compare) and not isinstance(part.ops[0], ast.IsNot))
+                    for part in ast.walk(node.test)
+                )
+                read = {part.id for part in ast.walk(node.test) if isinstance(part, ast.Name)}
+                if compares and read & names:
+                    yield f"{module.path}:{node.lineno} {function.name}: {ast.unparse(node.test)}"
+
+
 def import_circles() -> Iterator[str]:
     """Groups of modules that import each other, also inside functions."""
     return (" <-> ".join(circle) for circle in circles())
@@ -279,6 +298,7 @@ FIGURES: Mapping[str, Callable[[], Iterator[str]]] = {
     "files with collectives": files_with_collectives,
     "device branches": device_branches,
     "unread parameters": unread_parameters,
+    "asserts on arguments": asserts_on_arguments,
     "public parameters": public_parameters,
     "Any in public parameters": any_parameters,
     "tensor functions without shapes": without_shapes,

@@ -13,6 +13,7 @@ BOUNDS = {
     "files with collectives": 31,
     "device branches": 42,
     "unread parameters": 180,
+    "asserts on arguments": 10,
     "import circles": 0,
     "long files": 2,
     "crumbs": 37,

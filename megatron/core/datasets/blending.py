@@ -16,6 +16,7 @@ from __future__ import annotations
 import numpy as np
 
 from megatron.core.datasets import native
+from megatron.core.errors import DataError
 
 _SMALLEST_BLOCK = 256
 _LARGEST_BLOCK = 16384
@@ -37,7 +38,12 @@ def greedy_blend(
         dataset of each sample, int16 [size], and its number within that dataset, int64 [size].
     """
     weights = np.ascontiguousarray(weights, np.float64)
-    assert len(weights) < 32767, len(weights)
+    if len(weights) >= 32767:
+        raise DataError(
+            f"a blend of {len(weights):,} datasets.",
+            rule="the index of a blend counts datasets in 16 bits: fewer than 32,767",
+            fix="merge datasets with tools/merge_datasets.py",
+        )
     if size == 0:
         return np.empty(0, np.int16), np.empty(0, np.int64)
     walk = _Walk(weights, None if capacities is None else np.asarray(capacities, np.float64))

@@ -36,7 +36,7 @@ from megatron.core.distributed.sharded_state import (
     declare_shards,
     take_over_state,
 )
-from megatron.core.errors import NumericsError
+from megatron.core.errors import NumericsError, refuse_given
 from megatron.core.initialization import fill_deferred_weights
 from megatron.core.kernels.cpu.malloc import return_freed_blocks
 from megatron.core.param_meta import get_param_meta
@@ -83,7 +83,8 @@ class DistributedDataParallel(nn.Module):
                 and inter_dist_opt.
         """
         super().__init__()
-        assert full_param_layout is None, "layouts computed elsewhere are not taken"
+        rule = "the layout of the buffers is computed here"
+        refuse_given("DDP", {"full_param_layout": full_param_layout}, rule=rule, fix="leave it out")
         self.config = config
         self.ddp_config = ddp_config
         self.module = module
@@ -310,7 +311,8 @@ class DistributedDataParallel(nn.Module):
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
         """Load into the wrapped module; in place, because buffers hold the storage."""
-        assert not assign, "parameters are views into buffers and cannot be replaced"
+        rule = "parameters are views into buffers and cannot be replaced"
+        refuse_given("load_state_dict()", {"assign": assign}, rule=rule, fix="copy in place")
         for buffer in self.gradient_buffers:
             buffer.wait_for_readers()
         if sharded := self._sharded():
@@ -364,9 +366,10 @@ class DistributedDataParallel(nn.Module):
 
     def finish_grad_sync(self, force_all_reduce: bool = False) -> None:
         """Complete the reduction over replicas; `finalize_model_grads` does the other sums."""
-        assert not force_all_reduce or not self.ddp_config.use_distributed_optimizer, (
-            "gradients of a sharded optimizer are reduced to shards only"
-        )
+        if self.ddp_config.use_distributed_optimizer:
+            rule = "gradients of a sharded optimizer are reduced to shards only"
+            given = {"force_all_reduce": force_all_reduce}
+            refuse_given("finish_grad_sync()", given, rule=rule, fix="leave it out")
         self.start_grad_sync()
         for buffer in self.gradient_buffers:
             buffer.finish_reductions()

@@ -10,17 +10,19 @@ it depends on the layout; weight gradients are not accumulated inside the GEMM (
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from megatron.core.device import device_type
+from megatron.core.errors import refuse_given
 from megatron.core.initialization import initialization_is_deferred
 from megatron.core.optional_imports import has, require
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.param_meta import ParamMeta, set_param_meta
-from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.process_groups_config import Group, ProcessGroupCollection
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -95,7 +97,17 @@ def _describe(
         set_param_meta(parameter, meta)
 
 
-def _group(tp_group: Any, pg_collection: ProcessGroupCollection | None) -> Any:
+def _refuse(layer: str, given: Mapping[str, object]) -> None:
+    """Raise `ConfigError` if an argument was given that this backend has no kernel for."""
+    refuse_given(
+        layer,
+        given,
+        rule="the layers of Transformer Engine have no kernel for it here",
+        fix='use the local layers: --transformer-impl "local"',
+    )
+
+
+def _group(tp_group: Group, pg_collection: ProcessGroupCollection | None) -> Group:
     if tp_group is not None:
         return tp_group
     return (pg_collection or ProcessGroupCollection.current()).tp
@@ -116,11 +128,13 @@ class TEColumnParallelLinear(_Linear):  # type: ignore[misc,valid-type]
         skip_bias_add: bool = False,
         is_expert: bool = False,
         stride: int = 1,
-        tp_group: Any = None,
+        tp_group: Group = None,
         pg_collection: ProcessGroupCollection | None = None,
-        **unused: Any,
+        tp_comm_buffer_name: str | None = None,
+        **options_of_others: object,
     ) -> None:
-        assert not gather_output and not is_expert, "not offered by this backend"
+        given = {"gather_output": gather_output, "is_expert": is_expert} | options_of_others
+        _refuse(type(self).__name__, given)
         tp = _group(tp_group, pg_collection)
         options = _linear_options(config, init_method, tp, "column")
         super().__init__(input_size, output_size, bias=bias, return_bias=skip_bias_add, **options)
@@ -148,11 +162,13 @@ class TELayerNormColumnParallelLinear(_LayerNormLinear):  # type: ignore[misc,va
         skip_bias_add: bool = False,
         is_expert: bool = False,
         stride: int = 1,
-        tp_group: Any = None,
+        tp_group: Group = None,
         pg_collection: ProcessGroupCollection | None = None,
-        **unused: Any,
+        tp_comm_buffer_name: str | None = None,
+        **options_of_others: object,
     ) -> None:
-        assert not gather_output and not is_expert, "not offered by this backend"
+        given = {"gather_output": gather_output, "is_expert": is_expert} | options_of_others
+        _refuse(type(self).__name__, given)
         tp = _group(tp_group, pg_collection)
         super().__init__(
             input_size,
@@ -193,11 +209,13 @@ class TERowParallelLinear(_Linear):  # type: ignore[misc,valid-type]
         input_is_parallel: bool,
         skip_bias_add: bool,
         is_expert: bool = False,
-        tp_group: Any = None,
+        tp_group: Group = None,
         pg_collection: ProcessGroupCollection | None = None,
-        **unused: Any,
+        tp_comm_buffer_name: str | None = None,
+        **options_of_others: object,
     ) -> None:
-        assert input_is_parallel and not is_expert, "not offered by this backend"
+        scatters = {"input_is_parallel=False": not input_is_parallel}
+        _refuse(type(self).__name__, scatters | {"is_expert": is_expert} | options_of_others)
         tp = _group(tp_group, pg_collection)
         options = _linear_options(config, init_method, tp, "row")
         super().__init__(input_size, output_size, bias=bias, return_bias=skip_bias_add, **options)
@@ -243,8 +261,9 @@ class TEDotProductAttention(_DotProductAttention):  # type: ignore[misc,valid-ty
         softmax_scale: float | None = None,
         cp_comm_type: str | None = None,
         pg_collection: ProcessGroupCollection | None = None,
-        **unused: Any,
+        **options_of_others: object,
     ) -> None:
+        _refuse("TEDotProductAttention", options_of_others)
         tp = _group(None, pg_collection)
         dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         context = _context_parallel_options(pg_collection, cp_comm_type)
@@ -274,10 +293,10 @@ class TEDotProductAttention(_DotProductAttention):  # type: ignore[misc,valid-ty
         attention_mask: Tensor | None,
         attn_mask_type: AttnMaskType | None = None,
         attention_bias: Tensor | None = None,
-        packed_seq_params: Any = None,
+        packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
         """Attend: [s, b, n/tp, d] -> [s, b, n/tp * d]."""
-        assert packed_seq_params is None, "packed sequences are not offered by this backend"
+        _refuse("TEDotProductAttention", {"packed_seq_params": packed_seq_params})
         options: dict[str, Any] = {}
         if attention_mask is not None:
             options = {"attention_mask": attention_mask, "attn_mask_type": "arbitrary"}

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megatron.core.errors import ConfigError
+
 MASKED_SCORE = -10000.0
 """What a masked score becomes: finite, so a row without any visible key is uniform, not NaN."""
 CPU_BLOCK_BYTES = 2**20
@@ -118,7 +120,12 @@ class FusedScaleMaskSoftmax(nn.Module):
         self.softmax_in_fp32 = softmax_in_fp32
         self.scale = 1.0 if scale is None else scale
         self.window_size = window_size
-        assert math.isfinite(self.scale), f"{scale=}"
+        if not math.isfinite(self.scale):
+            raise ConfigError(
+                f"scale={scale}.",
+                rule="attention scores are multiplied with a finite number",
+                fix="use 1 / sqrt(head dim), or None for 1",
+            )
 
     def forward(self, input: Tensor, mask: Tensor | None) -> Tensor:
         """Return probabilities [b, n, q, k] of scores [b, n, q, k].

@@ -1,24 +1,14 @@
 """Optimizers: main weights, sharded state, loss scaling, clipping by the global norm."""
 
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.factory import get_megatron_optimizer
 from megatron.core.optimizer.grad_scaler import ConstantGradScaler, DynamicGradScaler
-from megatron.core.optimizer.optimizer import (
-    ChainedOptimizer,
-    Float16OptimizerWithFloat16Params,
-    FP32Optimizer,
-    MegatronOptimizer,
-)
+from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer.param_groups import ParamGroupOverride, ParamKey
 
 __all__ = [
-    "ChainedOptimizer",
     "ConstantGradScaler",
-    "DistributedOptimizer",
     "DynamicGradScaler",
-    "FP32Optimizer",
-    "Float16OptimizerWithFloat16Params",
     "MegatronOptimizer",
     "OptimizerConfig",
     "ParamGroupOverride",

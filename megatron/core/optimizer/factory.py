@@ -12,15 +12,10 @@ from megatron.core.distributed.distributed_data_parallel import DistributedDataP
 from megatron.core.distributed.model_parameters import names_in_model
 from megatron.core.distributed.parameter_shard import ParameterShard
 from megatron.core.errors import ConfigError
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.grad_scaler import ConstantGradScaler, DynamicGradScaler
 from megatron.core.optimizer.gradient_norm import GradientReader
 from megatron.core.optimizer.main_param_shard import MainParamShard, main_param_of
-from megatron.core.optimizer.optimizer import (
-    Float16OptimizerWithFloat16Params,
-    FP32Optimizer,
-    MegatronOptimizer,
-)
+from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer.param_groups import (
     Overrides,
@@ -109,12 +104,9 @@ def assemble_optimizer(
     """
     _check_agreement(config, model_chunks)
     shards, reader = _collect_shards(model_chunks, groups, is_streamed=chunks_state(config))
-    kind: type[MegatronOptimizer] = FP32Optimizer
-    if any(item.is_copy for item in shards) or config.fp16 or config.bf16:
-        kind = Float16OptimizerWithFloat16Params
-    if any(_is_sharded(chunk) for chunk in model_chunks):
-        kind = DistributedOptimizer
-    return kind(build_rule(shards), config, shards, reader, model_chunks, build_grad_scaler(config))
+    return MegatronOptimizer(
+        build_rule(shards), config, shards, reader, model_chunks, build_grad_scaler(config)
+    )
 
 
 def build_grad_scaler(config: OptimizerConfig) -> ConstantGradScaler | None:

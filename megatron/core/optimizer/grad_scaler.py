@@ -9,7 +9,7 @@ import math
 import warnings
 from typing import Any
 
-from megatron.core.errors import CheckpointError, NumericsError
+from megatron.core.errors import CheckpointError, ConfigError, NumericsError
 
 
 class ConstantGradScaler:
@@ -55,8 +55,19 @@ class DynamicGradScaler(ConstantGradScaler):
         hysteresis: int = 2,
         floor_policy: str = "warn",
     ) -> None:
-        assert 0 < min_scale <= initial_scale, (min_scale, initial_scale)
-        assert growth_factor > 1 > backoff_factor > 0, (growth_factor, backoff_factor)
+        if not 0 < min_scale <= initial_scale:
+            raise ConfigError(
+                f"the loss scale begins at {initial_scale} and may fall to {min_scale}.",
+                rule="0 < min_loss_scale <= initial_loss_scale",
+                flags=["--initial-loss-scale", "--min-loss-scale"],
+                fix="use the defaults, 2**32 and 1.0",
+            )
+        if not growth_factor > 1 > backoff_factor > 0:
+            raise ConfigError(
+                f"growth_factor={growth_factor}, backoff_factor={backoff_factor}.",
+                rule="a loss scale grows by a factor above 1 and falls by one between 0 and 1",
+                fix="use the defaults, 2.0 and 0.5",
+            )
         super().__init__(initial_scale)
         self.min_scale = float(min_scale)
         self.growth_factor, self.backoff_factor = growth_factor, backoff_factor

@@ -42,7 +42,8 @@ class Lion(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """Update every parameter that has a gradient."""
-        assert closure is None, "a closure would run forward and backward inside the update"
+        if closure is not None:
+            raise TypeError(f"{type(self).__name__}.step() takes no closure: gradients are ready")
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is None:

@@ -97,7 +97,8 @@ class Muon(torch.optim.Optimizer):
         Communication: two all-to-alls over the data-parallel ranks per round of matrices, and
         what `MuonSettings.tp_mode` says over the tensor-parallel ranks.
         """
-        assert closure is None, "a closure would run forward and backward inside the update"
+        if closure is not None:
+            raise TypeError(f"{type(self).__name__}.step() takes no closure: gradients are ready")
         self.initialize_state()
         settings_of = {id(main): g for g in self.param_groups for main in g["params"]}
         for exchange in self._exchanges:

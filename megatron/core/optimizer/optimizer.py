@@ -235,68 +235,6 @@ class MegatronOptimizer:
         }
 
 
-class FP32Optimizer(MegatronOptimizer):
-    """The model's weights are fp32 and updated in place."""
-
-
-class Float16OptimizerWithFloat16Params(MegatronOptimizer):
-    """The model computes in half precision; main weights are fp32 copies."""
-
-
-class ChainedOptimizer(MegatronOptimizer):
-    """Several optimizers as one: one loss scale, one global norm, one decision to update."""
-
-    def __init__(self, chained_optimizers: Sequence[MegatronOptimizer]) -> None:
-        assert chained_optimizers, "a chain has at least one optimizer"
-        self.chained_optimizers = list(chained_optimizers)
-        first = self.chained_optimizers[0]
-        self.config, self.grad_scaler = first.config, first.grad_scaler
-        self.model_chunks = first.model_chunks
-        self.nonfinite = None
-
-    @property
-    def shards(self) -> list[MainParamShard]:  # type: ignore[override]
-        """The shards of all optimizers."""
-        return [shard for optimizer in self.chained_optimizers for shard in optimizer.shards]
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """The groups of all optimizers."""
-        return [group for optimizer in self.chained_optimizers for group in optimizer.param_groups]
-
-    @property
-    def state(self) -> Mapping[Tensor, dict[str, Any]]:
-        """The state of all tensors of all optimizers."""
-        return {p: s for optimizer in self.chained_optimizers for p, s in optimizer.state.items()}
-
-    def step(self) -> StepResult:
-        """Update with all optimizers, or with none."""
-        result = step_together(self.chained_optimizers, self.config, self.grad_scaler)
-        self.nonfinite = self.chained_optimizers[0].nonfinite
-        return result
-
-    def reload_model_params(self) -> None:
-        """Take the main weights from the model, in all optimizers."""
-        for optimizer in self.chained_optimizers:
-            optimizer.reload_model_params()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state of each optimizer under its number."""
-        return {str(i): o.state_dict() for i, o in enumerate(self.chained_optimizers)}
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue from `state_dict()`, or from a loaded `sharded_state_dict()`."""
-        for i, optimizer in enumerate(self.chained_optimizers):
-            optimizer.load_state_dict(state_dict[str(i)])
-
-    def sharded_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Return the declarations of each optimizer under its number; keys do not name it."""
-        return {
-            str(i): optimizer.sharded_state_dict(*args, **kwargs)
-            for i, optimizer in enumerate(self.chained_optimizers)
-        }
-
-
 def step_together(
     optimizers: Sequence[MegatronOptimizer],
     config: OptimizerConfig,

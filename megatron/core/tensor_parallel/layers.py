@@ -164,10 +164,20 @@ class ColumnParallelLinear(ParallelLinear):
         """
         if weight is None:
             weight = self.weight
-            assert weight is not None, "this layer owns no weight: pass one to forward()"
+            if weight is None:
+                raise ConfigError(
+                    "a layer without a weight was called without one.",
+                    rule="skip_weight_param_allocation leaves the weight to the caller",
+                    fix="pass the tied weight to forward(weight=...)",
+                )
         else:
             expected = (self.output_size_per_partition, self.input_size)
-            assert tuple(weight.shape) == expected, (tuple(weight.shape), expected)
+            if tuple(weight.shape) != expected:
+                raise ConfigError(
+                    f"a weight of shape {tuple(weight.shape)} was passed to a layer.",
+                    rule=f"[o/tp, i] of this layer is {expected}",
+                    fix="pass the shard of this rank",
+                )
         added_bias = None if self.skip_bias_add else self.bias
         out = parallel_linear(input_, weight, added_bias, self.plan)
         gathers = self.gather_output if runtime_gather_output is None else runtime_gather_output

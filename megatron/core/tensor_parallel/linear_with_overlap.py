@@ -251,7 +251,12 @@ def linear_with_grad_accumulation_and_async_allreduce(
         raise deferral_is_not_supported()
     if async_grad_allreduce is not None:
         allreduce_dgrad = async_grad_allreduce
-    assert not (allreduce_dgrad and sequence_parallel), "a reduce-scatter already sums"
+    if allreduce_dgrad and sequence_parallel:
+        raise ConfigError(
+            "allreduce_dgrad and sequence_parallel are both set.",
+            rule="the reduce-scatter of sequence parallelism sums the input gradient already",
+            fix="pass allreduce_dgrad=False",
+        )
     mode = InputMode.LOCAL
     if sequence_parallel:
         mode = InputMode.SEQUENCE_SHARD

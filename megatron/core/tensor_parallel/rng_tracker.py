@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.device import current_device
-from megatron.core.errors import refuse_given
+from megatron.core.errors import ConfigError, refuse_given
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.rng import rng_state
 from megatron.core.utils import get_pg_rank
@@ -80,9 +80,14 @@ class CudaRNGStatesTracker:
 
     def add(self, name: str, seed: int) -> None:
         """Start a stream. Two streams with one seed would repeat each other: refused."""
+        if seed in self.seeds_ or name in self.states_:
+            found = f"stream {name!r}" if name in self.states_ else f"a stream with seed {seed}"
+            raise ConfigError(
+                f"{found} exists already.",
+                rule="two streams with one seed or name would repeat each other's numbers",
+                fix="add the stream with a name and a seed of its own, or reset() the tracker",
+            )
         self._is_initialized = True
-        assert seed not in self.seeds_, f"seed {seed} is used by another stream already"
-        assert name not in self.states_, f"stream {name!r} exists already"
         self.seeds_.add(seed)
         outer = default_generator_state()
         _seed_default_generator(seed)
@@ -92,7 +97,12 @@ class CudaRNGStatesTracker:
     @contextmanager
     def fork(self, name: str = _MODEL_PARALLEL) -> Iterator[None]:
         """Draw from stream `name` inside; the default generator goes on unchanged afterwards."""
-        assert name in self.states_, f"no stream {name!r}; there are {sorted(self.states_)}"
+        if name not in self.states_:
+            raise ConfigError(
+                f"there is no random stream {name!r}; there are {sorted(self.states_)}.",
+                rule="a stream is added before numbers are drawn from it",
+                fix="call model_parallel_cuda_manual_seed(seed), or add(name, seed)",
+            )
         outer = default_generator_state()
         set_default_generator_state(self.states_[name])
         try:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.dist_checkpointing.mapping import RankOffset, ShardedStateDict
+from megatron.core.errors import ConfigError
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.sharded_state import sharded_state_dict_default
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -82,7 +83,13 @@ class Float16Module(MegatronModule):
 
     def __init__(self, config: TransformerConfig, module: nn.Module) -> None:
         super().__init__(config)
-        assert config.fp16 or config.bf16, "Float16Module needs config.fp16 or config.bf16"
+        if not (config.fp16 or config.bf16):
+            raise ConfigError(
+                "Float16Module was given a config without fp16 and bf16.",
+                rule="it casts a model to the half precision of its config",
+                flags=["--bf16", "--fp16"],
+                fix="set one of them, or leave the model unwrapped",
+            )
         self.float16_dtype = torch.bfloat16 if config.bf16 else torch.float16
         self.add_module("module", module.to(self.float16_dtype))
         self.pre_process = getattr(module, "pre_process", True)

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from megatron.core.dist_checkpointing.mapping import RankOffset, ShardedStateDict
-from megatron.core.errors import refuse_given
+from megatron.core.errors import ConfigError, refuse_given
 from megatron.core.pipeline_parallel.layout import pipeline_layout
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import checkpoint
@@ -55,7 +55,12 @@ def block_submodules(
         return spec
     module = get_module(spec)
     if isinstance(module, type) and issubclass(module, TransformerBlock):
-        assert isinstance(spec.submodules, TransformerBlockSubmodules), spec
+        if not isinstance(spec.submodules, TransformerBlockSubmodules):
+            raise ConfigError(
+                f"the submodules of a TransformerBlock spec are {type(spec.submodules).__name__}.",
+                rule="a block is built from TransformerBlockSubmodules",
+                fix="pass ModuleSpec(TransformerBlock, submodules=TransformerBlockSubmodules(...))",
+            )
         return spec.submodules
     count = get_num_layers_to_build(config, vp_stage, pp_rank)
     return TransformerBlockSubmodules(layer_specs=[spec] * count, layer_norm=WrappedTorchNorm)
@@ -164,7 +169,8 @@ class TransformerBlock(GraphableMegatronModule):
         )
         if not self.pre_process:
             hidden_states = self.input_tensor
-        assert hidden_states is not None, "no input: call set_input_tensor first"
+        if hidden_states is None:
+            raise RuntimeError("a stage without embedding has no input: call set_input_tensor()")
         # A stage frees the data of its output after sending it; only an owner of storage can.
         hidden_states = make_viewless_tensor(hidden_states, requires_grad=True, keep_graph=True)
         if rotary_pos_emb is not None and rotary_pos_cos is None:

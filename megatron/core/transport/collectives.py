@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron.core.errors import TopologyError
 from megatron.core.transport.shm.shm_collectives import ShmGroup, Transfer, open_shm_group
 
 if TYPE_CHECKING:
@@ -107,7 +108,12 @@ def all_gather(x: Tensor, group: Group, sizes: Sequence[int] | None = None) -> T
 def start_reduce_scatter(x: Tensor, group: Group) -> PendingTensor:
     """Begin to sum [t, ...] over `group`, each rank keeping its equal piece [t/tp, ...]."""
     x, size = x.contiguous(), group.size()
-    assert x.shape[0] % size == 0, f"{x.shape[0]} rows do not split over {size} ranks"
+    if x.shape[0] % size:
+        raise TopologyError(
+            f"{x.shape[0]} rows cannot be split over {size} ranks.",
+            rule="a reduce-scatter leaves the same number of rows on every rank",
+            fix="pad the sequence to a multiple of the ranks",
+        )
     shared = _shared_memory(x, group)
     if shared is not None:
         result = x.new_empty((x.shape[0] // size, *x.shape[1:]))

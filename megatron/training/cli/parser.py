@@ -108,7 +108,8 @@ def build_parser(
     if extra_args_provider is not None:
         before = len(parser._actions)
         extended = extra_args_provider(parser)
-        assert extended is None or extended is parser, "extra_args_provider returns its parser"
+        if extended is not None and extended is not parser:
+            raise TypeError("extra_args_provider returns the parser that it was given")
         # argument_default=SUPPRESS keeps our own values apart; a script's have their defaults.
         for action in parser._actions[before:]:
             if action.default is argparse.SUPPRESS and action.dest != argparse.SUPPRESS:

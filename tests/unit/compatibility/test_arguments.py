@@ -11,15 +11,24 @@ import pytest
 import torch
 
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
-from megatron.core.errors import CheckpointError, ConfigError
+from megatron.core.errors import CheckpointError, ConfigError, MegatronError
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_submodules,
 )
+from megatron.core.num_microbatches_calculator import (
+    destroy_num_microbatches_calculator,
+    get_num_microbatches,
+)
+from megatron.core.optimizer.grad_scaler import DynamicGradScaler
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.data import broadcast_data
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.tensor_parallel.rng_tracker import CudaRNGStatesTracker
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.transformer_block import TransformerBlock
+from megatron.core.utils import divide
 from megatron.training.checkpointing import load_checkpoint, save_checkpoint
 
 
@@ -121,3 +130,29 @@ def test_ranks_of_another_process_and_a_load_of_nothing_are_refused(tmp_path):
             save_checkpoint(3, model, None, None, 0.0, args=args, **given)
     with pytest.raises(ConfigError, match="skip_load_to_model_and_opt"):
         load_checkpoint(model, None, None, skip_load_to_model_and_opt=True, args=args)
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: divide(10, 4), "10 is not divisible by 4"),
+        (lambda: divide(10, 0), "10 is not divisible by 0"),
+        (lambda: ProcessGroupCollection.use_mpu_process_groups(["tp", "xp"]), "xp"),
+        (lambda: DynamicGradScaler(2.0, 4.0), "--min-loss-scale"),
+        (lambda: CudaRNGStatesTracker().fork("no").__enter__(), "no random stream 'no'"),
+        (lambda: broadcast_data(["text"], None, torch.int64), "text"),
+        (get_num_microbatches, "init_num_microbatches_calculator"),
+    ],
+)
+def test_what_others_pass_is_checked_by_errors_that_python_cannot_switch_off(call, words):
+    destroy_num_microbatches_calculator()
+    with pytest.raises(MegatronError, match=words):
+        call()
+
+
+def test_a_random_stream_is_added_once():
+    tracker = CudaRNGStatesTracker()
+    tracker.add("a", 1)
+    for name, seed in (("a", 2), ("b", 1)):
+        with pytest.raises(ConfigError, match="exists already"):
+            tracker.add(name, seed)

@@ -91,7 +91,7 @@ def test_a_wrapped_tensor_is_taken_out_once():
     tensor = torch.ones(2)
     wrapped = WrappedTensor(tensor)
     assert wrapped.unwrap() is tensor
-    with pytest.raises(AssertionError):
+    with pytest.raises(RuntimeError, match="taken out"):
         wrapped.unwrap()
 
 

@@ -4,9 +4,14 @@ import pytest
 import torch
 from torch import nn
 
+from megatron.compatibility.optimizers import (
+    ChainedOptimizer,
+    DistributedOptimizer,
+    Float16OptimizerWithFloat16Params,
+    FP32Optimizer,
+)
 from megatron.core.errors import ConfigError, NumericsError
 from megatron.core.optimizer import (
-    ChainedOptimizer,
     OptimizerConfig,
     ParamKey,
     get_megatron_optimizer,
@@ -222,6 +227,17 @@ def test_rules_change_groups_by_name_attribute_and_predicate():
     assert of[id(model.first.weight)]["lr"] == 0.5
     assert of[id(model.second.weight)]["weight_decay"] == pytest.approx(0.2)
     assert of[id(model.embedding.weight)]["lr"] == 3.0
+
+
+def test_megatrons_classes_tell_optimizers_apart():
+    sharded = wrap(SINGLE, use_distributed_optimizer=True)
+    for kind, ours in (
+        (FP32Optimizer, build(Model())),
+        (DistributedOptimizer, build(sharded, use_distributed_optimizer=True)),
+    ):
+        kinds = (FP32Optimizer, Float16OptimizerWithFloat16Params, DistributedOptimizer)
+        assert [isinstance(ours, each) for each in kinds] == [each is kind for each in kinds]
+        assert not isinstance(ours, ChainedOptimizer)
 
 
 def test_chained_optimizers_share_one_norm_and_one_decision():

@@ -173,7 +173,8 @@ class GPTModel(LanguageModule):
     def set_input_tensor(self, input_tensor: Any) -> None:
         """Take the previous stage's output, [s, b, h] ([s/tp, b, h] with sequence parallelism)."""
         if isinstance(input_tensor, (list, tuple)):
-            assert len(input_tensor) == 1, "one input tensor"
+            if len(input_tensor) != 1:
+                raise TypeError(f"set_input_tensor() takes one tensor, not {len(input_tensor)}")
             input_tensor = input_tensor[0]
         self.decoder.set_input_tensor(input_tensor)
 
@@ -308,7 +309,8 @@ class GPTModel(LanguageModule):
     def _begin_cached_pass(self, context: Any, decoder_input: Tensor | None) -> dict[str, Tensor]:
         """Prepare a pass with a cache; return the angles [s, b, 1, r] of its tokens."""
         states = self.decoder.input_tensor if decoder_input is None else decoder_input
-        assert states is not None, "no input: call set_input_tensor first"
+        if states is None:
+            raise RuntimeError("a stage without embedding has no input: call set_input_tensor()")
         context.enter(states.shape[0], states.shape[1], states.device)
         tables = self._angles(context.max_sequence_length)
         return {name: table.squeeze(1)[context.positions] for name, table in tables.items()}
@@ -318,7 +320,8 @@ class GPTModel(LanguageModule):
     ) -> PackedSeqParams:
         """Say once for all layers which document each position belongs to, and check it."""
         states = self.decoder.input_tensor if decoder_input is None else decoder_input
-        assert states is not None, "no input: call set_input_tensor first"
+        if states is None:
+            raise RuntimeError("a stage without embedding has no input: call set_input_tensor()")
         ids = packed.document_ids(states.shape[1], length, states.device)
         return replace(packed, seq_idx=ids)
 
