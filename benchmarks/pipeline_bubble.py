@@ -48,11 +48,11 @@ BUBBLE_CASES = [
     SleepingCase("1f1b", 1, 16, FORWARD_S),
     SleepingCase("1f1b", 2, 8, FORWARD_S / 2),
     SleepingCase("1f1b", 1, 16, FORWARD_S, exchange_s=FORWARD_S / 2),
-    SleepingCase("1f1b", 1, 16, FORWARD_S, exchange_s=FORWARD_S / 2, is_combined=True),
+    SleepingCase("1f1b", 1, 16, FORWARD_S, exchange_s=FORWARD_S / 2, overlap_f_b=True),
     SleepingCase("1f1b", 2, 16, FORWARD_S / 2, exchange_s=FORWARD_S / 4),
-    SleepingCase("1f1b", 2, 16, FORWARD_S / 2, exchange_s=FORWARD_S / 4, is_combined=True),
+    SleepingCase("1f1b", 2, 16, FORWARD_S / 2, exchange_s=FORWARD_S / 4, overlap_f_b=True),
     SleepingCase("dualpipe-v", 2, 8, FORWARD_S / 2, exchange_s=FORWARD_S / 4),
-    SleepingCase("dualpipe-v", 2, 8, FORWARD_S / 2, exchange_s=FORWARD_S / 4, is_combined=True),
+    SleepingCase("dualpipe-v", 2, 8, FORWARD_S / 2, exchange_s=FORWARD_S / 4, overlap_f_b=True),
 ]
 
 
@@ -151,7 +151,7 @@ def bubble_table(num_steps: int) -> None:
         simulated = case.simulated()
         measured = run_distributed(measure, case.num_ranks, case, num_steps, pp=case.num_ranks)[0]
         name = case.schedule if case.num_chunks == 1 else f"{case.schedule}, v={case.num_chunks}"
-        name += ", exchange" * (case.exchange_s > 0) + ", in turns" * case.is_combined
+        name += ", exchange" * (case.exchange_s > 0) + ", in turns" * case.overlap_f_b
         row = f"  {name:<36}{case.num_microbatches:>4}"
         for planned, found in (
             (simulated.bubble, min(measured.bubbles)),

@@ -24,8 +24,8 @@ from megatron.core.pipeline_parallel.instructions import FORWARD, WEIGHT_GRAD
 from megatron.core.pipeline_parallel.layout import V_SCHEDULES
 from megatron.core.pipeline_parallel.lower import lower
 from megatron.core.pipeline_parallel.plot import save, timeline_text
-from megatron.core.pipeline_parallel.programs import COMBINED_SCHEDULES, SCHEDULES, Plan
 from megatron.core.pipeline_parallel.simulate import Costs
+from megatron.core.pipeline_parallel.step_plan import OVERLAPPED_SCHEDULES, SCHEDULES, StepPlan
 from megatron.core.pipeline_parallel.trace import Trace, load_trace, planned_trace
 from megatron.core.pipeline_parallel.validate import validate
 
@@ -48,7 +48,7 @@ def parser() -> argparse.ArgumentParser:
         "--combined",
         action="store_true",
         help="forwards and backwards of the steady state take turns"
-        f" ({' and '.join(COMBINED_SCHEDULES)})",
+        f" ({' and '.join(OVERLAPPED_SCHEDULES)})",
     )
     made.add_argument("--forward-only", action="store_true", help="evaluation: no backward")
     made.add_argument("--forward-cost", type=float, help="of one chunk, in any unit (default 1)")
@@ -65,14 +65,14 @@ def parser() -> argparse.ArgumentParser:
 def plan_of(options: argparse.Namespace, measured: Trace | None) -> Trace:
     """Return the proved and simulated plan that the options, or the measured run, ask for."""
     forward, backward, unit = options.forward_cost or 1.0, options.backward_cost or 2.0, ""
-    plan = Plan(
+    plan = StepPlan(
         schedule=options.schedule,
         pipeline_size=options.pipeline_size,
         num_chunks=2 if options.schedule in V_SCHEDULES else options.num_chunks,
         num_microbatches=options.num_microbatches,
         group_size=options.group_size,
         forward_only=options.forward_only,
-        is_combined=options.combined,
+        overlap_f_b=options.combined,
     )
     if measured is not None:
         plan = plan._replace(

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from megatron.core.turns import keep_apart
+from megatron.core.step_context.overlap import register_thread_local
 
 MAX_ROW_BLOCKS = 64
 """Most blocks that the rows of one sample are cut into: enough for tp * cp * 2 <= 64."""
@@ -224,7 +224,7 @@ def _set_scope(scope: RandomScope) -> None:
     _STATE.scope = scope
 
 
-keep_apart(lambda: _STATE.scope, _set_scope)
+register_thread_local(lambda: _STATE.scope, _set_scope)
 
 
 def rng_state() -> RandomState:

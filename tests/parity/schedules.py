@@ -20,13 +20,13 @@ from dataclasses import dataclass, field
 from megatron.core.errors import ScheduleError
 from megatron.core.pipeline_parallel.instructions import Orders
 from megatron.core.pipeline_parallel.lower import lower
-from megatron.core.pipeline_parallel.orders.dualpipe_v import dualpipe_v_orders
-from megatron.core.pipeline_parallel.orders.forward_only import forward_only_orders
-from megatron.core.pipeline_parallel.orders.gpipe import gpipe_orders
-from megatron.core.pipeline_parallel.orders.interleaved import interleaved_orders
-from megatron.core.pipeline_parallel.orders.one_f_one_b import one_f_one_b_orders
-from megatron.core.pipeline_parallel.orders.zero_bubble import zero_bubble_h1_orders
-from megatron.core.pipeline_parallel.orders.zero_bubble_v import zero_bubble_v_orders
+from megatron.core.pipeline_parallel.schedule_definitions.dualpipe_v import dualpipe_v_orders
+from megatron.core.pipeline_parallel.schedule_definitions.forward_only import forward_only_orders
+from megatron.core.pipeline_parallel.schedule_definitions.gpipe import gpipe_orders
+from megatron.core.pipeline_parallel.schedule_definitions.interleaved import interleaved_orders
+from megatron.core.pipeline_parallel.schedule_definitions.one_f_one_b import one_f_one_b_orders
+from megatron.core.pipeline_parallel.schedule_definitions.zero_bubble import zero_bubble_h1_orders
+from megatron.core.pipeline_parallel.schedule_definitions.zero_bubble_v import zero_bubble_v_orders
 from megatron.core.pipeline_parallel.simulate import simulate
 from megatron.core.pipeline_parallel.validate import validate
 
@@ -34,21 +34,21 @@ Make = Callable[[int, int, int], Orders]
 SCHEDULES: dict[str, tuple[bool, Make]] = {
     "gpipe": (False, lambda p, v, m: gpipe_orders(p, m)),
     "1f1b": (False, lambda p, v, m: one_f_one_b_orders(p, m)),
-    "1f1b, combined": (False, lambda p, v, m: one_f_one_b_orders(p, m, is_combined=True)),
+    "1f1b, combined": (False, lambda p, v, m: one_f_one_b_orders(p, m, overlap_f_b=True)),
     "interleaved, group p": (True, lambda p, v, m: interleaved_orders(p, m, v)),
     "interleaved, group p+1": (True, lambda p, v, m: interleaved_orders(p, m, v, p + 1)),
     "interleaved, group 2p": (True, lambda p, v, m: interleaved_orders(p, m, v, 2 * p)),
     "interleaved, combined": (
         True,
-        lambda p, v, m: interleaved_orders(p, m, v, is_combined=True),
+        lambda p, v, m: interleaved_orders(p, m, v, overlap_f_b=True),
     ),
     "interleaved, combined, p+1": (
         True,
-        lambda p, v, m: interleaved_orders(p, m, v, p + 1, is_combined=True),
+        lambda p, v, m: interleaved_orders(p, m, v, p + 1, overlap_f_b=True),
     ),
     "interleaved, combined, 2p": (
         True,
-        lambda p, v, m: interleaved_orders(p, m, v, 2 * p, is_combined=True),
+        lambda p, v, m: interleaved_orders(p, m, v, 2 * p, overlap_f_b=True),
     ),
     "forward only": (True, lambda p, v, m: forward_only_orders(p, m, v)),
     "zb-h1": (False, lambda p, v, m: zero_bubble_h1_orders(p, m)),

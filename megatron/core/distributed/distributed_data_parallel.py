@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from megatron.core.deferred_gradients import put_off
 from megatron.core.distributed.bucketed_buffer import BucketedBuffer, ReductionPolicy
 from megatron.core.distributed.communication import Mesh, broadcast_from_first
 from megatron.core.distributed.compressed_reduction import CompressionSettings
@@ -41,6 +40,7 @@ from megatron.core.initialization import fill_deferred_weights
 from megatron.core.kernels.cpu.malloc import return_freed_blocks
 from megatron.core.param_meta import get_param_meta
 from megatron.core.process_groups_config import Group, ProcessGroupCollection
+from megatron.core.step_context.deferred_wgrad import defer_wgrad
 from megatron.core.utils import get_pg_rank, get_pg_size
 
 _TAGS_PER_BUFFER = 1 << 16
@@ -219,7 +219,7 @@ class DistributedDataParallel(nn.Module):
 
         def gradient_arrived(*_: Any) -> None:
             arrived = partial(buffer.gradient_arrived, index, self._syncs_in_backward)
-            if isinstance(buffer, ShardedGradientBuffer) and put_off(arrived):
+            if isinstance(buffer, ShardedGradientBuffer) and defer_wgrad(arrived):
                 # Behind the weight gradients of this backward pass that wait.
                 buffer.gradient_waits(index)
             else:
@@ -265,7 +265,7 @@ class DistributedDataParallel(nn.Module):
         def backward_ended() -> None:
             self._awaits_end = False
             for buffer in self.gradient_buffers:
-                if not put_off(buffer.end_backward):
+                if not defer_wgrad(buffer.end_backward):
                     buffer.end_backward()
             if self._units is not None:
                 self._units.end_backward()

@@ -8,12 +8,12 @@ belongs to the chunk itself, stay whole between forward and backward, which need
 backward (activation recompute) a forward pass frees nothing: the unit's backward pass follows and
 does it.
 
-The forward pass of one micro batch and the backward pass of another may take turns
-(`megatron.core.turns`). A unit is whole while *either* stands in it or has it on its way: each
-releases what it has asked for itself, and the last one to do so frees the unit. So neither takes
-weights from the other, both have at most two units each, and where they meet a unit is gathered
-once for both. Turns change at given places, not by the clock, so all ranks start the same gathers
-in the same order; gradients belong to the one backward pass.
+The forward pass of one micro batch and the backward pass of another may overlap
+(`core.step_context.overlap`). A unit is whole while *either* stands in it or has it on its way:
+each releases what it has asked for itself, and the last one to do so frees the unit. So neither
+takes weights from the other, both have at most two units each, and where they meet a unit is
+gathered once for both. Turns change at given places, not by the clock, so all ranks start the same
+gathers in the same order; gradients belong to the one backward pass.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from megatron.core.deferred_gradients import put_off
 from megatron.core.distributed.model_parameters import Unit
 from megatron.core.distributed.sections import Pass
 from megatron.core.distributed.sharded_parameter_buffer import ShardedParameterBuffer
 from megatron.core.kernels.cpu.malloc import return_free_pages
+from megatron.core.step_context.deferred_wgrad import defer_wgrad
 
 _Place = tuple[ShardedParameterBuffer, int]
 """A buffer, and the number of a section in it."""
@@ -125,7 +125,7 @@ class ParameterUnits:
         self._gather(numbers, Pass.BACKWARD)
         for number in numbers:
             for buffer, section in self._places[number]:
-                if put_off(partial(buffer.prepare_gradients, section)):
+                if defer_wgrad(partial(buffer.prepare_gradients, section)):
                     buffer.withhold_gradients(section)
                 else:
                     buffer.prepare_gradients(section)

@@ -8,8 +8,8 @@ buckets are alive at a time.
 Every backward pass is followed by a reduction, in `no_sync()` too: not to reduce would mean to
 keep whole gradients. So the traffic grows with the number of micro batches, and a pipeline needs
 no rule of its own. Sums over ranks are added up per micro batch, so the result differs from the
-lower stages by fp32 rounding. Where weight gradients wait (`megatron.core.deferred_gradients`) a
-micro batch is reduced when they are formed; what the first half of its backward has finished
+lower stages by fp32 rounding. Where weight gradients are deferred (`step_context.deferred_wgrad`) a
+micro batch is reduced when they are computed; what the first half of its backward has finished
 (norms, biases, embeddings) stays in `.grad` until then.
 """
 

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.core.deferred_gradients import weight_gradients_may_wait
 from megatron.core.errors import ConfigError
 from megatron.core.pipeline_parallel.grad_sync import GradSync
 from megatron.core.pipeline_parallel.instructions import Op, Placement, Step
@@ -27,7 +26,8 @@ from megatron.core.pipeline_parallel.p2p_communication import (
 )
 from megatron.core.pipeline_parallel.stage import PipelineStage
 from megatron.core.rng import rng_state
-from megatron.core.turns import run_in_turns
+from megatron.core.step_context.deferred_wgrad import enable_wgrad_deferral
+from megatron.core.step_context.overlap import overlap_forward_backward
 
 
 class _HandedOver:
@@ -113,17 +113,17 @@ class PipelineExecutor:
         rest = iter(steps)
         self.compiled: list[Callable[[], None]] = []
         for op, microbatch, chunk in rest:
-            if op is Op.COMBINE:
+            if op is Op.OVERLAP_F_B:
                 one, two = next(rest), next(rest)
                 self.compiled.append(partial(self.await_inputs, one, two))
                 halves = (partial(do[op], *which) for op, *which in (one, two))
-                self.compiled.append(partial(run_in_turns, *halves))
+                self.compiled.append(partial(overlap_forward_backward, *halves))
             else:
                 self.compiled.append(partial(do[op], microbatch, chunk))
 
     def run(self) -> None:
         """Execute the program once."""
-        with weight_gradients_may_wait() if self.splits_backward else contextlib.nullcontext():
+        with enable_wgrad_deferral() if self.splits_backward else contextlib.nullcontext():
             for step in self.compiled:
                 step()
 

@@ -1,7 +1,7 @@
 """The vocabulary of pipeline programs: steps, where stages live, and lists of both.
 
-Pure integers, no torch. A schedule is written as compute steps only (`orders/`), gets its
-communication from `lower.py`, is proved by `validate.py`, timed by `simulate.py`, drawn by
+Pure integers, no torch. A schedule is written as compute steps only (`schedule_definitions/`),
+gets its communication from `lower.py`, is proved by `validate.py`, timed by `simulate.py`, drawn by
 `plot.py` and run by `executor.py`. All of them speak in the objects of this file.
 
 Legend: `p` pipeline ranks, `v` model chunks per rank, `m` micro batches, `stage` a position in
@@ -31,7 +31,7 @@ class Op(IntEnum):
     FREE_GRADIENT = 9  # waits for the send of a gradient, then gives its memory back
     PARAM_GATHER = 10  # asks for the parameters of a chunk ahead of use
     GRAD_SYNC = 11  # from here on, the gradients of a chunk may be reduced over replicas
-    COMBINE = 12  # the forward and the backward that follow take turns
+    OVERLAP_F_B = 12  # the forward and the backward that follow take turns
 
 
 # Looking a member up in its enum costs more than making a step: loops over steps use these.
@@ -39,7 +39,7 @@ FORWARD, BACKWARD, INPUT_GRAD, WEIGHT_GRAD = Op(0), Op(1), Op(2), Op(3)
 RECV_ACTIVATION, RECV_GRADIENT = Op.RECV_ACTIVATION, Op.RECV_GRADIENT
 SEND_ACTIVATION, SEND_GRADIENT = Op.SEND_ACTIVATION, Op.SEND_GRADIENT
 FREE_OUTPUT, FREE_GRADIENT = Op.FREE_OUTPUT, Op.FREE_GRADIENT
-PARAM_GATHER, GRAD_SYNC, COMBINE = Op.PARAM_GATHER, Op.GRAD_SYNC, Op.COMBINE
+PARAM_GATHER, GRAD_SYNC, OVERLAP_F_B = Op.PARAM_GATHER, Op.GRAD_SYNC, Op.OVERLAP_F_B
 
 COMPUTE_OPS = frozenset((FORWARD, BACKWARD, INPUT_GRAD, WEIGHT_GRAD))
 
@@ -56,7 +56,7 @@ SHORT_NAME = {
     Op.FREE_GRADIENT: "free-grad",
     Op.PARAM_GATHER: "param-gather",
     Op.GRAD_SYNC: "grad-sync",
-    Op.COMBINE: "combine",
+    Op.OVERLAP_F_B: "overlap-f-b",
 }
 
 NO_MICROBATCH = -1
@@ -65,7 +65,7 @@ NO_MICROBATCH = -1
 class Step(NamedTuple):
     """One instruction of one rank.
 
-    `microbatch` is `NO_MICROBATCH` for PARAM_GATHER and COMBINE, and for a GRAD_SYNC that comes
+    `microbatch` is `NO_MICROBATCH` for PARAM_GATHER and OVERLAP_F_B, and for a GRAD_SYNC that comes
     after the last backward of its chunk (one that comes before it carries that backward's micro
     batch).
     """

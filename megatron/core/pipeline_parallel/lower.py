@@ -11,7 +11,7 @@ Pure integers, no torch. What is added to each rank:
 - FREE_*: wait for an earlier send and release its buffer: at the latest before the channel would
   hold more than `send_window` unfinished sends, and before the backward of that micro batch
   (whose gradient proves that the receiver has long had the data).
-- COMBINE: before the two steps of a pair, where the order combines them. Neither is sent before
+- OVERLAP_F_B: before the two steps of a pair, where the order combines them. Neither is sent before
   both have ended, and receives of both are posted before the first: what is proved of the two in
   a row (both waits, then both sends) then holds for any turns they take.
 - PARAM_GATHER(chunk): one chunk ahead of the chunk's first forward.
@@ -30,13 +30,13 @@ from collections.abc import Collection, Iterator
 
 from megatron.core.pipeline_parallel.instructions import (
     BACKWARD,
-    COMBINE,
     FORWARD,
     FREE_GRADIENT,
     FREE_OUTPUT,
     GRAD_SYNC,
     INPUT_GRAD,
     NO_MICROBATCH,
+    OVERLAP_F_B,
     PARAM_GATHER,
     RECV_ACTIVATION,
     RECV_GRADIENT,
@@ -118,7 +118,7 @@ def lower_rank(
             if above is not None and (op is BACKWARD or op is INPUT_GRAD):
                 sends.free_output(above, microbatch, chunk, program)
         if len(together) > 1:
-            program.append(Step(COMBINE, NO_MICROBATCH, 0))
+            program.append(Step(OVERLAP_F_B, NO_MICROBATCH, 0))
         program.extend(compute[index] for index in together)
         for index in together:
             op, microbatch, chunk = compute[index]

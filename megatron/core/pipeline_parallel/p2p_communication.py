@@ -26,8 +26,8 @@ from torch.distributed.distributed_c10d import PrefixStore, _get_process_group_s
 from megatron.core import device
 from megatron.core.errors import TopologyError
 from megatron.core.model_parallel_config import ModelParallelConfig
-from megatron.core.pipeline_parallel.step_agreement import (
-    StepAgreement,
+from megatron.core.pipeline_parallel.step_handshake import (
+    StepHandshake,
     disagreement,
     encode,
     lost_neighbour,
@@ -129,7 +129,7 @@ class P2PCommunicator:
         self.dtype = config.pipeline_dtype or config.params_dtype
         self.announces_shapes = config.variable_seq_lengths
         self.device = device.current_device()
-        self._agreement: StepAgreement | None = None
+        self._agreement: StepHandshake | None = None
         self._shared = _Shared()
         if self.size > 1:
             if pp_group not in _SHARED:
@@ -153,7 +153,7 @@ class P2PCommunicator:
             settings: names and values, the same names on all ranks.
             neighbours: pipeline ranks that this rank exchanges data with.
         Communication:
-            see `StepAgreement`; with NCCL one all-gather on the pipeline group.
+            see `StepHandshake`; with NCCL one all-gather on the pipeline group.
         Raises:
             TopologyError: here, or before the first data of a rank with other settings.
         """
@@ -161,7 +161,7 @@ class P2PCommunicator:
             return
         assert self.pp_group is not None
         if self.has_tags:
-            self._agreement = StepAgreement(self.pp_group, neighbours, settings, self._name)
+            self._agreement = StepHandshake(self.pp_group, neighbours, settings, self._name)
             return
         mine = encode(settings).to(self.device)
         if self._shared.agreed == (agreed := tuple(mine.tolist())):

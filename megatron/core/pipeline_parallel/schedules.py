@@ -1,7 +1,7 @@
 """The door through which training loops run a pipeline: `get_forward_backward_func`.
 
 The returned function keeps Megatron's keywords. Behind it there is one path for all schedules, no
-pipeline included: a plan (`programs.py`), stages (`stage.py`), channels (`p2p_communication.py`)
+pipeline included: a plan (`step_plan.py`), stages (`stage.py`), channels (`p2p_communication.py`)
 and one executor.
 """
 
@@ -20,9 +20,9 @@ from megatron.core.errors import ConfigError
 from megatron.core.pipeline_parallel.executor import PipelineExecutor
 from megatron.core.pipeline_parallel.grad_sync import GradSync, of_chunk
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator, Shape
-from megatron.core.pipeline_parallel.programs import Plan, proved_orders, rank_program
 from megatron.core.pipeline_parallel.recorder import MeasuredStage, PipelineRecorder
-from megatron.core.pipeline_parallel.stage import LossSettings, PipelineStage, Reported, Stage
+from megatron.core.pipeline_parallel.stage import LossSettings, PipelineStage, Stage, StepReport
+from megatron.core.pipeline_parallel.step_plan import StepPlan, rank_program, validated_orders
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import as_list, get_model_config, get_pg_size
 
@@ -102,7 +102,7 @@ def forward_backward(
     config = get_model_config(chunks[0])
     channels = p2p_communicator or P2PCommunicator(groups.pp, config)
     rank = channels.rank
-    plan = Plan(
+    plan = StepPlan(
         schedule=config.pipeline_schedule,
         pipeline_size=channels.size,
         num_chunks=len(chunks),
@@ -111,7 +111,7 @@ def forward_backward(
         forward_only=forward_only,
         prefetch=int(config.overlap_p2p_comm and not config.variable_seq_lengths),
         durations=tuple(config.pipeline_step_durations),
-        is_combined=config.overlap_moe_expert_parallel_comm,
+        overlap_f_b=config.overlap_moe_expert_parallel_comm,
     )
     _check_sizes(plan, len(iterators), expected_pp_size, expected_vp_size)
     if not forward_only and not torch.is_grad_enabled():
@@ -120,7 +120,7 @@ def forward_backward(
             rule="backward needs the graph of forward",
             fix="pass forward_only=True, or leave no_grad",
         )
-    orders = proved_orders(plan)
+    orders = validated_orders(plan)
     placement = orders.placement
     channels.begin_step(
         {**plan._asdict(), "seq_length": seq_length, "micro_batch_size": micro_batch_size},
@@ -140,7 +140,7 @@ def forward_backward(
     if adjust_tensor_shapes_fn is not None:
         receive_shapes, send_shapes = adjust_tensor_shapes_fn(receive_shapes, send_shapes)
 
-    reported = Reported()
+    reported = StepReport()
     loss = LossSettings(
         num_microbatches=num_microbatches,
         cp_group=groups.cp,
@@ -212,7 +212,9 @@ def get_tensor_shapes(
     return [(length, micro_batch_size, config.hidden_size)]
 
 
-def _check_sizes(plan: Plan, num_iterators: int, pp_size: int | None, vp_size: int | None) -> None:
+def _check_sizes(
+    plan: StepPlan, num_iterators: int, pp_size: int | None, vp_size: int | None
+) -> None:
     """Raise if the arguments of a step contradict each other."""
     if pp_size is not None and pp_size != plan.pipeline_size:
         raise ConfigError(
@@ -264,7 +266,7 @@ def _param_sync(config: Any, chunks: Sequence[Any]) -> Callable[[int], None] | N
 def _finalize(
     config: Any,
     chunks: Sequence[Any],
-    reported: Reported,
+    reported: StepReport,
     groups: ProcessGroupCollection,
     force_all_reduce: bool | None,
 ) -> None:

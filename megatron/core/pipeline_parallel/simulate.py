@@ -17,12 +17,12 @@ from typing import Any, NamedTuple
 from megatron.core.errors import ScheduleError
 from megatron.core.pipeline_parallel.instructions import (
     BACKWARD,
-    COMBINE,
     COMPUTE_OPS,
     FORWARD,
     FREE_GRADIENT,
     FREE_OUTPUT,
     INPUT_GRAD,
+    OVERLAP_F_B,
     RECV_ACTIVATION,
     RECV_GRADIENT,
     SEND_ACTIVATION,
@@ -283,7 +283,7 @@ class _Walker:
                 if item not in ready:
                     return self.block(rank, position, clock, item)
                 clock = max(clock, ready.pop(item))
-            elif op is COMBINE:
+            elif op is OVERLAP_F_B:
                 for half in steps[position + 1 : position + 3]:
                     needed = self.input_of(rank, half)
                     if needed != _NOTHING:
@@ -354,7 +354,7 @@ class _Walker:
 
 def _positions_in_pairs(steps: Sequence[Step]) -> set[int]:
     """Return where the two steps of each pair stand in a program."""
-    starts = [position for position, step in enumerate(steps) if step.op is COMBINE]
+    starts = [position for position, step in enumerate(steps) if step.op is OVERLAP_F_B]
     return {start + behind for start in starts for behind in (1, 2)}
 
 

@@ -19,9 +19,9 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megatron.core import device
-from megatron.core.deferred_gradients import WeightGradient, collecting
 from megatron.core.errors import ConfigError
-from megatron.core.side_losses import SideLossWeight, set_side_loss_weight
+from megatron.core.step_context.aux_loss import AuxLossScale, set_aux_loss_scale
+from megatron.core.step_context.deferred_wgrad import WeightGradient, capture_wgrads
 from megatron.core.utils import get_attr_wrapped_model, get_pg_size, unwrap_model
 
 
@@ -44,14 +44,14 @@ class LossSettings:
     collect_non_loss_data: bool = False
     scale: Callable[[Tensor], Tensor] | None = None
 
-    def side_losses(self) -> SideLossWeight:
+    def aux_loss_scale(self) -> AuxLossScale:
         """Return how losses that arise inside the model are weighted beside this one."""
         factor = get_pg_size(self.cp_group) / self.num_microbatches
-        return SideLossWeight(factor, self.per_token, self.scale)
+        return AuxLossScale(factor, self.per_token, self.scale)
 
 
 @dataclass
-class Reported:
+class StepReport:
     """What the last stage of a pipeline has to say about a step.
 
     Attributes:
@@ -104,7 +104,7 @@ class Stage:
         *,
         is_last: bool,
         loss: LossSettings,
-        reported: Reported,
+        reported: StepReport,
         trains: bool = True,
         keep_outputs: bool = False,
         renews_weight_cache: bool = True,
@@ -143,7 +143,7 @@ class Stage:
             announce = getattr(unwrap_model(self.model), "set_is_first_microbatch", None)
             if announce is not None:
                 announce()
-        set_side_loss_weight(self._loss.side_losses())
+        set_aux_loss_scale(self._loss.aux_loss_scale())
         with self._autocast():
             output, loss_function = self._forward_step(self._data_iterator, self.model)
             if self.is_last:
@@ -180,7 +180,7 @@ class Stage:
     def input_grad(self, microbatch: int, output_grads: Sequence[Tensor] | None) -> list[Tensor]:
         """Do the same, but leave weight gradients of linear layers to `weight_grad`."""
         calls: list[WeightGradient] = []
-        with collecting(calls):
+        with capture_wgrads(calls):
             grads = self.backward(microbatch, output_grads)
         self._weight_gradients[microbatch] = calls
         return grads

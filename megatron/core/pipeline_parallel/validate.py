@@ -26,13 +26,13 @@ from typing import NoReturn
 from megatron.core.errors import ScheduleError
 from megatron.core.pipeline_parallel.instructions import (
     BACKWARD,
-    COMBINE,
     FORWARD,
     FREE_GRADIENT,
     FREE_OUTPUT,
     GRAD_SYNC,
     INPUT_GRAD,
     NO_MICROBATCH,
+    OVERLAP_F_B,
     RECV_ACTIVATION,
     RECV_GRADIENT,
     SEND_ACTIVATION,
@@ -118,7 +118,7 @@ class _RankCheck:
             if not 0 <= chunk < num_chunks:
                 self.fail(step, "names a chunk that does not exist", f"there are {num_chunks}")
             if op >= Op.PARAM_GATHER:
-                if op is COMBINE:
+                if op is OVERLAP_F_B:
                     self.pair(step, *steps[position + 1 : position + 3])
                 self.bookkeeping(step)
                 continue
@@ -329,5 +329,5 @@ def _error(program: Program, marked: dict[int, Step], found: str, rule: str) -> 
         f"{program.schedule} program, rank {rank}: {step.label(program.placement.num_chunks)} "
         f"{found}.\n{order_text(program, marked)}",
         rule=rule,
-        fix="correct the order, or use one of megatron.core.pipeline_parallel.orders",
+        fix="correct the order, or use one of megatron.core.pipeline_parallel.schedule_definitions",
     )

@@ -19,7 +19,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.core import deferred_gradients
 from megatron.core.errors import ConfigError
 from megatron.core.kernels.cpu.prepacked_weights import linear
 from megatron.core.param_meta import (
@@ -29,6 +28,7 @@ from megatron.core.param_meta import (
     main_grad_addmm,
 )
 from megatron.core.process_groups_config import Group
+from megatron.core.step_context import deferred_wgrad
 from megatron.core.tensor_parallel import mappings
 from megatron.core.transport import collectives
 from megatron.core.utils import get_pg_size
@@ -96,7 +96,7 @@ def parallel_linear(x: Tensor, weight: Tensor, bias: Tensor | None, plan: Linear
     writes_main_grad = plan.fuses_main_grad and (
         has_main_grad(weight) or (bias is not None and has_main_grad(bias))
     )
-    if not communicates and not (writes_main_grad or deferred_gradients.may_wait()):
+    if not communicates and not (writes_main_grad or deferred_wgrad.wgrad_deferral_enabled()):
         # Nothing to do beyond torch's own: its C++ autograd is as fast as it gets.
         return linear(x, weight, bias)
     if torch.is_autocast_enabled(x.device.type):
@@ -160,7 +160,7 @@ class _ParallelLinear(torch.autograd.Function):
             grad = collectives.all_gather(grad, plan.group)
         grad_rows = grad.reshape(-1, grad.shape[-1])  # [t, o]
 
-        waits = needs_weight and deferred_gradients.put_off(
+        waits = needs_weight and deferred_wgrad.defer_wgrad(
             partial(_late_weight_gradient, ctx.weight, grad_rows, x, plan, input_mode)
         )
         needs_weight = needs_weight and not waits

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from megatron.core.process_groups_config import Group, ProcessGroupCollection
+from megatron.core.step_context.overlap import yield_to_peer
 from megatron.core.transport import collectives
-from megatron.core.turns import let_the_other_work
 from megatron.core.utils import divide, get_pg_size
 
 Sizes = Sequence[int] | None
@@ -164,7 +164,7 @@ class _ReduceScatterSequence(torch.autograd.Function):
 
 def _exchanged(x: Tensor, group: Group, output_sizes: Sizes, input_sizes: Sizes) -> Tensor:
     under_way = collectives.start_all_to_all(x, group, output_sizes, input_sizes)
-    let_the_other_work()
+    yield_to_peer()
     return under_way.wait()
 
 
@@ -198,7 +198,7 @@ class _Journey:
 
     def end(self) -> Tensor:
         assert self.under_way is not None
-        let_the_other_work()
+        yield_to_peer()
         pending, self.under_way = self.under_way, None
         return pending.wait()
 

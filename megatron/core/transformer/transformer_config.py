@@ -13,11 +13,11 @@ import torch
 from megatron.core.errors import ConfigError, MegatronError, raise_together
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.transformer.config.block import BlockConfig
-from megatron.core.transformer.config.combined_steps import combined_problems
 from megatron.core.transformer.config.context_parallel import context_parallel_problems
 from megatron.core.transformer.config.experts import ExpertConfig
 from megatron.core.transformer.config.initialization import InitializationConfig
 from megatron.core.transformer.config.latent_attention import LatentAttentionConfig
+from megatron.core.transformer.config.overlap_f_b import overlap_f_b_problems
 from megatron.core.transformer.config.position import PositionConfig
 from megatron.core.transformer.config.precision import PrecisionConfig
 from megatron.core.transformer.config.prediction import PredictionConfig
@@ -71,7 +71,7 @@ class TransformerConfig(
                 self.expert_tensor_parallel_size,
                 self.mlp_chunks_for_training,
             ),
-            *combined_problems(self),
+            *overlap_f_b_problems(self),
         ]
         if not problems:
             problems = self._check_splits()

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 
 from megatron.core.pipeline_parallel.layout import pipeline_layout
-from megatron.core.pipeline_parallel.programs import Plan, plan_report
+from megatron.core.pipeline_parallel.step_plan import StepPlan, plan_report
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 from megatron.training import launch
 from megatron.training.cli.parser import ParsedCommand
@@ -101,16 +101,16 @@ def _ranks(run: ResolvedRun) -> list[str]:
     ]
 
 
-def _plan(run: ResolvedRun) -> Plan:
+def _plan(run: ResolvedRun) -> StepPlan:
     chunks = run.virtual_pipeline_model_parallel_size or 1
-    return Plan(
+    return StepPlan(
         schedule=run.pipeline_schedule,
         pipeline_size=run.pipeline_model_parallel_size,
         num_chunks=chunks,
         num_microbatches=run.global_batch_size // (run.micro_batch_size * run.data_parallel_size),
         group_size=run.microbatch_group_size_per_vp_stage if chunks > 1 else None,
         durations=tuple(run.pipeline_step_durations),
-        is_combined=run.overlap_moe_expert_parallel_comm,
+        overlap_f_b=run.overlap_moe_expert_parallel_comm,
     )
 
 

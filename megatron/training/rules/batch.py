@@ -8,7 +8,7 @@ from megatron.core.batch_size_phases import parse_phases
 from megatron.core.errors import MegatronError
 from megatron.core.flags import kebab
 from megatron.core.pipeline_parallel.layout import V_SCHEDULES
-from megatron.core.pipeline_parallel.orders.interleaved import microbatch_groups
+from megatron.core.pipeline_parallel.schedule_definitions.interleaved import microbatch_groups
 from megatron.training.ramp_up import batch_size_at
 from megatron.training.resolve import ResolvedRun
 from megatron.training.rules.registry import problem, rule

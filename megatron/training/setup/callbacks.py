@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
-from megatron.core.pipeline_parallel.programs import SPLIT_SCHEDULES
+from megatron.core.pipeline_parallel.step_plan import SPLIT_SCHEDULES
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.timers import Timers
 from megatron.core.utils import get_model_config

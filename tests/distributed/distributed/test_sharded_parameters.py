@@ -8,11 +8,6 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from megatron.core.deferred_gradients import (
-    WeightGradient,
-    collecting,
-    weight_gradients_may_wait,
-)
 from megatron.core.distributed import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
@@ -22,9 +17,14 @@ from megatron.core.distributed import (
 from megatron.core.errors import ConfigError
 from megatron.core.initialization import has_memory, parameters_without_memory
 from megatron.core.rng import rng_state
+from megatron.core.step_context.deferred_wgrad import (
+    WeightGradient,
+    capture_wgrads,
+    enable_wgrad_deferral,
+)
+from megatron.core.step_context.overlap import overlap_forward_backward, yield_to_peer
 from megatron.core.transport.shm.mapped_gather import MappedTensor
 from megatron.core.transport.shm.page_pool import PooledTensor
-from megatron.core.turns import let_the_other_work, run_in_turns
 from megatron.training.metrics.params_norm import params_norm
 from tests.harness.distributed import distributed
 from tests.harness.machine import no_shared_memory
@@ -191,7 +191,7 @@ def test_a_forward_and_a_backward_that_take_turns_leave_each_other_what_they_use
     rest_bytes = sum(s.whole.tensor.numel() for s in buffer.sections) * 4 - 12 * layer_bytes
 
     def wait(*_):
-        let_the_other_work()
+        yield_to_peer()
         seen.append(bytes_of_whole_units(ddp))
 
     # The backward waits less often: each pass ends while the other one goes on, in some pair.
@@ -201,7 +201,7 @@ def test_a_forward_and_a_backward_that_take_turns_leave_each_other_what_they_use
             layer.mlp.register_full_backward_hook(wait)
     expected_losses, expected = two_micro_batches(run_in_a_row)
     most_in_a_row, seen = max(seen), []
-    for pair in (run_in_turns, lambda one, two: run_in_turns(two, one)):
+    for pair in (overlap_forward_backward, lambda one, two: overlap_forward_backward(two, one)):
         losses, found = two_micro_batches(pair)
         assert_close(losses, expected_losses, EXACT, "losses")
         for place, gradient in found.items():
@@ -226,11 +226,11 @@ def test_weight_gradients_that_wait_keep_neither_weights_nor_buckets(groups):
     for layer in ddp.module.decoder.layers:
         layer.mlp.register_full_backward_hook(lambda *_: num_whole.append(len(whole_layers(ddp))))
     ddp.zero_grad_buffer()
-    with weight_gradients_may_wait():
+    with enable_wgrad_deferral():
         losses = [forward(ddp, rank).mean() for _ in range(2)]
         waiting: list[list[WeightGradient]] = [[], []]
         for loss, calls in zip(losses, waiting, strict=True):
-            with collecting(calls):
+            with capture_wgrads(calls):
                 loss.backward()
             assert bytes_of_whole_units(ddp) == 0 and not buffer._whole
         for calls in waiting:

@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from megatron.core.deferred_gradients import put_off
-from megatron.core.pipeline_parallel.programs import Plan, plan_report
 from megatron.core.pipeline_parallel.recorder import PipelineRecorder
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.pipeline_parallel.simulate import Costs, Report
-from megatron.core.turns import let_the_other_work
+from megatron.core.pipeline_parallel.step_plan import StepPlan, plan_report
+from megatron.core.step_context.deferred_wgrad import defer_wgrad
+from megatron.core.step_context.overlap import yield_to_peer
 from tests.distributed.pipeline_parallel.linear_pipeline import LinearConfig
 
 
@@ -39,7 +39,7 @@ class SleepingCase:
     """Of a forward of one chunk."""
     num_ranks: int = 4
     exchange_s: float = 0.0
-    is_combined: bool = False
+    overlap_f_b: bool = False
 
     def simulated(self) -> Report:
         """Return what the simulator says of the case."""
@@ -49,10 +49,10 @@ class SleepingCase:
             backward=2 * self.compute_s + self.exchange_s,
             input_grad=self.compute_s + self.exchange_s,
             weight_grad=self.compute_s,
-            pair=3 * self.compute_s if self.is_combined else None,
+            pair=3 * self.compute_s if self.overlap_f_b else None,
         )
-        plan = Plan(self.schedule, self.num_ranks, self.num_chunks, self.num_microbatches)
-        return plan_report(plan._replace(is_combined=self.is_combined), costs)
+        plan = StepPlan(self.schedule, self.num_ranks, self.num_chunks, self.num_microbatches)
+        return plan_report(plan._replace(overlap_f_b=self.overlap_f_b), costs)
 
 
 class Measured(NamedTuple):
@@ -77,7 +77,7 @@ class Sleep(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
         time.sleep(ctx.forward_s)
         rest = functools.partial(time.sleep, ctx.forward_s)
-        if not put_off(rest):
+        if not defer_wgrad(rest):
             rest()
         return grad, None
 
@@ -99,7 +99,7 @@ class Exchange(torch.autograd.Function):
 
 def _travel(exchange_s: float) -> None:
     arrival = time.perf_counter() + exchange_s
-    let_the_other_work()
+    yield_to_peer()
     time.sleep(max(0.0, arrival - time.perf_counter()))
 
 
@@ -130,7 +130,7 @@ def measure(groups: Any, case: SleepingCase, num_steps: int) -> Measured:
     config = LinearConfig(
         pipeline_model_parallel_size=groups.pp.size(),
         pipeline_schedule=case.schedule,
-        overlap_moe_expert_parallel_comm=case.is_combined,
+        overlap_moe_expert_parallel_comm=case.overlap_f_b,
     )
     chunks = [SleepingStage(config, case) for _ in range(case.num_chunks)]
     recorder = PipelineRecorder()

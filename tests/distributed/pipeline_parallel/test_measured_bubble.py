@@ -48,7 +48,7 @@ def test_the_measured_bubble_is_the_simulated_one(schedule, num_chunks, num_micr
 )
 def test_turns_hide_both_exchanges_of_every_pair(schedule, num_chunks, num_ranks):
     compute_s, exchange_s = FORWARD_S * 2 / 3, FORWARD_S / 3
-    case = SleepingCase(schedule, num_chunks, 6, compute_s, num_ranks, exchange_s, is_combined=True)
+    case = SleepingCase(schedule, num_chunks, 6, compute_s, num_ranks, exchange_s, overlap_f_b=True)
     measured, simulated = measure_quietly(case), case.simulated()
     # Pieces are a third as long as above, and more of them follow each other: the quietest step
     # counts, since other programs only ever add time.

@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megatron.core.deferred_gradients import weight_gradients_may_wait
 from megatron.core.errors import ConfigError, ScheduleError
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -19,7 +18,7 @@ from megatron.core.pipeline_parallel import stage as stages
 from megatron.core.pipeline_parallel.grad_sync import GradSync
 from megatron.core.pipeline_parallel.instructions import NO_MICROBATCH
 from megatron.core.pipeline_parallel.schedules import get_tensor_shapes
-from megatron.core.pipeline_parallel.stage import LossSettings, Reported, Stage
+from megatron.core.pipeline_parallel.stage import LossSettings, Stage, StepReport
 from megatron.core.pipeline_parallel.utils import (
     is_pp_first_stage,
     is_pp_last_stage,
@@ -28,6 +27,7 @@ from megatron.core.pipeline_parallel.utils import (
 )
 from megatron.core.process_groups_config import FakeGroup, ProcessGroupCollection
 from megatron.core.rng import rng_state
+from megatron.core.step_context.deferred_wgrad import enable_wgrad_deferral
 from megatron.core.tensor_parallel.linear_with_overlap import LinearPlan, parallel_linear
 from megatron.core.timers import Timers
 
@@ -402,10 +402,10 @@ def test_input_gradients_leave_weight_gradients_to_their_own_step():
         None,
         is_last=True,
         loss=LossSettings(num_microbatches=1),
-        reported=Reported(),
+        reported=StepReport(),
     )
     seen = []
-    with weight_gradients_may_wait():
+    with enable_wgrad_deferral():
         stage.forward(0, None)
         stage.input_grad(0, None)
         seen.append((x.grad is not None, linear.bias.grad is not None, linear.weight.grad))

@@ -9,9 +9,9 @@ import pytest
 
 from megatron.core.errors import ConfigError, DataError
 from megatron.core.pipeline_parallel.lower import lower
-from megatron.core.pipeline_parallel.orders.interleaved import interleaved_orders
-from megatron.core.pipeline_parallel.orders.one_f_one_b import one_f_one_b_orders
 from megatron.core.pipeline_parallel.plot import save, svg, timeline_text
+from megatron.core.pipeline_parallel.schedule_definitions.interleaved import interleaved_orders
+from megatron.core.pipeline_parallel.schedule_definitions.one_f_one_b import one_f_one_b_orders
 from megatron.core.pipeline_parallel.trace import Trace, load_trace, planned_trace
 from tools import plot_schedule
 

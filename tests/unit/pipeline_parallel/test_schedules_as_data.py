@@ -16,16 +16,18 @@ from megatron.core.pipeline_parallel.instructions import (
     Step,
 )
 from megatron.core.pipeline_parallel.lower import lower, lower_rank
-from megatron.core.pipeline_parallel.orders.dualpipe_v import dualpipe_v_orders
-from megatron.core.pipeline_parallel.orders.forward_only import forward_only_orders
-from megatron.core.pipeline_parallel.orders.gpipe import gpipe_orders
-from megatron.core.pipeline_parallel.orders.interleaved import (
+from megatron.core.pipeline_parallel.schedule_definitions.dualpipe_v import dualpipe_v_orders
+from megatron.core.pipeline_parallel.schedule_definitions.forward_only import forward_only_orders
+from megatron.core.pipeline_parallel.schedule_definitions.gpipe import gpipe_orders
+from megatron.core.pipeline_parallel.schedule_definitions.interleaved import (
     interleaved_order,
     interleaved_orders,
     microbatch_groups,
 )
-from megatron.core.pipeline_parallel.orders.one_f_one_b import one_f_one_b_order, one_f_one_b_orders
-from megatron.core.pipeline_parallel.programs import Plan, plan_report, proved_orders, rank_program
+from megatron.core.pipeline_parallel.schedule_definitions.one_f_one_b import (
+    one_f_one_b_order,
+    one_f_one_b_orders,
+)
 from megatron.core.pipeline_parallel.simulate import (
     ChannelModel,
     Costs,
@@ -33,6 +35,12 @@ from megatron.core.pipeline_parallel.simulate import (
     report,
     simulate,
     walk,
+)
+from megatron.core.pipeline_parallel.step_plan import (
+    StepPlan,
+    plan_report,
+    rank_program,
+    validated_orders,
 )
 from megatron.core.pipeline_parallel.validate import validate
 from tests.parity.schedules import SCHEDULES, CorpusStats, cases, check
@@ -99,7 +107,7 @@ def test_a_group_smaller_than_the_pipeline_is_refused():
 def test_pairs_finish_and_cost_no_more_than_their_place_in_the_pipeline(orders, p, m):
     if orders is dualpipe_v_orders and m < 2 * p:
         return
-    combined = lower(orders(p, m, is_combined=True))
+    combined = lower(orders(p, m, overlap_f_b=True))
     validate(combined)
     found = simulate(combined, forward=1.0, backward=2.0).makespan
     plain = simulate(lower(orders(p, m)), forward=1.0, backward=2.0).makespan
@@ -107,7 +115,7 @@ def test_pairs_finish_and_cost_no_more_than_their_place_in_the_pipeline(orders, 
     assert found == plain + (p - 1 if orders is dualpipe_v_orders else 0)
     for rank, steps in enumerate(combined.ranks):
         for at, step in enumerate(steps):
-            if step.op is Op.COMBINE:
+            if step.op is Op.OVERLAP_F_B:
                 one, two = steps[at + 1 : at + 3]
                 assert (one.op, two.op) == (Op.FORWARD, Op.BACKWARD), rank
                 assert one.microbatch > two.microbatch
@@ -116,18 +124,18 @@ def test_pairs_finish_and_cost_no_more_than_their_place_in_the_pipeline(orders, 
 @pytest.mark.parametrize(("p", "v", "group"), [(1, 2, None), (2, 2, 3), (4, 2, None), (4, 3, 8)])
 def test_what_an_interleaved_pair_hides_shortens_all_but_the_warm_up(p, v, group):
     for m in (p, 3 * p, 5 * p):
-        program = lower(interleaved_orders(p, m, v, group, is_combined=True))
+        program = lower(interleaved_orders(p, m, v, group, overlap_f_b=True))
         first_group = len(microbatch_groups(p, m, group)[0])
         alone = min((v - 1) * first_group + 1, m * v)  # forwards of the last rank before a pair
         found = simulate(program, backward=2.0, pair=2.5)
         assert found.makespan == 3.0 * (p - 1 + alone) + 2.5 * (m * v - alone)
-        num_pairs = [sum(step.op is Op.COMBINE for step in steps) for steps in program.ranks]
+        num_pairs = [sum(step.op is Op.OVERLAP_F_B for step in steps) for steps in program.ranks]
         assert num_pairs == [max(m * v - alone - 2 * (p - 1 - r), 0) for r in range(p)]
 
 
 def test_a_backward_beside_its_own_forward_is_refused():
     plain = interleaved_orders(2, 4, 2)  # one forward less ahead than pairs need
-    pairs = interleaved_orders(2, 4, 2, is_combined=True).pairs
+    pairs = interleaved_orders(2, 4, 2, overlap_f_b=True).pairs
     orders = dataclasses.replace(plain, pairs=lambda rank: [at - 1 for at in pairs(rank)])
     with pytest.raises(ScheduleError, match=r"rank 1: B0\.1 is combined with its own forward"):
         validate(lower(orders))
@@ -136,14 +144,14 @@ def test_a_backward_beside_its_own_forward_is_refused():
 def test_a_pair_is_a_forward_and_a_whole_backward():
     plain = one_f_one_b_orders(1, 4)
     orders = dataclasses.replace(plain, pairs=lambda rank: [1])
-    with pytest.raises(ScheduleError, match="combine has no forward and backward after it"):
+    with pytest.raises(ScheduleError, match="overlap-f-b has no forward and backward after it"):
         validate(lower(orders))
 
 
 @pytest.mark.parametrize("p", [1, 2, 3, 8])
 @pytest.mark.parametrize("m", [1, 4, 17])
 def test_what_a_pair_hides_shortens_every_micro_batch_but_one(p, m):
-    found = simulate(lower(one_f_one_b_orders(p, m, is_combined=True)), backward=2.0, pair=2.5)
+    found = simulate(lower(one_f_one_b_orders(p, m, overlap_f_b=True)), backward=2.0, pair=2.5)
     assert found.makespan == 3.0 * p + 2.5 * (m - 1)
     assert found.busy[-1] == 3.0 + 2.5 * (m - 1)
 
@@ -155,15 +163,15 @@ def test_measured_steps_that_take_turns_are_busy_once():
 
 
 def test_pairs_hold_the_way_there_and_back():
-    program = lower(one_f_one_b_orders(4, 10, is_combined=True))
+    program = lower(one_f_one_b_orders(4, 10, overlap_f_b=True))
     assert simulate(program).peak_live_activations == [8, 6, 4, 2]
-    assert [step.op for step in program.ranks[3]].count(Op.COMBINE) == 9
+    assert [step.op for step in program.ranks[3]].count(Op.OVERLAP_F_B) == 9
 
 
 def test_interleaved_pairs_hold_one_chunk_more_than_without():
     plain, combined = (
-        simulate(lower(interleaved_orders(4, 8, 2, is_combined=is_combined)))
-        for is_combined in (False, True)
+        simulate(lower(interleaved_orders(4, 8, 2, overlap_f_b=overlap_f_b)))
+        for overlap_f_b in (False, True)
     )
     assert plain.peak_live_activations == [11, 9, 7, 5]
     assert combined.peak_live_activations == [12, 10, 8, 6]
@@ -385,26 +393,26 @@ def test_stages_may_turn_back_on_the_last_rank():
 @pytest.mark.parametrize(
     ("plan", "message"),
     [
-        (Plan("1f1b", 2, 1, 0), "0 micro batches"),
-        (Plan("zigzag", 2, 1, 4), "'zigzag' is not known"),
-        (Plan("gpipe", 2, 2, 4), "gpipe schedule with 2 model chunks"),
-        (Plan("zb-h1", 2, 1, 4, is_combined=True), "take turns, in the zb-h1 schedule"),
-        (Plan("1f1b", 4, 2, 8, group_size=2), "group of 2 is too small"),
+        (StepPlan("1f1b", 2, 1, 0), "0 micro batches"),
+        (StepPlan("zigzag", 2, 1, 4), "'zigzag' is not known"),
+        (StepPlan("gpipe", 2, 2, 4), "gpipe schedule with 2 model chunks"),
+        (StepPlan("zb-h1", 2, 1, 4, overlap_f_b=True), "take turns, in the zb-h1 schedule"),
+        (StepPlan("1f1b", 4, 2, 8, group_size=2), "group of 2 is too small"),
     ],
 )
 def test_impossible_plans_are_refused(plan, message):
     with pytest.raises(ScheduleError, match=message):
-        proved_orders(plan)
+        validated_orders(plan)
 
 
 def test_a_large_program_is_checked_by_each_rank_alone():
-    plan = Plan("1f1b", 64, 4, 512, group_size=64)
+    plan = StepPlan("1f1b", 64, 4, 512, group_size=64)
     steps = rank_program(plan, 63, False)
     assert len([s for s in steps if s.op in COMPUTE_OPS]) == 2 * 4 * 512
 
 
 def test_the_report_of_a_plan_names_bubble_and_memory():
-    report = plan_report(Plan("1f1b", 4, 2, 8))
+    report = plan_report(StepPlan("1f1b", 4, 2, 8))
     assert report.bubble == 3 / 19
     assert report.peak_live_activations == [11, 9, 7, 5]
 

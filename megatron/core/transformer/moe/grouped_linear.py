@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.core import deferred_gradients
 from megatron.core.param_meta import add_gradient, has_main_grad, main_grad_addmm
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.step_context import deferred_wgrad
 from megatron.core.tensor_parallel.parallel_parameters import ParallelLayer
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import divide
@@ -119,7 +119,7 @@ class _GroupedLinear(torch.autograd.Function):
             if not ctx.needs_input_grad[3 + index]:
                 continue
             call = partial(_add_weight_gradient, parameter, grad_rows, rows, ctx.fuses)
-            if deferred_gradients.put_off(call):
+            if deferred_wgrad.defer_wgrad(call):
                 continue
             weight_grads[index] = _weight_gradient(parameter, grad_rows, rows, ctx.fuses)
         return grad_x, None, None, *weight_grads

@@ -6,21 +6,21 @@ import torch
 from torch import Tensor
 
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.side_losses import SideLossWeight, attach_side_loss, set_side_loss_weight
+from megatron.core.step_context.aux_loss import AuxLossScale, attach_aux_loss, set_aux_loss_scale
 
 
 class MoEAuxLossAutoScaler:
-    """Attach a loss to a tensor, so that both are differentiated; see `core.side_losses`."""
+    """Attach a loss to a tensor, so that both are differentiated; see `core.aux_loss`."""
 
     @staticmethod
     def apply(output: Tensor, aux_loss: Tensor) -> Tensor:
         """Return `output`, through whose backward pass `aux_loss` [] is differentiated, too."""
-        return attach_side_loss(output, aux_loss, 1.0)
+        return attach_aux_loss(output, aux_loss, 1.0)
 
     @staticmethod
     def set_loss_scale(scale: Tensor | float) -> None:
         """Say what gradient attached losses receive. Schedules do so before each micro batch."""
-        set_side_loss_weight(SideLossWeight(float(torch.as_tensor(scale))))
+        set_aux_loss_scale(AuxLossScale(float(torch.as_tensor(scale))))
 
 
 def get_default_pg_collection() -> ProcessGroupCollection:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from megatron.core.context_parallel import rows_of_rank
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.rng import keyed_uniform
-from megatron.core.side_losses import attach_side_loss
+from megatron.core.step_context.aux_loss import attach_aux_loss
 from megatron.core.tensor_parallel.activation_recompute import is_recomputing
 from megatron.core.tensor_parallel.parallel_parameters import ParallelLayer
 from megatron.core.transformer.moe.load_balancing import (
@@ -242,7 +242,7 @@ class TopKRouter(BalancedRouter, ParallelLayer):
         for name, (coefficient, part) in parts.items():
             if not is_recomputing():
                 self.load.add_loss(name, part)
-            probs = attach_side_loss(probs, coefficient * part, num_tokens)
+            probs = attach_aux_loss(probs, coefficient * part, num_tokens)
         return probs
 
 

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from megatron.core.initialization import canonical_names
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.side_losses import SideLossWeight, set_side_loss_weight
+from megatron.core.step_context.aux_loss import AuxLossScale, set_aux_loss_scale
 from megatron.core.transformer.moe.load_balancing import LoadSummary, finish_step_of_routers
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.training.metrics.expert_load import first_bad_router
@@ -102,12 +102,12 @@ def test_full_experts_drop_tokens_of_each_sequence():
 def test_side_losses_are_weighted_like_the_micro_batch_and_leave_the_output_alone():
     grads = {}
     for factor in (1.0, 0.25):
-        set_side_loss_weight(SideLossWeight(factor))
+        set_aux_loss_scale(AuxLossScale(factor))
         moe = layer(moe_aux_loss_coeff=0.1, moe_z_loss_coeff=0.01)
         out = moe(tokens())[0]
         (out * 0).sum().backward()
         grads[factor] = moe.router.weight.grad
-    set_side_loss_weight(SideLossWeight())
+    set_aux_loss_scale(AuxLossScale())
     assert grads[1.0].abs().max() > 0
     assert_close(grads[0.25], grads[1.0] / 4, FP32_REORDERED_SUM, "moe")
 

@@ -1,9 +1,9 @@
-"""Losses that arise inside a model and enter through backward alone, such as a router's balance.
+"""Auxiliary losses, which enter through backward alone, such as a router's load balancing loss.
 
-A layer in the middle of a pipeline never meets the loss function. It attaches its side loss to a
-tensor that it passes on; when the gradient of that tensor arrives, the side loss receives its own,
-weighted as a mean over the micro batches of the step would be. The schedule says how each micro
-batch of the main loss is weighted; side losses are weighted the same, in every layout.
+A layer in the middle of a pipeline never meets the loss function. It attaches its auxiliary loss
+to a tensor that it passes on; when the gradient of that tensor arrives, the auxiliary loss receives
+its own, weighted as a mean over the micro batches of the step. The schedule says how each micro
+batch of the main loss is weighted; auxiliary losses are weighted the same, in every layout.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class SideLossWeight:
-    """The weight of the side losses of one micro batch."""
+class AuxLossScale:
+    """The weight of the auxiliary losses of one micro batch."""
 
     factor: float = 1.0
     """1 / micro batches of the step, times the ranks over which gradients will be averaged although
@@ -29,37 +29,32 @@ class SideLossWeight:
     """The loss scale of fp16."""
 
     def of(self, num_tokens: Tensor | float) -> Tensor | float:
-        """Return the gradient that the side loss of a micro batch of `num_tokens` receives."""
+        """Return the gradient that the auxiliary loss of a micro batch of `num_tokens` receives."""
         weight: Tensor | float = num_tokens if self.per_token else self.factor
         if self.scale is None:
             return weight
         return self.scale(torch.as_tensor(weight, dtype=torch.float32))
 
 
-_weight = SideLossWeight()
+_scale = AuxLossScale()
 
 
-def side_loss_weight() -> SideLossWeight:
-    """Return the weight of the micro batch that is being computed."""
-    return _weight
+def set_aux_loss_scale(scale: AuxLossScale) -> None:
+    """Set the weight of the auxiliary losses of the following forward passes."""
+    global _scale
+    _scale = scale
 
 
-def set_side_loss_weight(weight: SideLossWeight) -> None:
-    """Say how the side losses of the following forward passes are weighted."""
-    global _weight
-    _weight = weight
-
-
-def attach_side_loss(carrier: Tensor, loss: Tensor, num_tokens: Tensor | float) -> Tensor:
+def attach_aux_loss(carrier: Tensor, loss: Tensor, num_tokens: Tensor | float) -> Tensor:
     """Return `carrier`, through whose backward pass `loss` is differentiated, too.
 
     Args:
         carrier: any tensor whose gradient will be asked for.
-        loss: [], this rank's part of the side loss: the parts of the ranks that share a micro
-            batch add up to it.
+        loss: [], this rank's part of the auxiliary loss: the parts of the ranks that share a
+            micro batch add up to it.
         num_tokens: tokens of the whole micro batch.
     """
-    return _Attached.apply(carrier, loss, _weight.of(num_tokens))
+    return _Attached.apply(carrier, loss, _scale.of(num_tokens))
 
 
 class _Attached(torch.autograd.Function):

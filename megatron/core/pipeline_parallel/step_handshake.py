@@ -64,7 +64,7 @@ def lost_neighbour(rank: int, what: object, name: str, problem: RuntimeError) ->
     )
 
 
-class StepAgreement:
+class StepHandshake:
     """The exchange of one step between this rank and its neighbours.
 
     Args:

@@ -57,7 +57,7 @@ def interleaved_order(
     v: int,
     group_size: int | None = None,
     *,
-    is_combined: bool = False,
+    overlap_f_b: bool = False,
 ) -> list[Step]:
     """Return the compute steps of one rank: warm-up, steady state, cool-down."""
     groups = microbatch_groups(p, m, group_size)
@@ -65,7 +65,7 @@ def interleaved_order(
     backwards = [
         Step(BACKWARD, i, c) for group in groups for c in reversed(range(v)) for i in group
     ]
-    warm_up = _warm_up(p, rank, m, v, len(groups[0]), is_combined)
+    warm_up = _warm_up(p, rank, m, v, len(groups[0]), overlap_f_b)
     steps = forwards[:warm_up]
     for forward, backward in zip(forwards[warm_up:], backwards, strict=False):
         steps.append(forward)
@@ -75,7 +75,7 @@ def interleaved_order(
 
 
 def interleaved_orders(
-    p: int, m: int, v: int, group_size: int | None = None, *, is_combined: bool = False
+    p: int, m: int, v: int, group_size: int | None = None, *, overlap_f_b: bool = False
 ) -> Orders:
     """Return the interleaved order of all ranks.
 
@@ -83,12 +83,12 @@ def interleaved_orders(
     with this window they wait with their sender, which has the fewest activations to keep.
 
     Args:
-        is_combined: make the two steps of the steady state a pair.
+        overlap_f_b: make the two steps of the steady state a pair.
     """
     first_group = len(microbatch_groups(p, m, group_size)[0])
 
     def pairs(rank: int) -> range:
-        warm_up = _warm_up(p, rank, m, v, first_group, is_combined)
+        warm_up = _warm_up(p, rank, m, v, first_group, overlap_f_b)
         return range(warm_up, 2 * m * v - warm_up, 2)
 
     return Orders(
@@ -96,13 +96,13 @@ def interleaved_orders(
         Placement(p, v),
         m,
         False,
-        lambda rank: interleaved_order(p, rank, m, v, group_size, is_combined=is_combined),
+        lambda rank: interleaved_order(p, rank, m, v, group_size, overlap_f_b=overlap_f_b),
         send_window=max(2, first_group),
-        pairs=pairs if is_combined else None,
+        pairs=pairs if overlap_f_b else None,
     )
 
 
-def _warm_up(p: int, rank: int, m: int, v: int, first_group: int, is_combined: bool) -> int:
+def _warm_up(p: int, rank: int, m: int, v: int, first_group: int, overlap_f_b: bool) -> int:
     """Return how many forwards come before the steady state.
 
     The way of the first micro batch up to its last chunk, (v-1) runs of the first group, plus two
@@ -110,4 +110,4 @@ def _warm_up(p: int, rank: int, m: int, v: int, first_group: int, is_combined: b
     needed. For pairs one more: the last rank's first backward is that of the forward before it.
     """
     way = 2 * (p - rank - 1) + (v - 1) * first_group
-    return min(way + 1 if is_combined else way, m * v)
+    return min(way + 1 if overlap_f_b else way, m * v)

@@ -13,7 +13,7 @@ from megatron.core.pipeline_parallel.instructions import (
     PlacementShape,
     Step,
 )
-from megatron.core.pipeline_parallel.orders.interleaved import microbatch_groups
+from megatron.core.pipeline_parallel.schedule_definitions.interleaved import microbatch_groups
 
 
 def forward_only_order(

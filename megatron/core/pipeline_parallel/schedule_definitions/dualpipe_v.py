@@ -94,11 +94,11 @@ def _pairs(steps: list[Step]) -> set[int]:
     }
 
 
-def dualpipe_v_orders(p: int, m: int, *, is_combined: bool = False) -> Orders:
+def dualpipe_v_orders(p: int, m: int, *, overlap_f_b: bool = False) -> Orders:
     """Return the DualPipe-V order of all ranks.
 
     Args:
-        is_combined: compute the pairs of the steady state in turns.
+        overlap_f_b: compute the pairs of the steady state in turns.
     Raises:
         ScheduleError: fewer than 2p micro batches: the two halves would not meet.
     """
@@ -115,5 +115,5 @@ def dualpipe_v_orders(p: int, m: int, *, is_combined: bool = False) -> Orders:
         m,
         False,
         lambda rank: dualpipe_v_order(p, rank, m),
-        pairs=(lambda rank: _pairs(dualpipe_v_order(p, rank, m))) if is_combined else None,
+        pairs=(lambda rank: _pairs(dualpipe_v_order(p, rank, m))) if overlap_f_b else None,
     )

@@ -16,9 +16,9 @@ from __future__ import annotations
 from megatron.core.pipeline_parallel.instructions import BACKWARD, FORWARD, Orders, Placement, Step
 
 
-def one_f_one_b_order(p: int, rank: int, m: int, *, is_combined: bool = False) -> list[Step]:
+def one_f_one_b_order(p: int, rank: int, m: int, *, overlap_f_b: bool = False) -> list[Step]:
     """Return the compute steps of one rank: warm-up, steady state, cool-down."""
-    warm_up = _warm_up(p, rank, m, is_combined)
+    warm_up = _warm_up(p, rank, m, overlap_f_b)
     steps = [Step(FORWARD, microbatch, 0) for microbatch in range(warm_up)]
     for microbatch in range(warm_up, m):
         steps.append(Step(FORWARD, microbatch, 0))
@@ -27,15 +27,15 @@ def one_f_one_b_order(p: int, rank: int, m: int, *, is_combined: bool = False) -
     return steps
 
 
-def one_f_one_b_orders(p: int, m: int, *, is_combined: bool = False) -> Orders:
+def one_f_one_b_orders(p: int, m: int, *, overlap_f_b: bool = False) -> Orders:
     """Return the 1F1B order of all ranks.
 
     Args:
-        is_combined: make the two steps of the steady state a pair.
+        overlap_f_b: make the two steps of the steady state a pair.
     """
 
     def pairs(rank: int) -> range:
-        warm_up = _warm_up(p, rank, m, is_combined)
+        warm_up = _warm_up(p, rank, m, overlap_f_b)
         return range(warm_up, 2 * m - warm_up, 2)
 
     return Orders(
@@ -43,12 +43,12 @@ def one_f_one_b_orders(p: int, m: int, *, is_combined: bool = False) -> Orders:
         Placement(p),
         m,
         False,
-        lambda rank: one_f_one_b_order(p, rank, m, is_combined=is_combined),
-        pairs=pairs if is_combined else None,
+        lambda rank: one_f_one_b_order(p, rank, m, overlap_f_b=overlap_f_b),
+        pairs=pairs if overlap_f_b else None,
     )
 
 
-def _warm_up(p: int, rank: int, m: int, is_combined: bool) -> int:
+def _warm_up(p: int, rank: int, m: int, overlap_f_b: bool) -> int:
     """Return how many forwards come before the steady state.
 
     As many as a micro batch has steps to go from this rank to the last one, so that the first
@@ -56,4 +56,4 @@ def _warm_up(p: int, rank: int, m: int, is_combined: bool) -> int:
     there and back, and one: with p = 1 F0, F1 B0, F2 B1 ...
     """
     way = p - rank - 1
-    return min(2 * way + 1 if is_combined else way, m)
+    return min(2 * way + 1 if overlap_f_b else way, m)

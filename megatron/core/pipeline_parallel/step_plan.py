@@ -1,6 +1,6 @@
-"""Make, prove and time the program of a training step before it is run.
+"""Plan a training step: make, validate and time its program before it is run.
 
-Programs depend on a handful of numbers only, so they are made once for each and kept.
+Programs depend on a handful of numbers only, so each is made once and cached.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from megatron.core.errors import ScheduleError
 from megatron.core.pipeline_parallel.instructions import Orders, Program, Step
 from megatron.core.pipeline_parallel.layout import V_SCHEDULES, placement_shape
 from megatron.core.pipeline_parallel.lower import lower, lower_rank
-from megatron.core.pipeline_parallel.orders.dualpipe_v import dualpipe_v_orders
-from megatron.core.pipeline_parallel.orders.forward_only import forward_only_orders
-from megatron.core.pipeline_parallel.orders.gpipe import gpipe_orders
-from megatron.core.pipeline_parallel.orders.interleaved import interleaved_orders
-from megatron.core.pipeline_parallel.orders.one_f_one_b import one_f_one_b_orders
-from megatron.core.pipeline_parallel.orders.zero_bubble import zero_bubble_h1_orders
-from megatron.core.pipeline_parallel.orders.zero_bubble_v import zero_bubble_v_orders
+from megatron.core.pipeline_parallel.schedule_definitions.dualpipe_v import dualpipe_v_orders
+from megatron.core.pipeline_parallel.schedule_definitions.forward_only import forward_only_orders
+from megatron.core.pipeline_parallel.schedule_definitions.gpipe import gpipe_orders
+from megatron.core.pipeline_parallel.schedule_definitions.interleaved import interleaved_orders
+from megatron.core.pipeline_parallel.schedule_definitions.one_f_one_b import one_f_one_b_orders
+from megatron.core.pipeline_parallel.schedule_definitions.zero_bubble import zero_bubble_h1_orders
+from megatron.core.pipeline_parallel.schedule_definitions.zero_bubble_v import zero_bubble_v_orders
 from megatron.core.pipeline_parallel.simulate import Costs, Report, simulate
 from megatron.core.pipeline_parallel.validate import validate, validate_rank
 
@@ -26,17 +26,17 @@ SCHEDULES = ("1f1b", "gpipe", "zb-h1", *V_SCHEDULES)
 """Values of `config.pipeline_schedule`. 1F1B with several chunks per rank is interleaved."""
 SPLIT_SCHEDULES = ("zb-h1", *V_SCHEDULES)
 """Those that form weight gradients apart from input gradients."""
-COMBINED_SCHEDULES = ("1f1b", "dualpipe-v")
+OVERLAPPED_SCHEDULES = ("1f1b", "dualpipe-v")
 """Those in which a forward and a backward can take turns: the others have no such pairs."""
 
-MOST_STEPS_PROVED = 16384
+MAX_STEPS_VALIDATED = 16384
 """Compute steps of all ranks together up to which a program is proved as a whole before it runs:
 0.15 s at 9 microseconds a step (64 micro batches on 16 ranks with 4 chunks are 8192). Of larger
 ones every rank checks its own part; `python -m tests.parity.schedules` proves their smaller
 relatives exhaustively, and the steady state only repeats."""
 
 
-class Plan(NamedTuple):
+class StepPlan(NamedTuple):
     """The numbers that decide a program."""
 
     schedule: str
@@ -47,7 +47,7 @@ class Plan(NamedTuple):
     forward_only: bool = False
     prefetch: int = 1
     durations: tuple[int, int, int] = (1, 1, 1)
-    is_combined: bool = False
+    overlap_f_b: bool = False
 
     def orders(self) -> Orders:
         """Return what every rank computes.
@@ -79,25 +79,25 @@ class Plan(NamedTuple):
                 flags=["--pipeline-schedule", "--num-virtual-stages-per-pipeline-rank"],
                 fix="use --pipeline-schedule 1f1b (interleaved), or drop the virtual stages",
             )
-        if self.is_combined and self.schedule not in COMBINED_SCHEDULES:
+        if self.overlap_f_b and self.schedule not in OVERLAPPED_SCHEDULES:
             raise ScheduleError(
                 f"forwards and backwards that take turns, in the {self.schedule} schedule.",
                 rule="each forward of the steady state stands beside a backward that it does not"
                 " need",
                 flags=["--overlap-moe-expert-parallel-comm", "--pipeline-schedule"],
-                fix=f"use {' or '.join(COMBINED_SCHEDULES)}",
+                fix=f"use {' or '.join(OVERLAPPED_SCHEDULES)}",
             )
         if self.schedule == "zb-v" and p > 1:
             return zero_bubble_v_orders(p, m, self.durations)
         if self.schedule == "dualpipe-v" and p > 1:
-            return dualpipe_v_orders(p, m, is_combined=self.is_combined)
+            return dualpipe_v_orders(p, m, overlap_f_b=self.overlap_f_b)
         if self.schedule == "zb-h1" and p > 1:
             return zero_bubble_h1_orders(p, m)
         if v > 1:
-            return interleaved_orders(p, m, v, self.group_size, is_combined=self.is_combined)
+            return interleaved_orders(p, m, v, self.group_size, overlap_f_b=self.overlap_f_b)
         if self.schedule == "gpipe" and p > 1:
             return gpipe_orders(p, m)
-        return one_f_one_b_orders(p, m, is_combined=self.is_combined)
+        return one_f_one_b_orders(p, m, overlap_f_b=self.overlap_f_b)
 
     @property
     def num_stages(self) -> int:
@@ -114,22 +114,22 @@ class Plan(NamedTuple):
 
 
 @functools.lru_cache(maxsize=64)
-def proved_orders(plan: Plan) -> Orders:
+def validated_orders(plan: StepPlan) -> Orders:
     """Return the orders of a plan after proving its program, if it is not too large for that.
 
     Raises:
         ScheduleError: the program is wrong or deadlocks.
     """
     orders = plan.orders()
-    if plan.pipeline_size > 1 and plan.num_steps <= MOST_STEPS_PROVED:
+    if plan.pipeline_size > 1 and plan.num_steps <= MAX_STEPS_VALIDATED:
         validate(lower(orders, prefetch=plan.prefetch))
     return orders
 
 
 @functools.lru_cache(maxsize=64)
-def rank_program(plan: Plan, rank: int, delayed_grad_sync: bool) -> tuple[Step, ...]:
+def rank_program(plan: StepPlan, rank: int, delayed_grad_sync: bool) -> tuple[Step, ...]:
     """Return the checked program of one rank."""
-    orders = proved_orders(plan)
+    orders = validated_orders(plan)
     steps = lower_rank(orders, rank, prefetch=plan.prefetch, delayed_grad_sync=delayed_grad_sync)
     program = Program(
         schedule=orders.schedule,
@@ -145,6 +145,6 @@ def rank_program(plan: Plan, rank: int, delayed_grad_sync: bool) -> tuple[Step, 
 
 
 @functools.lru_cache(maxsize=64)
-def plan_report(plan: Plan, costs: Costs = Costs()) -> Report:  # noqa: B008  a frozen constant
+def plan_report(plan: StepPlan, costs: Costs = Costs()) -> Report:  # noqa: B008  a frozen constant
     """Return makespan, bubble and peak live activations of a plan under the given costs."""
     return simulate(lower(plan.orders(), prefetch=plan.prefetch), costs)

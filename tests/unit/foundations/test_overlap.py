@@ -3,7 +3,7 @@
 import pytest
 
 from megatron.core.rng import rng_state
-from megatron.core.turns import let_the_other_work, run_in_turns
+from megatron.core.step_context.overlap import overlap_forward_backward, yield_to_peer
 
 
 def computation(name, num_waits, seen):
@@ -12,7 +12,7 @@ def computation(name, num_waits, seen):
     def run():
         for piece in range(num_waits):
             seen.append(f"{name}{piece}")
-            let_the_other_work()
+            yield_to_peer()
         seen.append(f"{name} ends")
 
     return run
@@ -28,7 +28,7 @@ def computation(name, num_waits, seen):
 )
 def test_turns_change_at_every_wait_until_one_ends(waits, expected):
     seen = []
-    run_in_turns(*(computation(n, w, seen) for n, w in zip("ab", waits, strict=True)))
+    overlap_forward_backward(*(computation(n, w, seen) for n, w in zip("ab", waits, strict=True)))
     assert seen == expected
 
 
@@ -41,7 +41,7 @@ def test_a_wait_outside_of_turns_is_nothing():
 def test_turns_within_turns_are_one_after_the_other():
     seen = []
     inner = [computation(name, 1, seen) for name in "ab"]
-    run_in_turns(lambda: run_in_turns(*inner), computation("c", 0, seen))
+    overlap_forward_backward(lambda: overlap_forward_backward(*inner), computation("c", 0, seen))
     assert seen == ["a0", "c ends", "a ends", "b0", "b ends"]
 
 
@@ -53,12 +53,12 @@ def test_each_draws_from_its_own_place():
             with rng_state().at(name):
                 for _ in range(3):
                     keys[name].append(rng_state().next_key()[1:])
-                    let_the_other_work()
+                    yield_to_peer()
 
         return run
 
     with rng_state().at("outside"):
-        run_in_turns(draw("a"), draw("b"))
+        overlap_forward_backward(draw("a"), draw("b"))
         assert rng_state().scope.path == ("outside",)
     assert keys == {name: [(name, call) for call in range(3)] for name in "ab"}
 
@@ -74,7 +74,7 @@ def test_an_error_of_either_ends_both_and_is_raised(fails_first, num_waits):
 
     both = (fail, computation("good", 2, seen))
     with pytest.raises(ValueError, match="broken"):
-        run_in_turns(*(both if fails_first else reversed(both)))
+        overlap_forward_backward(*(both if fails_first else reversed(both)))
     assert ("good ends" in seen) == (num_waits == 3)
-    run_in_turns(computation("x", 1, seen), computation("y", 1, seen))
+    overlap_forward_backward(computation("x", 1, seen), computation("y", 1, seen))
     assert seen[-4:] == ["x0", "y0", "x ends", "y ends"]

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from megatron.core.errors import ConfigError, MegatronError
-from megatron.core.pipeline_parallel.programs import COMBINED_SCHEDULES
+from megatron.core.pipeline_parallel.step_plan import OVERLAPPED_SCHEDULES
 
 _FLAG = "--overlap-moe-expert-parallel-comm"
 
 
-def combined_problems(config: Any) -> list[MegatronError]:
+def overlap_f_b_problems(config: Any) -> list[MegatronError]:
     """Return why forwards and backwards of a `TransformerConfig` cannot take turns."""
     if not config.overlap_moe_expert_parallel_comm:
         return []
@@ -27,7 +27,7 @@ def combined_problems(config: Any) -> list[MegatronError]:
                 f" or drop {_FLAG}",
             )
         )
-    if config.pipeline_schedule not in COMBINED_SCHEDULES:
+    if config.pipeline_schedule not in OVERLAPPED_SCHEDULES:
         problems.append(
             ConfigError(
                 "overlap_moe_expert_parallel_comm with"
@@ -35,7 +35,7 @@ def combined_problems(config: Any) -> list[MegatronError]:
                 rule="each forward of the steady state stands beside a backward that it does not"
                 " need",
                 flags=[_FLAG, "--pipeline-schedule"],
-                fix=f"use --pipeline-schedule {' or '.join(COMBINED_SCHEDULES)}",
+                fix=f"use --pipeline-schedule {' or '.join(OVERLAPPED_SCHEDULES)}",
             )
         )
     if config.recompute_granularity == "full" or config.moe_layer_recompute:
