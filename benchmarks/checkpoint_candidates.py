@@ -19,11 +19,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from megatron.core import dist_checkpointing
-from megatron.core.agreement import SingleProcess
 from megatron.core.dist_checkpointing import AsyncSave, ShardedTensor
 from megatron.core.dist_checkpointing.async_save import give_way
 from megatron.core.dist_checkpointing.own_state import as_own_state
 from megatron.core.optional_imports import require
+from megatron.core.transport.object_collectives import SingleProcess
 
 HIDDEN = 1024
 

@@ -26,7 +26,6 @@ from typing import Any
 
 sys.path.append(os.path.join(os.path.dirname(os.path.abspath(__file__)), os.pardir))
 
-from megatron.core.agreement import agree, peers_of
 from megatron.core.datasets.preprocessing.chat_template import find_chat_template
 from megatron.core.datasets.preprocessing.template_process import (
     add_template_flags,
@@ -34,6 +33,7 @@ from megatron.core.datasets.preprocessing.template_process import (
 )
 from megatron.core.errors import ConfigError, MegatronError
 from megatron.core.optional_imports import require
+from megatron.core.transport.object_collectives import control_group, raise_on_all_ranks
 from megatron.inference.engine import Engine
 from megatron.inference.server.access import Access, host_name, is_loopback, read_keys
 from megatron.inference.server.app import App
@@ -226,7 +226,7 @@ def main() -> None:
             max_length=options.max_context,
             packs_weights=not options.no_weight_packing,
         )
-        service = Service(Engine(model), peers_of(None), limits.queued)
+        service = Service(Engine(model), control_group(None), limits.queued)
         app, listener, problem = None, None, None
         if service.peers.rank == 0:
             try:
@@ -238,7 +238,7 @@ def main() -> None:
                 listener = listen(options.host, options.port)
             except MegatronError as error:
                 problem = error
-        agree(problem, service.peers)
+        raise_on_all_ranks(problem, service.peers)
         if app is not None and listener is not None:
             serve(app, service, listener)
         else:

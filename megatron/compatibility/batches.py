@@ -18,7 +18,7 @@ from megatron.core.datasets.document_masks import attention_mask, document_start
 from megatron.core.errors import ConfigError, DataError
 from megatron.core.process_groups_config import Group, ProcessGroupCollection
 from megatron.core.tensor_parallel.data import broadcast_data
-from megatron.core.transport import collectives
+from megatron.core.transport import backend, collectives
 from megatron.core.utils import get_pg_rank, get_pg_size
 from megatron.training.arguments import core_transformer_config_from_args
 from megatron.training.blends import blends_of
@@ -173,8 +173,8 @@ def append_to_progress_log(string: str, barrier: bool = True) -> None:
     args = get_args()
     if args.save is None:
         return
-    if barrier and dist.is_initialized():
-        dist.barrier()
+    if barrier:
+        backend.barrier(backend.world())
     if not dist.is_initialized() or dist.get_rank() == 0:
         stamp = datetime.now().strftime("%Y-%m-%d %H:%M:%S")
         with (Path(args.save) / "progress.txt").open("a") as file:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from megatron.core import num_microbatches_calculator
 from megatron.core.errors import ConfigError
 from megatron.core.process_groups_config import Group, ProcessGroupCollection
+from megatron.core.transport import backend
 from megatron.core.utils import get_pg_rank, get_pg_size
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -155,13 +156,11 @@ def check_param_hashes_across_dp_replicas(
         if not sums or get_pg_size(group) == 1:
             continue
         mine = torch.stack(sums)
-        every = [torch.empty_like(mine) for _ in range(get_pg_size(group))]
-        dist.all_gather(every, mine, group=group)
+        every = backend.all_gather(mine, group)
         same = same and all(torch.equal(other, every[0]) for other in every)
     if cross_check and dist.is_initialized():
         anybody = torch.tensor([0 if same else 1], device=next(model[0].parameters()).device)
-        dist.all_reduce(anybody, op=dist.ReduceOp.MAX)
-        same = not bool(anybody)
+        same = not bool(backend.all_reduce(anybody, backend.world(), dist.ReduceOp.MAX))
     return same
 
 

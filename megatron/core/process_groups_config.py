@@ -17,6 +17,8 @@ import torch.distributed as dist
 from megatron.core.device import settle_backends_at_exit
 from megatron.core.errors import TopologyError
 from megatron.core.rank_grid import Layout
+from megatron.core.transport import backend
+from megatron.core.transport.object_collectives import all_gather_object
 
 Group = Any
 """A torch.distributed.ProcessGroup, or anything with `size()` and `rank()`; None is size 1."""
@@ -270,8 +272,7 @@ def _create_plans_of_other_layouts(
     """Where several layouts share the world, create the groups of all in one common order."""
     if layout.world_size == dist.get_world_size():
         return
-    plans: list[Mapping[str, RankLists]] = [{}] * dist.get_world_size()
-    dist.all_gather_object(plans, plan)
+    plans: list[Mapping[str, RankLists]] = all_gather_object(plan, backend.world())
     for other in plans:
         for name, rank_lists in other.items():
             factory.create(rank_lists, name)

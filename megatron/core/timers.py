@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.core import device
+from megatron.core.transport import backend
 
 FINEST_LEVEL = 2
 """Timers inside a micro batch; 0 are those of whole steps."""
@@ -28,8 +29,8 @@ class Timer:
         """Start; waits for queued device work first so that only this section is timed."""
         if self._started_at is not None:
             raise RuntimeError(f"timer {self.name!r} runs already: stop() it before start()")
-        if barrier and dist.is_initialized():
-            dist.barrier()
+        if barrier:
+            backend.barrier(backend.world())
         device.synchronize()
         self._started_at = time.perf_counter()
 
@@ -37,8 +38,8 @@ class Timer:
         """Stop and accumulate."""
         if self._started_at is None:
             raise RuntimeError(f"timer {self.name!r} was not started: start() it before stop()")
-        if barrier and dist.is_initialized():
-            dist.barrier()
+        if barrier:
+            backend.barrier(backend.world())
         device.synchronize()
         seconds = time.perf_counter() - self._started_at
         self._accumulated_s += seconds
@@ -128,10 +129,10 @@ class Timers:
         ]
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return {name: [value] for name, value in zip(names, mine, strict=True)}
-        local = torch.tensor(mine, dtype=torch.float64, device=_collective_device())
-        world = [torch.empty_like(local) for _ in range(dist.get_world_size())]
-        dist.all_gather(world, local)
-        table = torch.stack(world).cpu()
+        local = torch.tensor(
+            mine, dtype=torch.float64, device=backend.tensor_device(backend.world())
+        )
+        table = torch.stack(backend.all_gather(local, backend.world())).cpu()
         return {name: table[:, i].tolist() for i, name in enumerate(names)}
 
     def report(
@@ -162,8 +163,8 @@ class Timers:
         barrier: bool = False,
     ) -> None:
         """Print the report on global rank `rank` (the last rank if None)."""
-        if barrier and dist.is_initialized():
-            dist.barrier()
+        if barrier:
+            backend.barrier(backend.world())
         text = self.report(names, reset=reset, normalizer=normalizer)
         here = dist.get_rank() if dist.is_initialized() else 0
         last = dist.get_world_size() - 1 if dist.is_initialized() else 0
@@ -172,7 +173,3 @@ class Timers:
 
     def _heading(self) -> str:
         return {"max": "max time", "minmax": "(min, max) time"}.get(self._log_option, "times")
-
-
-def _collective_device() -> torch.device:
-    return device.current_device() if dist.get_backend() == "nccl" else torch.device("cpu")

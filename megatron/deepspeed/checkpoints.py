@@ -15,7 +15,6 @@ from typing import Any
 from torch import Tensor
 
 from megatron.core import dist_checkpointing
-from megatron.core.agreement import agree, peers_of
 from megatron.core.dist_checkpointing import ShardedTensor, StrictHandling
 from megatron.core.dist_checkpointing.durable import (
     describe_os_error,
@@ -29,6 +28,7 @@ from megatron.core.dist_checkpointing.loader import Contents, load_state
 from megatron.core.dist_checkpointing.shard_file import header_of, write_shards
 from megatron.core.dist_checkpointing.tree import map_leaves
 from megatron.core.errors import CheckpointError, MegatronError
+from megatron.core.transport.object_collectives import control_group, raise_on_all_ranks
 from megatron.deepspeed.engine_state import EngineState
 from megatron.deepspeed.lr_schedules import Schedule
 
@@ -46,7 +46,7 @@ def save(
     Raises:
         CheckpointError: on all ranks, if a value of `client_state` cannot be stored.
     """
-    peers = peers_of(None)
+    peers = control_group(None)
     tag = peers.broadcast(f"global_step{engine.global_steps}" if tag is None else str(tag))
     directory = Path(save_dir)
     _on_first_rank(directory, lambda: directory.mkdir(parents=True, exist_ok=True))
@@ -73,12 +73,12 @@ def _on_first_rank(path: Path, write: Callable[[], None]) -> None:
         CheckpointError: on all ranks, if the system refused.
     """
     problem: MegatronError | None = None
-    if peers_of(None).rank == 0:
+    if control_group(None).rank == 0:
         try:
             write()
         except OSError as error:
             problem = describe_os_error(error, path=path, doing="writing")
-    agree(problem)
+    raise_on_all_ranks(problem)
 
 
 def load(
@@ -91,7 +91,7 @@ def load(
     scheduler_states: bool,
 ) -> tuple[str | None, dict[str, Any] | None]:
     """Load what `save` saved: collective. See `EngineState.load_checkpoint`."""
-    peers = peers_of(None)
+    peers = control_group(None)
     if tag is None:
         latest = Path(load_dir) / LATEST_NAME
         tag = peers.broadcast(

@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from megatron.core import device
-from megatron.core.agreement import agree
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.distributed.communication import broadcast_from_first
 from megatron.core.errors import ConfigError, MegatronError
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.process_groups_config import ProcessGroupCollection, build_process_groups
 from megatron.core.rank_grid import plan_layout
+from megatron.core.transport.object_collectives import raise_on_all_ranks
 from megatron.deepspeed import lr_schedules
 from megatron.deepspeed.comm import init_distributed
 from megatron.deepspeed.engine import DeepSpeedEngine
@@ -160,7 +160,7 @@ def _checked(
     except MegatronError as error:
         problem = error
     if dist.is_initialized():
-        agree(problem)
+        raise_on_all_ranks(problem)
     elif problem is not None:
         raise problem
     assert found is not None

@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron.core.distributed.communication import broadcast_from_first
@@ -15,7 +14,7 @@ from megatron.core.distributed.parameter_shard import ParameterShard
 from megatron.core.errors import ConfigError
 from megatron.core.initialization import has_memory
 from megatron.core.optimizer.state_declarations import initialize_state
-from megatron.core.utils import get_pg_size
+from megatron.core.transport import backend
 
 if TYPE_CHECKING:
     from megatron.deepspeed.engine import DeepSpeedEngine
@@ -57,9 +56,7 @@ def GatheredParameters(
         written = {}
         for parameter in members:
             value = parameter.detach().clone()
-            if dist.is_initialized() and dist.get_world_size() > 1:
-                dist.broadcast(value, modifier_rank)
-            written[parameter] = value
+            written[parameter] = backend.broadcast(value, backend.world(), modifier_rank)
     for parameter, value in written.items():
         _put(engine, parameter, value)
 
@@ -152,8 +149,7 @@ def _whole(
     whole = torch.zeros(parameter.numel(), device=parameter.device)
     for piece, value in pieces:
         whole[piece.begin : piece.end] = value.reshape(-1)
-    if get_pg_size(mesh.shard) > 1:
-        dist.all_reduce(whole, group=mesh.shard)
+    backend.all_reduce(whole, mesh.shard)
     broadcast_from_first([(whole, mesh.replicate)])
     return whole.view(parameter.shape)
 

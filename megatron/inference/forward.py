@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megatron.core import device
@@ -21,6 +20,7 @@ from megatron.core.pipeline_parallel.p2p_communication import Message, P2PCommun
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
 from megatron.core.tensor_parallel.parallel_parameters import ParallelLinear
+from megatron.core.transport import backend
 from megatron.core.utils import as_list, get_model_config, get_pg_rank, get_pg_size, unwrap_model
 from megatron.inference.sampling import Draw, choose_tokens, log_probabilities
 
@@ -163,5 +163,4 @@ class CachedModel:
 
     def _broadcast(self, chosen: Tensor) -> None:
         if self._channel is not None:
-            source = dist.get_global_rank(self.groups.pp, loss_rank(self.config))
-            dist.broadcast(chosen, src=source, group=self.groups.pp)
+            backend.broadcast(chosen, self.groups.pp, loss_rank(self.config))

@@ -12,7 +12,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megatron.core import device
@@ -21,6 +20,7 @@ from megatron.core.pipeline_parallel.layout import loss_rank
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
+from megatron.core.transport import backend
 from megatron.core.utils import as_list, get_model_config, get_pg_size
 from megatron.inference.engine import not_finite
 from megatron.inference.sampling import NO_TOKEN, Draw, Sampling, choose_tokens
@@ -94,7 +94,7 @@ def _last_logits(
         if get_pg_size(groups.cp) > 1:
             # One context-parallel rank holds the position; the others add zeros.
             own = own if index is not None else torch.zeros_like(own)
-            dist.all_reduce(own, group=groups.cp)
+            backend.all_reduce(own, groups.cp)
         logits = gather_from_tensor_model_parallel_region(own, groups.tp)
         return logits[:, :vocab_size]
 
@@ -119,5 +119,4 @@ def _last_logits(
 
 def _broadcast_from_last_stage(chosen: Tensor, chunk: Any, groups: ProcessGroupCollection) -> None:
     if get_pg_size(groups.pp) > 1:
-        source = dist.get_global_rank(groups.pp, loss_rank(get_model_config(chunk)))
-        dist.broadcast(chosen, src=source, group=groups.pp)
+        backend.broadcast(chosen, groups.pp, loss_rank(get_model_config(chunk)))

@@ -21,6 +21,7 @@ from megatron.core.pipeline_parallel.layout import loss_rank
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+from megatron.core.transport import backend
 from megatron.core.utils import as_list, get_model_config, get_pg_rank, get_pg_size
 
 UNSCORED = -100
@@ -165,8 +166,7 @@ def _of_tokens(
     else:  # all of this rank's columns are padding
         best = own = torch.full_like(loss, -torch.inf)
     pair = torch.stack((best, own))
-    if get_pg_size(groups.tp) > 1:
-        dist.all_reduce(pair, dist.ReduceOp.MAX, group=groups.tp)
+    backend.all_reduce(pair, groups.tp, dist.ReduceOp.MAX)
     return torch.stack((-loss, (pair[1] >= pair[0]).to(loss.dtype)))
 
 
@@ -178,11 +178,8 @@ def _share(table: Tensor, last_rank: int, groups: ProcessGroupCollection) -> Non
     """
     if get_pg_rank(groups.pp) == last_rank:
         for group in (groups.cp, groups.dp):
-            if get_pg_size(group) > 1:
-                dist.all_reduce(table, group=group)
-    if get_pg_size(groups.pp) > 1:
-        source = dist.get_global_rank(groups.pp, last_rank)
-        dist.broadcast(table, src=source, group=groups.pp)
+            backend.all_reduce(table, group)
+    backend.broadcast(table, groups.pp, last_rank)
 
 
 def _score_of(row: Row, table: Tensor) -> Score:

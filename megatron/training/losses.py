@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.training.meeting import sum_over
+from megatron.core.transport.object_collectives import sum_across_ranks
 
 Report = Mapping[str, Any]
 
@@ -62,7 +62,7 @@ class LossTable:
         """
         if not self.names:
             return {}
-        totals = sum_over(self.pairs.sum(0).flatten().tolist(), group)
+        totals = sum_across_ranks(self.pairs.sum(0).flatten().tolist(), group)
         pairs = zip(self.names, totals[::2], totals[1::2], strict=True)
         return {name: total / count if count else 0.0 for name, total, count in pairs}
 

@@ -9,13 +9,17 @@ from typing import Any
 import torch
 
 from megatron.core import device
-from megatron.core.agreement import agree
 from megatron.core.errors import NumericsError
 from megatron.core.pipeline_parallel.layout import loss_rank
 from megatron.core.rng import rng_state
+from megatron.core.transport import backend
+from megatron.core.transport.object_collectives import (
+    any_across_ranks,
+    broadcast_object,
+    raise_on_all_ranks,
+)
 from megatron.core.utils import get_model_config, get_pg_rank, get_pg_size
 from megatron.training.losses import LossTable, Report
-from megatron.training.meeting import any_rank, of_rank
 from megatron.training.metrics.expert_load import first_bad_router
 from megatron.training.metrics.flops import FlopConvention, training_flops
 from megatron.training.parts import StepPlan, TrainingParts
@@ -110,7 +114,7 @@ def loss_table(parts: TrainingParts, reports: Sequence[Report]) -> LossTable:
     """
     table, group = LossTable.of(reports), parts.groups.pp
     source = loss_rank(get_model_config(parts.model[0]))
-    return table if source == get_pg_size(group) - 1 else of_rank(table, source, group)
+    return table if source == get_pg_size(group) - 1 else broadcast_object(table, source, group)
 
 
 def _check_losses(
@@ -124,7 +128,7 @@ def _check_losses(
     stops = parts.run.check_for_nan_in_loss_and_grad and not parts.run.fp16
     if not stops:
         return found is not None
-    if not any_rank(found is not None):
+    if not any_across_ranks(found is not None, backend.world()):
         return False
     problem, routers = None, ""
     if parts.run.num_experts:
@@ -141,7 +145,7 @@ def _check_losses(
             fix=f"lower --lr, or resume with --iterations-to-skip {state.iteration + 1} if the"
             " samples are at fault",
         )
-    agree(problem)
+    raise_on_all_ranks(problem)
     return True
 
 

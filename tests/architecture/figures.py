@@ -140,14 +140,14 @@ def _changes(function: Function) -> Iterator[tuple[str, int]]:
 
 
 def files_with_collectives() -> Iterator[str]:
-    """Files that call torch.distributed to talk to other ranks."""
+    """Files that call torch.distributed, or a process group, to talk to other ranks."""
     for module in modules().values():
         found = Counter(
             node.attr
             for node in ast.walk(module.tree)
             if isinstance(node, ast.Attribute)
             and node.attr in COLLECTIVES
-            and ast.unparse(node.value) in {"dist", "torch.distributed", "distributed"}
+            and ast.unparse(node.value) in {"dist", "torch.distributed", "distributed", "group"}
         )
         if found:
             yield f"{module.path}: {', '.join(sorted(found))}"

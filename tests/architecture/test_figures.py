@@ -10,7 +10,7 @@ BOUNDS = {
     "settings declared twice": 189,
     "untyped reads of settings": 913,
     "module state": 34,
-    "files with collectives": 31,
+    "files with collectives": 11,
     "device branches": 42,
     "unread parameters": 180,
     "asserts on arguments": 10,

@@ -20,11 +20,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megatron.core.agreement import SingleProcess
 from megatron.core.dist_checkpointing.digest import tensor_digests
 from megatron.core.dist_checkpointing.foreign.opening import open_any
 from megatron.core.dist_checkpointing.foreign.stored_view import StoredView, ViewReader
 from megatron.core.dist_checkpointing.foreign.torch_file import read_torch_file
+from megatron.core.transport.object_collectives import SingleProcess
 from tests.harness.distributed import run_distributed
 from tests.harness.tolerances import EXACT, FP32_REORDERED_SUM, assert_close
 from tests.parity.foreign_jobs import Exchange, load_here, save_here

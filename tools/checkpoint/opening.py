@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from megatron.core.agreement import SingleProcess
 from megatron.core.dist_checkpointing import commit
 from megatron.core.dist_checkpointing.foreign.opening import find_deepspeed, open_any, recognise
 from megatron.core.dist_checkpointing.lease import Lease
@@ -16,6 +15,7 @@ from megatron.core.dist_checkpointing.loader import Contents
 from megatron.core.dist_checkpointing.manifest import METADATA_NAME
 from megatron.core.dist_checkpointing.object_store import Place
 from megatron.core.errors import CheckpointError
+from megatron.core.transport.object_collectives import SingleProcess
 
 OPTIMIZER_PREFIX = "optimizer."
 

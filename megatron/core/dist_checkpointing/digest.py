@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from megatron.core.agreement import SingleProcess
 from megatron.core.dist_checkpointing.foreign.opening import open_any
 from megatron.core.dist_checkpointing.loader import Contents, SliceReader
 from megatron.core.dist_checkpointing.manifest import StoredTensor
@@ -22,6 +21,7 @@ from megatron.core.dist_checkpointing.object_store import ObjectDirectory
 from megatron.core.dist_checkpointing.planner import ShardIndex
 from megatron.core.dist_checkpointing.shard_file import DTYPES, as_bytes, hash_of
 from megatron.core.dist_checkpointing.typed_json import dump_bytes
+from megatron.core.transport.object_collectives import SingleProcess
 
 _ROWS_BYTES = 64 << 20
 """Tensors are assembled in groups of rows of about this size."""

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from megatron.core.agreement import Peers, agree
 from megatron.core.errors import CheckpointError, MegatronError
+from megatron.core.transport.object_collectives import ControlGroup, raise_on_all_ranks
 
 Result = TypeVar("Result")
 
 
-def together(peers: Peers, doing: str, function: Callable[[], Result]) -> Result:
+def together(peers: ControlGroup, doing: str, function: Callable[[], Result]) -> Result:
     """Call `function` on this rank and return its result, or raise on every rank if any fails.
 
     Args:
@@ -23,7 +23,7 @@ def together(peers: Peers, doing: str, function: Callable[[], Result]) -> Result
         result = function()
     except Exception as error:
         problem = as_checkpoint_error(error, doing)
-    agree(problem, peers)
+    raise_on_all_ranks(problem, peers)
     return result
 
 

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from megatron.core import device
-from megatron.core.agreement import Peers
 from megatron.core.dist_checkpointing import commit, typed_json
 from megatron.core.dist_checkpointing.durable import DamagedCheckpointError
 from megatron.core.dist_checkpointing.exchange import together
@@ -43,6 +42,7 @@ from megatron.core.dist_checkpointing.shard_reader import ShardReader
 from megatron.core.dist_checkpointing.tree import ABSENT, leaves, map_leaves, merge, prune
 from megatron.core.dist_checkpointing.validation import StrictHandling, apply_strictness
 from megatron.core.errors import CheckpointError, MegatronError
+from megatron.core.transport.object_collectives import ControlGroup
 
 logger = logging.getLogger(__name__)
 
@@ -117,7 +117,9 @@ def own_key(wanted: ShardedTensor, manifest: Manifest) -> str:
     return wanted.key
 
 
-def open_contents(directory: str | os.PathLike[str] | ObjectDirectory, *, peers: Peers) -> Contents:
+def open_contents(
+    directory: str | os.PathLike[str] | ObjectDirectory, *, peers: ControlGroup
+) -> Contents:
     """Read and check manifest and plain values on the coordinator, for all ranks: collective.
 
     Every rank goes on with the same bytes.
@@ -156,7 +158,7 @@ def load_state(
     template: ShardedStateDict,
     contents: Contents,
     *,
-    peers: Peers,
+    peers: ControlGroup,
     strict: StrictHandling = StrictHandling.ASSUME_OK_UNEXPECTED,
     source_of: SourceOf = own_key,
 ) -> Loaded:
@@ -269,7 +271,7 @@ def _is_stored(leaf: ShardedTensor | ShardedObject, contents: Contents) -> bool:
     return leaf.unique_key in contents.objects
 
 
-def _missing_keys(built: Any, contents: Contents, peers: Peers) -> set[str]:
+def _missing_keys(built: Any, contents: Contents, peers: ControlGroup) -> set[str]:
     asked = peers.gather({leaf.key for leaf in _declared(built)})
     missing: set[str] = set()
     if asked is not None:

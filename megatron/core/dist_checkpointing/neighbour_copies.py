@@ -14,14 +14,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
-from megatron.core.agreement import GroupPeers
 from megatron.core.dist_checkpointing import commit
 from megatron.core.dist_checkpointing.durable import open_file, write_all
 from megatron.core.dist_checkpointing.exchange import together
 from megatron.core.dist_checkpointing.manifest import MANIFEST_NAME, METADATA_NAME
 from megatron.core.dist_checkpointing.shard_file import as_bytes
+from megatron.core.transport import backend
+from megatron.core.transport.object_collectives import TorchControlGroup, all_gather_object
+from megatron.core.transport.work import Handle
 
 CHUNK_BYTES = 16 << 20
 _RUN = "c09e"
@@ -58,7 +59,7 @@ def exchange_directories(
     *,
     send_to: int,
     receive_from: int,
-    peers: GroupPeers,
+    peers: TorchControlGroup,
 ) -> None:
     """Send a checkpoint directory to one rank while another sends one here: collective.
 
@@ -71,13 +72,9 @@ def exchange_directories(
         CheckpointError: on every rank, if any rank could not read or write.
     """
     doing = "copying a checkpoint to another node"
-
-    def global_rank(rank: int) -> int:
-        return rank if peers.group is None else dist.get_global_rank(peers.group, rank)
-
     own = together(peers, doing, lambda: Parcel() if source is None else Parcel.of(source))
-    parcels: list[Parcel] = [Parcel()] * peers.size
-    dist.all_gather_object(parcels, own, group=peers.group)
+    group = backend.world() if peers.group is None else peers.group
+    parcels: list[Parcel] = all_gather_object(own, group)
     coming = Parcel() if target is None else parcels[receive_from]
     staging = None if target is None else commit.staging_directory(target, _RUN)
 
@@ -92,10 +89,10 @@ def exchange_directories(
     outgoing, incoming = list(own.chunks()), list(coming.chunks())
     to_send, received = (torch.empty(CHUNK_BYTES, dtype=torch.uint8) for _ in range(2))
     for index in range(max(len(outgoing), len(incoming))):
-        handles: list[dist.Work | None] = []
+        handles: list[Handle] = []
         if index < len(incoming):
             part = received[: incoming[index][2]]
-            handles.append(dist.irecv(part, global_rank(receive_from), group=peers.group))
+            handles.append(backend.irecv(part, receive_from, group))
         if index < len(outgoing):
             name, begin, count = outgoing[index]
             try:
@@ -104,9 +101,8 @@ def exchange_directories(
                     file.read_into(as_bytes(to_send[:count]), begin)
             except Exception as error:
                 problem = problem or error
-            handles.append(dist.isend(to_send[:count], global_rank(send_to), group=peers.group))
+            handles.append(backend.isend(to_send[:count], send_to, group))
         for handle in handles:
-            assert handle is not None, "both ranks belong to the group"
             handle.wait()
         if index < len(incoming) and problem is None:
             try:

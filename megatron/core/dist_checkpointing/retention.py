@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.core.agreement import Peers, agree
 from megatron.core.dist_checkpointing import commit
 from megatron.core.dist_checkpointing.durable import describe_os_error
 from megatron.core.dist_checkpointing.object_store import Place
 from megatron.core.dist_checkpointing.verify import verify_checkpoint
 from megatron.core.errors import MegatronError
+from megatron.core.transport.object_collectives import ControlGroup, raise_on_all_ranks
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ def _has_manifest(path: Place) -> bool:
 
 
 def apply_retention(
-    directory: Place, newest: int, retention: Retention, run: str, *, peers: Peers
+    directory: Place, newest: int, retention: Retention, run: str, *, peers: ControlGroup
 ) -> list[Place]:
     """Verify checkpoint `newest` from the disk, then delete those that need not be kept.
 
@@ -80,7 +80,7 @@ def apply_retention(
         problem = problems[0] if problems else None
     except MegatronError as error:
         problem = error
-    agree(problem, peers)
+    raise_on_all_ranks(problem, peers)
     deleted: list[Place] = []
     if peers.rank == 0:
         try:
@@ -89,5 +89,5 @@ def apply_retention(
                 deleted.append(found.path)
         except OSError as error:
             problem = describe_os_error(error, path=str(found.path), doing="deleting")
-    agree(problem, peers)
+    raise_on_all_ranks(problem, peers)
     return deleted

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.core.agreement import Peers, agree
 from megatron.core.dist_checkpointing import typed_json
 from megatron.core.dist_checkpointing.destination import destination_of
 from megatron.core.dist_checkpointing.durable import describe_os_error
@@ -44,6 +43,7 @@ from megatron.core.dist_checkpointing.shard_file import (
 from megatron.core.dist_checkpointing.snapshot import SnapshotBuffer
 from megatron.core.dist_checkpointing.tree import ABSENT, leaves, map_leaves, prune
 from megatron.core.errors import CheckpointError, MegatronError
+from megatron.core.transport.object_collectives import ControlGroup, raise_on_all_ranks
 
 
 @dataclass
@@ -82,7 +82,9 @@ class _Report:
 class SaveInProgress:
     """A save between its two collective ends: `prepare_save` ... `write` ... `finish`."""
 
-    def __init__(self, peers: Peers, final: Place, run: str, info: Mapping[str, Any]) -> None:
+    def __init__(
+        self, peers: ControlGroup, final: Place, run: str, info: Mapping[str, Any]
+    ) -> None:
         self.peers = peers
         self.final = final
         self.run = run
@@ -145,7 +147,7 @@ class SaveInProgress:
     def cancel_if(self, problem: MegatronError | None) -> None:
         """End the save on every rank if any rank brings a problem: collective."""
         try:
-            agree(problem, self.peers)
+            raise_on_all_ranks(problem, self.peers)
         except MegatronError:
             self.pieces = []
             if self.peers.rank == 0:
@@ -186,7 +188,7 @@ def prepare_save(
     state: ShardedStateDict,
     directory: str | os.PathLike[str] | ObjectDirectory,
     *,
-    peers: Peers,
+    peers: ControlGroup,
     info: Mapping[str, Any] | None = None,
     spread_over_replicas: bool = True,
 ) -> SaveInProgress:

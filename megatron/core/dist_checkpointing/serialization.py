@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.core.agreement import SingleProcess, peers_of
 from megatron.core.dist_checkpointing import commit, typed_json
 from megatron.core.dist_checkpointing.async_save import AsyncSave
 from megatron.core.dist_checkpointing.foreign.opening import open_any
@@ -21,6 +20,7 @@ from megatron.core.dist_checkpointing.saver import prepare_save
 from megatron.core.dist_checkpointing.shard_file import DTYPES
 from megatron.core.dist_checkpointing.validation import StrictHandling, parse_strict_handling
 from megatron.core.errors import CheckpointError, ConfigError
+from megatron.core.transport.object_collectives import SingleProcess, control_group
 
 _CONTENT_METADATA = "content_metadata"
 
@@ -68,7 +68,7 @@ def save(
     saving = prepare_save(
         sharded_state_dict,
         checkpoint_dir,
-        peers=peers_of(process_group),
+        peers=control_group(process_group),
         info=facts,
         spread_over_replicas=spread_over_replicas,
     )
@@ -117,7 +117,7 @@ def load_with_report(
     process_group: Any = None,
 ) -> Loaded:
     """Do as `load`, and also report keys that did not match and the bytes read."""
-    peers = peers_of(process_group)
+    peers = control_group(process_group)
     contents = open_any(checkpoint_dir, peers=peers)
     return load_state(sharded_state_dict, contents, peers=peers, strict=strict)
 

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron.core.agreement import agree
 from megatron.core.distributed.communication import sum_in_place
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.distributed.model_parameters import tied_parameters
@@ -16,6 +14,8 @@ from megatron.core.param_meta import get_param_meta
 from megatron.core.pipeline_parallel.layout import loss_rank
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.load_balancing import finish_step_of_routers
+from megatron.core.transport import backend
+from megatron.core.transport.object_collectives import raise_on_all_ranks
 from megatron.core.utils import get_model_config, get_pg_size
 
 
@@ -64,14 +64,13 @@ def raise_if_nonfinite(model: Sequence[nn.Module]) -> None:
     if not checking:
         return
     problems = [problem for chunk in checking if (problem := chunk.nonfinite_problem())]
-    if dist.is_initialized() and dist.get_world_size() > 1:
+    if backend.has_peers(backend.world()):
         device = next(checking[0].module.parameters()).device
         count = torch.tensor([len(problems)], device=device)
-        dist.all_reduce(count)
-        if int(count) == 0:
+        if int(backend.all_reduce(count, backend.world())) == 0:
             return
     # The last chunk first: backward begins there.
-    agree(problems[-1] if problems else None)
+    raise_on_all_ranks(problems[-1] if problems else None)
 
 
 def _sum_partial_gradients(model: Sequence[nn.Module], groups: ProcessGroupCollection) -> None:
@@ -121,9 +120,8 @@ def _divide_by_tokens(
     if get_pg_size(groups.pp) > 1:
         # Only the last stage has counted.
         last = loss_rank(get_model_config(model[0]))
-        dist.broadcast(total, dist.get_global_rank(groups.pp, last), groups.pp)
-    if get_pg_size(groups.dp_cp) > 1:
-        dist.all_reduce(total, group=groups.dp_cp)
+        backend.broadcast(total, groups.pp, last)
+    backend.all_reduce(total, groups.dp_cp)
     # A batch without a single token to learn from has zero gradients; keep them.
     factor = 1.0 / max(float(total), 1.0)
     for chunk in model:

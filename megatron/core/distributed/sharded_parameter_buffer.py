@@ -26,7 +26,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron.core.agreement import agree
 from megatron.core.distributed.bucketed_buffer import Bucket
 from megatron.core.distributed.communication import Transfer, gather_parameters
 from megatron.core.distributed.sections import Pass, Section
@@ -36,6 +35,7 @@ from megatron.core.errors import ConfigError, MegatronError
 from megatron.core.initialization import fill_deferred_weights, without_memory
 from megatron.core.offload.file_state_store import reserve_file
 from megatron.core.param_meta import accumulate_main_grad
+from megatron.core.transport.object_collectives import raise_on_all_ranks
 from megatron.core.transport.p2p_reduce import is_pairwise
 from megatron.core.transport.shm.mapped_gather import MappedGather, map_gather
 from megatron.core.transport.shm.page_pool import PagePool
@@ -113,7 +113,7 @@ class ShardedParameterBuffer(ShardedGradientBuffer):
         for group in (self.mesh.shard, self.mesh.replicate):
             if group is not None:
                 try:
-                    agree(problem, group)
+                    raise_on_all_ranks(problem, group)
                 except MegatronError as error:
                     problem = error  # for those on the other axis, too
         if problem is not None:

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from megatron.core.agreement import agree
 from megatron.core.distributed.sharding_arithmetic import BLOCK
 from megatron.core.errors import ConfigError
 from megatron.core.offload import FileStateStore, HostStateStore, StateStore, host_memory_problem
@@ -18,6 +17,7 @@ from megatron.core.optimizer.elementwise import ElementwiseRule, elementwise_rul
 from megatron.core.optimizer.main_param_shard import MainParamShard
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer.state_codec import Brain16, codec_of
+from megatron.core.transport.object_collectives import raise_on_all_ranks
 
 CHUNK_BLOCKS = 2048
 """Blocks of a chunk: 262,144 elements, 1 MiB per fp32 column."""
@@ -47,7 +47,7 @@ def build_chunked_state_optimizer(
     except ConfigError as error:
         problem = error
     if config.offloads_optimizer:
-        agree(problem)
+        raise_on_all_ranks(problem)
     elif problem is not None:
         raise problem
     return ChunkedStateOptimizer(rule, param_groups, parts)

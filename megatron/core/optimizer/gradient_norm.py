@@ -23,7 +23,8 @@ from megatron.core.distributed.parameter_shard import ParameterShard, ShardSpan
 from megatron.core.distributed.sharding_arithmetic import BLOCK
 from megatron.core.param_meta import get_param_meta, num_elements_before_padding
 from megatron.core.process_groups_config import Group, ProcessGroupCollection
-from megatron.core.utils import get_pg_rank, get_pg_size
+from megatron.core.transport import backend
+from megatron.core.utils import get_pg_rank
 
 SMALLEST_FAST_NORM = 1e-15
 """Below it, squares of fp32 elements underflow: the exact path is taken."""
@@ -115,8 +116,7 @@ class GradientReader:
         if self._agreed_parts is None:
             # Each model-parallel rank sends as many numbers as the one with the most parameters.
             lengths = torch.tensor([self._dense.length, self._expert.length], device=self._device)
-            if get_pg_size(self.groups.mp) > 1:
-                dist.all_reduce(lengths, dist.ReduceOp.MAX, self.groups.mp)
+            backend.all_reduce(lengths, self.groups.mp, dist.ReduceOp.MAX)
             self._dense.length, self._expert.length = lengths.tolist()
             self._agreed_parts = [self._dense] + [self._expert] * (self._expert.length > 0)
         return self._agreed_parts
@@ -167,8 +167,7 @@ class GradientReader:
         for part in self._parts():
             number = local[int(part.is_expert)].clone()
             for group in (part.shard_group, part.across):
-                if get_pg_size(group) > 1:
-                    dist.all_reduce(number, group=group)
+                backend.all_reduce(number, group)
             total += int(number)
         return total
 
@@ -198,13 +197,8 @@ class _Part:
         """Return the sums of squares of all parameters of all model-parallel ranks."""
         vector = torch.zeros(self.length, dtype=torch.float64, device=sums.device)
         vector.index_add_(0, self._places, sums[self._chosen])
-        if get_pg_size(self.shard_group) > 1:
-            dist.all_reduce(vector, group=self.shard_group)
-        if get_pg_size(self.across) > 1:
-            gathered = [torch.empty_like(vector) for _ in range(get_pg_size(self.across))]
-            dist.all_gather(gathered, vector, group=self.across)
-            vector = torch.cat(gathered)
-        return vector.tolist()
+        backend.all_reduce(vector, self.shard_group)
+        return torch.cat(backend.all_gather(vector, self.across)).tolist()
 
 
 def _sum_of_squares(gradient: Tensor | None, exactly: bool) -> Tensor:

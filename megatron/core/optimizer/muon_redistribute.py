@@ -12,12 +12,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron.core.distributed.communication import Mesh
 from megatron.core.optimizer.main_param_shard import MainParamShard
 from megatron.core.transport.collectives import all_to_all
+from megatron.core.transport.object_collectives import all_gather_object
 from megatron.core.utils import get_pg_rank, get_pg_size
 
 ROUND_NUMEL = 1 << 25
@@ -69,8 +69,7 @@ class MuonRedistribute:
         everyone = [mine]
         self._rank, size = get_pg_rank(self._group), get_pg_size(self._group)
         if size > 1:
-            everyone = [[] for _ in range(size)]
-            dist.all_gather_object(everyone, mine, group=self._group)
+            everyone = all_gather_object(mine, self._group)
         self._pieces = sorted(
             (_Piece(*place, holder) for holder, its in enumerate(everyone) for place in its),
             key=lambda piece: (piece.matrix, piece.begin, piece.holder),

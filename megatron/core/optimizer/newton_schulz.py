@@ -15,10 +15,10 @@ from __future__ import annotations
 import math
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megatron.core.process_groups_config import Group
+from megatron.core.transport import backend
 from megatron.core.utils import get_pg_size
 
 QUINTIC = (3.4445, -4.7750, 2.0315)
@@ -45,7 +45,7 @@ def orthogonalize(
     x = (matrix.T if transposes else matrix).contiguous()
     square = x.square().sum()
     if is_split:
-        dist.all_reduce(square, group=group)
+        backend.all_reduce(square, group)
     x = x / square.sqrt().clamp_min(1e-7)
     # bf16 is accurate enough for an iteration that corrects itself, and fast on accelerators.
     x = x if x.device.type == "cpu" else x.bfloat16()
@@ -53,7 +53,7 @@ def orthogonalize(
     for _ in range(num_steps):
         gram = x @ x.T
         if is_split:
-            dist.all_reduce(gram, group=group)
+            backend.all_reduce(gram, group)
         x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return (x.T if transposes else x).float().contiguous()
 

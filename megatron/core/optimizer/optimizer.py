@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
@@ -27,6 +26,8 @@ from megatron.core.optimizer.state_declarations import (
     settings_of_groups,
     step_count,
 )
+from megatron.core.transport import backend
+from megatron.core.transport.object_collectives import all_gather_object
 from megatron.core.utils import get_pg_rank
 
 CLIP_EPSILON = 1e-6
@@ -311,12 +312,8 @@ def describe_nonfinite(
     bad: list[tuple[int, int, int, str]] = []
     for optimizer, report in zip(optimizers, reports, strict=True):
         bad += optimizer.nonfinite_parameters(report)
-    rank = 0
-    everyone: list[Any] = [bad]
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        rank = dist.get_rank()
-        everyone = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, bad)
+    rank = get_pg_rank(backend.world())
+    everyone: list[Any] = all_gather_object(bad, backend.world())
     # Of several ranks that hold the parameter, the first one is named.
     found = [(*place, -r, name) for r, its in enumerate(everyone) for *place, name in its]
     if not found:

@@ -15,6 +15,7 @@ from megatron.core.optimizer.muon import is_muon_matrix
 from megatron.core.optimizer.optimizer_config import RULES, OptimizerConfig
 from megatron.core.param_meta import get_param_meta
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transport.object_collectives import all_gather_object
 from megatron.core.utils import get_pg_size
 
 
@@ -180,9 +181,7 @@ def agree_on_keys(keys: set[GroupKey], groups: ProcessGroupCollection) -> list[G
     """
     union = set(keys)
     if get_pg_size(groups.mp) > 1 and isinstance(groups.mp, dist.ProcessGroup):
-        gathered: list[Any] = [None] * get_pg_size(groups.mp)
-        dist.all_gather_object(gathered, keys, group=groups.mp)
-        union = set().union(*gathered)
+        union = set().union(*all_gather_object(keys, groups.mp))
     return sorted(union, key=repr, reverse=True)
 
 

@@ -34,6 +34,8 @@ from megatron.core.optimizer.chunked_state_optimizer import ChunkedStateOptimize
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.param_meta import get_param_meta
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transport import backend
+from megatron.core.transport.object_collectives import all_gather_object
 from megatron.core.utils import get_pg_size
 
 _ROW = 1024
@@ -175,21 +177,18 @@ def check_replicas(
                 digests = torch.stack([digest_of(tensor) for _, tensor in held])
                 # The largest of ~d is the complement of the smallest d.
                 extremes = torch.cat([digests, ~digests])
-                dist.all_reduce(extremes, dist.ReduceOp.MAX, group)
+                backend.all_reduce(extremes, group, dist.ReduceOp.MAX)
                 largest, smallest = extremes.chunk(2)
                 ranks = tuple(dist.get_process_group_ranks(group))
                 findings += [
                     _Finding(group_name, ranks, held[i][0], int(digests[i]))
                     for i in (largest != ~smallest).nonzero().flatten().tolist()
                 ]
-    if not (dist.is_initialized() and dist.get_world_size() > 1):
+    if not backend.has_peers(backend.world()):
         return
     count = torch.tensor([len(findings)], device=current_device())
-    dist.all_reduce(count)
-    if int(count):
-        everyone: list[list[_Finding]] = [[] for _ in range(dist.get_world_size())]
-        dist.all_gather_object(everyone, findings)
-        raise _error(everyone, iteration)
+    if int(backend.all_reduce(count, backend.world())):
+        raise _error(all_gather_object(findings, backend.world()), iteration)
 
 
 def _error(everyone: Sequence[Sequence[_Finding]], iteration: int) -> ReplicaMismatchError:

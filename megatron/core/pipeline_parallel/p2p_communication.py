@@ -32,6 +32,7 @@ from megatron.core.pipeline_parallel.step_handshake import (
     encode,
     lost_neighbour,
 )
+from megatron.core.transport import backend
 from megatron.core.utils import get_pg_rank, get_pg_size
 
 Shape = tuple[int, ...]
@@ -166,9 +167,7 @@ class P2PCommunicator:
         mine = encode(settings).to(self.device)
         if self._shared.agreed == (agreed := tuple(mine.tolist())):
             return
-        everyone = [torch.empty_like(mine) for _ in range(self.size)]
-        dist.all_gather(everyone, mine, group=self.pp_group)
-        for rank, theirs in enumerate(everyone):
+        for rank, theirs in enumerate(backend.all_gather(mine, self.pp_group)):
             found = disagreement(settings, theirs.tolist(), self._name(self.rank), self._name(rank))
             if found is not None:
                 raise found

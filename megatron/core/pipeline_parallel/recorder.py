@@ -7,7 +7,6 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor
 
 from megatron.core import device
@@ -15,7 +14,8 @@ from megatron.core.pipeline_parallel.instructions import Op, Placement, Step
 from megatron.core.pipeline_parallel.simulate import Span
 from megatron.core.pipeline_parallel.stage import PipelineStage
 from megatron.core.pipeline_parallel.trace import Trace
-from megatron.core.utils import get_pg_size
+from megatron.core.transport import backend
+from megatron.core.transport.object_collectives import all_gather_object
 
 
 class PipelineRecorder:
@@ -45,13 +45,9 @@ class PipelineRecorder:
         Communication:
             a barrier and an all-gather of Python objects on `pp_group`.
         """
-        size = get_pg_size(pp_group)
-        if size > 1:
-            dist.barrier(group=pp_group)
+        backend.barrier(pp_group)
         mine = (socket.gethostname(), time.perf_counter(), self.spans)
-        everyone = [mine] * size
-        if size > 1:
-            dist.all_gather_object(everyone, mine, group=pp_group)
+        everyone = all_gather_object(mine, pp_group)
         share_clock = len({host for host, _, _ in everyone}) == 1
         shifts = [0.0 if share_clock else clock for _, clock, _ in everyone]
         recorded = [spans for _, _, spans in everyone]

@@ -22,6 +22,7 @@ from megatron.core import device
 from megatron.core.errors import ConfigError
 from megatron.core.step_context.aux_loss import AuxLossScale, set_aux_loss_scale
 from megatron.core.step_context.deferred_wgrad import WeightGradient, capture_wgrads
+from megatron.core.transport import backend
 from megatron.core.utils import get_attr_wrapped_model, get_pg_size, unwrap_model
 
 
@@ -254,8 +255,7 @@ class Stage:
         if get_pg_size(self._loss.cp_group) == 1:
             return num_tokens
         total = num_tokens.detach().clone()
-        torch.distributed.all_reduce(total, group=self._loss.cp_group)
-        return total
+        return backend.all_reduce(total, self._loss.cp_group)
 
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
         if self._autocast_dtype is None:

@@ -11,8 +11,8 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from megatron.core.agreement import Peers
 from megatron.core.errors import MegatronError
+from megatron.core.transport.object_collectives import ControlGroup
 from megatron.inference.engine import Engine, Request, Token
 
 HEARTBEAT_S = 5.0
@@ -55,7 +55,7 @@ class Service:
         max_queued: sequences that may wait.
     """
 
-    def __init__(self, engine: Engine, peers: Peers, max_queued: int) -> None:
+    def __init__(self, engine: Engine, peers: ControlGroup, max_queued: int) -> None:
         self.engine, self.peers = engine, peers
         self.failure: ServiceError | None = None
         self.crash: Exception | None = None

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core import dist_checkpointing
-from megatron.core.agreement import Peers, SingleProcess, agree, peers_of
 from megatron.core.dist_checkpointing import AsyncSave, commit
 from megatron.core.dist_checkpointing.durable import (
     DamagedCheckpointError,
@@ -28,6 +27,12 @@ from megatron.core.dist_checkpointing.own_state import as_own_state
 from megatron.core.dist_checkpointing.retention import Retention, apply_retention
 from megatron.core.dist_checkpointing.validation import parse_strict_handling
 from megatron.core.errors import CheckpointError, MegatronError
+from megatron.core.transport.object_collectives import (
+    ControlGroup,
+    SingleProcess,
+    control_group,
+    raise_on_all_ranks,
+)
 from megatron.training.checkpointing.claim import claim_directory
 from megatron.training.checkpointing.foreign_state import (
     check_foreign,
@@ -75,7 +80,7 @@ class Checkpointer:
     ) -> None:
         self.settings = settings
         self.parts = parts
-        self.peers: Peers = peers_of(process_group)
+        self.peers: ControlGroup = control_group(process_group)
         self._lease: Lease | None = None
         # Known on every rank, unlike the lease, which the coordinator holds alone.
         self._has_claimed = False
@@ -112,7 +117,7 @@ class Checkpointer:
         self.finish()
         self.claim()
         directory = place_of(self.settings.save)
-        agree(moved_away(directory) if self._lease else None, self.peers)
+        raise_on_all_ranks(moved_away(directory) if self._lease else None, self.peers)
         state = self._declare(progress, extra)
         iteration = progress.iteration
         saving = dist_checkpointing.save(
@@ -203,7 +208,7 @@ class Checkpointer:
                     doing="writing",
                     needed_bytes=len(str(iteration)),
                 )
-        agree(problem, self.peers)
+        raise_on_all_ranks(problem, self.peers)
         self._say(f"  successfully saved checkpoint from iteration {iteration:7d} to {directory}")
         retention = Retention(self.settings.save_retain_interval, self.settings.most_recent_k)
         for path in apply_retention(directory, iteration, retention, _RUN, peers=self.peers):
@@ -348,7 +353,7 @@ class Checkpointer:
                 problem = describe_os_error(error, path=str(directory), doing="reading")
             except CheckpointError as error:
                 problem = error
-        agree(problem, self.peers)
+        raise_on_all_ranks(problem, self.peers)
         chosen: Selection = self.peers.broadcast(selection)
         return chosen
 

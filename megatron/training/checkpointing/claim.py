@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megatron.core.agreement import Peers, agree
 from megatron.core.dist_checkpointing import commit
 from megatron.core.dist_checkpointing.durable import describe_os_error
 from megatron.core.dist_checkpointing.lease import Lease
 from megatron.core.dist_checkpointing.object_store import Place
 from megatron.core.errors import MegatronError
+from megatron.core.transport.object_collectives import ControlGroup, raise_on_all_ranks
 
 
-def claim_directory(directory: Place, peers: Peers) -> Lease | None:
+def claim_directory(directory: Place, peers: ControlGroup) -> Lease | None:
     """Take the lease of a save directory and sweep up what dead runs left there.
 
     Returns:
@@ -35,5 +35,5 @@ def claim_directory(directory: Place, peers: Peers) -> Lease | None:
             problem = describe_os_error(error, path=str(directory), doing="preparing")
         except MegatronError as error:
             problem = error
-    agree(problem, peers)
+    raise_on_all_ranks(problem, peers)
     return lease

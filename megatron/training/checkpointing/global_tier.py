@@ -6,18 +6,18 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron.core import dist_checkpointing
-from megatron.core.agreement import Peers
 from megatron.core.dist_checkpointing import commit
 from megatron.core.dist_checkpointing.exchange import together
 from megatron.core.dist_checkpointing.loader import Contents, open_contents
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.dist_checkpointing.object_store import Place
+from megatron.core.transport.object_collectives import ControlGroup
 
 
 class GlobalTier:
     """The one short-lived checkpoint of a run; loads in any layout. Methods are collectives."""
 
-    def __init__(self, directory: Place, layout: Mapping[str, Any], peers: Peers) -> None:
+    def __init__(self, directory: Place, layout: Mapping[str, Any], peers: ControlGroup) -> None:
         self.directory, self.layout, self.peers = directory, dict(layout), peers
 
     def save(self, state: ShardedStateDict, iteration: int) -> None:

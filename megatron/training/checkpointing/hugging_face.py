@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from megatron.core.agreement import Peers, agree
 from megatron.core.dist_checkpointing.durable import describe_os_error
 from megatron.core.dist_checkpointing.exchange import as_checkpoint_error
 from megatron.core.dist_checkpointing.loader import open_contents
 from megatron.core.dist_checkpointing.object_store import Place
 from megatron.core.errors import MegatronError
+from megatron.core.transport.object_collectives import ControlGroup, raise_on_all_ranks
 from megatron.hugging_face import (
     ModelContents,
     Written,
@@ -29,7 +29,7 @@ from megatron.training.checkpointing.run_state import RunParts
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def open_together(directory: Path, peers: Peers) -> ModelContents:
+def open_together(directory: Path, peers: ControlGroup) -> ModelContents:
     """Open a model for the loader: collective."""
     contents = _on_coordinator(peers, f"opening {directory}", lambda: open_model(directory))
     assert isinstance(contents, ModelContents)
@@ -56,7 +56,7 @@ def write_together(
     companion: Path | None,
     has_adapters: bool = False,
     dtype: str | None = None,
-    peers: Peers,
+    peers: ControlGroup,
 ) -> Written:
     """Write a checkpoint as a model: collective; the coordinator writes.
 
@@ -80,7 +80,7 @@ def write_together(
 
 
 def write_adapters_together(
-    checkpoint: Place, directory: Path, *, base: str | None, peers: Peers
+    checkpoint: Place, directory: Path, *, base: str | None, peers: ControlGroup
 ) -> None:
     """Write the adapters of a checkpoint for PEFT: collective; the coordinator writes."""
     contents = open_contents(checkpoint, peers=peers)
@@ -89,7 +89,7 @@ def write_adapters_together(
     )
 
 
-def _on_coordinator(peers: Peers, doing: str, action: Callable[[], Any]) -> Any:
+def _on_coordinator(peers: ControlGroup, doing: str, action: Callable[[], Any]) -> Any:
     """Return on every rank what `action` returned on the coordinator, or raise its error."""
     result: Any = None
     problem: MegatronError | None = None
@@ -98,11 +98,11 @@ def _on_coordinator(peers: Peers, doing: str, action: Callable[[], Any]) -> Any:
             result = action()
         except Exception as error:  # agreed on like every other problem: a lone raise is a hang
             problem = as_checkpoint_error(error, doing)
-    agree(problem, peers)
+    raise_on_all_ranks(problem, peers)
     return peers.broadcast(result)
 
 
-def load_adapters_together(path: Path, base: Path, parts: RunParts, peers: Peers) -> None:
+def load_adapters_together(path: Path, base: Path, parts: RunParts, peers: ControlGroup) -> None:
     """Fill the adapters of a run from a directory of PEFT's. All ranks call it.
 
     Args:
@@ -118,4 +118,4 @@ def load_adapters_together(path: Path, base: Path, parts: RunParts, peers: Peers
         problem = describe_os_error(error, path=str(path), doing="reading")
     except MegatronError as error:
         problem = error
-    agree(problem, peers)
+    raise_on_all_ranks(problem, peers)

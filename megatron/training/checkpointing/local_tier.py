@@ -21,7 +21,6 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron.core import dist_checkpointing
-from megatron.core.agreement import GroupPeers, Peers, SingleProcess
 from megatron.core.dist_checkpointing import commit
 from megatron.core.dist_checkpointing.exchange import together
 from megatron.core.dist_checkpointing.loader import Contents, open_contents
@@ -30,6 +29,11 @@ from megatron.core.dist_checkpointing.neighbour_copies import exchange_directori
 from megatron.core.dist_checkpointing.own_state import as_own_state
 from megatron.core.dist_checkpointing.verify import verify_checkpoint
 from megatron.core.errors import CheckpointError
+from megatron.core.transport.object_collectives import (
+    ControlGroup,
+    SingleProcess,
+    TorchControlGroup,
+)
 
 
 @dataclass(frozen=True)
@@ -54,15 +58,15 @@ class Restorable:
     """Rank without intact files of its own -> number of the ring whose copy is intact."""
 
 
-_GROUP: list[tuple[dist.ProcessGroup | None, GroupPeers]] = []
+_GROUP: list[tuple[dist.ProcessGroup | None, TorchControlGroup]] = []
 
 
-def _own_group() -> GroupPeers:
+def _own_group() -> TorchControlGroup:
     """Return a group on the host's network whose messages never meet those of training: made once
     for all tiers of the processes' group."""
     world = dist.group.WORLD
     if not _GROUP or _GROUP[0][0] is not world:
-        _GROUP[:] = [(world, GroupPeers(dist.new_group(backend="gloo")))]
+        _GROUP[:] = [(world, TorchControlGroup(dist.new_group(backend="gloo")))]
     return _GROUP[0][1]
 
 
@@ -81,7 +85,9 @@ def _check_rings(settings: LocalSettings, size: int) -> None:
 class LocalTier:
     """The short-lived checkpoints of one run. Every public method is a collective."""
 
-    def __init__(self, settings: LocalSettings, layout: Mapping[str, Any], peers: Peers) -> None:
+    def __init__(
+        self, settings: LocalSettings, layout: Mapping[str, Any], peers: ControlGroup
+    ) -> None:
         """
         Args:
             layout: sizes of all axes; checkpoints of another layout are passed over.
@@ -89,7 +95,7 @@ class LocalTier:
         """
         self.settings, self.layout, self.peers = settings, dict(layout), peers
         self._own = settings.directory / f"rank_{peers.rank:05d}"
-        self._group: GroupPeers | None = None
+        self._group: TorchControlGroup | None = None
         if peers.size > 1:
             _check_rings(settings, peers.size)
             self._group = _own_group()

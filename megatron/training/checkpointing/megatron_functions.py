@@ -12,13 +12,13 @@ from typing import Any
 
 from torch import nn
 
-from megatron.core.agreement import SingleProcess
 from megatron.core.dist_checkpointing.foreign.opening import open_any
 from megatron.core.dist_checkpointing.object_store import place_of
 from megatron.core.dist_checkpointing.validation import StrictHandling, parse_strict_handling
 from megatron.core.errors import CheckpointError, refuse_given
 from megatron.core.flags import from_args
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transport.object_collectives import SingleProcess
 from megatron.core.utils import get_pg_rank
 from megatron.training.checkpointing.checkpointer import Checkpointer
 from megatron.training.checkpointing.run_state import RunParts

@@ -7,15 +7,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron.core.agreement import Peers
 from megatron.core.dist_checkpointing.object_store import place_of
+from megatron.core.transport.object_collectives import ControlGroup
 from megatron.training.checkpointing.global_tier import GlobalTier
 from megatron.training.checkpointing.local_tier import LocalSettings, LocalTier
 from megatron.training.config.checkpoint import CheckpointSettings
 
 
 def make_tier(
-    settings: CheckpointSettings, layout: Mapping[str, Any], peers: Peers
+    settings: CheckpointSettings, layout: Mapping[str, Any], peers: ControlGroup
 ) -> LocalTier | GlobalTier | None:
     """Return the tier that the settings ask for: collective, for it may make a process group."""
     home = settings.save or settings.load or ""

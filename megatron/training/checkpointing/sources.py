@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import torch
 
-from megatron.core.agreement import Peers
 from megatron.core.dist_checkpointing.loader import Contents
 from megatron.core.dist_checkpointing.manifest import Manifest
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor
@@ -21,6 +20,7 @@ from megatron.core.dist_checkpointing.shard_file import DTYPES
 from megatron.core.dist_checkpointing.tree import leaves
 from megatron.core.dist_checkpointing.validation import StrictHandling
 from megatron.core.errors import CheckpointError
+from megatron.core.transport.object_collectives import ControlGroup
 
 MAIN_WEIGHT_PREFIX = "optimizer.state.fp32_param."
 HEAD = "output_layer.weight"
@@ -47,7 +47,7 @@ def stored_source(wanted: ShardedTensor, manifest: Manifest) -> str:
 
 
 def compare_heads(
-    template: ShardedStateDict, contents: Contents, strict: StrictHandling, *, peers: Peers
+    template: ShardedStateDict, contents: Contents, strict: StrictHandling, *, peers: ControlGroup
 ) -> str | None:
     """Compare the model's head with the stored one: collective.
 

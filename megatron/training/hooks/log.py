@@ -6,9 +6,9 @@ import time
 from collections.abc import Callable, Sequence
 
 from megatron.core import device
-from megatron.core.agreement import peers_of
+from megatron.core.transport import backend
+from megatron.core.transport.object_collectives import control_group, union_across_ranks
 from megatron.training.hooks.base import Hook
-from megatron.training.meeting import union_over_ranks
 from megatron.training.metrics.expert_load import (
     balance_losses,
     collect_loads,
@@ -118,7 +118,7 @@ class LogLine(Hook):
             print_rank_0(f" peak memory after {state.iteration} iterations on rank 0:"
                          f" {gibibytes(device.peak_memory_bytes())}")  # fmt: skip
         if parts.run.timing_log_level > 0:
-            names = union_over_ranks(parts.timers.names)
+            names = union_across_ranks(parts.timers.names, backend.world())
             parts.timers.log(names, normalizer=means.num_steps)
         self._means = IntervalMeans()
 
@@ -177,7 +177,7 @@ class LinesForFirstRank(Hook):
         return state
 
     def _pass_on(self) -> None:
-        everyone = peers_of(None).gather(self._lines)
+        everyone = control_group(None).gather(self._lines)
         self._lines = []
         for line in (everyone or [[]])[-1]:
             print(line, flush=True)

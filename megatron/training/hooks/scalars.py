@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from megatron.core import device
+from megatron.core.transport import backend
+from megatron.core.transport.object_collectives import union_across_ranks
 from megatron.training.hooks.base import Hook
-from megatron.training.meeting import union_over_ranks
 from megatron.training.metrics.expert_load import collect_loads, load_scalars
 from megatron.training.metrics.log_line import perplexity
 from megatron.training.parts import TrainingParts
@@ -100,7 +101,7 @@ class Scalars(Hook):
         run = self.parts.run
         if run.log_timers_to_tensorboard:
             # A collective: all ranks come here.
-            names = union_over_ranks(self.parts.timers.names)
+            names = union_across_ranks(self.parts.timers.names, backend.world())
             timers = self.parts.timers.seconds_of_all_ranks(names, reset=False)
         loads = collect_loads(self.parts.model, self.parts.groups) if run.num_experts else []
         if not self.sinks:

@@ -7,6 +7,8 @@ from typing import Any
 
 from megatron.core import device, optional_imports
 from megatron.core.dist_checkpointing.object_store import is_url
+from megatron.core.transport import backend
+from megatron.core.transport.object_collectives import any_across_ranks
 from megatron.training.checkpointing import Checkpointer
 from megatron.training.hooks.base import Hook, Hooks
 from megatron.training.hooks.evaluation import Evaluate
@@ -29,7 +31,6 @@ from megatron.training.hooks.stop import (
     PhaseEnd,
     StepBudget,
 )
-from megatron.training.meeting import any_rank
 from megatron.training.parts import StepPlan, TrainingParts
 from megatron.training.phases import transitions_of
 from megatron.training.printing import is_last_rank, is_rank_0
@@ -76,7 +77,7 @@ def standard_hooks(
         progress=progress,
         scalars=scalars,
         write=write,
-        must_leave=lambda: signal is not None and any_rank(signal.is_set),
+        must_leave=lambda: signal is not None and any_across_ranks(signal.is_set, backend.world()),
     )
     hooks: list[Hook] = [TrackProgress(progress)]
     hooks += [bar] if bar is not None else []

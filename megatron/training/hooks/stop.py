@@ -5,8 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Collection
 
+from megatron.core.transport import backend
+from megatron.core.transport.object_collectives import any_across_ranks
 from megatron.training.hooks.base import Hook
-from megatron.training.meeting import any_rank
 from megatron.training.resilience.signals import SignalFlag
 from megatron.training.state import StepResult, StopReason, TrainState
 
@@ -67,7 +68,11 @@ class ExitDuration(Hook):
 
     def should_stop(self, state: TrainState) -> StopReason | None:
         """Return EXIT_DURATION on all ranks once it has passed on any."""
-        return StopReason.EXIT_DURATION if any_rank(time.monotonic() > self._deadline) else None
+        return (
+            StopReason.EXIT_DURATION
+            if any_across_ranks(time.monotonic() > self._deadline, backend.world())
+            else None
+        )
 
 
 class ExitOnSignal(Hook):
@@ -78,7 +83,9 @@ class ExitOnSignal(Hook):
 
     def should_stop(self, state: TrainState) -> StopReason | None:
         """Return EXIT_SIGNAL on all ranks once any of them was signalled."""
-        return StopReason.EXIT_SIGNAL if any_rank(self._flag.is_set) else None
+        return (
+            StopReason.EXIT_SIGNAL if any_across_ranks(self._flag.is_set, backend.world()) else None
+        )
 
     def close(self) -> None:
         """Give the signal back its former meaning."""

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch.distributed as dist
 from torch import nn
 
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.load_balancing import BALANCE_LOSS_NAMES, LoadSummary, routers_of
-from megatron.core.utils import get_pg_size
+from megatron.core.transport.object_collectives import all_gather_object
 
 Loads = list[tuple[LoadSummary, dict[str, float]]]
 """For each layer with experts, in order: its load in the last step, and its balance losses."""
@@ -46,11 +45,7 @@ def first_bad_router(model: Sequence[nn.Module], groups: ProcessGroupCollection)
 
 def _over_stages(own: list[Any], groups: ProcessGroupCollection) -> list[Any]:
     """Return the lists of all pipeline stages, joined."""
-    if get_pg_size(groups.pp) == 1:
-        return own
-    gathered: list[Any] = [None] * get_pg_size(groups.pp)
-    dist.all_gather_object(gathered, own, group=groups.pp)
-    return [entry for entries in gathered for entry in entries]
+    return [entry for entries in all_gather_object(own, groups.pp) for entry in entries]
 
 
 def balance_losses(loads: Loads) -> dict[str, float]:

@@ -12,8 +12,8 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer.gradient_norm import counts_here, without_padding
 from megatron.core.param_meta import get_param_meta, num_elements_before_padding
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transport.object_collectives import sum_across_ranks
 from megatron.core.utils import get_pg_rank
-from megatron.training.meeting import sum_over
 
 
 def params_norm(model: Sequence[nn.Module], groups: ProcessGroupCollection) -> float:
@@ -27,7 +27,7 @@ def params_norm(model: Sequence[nn.Module], groups: ProcessGroupCollection) -> f
     total = 0.0
     for is_expert, across in ((False, groups.mp), (True, groups.tp_ep_pp)):
         squares = sum(_of_chunk(chunk, groups, is_expert=is_expert) for chunk in model)
-        total += sum_over([squares], across)[0]
+        total += sum_across_ranks([squares], across)[0]
     return math.sqrt(total)
 
 
@@ -50,7 +50,7 @@ def _of_chunk(chunk: nn.Module, groups: ProcessGroupCollection, *, is_expert: bo
             end = num_elements_before_padding(parameter, meta, axis_rank)
             whole += _sum_of_squares(parameter.detach().reshape(-1)[:end])
     if wrapper is not None and are_sharded:
-        sharded = sum_over([sharded], wrapper.mesh(is_expert).shard)[0]
+        sharded = sum_across_ranks([sharded], wrapper.mesh(is_expert).shard)[0]
     return whole + sharded
 
 

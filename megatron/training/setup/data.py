@@ -12,10 +12,11 @@ from typing import Any
 
 from megatron.core.datasets.blend_report import lines_of, shares_of
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transport import backend
+from megatron.core.transport.object_collectives import max_across_ranks
 from megatron.core.utils import get_pg_rank, get_pg_size
 from megatron.training.datasets.audit import audited
 from megatron.training.datasets.loader import build_pretraining_data_loader
-from megatron.training.meeting import max_over_ranks
 from megatron.training.parts import DataIterators, ValidationSet
 from megatron.training.phases import phase_of
 from megatron.training.printing import is_rank_0, print_rank_0
@@ -78,19 +79,21 @@ def build_data(
         for chunk in range(num_chunks)
     ]
     # Only ranks that read data know how many sets there are, and how long.
-    num_sets = max_over_ranks(max(len(chunk.valid) for chunk in per_chunk))
+    num_sets = max_across_ranks(max(len(chunk.valid) for chunk in per_chunk), backend.world())
     sets = [
         _set_of_chunks([chunk.valid[n] for chunk in per_chunk if n < len(chunk.valid)], num_chunks)
         for n in range(num_sets)
     ]
     for each in sets:
-        each.num_rows = max_over_ranks(each.num_rows)
+        each.num_rows = max_across_ranks(each.num_rows, backend.world())
     return DataIterators(
         train=_one_or_list([chunk.train for chunk in per_chunk]),
         valid=sets,
         train_order=next((c.train_order for c in per_chunk if c.train_order is not None), None),
         test=_one_or_list([chunk.test for chunk in per_chunk]),
-        num_test_rows=max_over_ranks(max(chunk.num_test_rows for chunk in per_chunk)),
+        num_test_rows=max_across_ranks(
+            max(chunk.num_test_rows for chunk in per_chunk), backend.world()
+        ),
     )
 
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.core import num_microbatches_calculator as calculator
-from megatron.core.agreement import peers_of
 from megatron.core.attempts import START_TIMEOUT
 from megatron.core.dist_checkpointing.object_store import is_url, place_of
 from megatron.core.errors import MegatronError
@@ -15,6 +14,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.processes import name_fatal_signals
 from megatron.core.timers import Timers
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
+from megatron.core.transport.object_collectives import control_group
 from megatron.training import global_vars, launch
 from megatron.training.checkpointing.claim import claim_directory
 from megatron.training.cli.parser import ParsedCommand
@@ -120,7 +120,7 @@ def start_session(
     start_processes(run, place, store)
     if claims_save_directory and run.save is not None and not run.skip_train:
         progress.where = "claiming the save directory"
-        claim_directory(place_of(run.save), peers_of(None))
+        claim_directory(place_of(run.save), control_group(None))
         progress.has_claimed = True
         if place.rank == 0 and progress.save_directory is not None:
             set_earlier_failure_aside(progress.save_directory)

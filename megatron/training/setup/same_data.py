@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron.core.errors import DataError
-from megatron.training.meeting import of_rank
+from megatron.core.transport import backend
+from megatron.core.transport.object_collectives import broadcast_object
 from megatron.training.phases import phase_of, transitions_of
 from megatron.training.printing import print_rank_0
 from megatron.training.resolve import ResolvedRun
@@ -36,7 +37,7 @@ def with_data_order(run: ResolvedRun, state: TrainState, order: Any) -> TrainSta
     Communication:
         one broadcast from rank 0.
     """
-    order = of_rank(order)
+    order = broadcast_object(order, 0, backend.world())
     before = state.data_order
     if order is None:
         return state

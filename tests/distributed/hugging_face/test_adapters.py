@@ -10,11 +10,11 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-from megatron.core.agreement import SingleProcess
 from megatron.core.dist_checkpointing.loader import open_contents
 from megatron.core.errors import ConfigError
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.low_rank_adapter import add_adapters
+from megatron.core.transport.object_collectives import SingleProcess
 from megatron.hugging_face import read_adapters, read_model_directory
 from megatron.training.checkpointing import load_checkpoint
 from megatron.training.cli.parser import parse_command_line

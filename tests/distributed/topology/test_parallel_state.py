@@ -5,9 +5,9 @@ import torch
 import torch.distributed as dist
 
 from megatron.core import parallel_state as ps
-from megatron.core.agreement import SingleProcess, agree
 from megatron.core.errors import DataError, TopologyError
 from megatron.core.hyper_comm_grid import HyperCommGrid
+from megatron.core.transport.object_collectives import SingleProcess, raise_on_all_ranks
 from tests.harness.distributed import distributed
 
 
@@ -58,22 +58,22 @@ def test_a_problem_on_one_rank_is_raised_on_all(groups):
     rank = dist.get_rank()
     problems = {2: DataError("line 7 is broken.", fix="repair it"), 3: TopologyError("no peer.")}
     with pytest.raises(DataError) as caught:
-        agree(problems.get(rank))
+        raise_on_all_ranks(problems.get(rank))
     assert str(caught.value) == "rank 2: line 7 is broken.\n  fix:   repair it"
     assert caught.value.__cause__ is problems.get(rank)
-    agree(None)
+    raise_on_all_ranks(None)
 
 
 @distributed(world_size=4, tp=2)
 def test_a_group_agrees_by_itself_and_names_the_global_rank(groups):
     rank = dist.get_rank()
     if rank < 2:
-        agree(None, groups.tp)
+        raise_on_all_ranks(None, groups.tp)
     else:
         with pytest.raises(DataError, match="^rank 3: gone"):
-            agree(DataError("gone.") if rank == 3 else None, groups.tp)
+            raise_on_all_ranks(DataError("gone.") if rank == 3 else None, groups.tp)
     with pytest.raises(DataError, match="^alone"):
-        agree(DataError("alone."), SingleProcess())
+        raise_on_all_ranks(DataError("alone."), SingleProcess())
 
 
 @distributed(world_size=8)

@@ -9,7 +9,7 @@ from typing import Any
 
 
 class ThreadPeers:
-    """`Peers` over threads; values are copied, as a process group would."""
+    """`ControlGroup` over threads; values are copied, as a process group would."""
 
     def __init__(self, rank: int, shared: Shared) -> None:
         self.rank = self.global_rank = rank

@@ -11,7 +11,6 @@ import torch
 import transformers
 from torch import Tensor
 
-from megatron.core.agreement import SingleProcess
 from megatron.core.dist_checkpointing.loader import load_state
 from megatron.core.dist_checkpointing.validation import parse_strict_handling
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
@@ -19,6 +18,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.sharded_state import sharded_state_dict_of
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transport.object_collectives import SingleProcess
 from megatron.core.utils import get_pg_rank, get_pg_size
 from megatron.hugging_face import open_model, read_model_directory
 from megatron.hugging_face.families.family import geometry_of

@@ -7,11 +7,11 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
-from megatron.core.agreement import SingleProcess
 from megatron.core.dist_checkpointing import save
 from megatron.core.dist_checkpointing.loader import open_contents
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.sharded_state import sharded_state_dict_of
+from megatron.core.transport.object_collectives import SingleProcess
 from megatron.hugging_face import (
     family_of_settings,
     open_model,

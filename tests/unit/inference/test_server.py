@@ -12,7 +12,6 @@ import openai
 import pytest
 import torch
 
-from megatron.core.agreement import SingleProcess
 from megatron.core.datasets.preprocessing.chat_template import ChatTemplate
 from megatron.core.errors import ConfigError, NumericsError
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -20,6 +19,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.rng import rng_state
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transport.object_collectives import SingleProcess
 from megatron.inference.engine import Engine, Request
 from megatron.inference.forward import CachedModel
 from megatron.inference.generate import generate

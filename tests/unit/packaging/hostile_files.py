@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 
-from megatron.core.agreement import SingleProcess
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.multi_file_bin import token_files
 from megatron.core.datasets.preprocessing.chat_template import find_chat_template
@@ -31,6 +30,7 @@ from megatron.core.datasets.preprocessing.streams import blocks_of
 from megatron.core.dist_checkpointing.foreign.opening import open_any
 from megatron.core.errors import MegatronError
 from megatron.core.tokenizers.megatron_tokenizer import make_tokenizer
+from megatron.core.transport.object_collectives import SingleProcess
 from megatron.deepspeed.reading import read_settings
 from megatron.hugging_face.model_directory import read_model_directory, stored_tensors
 from megatron.training.blends import _blend_in_file

@@ -8,7 +8,6 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from megatron.core.agreement import Peers
 from megatron.core.dist_checkpointing.commit import RELEASE, Found
 from megatron.core.dist_checkpointing.durable import read_inside
 from megatron.core.dist_checkpointing.exchange import as_checkpoint_error
@@ -24,6 +23,7 @@ from megatron.core.dist_checkpointing.loader import Contents, open_contents
 from megatron.core.dist_checkpointing.manifest import BACKEND, METADATA_NAME
 from megatron.core.dist_checkpointing.object_store import Place, place_of
 from megatron.core.errors import CheckpointError, MegatronError, shown
+from megatron.core.transport.object_collectives import ControlGroup
 
 Opener = Callable[[Path], ForeignContents]
 
@@ -96,7 +96,7 @@ def _backend(directory: Path) -> str | None:
     return backend if backend in MEGATRON_FORMATS else BACKEND
 
 
-def open_any(directory: str | os.PathLike[str] | Place, *, peers: Peers) -> Contents:
+def open_any(directory: str | os.PathLike[str] | Place, *, peers: ControlGroup) -> Contents:
     """Open a checkpoint, whoever wrote it: collective.
 
     The coordinator recognises it and reads its description; every rank goes on with the same.

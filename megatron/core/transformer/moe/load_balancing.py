@@ -17,10 +17,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transport import backend
 from megatron.core.utils import get_pg_size
 
 BALANCE_LOSS_NAMES = {
@@ -195,8 +195,7 @@ def finish_step_of_routers(model: Sequence[nn.Module], groups: ProcessGroupColle
     names = [router.loss_names() for router in routers]
     packed = [router.load.packed(own, device) for router, own in zip(routers, names, strict=True)]
     everything = torch.cat(packed)
-    if get_pg_size(groups.tp_dp_cp) > 1:
-        dist.all_reduce(everything, group=groups.tp_dp_cp)
+    backend.all_reduce(everything, groups.tp_dp_cp)
     parts = everything.split([part.numel() for part in packed])
     for router, own, part in zip(routers, names, parts, strict=True):
         router.load.finish_step(part, own, get_pg_size(groups.tp) * get_pg_size(groups.cp))

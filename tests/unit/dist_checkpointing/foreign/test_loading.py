@@ -13,7 +13,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron.core.agreement import SingleProcess
 from megatron.core.dist_checkpointing.digest import checkpoint_digest
 from megatron.core.dist_checkpointing.foreign.contents import ForeignContents
 from megatron.core.dist_checkpointing.foreign.opening import open_any
@@ -26,6 +25,7 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.param_meta import get_param_meta, shard_of
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transport.object_collectives import SingleProcess
 from megatron.training.checkpointing import Checkpointer, CheckpointSettings, RunParts
 from tests.unit.dist_checkpointing.foreign import foreign_files as files
 from tests.unit.dist_checkpointing.foreign.payloads import Runs

@@ -1,0 +1,86 @@
+"""Collectives of a group's own backend (NCCL, gloo): numbers, small tensors, messages.
+
+For activations and weights see `collectives`, which chooses the fastest way; this module is what is
+left of torch.distributed where there is nothing to choose. A group of one rank, `None` among them,
+sends nothing. The group of all processes is `world()`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ReduceOp
+
+from megatron.core import device
+from megatron.core.transport.work import Handle
+from megatron.core.utils import get_pg_size
+
+if TYPE_CHECKING:
+    from megatron.core.process_groups_config import Group
+
+
+def world() -> Group:
+    """Return the group of all processes; None where torch.distributed is not initialized."""
+    return dist.group.WORLD if dist.is_available() else None
+
+
+def has_peers(group: Group) -> bool:
+    """Return whether `group` has more than one rank."""
+    return get_pg_size(group) > 1
+
+
+def tensor_device(group: Group) -> torch.device:
+    """Return where tensors of a collective live: NCCL takes device memory only."""
+    is_cpu = dist.get_backend(group) == dist.Backend.GLOO
+    return torch.device("cpu") if is_cpu else device.current_device()
+
+
+def all_reduce(x: Tensor, group: Group, op: ReduceOp.RedOpType = ReduceOp.SUM) -> Tensor:
+    """Reduce `x` of any shape [...] over `group`, in place, and return it."""
+    if has_peers(group):
+        dist.all_reduce(x, op, group)
+    return x
+
+
+def broadcast(x: Tensor, group: Group, source: int = 0) -> Tensor:
+    """Copy `x` of any shape [...] from rank `source` of `group` to the others, in place."""
+    if has_peers(group):
+        dist.broadcast(x, global_rank(group, source), group)
+    return x
+
+
+def all_gather(x: Tensor, group: Group) -> list[Tensor]:
+    """Return `x` [...] of every rank of `group`, in rank order; all have the same shape."""
+    if not has_peers(group):
+        return [x]
+    gathered = [torch.empty_like(x) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(gathered, x, group)
+    return gathered
+
+
+def barrier(group: Group) -> None:
+    """Wait until all ranks of `group` have got here."""
+    if has_peers(group):
+        dist.barrier(group)
+
+
+def isend(x: Tensor, target: int, group: Group, tag: int = 0) -> Handle:
+    """Start to send contiguous `x` [...] to rank `target` of `group`."""
+    work = dist.isend(x, global_rank(group, target), group, tag)
+    assert work is not None, "both ranks belong to the group"
+    return work
+
+
+def irecv(x: Tensor, source: int, group: Group, tag: int = 0) -> Handle:
+    """Start to receive into contiguous `x` [...] from rank `source` of `group`."""
+    work = dist.irecv(x, global_rank(group, source), group, tag)
+    assert work is not None, "both ranks belong to the group"
+    return work
+
+
+def global_rank(group: Group, group_rank: int) -> int:
+    """Return the number among all processes of a rank of `group`."""
+    return dist.get_global_rank(group, group_rank)

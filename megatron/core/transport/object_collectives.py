@@ -1,0 +1,220 @@
+"""Collectives on Python values, and errors that all ranks of a group raise together.
+
+A lone raise is a hang: where a check can fail on one rank only, `raise_on_all_ranks` comes before
+the next collective.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from megatron.core.errors import MegatronError
+from megatron.core.transport import backend
+
+if TYPE_CHECKING:
+    from megatron.core.process_groups_config import Group
+
+
+# Functions ----------------------------------------------------------------------------------
+
+
+def all_gather_object(value: Any, group: Group) -> list[Any]:
+    """Return the picklable value of every rank of `group`, in rank order.
+
+    Communication:
+        one all-gather of pickles; none in a group of one.
+    """
+    if not backend.has_peers(group):
+        return [value]
+    gathered: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(gathered, value, group=group)
+    return gathered
+
+
+def broadcast_object(value: Any, source: int, group: Group) -> Any:
+    """Return the picklable value of rank `source` of `group`.
+
+    Communication:
+        one broadcast of its pickle; none in a group of one.
+    """
+    if not backend.has_peers(group):
+        return value
+    slot, where = [value], backend.tensor_device(group)
+    dist.broadcast_object_list(slot, backend.global_rank(group, source), group, device=where)
+    return slot[0]
+
+
+def any_across_ranks(claim: bool, group: Group) -> bool:
+    """Return whether any rank of `group` makes the claim.
+
+    Communication:
+        one all-reduce of one number; none in a group of one.
+    """
+    if not backend.has_peers(group):
+        return claim
+    flag = torch.tensor([float(claim)], device=backend.tensor_device(group))
+    return bool(backend.all_reduce(flag, group, dist.ReduceOp.MAX).item())
+
+
+def max_across_ranks(value: int, group: Group) -> int:
+    """Return the largest `value` in `group`.
+
+    Communication:
+        one all-reduce of one number; none in a group of one.
+    """
+    if not backend.has_peers(group):
+        return value
+    number = torch.tensor([value], dtype=torch.int64, device=backend.tensor_device(group))
+    return int(backend.all_reduce(number, group, dist.ReduceOp.MAX).item())
+
+
+def sum_across_ranks(values: Sequence[float], group: Group) -> list[float]:
+    """Return the sums over `group` of each number, in fp64; equal on all its ranks.
+
+    Communication:
+        one all-reduce; none in a group of one.
+    """
+    if not backend.has_peers(group):
+        return list(values)
+    where = backend.tensor_device(group)
+    return backend.all_reduce(
+        torch.tensor(values, dtype=torch.float64, device=where), group
+    ).tolist()
+
+
+def union_across_ranks(names: Sequence[str], group: Group) -> list[str]:
+    """Return the names that any rank of `group` has, in one order on all of them.
+
+    Communication:
+        one all-gather of small Python objects; none in a group of one.
+    """
+    return list(
+        dict.fromkeys(name for mine in all_gather_object(list(names), group) for name in mine)
+    )
+
+
+# An object per group, which tests can replace -----------------------------------------------
+
+
+class ControlGroup(Protocol):
+    """The ranks that decide together. Every method is a collective.
+
+    Mechanisms take it where they want a protocol that threads of one process can test.
+    """
+
+    @property
+    def rank(self) -> int:
+        """This rank's position; 0 is the coordinator."""
+        ...
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        ...
+
+    @property
+    def global_rank(self) -> int:
+        """This rank among all processes of the run, for messages."""
+        ...
+
+    def gather(self, value: Any) -> list[Any] | None:
+        """Collect one value per rank on the coordinator; None elsewhere."""
+        ...
+
+    def scatter(self, values: list[Any] | None) -> Any:
+        """Give each rank its entry of the coordinator's list."""
+        ...
+
+    def broadcast(self, value: Any) -> Any:
+        """Give every rank the coordinator's value."""
+        ...
+
+
+class SingleProcess:
+    """One rank, no communication."""
+
+    size = 1
+    rank = global_rank = 0
+
+    def gather(self, value: Any) -> list[Any] | None:
+        """See `ControlGroup`."""
+        return [value]
+
+    def scatter(self, values: list[Any] | None) -> Any:
+        """See `ControlGroup`."""
+        assert values is not None
+        return values[0]
+
+    def broadcast(self, value: Any) -> Any:
+        """See `ControlGroup`."""
+        return value
+
+
+class TorchControlGroup:
+    """The ranks of a process group; None is all processes."""
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self.group = group
+        self.rank = dist.get_rank(group)
+        self.size = dist.get_world_size(group)
+        self.global_rank = dist.get_rank()
+        self._coordinator = 0 if group is None else dist.get_global_rank(group, 0)
+
+    def gather(self, value: Any) -> list[Any] | None:
+        """See `ControlGroup`."""
+        into: list[Any] | None = [None] * self.size if self.rank == 0 else None
+        dist.gather_object(value, into, dst=self._coordinator, group=self.group)
+        return into
+
+    def scatter(self, values: list[Any] | None) -> Any:
+        """See `ControlGroup`."""
+        mine: list[Any] = [None]
+        dist.scatter_object_list(mine, values, src=self._coordinator, group=self.group)
+        return mine[0]
+
+    def broadcast(self, value: Any) -> Any:
+        """See `ControlGroup`."""
+        box = [value]
+        dist.broadcast_object_list(box, src=self._coordinator, group=self.group)
+        return box[0]
+
+
+def control_group(group: dist.ProcessGroup | ControlGroup | None) -> ControlGroup:
+    """Return the peers of a process group; None is all processes, or this one alone."""
+    if group is not None and not isinstance(group, dist.ProcessGroup):
+        return group
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size(group) == 1:
+        return SingleProcess()
+    return TorchControlGroup(group)
+
+
+def raise_on_all_ranks(
+    problem: MegatronError | None, group: dist.ProcessGroup | ControlGroup | None = None
+) -> None:
+    """Raise on every rank of `group` if any rank brings a problem; return otherwise.
+
+    All raise the same: the problem of the lowest rank that has one, with the global rank that
+    found it in the message, so that all may decide the same. A rank whose own
+    problem was another, or the same unnamed, has it as the cause.
+
+    Args:
+        problem: what this rank found, or None.
+        group: who must agree; None means all processes. A rank alone just raises its problem.
+    Communication:
+        one gather and one broadcast of a small Python object on `group`.
+    """
+    peers = control_group(group)
+    if peers.size == 1:
+        if problem is not None:
+            raise problem
+        return
+    found = peers.gather(None if problem is None else (peers.global_rank, problem))
+    first = None if found is None else next((f for f in found if f is not None), None)
+    first = peers.broadcast(first)
+    if first is not None:
+        rank, shown = first
+        raise shown.named(f"rank {rank}") from problem

@@ -1,0 +1,108 @@
+"""Communication in flight: one handle for all transports."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from typing import Generic, Protocol, TypeVar
+
+Result = TypeVar("Result")
+
+
+class Handle(Protocol):
+    """One operation of a backend: what `torch.distributed` calls Work has these methods."""
+
+    def is_completed(self) -> bool:
+        """Return whether `wait` would return at once."""
+        ...
+
+    def wait(self) -> object:
+        """Return when the operation is complete; on an accelerator only the stream waits."""
+        ...
+
+
+Steps = Generator[Sequence[Handle], None, Result]
+"""Starts operations, yields their handles, goes on when they are complete, returns the result. What
+waiting for a handle raises is raised at the `yield`."""
+
+
+class Work(Generic[Result]):
+    """Communication in flight. Nothing else may touch its tensors until `wait` has returned."""
+
+    __slots__ = ("_handles", "_result", "_steps", "num_steps_done")
+
+    def __init__(self, steps: Steps[Result]) -> None:
+        self._steps = steps
+        self._result: Result
+        self._handles: Sequence[Handle] | None
+        self.num_steps_done = 0
+        self._resume(lambda: next(steps))
+
+    @staticmethod
+    def of(handles: Sequence[Handle], result: Result) -> Work[Result]:
+        """Return the work that ends with `result` when all handles are complete."""
+
+        def steps() -> Steps[Result]:
+            yield handles
+            return result
+
+        return Work(steps())
+
+    @staticmethod
+    def completed(result: Result) -> Work[Result]:
+        """Return work that is done."""
+        return Work(_no_steps(result))
+
+    def is_completed(self) -> bool:
+        """Return whether the result is there."""
+        return self._handles is None
+
+    def wait(self) -> Result:
+        """Return the result, as often as asked; on an accelerator only the stream waits for it."""
+        while self._handles is not None:
+            self.advance()
+        return self._result
+
+    def poll(self) -> None:
+        """Take the next step if that needs no waiting. Some backends cannot tell: then do not."""
+        if self._handles is not None and all(handle.is_completed() for handle in self._handles):
+            self.advance()
+
+    def advance(self) -> None:
+        """Wait for what is in flight, compute on it, and start the next step."""
+        if self._handles is None:
+            return
+        try:
+            for handle in self._handles:
+                handle.wait()
+        except Exception as error:
+            problem = error
+            self._resume(lambda: self._steps.throw(problem))
+        else:
+            self._resume(lambda: next(self._steps))
+        self.num_steps_done += 1
+
+    def _resume(self, step: Callable[[], Sequence[Handle]]) -> None:
+        try:
+            self._handles = step()
+        except StopIteration as end:
+            self._handles, self._result = None, end.value
+
+
+def _no_steps(result: Result) -> Steps[Result]:
+    return result
+    yield
+
+
+def wait_all(works: Sequence[Work[Result]]) -> None:
+    """Wait for several works, keeping all of them moving.
+
+    Always advances the one with the fewest steps, and of these the first. Polling has brought them
+    to different steps on each rank: a rank that waited for a late step of one, while the others
+    wait for an early step of another one, would wait for ever.
+    """
+    num_done = 0
+    while not all(work.is_completed() for work in works):
+        for work in works:
+            if work.num_steps_done == num_done:
+                work.advance()
+        num_done += 1
