@@ -16,6 +16,7 @@ import time
 import torch
 
 from megatron.core.context_parallel.attention import ContextGroups, context_parallel_attention
+from megatron.core.kernels.attention_options import AttentionOptions
 from megatron.core.kernels.block_mask import MaskSpec
 from megatron.core.utils import get_pg_size
 from tests.harness.distributed import run_distributed
@@ -40,8 +41,7 @@ def seconds_of_attention(groups, kind: str, length: int, share: int = 1) -> tupl
         started, used = time.perf_counter(), time.process_time()
         out = context_parallel_attention(
             *inputs,
-            scale=0.2,
-            sees=MaskSpec((-1, 0)),
+            AttentionOptions(0.2, MaskSpec((-1, 0))),
             kind=kind,
             groups=ContextGroups(groups.cp),
         )

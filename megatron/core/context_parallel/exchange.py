@@ -1,4 +1,4 @@
-"""How queries come to see the keys of other ranks: nobody's, all at once, or round a ring.
+"""How queries come to see the keys of other ranks: all at once, or round a ring.
 
 An exchange hands out sets of keys and values, one after the other; backward it hands them out
 again, each with a buffer for its gradient, and sees to it that the gradients come home.
@@ -14,81 +14,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megatron.core.context_parallel.partition import join_zigzag, split_zigzag
+from megatron.core.kernels.blockwise_attention import KeysAndValues
 from megatron.core.process_groups_config import Group
 from megatron.core.rng import SequenceRows
 from megatron.core.transport import collectives
-
-
-@dataclass(frozen=True)
-class KeysAndValues:
-    """Keys [z, n, d] and values [z, n, e] of n positions, in one piece of memory.
-
-    One message moves both.
-    """
-
-    flat: Tensor
-    keys: Tensor
-    values: Tensor
-
-    @staticmethod
-    def of(keys: Tensor, values: Tensor) -> KeysAndValues:
-        """Copy keys and values into one piece."""
-        flat = torch.cat((keys.flatten(), values.flatten()))
-        return KeysAndValues.over(flat, keys.shape, values.shape)
-
-    @staticmethod
-    def over(flat: Tensor, key_shape: torch.Size, value_shape: torch.Size) -> KeysAndValues:
-        """View a piece of memory as keys and values."""
-        cut = key_shape.numel()
-        return KeysAndValues(flat, flat[:cut].view(key_shape), flat[cut:].view(value_shape))
-
-    def like(self, flat: Tensor) -> KeysAndValues:
-        """View other memory in the same shapes."""
-        return self.over(flat, self.keys.shape, self.values.shape)
-
-    def zeros(self) -> KeysAndValues:
-        """Return a buffer for gradients, fp32."""
-        return self.like(torch.zeros_like(self.flat, dtype=torch.float32))
-
-
-class Exchange(Protocol):
-    """Brings the keys of all ranks to this rank's queries, and their gradients home."""
-
-    def visits(self, own: KeysAndValues) -> Iterator[tuple[KeysAndValues, SequenceRows]]:
-        """Yield all sets of keys and which positions they are."""
-
-    def visits_back(
-        self, own: KeysAndValues, gradient: KeysAndValues
-    ) -> Iterator[tuple[KeysAndValues, SequenceRows, KeysAndValues]]:
-        """Yield all sets again, each with an fp32 buffer to add its gradient to.
-
-        Args:
-            gradient: zeros; when the iterator ends it holds the gradient of `own` from all ranks.
-        """
-
-
-@dataclass(frozen=True)
-class NoExchange:
-    """This rank holds all keys; no communication."""
-
-    rows: SequenceRows
-
-    def visits(self, own: KeysAndValues) -> Iterator[tuple[KeysAndValues, SequenceRows]]:
-        """Yield the rank's own keys."""
-        yield own, self.rows
-
-    def visits_back(
-        self, own: KeysAndValues, gradient: KeysAndValues
-    ) -> Iterator[tuple[KeysAndValues, SequenceRows, KeysAndValues]]:
-        """Yield them again with the gradient itself."""
-        yield own, self.rows, gradient
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from megatron.core.rng import SequenceRows
 
 @dataclass(frozen=True)
 class MaskSpec:
-    """Which keys a query sees, told in absolute positions.
+    """Which keys a query sees, in absolute positions.
 
     Attributes:
         window: keys to the left and right of a query that it may see, -1 is unlimited; (-1, 0) is
@@ -31,6 +31,40 @@ class MaskSpec:
 
     window: tuple[int, int]
     document_ids: Tensor | None = None
+
+
+def key_range(begin: int, end: int, num_keys: int, window: tuple[int, int]) -> tuple[int, int]:
+    """Return the [first, last) keys that queries begin..end-1 may see.
+
+    Args:
+        window: keys to the left and right of a query that it may see; -1 is unlimited.
+    """
+    left, right = window
+    first = 0 if left < 0 else max(0, begin - left)
+    last = num_keys if right < 0 else min(num_keys, end + right)
+    return first, last
+
+
+def hidden_keys(
+    begin: int, end: int, first: int, last: int, window: tuple[int, int], device: torch.device
+) -> Tensor | None:
+    """Return [end-begin, last-first], True where a key lies outside the query's window.
+
+    None if nothing is hidden.
+    """
+    left, right = window
+    sees_all_left = left < 0 or end - 1 - left <= first
+    sees_all_right = right < 0 or begin + right >= last - 1
+    if sees_all_left and sees_all_right:
+        return None
+    query = torch.arange(begin, end, device=device).unsqueeze(1)
+    key = torch.arange(first, last, device=device).unsqueeze(0)
+    hidden = torch.zeros(end - begin, last - first, dtype=torch.bool, device=device)
+    if not sees_all_left:
+        hidden |= key < query - left
+    if not sees_all_right:
+        hidden |= key > query + right
+    return hidden
 
 
 @dataclass(frozen=True)
@@ -54,15 +88,15 @@ class Tile:
 
 
 def tiles(
-    queries: SequenceRows, keys: SequenceRows, sees: MaskSpec, most_rows: int, most_keys: int
+    queries: SequenceRows, keys: SequenceRows, mask: MaskSpec, most_rows: int, most_keys: int
 ) -> Iterator[Tile]:
     """Yield the tiles of a pair of row sets; pairs that see nothing of each other yield none.
 
     Args:
         most_rows, most_keys: size of a tile.
     """
-    left, right = sees.window
-    reach = _DocumentReach(sees.document_ids)
+    left, right = mask.window
+    reach = _DocumentReach(mask.document_ids)
     local = 0
     for begin, end in queries.ranges:
         for first in range(begin, end, most_rows):
@@ -83,7 +117,7 @@ def tiles(
                 stop = min(start + most_keys, key.stop)
                 far = min(max(far_until, start), stop)
                 ahead = min(max(ahead_from, start), stop)
-                all_see_some = sees.document_ids is None and far < ahead
+                all_see_some = mask.document_ids is None and far < ahead
                 all_see_themselves = are_here and start <= own.start and own.stop <= stop
                 may_be_fully_masked = not (all_see_some or all_see_themselves)
                 yield Tile(query, slice(start, stop), first, far, ahead, may_be_fully_masked)
@@ -98,7 +132,7 @@ def _covers(rows: SequenceRows, first: int, last: int) -> bool:
     return any(begin <= first and last <= end for begin, end in rows.ranges)
 
 
-def hidden_in(tile: Tile, sees: MaskSpec, keys: Tensor) -> Iterator[tuple[slice, Tensor]]:
+def hidden_in(tile: Tile, mask: MaskSpec, keys: Tensor) -> Iterator[tuple[slice, Tensor]]:
     """Yield (run of the tile's keys, mask) pairs: what is hidden there.
 
     Args:
@@ -107,7 +141,7 @@ def hidden_in(tile: Tile, sees: MaskSpec, keys: Tensor) -> Iterator[tuple[slice,
         runs counted from the tile's first key; masks bool [rows, run] (window) or
         [b, rows, run] (documents), True where hidden.
     """
-    left, right = sees.window
+    left, right = mask.window
     start = tile.key.start
     count = tile.query.stop - tile.query.start
     query = torch.arange(tile.first_query, tile.first_query + count, device=keys.device)
@@ -118,9 +152,9 @@ def hidden_in(tile: Tile, sees: MaskSpec, keys: Tensor) -> Iterator[tuple[slice,
     if left >= 0 and tile.far_until > start:
         run = keys[start : tile.far_until]
         yield slice(0, tile.far_until - start), run.unsqueeze(0) < query.unsqueeze(1) - left
-    if sees.document_ids is not None:
-        of_query = sees.document_ids[:, tile.first_query : tile.first_query + count]
-        of_key = sees.document_ids[:, keys[tile.key]]
+    if mask.document_ids is not None:
+        of_query = mask.document_ids[:, tile.first_query : tile.first_query + count]
+        of_key = mask.document_ids[:, keys[tile.key]]
         if not keys.is_cpu or not _is_one_document(of_query, of_key):
             whole = slice(0, tile.key.stop - start)
             yield whole, of_query.unsqueeze(2) != of_key.unsqueeze(1)

@@ -1,13 +1,6 @@
 """Core attention of the local backend: softmax(q k^T * scale + mask) v.
 
-Four ways to the same numbers, chosen per call:
-
-- `context_parallel.context_parallel_attention` where ranks share the sequence, or documents do, and
-  where the softmax has a sink or bounded scores;
-- torch's `scaled_dot_product_attention` (flash kernels on GPUs);
-- `cpu_block_attention` on the CPU;
-- the explicit formula where neither applies: dropout with a layout-independent mask on
-  accelerators, `apply_query_key_layer_scaling`, or `attention_backend` unfused or local.
+The kernel is chosen for each call from `kernels.attention.ATTENTION`, by what the call needs.
 
 Legend: s sequence, b micro-batch, n heads, g key/value groups, d head dim; heads are this rank's.
 """
@@ -15,23 +8,22 @@ Legend: s sequence, b micro-batch, n heads, g key/value groups, d head dim; head
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.core.context_parallel import context_parallel_attention
 from megatron.core.context_parallel.attention import ContextGroups
 from megatron.core.device import current_device
-from megatron.core.errors import ConfigError
 from megatron.core.initialization import full_weight, initialization_is_deferred
+from megatron.core.kernels.attention import choose_attention
+from megatron.core.kernels.attention_options import AttentionOptions
 from megatron.core.kernels.block_mask import MaskSpec
-from megatron.core.kernels.cpu.block_attention import cpu_block_attention, hidden_keys
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.param_meta import ParamMeta, set_param_meta, shard_of
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.rng import keyed_attention_keep_mask
-from megatron.core.transformer.enums import AttnBackend, AttnMaskType
+from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import divide, get_pg_rank, get_pg_size
@@ -85,6 +77,9 @@ class DotProductAttention(MegatronModule):
         self.context_groups = ContextGroups(
             self.pg_collection.cp, tuple(self.pg_collection.hcp or ())
         )
+        # Layer scaling is the formula's: other kernels hold the scores in fp32, or have no need.
+        scales = config.apply_query_key_layer_scaling
+        self.backend = "unfused" if scales else config.attention_backend.name
         self.softmax_offset = self._new_sink()
         assert config.kv_channels
         self.softmax_scale = 1.0 / math.sqrt(config.kv_channels) if scale is None else scale
@@ -113,60 +108,50 @@ class DotProductAttention(MegatronModule):
             [sq, b, n*d].
         """
         mask_type = attn_mask_type or self.attn_mask_type
-        window = self.window(mask_type)
-        dropout = self.attention_dropout if self.training else 0.0
-        is_split = get_pg_size(self.context_groups.cp) > 1
-        # The other kernels for the CPU know one width of heads; multi-latent attention has two.
-        has_two_widths = attention_mask is None and query.shape[-1] != value.shape[-1]
-        caps = self.config.attn_logit_softcapping is not None
-        uses_blocks = is_split or has_two_widths or caps or self.softmax_offset is not None
-        if packed_seq_params is not None or uses_blocks:
-            _refuse_matrices(attention_mask, attention_bias)
-            return self._over_sequence(query, key, value, packed_seq_params, window, dropout)
-        backend = self.config.attention_backend
-        explicit = (
-            backend in (AttnBackend.unfused, AttnBackend.local)
-            or self.config.apply_query_key_layer_scaling
-        )
-        plain = attention_mask is None and attention_bias is None and query.shape[0] == key.shape[0]
-        if plain and not explicit and query.device.type == "cpu" and backend == AttnBackend.auto:
-            keep_mask = self._keep_mask(query, key, dropout) if dropout else None
-            return cpu_block_attention(
-                query, key, value, scale=self.softmax_scale, window=window, keep_mask=keep_mask
-            )
-        if explicit or dropout:
-            return self._explicit(
-                query, key, value, attention_mask, attention_bias, mask_type, dropout
-            )
-        return self._fused(query, key, value, attention_mask, attention_bias, mask_type)
-
-    def _over_sequence(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        packed_seq_params: PackedSeqParams | None,
-        window: tuple[int, int],
-        dropout: float,
-    ) -> Tensor:
-        """Attend by blocks, with keys of other ranks and within documents."""
-        s, b, n, _ = query.shape
-        documents = None
-        if packed_seq_params is not None:
-            total = s * get_pg_size(self.context_groups.cp)
-            documents = packed_seq_params.document_ids(b, total, query.device)
+        options = self._options(query, mask_type, packed_seq_params, attention_mask, attention_bias)
+        if mask_type == AttnMaskType.causal_bottom_right:
+            options = replace(options, first_query=key.shape[0] - query.shape[0])
+        comm_type = self.cp_comm_type if get_pg_size(self.context_groups.cp) > 1 else None
+        kernel = choose_attention(
+            query, key, value, options, backend=self.backend, comm_type=comm_type
+        ).kernel
+        if comm_type is None:
+            return kernel.run(query, key, value, options)
         return context_parallel_attention(
             query,
             key,
             value,
-            scale=self.softmax_scale,
-            sees=MaskSpec(window, documents),
-            kind=self.cp_comm_type,
+            options,
+            kind=comm_type,
             groups=self.context_groups,
-            dropout=dropout,
-            first_head=get_pg_rank(self.pg_collection.tp) * n,
+            kernel=kernel.run,
+        )
+
+    def _options(
+        self,
+        query: Tensor,
+        mask_type: AttnMaskType,
+        packed: PackedSeqParams | None,
+        attention_mask: Tensor | None,
+        attention_bias: Tensor | None,
+    ) -> AttentionOptions:
+        s, b, heads, _ = query.shape
+        document_ids = None
+        if packed is not None:
+            total = s * get_pg_size(self.context_groups.cp)
+            document_ids = packed.document_ids(b, total, query.device)
+        config = self.config
+        return AttentionOptions(
+            scale=self.softmax_scale,
+            mask=MaskSpec(self.window(mask_type), document_ids),
+            attention_mask=attention_mask,
+            attention_bias=attention_bias,
+            dropout=self.attention_dropout if self.training else 0.0,
+            first_head=get_pg_rank(self.pg_collection.tp) * heads,
             sink=self.softmax_offset,
-            softcap=self.config.attn_logit_softcapping,
+            softcap=config.attn_logit_softcapping,
+            damping=self.layer_number if config.apply_query_key_layer_scaling else 1,
+            softmax_in_fp32=config.attention_softmax_in_fp32,
         )
 
     def _new_sink(self) -> Tensor | None:
@@ -196,116 +181,3 @@ class DotProductAttention(MegatronModule):
         """Return how many keys to its left and right a query may see; -1 is unlimited."""
         left, right = self.config.window_of(self.layer_number) or (-1, -1)
         return left, (0 if mask_type in CAUSAL_TYPES else right)
-
-    def _hidden(
-        self, num_queries: int, num_keys: int, mask_type: AttnMaskType, device: torch.device
-    ) -> Tensor | None:
-        """Return [sq, sk], True where type and window hide a key; None if nowhere."""
-        first = num_keys - num_queries if mask_type == AttnMaskType.causal_bottom_right else 0
-        end = first + num_queries
-        return hidden_keys(first, end, 0, num_keys, self.window(mask_type), device)
-
-    def _keep_mask(self, query: Tensor, key: Tensor, dropout: float) -> Tensor:
-        """Return [b, n, sq, sk]: 0 where a probability is dropped, 1/(1-p) elsewhere."""
-        sq, b, n, _ = query.shape
-        keep = 1.0 - dropout
-        mask = keyed_attention_keep_mask(
-            (b, n, sq, key.shape[0]),
-            keep,
-            first_head=get_pg_rank(self.pg_collection.tp) * n,
-            dtype=query.dtype,
-            device=query.device,
-        )
-        return mask.div_(keep)
-
-    def _fused(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None,
-        attention_bias: Tensor | None,
-        mask_type: AttnMaskType,
-    ) -> Tensor:
-        """Attend through torch's kernel, which takes any strides: [s, b, n, d] is not copied."""
-        sq, b, n, d = query.shape
-        sk, g = key.shape[0], key.shape[2]
-        is_causal = self.window(mask_type) == (-1, 0) and sq == sk and attention_mask is None
-        is_causal = is_causal and attention_bias is None
-        mask = None
-        if not is_causal:
-            mask = attention_mask
-            hidden = self._hidden(sq, sk, mask_type, query.device)
-            if hidden is not None:
-                mask = hidden if mask is None else mask | hidden
-            if attention_bias is not None:
-                bias = attention_bias.to(query.dtype)
-                mask = bias if mask is None else bias.masked_fill(mask, float("-inf"))
-            elif mask is not None:
-                mask = ~mask  # torch: True takes part
-        out = F.scaled_dot_product_attention(
-            query.permute(1, 2, 0, 3),
-            key.permute(1, 2, 0, 3),
-            value.permute(1, 2, 0, 3),
-            attn_mask=mask,
-            is_causal=is_causal,
-            scale=self.softmax_scale,
-            enable_gqa=n != g,
-        )
-        return out.permute(2, 0, 1, 3).reshape(sq, b, n * d)
-
-    def _explicit(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None,
-        attention_bias: Tensor | None,
-        mask_type: AttnMaskType,
-        dropout: float,
-    ) -> Tensor:
-        """Attend by the formula, with the full matrix of scores."""
-        sq, b, n, d = query.shape
-        sk, g = key.shape[0], key.shape[2]
-        if g != n:
-            key, value = (t.repeat_interleave(n // g, dim=2) for t in (key, value))
-        # Division by the layer number keeps fp16 scores in range; the softmax, in fp32, undoes it.
-        damping = self.layer_number if self.config.apply_query_key_layer_scaling else 1
-        q, k, v = (t.permute(1, 2, 0, 3).reshape(b * n, t.shape[0], d) for t in (query, key, value))
-        unused = q.new_empty(1).expand(b * n, sq, sk)
-        scores = torch.baddbmm(
-            unused, q, k.transpose(1, 2), beta=0, alpha=self.softmax_scale / damping
-        ).view(b, n, sq, sk)
-        if self.config.attention_softmax_in_fp32 or damping != 1:
-            scores = scores.float()
-        if damping != 1:
-            scores = scores * damping
-        if attention_bias is not None:
-            scores = scores + attention_bias
-        hidden = self._hidden(sq, sk, mask_type, query.device)
-        for mask in (hidden, attention_mask):
-            if mask is not None:
-                scores = scores.masked_fill(mask, torch.finfo(scores.dtype).min)
-        probabilities = torch.softmax(scores, -1).to(query.dtype)
-        if dropout:
-            probabilities = probabilities * self._keep_mask(query, key, dropout)
-        out = torch.bmm(probabilities.view(b * n, sq, sk), v)
-        return out.view(b, n, sq, d).permute(2, 0, 1, 3).reshape(sq, b, n * d)
-
-
-def _refuse_matrices(attention_mask: Tensor | None, attention_bias: Tensor | None) -> None:
-    """Raise if a [sq, sk] mask or bias came where no such matrix is ever formed."""
-    if attention_mask is not None or attention_bias is not None:
-        name = "an attention_mask" if attention_mask is not None else "an attention_bias"
-        raise ConfigError(
-            f"{name} reached an attention over a split or packed sequence.",
-            rule="there, and with a softmax_type or a bound of scores of its own, the mask is told"
-            " by its type, the window and the documents: a matrix [s, s] would outgrow all else",
-            flags=[
-                "--context-parallel-size",
-                "--reset-attention-mask",
-                "--softmax-type",
-                "--attn-logit-softcapping",
-            ],
-            fix="pass the documents as packed_seq_params (PackedSeqParams(seq_idx=...))",
-        )

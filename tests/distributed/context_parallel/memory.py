@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 
 from megatron.core.context_parallel.attention import ContextGroups, context_parallel_attention
+from megatron.core.kernels.attention_options import AttentionOptions
 from megatron.core.kernels.block_mask import MaskSpec
 from megatron.core.kernels.cpu.malloc import return_free_pages
 from megatron.core.utils import get_pg_size
@@ -41,8 +42,7 @@ def peak_of_attention(groups, kind: str, length: int) -> int:
     before = resident_bytes("VmRSS")
     out = context_parallel_attention(
         *inputs,
-        scale=0.25,
-        sees=MaskSpec((-1, 0)),
+        AttentionOptions(0.25, MaskSpec((-1, 0))),
         kind=kind,
         groups=ContextGroups(groups.cp, tuple(groups.hcp or ())),
     )

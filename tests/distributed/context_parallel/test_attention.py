@@ -7,6 +7,7 @@ import torch
 
 from megatron.core.context_parallel.attention import ContextGroups, context_parallel_attention
 from megatron.core.context_parallel.partition import take_rows
+from megatron.core.kernels.attention_options import AttentionOptions
 from megatron.core.kernels.block_mask import MaskSpec
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.rng import rng_state
@@ -35,10 +36,12 @@ def attention_case(
     if with_documents:
         starts = torch.rand(BATCH, LENGTH, generator=generator) < 0.08
         documents = starts.cumsum(1).int()
-    options = {
-        "scale": 0.3, "sees": MaskSpec(window, documents), "dropout": dropout,
-        "sink": draw(heads) if with_sink else None,
-    }  # fmt: skip
+    options = AttentionOptions(
+        0.3,
+        MaskSpec(window, documents),
+        dropout=dropout,
+        sink=draw(heads).requires_grad_() if with_sink else None,
+    )
     return tensors, draw(LENGTH, BATCH, heads * 6), options
 
 
@@ -52,14 +55,12 @@ def output_and_gradients(groups, kind, case):
         grad = take_rows(grad, 0, rank, size)
     for tensor in tensors.values():
         tensor.requires_grad_()
-    if options["sink"] is not None:
-        options["sink"].requires_grad_()
     context = ContextGroups(groups.cp, tuple(groups.hcp or ()))
     with rng_state().at("test"):
-        out = context_parallel_attention(**tensors, **options, kind=kind, groups=context)
+        out = context_parallel_attention(**tensors, options=options, kind=kind, groups=context)
     out.backward(grad)
     found = {name: tensor.grad for name, tensor in tensors.items()} | {"output": out.detach()}
-    return found, None if options["sink"] is None else options["sink"].grad
+    return found, None if options.sink is None else options.sink.grad
 
 
 CAUSAL, WINDOW, EVERYTHING = (-1, 0), (13, 0), (-1, -1)

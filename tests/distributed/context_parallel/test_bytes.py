@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.core.context_parallel.attention import ContextGroups, context_parallel_attention
+from megatron.core.kernels.attention_options import AttentionOptions
 from megatron.core.kernels.block_mask import MaskSpec
 from megatron.core.transport import collectives
 from tests.harness.distributed import run_distributed
@@ -71,8 +72,7 @@ def bytes_of_a_layer(groups, kind, heads, key_heads):
     with sent.patches():
         out = context_parallel_attention(
             *inputs,
-            scale=1.0,
-            sees=MaskSpec((-1, 0)),
+            AttentionOptions(1.0, MaskSpec((-1, 0))),
             kind=kind,
             groups=ContextGroups(groups.cp, tuple(groups.hcp or ())),
         )

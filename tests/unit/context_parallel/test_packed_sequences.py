@@ -69,5 +69,5 @@ def test_packed_documents_attend_as_if_alone():
 def test_a_matrix_of_masks_beside_documents_is_refused():
     q, k, v = (torch.randn(4, 1, 2, 8) for _ in range(3))
     packed = PackedSeqParams(cu_seqlens_q=lengths(0, 4))
-    with pytest.raises(ConfigError, match="an attention_mask reached"):
+    with pytest.raises(ConfigError, match="an attention_mask, documents together"):
         make_core()(q, k, v, torch.zeros(1, 1, 4, 4, dtype=torch.bool), packed_seq_params=packed)

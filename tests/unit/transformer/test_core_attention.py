@@ -6,8 +6,10 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from megatron.core.kernels.attention_options import AttentionOptions
+from megatron.core.kernels.block_mask import MaskSpec, hidden_keys, key_range
 from megatron.core.kernels.cpu import block_attention as block_module
-from megatron.core.kernels.cpu.block_attention import cpu_block_attention, hidden_keys, key_range
+from megatron.core.kernels.cpu.block_attention import cpu_block_attention
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.rng import rng_state
 from megatron.core.transformer.dot_product_attention import DotProductAttention
@@ -68,7 +70,7 @@ def test_block_attention_and_its_gradients_equal_the_formula(monkeypatch, window
     monkeypatch.setattr(block_module, "BLOCK_ROWS", 4)
     q, k, v = draw(s, 2, n, g, 8)
     weight = torch.randn(s, 2, n * 8)
-    out = cpu_block_attention(q, k, v, scale=SCALE, window=window)
+    out = cpu_block_attention(q, k, v, AttentionOptions(SCALE, MaskSpec(window)))
     exact = [t.detach().double().requires_grad_() for t in (q, k, v)]
     expected = formula(*exact, window_mask(s, *window))
     assert_close(out, expected, FP32_REORDERED_SUM, "output")
@@ -78,13 +80,17 @@ def test_block_attention_and_its_gradients_equal_the_formula(monkeypatch, window
         assert_close(ours, theirs, FP32_REORDERED_SUM, f"gradient of {name}")
 
 
-def test_probabilities_formed_again_give_the_same_bits_as_kept_ones(monkeypatch):
+def test_recomputed_probabilities_give_the_same_bits_as_kept_ones(monkeypatch):
     q, k, v = draw(20, 2, 4, 2, 8)
-    weight, mask = torch.randn(20, 2, 32), torch.rand(2, 4, 20, 20)
+    weight, options = (
+        torch.randn(20, 2, 32),
+        AttentionOptions(SCALE, MaskSpec((-1, 0)), dropout=0.3),
+    )
     results = []
     for kept in (64, 8):
         monkeypatch.setattr(block_module, "MAX_KEPT_KEYS", kept)
-        out = cpu_block_attention(q, k, v, scale=SCALE, window=(-1, 0), keep_mask=mask)
+        with rng_state().at("decoder", 1):
+            out = cpu_block_attention(q, k, v, options)
         results.append((out, *gradients(out, (q, k, v), weight)))
     for first, second in zip(*results, strict=True):
         assert torch.equal(first, second)

@@ -19,64 +19,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.core.kernels.attention_options import AttentionOptions
+from megatron.core.kernels.block_mask import hidden_keys, key_range
+
 BLOCK_ROWS = 128
 """Query positions per block: smaller wastes less on the diagonal, larger feeds longer products."""
 MAX_KEPT_KEYS = 1024
 """Up to this sequence length the probabilities are kept for backward; beyond it (their size grows
-with the square) they are formed again, at the price of one more product."""
-
-
-def key_range(begin: int, end: int, num_keys: int, window: tuple[int, int]) -> tuple[int, int]:
-    """Return the [first, last) keys that queries begin..end-1 may see.
-
-    Args:
-        window: keys to the left and right of a query that it may see; -1 is unlimited.
-    """
-    left, right = window
-    first = 0 if left < 0 else max(0, begin - left)
-    last = num_keys if right < 0 else min(num_keys, end + right)
-    return first, last
-
-
-def hidden_keys(
-    begin: int, end: int, first: int, last: int, window: tuple[int, int], device: torch.device
-) -> Tensor | None:
-    """Return [end-begin, last-first], True where a key lies outside the query's window.
-
-    None if nothing is hidden.
-    """
-    left, right = window
-    sees_all_left = left < 0 or end - 1 - left <= first
-    sees_all_right = right < 0 or begin + right >= last - 1
-    if sees_all_left and sees_all_right:
-        return None
-    query = torch.arange(begin, end, device=device).unsqueeze(1)
-    key = torch.arange(first, last, device=device).unsqueeze(0)
-    hidden = torch.zeros(end - begin, last - first, dtype=torch.bool, device=device)
-    if not sees_all_left:
-        hidden |= key < query - left
-    if not sees_all_right:
-        hidden |= key > query + right
-    return hidden
+with the square) they are computed again, at the price of one more product."""
 
 
 def cpu_block_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    scale: float,
-    window: tuple[int, int],
-    keep_mask: Tensor | None = None,
+    query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
 ) -> Tensor:
     """Attend within a window; queries and keys are the same positions.
 
     Args:
         query: [s, b, g*r, d].
         key, value: [s, b, g, d]; query head i uses group i // r.
-        scale: factor on the scores.
-        window: keys left and right of a query that it may see, -1 is unlimited; (-1, 0) is causal.
-        keep_mask: [b, g*r, s, s], factors on the probabilities (dropout), or None.
+        options: of which scale, window and dropout are read.
     Returns:
         [s, b, g*r*d], contiguous.
     """
@@ -87,9 +48,12 @@ def cpu_block_attention(
     rows = query.view(s, b, g, r, d).permute(1, 2, 0, 3, 4).reshape(b * g, s * r, d)
     keys = key.permute(1, 2, 0, 3).reshape(b * g, s, d)
     values = value.permute(1, 2, 0, 3).reshape(b * g, s, d)
+    keep_mask = options.keep_mask(query, s)
     if keep_mask is not None:
         keep_mask = keep_mask.view(b, g, r, s, s).transpose(2, 3).reshape(b * g, s * r, s)
-    out = _BlockAttention.apply(rows, keys, values, keep_mask, scale, window, r)
+    out = _BlockAttention.apply(
+        rows, keys, values, keep_mask, options.scale, options.mask.window, r
+    )
     return out.view(b, g, s, r, d).permute(2, 0, 1, 3, 4).reshape(s, b, n * d)
 
 

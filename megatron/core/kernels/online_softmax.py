@@ -35,7 +35,7 @@ class AttentionRule:
     """What does not change between the pieces of one attention.
 
     Attributes:
-        sees: which keys a query sees.
+        mask: which keys a query sees.
         scale: factor on the scores.
         batch, groups, heads_per_group: b, g and r of the tensors.
         softcap: bound c of the scaled scores, which become c * tanh(score / c), or None.
@@ -43,7 +43,7 @@ class AttentionRule:
             index in the whole model, by which the mask is keyed.
     """
 
-    sees: MaskSpec
+    mask: MaskSpec
     scale: float
     batch: int
     groups: int
@@ -135,7 +135,7 @@ def attend(
     """
     r = rule.heads_per_group
     positions = key_rows.positions(keys.device)
-    for tile in tiles(query_rows, key_rows, rule.sees, *rule.tile_size(key_rows.length)):
+    for tile in tiles(query_rows, key_rows, rule.mask, *rule.tile_size(key_rows.length)):
         here = slice(tile.query.start * r, tile.query.stop * r)
         scores = _scores(queries[:, here], keys[:, tile.key], tile, positions, rule)
         highest = scores.amax(-1)
@@ -171,7 +171,7 @@ def attend_backward(
     r = rule.heads_per_group
     grad_queries, grad_keys, grad_values = gradients
     positions = key_rows.positions(keys.device)
-    for tile in tiles(query_rows, key_rows, rule.sees, *rule.tile_size(key_rows.length)):
+    for tile in tiles(query_rows, key_rows, rule.mask, *rule.tile_size(key_rows.length)):
         here = slice(tile.query.start * r, tile.query.stop * r)
         block, seen = queries[:, here], keys[:, tile.key]
         p = _scores(block, seen, tile, positions, rule)
@@ -214,7 +214,7 @@ def _scores(
         scores.div_(rule.softcap).tanh_().mul_(rule.softcap)
     r = rule.heads_per_group
     by_head = scores.view(rule.batch, rule.groups, count // r, r, run)
-    for part, mask in hidden_in(tile, rule.sees, positions):
+    for part, mask in hidden_in(tile, rule.mask, positions):
         # Window masks [rows, run] hold for all samples, document masks [b, rows, run] for one.
         spread = mask.view(-1, 1, mask.shape[-2], 1, mask.shape[-1])
         by_head[..., part].masked_fill_(spread, float("-inf"))

@@ -7,11 +7,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megatron.core.context_parallel import context_parallel_attention
 from megatron.core.context_parallel.head_exchange import key_heads_for_ranks
 from megatron.core.errors import ConfigError
-from megatron.core.kernels import blockwise
+from megatron.core.kernels import online_softmax
+from megatron.core.kernels.attention_options import AttentionOptions
 from megatron.core.kernels.block_mask import MaskSpec, tiles
+from megatron.core.kernels.blockwise_attention import blockwise_attention
 from megatron.core.rng import SequenceRows, keyed_attention_keep_mask, rng_state
 from tests.harness.tolerances import BF16_WHOLE_MODEL, FP32_REORDERED_SUM, assert_close
 
@@ -56,9 +57,9 @@ def formula(q, k, v, hidden, sink, keep_mask):
 def test_output_and_gradients_are_those_of_the_formula(
     monkeypatch, window, with_documents, dropout, with_sink, tile_keys
 ):
-    monkeypatch.setattr(blockwise, "MAX_BLOCK_ROWS", 8)
-    monkeypatch.setattr(blockwise, "MIN_TILE_KEYS", tile_keys)
-    monkeypatch.setattr(blockwise, "MAX_TILE_ELEMENTS", B * N * 8 * tile_keys)
+    monkeypatch.setattr(online_softmax, "MAX_BLOCK_ROWS", 8)
+    monkeypatch.setattr(online_softmax, "MIN_TILE_KEYS", tile_keys)
+    monkeypatch.setattr(online_softmax, "MAX_TILE_ELEMENTS", B * N * 8 * tile_keys)
     torch.manual_seed(0)
     documents = (torch.rand(B, S) < 0.1).cumsum(1).int() if with_documents else None
     shapes = ((S, B, N, D), (S, B, G, D), (S, B, G, E))
@@ -74,9 +75,8 @@ def test_output_and_gradients_are_those_of_the_formula(
             ) / (1 - dropout)  # fmt: skip
     sink = inputs[3] if with_sink else None
     with rng_state().at("here"):
-        out = context_parallel_attention(
-            *inputs[:3], scale=SCALE, sees=MaskSpec(window, documents), dropout=dropout, sink=sink
-        )
+        options = AttentionOptions(SCALE, MaskSpec(window, documents), dropout=dropout, sink=sink)
+        out = blockwise_attention(*inputs[:3], options)
     expected = formula(*inputs[:3], hidden_pairs(window, documents), sink, keep_mask)
     assert_close(out, expected, FP32_REORDERED_SUM, "output")
     weight = torch.randn(expected.shape)
@@ -91,9 +91,8 @@ def test_bf16_is_as_exact_as_its_roundings():
     shapes = ((S, B, N, D), (S, B, G, D), (S, B, G, E))
     exact = [torch.randn(shape).bfloat16().float().requires_grad_() for shape in shapes]
     half = [x.detach().bfloat16().requires_grad_() for x in exact]
-    outputs = [
-        context_parallel_attention(*x, scale=SCALE, sees=MaskSpec(CAUSAL)) for x in (half, exact)
-    ]
+    options = AttentionOptions(SCALE, MaskSpec(CAUSAL))
+    outputs = [blockwise_attention(*x, options) for x in (half, exact)]
     assert_close(*outputs, BF16_WHOLE_MODEL, "output")
     for out in outputs:
         out.float().square().sum().backward()
@@ -117,16 +116,15 @@ class LargestTensor(TorchDispatchMode):
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_nothing_grows_with_the_square_of_the_sequence(monkeypatch, dropout):
     """The largest tensor of forward and backward doubles with the length, and is no [s, s]."""
-    monkeypatch.setattr(blockwise, "MIN_TILE_KEYS", 64)
-    monkeypatch.setattr(blockwise, "MAX_TILE_ELEMENTS", 2**12)
+    monkeypatch.setattr(online_softmax, "MIN_TILE_KEYS", 64)
+    monkeypatch.setattr(online_softmax, "MAX_TILE_ELEMENTS", 2**12)
     monkeypatch.setattr("megatron.core.rng.MAX_ATTENTION_BLOCK_ELEMENTS", 2**14)
     largest = {}
     for s in (512, 1024):
         q, k, v = (torch.randn(s, 1, 1, 8, requires_grad=True) for _ in range(3))
         with LargestTensor() as seen:
-            out = context_parallel_attention(
-                q, k, v, scale=1.0, sees=MaskSpec(CAUSAL), dropout=dropout
-            )
+            options = AttentionOptions(1.0, MaskSpec(CAUSAL), dropout=dropout)
+            out = blockwise_attention(q, k, v, options)
             out.sum().backward()
         largest[s] = seen.elements
     assert largest[1024] <= 2 * largest[512]

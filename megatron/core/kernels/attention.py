@@ -1,0 +1,133 @@
+"""The table of attention kernels, and what each can do.
+
+A new kernel is a function of the type `AttentionKernel` and one entry in `ATTENTION`. The lists
+are in order of preference. **Those of accelerators have not been run on one.**
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from megatron.core.kernels import flex_attention
+from megatron.core.kernels.attention_options import AttentionKernel, AttentionOptions
+from megatron.core.kernels.blockwise_attention import blockwise_attention
+from megatron.core.kernels.cpu.block_attention import cpu_block_attention
+from megatron.core.kernels.registry import OTHER_DEVICES, Choice, Kernel, KernelTable, Request
+from megatron.core.kernels.torch_attention import sdpa, sdpa_with_mask, unfused
+
+# What an attention may need beyond plain causal or full attention of a sequence to itself.
+MASK = "an attention_mask"
+BIAS = "an attention_bias"
+LENGTHS = "fewer queries than keys"
+WINDOW = "windows"
+DOCUMENTS = "documents"
+WIDTHS = "two head widths"
+SOFTCAP = "soft-capping"
+SINK = "a sink"
+DROPOUT = "dropout"
+HEAD_EXCHANGE = "context parallelism by all-to-all"
+PARTIAL_KEYS = "context parallelism by a ring or gathered keys"
+
+_MATRICES = frozenset({MASK, BIAS, LENGTHS, WINDOW})
+_POSITIONS = frozenset({WINDOW, DOCUMENTS, WIDTHS})
+_SCORES = frozenset({SOFTCAP, SINK})
+_BLOCKWISE = Kernel(
+    "blockwise",
+    blockwise_attention,
+    _POSITIONS | _SCORES | {DROPOUT, HEAD_EXCHANGE, PARTIAL_KEYS},
+)
+
+ATTENTION: KernelTable[AttentionKernel] = KernelTable(
+    "attention",
+    {
+        "cpu": (
+            Kernel("cpu-blocks", cpu_block_attention, frozenset({WINDOW, DROPOUT})),
+            _BLOCKWISE,
+            # torch computes two head widths on the CPU from the full matrix of scores.
+            Kernel("sdpa", sdpa),
+            Kernel("sdpa-mask", sdpa_with_mask, _MATRICES),
+            Kernel("unfused", unfused, _MATRICES | {DROPOUT}),
+        ),
+        OTHER_DEVICES: (
+            Kernel("sdpa", sdpa, frozenset({WIDTHS, HEAD_EXCHANGE})),
+            Kernel(
+                "flex",
+                flex_attention.flex,
+                _POSITIONS | _SCORES | {HEAD_EXCHANGE},
+                dtypes=frozenset({"bfloat16", "float16", "float32"}),
+                missing=flex_attention.missing,
+            ),
+            Kernel("sdpa-mask", sdpa_with_mask, _MATRICES | _POSITIONS | {HEAD_EXCHANGE}),
+            Kernel(
+                "unfused",
+                unfused,
+                _MATRICES | _POSITIONS | _SCORES | {DROPOUT, HEAD_EXCHANGE},
+            ),
+            _BLOCKWISE,
+        ),
+    },
+    flags=(
+        "--context-parallel-size",
+        "--reset-attention-mask",
+        "--softmax-type",
+        "--attn-logit-softcapping",
+    ),
+    fix="pass the documents as packed_seq_params (PackedSeqParams(seq_idx=...))",
+)
+
+ASKED: dict[str, tuple[str, ...]] = {
+    "flash": ("sdpa", "sdpa-mask", "unfused"),
+    "fused": ("sdpa", "sdpa-mask", "unfused"),
+    "unfused": ("unfused",),
+    "local": ("unfused",),
+    "auto": (),
+}
+"""Value of `--attention-backend` -> kernels that go before all others."""
+
+
+def attention_needs(options: AttentionOptions) -> set[str]:
+    """Return what is needed according to the options alone."""
+    given = {
+        MASK: options.attention_mask is not None,
+        BIAS: options.attention_bias is not None,
+        WINDOW: options.mask.window not in ((-1, 0), (-1, -1)),
+        DOCUMENTS: options.mask.document_ids is not None,
+        SOFTCAP: options.softcap is not None,
+        SINK: options.sink is not None,
+        DROPOUT: options.dropout > 0.0,
+    }
+    return {need for need, is_given in given.items() if is_given}
+
+
+def context_parallel_need(comm_type: str | None) -> set[str]:
+    """Return what ranks that share a sequence need; `comm_type` None is one rank."""
+    if comm_type is None:
+        return set()
+    return {HEAD_EXCHANGE if comm_type == "a2a" else PARTIAL_KEYS}
+
+
+def choose_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    options: AttentionOptions,
+    *,
+    backend: str = "auto",
+    comm_type: str | None = None,
+) -> Choice[AttentionKernel]:
+    """Choose the kernel for one call.
+
+    Args:
+        query: [sq, b, n, d]; key: [sk, b, g, d]; value: [sk, b, g, e].
+        backend: a value of `--attention-backend`.
+        comm_type: how ranks that share the sequence exchange keys; None is one rank.
+    Raises:
+        ConfigError: no kernel can do what is needed.
+    """
+    needs = attention_needs(options) | context_parallel_need(comm_type)
+    if query.shape[0] != key.shape[0]:
+        needs.add(LENGTHS)
+    if query.shape[-1] != value.shape[-1]:
+        needs.add(WIDTHS)
+    dtype = str(query.dtype).removeprefix("torch.")
+    return ATTENTION.choose(Request(query.device.type, dtype, frozenset(needs)), ASKED[backend])

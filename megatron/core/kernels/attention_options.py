@@ -1,0 +1,84 @@
+"""What every attention kernel is told beside its three tensors.
+
+Legend: s sequence, b micro batch, n query heads and g key/value heads of this rank, d and e widths
+of key and value heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from megatron.core.kernels.block_mask import MaskSpec, hidden_keys
+from megatron.core.rng import keyed_attention_keep_mask
+
+
+@dataclass(frozen=True)
+class AttentionOptions:
+    """Attributes of one attention.
+
+    Attributes:
+        scale: factor on the scores.
+        mask: which keys a query may see, by position and document.
+        attention_mask: bool, True where a key is hidden too, broadcastable to [b, n, sq, sk].
+        attention_bias: added to the scaled scores, broadcastable to [b, n, sq, sk].
+        first_query: position of the first query among the keys.
+        dropout: probability of dropping a probability; drawn independently of the layout.
+        first_head: index in the whole model of this rank's first query head, by which it is drawn.
+        sink: [n], scores of a key without value that every query sees.
+        softcap: bound c of the scaled scores, c * tanh(score / c).
+        damping: divides the scores while they are in the activations' dtype.
+        softmax_in_fp32: for the kernel that holds all scores.
+    """
+
+    scale: float
+    mask: MaskSpec
+    attention_mask: Tensor | None = None
+    attention_bias: Tensor | None = None
+    first_query: int = 0
+    dropout: float = 0.0
+    first_head: int = 0
+    sink: Tensor | None = None
+    softcap: float | None = None
+    damping: int = 1
+    softmax_in_fp32: bool = True
+
+    def keep_mask(self, query: Tensor, num_keys: int) -> Tensor | None:
+        """Draw dropout: [b, n, sq, sk], 0 where a probability is dropped, else 1/(1-p).
+
+        Args:
+            query: [sq, b, n, d]; the mask has its dtype.
+        """
+        if not self.dropout:
+            return None
+        sq, b, n, _ = query.shape
+        keep = 1.0 - self.dropout
+        return keyed_attention_keep_mask(
+            (b, n, sq, num_keys),
+            keep,
+            first_head=self.first_head,
+            dtype=query.dtype,
+            device=query.device,
+        ).div_(keep)
+
+    def hidden(self, num_queries: int, num_keys: int, device: torch.device) -> Tensor | None:
+        """Return bool [sq, sk] or [b, 1, sq, sk], True where position or document hide a key.
+
+        None where they hide nothing. Documents are of a sequence that attends to itself.
+        """
+        end = self.first_query + num_queries
+        hidden = hidden_keys(self.first_query, end, 0, num_keys, self.mask.window, device)
+        ids = self.mask.document_ids
+        if ids is None:
+            return hidden
+        crosses = (ids.unsqueeze(2) != ids.unsqueeze(1)).unsqueeze(1)
+        return crosses if hidden is None else crosses | hidden
+
+
+AttentionKernel: TypeAlias = Callable[[Tensor, Tensor, Tensor, AttentionOptions], Tensor]
+"""(query [sq, b, n, d], key [sk, b, g, d], value [sk, b, g, e], options) -> [sq, b, n*e]; query
+head i uses key/value head i // (n/g)."""

@@ -1,0 +1,193 @@
+"""Attention over sets of keys that come one after the other, as one autograd function.
+
+An exchange hands out sets of keys and values, and hands them out again in backward, each with a
+buffer for its gradient. One rank has one set, its own; `context_parallel` brings those of others.
+
+Legend: s sequence, b micro batch, n query heads, g key/value heads, r = n/g, d and e widths of key
+and value heads, z = b*g.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from megatron.core.kernels.attention_options import AttentionOptions
+from megatron.core.kernels.online_softmax import (
+    AttentionRule,
+    PartialAttention,
+    attend,
+    attend_backward,
+    sink_rows,
+)
+from megatron.core.rng import AttentionKeepMask, SequenceRows
+
+
+@dataclass(frozen=True)
+class KeysAndValues:
+    """Keys [z, n, d] and values [z, n, e] of n positions, in one piece of memory.
+
+    One message moves both.
+    """
+
+    flat: Tensor
+    keys: Tensor
+    values: Tensor
+
+    @staticmethod
+    def of(keys: Tensor, values: Tensor) -> KeysAndValues:
+        """Copy keys and values into one piece."""
+        flat = torch.cat((keys.flatten(), values.flatten()))
+        return KeysAndValues.over(flat, keys.shape, values.shape)
+
+    @staticmethod
+    def over(flat: Tensor, key_shape: torch.Size, value_shape: torch.Size) -> KeysAndValues:
+        """View a piece of memory as keys and values."""
+        cut = key_shape.numel()
+        return KeysAndValues(flat, flat[:cut].view(key_shape), flat[cut:].view(value_shape))
+
+    def like(self, flat: Tensor) -> KeysAndValues:
+        """View other memory in the same shapes."""
+        return self.over(flat, self.keys.shape, self.values.shape)
+
+    def zeros(self) -> KeysAndValues:
+        """Return a buffer for gradients, fp32."""
+        return self.like(torch.zeros_like(self.flat, dtype=torch.float32))
+
+
+class Exchange(Protocol):
+    """Brings the keys of all ranks to this rank's queries, and their gradients home."""
+
+    def visits(self, own: KeysAndValues) -> Iterator[tuple[KeysAndValues, SequenceRows]]:
+        """Yield all sets of keys and which positions they are."""
+
+    def visits_back(
+        self, own: KeysAndValues, gradient: KeysAndValues
+    ) -> Iterator[tuple[KeysAndValues, SequenceRows, KeysAndValues]]:
+        """Yield all sets again, each with an fp32 buffer to add its gradient to.
+
+        Args:
+            gradient: zeros; when the iterator ends it holds the gradient of `own` from all ranks.
+        """
+
+
+@dataclass(frozen=True)
+class NoExchange:
+    """This rank holds all keys; no communication."""
+
+    rows: SequenceRows
+
+    def visits(self, own: KeysAndValues) -> Iterator[tuple[KeysAndValues, SequenceRows]]:
+        """Yield the rank's own keys."""
+        yield own, self.rows
+
+    def visits_back(
+        self, own: KeysAndValues, gradient: KeysAndValues
+    ) -> Iterator[tuple[KeysAndValues, SequenceRows, KeysAndValues]]:
+        """Yield them again with the gradient itself."""
+        yield own, self.rows, gradient
+
+
+def blockwise_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    options: AttentionOptions,
+    exchange: Exchange | None = None,
+    rows: SequenceRows | None = None,
+) -> Tensor:
+    """Attend, a block of queries and a run of keys at a time.
+
+    Args:
+        query: [s, b, n, d]; key: [s, b, g, d]; value: [s, b, g, e]; query head i uses key head
+            i // (n/g).
+        exchange: brings the sets of keys to attend to; None is the given keys alone.
+        rows: which positions of the sequence the s queries are; None is all.
+    Returns:
+        [s, b, n*e], contiguous.
+    Communication:
+        that of the exchange.
+    """
+    s, b, n, d = query.shape
+    g, e = key.shape[2], value.shape[3]
+    r = n // g
+    rows = rows or SequenceRows.whole(s)
+    keep_mask = None
+    if options.dropout:
+        keep_mask = AttentionKeepMask.next(1.0 - options.dropout, rows.total)
+    rule = AttentionRule(
+        mask=options.mask,
+        scale=options.scale,
+        batch=b,
+        groups=g,
+        heads_per_group=r,
+        dropout=keep_mask,
+        first_head=options.first_head,
+        softcap=options.softcap,
+    )
+    queries = query.reshape(s, b, g, r, d).permute(1, 2, 0, 3, 4).reshape(b * g, s * r, d)
+    keys = key.permute(1, 2, 0, 3).reshape(b * g, s, d)
+    values = value.permute(1, 2, 0, 3).reshape(b * g, s, e)
+    exchange = exchange or NoExchange(rows)
+    out = _BlockwiseAttention.apply(queries, keys, values, options.sink, rule, exchange, rows)
+    return out.view(b, g, s, r, e).permute(2, 0, 1, 3, 4).reshape(s, b, n * e)
+
+
+class _BlockwiseAttention(torch.autograd.Function):
+    """queries [z, s*r, d], keys [z, s, d], values [z, s, e] -> [z, s*r, e]."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        sink: Tensor | None,
+        rule: AttentionRule,
+        exchange: Exchange,
+        rows: SequenceRows,
+    ) -> Tensor:
+        own = KeysAndValues.of(keys, values)
+        result = PartialAttention.empty(queries, values.shape[2])
+        for held, key_rows in exchange.visits(own):
+            attend(result, queries, held.keys, held.values, rows, key_rows, rule)
+        if sink is not None:
+            result.add_sink(sink, rule)
+        out = result.out.to(queries.dtype)
+        ctx.rule, ctx.exchange, ctx.rows = rule, exchange, rows
+        ctx.key_shape, ctx.value_shape = keys.shape, values.shape
+        ctx.save_for_backward(queries, own.flat, out, result.lse, sink)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Any, ...]:
+        queries, flat, out, lse, sink = ctx.saved_tensors
+        own = KeysAndValues.over(flat, ctx.key_shape, ctx.value_shape)
+        delta = (out.float() * grad_out.float()).sum(-1)
+        # A query that saw nothing has probabilities exp(-inf - lowest) = 0.
+        lse = lse.clamp_min(torch.finfo(torch.float32).min)
+        grad_queries = torch.zeros_like(queries, dtype=torch.float32)
+        gradient = own.zeros()
+        for held, key_rows, buffer in ctx.exchange.visits_back(own, gradient):
+            attend_backward(
+                grad_out, lse, delta, queries, held.keys, held.values, ctx.rows, key_rows,
+                ctx.rule, (grad_queries, buffer.keys, buffer.values),
+            )  # fmt: skip
+        grad_sink = None
+        if sink is not None:
+            weight = (sink_rows(sink, ctx.rule, lse) - lse).exp_().mul_(delta)
+            by_head = weight.view(ctx.rule.batch, ctx.rule.groups, -1, ctx.rule.heads_per_group)
+            grad_sink = by_head.sum((0, 2)).flatten().neg_().to(sink.dtype)
+        return (
+            grad_queries.to(queries.dtype),
+            gradient.keys.to(queries.dtype),
+            gradient.values.to(queries.dtype),
+            grad_sink,
+            None,
+            None,
+            None,
+        )

@@ -1,0 +1,120 @@
+"""Attention compiled by torch's flex attention: windows, documents, soft-capping and sinks.
+
+Written for GPUs and **not run on one**: the tests run the same functions uncompiled. (J. Dong et
+al., "Flex Attention: A Programming Model for Generating Optimized Attention Kernels", arXiv
+2412.05496.)
+
+Legend: s sequence, b micro batch, n query heads and g key/value heads of this rank, d and e widths
+of key and value heads.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.core.capabilities import has
+from megatron.core.kernels.attention_options import AttentionOptions
+
+KEPT_BLOCK_MASKS = 4
+"""One for each window and each micro batch whose layers are in the middle of their work."""
+
+
+def missing() -> str | None:
+    """Return what the compiler lacks here, or None."""
+    return None if has("triton") else "needs Triton, which is not installed"
+
+
+def flex(query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
+    """Attend within a window and a document; the scores may be bounded and have a sink.
+
+    Args and result: see `AttentionKernel`; sq is sk.
+    """
+    return flex_attention_with(_compiled(), query, key, value, options)
+
+
+def flex_attention_with(
+    attend: Callable[..., Any],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    options: AttentionOptions,
+) -> Tensor:
+    """Do so by `attend`: torch's `flex_attention`, compiled or not."""
+    s, b, n, _ = query.shape
+    asks_lse = {} if options.sink is None else _asking_for_lse()
+    found = attend(
+        query.permute(1, 2, 0, 3),
+        key.permute(1, 2, 0, 3),
+        value.permute(1, 2, 0, 3),
+        score_mod=_softcap(options.softcap),
+        block_mask=_block_mask(options.mask.window, options.mask.document_ids, s, query.device),
+        scale=options.scale,
+        enable_gqa=n != key.shape[2],
+        **asks_lse,
+    )
+    out = found
+    if options.sink is not None:
+        out, rest = found
+        lse = getattr(rest, "lse", rest)
+        # One more key of score `sink`: exp(lse) of exp(lse) + exp(sink) is left to the others.
+        share = torch.sigmoid(lse - options.sink.float().view(1, n, 1))
+        out = out * share.unsqueeze(-1).to(out.dtype)
+    return out.permute(2, 0, 1, 3).reshape(s, b, -1)
+
+
+def _asking_for_lse() -> dict[str, Any]:
+    """Return the argument with which torch returns the log of the softmax's denominator too."""
+    from torch.nn.attention import flex_attention
+
+    newer = getattr(flex_attention, "AuxRequest", None)  # torch 2.9
+    return {"return_lse": True} if newer is None else {"return_aux": newer(lse=True)}
+
+
+def _softcap(bound: float | None) -> Callable[..., Tensor] | None:
+    if bound is None:
+        return None
+
+    def bounded(score: Tensor, b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return bound * torch.tanh(score / bound)
+
+    return bounded
+
+
+@functools.lru_cache(maxsize=KEPT_BLOCK_MASKS)
+def _block_mask(
+    window: tuple[int, int], document_ids: Tensor | None, s: int, device: torch.device
+) -> Any:
+    """Return torch's BlockMask, once for all layers that share it; None where all is seen.
+
+    document_ids: [b, s]. The cache knows them by identity.
+    """
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    left, right = window
+    if left < 0 and right < 0 and document_ids is None:
+        return None
+
+    def is_seen(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        seen = query >= 0  # all of them
+        if left >= 0:
+            seen = seen & (key >= query - left)
+        if right >= 0:
+            seen = seen & (key <= query + right)
+        if document_ids is not None:
+            seen = seen & (document_ids[b, query] == document_ids[b, key])
+        return seen
+
+    batch = None if document_ids is None else document_ids.shape[0]
+    return create_block_mask(is_seen, batch, None, s, s, device=device)
+
+
+@functools.cache
+def _compiled() -> Callable[..., Any]:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return torch.compile(flex_attention)

@@ -1,0 +1,132 @@
+"""Choosing a kernel by what it can do.
+
+A table lists the kernels of one operation for each type of device, in order of preference. A
+request says what is to be computed: on which device, in which dtype, and what beyond the plain
+case it needs. The first kernel that can do all of it is chosen, and the reasons why others were
+passed over are kept. A fused kernel or a vendor's library is one more entry.
+
+Nothing here imports torch: a choice can be made, and tested, for a device that is not present.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+from megatron.core.errors import ConfigError
+
+Run = TypeVar("Run", bound=Callable[..., object], covariant=True)
+
+OTHER_DEVICES = "accelerator"
+"""The kernels of a device type that has no list of its own."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a layer needs.
+
+    Attributes:
+        device: torch's name of the device type ("cpu", "cuda").
+        dtype: torch's name of the activations' dtype ("bfloat16").
+        needs: what goes beyond the plain case, in the words of the operation.
+    """
+
+    device: str
+    dtype: str
+    needs: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
+class Kernel(Generic[Run]):
+    """One way to compute an operation.
+
+    Attributes:
+        name: as it is printed.
+        run: computes it; the operation says with which arguments.
+        supports: needs that it can meet.
+        dtypes: dtypes that it computes in; None is all.
+        missing: returns what this installation lacks to run it, or None.
+    """
+
+    name: str
+    run: Run
+    supports: frozenset[str] = frozenset()
+    dtypes: frozenset[str] | None = None
+    missing: Callable[[], str | None] | None = None
+
+    def refusal(self, request: Request) -> str | None:
+        """Return why it cannot compute what is requested; None if it can."""
+        lacking = sorted(request.needs - self.supports)
+        if lacking:
+            return f"does not support {', '.join(lacking)}"
+        if self.dtypes is not None and request.dtype not in self.dtypes:
+            return f"computes in {', '.join(sorted(self.dtypes))}, not in {request.dtype}"
+        return None if self.missing is None else self.missing()
+
+
+@dataclass(frozen=True)
+class Choice(Generic[Run]):
+    """A kernel, and (name, reason) of those that are preferred to it."""
+
+    kernel: Kernel[Run]
+    passed_over: tuple[tuple[str, str], ...] = ()
+
+    def __str__(self) -> str:
+        reasons = "; ".join(f"{name} {reason}" for name, reason in self.passed_over)
+        return f"{self.kernel.name} ({reasons})" if reasons else self.kernel.name
+
+
+@dataclass(frozen=True, eq=False)
+class KernelTable(Generic[Run]):
+    """The kernels of one operation.
+
+    Attributes:
+        operation: what they compute, as it is printed.
+        kernels: device type -> kernels, the preferred one first; under `OTHER_DEVICES` those of
+            every device that is not named.
+        fix: what the user can do where no kernel fits.
+        flags: flags that decide what is needed.
+        chosen: choices made before.
+    """
+
+    operation: str
+    kernels: dict[str, tuple[Kernel[Run], ...]]
+    fix: str = "use --attention-backend auto"
+    flags: tuple[str, ...] = ()
+    chosen: dict[tuple[Request, tuple[str, ...]], Choice[Run]] = field(default_factory=dict)
+
+    def of_device(self, device: str) -> tuple[Kernel[Run], ...]:
+        """Return the kernels of a device type in order of preference."""
+        return self.kernels.get(device) or self.kernels[OTHER_DEVICES]
+
+    def choose(self, request: Request, asked: tuple[str, ...] = ()) -> Choice[Run]:
+        """Return the kernel to use; the same request is answered from memory.
+
+        Args:
+            asked: names that go before all others, in this order; the table's order decides where
+                none of them can.
+        Raises:
+            ConfigError: no kernel of the device can do what is needed.
+        """
+        found = self.chosen.get((request, asked))
+        if found is None:
+            found = self.chosen[request, asked] = self._choose(request, asked)
+        return found
+
+    def _choose(self, request: Request, asked: tuple[str, ...]) -> Choice[Run]:
+        listed = self.of_device(request.device)
+        first = [kernel for name in asked for kernel in listed if kernel.name == name]
+        passed_over: list[tuple[str, str]] = []
+        for kernel in (*first, *(kernel for kernel in listed if kernel not in first)):
+            reason = kernel.refusal(request)
+            if reason is None:
+                return Choice(kernel, tuple(passed_over))
+            passed_over.append((kernel.name, reason))
+        raise ConfigError(
+            f"no kernel for {self.operation} on {request.device} supports"
+            f" {', '.join(sorted(request.needs)) or request.dtype} together.",
+            rule="; ".join(f"{name} {reason}" for name, reason in passed_over),
+            flags=list(self.flags),
+            fix=self.fix,
+        )

@@ -1,0 +1,104 @@
+"""Attention by torch's own kernels, and by the formula.
+
+Legend: s sequence, b micro batch, n query heads and g key/value heads of this rank, d and e widths
+of key and value heads.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron.core.kernels.attention_options import AttentionOptions
+
+
+def sdpa(query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
+    """Attend to all keys or, by torch's causal flag, to earlier ones: flash kernels on GPUs.
+
+    Args and result: see `AttentionKernel`; sq is sk.
+    """
+    return _sdpa(query, key, value, options.scale, None, is_causal=options.mask.window == (-1, 0))
+
+
+def sdpa_with_mask(query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
+    """Attend through a matrix [.., sq, sk] of what is hidden: windows, documents, given masks.
+
+    Args and result: see `AttentionKernel`.
+    """
+    mask = options.attention_mask
+    hidden = options.hidden(query.shape[0], key.shape[0], query.device)
+    if hidden is not None:
+        mask = hidden if mask is None else mask | hidden
+    if options.attention_bias is not None:
+        bias = options.attention_bias.to(query.dtype)
+        mask = bias if mask is None else bias.masked_fill(mask, float("-inf"))
+    elif mask is not None:
+        mask = ~mask  # torch: True takes part
+    return _sdpa(query, key, value, options.scale, mask, is_causal=False)
+
+
+def _sdpa(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float,
+    mask: Tensor | None,
+    *,
+    is_causal: bool,
+) -> Tensor:
+    # torch takes any strides: [s, b, n, d] is not copied.
+    out = F.scaled_dot_product_attention(
+        query.permute(1, 2, 0, 3),
+        key.permute(1, 2, 0, 3),
+        value.permute(1, 2, 0, 3),
+        attn_mask=mask,
+        is_causal=is_causal,
+        scale=scale,
+        enable_gqa=query.shape[2] != key.shape[2],
+    )
+    return out.permute(2, 0, 1, 3).reshape(*query.shape[:2], -1)
+
+
+def unfused(query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
+    """Attend by the formula, with the full matrix of scores [b, n, sq, sk].
+
+    Args and result: see `AttentionKernel`.
+    """
+    sq, b, n, d = query.shape
+    sk, g = key.shape[0], key.shape[2]
+    keep_mask_of = query
+    if g != n:
+        key, value = (t.repeat_interleave(n // g, dim=2) for t in (key, value))
+    # Division by the layer number keeps fp16 scores in range; the softmax, in fp32, undoes it.
+    damping = options.damping
+    q, k, v = (
+        t.permute(1, 2, 0, 3).reshape(b * n, t.shape[0], t.shape[3]) for t in (query, key, value)
+    )
+    unused = q.new_empty(1).expand(b * n, sq, sk)
+    scores = torch.baddbmm(
+        unused, q, k.transpose(1, 2), beta=0, alpha=options.scale / damping
+    ).view(b, n, sq, sk)
+    if options.softmax_in_fp32 or damping != 1:
+        scores = scores.float()
+    if damping != 1:
+        scores = scores * damping
+    if options.softcap is not None:
+        scores = torch.tanh(scores / options.softcap) * options.softcap
+    if options.attention_bias is not None:
+        scores = scores + options.attention_bias
+    hidden = options.hidden(sq, sk, query.device)
+    for mask in (hidden, options.attention_mask):
+        if mask is not None:
+            scores = scores.masked_fill(mask, torch.finfo(scores.dtype).min)
+    if options.sink is not None:
+        column = options.sink.to(scores.dtype).view(1, n, 1, 1).expand(b, n, sq, 1)
+        scores = torch.cat((scores, column), -1)
+    probabilities = torch.softmax(scores, -1).to(query.dtype)
+    if options.sink is not None:
+        probabilities = probabilities[..., :-1]
+    keep_mask = options.keep_mask(keep_mask_of, sk)
+    if keep_mask is not None:
+        probabilities = probabilities * keep_mask
+    out = torch.bmm(probabilities.reshape(b * n, sq, sk), v)
+    return out.view(b, n, sq, -1).permute(2, 0, 1, 3).reshape(sq, b, -1)

@@ -1,0 +1,127 @@
+"""Which attention kernel is chosen, and that all of them compute the same numbers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn.attention.flex_attention import flex_attention
+
+from megatron.core.errors import ConfigError
+from megatron.core.kernels import attention as table
+from megatron.core.kernels.attention import ATTENTION, choose_attention
+from megatron.core.kernels.attention_options import AttentionOptions
+from megatron.core.kernels.block_mask import MaskSpec
+from megatron.core.kernels.blockwise_attention import blockwise_attention
+from megatron.core.kernels.flex_attention import flex_attention_with
+from megatron.core.kernels.registry import Kernel, KernelTable, Request
+from megatron.core.kernels.torch_attention import sdpa_with_mask, unfused
+from tests.harness.tolerances import FP32_REORDERED_SUM, assert_close
+
+S, B, N, G, D, E = 24, 2, 4, 2, 8, 6
+
+
+def plain():
+    return "plain"
+
+
+def test_the_first_capable_kernel_is_chosen_and_the_others_are_explained():
+    kernels = (
+        Kernel("fast", plain, dtypes=frozenset({"bfloat16"})),
+        Kernel("library", plain, frozenset({"windows"}), missing=lambda: "is not installed"),
+        Kernel("slow", plain, frozenset({"windows", "documents"})),
+    )
+    choice = KernelTable("x", {"cpu": kernels}).choose(
+        Request("cpu", "float32", frozenset({"windows"}))
+    )
+    assert choice.kernel.name == "slow"
+    assert dict(choice.passed_over) == {
+        "fast": "does not support windows",
+        "library": "is not installed",
+    }
+    assert str(choice) == "slow (fast does not support windows; library is not installed)"
+
+
+def test_an_asked_kernel_goes_first_where_it_can():
+    kernels = (Kernel("a", plain, frozenset({"sink"})), Kernel("b", plain))
+    chooser = KernelTable("x", {"cpu": kernels})
+    assert chooser.choose(Request("cpu", "float32"), ("b",)).kernel.name == "b"
+    with_sink = Request("cpu", "float32", frozenset({"sink"}))
+    assert chooser.choose(with_sink, ("b",)).kernel.name == "a"
+
+
+def has_triton(monkeypatch, answer):
+    """Let flex attention believe it; the memory of the table is not asked."""
+    monkeypatch.setattr("megatron.core.kernels.flex_attention.has", lambda name: answer)
+
+
+CHOICES = [
+    # needs, on a CPU, on an accelerator with Triton
+    ((), "cpu-blocks", "sdpa"),
+    ((table.WINDOW,), "cpu-blocks", "flex"),
+    ((table.DROPOUT,), "cpu-blocks", "unfused"),
+    ((table.WIDTHS,), "blockwise", "sdpa"),
+    ((table.DOCUMENTS,), "blockwise", "flex"),
+    ((table.SOFTCAP,), "blockwise", "flex"),
+    ((table.SINK, table.WINDOW), "blockwise", "flex"),
+    ((table.DOCUMENTS, table.DROPOUT), "blockwise", "unfused"),
+    ((table.MASK,), "sdpa-mask", "sdpa-mask"),
+    ((table.MASK, table.DROPOUT), "unfused", "unfused"),
+    ((table.BIAS,), "sdpa-mask", "sdpa-mask"),
+    ((table.LENGTHS,), "sdpa-mask", "sdpa-mask"),
+    ((table.PARTIAL_KEYS,), "blockwise", "blockwise"),
+    ((table.HEAD_EXCHANGE,), "blockwise", "sdpa"),
+    ((table.HEAD_EXCHANGE, table.DOCUMENTS), "blockwise", "flex"),
+]
+
+
+@pytest.mark.parametrize(("needs", "on_cpu", "on_gpu"), CHOICES)
+def test_each_device_has_its_own_preference(monkeypatch, needs, on_cpu, on_gpu):
+    has_triton(monkeypatch, True)
+    for device, wanted in (("cpu", on_cpu), ("cuda", on_gpu)):
+        request = Request(device, "bfloat16", frozenset(needs))
+        assert ATTENTION._choose(request, ()).kernel.name == wanted
+
+
+def test_without_triton_documents_on_an_accelerator_become_a_mask(monkeypatch):
+    has_triton(monkeypatch, False)
+    choice = ATTENTION._choose(Request("cuda", "bfloat16", frozenset({table.DOCUMENTS})), ())
+    assert choice.kernel.name == "sdpa-mask"
+    assert ("flex", "needs Triton, which is not installed") in choice.passed_over
+
+
+def test_needs_that_no_kernel_meets_together_are_refused():
+    q = torch.zeros(4, 1, 1, 8)
+    options = AttentionOptions(1.0, MaskSpec((-1, 0)), attention_mask=torch.zeros(4, 4) > 0)
+    with pytest.raises(ConfigError, match="an attention_mask, context parallelism by a ring"):
+        choose_attention(q, q, q, options, comm_type="p2p")
+
+
+def uncompiled_flex(q, k, v, options):
+    return flex_attention_with(flex_attention, q, k, v, options)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("kernel", [uncompiled_flex, sdpa_with_mask, unfused])
+@pytest.mark.parametrize("window", [(-1, 0), (-1, -1), (5, 0)])
+@pytest.mark.parametrize("with_documents", [False, True])
+@pytest.mark.parametrize(("softcap", "with_sink"), [(None, False), (1.5, False), (None, True)])
+def test_kernels_of_accelerators_equal_the_blockwise_one(
+    kernel, window, with_documents, softcap, with_sink
+):
+    if kernel is sdpa_with_mask and (softcap or with_sink):
+        softcap, with_sink = None, False
+    documents = (torch.rand(B, S) < 0.15).cumsum(1).int() if with_documents else None
+    shapes = ((S, B, N, D), (S, B, G, D), (S, B, G, E))
+    has_backward = kernel is not uncompiled_flex  # torch offers none on the CPU
+    inputs = [torch.randn(shape, requires_grad=has_backward) for shape in shapes]
+    sink = torch.randn(N, requires_grad=has_backward) if with_sink else None
+    options = AttentionOptions(0.3, MaskSpec(window, documents), sink=sink, softcap=softcap)
+    leaves = inputs + ([sink] if sink is not None else [])
+    weight = torch.randn(S, B, N * E)
+    found = []
+    for run in (kernel, blockwise_attention):
+        out = run(*inputs, options)
+        gradients = torch.autograd.grad((out * weight).sum(), leaves) if has_backward else ()
+        found.append((out, *gradients))
+    for name, ours, expected in zip(("output", "q", "k", "v", "sink"), *found, strict=False):
+        assert_close(ours, expected, FP32_REORDERED_SUM, name)
