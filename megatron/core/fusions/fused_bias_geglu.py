@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from megatron.core import activations
 from megatron.core.kernels.gated_activation import (
-    GELU_TANH,
-    QUICK_GELU,
     QUICK_GELU_SLOPE,
     gated,
 )
@@ -15,12 +14,12 @@ from megatron.core.kernels.gated_activation import (
 
 def geglu(y: Tensor) -> Tensor:
     """Return gelu(gate) * up of y [..., 2f] (gate first) as [..., f]."""
-    return gated(y, GELU_TANH)
+    return gated(y, activations.fast_gelu)
 
 
 def bias_geglu_impl(input: Tensor, bias: Tensor | None) -> Tensor:
     """Return geglu(input + bias). input: [s, b, 2f] or [t, 2f]; bias: [2f] or None."""
-    return gated(input if bias is None else input + bias, GELU_TANH)
+    return gated(input if bias is None else input + bias, activations.fast_gelu)
 
 
 def quick_gelu(y: Tensor) -> Tensor:
@@ -30,9 +29,9 @@ def quick_gelu(y: Tensor) -> Tensor:
 
 def quick_geglu(y: Tensor) -> Tensor:
     """Return quick_gelu(gate) * up of y [..., 2f] (gate first) as [..., f]."""
-    return gated(y, QUICK_GELU)
+    return gated(y, activations.quick_gelu)
 
 
 def bias_quick_geglu_impl(input: Tensor, bias: Tensor | None) -> Tensor:
     """Return quick_geglu(input + bias). input: [s, b, 2f] or [t, 2f]; bias: [2f] or None."""
-    return gated(input if bias is None else input + bias, QUICK_GELU)
+    return gated(input if bias is None else input + bias, activations.quick_gelu)

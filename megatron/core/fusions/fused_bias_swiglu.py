@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.core.kernels.gated_activation import SILU, gated
+from megatron.core.kernels.gated_activation import gated
 
 
 def swiglu(y: Tensor) -> Tensor:
     """Return silu(gate) * up of y [..., 2f] (gate first) as [..., f]."""
-    return gated(y, SILU)
+    return gated(y, F.silu)
 
 
 def bias_swiglu_impl(
@@ -25,7 +26,7 @@ def bias_swiglu_impl(
         bias: [2f] or None.
         fp8_input_store, cpu_offload_input: accepted for compatibility; the input is kept as is.
     """
-    return gated(input if bias is None else input + bias, SILU)
+    return gated(input if bias is None else input + bias, F.silu)
 
 
 def weighted_bias_swiglu_impl(

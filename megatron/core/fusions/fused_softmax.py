@@ -14,11 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.errors import ConfigError
+from megatron.core.kernels.vocab_softmax import row_blocks
 
 MASKED_SCORE = -10000.0
 """What a masked score becomes: finite, so a row without any visible key is uniform, not NaN."""
-CPU_BLOCK_BYTES = 2**20
-DEVICE_BLOCK_BYTES = 256 * 2**20
 
 
 @functools.lru_cache(maxsize=4)
@@ -81,8 +80,7 @@ class _ScaledMaskedSoftmax(torch.autograd.Function):
 def _blocks(scores: Tensor) -> Iterator[tuple[int, slice, slice]]:
     """Cut scores [b, n, q, k] into blocks of about the size of the cache: (batch, heads, rows)."""
     batch, heads, queries, keys = scores.shape
-    budget = CPU_BLOCK_BYTES if scores.is_cpu else DEVICE_BLOCK_BYTES
-    rows = max(1, budget // (4 * max(keys, 1)))
+    rows = next(row_blocks(batch * heads * queries, keys, scores.device), slice(0, 1)).stop
     head_step, row_step = max(1, rows // max(queries, 1)), min(queries, rows)
     for sample in range(batch):
         for head in range(0, heads, head_step):

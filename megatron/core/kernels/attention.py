@@ -129,5 +129,4 @@ def choose_attention(
         needs.add(LENGTHS)
     if query.shape[-1] != value.shape[-1]:
         needs.add(WIDTHS)
-    dtype = str(query.dtype).removeprefix("torch.")
-    return ATTENTION.choose(Request(query.device.type, dtype, frozenset(needs)), ASKED[backend])
+    return ATTENTION.choose(Request.of(query, needs), ASKED[backend])

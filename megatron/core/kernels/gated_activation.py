@@ -11,11 +11,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from megatron.core import activations
+from megatron.core.kernels.registry import OTHER_DEVICES, Kernel, KernelTable, Request
+
+Act: TypeAlias = Callable[[Tensor], Tensor]
 _aten = torch.ops.aten
 QUICK_GELU_SLOPE = 1.702
 
@@ -58,18 +63,87 @@ def _quick_gelu_backward(grad: Tensor, x: Tensor) -> None:
 SILU = Activation(_silu, _silu_backward)
 GELU_TANH = Activation(_gelu_tanh, _gelu_tanh_backward)
 QUICK_GELU = Activation(_quick_gelu, _quick_gelu_backward)
+ACTIVATIONS: dict[Act, Activation] = {
+    F.silu: SILU,
+    activations.fast_gelu: GELU_TANH,
+    activations.quick_gelu: QUICK_GELU,
+}
 
 
-def gated(packed: Tensor, activation: Activation) -> Tensor:
-    """Return act(gate) * up of `packed` [..., 2f] (gate first) as [..., f].
+def keeping_gate(packed: Tensor, act: Act, clamp: float | None, offset: float) -> Tensor:
+    """Return act(gate) * up of packed [..., 2f] as [..., f]; keep act(gate) for backward too.
 
-    Kept for backward: the packed input; on the CPU also act(gate), because forming it again
-    there costs more than half of the backward pass.
+    On the CPU, computing act(gate) again costs more than half of the backward pass.
     """
+    return _gated(packed, ACTIVATIONS[act], keeps=True)
+
+
+def recomputing_gate(packed: Tensor, act: Act, clamp: float | None, offset: float) -> Tensor:
+    """Return act(gate) * up of packed [..., 2f] as [..., f]; keep only `packed` for backward."""
+    return _gated(packed, ACTIVATIONS[act], keeps=False)
+
+
+def plain_gate(packed: Tensor, act: Act, clamp: float | None, offset: float) -> Tensor:
+    """Return act(gate) * (up + offset) of packed [..., 2f] as [..., f].
+
+    Args:
+        clamp: bound of the gate from above, and of up from both sides.
+    """
+    gate, up = torch.chunk(packed, 2, dim=-1)
+    if clamp is not None:
+        gate, up = gate.clamp(max=clamp), up.clamp(-clamp, clamp)
+    return act(gate) * (up + offset if offset else up)
+
+
+CLAMP, OFFSET = "a clamp", "an offset"
+OTHER_ACTIVATION = "activations other than SiLU, tanh GELU and quick GELU"
+_PLAIN = Kernel("plain", plain_gate, frozenset({CLAMP, OFFSET, OTHER_ACTIVATION}))
+
+GATED: KernelTable[Callable[[Tensor, Act, float | None, float], Tensor]] = KernelTable(
+    "gated activation",
+    {
+        "cpu": (Kernel("fused-keeping", keeping_gate), _PLAIN),
+        OTHER_DEVICES: (Kernel("fused-recomputing", recomputing_gate), _PLAIN),
+    },
+)
+"""Functions of (packed [..., 2f] with the gate first, activation, clamp, offset) -> [..., f]."""
+
+
+def gated_request(device: str, dtype: str, act: Act, clamp: float | None, offset: float) -> Request:
+    """Return what act(gate) * (up + offset), clamped, needs."""
+    given = {
+        CLAMP: clamp is not None,
+        OFFSET: offset != 0,
+        OTHER_ACTIVATION: act not in ACTIVATIONS,
+    }
+    return Request(device, dtype, frozenset(need for need, is_given in given.items() if is_given))
+
+
+def gated(
+    packed: Tensor,
+    act: Act,
+    *,
+    clamp: float | None = None,
+    offset: float = 0.0,
+    fuses: bool = True,
+) -> Tensor:
+    """Return act(gate) * (up + offset) of `packed` [..., 2f] (gate first) as [..., f].
+
+    Args:
+        clamp: bound of the gate from above, and of up from both sides.
+        fuses: False puts the plain formula first.
+    """
+    dtype = str(packed.dtype).removeprefix("torch.")
+    request = gated_request(packed.device.type, dtype, act, clamp, offset)
+    kernel = GATED.choose(request, () if fuses else ("plain",)).kernel
+    return kernel.run(packed, act, clamp, offset)
+
+
+def _gated(packed: Tensor, activation: Activation, *, keeps: bool) -> Tensor:
     if not torch.is_grad_enabled():
         activated, up = _halves(packed, activation)
         return activated.mul_(up)
-    return _Gated.apply(packed, activation)
+    return _Gated.apply(packed, activation, keeps)
 
 
 def _halves(packed: Tensor, activation: Activation) -> tuple[Tensor, Tensor]:
@@ -83,15 +157,15 @@ def _halves(packed: Tensor, activation: Activation) -> tuple[Tensor, Tensor]:
 
 class _Gated(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, packed: Tensor, activation: Activation) -> Tensor:
+    def forward(ctx: Any, packed: Tensor, activation: Activation, keeps: bool) -> Tensor:
         activated, up = _halves(packed, activation)
         ctx.activation = activation
-        keeps = packed.is_cpu and ctx.needs_input_grad[0]
+        keeps = keeps and ctx.needs_input_grad[0]
         ctx.save_for_backward(packed, activated if keeps else None)
         return activated * up if keeps else activated.mul_(up)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         packed, activated = ctx.saved_tensors
         gate, up = packed.chunk(2, dim=-1)
         out = torch.empty_like(packed)
@@ -103,4 +177,4 @@ class _Gated(torch.autograd.Function):
             torch.mul(grad, activated, out=grad_up)
         torch.mul(grad, up, out=grad_gate)
         ctx.activation.backward(grad_gate, gate)
-        return out, None
+        return out, None, None

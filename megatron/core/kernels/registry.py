@@ -10,11 +10,14 @@ Nothing here imports torch: a choice can be made, and tested, for a device that 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from megatron.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Run = TypeVar("Run", bound=Callable[..., object], covariant=True)
 
@@ -35,6 +38,11 @@ class Request:
     device: str
     dtype: str
     needs: frozenset[str] = frozenset()
+
+    @staticmethod
+    def of(x: Tensor, needs: Iterable[str] = ()) -> Request:
+        """Return the request for a tensor of any shape: its device and dtype."""
+        return Request(x.device.type, str(x.dtype).removeprefix("torch."), frozenset(needs))
 
 
 @dataclass(frozen=True)
@@ -92,7 +100,7 @@ class KernelTable(Generic[Run]):
 
     operation: str
     kernels: dict[str, tuple[Kernel[Run], ...]]
-    fix: str = "use --attention-backend auto"
+    fix: str = "leave out one of them"
     flags: tuple[str, ...] = ()
     chosen: dict[tuple[Request, tuple[str, ...]], Choice[Run]] = field(default_factory=dict)
 

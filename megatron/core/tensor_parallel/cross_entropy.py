@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.core.kernels.vocab_softmax import local_softmax, row_blocks, scratch_block
 from megatron.core.process_groups_config import Group
 from megatron.core.tensor_parallel.mappings import tensor_parallel_group
 from megatron.core.tensor_parallel.vocab_parallel_softmax import (
@@ -21,9 +22,6 @@ from megatron.core.tensor_parallel.vocab_parallel_softmax import (
     RowStatistics,
     VocabularyShard,
     add_label_terms,
-    local_softmax,
-    row_blocks,
-    scratch_block,
     softmax_statistics,
     softmax_to_gradient,
 )

@@ -19,13 +19,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megatron.core.kernels.vocab_softmax import arithmetic_dtype
 from megatron.core.param_meta import accumulate_main_grad, has_main_grad
 from megatron.core.process_groups_config import Group
 from megatron.core.tensor_parallel.mappings import tensor_parallel_group
 from megatron.core.tensor_parallel.vocab_parallel_softmax import (
     Labels,
     VocabularyShard,
-    arithmetic_dtype,
     softmax_statistics,
     softmax_to_gradient,
 )

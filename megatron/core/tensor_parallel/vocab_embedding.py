@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron.core.kernels.row_sums import add_rows
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.param_meta import has_main_grad
 from megatron.core.process_groups_config import Group, ProcessGroupCollection
@@ -128,13 +129,3 @@ class _LookUp(torch.autograd.Function):
             weight.main_grad_is_fresh = False
         add_rows(main_grad, rows.reshape(-1), grad.reshape(-1, grad.shape[-1]))
         return None, None, None, None, None
-
-
-def add_rows(table: Tensor, rows: Tensor, values: Tensor) -> None:
-    """Add values [t, h] to the given rows [t] of table [v, h], in an order that never changes."""
-    values = values.to(table.dtype)
-    if table.is_cpu:
-        table.index_add_(0, rows, values)
-    else:
-        # index_add_ uses atomics on GPUs; an accumulating index_put_ sorts, so it is repeatable.
-        table.index_put_((rows,), values, accumulate=True)

@@ -1,23 +1,25 @@
 """Softmax over a split vocabulary, row block by row block.
 
-The passes over logits are bound by memory, so each block of rows is small enough to stay in the
-cache (on an accelerator: large enough to fill it) and arithmetic is fp32 whatever the dtype of
-the logits. Each rank forms the softmax of its own columns; what the ranks must share is a few
-numbers a row, exchanged in one all-gather and merged in rank order, so that all of them
-hold the same bits. (The merge is the online softmax of Milakov and Gimelshein, arXiv 1805.02867,
-section 3.)
+Each rank computes the softmax of its own columns; what the ranks must share is a few numbers a
+row, exchanged in one all-gather and merged in rank order, so that all of them hold the same bits.
+(The merge is the online softmax of Milakov and Gimelshein, arXiv 1805.02867, section 3.)
 
 Shapes: `t` tokens, `v` vocabulary; a slash divides by the size of the group.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from megatron.core.kernels.vocab_softmax import (
+    arithmetic_dtype,
+    local_softmax,
+    row_blocks,
+    scratch_block,
+)
 from megatron.core.process_groups_config import Group
 from megatron.core.tensor_parallel.token_ids import check_token_ids
 from megatron.core.transport import collectives
@@ -25,10 +27,6 @@ from megatron.core.utils import get_pg_rank, get_pg_size
 
 IGNORED_LABEL = -100
 """A label that takes no part in the loss: its loss and its gradient are zero."""
-
-CPU_BLOCK_BYTES = 2 * 2**20
-"""Fp32 bytes of a block of rows: what a core's cache holds."""
-DEVICE_BLOCK_BYTES = 256 * 2**20
 
 
 @dataclass(frozen=True)
@@ -94,50 +92,6 @@ class RowStatistics:
     """Probability of the label: the gradient there is p - 1, which would cancel in bf16."""
     local_share: Tensor
     """Probability mass of this rank's columns: global softmax = local softmax * share."""
-
-
-def row_blocks(rows: int, columns: int, device: torch.device) -> Iterator[slice]:
-    """Cut `rows` into blocks of about the size of the cache."""
-    budget = CPU_BLOCK_BYTES if device.type == "cpu" else DEVICE_BLOCK_BYTES
-    step = max(1, budget // (4 * max(columns, 1)))
-    for begin in range(0, rows, step):
-        yield slice(begin, min(begin + step, rows))
-
-
-def arithmetic_dtype(x: Tensor) -> torch.dtype:
-    """Return the dtype to compute in: fp32, or fp64 for fp64 (which gradient checks need)."""
-    return torch.promote_types(x.dtype, torch.float32)
-
-
-def scratch_block(x: Tensor, columns: int) -> Tensor:
-    """Return memory, in the arithmetic dtype, for one block of `row_blocks` of x [t, ...]."""
-    first = next(row_blocks(x.shape[0], columns, x.device), slice(0, 0))
-    return torch.empty((first.stop, columns), dtype=arithmetic_dtype(x), device=x.device)
-
-
-def local_softmax(logits: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
-    """Write the softmax over the local columns to `out`.
-
-    Args:
-        logits: [r, c] of any float dtype; may be `out` itself.
-        out: [r, c] in the arithmetic dtype, contiguous.
-    Returns:
-        the highest logit of each row, and the log of the sum of exponentials relative to it: two
-        [r], since adding them up would lose the small one beside a large logit.
-    """
-    if logits.dtype != out.dtype:
-        logits = out.copy_(logits)
-    highest = logits.amax(-1)
-    if out.is_cpu:
-        # One vectorised kernel of three passes; it reads an element before it writes there, so
-        # input and output may be the same memory.
-        torch.softmax(logits, -1, out=out)
-        # The largest probability is 1/sum exactly, and never underflows.
-        return highest, -out.amax(-1).log_()
-    torch.sub(logits, highest.unsqueeze(-1), out=out)
-    total = out.exp_().sum(-1, keepdim=True)
-    out.div_(total)
-    return highest, total.squeeze(-1).log_()
 
 
 def softmax_statistics(

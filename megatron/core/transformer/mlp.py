@@ -10,24 +10,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.core.activations import fast_gelu, quick_gelu
-from megatron.core.fusions.fused_bias_geglu import geglu, quick_geglu
-from megatron.core.fusions.fused_bias_swiglu import swiglu
+from megatron.core.kernels import gated_activation as gates
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
-
-FUSED_GATES: dict[Any, Callable[[Tensor], Tensor]] = {
-    F.silu: swiglu,
-    fast_gelu: geglu,
-    quick_gelu: quick_geglu,
-}
-"""Activation -> function of [..., 2f] that applies it to the gate and multiplies."""
 
 
 @dataclass
@@ -135,11 +124,10 @@ def gated(
     """Apply activation and, where the config says so, gate: [..., f or 2f] -> [..., f]."""
     if not config.gated_linear_unit:
         return activation_func(x)
-    bound, offset = config.activation_func_clamp_value, config.glu_linear_offset
-    fused = FUSED_GATES.get(activation_func)
-    if fused is not None and config.bias_activation_fusion and bound is None and not offset:
-        return fused(x)
-    gate, up = torch.chunk(x, 2, dim=-1)
-    if bound is not None:
-        gate, up = gate.clamp(max=bound), up.clamp(-bound, bound)
-    return activation_func(gate) * (up + offset if offset else up)
+    return gates.gated(
+        x,
+        activation_func,
+        clamp=config.activation_func_clamp_value,
+        offset=config.glu_linear_offset,
+        fuses=config.bias_activation_fusion,
+    )

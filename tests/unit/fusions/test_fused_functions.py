@@ -22,6 +22,7 @@ from megatron.core.fusions.fused_bias_swiglu import (
     weighted_bias_swiglu_impl,
 )
 from megatron.core.fusions.fused_softmax import FusedScaleMaskSoftmax, scaled_masked_softmax
+from megatron.core.kernels.vocab_softmax import BLOCK_BYTES
 from megatron.core.rng import SequenceRows, keyed_dropout, rng_state
 from tests.harness.tolerances import BF16_WHOLE_MODEL, FP32_ROUNDED_ONCE, assert_close
 
@@ -187,7 +188,7 @@ def test_masked_softmax_equals_the_plain_formula(mask_shape, dtype):
 def test_masked_softmax_does_not_depend_on_its_blocks(monkeypatch, budget):
     scores, hidden = torch.randn(2, 3, 5, 7), torch.rand(2, 1, 5, 7) < 0.4
     expected = scaled_masked_softmax(scores, hidden, 0.3)
-    monkeypatch.setattr("megatron.core.fusions.fused_softmax.CPU_BLOCK_BYTES", budget)
+    monkeypatch.setitem(BLOCK_BYTES, "cpu", budget)
     assert torch.equal(scaled_masked_softmax(scores, hidden, 0.3), expected)
 
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.core.errors import DataError
-from megatron.core.tensor_parallel import vocab_parallel_softmax
+from megatron.core.kernels import vocab_softmax
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron.core.tensor_parallel.linear_cross_entropy import linear_cross_entropy
 from megatron.core.tensor_parallel.vocab_parallel_softmax import smoothing_weight
@@ -116,7 +116,7 @@ def test_blocks_of_rows_do_not_change_a_bit(monkeypatch, dtype):
         return loss, torch.autograd.grad(loss.sum(), logits)[0]
 
     whole = run()
-    monkeypatch.setattr(vocab_parallel_softmax, "CPU_BLOCK_BYTES", 4 * 45 * 7)
+    monkeypatch.setitem(vocab_softmax.BLOCK_BYTES, "cpu", 4 * 45 * 7)
     for blocked, expected in zip(run(), whole, strict=True):
         assert_close(blocked, expected, EXACT, "blocked")
 

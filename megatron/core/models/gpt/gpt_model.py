@@ -245,7 +245,7 @@ class GPTModel(LanguageModule):
         if weight is None:
             weight = self.shared_embedding_or_output_weight()
         if labels is not None:
-            loss = self._loss(hidden_states, labels, weight, loss_mask)
+            loss = self.compute_loss(hidden_states, labels, weight, loss_mask)
             if not (self.mtp_process and self.training and torch.is_grad_enabled()):
                 return loss
             return self.mtp(
@@ -253,7 +253,7 @@ class GPTModel(LanguageModule):
                 hidden_states,
                 labels,
                 embed=self.embedding.embed_words,
-                loss_of=lambda states, tokens: self._loss(states, tokens, weight),
+                loss_of=lambda states, tokens: self.compute_loss(states, tokens, weight),
                 attention_mask=attention_mask,
                 rotary_pos_emb=angles.get("rotary_pos_emb"),
                 packed_seq_params=packed_seq_params,
@@ -263,29 +263,8 @@ class GPTModel(LanguageModule):
         logits, _ = self.output_layer(
             hidden_states, weight=weight, runtime_gather_output=runtime_gather_output
         )
-        logits = self._softcap_logits(logits).transpose(0, 1).contiguous()
+        logits = self.softcap_logits(logits).transpose(0, 1).contiguous()
         return logits if self.logit_dtype is None else logits.to(self.logit_dtype)
-
-    def _loss(
-        self,
-        hidden_states: Tensor,
-        labels: Tensor,
-        weight: Tensor | None,
-        loss_mask: Tensor | None = None,
-    ) -> Tensor:
-        """Return the loss of every token, [b, s/cp], with the head's `weight`."""
-        if self.config.cross_entropy_loss_fusion:
-            assert weight is not None
-            return self.compute_fused_loss(labels, hidden_states, weight, loss_mask)
-        # The loss wants logits split over the vocabulary, whatever the caller gets otherwise.
-        logits, _ = self.output_layer(hidden_states, weight=weight, runtime_gather_output=False)
-        logits = self._softcap_logits(logits)
-        return self.compute_language_model_loss(labels, logits, overwrite_logits=True)
-
-    def _softcap_logits(self, logits: Tensor) -> Tensor:
-        """Apply `final_logit_softcapping`, if there is one."""
-        bound = self.config.final_logit_softcapping
-        return logits if bound is None else torch.tanh(logits / bound) * bound
 
     def _angles(self, length: int) -> dict[str, Tensor]:
         """Return the angles of this rank's rows of a sequence, as arguments of the layers."""

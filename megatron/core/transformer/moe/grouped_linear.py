@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megatron.core.kernels.grouped_products import grouped_products
 from megatron.core.param_meta import add_gradient, has_main_grad, main_grad_addmm
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.step_context import deferred_wgrad
@@ -104,13 +105,13 @@ class _GroupedLinear(torch.autograd.Function):
         # The main gradients hang on the parameter objects, which saved-tensor hooks would replace.
         ctx.weights = weights
         ctx.save_for_backward(x, *weights)
-        return _products(x, num_rows, [weight.t() for weight in weights])
+        return grouped_products(x, num_rows, [weight.t() for weight in weights])
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, *weights = ctx.saved_tensors
         grad = grad.contiguous()
-        grad_x = _products(grad, ctx.num_rows, weights) if ctx.needs_input_grad[0] else None
+        grad_x = grouped_products(grad, ctx.num_rows, weights) if ctx.needs_input_grad[0] else None
         weight_grads: list[Tensor | None] = [None] * len(weights)
         pieces = zip(grad.split(ctx.num_rows), x.split(ctx.num_rows), strict=True)
         for index, (parameter, (grad_rows, rows)) in enumerate(
@@ -140,25 +141,6 @@ def _add_weight_gradient(weight: Tensor, grad: Tensor, rows: Tensor, fuses: bool
     total = _weight_gradient(weight, grad, rows, fuses)
     if total is not None:
         add_gradient(weight, total)
-
-
-def _products(x: Tensor, num_rows: Sequence[int], matrices: Sequence[Tensor]) -> Tensor:
-    """Multiply the rows of each expert with its matrix [i, o]: [n, o]."""
-    if _has_grouped_kernel(x):
-        ends = torch.tensor(num_rows, device=x.device).cumsum(0).to(torch.int32)
-        return F.grouped_mm(x, torch.stack(list(matrices)), offs=ends)
-    out = x.new_empty((x.shape[0], matrices[0].shape[1]))
-    begin = 0
-    for count, matrix in zip(num_rows, matrices, strict=True):
-        if count:
-            torch.mm(x[begin : begin + count], matrix, out=out[begin : begin + count])
-        begin += count
-    return out
-
-
-def _has_grouped_kernel(x: Tensor) -> bool:
-    """Whether torch has one kernel for all products. On a CPU it is the same loop, slower."""
-    return x.is_cuda and x.dtype == torch.bfloat16 and hasattr(F, "grouped_mm")
 
 
 def rows_with_bias(

@@ -6,7 +6,7 @@ Models", arXiv 1608.05859.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.dist_checkpointing.mapping import RankOffset, ShardedStateDict
+from megatron.core.kernels.registry import OTHER_DEVICES, Kernel, KernelTable, Request
 from megatron.core.param_meta import get_param_meta, set_param_meta
 from megatron.core.process_groups_config import FakeGroup, ProcessGroupCollection
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
@@ -88,6 +89,31 @@ class LanguageModule(MegatronModule):
         if self.pre_process or (self.mtp_process and self.share_embeddings_and_output_weights):
             return self.embedding.word_embeddings.weight
         return self.output_layer.weight if self.post_process else None
+
+    def compute_loss(
+        self,
+        hidden_states: Tensor,
+        labels: Tensor,
+        weight: Tensor | None,
+        loss_mask: Tensor | None = None,
+    ) -> Tensor:
+        """Return the loss of every token, by a kernel of `LOSS`.
+
+        Args:
+            hidden_states: [s/cp, b, h] ([s/cp/tp, b, h] under sequence parallelism).
+            labels, loss_mask: [b, s/cp].
+            weight: [v/tp, h], of the head.
+        Returns:
+            [b, s/cp] fp32.
+        """
+        request = Request.of(hidden_states, loss_needs(self.config))
+        kernel = LOSS.choose(request, asked_loss(self.config)).kernel
+        return kernel.run(self, hidden_states, labels, weight, loss_mask)
+
+    def softcap_logits(self, logits: Tensor) -> Tensor:
+        """Apply `final_logit_softcapping`, if there is one, to logits of any shape."""
+        bound = self.config.final_logit_softcapping
+        return logits if bound is None else torch.tanh(logits / bound) * bound
 
     def compute_language_model_loss(
         self, labels: Tensor, logits: Tensor, *, overwrite_logits: bool = False
@@ -173,3 +199,54 @@ def _transposed(loss: Tensor) -> Tensor:
     view.
     """
     return loss.t().clone(memory_format=torch.contiguous_format)
+
+
+def _loss_of_logits(
+    model: LanguageModule,
+    hidden_states: Tensor,
+    labels: Tensor,
+    weight: Tensor | None,
+    loss_mask: Tensor | None,
+) -> Tensor:
+    # The loss wants logits split over the vocabulary, whatever the caller gets otherwise.
+    logits, _ = model.output_layer(hidden_states, weight=weight, runtime_gather_output=False)
+    return model.compute_language_model_loss(
+        labels, model.softcap_logits(logits), overwrite_logits=True
+    )
+
+
+def _loss_of_hidden_states(
+    model: LanguageModule,
+    hidden_states: Tensor,
+    labels: Tensor,
+    weight: Tensor | None,
+    loss_mask: Tensor | None,
+) -> Tensor:
+    assert weight is not None
+    return model.compute_fused_loss(labels, hidden_states, weight, loss_mask)
+
+
+SOFTCAP = "soft-capped logits"
+
+LOSS: KernelTable[
+    Callable[[LanguageModule, Tensor, Tensor, Tensor | None, Tensor | None], Tensor]
+] = KernelTable(
+    "loss",
+    {
+        OTHER_DEVICES: (
+            Kernel("vocab-parallel", _loss_of_logits, frozenset({SOFTCAP})),
+            Kernel("linear-fused", _loss_of_hidden_states),
+        )
+    },
+)
+"""Functions of (model, hidden states [s, b, h], labels [b, s], head's weight, loss mask)."""
+
+
+def loss_needs(config: TransformerConfig) -> set[str]:
+    """Return what the loss of a model needs."""
+    return {SOFTCAP} if config.final_logit_softcapping else set()
+
+
+def asked_loss(config: TransformerConfig) -> tuple[str, ...]:
+    """Return the kernel that the settings ask for, if any."""
+    return ("linear-fused",) if config.cross_entropy_loss_fusion else ()

@@ -1,0 +1,64 @@
+"""The table of products of consecutive rows with a matrix each: functions of (x, counts, matrices).
+
+x is [n, i], ordered by matrix; `counts` are the rows of each; matrices are [i, o] each; the result
+is [n, o].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron.core.kernels.registry import OTHER_DEVICES, Kernel, KernelTable, Request
+
+
+def torch_grouped_mm(x: Tensor, counts: Sequence[int], matrices: Sequence[Tensor]) -> Tensor:
+    """Multiply in one kernel: x [n, i] -> [n, o]."""
+    ends = torch.tensor(counts, device=x.device).cumsum(0).to(torch.int32)
+    return F.grouped_mm(x, torch.stack(list(matrices)), offs=ends)
+
+
+def loop(x: Tensor, counts: Sequence[int], matrices: Sequence[Tensor]) -> Tensor:
+    """Multiply run by run: x [n, i] -> [n, o]."""
+    out = x.new_empty((x.shape[0], matrices[0].shape[1]))
+    begin = 0
+    for count, matrix in zip(counts, matrices, strict=True):
+        if count:
+            torch.mm(x[begin : begin + count], matrix, out=out[begin : begin + count])
+        begin += count
+    return out
+
+
+def _missing() -> str | None:
+    return None if hasattr(F, "grouped_mm") else "needs a torch with functional.grouped_mm"
+
+
+_LOOP = Kernel("loop", loop)
+
+GROUPED_PRODUCTS: KernelTable[Callable[[Tensor, Sequence[int], Sequence[Tensor]], Tensor]] = (
+    KernelTable(
+        "grouped products",
+        {
+            # On a CPU torch's one kernel is the same loop, slower.
+            "cpu": (_LOOP,),
+            "cuda": (
+                Kernel(
+                    "torch-grouped-mm",
+                    torch_grouped_mm,
+                    dtypes=frozenset({"bfloat16"}),
+                    missing=_missing,
+                ),
+                _LOOP,
+            ),
+            OTHER_DEVICES: (_LOOP,),
+        },
+    )
+)
+
+
+def grouped_products(x: Tensor, counts: Sequence[int], matrices: Sequence[Tensor]) -> Tensor:
+    """Multiply the rows of each group with its matrix: x [n, i] -> [n, o]."""
+    return GROUPED_PRODUCTS.choose(Request.of(x)).kernel.run(x, counts, matrices)

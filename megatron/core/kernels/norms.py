@@ -1,0 +1,68 @@
+"""The tables of norms over the last dimension: functions of (x, weight[, bias], eps).
+
+x is [..., h], weight and bias are [h]; the result has the shape and dtype of x.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron.core.kernels.cpu.norms import cpu_rms_norm, half_layer_norm
+from megatron.core.kernels.registry import OTHER_DEVICES, Kernel, KernelTable, Request
+
+TRAINING = "training"
+WEIGHT_DTYPE = "a weight of another dtype"
+
+
+def torch_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Return torch's RMSNorm of x [..., h]; the weight [h] is cast to its dtype."""
+    return F.rms_norm(x, (x.shape[-1],), weight.to(x.dtype), eps)
+
+
+def torch_layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    """Return torch's LayerNorm of x [..., h]; weight and bias [h] are cast to its dtype."""
+    return F.layer_norm(x, (x.shape[-1],), weight.to(x.dtype), bias.to(x.dtype), eps)
+
+
+RMS_NORM: KernelTable[Callable[[Tensor, Tensor, float], Tensor]] = KernelTable(
+    "RMSNorm",
+    {
+        "cpu": (
+            # Half the time for a row. Not in training: a layer that is computed again there must
+            # give the same bits with and without gradients.
+            Kernel("torch", torch_rms_norm, dtypes=frozenset({"float32"})),
+            Kernel("cpu-three-pass", cpu_rms_norm, frozenset({TRAINING, WEIGHT_DTYPE})),
+        ),
+        OTHER_DEVICES: (Kernel("torch", torch_rms_norm, frozenset({TRAINING, WEIGHT_DTYPE})),),
+    },
+)
+
+LAYER_NORM: KernelTable[Callable[[Tensor, Tensor, Tensor, float], Tensor]] = KernelTable(
+    "LayerNorm",
+    {
+        "cpu": (
+            Kernel(
+                "cpu-fp32-sums",
+                half_layer_norm,
+                frozenset({TRAINING, WEIGHT_DTYPE}),
+                dtypes=frozenset({"bfloat16", "float16"}),
+            ),
+            Kernel("torch", torch_layer_norm, frozenset({TRAINING, WEIGHT_DTYPE})),
+        ),
+        OTHER_DEVICES: (Kernel("torch", torch_layer_norm, frozenset({TRAINING, WEIGHT_DTYPE})),),
+    },
+)
+
+
+def norm_request(x: Tensor, weight: Tensor, training: bool) -> Request:
+    """Return what the norm of x [..., h] by a weight [h] needs."""
+    needs = set()
+    if training or torch.is_grad_enabled():
+        needs.add(TRAINING)
+    if weight.dtype != x.dtype:
+        needs.add(WEIGHT_DTYPE)
+    return Request.of(x, needs)
