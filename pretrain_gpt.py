@@ -15,7 +15,6 @@ from torch import Tensor
 from megatron.core import device
 from megatron.core.context_parallel import get_batch_on_this_cp_rank
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
-from megatron.core.datasets.document_masks import attention_mask
 from megatron.core.enums import ModelType
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
@@ -76,10 +75,6 @@ def get_batch(data_iterator: Iterator[dict[str, Tensor]] | None) -> dict[str, An
     batch = next(data_iterator)
     where = device.current_device()
     moved = {n: batch[n].to(where, non_blocking=True) if n in batch else None for n in BATCH}
-    starts = moved["document_starts"]
-    if starts is not None and get_args().transformer_impl != "local":
-        # Transformer Engine wants the [s, s] mask; the local attention is told the documents.
-        moved["attention_mask"], moved["document_starts"] = attention_mask(starts), None
     return get_batch_on_this_cp_rank(moved)
 
 

@@ -8,6 +8,7 @@ import os
 import time
 
 import torch
+from torch import Tensor
 
 _SETTLING_SECONDS = 0.05
 """Long enough for a thread that others keep from its core."""
@@ -74,6 +75,30 @@ def set_current_stream(stream: torch.Stream | None) -> None:
     """Let this thread queue its work on `stream`, and on the device of it; None on CPU."""
     if stream is not None:
         torch.accelerator.set_stream(stream)
+
+
+def host_value(claim: Tensor) -> bool | None:
+    """Return the value of a tensor of one element if that costs no wait for the device, else None.
+
+    Args:
+        claim: bool, [].
+    """
+    return bool(claim) if claim.device.type == "cpu" else None
+
+
+def check(claim: Tensor, message: str) -> bool:
+    """Return whether a claim holds, where the host can know without waiting.
+
+    On an accelerator the host goes on, True is returned, and a claim that does not hold makes the
+    device fail at its next synchronisation, with the message in its text.
+
+    Args:
+        claim: bool, [].
+    """
+    value = host_value(claim)
+    if value is None:
+        torch._assert_async(claim, message)
+    return value is not False
 
 
 def peak_memory_bytes() -> int:

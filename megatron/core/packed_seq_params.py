@@ -6,18 +6,26 @@ is split over context-parallel ranks like one sequence: lengths need not divide 
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from megatron.core.device import check
 from megatron.core.errors import DataError, refuse_given
+
+FALLING = "seq_idx falls: a document is in two pieces"
 
 
 @dataclass
 class PackedSeqParams:
-    """Descriptor of packed sequences for attention.
+    """Descriptor of packed sequences for attention, as Megatron has it.
+
+    The documents alone are read. `qkv_format`, `max_seqlen_*`, `total_tokens`, `tokens_per_sample`,
+    `pad_between_seqs` and `cp_scatter_cache` prepare kernels of other libraries: what they say
+    follows from the lengths, and they are not read.
 
     `cu_seqlens_*`: int32 [number of sequences + 1], running sums of the lengths, from 0 to the
     length of the whole row, before any rank takes its part.
@@ -44,17 +52,20 @@ class PackedSeqParams:
     pad_between_seqs: bool | None = None
     cp_scatter_cache: Any = None
 
-    def document_ids(self, batch: int, total: int, device: torch.device) -> Tensor:
-        """Return which document each position of the whole sequence belongs to.
+    def resolve(self, batch: int, total: int, device: torch.device) -> Documents:
+        """Return the one form that attention reads, checked; the model does so once for all layers.
 
         Args:
             batch, total: b and s of the micro batch, s before context parallelism.
-        Returns:
-            int32 [b, s], never falling along a row.
+            device: where the model computes.
         Raises:
             DataError: the lengths do not add up to s, or do not describe this batch. They are
-                the same on all ranks that share the micro batch, which raise the same error.
+                the same on all ranks that share the micro batch, which all raise.
         """
+        return Documents(seq_idx=self._document_ids(batch, total, device))
+
+    def _document_ids(self, batch: int, total: int, device: torch.device) -> Tensor:
+        """Return the document of each position of the whole sequence: int32 [b, s]."""
         refuse_given(
             "PackedSeqParams",
             {"local_cp_size": self.local_cp_size},
@@ -88,10 +99,36 @@ class PackedSeqParams:
         assert ids is not None
         if ids.dim() != 2 or ids.shape[1] != total or ids.shape[0] not in (1, batch):
             raise _problem(f"seq_idx has shape {tuple(ids.shape)}, the batch {(batch, total)}")
-        # On the CPU only: elsewhere it would wait for the device in every layer.
-        if ids.is_cpu and bool((ids.diff(dim=1) < 0).any()):
-            raise _problem("seq_idx falls: a document is in two pieces")
-        return ids.expand(batch, total).to(device)
+        ids = ids.expand(batch, total).to(device)
+        if not check((ids.diff(dim=1) >= 0).all(), f"{FALLING} Give seq_idx in order."):
+            raise _problem(FALLING)
+        return ids
+
+
+@dataclass
+class Documents(PackedSeqParams):
+    """Packing as layers read it: `seq_idx` is [b, s] on the model's device, and was checked."""
+
+    def resolve(self, batch: int, total: int, device: torch.device) -> Documents:
+        """Return self."""
+        return self
+
+    @property
+    def ids(self) -> Tensor:
+        """The document of each position of the whole sequence, [b, s], never falling along s."""
+        assert self.seq_idx is not None
+        return self.seq_idx
+
+    @functools.cached_property
+    def attention_mask(self) -> Tensor:
+        """Bool [b, 1, s, s], True where a causal attention within documents hides a key.
+
+        For libraries that know no other form; made at the first use, once for all layers.
+        """
+        ids = self.ids
+        positions = torch.arange(ids.shape[1], device=ids.device)
+        ahead = positions[None, :] > positions[:, None]
+        return ((ids[:, :, None] != ids[:, None, :]) | ahead).unsqueeze(1)
 
 
 def _problem(found: str) -> DataError:

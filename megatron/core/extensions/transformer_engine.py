@@ -284,6 +284,7 @@ class TEDotProductAttention(_DotProductAttention):  # type: ignore[misc,valid-ty
             softmax_scale=softmax_scale,
             **context,
         )
+        self._cp_group = context.get("cp_group")
 
     def forward(
         self,
@@ -295,9 +296,12 @@ class TEDotProductAttention(_DotProductAttention):  # type: ignore[misc,valid-ty
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
-        """Attend: [s, b, n/tp, d] -> [s, b, n/tp * d]."""
-        _refuse("TEDotProductAttention", {"packed_seq_params": packed_seq_params})
+        """Attend: [s, b, n/tp, d] -> [s, b, n/tp * d]; documents become a mask [b, 1, s, s]."""
         options: dict[str, Any] = {}
+        if packed_seq_params is not None:
+            _refuse("TEDotProductAttention over packed sequences", {"cp_group": self._cp_group})
+            s, b = query.shape[:2]
+            attention_mask = packed_seq_params.resolve(b, s, query.device).attention_mask
         if attention_mask is not None:
             options = {"attention_mask": attention_mask, "attn_mask_type": "arbitrary"}
         elif attn_mask_type is not None:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megatron.core.device import host_value
 from megatron.core.kernels.vocab_softmax import arithmetic_dtype
 from megatron.core.param_meta import accumulate_main_grad, has_main_grad
 from megatron.core.process_groups_config import Group
@@ -175,7 +176,7 @@ def _row_weights(token_weights: Tensor | None, labels: Labels, dtype: torch.dtyp
     """Return the weights as [t], zero for ignored labels; None if all are one."""
     if token_weights is not None:
         return token_weights.reshape(-1).to(dtype).masked_fill(labels.is_ignored, 0.0)
-    if labels.is_ignored.is_cpu and not bool(labels.is_ignored.any()):
+    if host_value(labels.is_ignored.any()) is False:
         return None
     return (~labels.is_ignored).to(dtype)
 

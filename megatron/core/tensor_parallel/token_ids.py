@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from megatron.core.device import check
 from megatron.core.errors import DataError
 
 
@@ -28,17 +29,12 @@ def check_token_ids(
     if ids.numel() == 0:
         return
     rule = f"ids lie in [0, {num_valid}): the vocabulary has {num_valid} entries"
-    if not ids.is_cpu:
-        is_good = (ids >= 0) & (ids < num_valid)
-        if ignored is not None:
-            is_good |= ids == ignored
-        torch._assert_async(is_good.all(), f"bad {what}: {rule}")
+    is_good = (ids >= 0) & (ids < num_valid)
+    if ignored is not None:
+        is_good |= ids == ignored
+    if check(is_good.all(), f"bad {what}: {rule}"):
         return
-    low, high = (int(extreme) for extreme in torch.aminmax(ids))
-    if ignored is not None and low <= ignored:
-        low = int(ids.masked_fill(ids == ignored, 0).min())
-    if low >= 0 and high < num_valid:
-        return
+    low, high = (int(extreme) for extreme in torch.aminmax(ids[~is_good]))
     raise DataError(
         f"{what} {low if low < 0 else high} is outside the vocabulary of {num_valid} entries.",
         rule=rule,

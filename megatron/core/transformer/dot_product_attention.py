@@ -139,7 +139,7 @@ class DotProductAttention(MegatronModule):
         document_ids = None
         if packed is not None:
             total = s * get_pg_size(self.context_groups.cp)
-            document_ids = packed.document_ids(b, total, query.device)
+            document_ids = packed.resolve(b, total, query.device).ids
         config = self.config
         return AttentionOptions(
             scale=self.softmax_scale,

@@ -88,7 +88,7 @@ def test_one_rank_of_an_axis_that_does_not_exist_is_fine():
 def test_packed_sequences_refuse_ranks_of_their_own():
     packed = PackedSeqParams("thd", torch.tensor([0, 4]), local_cp_size=2)
     with pytest.raises(ConfigError, match="local_cp_size"):
-        packed.document_ids(1, 4, torch.device("cpu"))
+        packed.resolve(1, 4, torch.device("cpu"))
 
 
 class Tiny(torch.nn.Module):

@@ -21,11 +21,11 @@ def lengths(*borders):
 
 def test_lengths_and_ids_say_the_same():
     packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=lengths(0, 3, 3, 5))
-    assert packed.document_ids(1, 5, CPU).tolist() == [[0, 0, 0, 2, 2]]
+    assert packed.resolve(1, 5, CPU).ids.tolist() == [[0, 0, 0, 2, 2]]
     padded = PackedSeqParams(cu_seqlens_q=lengths(0, 2, 3), cu_seqlens_q_padded=lengths(0, 4, 6))
-    assert padded.document_ids(1, 6, CPU).tolist() == [[0, 0, 0, 0, 1, 1]]
+    assert padded.resolve(1, 6, CPU).ids.tolist() == [[0, 0, 0, 0, 1, 1]]
     given = PackedSeqParams(seq_idx=torch.tensor([[0, 0, 1]]))
-    assert given.document_ids(2, 3, CPU).tolist() == [[0, 0, 1], [0, 0, 1]]
+    assert given.resolve(2, 3, CPU).ids.tolist() == [[0, 0, 1], [0, 0, 1]]
 
 
 @pytest.mark.parametrize(
@@ -47,7 +47,7 @@ def test_lengths_and_ids_say_the_same():
 )
 def test_a_description_that_does_not_fit_is_refused(packed, batch, found):
     with pytest.raises(DataError, match=found):
-        packed.document_ids(batch, 8, CPU)
+        packed.resolve(batch, 8, CPU)
 
 
 def make_core():

@@ -16,6 +16,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_with_transformer_engine_spec,
 )
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.param_meta import get_param_meta, shard_of
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.rng import rng_state
@@ -325,6 +326,22 @@ def test_positions_that_do_not_exist_are_refused_when_the_model_is_built():
 def test_specs_of_layers_that_do_not_exist_are_refused(options):
     with pytest.raises(ConfigError, match=next(iter(options))):
         get_gpt_layer_local_spec(**options)
+
+
+def test_document_borders_are_brought_into_form_once_for_all_layers(monkeypatch):
+    forms = []
+    original = PackedSeqParams._document_ids
+
+    def counted(self, *args):
+        forms.append(self)
+        return original(self, *args)
+
+    monkeypatch.setattr(PackedSeqParams, "_document_ids", counted)
+    tokens = torch.randint(0, 13, (1, 8))
+    packed = PackedSeqParams(cu_seqlens_q=torch.tensor([0, 3, 8], dtype=torch.int32))
+    model = make_model(num_layers=3)
+    model(tokens, torch.arange(8)[None], None, labels=tokens, packed_seq_params=packed)
+    assert len(forms) == 1
 
 
 def test_transformer_engine_specs_need_the_library_and_say_so():

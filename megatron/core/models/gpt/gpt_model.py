@@ -8,7 +8,6 @@ Legend: s sequence, b micro-batch, h hidden, v padded vocabulary.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -226,7 +225,7 @@ class GPTModel(LanguageModule):
                 inference_context, self.decoder, decoder_input, self.config, packed_seq_params
             )
             if packed_seq_params is not None:
-                packed_seq_params = self._with_documents(packed_seq_params, decoder_input, length)
+                packed_seq_params = self._documents(packed_seq_params, decoder_input, length)
             angles = self._angles(length)
         hidden_states = self.decoder(
             hidden_states=decoder_input,
@@ -294,15 +293,13 @@ class GPTModel(LanguageModule):
         tables = self._angles(context.max_sequence_length)
         return {name: table.squeeze(1)[context.positions] for name, table in tables.items()}
 
-    def _with_documents(
+    def _documents(
         self, packed: PackedSeqParams, decoder_input: Tensor | None, length: int
     ) -> PackedSeqParams:
-        """Say once for all layers which document each position belongs to, and check it."""
+        """Bring document borders into the form that all layers read, and check them."""
         states = self.decoder.input_tensor if decoder_input is None else decoder_input
-        if states is None:
-            raise RuntimeError("a stage without embedding has no input: call set_input_tensor()")
-        ids = packed.document_ids(states.shape[1], length, states.device)
-        return replace(packed, seq_idx=ids)
+        assert states is not None, "no input: call set_input_tensor first"
+        return packed.resolve(states.shape[1], length, states.device)
 
 
 def _check_arguments(position_embedding_type: str, config: TransformerConfig) -> None:
