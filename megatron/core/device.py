@@ -6,6 +6,8 @@ import atexit
 import functools
 import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -99,6 +101,59 @@ def check(claim: Tensor, message: str) -> bool:
     if value is None:
         torch._assert_async(claim, message)
     return value is not False
+
+
+def is_host_memory(device: torch.device) -> bool:
+    """Return whether tensors there are in the process's own pages.
+
+    Such memory is read without a copy, needs no pinning, and can be shared with other processes.
+    """
+    return device.type == "cpu"
+
+
+def computes_fast_in_bf16(device: torch.device) -> bool:
+    """Return whether products in bf16 are worth a conversion."""
+    return device.type != "cpu"
+
+
+def passes_by_cache_blocks(device: torch.device) -> bool:
+    """Return whether passes over memory are fastest a block at a time that stays in a cache."""
+    return device.type == "cpu"
+
+
+def default_generator_state() -> Tensor:
+    """Return the state of the default generator of the current device, uint8 [its bytes]."""
+    device = current_device()
+    if device.type == "cpu":
+        return torch.get_rng_state()
+    return torch.get_device_module(device.type).get_rng_state(device)
+
+
+def set_default_generator_state(state: Tensor) -> None:
+    """Set the state of the default generator of the current device, uint8 [its bytes]."""
+    device = current_device()
+    if device.type == "cpu":
+        torch.set_rng_state(state)
+    else:
+        torch.get_device_module(device.type).set_rng_state(state, device)
+
+
+def seed_default_generator(seed: int) -> None:
+    """Seed the default generator of the current device alone."""
+    device = current_device()
+    if device.type == "cpu":
+        torch.default_generator.manual_seed(seed)
+    else:
+        torch.get_device_module(device.type).manual_seed(seed)
+
+
+@contextmanager
+def seeded_generators(device: torch.device, seed: int) -> Iterator[None]:
+    """Seed torch's default generators for the block and restore their states afterwards."""
+    devices = [device] if device.type != "cpu" else []
+    with torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"):
+        torch.manual_seed(seed)
+        yield
 
 
 def peak_memory_bytes() -> int:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
+from megatron.core.device import seeded_generators
 from megatron.core.param_meta import ParamMeta, full_shape, get_param_meta, local_ranges, shard_of
 from megatron.core.rng import derive_seed
 
@@ -155,7 +156,7 @@ def draw_parameter(
         if getattr(init_method, "is_elementwise", False) and len(shape) >= 1:
             _draw_row_blocks(parameter, shape, meta, init_method, seed, name, axis_rank, axis_size)
             return
-        with _forked(parameter.device, derive_seed(seed, "init", name)):
+        with seeded_generators(parameter.device, derive_seed(seed, "init", name)):
             full = full_weight(shape, meta, init_method, parameter.device)
         parameter.copy_(shard_of(full, meta, axis_rank, axis_size))
 
@@ -199,7 +200,7 @@ def _draw_row_blocks(
         while begin < end:
             index, first = divmod(begin, ROWS_PER_BLOCK)
             used = min(ROWS_PER_BLOCK - first, end - begin)
-            with _forked(parameter.device, derive_seed(seed, "init", name, index)):
+            with seeded_generators(parameter.device, derive_seed(seed, "init", name, index)):
                 block = torch.empty(
                     (ROWS_PER_BLOCK, *shape[1:]), dtype=torch.float32, device=parameter.device
                 )
@@ -209,15 +210,6 @@ def _draw_row_blocks(
                 piece = shard_of(piece, meta, axis_rank, axis_size)
             parameter[local : local + used].copy_(piece)
             begin, local = begin + used, local + used
-
-
-@contextmanager
-def _forked(device: torch.device, seed: int) -> Iterator[None]:
-    """Seed torch's default generators for the block and put their states back afterwards."""
-    devices = [device] if device.type != "cpu" else []
-    with torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"):
-        torch.manual_seed(seed)
-        yield
 
 
 def initialize_parameters(
@@ -277,7 +269,9 @@ class DeferredWeights:
         if plain and hasattr(owner, "reset_parameters"):
             canonical_owner = own[0][0].rpartition(".")[0]
             reset: Callable[[], None] = getattr(owner, "reset_parameters")  # noqa: B009
-            with _forked(plain[0].device, derive_seed(self._seed, "reset", canonical_owner)):
+            with seeded_generators(
+                plain[0].device, derive_seed(self._seed, "reset", canonical_owner)
+            ):
                 reset()
         for name, parameter in own:
             meta = get_param_meta(parameter)

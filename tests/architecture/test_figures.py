@@ -11,7 +11,7 @@ BOUNDS = {
     "untyped reads of settings": 913,
     "module state": 34,
     "files with collectives": 11,
-    "device branches": 42,
+    "device branches": 5,
     "unread parameters": 180,
     "asserts on arguments": 10,
     "import circles": 0,

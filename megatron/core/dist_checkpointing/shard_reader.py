@@ -9,6 +9,7 @@ from concurrent.futures import Future, wait
 import torch
 from torch import Tensor
 
+from megatron.core.device import is_host_memory
 from megatron.core.dist_checkpointing.durable import (
     DamagedCheckpointError,
     OpenFile,
@@ -79,7 +80,7 @@ class ShardReader:
         is_whole = read.in_shard[1] == shard.shape
         if (
             is_whole
-            and into.device.type == "cpu"
+            and is_host_memory(into.device)
             and into.dtype == DTYPES[tensor.dtype]
             and into.is_contiguous()
         ):

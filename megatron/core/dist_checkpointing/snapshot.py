@@ -39,7 +39,7 @@ class SnapshotBuffer:
         sizes = [t.numel() * t.element_size() for t in tensors]
         if sum(sizes) > self._memory.numel():
             self._memory = torch.empty(0, dtype=torch.uint8)  # free the old before the new
-            on_device = device.device_type() != "cpu"
+            on_device = not device.is_host_memory(device.current_device())
             self._memory = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=on_device)
         copies, position = [], 0
         with WorkThreads(threads_per_rank()) as threads:
@@ -49,7 +49,7 @@ class SnapshotBuffer:
                 part = self._memory[position : position + size].view(tensor.dtype)
                 copies.append(part.view(tensor.shape))
                 position += size
-                if tensor.device.type != "cpu" or not tensor.is_contiguous():
+                if not device.is_host_memory(tensor.device) or not tensor.is_contiguous():
                     copies[-1].copy_(tensor, non_blocking=True)
                     continue
                 step = max(1, _CHUNK_BYTES // tensor.element_size())

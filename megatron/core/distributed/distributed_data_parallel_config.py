@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from megatron.core.config_base import check_all
-from megatron.core.device import device_type
+from megatron.core.device import current_device, device_type, is_host_memory
 from megatron.core.errors import ConfigError, MegatronError
 from megatron.core.flags import flag, no_flag
 
@@ -145,7 +145,7 @@ def _check_overlap(config: DistributedDataParallelConfig) -> list[MegatronError]
             )
         )
     if config.param_offload_path is not None and (
-        not config.shards_parameters or device_type() != "cpu"
+        not config.shards_parameters or not is_host_memory(current_device())
     ):
         problems.append(
             ConfigError(

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from megatron.core.device import is_host_memory
 from megatron.core.distributed.sharding_arithmetic import BLOCK
 from megatron.core.errors import ConfigError
 from megatron.core.offload import FileStateStore, HostStateStore, StateStore, host_memory_problem
@@ -112,12 +113,12 @@ def _parts(
     parts = []
     for dtype, members in by_dtype.items():
         device = members[0].shard.values.device
-        on_accelerator = device.type != "cpu"
+        on_accelerator = not is_host_memory(device)
 
         def make_store(
             block_bytes: list[int], num_blocks: int, device: torch.device = device
         ) -> StateStore:
-            is_pinned = device.type != "cpu"
+            is_pinned = not is_host_memory(device)
             if not is_offloaded:
                 return HostStateStore(
                     block_bytes, num_blocks, chunk_blocks=CHUNK_BLOCKS, device=device
@@ -147,7 +148,7 @@ def _check_memory(
     needed = 0
     for item in shards:
         values = item.shard.values
-        keeps_main = values.dtype != torch.float32 or values.device.type != "cpu"
+        keeps_main = values.dtype != torch.float32 or not is_host_memory(values.device)
         fields = state_fields(rule, config, values.dtype, keeps_main=keeps_main)
         needed += -(-item.main_param.numel() // BLOCK) * sum(f.codec.block_bytes for f in fields)
     # torchrun says how many of its ranks share this machine.

@@ -17,6 +17,7 @@ import math
 import torch
 from torch import Tensor
 
+from megatron.core.device import computes_fast_in_bf16
 from megatron.core.process_groups_config import Group
 from megatron.core.transport import backend
 from megatron.core.utils import get_pg_size
@@ -48,7 +49,7 @@ def orthogonalize(
         backend.all_reduce(square, group)
     x = x / square.sqrt().clamp_min(1e-7)
     # bf16 is accurate enough for an iteration that corrects itself, and fast on accelerators.
-    x = x if x.device.type == "cpu" else x.bfloat16()
+    x = x.bfloat16() if computes_fast_in_bf16(x.device) else x
     a, b, c = QUINTIC
     for _ in range(num_steps):
         gram = x @ x.T

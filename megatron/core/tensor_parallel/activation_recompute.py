@@ -18,13 +18,12 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor
 
+from megatron.core.device import default_generator_state, set_default_generator_state
 from megatron.core.process_groups_config import Group
 from megatron.core.rng import rng_state
 from megatron.core.tensor_parallel.mappings import tensor_parallel_group
 from megatron.core.tensor_parallel.rng_tracker import (
-    default_generator_state,
     get_cuda_rng_tracker,
-    set_default_generator_state,
 )
 from megatron.core.transport import collectives
 from megatron.core.utils import get_pg_size

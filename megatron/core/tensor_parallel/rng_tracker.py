@@ -8,10 +8,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import torch
 from torch import Tensor
 
-from megatron.core.device import current_device
+from megatron.core.device import (
+    default_generator_state,
+    seed_default_generator,
+    set_default_generator_state,
+)
 from megatron.core.errors import ConfigError, refuse_given
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.rng import rng_state
@@ -23,31 +26,6 @@ _DATA_PARALLEL = "data-parallel-rng"
 
 MODEL_PARALLEL_SEED_OFFSET = 2718
 EXPERT_PARALLEL_SEED_OFFSET = 1024
-
-
-def default_generator_state() -> Tensor:
-    """Return the state of the default generator of the current device."""
-    device = current_device()
-    if device.type == "cpu":
-        return torch.get_rng_state()
-    return torch.get_device_module(device.type).get_rng_state(device)
-
-
-def set_default_generator_state(state: Tensor) -> None:
-    """Set the state of the default generator of the current device."""
-    device = current_device()
-    if device.type == "cpu":
-        torch.set_rng_state(state)
-    else:
-        torch.get_device_module(device.type).set_rng_state(state, device)
-
-
-def _seed_default_generator(seed: int) -> None:
-    device = current_device()
-    if device.type == "cpu":
-        torch.default_generator.manual_seed(seed)
-    else:
-        torch.get_device_module(device.type).manual_seed(seed)
 
 
 class CudaRNGStatesTracker:
@@ -90,7 +68,7 @@ class CudaRNGStatesTracker:
         self._is_initialized = True
         self.seeds_.add(seed)
         outer = default_generator_state()
-        _seed_default_generator(seed)
+        seed_default_generator(seed)
         self.states_[name] = default_generator_state()
         set_default_generator_state(outer)
 
@@ -199,7 +177,7 @@ def model_parallel_cuda_manual_seed(
 
     rng_state().set_seed(seed)
     initialize_rng_tracker(force_reset=True)
-    _seed_default_generator(seed)
+    seed_default_generator(seed)
     model_parallel_seed = seed + MODEL_PARALLEL_SEED_OFFSET
     _TRACKER.add(_DATA_PARALLEL, seed)
     _TRACKER.add(_MODEL_PARALLEL, model_parallel_seed + tp_rank)

@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from megatron.core.device import is_host_memory
 from megatron.core.dist_checkpointing.durable import (
     DamagedCheckpointError,
     open_inside,
@@ -197,7 +198,12 @@ class ViewReader:
 def _is_same_memory(view: StoredView, into: Tensor) -> bool:
     """Whether the bytes of a view, as they are stored, are those of a tensor in memory."""
     is_plain = not view.storage.is_swapped and view.is_contiguous
-    return is_plain and into.is_contiguous() and into.is_cpu and into.dtype == view.dtype
+    return (
+        is_plain
+        and into.is_contiguous()
+        and is_host_memory(into.device)
+        and into.dtype == view.dtype
+    )
 
 
 def _swapped(data: Tensor, dtype: torch.dtype) -> Tensor:
