@@ -168,7 +168,7 @@ def time_pauses(candidates: Candidates, peer: Peer | None, turns: int) -> None:
     ways: dict[str, Way] = {
         "durable": candidates.save_ours,
         "pause": lambda: candidates.begin_ours().finish,
-        "short-lived": candidates.save_short_lived,
+        "non-persistent": candidates.save_non_persistent,
     }
     if peer is not None:
         ways["durable megatron-core"] = lambda: peer.turn("save")

@@ -20,8 +20,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import AsyncSave, ShardedTensor
-from megatron.core.dist_checkpointing.async_save import give_way
-from megatron.core.dist_checkpointing.own_state import as_own_state
+from megatron.core.dist_checkpointing.async_save import lower_priority
+from megatron.core.dist_checkpointing.local_state import as_local_state
 from megatron.core.optional_imports import require
 from megatron.core.transport.object_collectives import SingleProcess
 
@@ -169,10 +169,10 @@ class Candidates:
         assert handle is not None
         return handle
 
-    def save_short_lived(self) -> None:
-        """Save this rank's share to a memory disk, as a short-lived checkpoint."""
-        name = f"short_lived{self.rank}"
-        own = as_own_state(self.declared(self.state))
+    def save_non_persistent(self) -> None:
+        """Save this rank's share to a memory disk, as a non-persistent checkpoint."""
+        name = f"non_persistent{self.rank}"
+        own = as_local_state(self.declared(self.state))
         with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
             dist_checkpointing.save(own, Path(directory) / name, process_group=SingleProcess())
 
@@ -186,7 +186,7 @@ class RawWriting:
 
     def __init__(self, candidates: Candidates) -> None:
         def write() -> None:
-            give_way()
+            lower_priority()
             candidates.save_raw()
 
         self._thread = threading.Thread(target=write)

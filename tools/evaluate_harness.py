@@ -23,7 +23,7 @@ from megatron.inference.harness import PURPOSE, harness_model
 from megatron.inference.session import open_session
 from megatron.training.printing import is_rank_0
 from megatron.training.resilience.failure import failures_reported
-from megatron.training.resilience.progress import RunProgress
+from megatron.training.resilience.status import RunStatus
 from megatron.training.setup.distributed import shut_down
 from pretrain_gpt import model_provider
 
@@ -41,8 +41,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 def main() -> None:
     """Load, ask, print."""
-    progress = RunProgress.of_this_process()
-    with failures_reported(progress, []):
+    status = RunStatus.of_this_process()
+    with failures_reported(status, []):
         harness = require("lm_eval", purpose=PURPOSE)
         tasks = require("lm_eval.tasks", purpose=PURPOSE)
         session = open_session(model_provider, add_arguments)

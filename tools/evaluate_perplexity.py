@@ -28,7 +28,7 @@ from megatron.inference.scoring import Row, score
 from megatron.inference.session import ModelSession, open_session
 from megatron.training.printing import is_rank_0
 from megatron.training.resilience.failure import failures_reported
-from megatron.training.resilience.progress import RunProgress
+from megatron.training.resilience.status import RunStatus
 from megatron.training.setup.distributed import shut_down
 from pretrain_gpt import model_provider
 
@@ -109,8 +109,8 @@ def check_windows(window: int, stride: int, longest: int) -> None:
 
 def main() -> None:
     """Load, score, print."""
-    progress = RunProgress.of_this_process()
-    with failures_reported(progress, []):
+    status = RunStatus.of_this_process()
+    with failures_reported(status, []):
         session = open_session(model_provider, add_arguments)
         options = session.options
         window = options.window or session.run.seq_length + 1

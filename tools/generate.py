@@ -30,7 +30,7 @@ from megatron.inference.session import ModelSession, open_session
 from megatron.inference.text import Continuation, continue_texts
 from megatron.training.printing import is_rank_0
 from megatron.training.resilience.failure import failures_reported
-from megatron.training.resilience.progress import RunProgress
+from megatron.training.resilience.status import RunStatus
 from megatron.training.setup.distributed import shut_down
 from pretrain_gpt import model_provider
 
@@ -170,8 +170,8 @@ def described(prompt: str, found: Continuation) -> str:
 
 def main() -> None:
     """Load, continue, print."""
-    progress = RunProgress.of_this_process()
-    with failures_reported(progress, []):
+    status = RunStatus.of_this_process()
+    with failures_reported(status, []):
         session = open_session(model_provider, add_arguments)
         options, tokenizer = session.options, session.tokenizer
         prompts = prompts_of(options)

@@ -42,7 +42,7 @@ from megatron.inference.server.limits import Limits
 from megatron.inference.server.serving import Service
 from megatron.inference.session import ModelSession, open_session
 from megatron.training.resilience.failure import failures_reported
-from megatron.training.resilience.progress import RunProgress
+from megatron.training.resilience.status import RunStatus
 from megatron.training.setup.distributed import shut_down
 from pretrain_gpt import model_provider
 
@@ -216,8 +216,8 @@ def _run_engine(service: Service, server: Any) -> None:
 
 def main() -> None:
     """Load and serve."""
-    progress = RunProgress.of_this_process()
-    with failures_reported(progress, []):
+    status = RunStatus.of_this_process()
+    with failures_reported(status, []):
         require("uvicorn", purpose="tools/run_text_generation_server.py")
         session = open_session(model_provider, add_arguments)
         options, limits = session.options, limits_of(session.options)

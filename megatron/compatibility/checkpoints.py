@@ -23,7 +23,7 @@ from megatron.core.dist_checkpointing.mapping import (
     ShardedStateDict,
     ShardedTensor,
 )
-from megatron.core.dist_checkpointing.object_store import place_of
+from megatron.core.dist_checkpointing.object_store import storage_path
 from megatron.core.dist_checkpointing.tree import leaves
 from megatron.core.errors import CheckpointError, ConfigError
 from megatron.core.process_groups_config import Group, ProcessGroupCollection
@@ -271,7 +271,7 @@ def read_metadata(tracker_filename: str) -> tuple[int, bool]:
         CheckpointError: the file is missing, or names neither.
     """
     directory, name = os.path.split(tracker_filename)
-    named = commit.read_tracker(place_of(directory)) if name == commit.TRACKER_NAME else None
+    named = commit.read_tracker(storage_path(directory)) if name == commit.TRACKER_NAME else None
     if named is None:
         raise CheckpointError(
             f"{tracker_filename} names no checkpoint.",

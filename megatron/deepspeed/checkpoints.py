@@ -22,8 +22,8 @@ from megatron.core.dist_checkpointing.durable import (
     replace_durably,
 )
 from megatron.core.dist_checkpointing.durable_file import DurableFile
-from megatron.core.dist_checkpointing.foreign.contents import ForeignContents
-from megatron.core.dist_checkpointing.foreign.opening import LATEST_NAME, open_any
+from megatron.core.dist_checkpointing.interop.contents import InteropContents
+from megatron.core.dist_checkpointing.interop.opening import LATEST_NAME, open_any
 from megatron.core.dist_checkpointing.loader import Contents, load_state
 from megatron.core.dist_checkpointing.shard_file import header_of, write_shards
 from megatron.core.dist_checkpointing.tree import map_leaves
@@ -107,12 +107,12 @@ def load(
     if optimizer is not None and optimizer_states:
         wanted["optimizer"] = optimizer.sharded_state_dict(model, is_loading=True)
     contents = open_any(path, peers=peers)
-    if isinstance(contents, ForeignContents):
-        _check_foreign(contents, needs_moments="optimizer" in wanted)
+    if isinstance(contents, InteropContents):
+        _check_interop(contents, needs_moments="optimizer" in wanted)
         wanted = map_leaves(partial(_place_in, contents), wanted)
     strictness = _strictness(wanted, is_strict, contents)
     state = load_state(wanted, contents, peers=peers, strict=strictness).state
-    if isinstance(contents, ForeignContents):
+    if isinstance(contents, InteropContents):
         _complete(state, wanted, contents)
     engine.replica.load_state_dict(state["model"], strict=is_strict)
     if optimizer is not None:
@@ -122,7 +122,7 @@ def load(
             optimizer.reload_model_params()
     schedule = engine.lr_scheduler
     # Of another program's checkpoint only the place in one of our schedules is known.
-    is_known = isinstance(schedule, Schedule) or not isinstance(contents, ForeignContents)
+    is_known = isinstance(schedule, Schedule) or not isinstance(contents, InteropContents)
     if schedule is not None and is_known and scheduler_states and state.get("lr_scheduler"):
         schedule.load_state_dict(state["lr_scheduler"])
     for name, value in state.get("engine", {}).items():
@@ -130,19 +130,19 @@ def load(
     return str(path), state.get("client_state", {})
 
 
-def _place_in(contents: ForeignContents, value: Any) -> Any:
-    return contents.place_of(value) if isinstance(value, ShardedTensor) else value
+def _place_in(contents: InteropContents, value: Any) -> Any:
+    return contents.as_slice_of_stack(value) if isinstance(value, ShardedTensor) else value
 
 
 def _strictness(wanted: Mapping[str, Any], is_strict: bool, contents: Contents) -> StrictHandling:
     if not is_strict:
         return StrictHandling.LOG_ALL
-    if isinstance(contents, ForeignContents) or "optimizer" not in wanted:
+    if isinstance(contents, InteropContents) or "optimizer" not in wanted:
         return StrictHandling.RAISE_UNEXPECTED  # what nobody asks for may be there
     return StrictHandling.RAISE_ALL
 
 
-def _check_foreign(contents: ForeignContents, *, needs_moments: bool) -> None:
+def _check_interop(contents: InteropContents, *, needs_moments: bool) -> None:
     """Raise on all ranks alike, if the optimizer's state is wanted and cannot be read."""
     if needs_moments and (contents.no_optimizer or not contents.has_optimizer):
         raise CheckpointError(
@@ -152,7 +152,7 @@ def _check_foreign(contents: ForeignContents, *, needs_moments: bool) -> None:
         )
 
 
-def _complete(state: dict[str, Any], wanted: Mapping[str, Any], contents: ForeignContents) -> None:
+def _complete(state: dict[str, Any], wanted: Mapping[str, Any], contents: InteropContents) -> None:
     """Add what a checkpoint of DeepSpeed's own has under other names."""
     if "optimizer" in wanted:
         contents.complete_optimizer(state["optimizer"], wanted["optimizer"])

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron.core.dist_checkpointing.foreign.stored_view import StoredView, ViewReader
+from megatron.core.dist_checkpointing.interop.stored_view import StoredView, ViewReader
 from megatron.core.errors import CheckpointError
 from megatron.core.initialization import canonical_names
 from megatron.core.param_meta import get_param_meta, shard_of

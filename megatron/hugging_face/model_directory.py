@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron.core.dist_checkpointing.foreign.stored_view import (
+from megatron.core.dist_checkpointing.interop.stored_view import (
     MAX_DIMS,
     StoredBytes,
     StoredView,

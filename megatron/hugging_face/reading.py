@@ -13,13 +13,13 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron.core.dist_checkpointing.foreign.contents import (
-    ForeignContents,
-    ForeignDraft,
-    ForeignReader,
-    ForeignShard,
+from megatron.core.dist_checkpointing.interop.contents import (
+    ContentsBuilder,
+    InteropContents,
+    InteropReader,
+    InteropShard,
 )
-from megatron.core.dist_checkpointing.foreign.stored_view import (
+from megatron.core.dist_checkpointing.interop.stored_view import (
     StoredBytes,
     StoredView,
     ViewReader,
@@ -36,15 +36,15 @@ from megatron.hugging_face.model_directory import (
 from megatron.hugging_face.weight_map import Geometry, WeightRule
 
 
-class ModelContents(ForeignContents):
+class ModelContents(InteropContents):
     """A model of Hugging Face's, opened."""
 
-    def open_reader(self) -> ForeignReader:
+    def open_reader(self) -> InteropReader:
         """Return a reader of its tensors."""
         return _Reader()
 
 
-class _Reader(ForeignReader):
+class _Reader(InteropReader):
     """Reads a transposed tensor whole, once, instead of its rows from everywhere in the file."""
 
     def __init__(self) -> None:
@@ -65,7 +65,7 @@ class _Reader(ForeignReader):
     def read(self, tensor: StoredTensor, read: Read, into: Tensor) -> None:
         """Fill `into`, of the shape of `read`."""
         shard = read.shard
-        assert isinstance(shard, ForeignShard)
+        assert isinstance(shard, InteropShard)
         view = shard.source
         assert isinstance(view, StoredView)
         extent = sum((n - 1) * s for n, s in zip(view.shape, view.stride, strict=True)) + 1
@@ -94,7 +94,7 @@ def open_model(path: Path) -> ModelContents:
         CheckpointError, ConfigError: it cannot be read, or cannot be built here.
     """
     model = read_model_directory(path)
-    draft = ForeignDraft(path, f"Hugging Face ({model.family.model_type})")
+    draft = ContentsBuilder(path, f"Hugging Face ({model.family.model_type})")
     stored = stored_tensors(path)
     for pattern, what in _left_out(model).items():
         if any(re.fullmatch(pattern, name) for name in stored):

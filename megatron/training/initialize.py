@@ -9,7 +9,7 @@ from typing import Any
 from megatron.core.errors import ConfigError
 from megatron.training.arguments import command_of_namespace
 from megatron.training.cli.parser import ExtraArguments, ParsedCommand, parse_command_line
-from megatron.training.resilience.progress import RunProgress
+from megatron.training.resilience.status import RunStatus
 from megatron.training.setup.distributed import seed_everything
 from megatron.training.setup.initialize import Session, start_session
 
@@ -74,10 +74,10 @@ def initialize_megatron(
             ignore_unknown_args=ignore_unknown_args,
         )
 
-    progress = RunProgress.of_this_process()
+    status = RunStatus.of_this_process()
     return start_session(
         read,
-        progress,
+        status,
         [],
         get_embedding_ranks=get_embedding_ranks,
         get_position_embedding_ranks=get_position_embedding_ranks,

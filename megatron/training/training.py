@@ -19,7 +19,7 @@ from megatron.training.hooks.standard import standard_hooks
 from megatron.training.loop import train
 from megatron.training.printing import print_rank_0
 from megatron.training.resilience.failure import failures_reported
-from megatron.training.resilience.progress import RunProgress
+from megatron.training.resilience.status import RunStatus
 from megatron.training.setup.assemble import assemble, load_state
 from megatron.training.setup.data import build_data
 from megatron.training.setup.distributed import shut_down
@@ -73,16 +73,16 @@ def pretrain(*given: Any, **named: Any) -> None:
         SystemExit: the run failed: what and why was printed, and the exit code tells the class.
     """
     call = PretrainCall.of(given, named)
-    progress = RunProgress.of_this_process()
+    status = RunStatus.of_this_process()
     store_slot: list[Any] = []
-    with failures_reported(progress, store_slot):
+    with failures_reported(status, store_slot):
         if call.is_dry_run():
-            progress.where = "planning a dry run"
+            status.activity = "planning a dry run"
             print_rank_0(describe_run(call.read))
             return
         session = start_session(
             call.read,
-            progress,
+            status,
             store_slot,
             get_embedding_ranks=call.options.get("get_embedding_ranks"),
             get_position_embedding_ranks=call.options.get("get_position_embedding_ranks"),
@@ -152,27 +152,27 @@ class PretrainCall:
 
 def run_session(session: Session, call: PretrainCall) -> None:
     """Build what is trained, train it, and evaluate at the end."""
-    run, progress = session.run, session.progress
+    run, status = session.run, session.status
     with nullcontext() if session.signal is None else session.signal.paused():
-        progress.where = "building the model"
+        status.activity = "building the model"
         parts, checkpointer = assemble(session, call.model_provider, call.forward_step)
         parts.process_non_loss_data = call.options.get("process_non_loss_data_func")
         parts.non_loss_data = call.options.get("non_loss_data_func")
-        progress.where = "loading a checkpoint"
-        state = load_state(run, checkpointer, progress)
-        progress.where = "building data"
+        status.activity = "loading a checkpoint"
+        state = load_state(run, checkpointer, status)
+        status.activity = "building data"
         parts.data = build_data(run, call.dataset_provider, session.groups, state)
         state = with_data_order(run, state, parts.data.train_order)
     hooks = standard_hooks(
         parts,
-        progress,
+        status,
         checkpointer,
         signal=session.signal,
         tensorboard=session.tensorboard,
         wandb=session.wandb,
     )
-    if progress.watch is not None:
-        progress.watch.answer_term()
+    if status.watch is not None:
+        status.watch.answer_term()
     print_rank_0(f" > the setup is done; training begins at iteration {state.iteration}")
     if run.log_rank != 0 and launch.is_on_several_machines():
         print_rank_0(

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from megatron.core.enums import ModelType
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.training.cli.parser import parse_command_line
-from megatron.training.resilience.progress import RunProgress
+from megatron.training.resilience.status import RunStatus
 from megatron.training.setup.initialize import start_session
 from megatron.training.training import PretrainCall, run_session
 from pretrain_gpt import datasets_provider, forward_step, model_provider
@@ -48,7 +48,7 @@ def train_with_flags(
     # The harness gives each job a store of its own, in which ranks compare their settings.
     store = dist.PrefixStore("run", dist.distributed_c10d._get_default_store())
     with contextlib.redirect_stdout(io.StringIO()) as printed:
-        session = start_session(lambda: parse_command_line(words), RunProgress(), [], store=store)
+        session = start_session(lambda: parse_command_line(words), RunStatus(), [], store=store)
         run_session(session, call)
     return printed.getvalue()
 

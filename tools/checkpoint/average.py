@@ -17,11 +17,11 @@ from torch import Tensor
 
 from megatron.core.dist_checkpointing import commit, typed_json
 from megatron.core.dist_checkpointing.loader import Contents
-from megatron.core.dist_checkpointing.object_store import place_of
+from megatron.core.dist_checkpointing.object_store import storage_path
 from megatron.core.dist_checkpointing.rewrite import Produced, read_whole, write_whole_tensors
 from megatron.core.dist_checkpointing.shard_file import DTYPES
 from megatron.core.errors import CheckpointError
-from megatron.training.checkpointing.sources import MAIN_WEIGHT_PREFIX
+from megatron.training.checkpointing.key_mapping import MAIN_WEIGHT_PREFIX
 from tools.checkpoint.opening import OPTIMIZER_PREFIX, checkpoint_in, held, opened, settings_of
 
 
@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Write and return 0."""
-    every = [opened(checkpoint_in(place_of(path))) for path in arguments.paths]
+    every = [opened(checkpoint_in(storage_path(path))) for path in arguments.paths]
     factors = arguments.factors or [1.0] * len(every)
     if len(factors) != len(every) or not sum(factors) > 0:
         raise CheckpointError(
@@ -52,7 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
     }
     for other in every[1:]:
         _check_same_model(every[0], other)
-    out = place_of(arguments.out)
+    out = storage_path(arguments.out)
     with held(out), ExitStack() as stack:
         readers = [stack.enter_context(c.open_reader()) for c in every]
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from megatron.core.dist_checkpointing.object_store import place_of
+from megatron.core.dist_checkpointing.object_store import storage_path
 from megatron.hugging_face import open_model, write_adapters, write_model
 from tools.checkpoint.opening import add_path, opened, size_text
 
@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Write, and say what was written."""
-    contents = opened(place_of(arguments.path))
+    contents = opened(storage_path(arguments.path))
     base = arguments.base
     if arguments.adapter:
         write_adapters(contents, arguments.target, base=None if base is None else str(base))

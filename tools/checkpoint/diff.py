@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron.core.dist_checkpointing.digest import tensor_digests
 from megatron.core.dist_checkpointing.loader import Contents
-from megatron.core.dist_checkpointing.object_store import place_of
+from megatron.core.dist_checkpointing.object_store import storage_path
 from tools.checkpoint.opening import add_path, data_of, opened, settings_of
 
 
@@ -20,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the differences and return whether there are any."""
-    both = [opened(place_of(p)) for p in (arguments.path, arguments.other)]
+    both = [opened(storage_path(p)) for p in (arguments.path, arguments.other)]
     settings = [_settings_of(contents) for contents in both]
     num_found = 0
     for name in sorted(settings[0].keys() | settings[1].keys()):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 
 from megatron.core.dist_checkpointing.digest import checkpoint_digest, tensor_digests
-from megatron.core.dist_checkpointing.object_store import place_of
+from megatron.core.dist_checkpointing.object_store import storage_path
 from tools.checkpoint.opening import OPTIMIZER_PREFIX, add_path, checkpoint_in, opened
 
 
@@ -21,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print and return 0."""
-    path = checkpoint_in(place_of(arguments.path))
+    path = checkpoint_in(storage_path(arguments.path))
     if arguments.each:
         for key, value in tensor_digests(opened(path)):
             print(f"{value}  {key}")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from megatron.core.dist_checkpointing.foreign.torch_dist_writer import write_torch_dist
+from megatron.core.dist_checkpointing.interop.torch_dist_writer import write_torch_dist
 from tools.checkpoint.opening import add_path, opened
 
 

@@ -6,8 +6,8 @@ import argparse
 from collections import Counter
 
 from megatron.core.dist_checkpointing import commit
-from megatron.core.dist_checkpointing.foreign.contents import ForeignContents
-from megatron.core.dist_checkpointing.object_store import place_of
+from megatron.core.dist_checkpointing.interop.contents import InteropContents
+from megatron.core.dist_checkpointing.object_store import storage_path
 from tools.checkpoint.opening import (
     OPTIMIZER_PREFIX,
     add_path,
@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print and return 0."""
-    path = place_of(arguments.path)
+    path = storage_path(arguments.path)
     if not is_checkpoint(path):
         listing = commit.list_checkpoints(path)
         print(f"{path}: tracker says {commit.read_tracker(path)}")
@@ -48,7 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
             print(f"  {name}: {state[name]}")
     for name, value in data_of(state).items():
         print(f"  {name}: {value}")
-    if isinstance(contents, ForeignContents):
+    if isinstance(contents, InteropContents):
         print(f"  format: {contents.kind}")
     else:
         files = manifest.files.values()

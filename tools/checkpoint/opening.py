@@ -9,18 +9,18 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core.dist_checkpointing import commit
-from megatron.core.dist_checkpointing.foreign.opening import find_deepspeed, open_any, recognise
-from megatron.core.dist_checkpointing.lease import Lease
+from megatron.core.dist_checkpointing.interop.opening import find_deepspeed, open_any, recognise
 from megatron.core.dist_checkpointing.loader import Contents
 from megatron.core.dist_checkpointing.manifest import METADATA_NAME
-from megatron.core.dist_checkpointing.object_store import Place
+from megatron.core.dist_checkpointing.object_store import StoragePath
+from megatron.core.dist_checkpointing.save_lock import SaveLock
 from megatron.core.errors import CheckpointError
 from megatron.core.transport.object_collectives import SingleProcess
 
 OPTIMIZER_PREFIX = "optimizer."
 
 
-def checkpoint_in(path: Place) -> Place:
+def checkpoint_in(path: StoragePath) -> StoragePath:
     """Return `path` if it is a checkpoint, else the newest one in it."""
     if is_checkpoint(path) or recognise(path) is not None:
         return path
@@ -30,25 +30,25 @@ def checkpoint_in(path: Place) -> Place:
     return found[0].path
 
 
-def is_checkpoint(path: Place) -> bool:
+def is_checkpoint(path: StoragePath) -> bool:
     """Whether a place is one checkpoint, and not a directory of several."""
     return (path / METADATA_NAME).exists() if isinstance(path, Path) else path.has(METADATA_NAME)
 
 
-def opened(path: Place) -> Contents:
+def opened(path: StoragePath) -> Contents:
     """Open a checkpoint in this process alone."""
     return open_any(checkpoint_in(path), peers=SingleProcess())
 
 
 @contextlib.contextmanager
-def held(directory: Place) -> Iterator[None]:
-    """Keep runs and other tools from writing to a save directory; object stores have no lease."""
-    lease = Lease.acquire(directory) if isinstance(directory, Path) else None
+def held(directory: StoragePath) -> Iterator[None]:
+    """Keep runs and other tools from writing to a save directory; object stores have no lock."""
+    lock = SaveLock.acquire(directory) if isinstance(directory, Path) else None
     try:
         yield
     finally:
-        if lease is not None:
-            lease.release()
+        if lock is not None:
+            lock.release()
 
 
 def settings_of(state: dict[str, Any]) -> dict[str, Any]:

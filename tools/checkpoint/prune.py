@@ -11,7 +11,7 @@ from contextlib import nullcontext
 
 from megatron.core.dist_checkpointing import commit
 from megatron.core.dist_checkpointing.durable import describe_os_error
-from megatron.core.dist_checkpointing.object_store import place_of
+from megatron.core.dist_checkpointing.object_store import storage_path
 from megatron.core.dist_checkpointing.verify import verify_checkpoint
 from megatron.core.errors import CheckpointError
 from tools.checkpoint.opening import held
@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Delete and return 0."""
-    directory, last, every = place_of(arguments.path), arguments.keep_last, arguments.keep_every
+    directory, last, every = storage_path(arguments.path), arguments.keep_last, arguments.keep_every
     if last < 1 or (every is not None and every < 1):
         raise CheckpointError(
             f"--keep-last {last}, --keep-every {every}.",

@@ -11,8 +11,8 @@ from __future__ import annotations
 import argparse
 
 from megatron.core.dist_checkpointing import commit
-from megatron.core.dist_checkpointing.foreign.contents import ForeignContents
-from megatron.core.dist_checkpointing.object_store import place_of
+from megatron.core.dist_checkpointing.interop.contents import InteropContents
+from megatron.core.dist_checkpointing.object_store import storage_path
 from megatron.core.dist_checkpointing.rewrite import (
     Produced,
     plain_form,
@@ -33,11 +33,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Write and return 0."""
-    contents = opened(place_of(arguments.path))
+    contents = opened(storage_path(arguments.path))
     found = contents.manifest.tensors
-    out = place_of(arguments.out)
+    out = storage_path(arguments.out)
     final = out / contents.directory.name
-    if isinstance(contents, ForeignContents):
+    if isinstance(contents, InteropContents):
         if not arguments.weights:
             raise CheckpointError(
                 f"{contents.directory} is a checkpoint of {contents.kind}.",

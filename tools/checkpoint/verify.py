@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from megatron.core.dist_checkpointing import commit
-from megatron.core.dist_checkpointing.object_store import place_of
+from megatron.core.dist_checkpointing.object_store import storage_path
 from megatron.core.dist_checkpointing.verify import verify_checkpoint
 from tools.checkpoint.opening import add_path, checkpoint_in, size_text
 
@@ -18,7 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print a verdict per checkpoint and return whether any is damaged."""
-    path = place_of(arguments.path)
+    path = storage_path(arguments.path)
     paths = [checkpoint_in(path)]
     if arguments.all:
         paths = [found.path for found in commit.list_checkpoints(path).checkpoints]

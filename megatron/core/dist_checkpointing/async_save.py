@@ -11,7 +11,7 @@ import os
 import threading
 from collections.abc import Callable
 
-from megatron.core.dist_checkpointing.exchange import as_checkpoint_error
+from megatron.core.dist_checkpointing.collective import as_checkpoint_error
 from megatron.core.dist_checkpointing.saver import SaveInProgress
 from megatron.core.dist_checkpointing.snapshot import SnapshotBuffer
 from megatron.core.errors import CheckpointError
@@ -24,7 +24,7 @@ _BUFFER = SnapshotBuffer()
 _IN_FLIGHT: AsyncSave | None = None
 
 
-def give_way() -> None:
+def lower_priority() -> None:
     """Let this thread, and those it starts, have only what training leaves of the cores."""
     # Linux gives each thread a priority of its own, which the threads it starts inherit.
     with contextlib.suppress(OSError, AttributeError):
@@ -65,7 +65,7 @@ class AsyncSave:
         return handle
 
     def _write(self) -> None:
-        give_way()
+        lower_priority()
         self._saving.write(in_background=True)
 
     def add_finalize_fn(self, function: Callable[[], None]) -> None:

@@ -38,7 +38,7 @@ from megatron.core.dist_checkpointing.manifest import (
     parse_manifest,
     read_manifest_bytes,
 )
-from megatron.core.dist_checkpointing.object_store import ObjectDirectory, Place
+from megatron.core.dist_checkpointing.object_store import ObjectDirectory, StoragePath
 from megatron.core.errors import CheckpointError
 
 TRACKER_NAME = "latest_checkpointed_iteration.txt"
@@ -103,12 +103,12 @@ def publish(staging: Path, final: Path, run: str) -> None:
     shutil.rmtree(replaced)
 
 
-def abandon(staging: Path) -> None:
+def abort(staging: Path) -> None:
     """Remove a staging directory after a failed save; what cannot be removed is left."""
     shutil.rmtree(staging, ignore_errors=True)
 
 
-def write_tracker(directory: Place, iteration: int | str) -> None:
+def write_tracker(directory: StoragePath, iteration: int | str) -> None:
     """Name the newest checkpoint, for people and for Megatron's own tools."""
     if isinstance(directory, ObjectDirectory):
         directory.write(TRACKER_NAME, str(iteration).encode())
@@ -116,7 +116,7 @@ def write_tracker(directory: Place, iteration: int | str) -> None:
     replace_durably(directory / TRACKER_NAME, str(iteration).encode())
 
 
-def read_tracker(directory: Place, notes: list[str] | None = None) -> int | str | None:
+def read_tracker(directory: StoragePath, notes: list[str] | None = None) -> int | str | None:
     """Return what the tracker names, or None if there is none or it is unreadable.
 
     Args:
@@ -143,7 +143,7 @@ def read_tracker(directory: Place, notes: list[str] | None = None) -> int | str 
 class Found:
     """One checkpoint of a save directory."""
 
-    path: Place
+    path: StoragePath
     iteration: int | str
     is_replaced: bool = False
     """A former save of the same iteration, seen because the replacing was interrupted."""
@@ -154,13 +154,13 @@ class Listing:
     """What a save directory contains, newest checkpoint first."""
 
     checkpoints: list[Found] = field(default_factory=list)
-    leftovers: list[Place] = field(default_factory=list)
+    leftovers: list[StoragePath] = field(default_factory=list)
     """Unfinished saves and deletions of runs that ended."""
-    refused: list[tuple[Place, str]] = field(default_factory=list)
+    refused: list[tuple[StoragePath, str]] = field(default_factory=list)
     """Checkpoint names that are not directories: (path, why)."""
 
 
-def list_checkpoints(directory: Place) -> Listing:
+def list_checkpoints(directory: StoragePath) -> Listing:
     """Look at the names in a save directory; no checkpoint is opened."""
     listing = Listing()
     if isinstance(directory, ObjectDirectory):
@@ -213,7 +213,7 @@ def _is_empty(directory: Path) -> bool:
         return next(entries, None) is None
 
 
-def open_checkpoint(directory: Place) -> Manifest:
+def open_checkpoint(directory: StoragePath) -> Manifest:
     """Read and check the manifest of a checkpoint, and the presence and size of its files.
 
     Contents are verified as they are read; `verify.verify_checkpoint` reads all of them.
@@ -229,7 +229,7 @@ def open_checkpoint(directory: Place) -> Manifest:
     return manifest
 
 
-def check_name(directory: Place, manifest: Manifest) -> None:
+def check_name(directory: StoragePath, manifest: Manifest) -> None:
     """Refuse the checkpoint of one iteration under the name of another."""
     here, made_for = _NAME.fullmatch(directory.name), _NAME.fullmatch(manifest.name)
     if here and made_for and (here[1] and int(here[1])) != (made_for[1] and int(made_for[1])):
@@ -240,10 +240,10 @@ def check_name(directory: Place, manifest: Manifest) -> None:
         )
 
 
-def remove_leftovers(directory: Place) -> list[Place]:
-    """Delete what interrupted saves and deletions left; call only while holding the lease.
+def remove_leftovers(directory: StoragePath) -> list[StoragePath]:
+    """Delete what interrupted saves and deletions left; call only while holding the lock.
 
-    In an object store, where there is no lease, they stay: another run may be writing them. A
+    In an object store, where there is no lock, they stay: another run may be writing them. A
     save of the same iteration clears them away.
     """
     if isinstance(directory, ObjectDirectory):

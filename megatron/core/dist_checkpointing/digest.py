@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from megatron.core.dist_checkpointing.foreign.opening import open_any
+from megatron.core.dist_checkpointing.interop.opening import open_any
 from megatron.core.dist_checkpointing.loader import Contents, SliceReader
 from megatron.core.dist_checkpointing.manifest import StoredTensor
 from megatron.core.dist_checkpointing.object_store import ObjectDirectory

@@ -18,12 +18,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from megatron.core.dist_checkpointing.object_store import ObjectDirectory, Place
+from megatron.core.dist_checkpointing.object_store import ObjectDirectory, StoragePath
 from megatron.core.errors import CheckpointError
 
 
 class DamagedCheckpointError(CheckpointError):
-    """The files are not what was saved: missing, changed, cut, foreign or unsafe.
+    """The files are not what was saved: missing, changed, cut, not ours or unsafe.
 
     Another checkpoint may be intact, so a loader may go on to it and say so. Any other
     `CheckpointError` (a mismatch with the model, a failing disk) would not be cured by that.
@@ -232,7 +232,7 @@ def open_inside(directory: Path, name: str) -> Iterator[tuple[int, int]]:
 
 
 @contextlib.contextmanager
-def open_file(directory: Place, name: str) -> Iterator[OpenFile]:
+def open_file(directory: StoragePath, name: str) -> Iterator[OpenFile]:
     """Open a file of a checkpoint: of a directory as `open_inside` does, or an object."""
     if isinstance(directory, ObjectDirectory):
         try:
@@ -245,7 +245,7 @@ def open_file(directory: Place, name: str) -> Iterator[OpenFile]:
         yield LocalFile(directory / name, descriptor, size)
 
 
-def missing_file(path: Place) -> DamagedCheckpointError:
+def missing_file(path: StoragePath) -> DamagedCheckpointError:
     """Return the error for a file that should be there."""
     return DamagedCheckpointError(
         f"{path} is missing.",
@@ -261,7 +261,7 @@ def _not_a_file(path: Path, what: str) -> DamagedCheckpointError:
     )
 
 
-def read_inside(directory: Place, name: str, *, limit_bytes: int) -> bytes:
+def read_inside(directory: StoragePath, name: str, *, limit_bytes: int) -> bytes:
     """Read a small file of a checkpoint whole; one above `limit_bytes` is refused unread."""
     with open_file(directory, name) as file:
         if file.size > limit_bytes:

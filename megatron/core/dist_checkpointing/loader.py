@@ -15,8 +15,8 @@ from torch import Tensor
 
 from megatron.core import device
 from megatron.core.dist_checkpointing import commit, typed_json
+from megatron.core.dist_checkpointing.collective import run_collectively
 from megatron.core.dist_checkpointing.durable import DamagedCheckpointError
-from megatron.core.dist_checkpointing.exchange import together
 from megatron.core.dist_checkpointing.flat_ranges import Box
 from megatron.core.dist_checkpointing.manifest import (
     COMMON_NAME,
@@ -35,7 +35,7 @@ from megatron.core.dist_checkpointing.mapping import (
     ShardedTensor,
     ShardedTensorFactory,
 )
-from megatron.core.dist_checkpointing.object_store import ObjectDirectory, Place, place_of
+from megatron.core.dist_checkpointing.object_store import ObjectDirectory, StoragePath, storage_path
 from megatron.core.dist_checkpointing.planner import Read, ShardIndex
 from megatron.core.dist_checkpointing.shard_file import DTYPES
 from megatron.core.dist_checkpointing.shard_reader import ShardReader
@@ -72,7 +72,7 @@ class SliceReader(AbstractContextManager, Protocol):
 class Contents:
     """A checkpoint, opened: the manifest and the values that are not tensors."""
 
-    directory: Place
+    directory: StoragePath
     manifest: Manifest
     common: Any
     """JSON form."""
@@ -109,10 +109,10 @@ class _Job:
     into: Tensor
 
 
-SourceOf = Callable[[ShardedTensor, Manifest], str]
+KeyMapping = Callable[[ShardedTensor, Manifest], str]
 
 
-def own_key(wanted: ShardedTensor, manifest: Manifest) -> str:
+def same_key(wanted: ShardedTensor, manifest: Manifest) -> str:
     """Return the key under which a declaration is stored: its own."""
     return wanted.key
 
@@ -124,7 +124,7 @@ def open_contents(
 
     Every rank goes on with the same bytes.
     """
-    path, problem, data = place_of(directory), None, None
+    path, problem, data = storage_path(directory), None, None
     if peers.rank == 0:
         try:
             if isinstance(path, Path) and path.is_symlink():
@@ -144,7 +144,7 @@ def open_contents(
     return Contents(path, manifest, form["common"], form["objects"])
 
 
-def _read_contents(path: Place) -> tuple[bytes, bytes]:
+def _read_contents(path: StoragePath) -> tuple[bytes, bytes]:
     if isinstance(path, Path) and not path.is_dir():
         raise CheckpointError(f"{path} is not a directory.", flags=["--load"])
     manifest_bytes = read_manifest_bytes(path)
@@ -160,12 +160,12 @@ def load_state(
     *,
     peers: ControlGroup,
     strict: StrictHandling = StrictHandling.ASSUME_OK_UNEXPECTED,
-    source_of: SourceOf = own_key,
+    key_mapping: KeyMapping = same_key,
 ) -> Loaded:
     """Fill a sharded state dict: collective.
 
     Args:
-        source_of: names the stored tensor that a declaration is filled from; its own key unless
+        key_mapping: names the stored tensor that a declaration is filled from; its own key unless
             the caller knows a better one (main weights for weights of another precision).
 
     Tensors of the template are filled in place; a declaration without data gets a new tensor on
@@ -177,10 +177,10 @@ def load_state(
     """
 
     def build() -> tuple[Any, set[str]]:
-        built = _build(template, contents.manifest, source_of)
+        built = _build(template, contents.manifest, key_mapping)
         return built, {leaf.key for leaf in _declared(built) if not _is_stored(leaf, contents)}
 
-    built, unexpected = together(peers, "declaring the state to load", build)
+    built, unexpected = run_collectively(peers, "declaring the state to load", build)
     missing = _missing_keys(built, contents, peers) if strict.compares_all_ranks else set()
 
     def plan() -> list[_Job]:
@@ -188,13 +188,13 @@ def load_state(
         apply_strictness(strict, unexpected=unexpected, missing=missing, stored=stored)
         return list(_plan(built, contents))
 
-    jobs = together(peers, "comparing the state with the checkpoint", plan)
+    jobs = run_collectively(peers, "comparing the state with the checkpoint", plan)
 
     def read() -> tuple[dict[str, Any], int]:
         num_bytes = _read(jobs, contents)
         return _assemble(built, contents), num_bytes
 
-    state, bytes_read = together(peers, f"loading {contents.directory}", read)
+    state, bytes_read = run_collectively(peers, f"loading {contents.directory}", read)
     return Loaded(state, missing, unexpected, bytes_read)
 
 
@@ -234,7 +234,7 @@ class _Built:
         return data if is_filled else self.factory.merge_fn(loaded)
 
 
-def _build(template: Any, manifest: Manifest, source_of: SourceOf) -> Any:
+def _build(template: Any, manifest: Manifest, key_mapping: KeyMapping) -> Any:
     """Build factories, allocate what has no data, and find where each shard is stored."""
 
     def build(leaf: Any) -> Any:
@@ -246,7 +246,7 @@ def _build(template: Any, manifest: Manifest, source_of: SourceOf) -> Any:
             if leaf.allow_shape_mismatch and leaf.data is not None:
                 leaf.data.zero_()
         if isinstance(leaf, ShardedTensor):
-            key = source_of(leaf, manifest)
+            key = key_mapping(leaf, manifest)
             return leaf if key == leaf.key else replace(leaf, key=key)
         return leaf
 

@@ -25,7 +25,7 @@ from megatron.core.dist_checkpointing.durable import (
     read_inside,
 )
 from megatron.core.dist_checkpointing.flat_ranges import Box, coverage_problem
-from megatron.core.dist_checkpointing.object_store import Place
+from megatron.core.dist_checkpointing.object_store import StoragePath
 from megatron.core.dist_checkpointing.shard_file import (
     BLOCK_BYTES,
     DTYPES,
@@ -166,7 +166,7 @@ def metadata_bytes(manifest: bytes) -> bytes:
     )
 
 
-def read_manifest_bytes(directory: Place) -> bytes:
+def read_manifest_bytes(directory: StoragePath) -> bytes:
     """Read manifest.json after checking that metadata.json is the one that belongs to it.
 
     Raises:
@@ -195,7 +195,7 @@ def read_manifest_bytes(directory: Place) -> bytes:
     return manifest
 
 
-def check_sizes(directory: Place, manifest: Manifest) -> None:
+def check_sizes(directory: StoragePath, manifest: Manifest) -> None:
     """Check that every listed file is there, is a regular file and has its size."""
     for name, file in manifest.files.items():
         with open_file(directory, name) as opened:
@@ -203,7 +203,7 @@ def check_sizes(directory: Place, manifest: Manifest) -> None:
                 _damaged(directory / name, f"it has {opened.size} bytes instead of {file.size}")
 
 
-def read_listed_file(directory: Place, manifest: Manifest, name: str) -> bytes:
+def read_listed_file(directory: StoragePath, manifest: Manifest, name: str) -> bytes:
     """Read a file that is hashed whole, and verify it."""
     file = manifest.files.get(name)
     if file is None or file.header_size is not None:
@@ -214,7 +214,7 @@ def read_listed_file(directory: Place, manifest: Manifest, name: str) -> bytes:
     return data
 
 
-def parse_manifest(data: bytes, path: Place) -> Manifest:
+def parse_manifest(data: bytes, path: StoragePath) -> Manifest:
     """Parse manifest.json and check that it is consistent in itself.
 
     Args:
@@ -243,7 +243,7 @@ def parse_manifest(data: bytes, path: Place) -> Manifest:
 class _Reader:
     """Typed access to untrusted JSON."""
 
-    def __init__(self, path: Place) -> None:
+    def __init__(self, path: StoragePath) -> None:
         self.path = path
 
     def fields(self, form: Any, types: Mapping[str, type], what: str) -> dict[str, Any]:
@@ -317,7 +317,7 @@ class _Reader:
 
 
 def _check_tiling(
-    path: Place, files: Mapping[str, ManifestFile], tensors: Mapping[str, StoredTensor]
+    path: StoragePath, files: Mapping[str, ManifestFile], tensors: Mapping[str, StoredTensor]
 ) -> None:
     """Every byte of a shard file belongs to its header or to exactly one shard."""
     spans: dict[str, list[tuple[int, int]]] = {name: [] for name in files}
@@ -359,7 +359,7 @@ def build_manifest(
     return Manifest(name, run, dict(files), stored, dict(info))
 
 
-def _damaged(path: Place, what: str) -> NoReturn:
+def _damaged(path: StoragePath, what: str) -> NoReturn:
     raise DamagedCheckpointError(
         f"{path} is damaged: {what}.",
         rule="a checkpoint without a manifest that matches does not exist",

@@ -163,11 +163,11 @@ class StoredObject:
         """Nothing is kept here."""
 
 
-Place = Path | ObjectDirectory
+StoragePath = Path | ObjectDirectory
 """Where a checkpoint or a save directory is."""
 
 
-def place_of(where: str | os.PathLike[str] | ObjectDirectory) -> Place:
+def storage_path(where: str | os.PathLike[str] | ObjectDirectory) -> StoragePath:
     """Return a directory of this machine, or of an object store for a URL."""
     if isinstance(where, ObjectDirectory):
         return where

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from megatron.core.dist_checkpointing import commit
 from megatron.core.dist_checkpointing.durable import describe_os_error
-from megatron.core.dist_checkpointing.object_store import Place
+from megatron.core.dist_checkpointing.object_store import StoragePath
 from megatron.core.dist_checkpointing.verify import verify_checkpoint
 from megatron.core.errors import MegatronError
 from megatron.core.transport.object_collectives import ControlGroup, raise_on_all_ranks
@@ -26,7 +26,7 @@ class Retention:
         rules = {"--save-retain-interval": self.interval, "--most-recent-k": self.most_recent}
         return " ".join(f"{flag} {n}" for flag, n in rules.items() if n is not None)
 
-    def checkpoints_to_delete(self, directory: Place, newest: int) -> list[commit.Found]:
+    def checkpoints_to_delete(self, directory: StoragePath, newest: int) -> list[commit.Found]:
         """Return what may go: older than `newest`, kept by no rule, and a checkpoint of ours.
 
         A directory without a manifest that can be read was not written by a run, or not only.
@@ -47,7 +47,7 @@ class Retention:
         return [found for found in older if found.iteration not in kept]
 
 
-def _has_manifest(path: Place) -> bool:
+def _has_manifest(path: StoragePath) -> bool:
     try:
         commit.open_checkpoint(path)
     except (MegatronError, OSError):
@@ -56,8 +56,8 @@ def _has_manifest(path: Place) -> bool:
 
 
 def apply_retention(
-    directory: Place, newest: int, retention: Retention, run: str, *, peers: ControlGroup
-) -> list[Place]:
+    directory: StoragePath, newest: int, retention: Retention, run: str, *, peers: ControlGroup
+) -> list[StoragePath]:
     """Verify checkpoint `newest` from the disk, then delete those that need not be kept.
 
     Collective: each rank verifies its share of the files. If the newest one is damaged, nothing
@@ -81,7 +81,7 @@ def apply_retention(
     except MegatronError as error:
         problem = error
     raise_on_all_ranks(problem, peers)
-    deleted: list[Place] = []
+    deleted: list[StoragePath] = []
     if peers.rank == 0:
         try:
             for found in doomed:

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.core.dist_checkpointing.destination import destination_of
 from megatron.core.dist_checkpointing.flat_ranges import describe_box
 from megatron.core.dist_checkpointing.loader import Contents
 from megatron.core.dist_checkpointing.manifest import (
@@ -23,7 +22,7 @@ from megatron.core.dist_checkpointing.manifest import (
     StoredTensor,
     build_manifest,
 )
-from megatron.core.dist_checkpointing.object_store import Place
+from megatron.core.dist_checkpointing.object_store import StoragePath
 from megatron.core.dist_checkpointing.planner import ShardIndex
 from megatron.core.dist_checkpointing.shard_file import (
     DTYPES,
@@ -33,6 +32,7 @@ from megatron.core.dist_checkpointing.shard_file import (
 )
 from megatron.core.dist_checkpointing.shard_reader import ShardReader
 from megatron.core.dist_checkpointing.typed_json import dump_bytes
+from megatron.core.dist_checkpointing.writer import writer_for
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ def plain_form(contents: Contents) -> dict[str, Any]:
 
 
 def write_whole_tensors(
-    final: Place,
+    final: StoragePath,
     tensors: Mapping[str, Produced],
     plain: dict[str, Any],
     info: Mapping[str, Any],
@@ -88,12 +88,12 @@ def write_whole_tensors(
     run, common = secrets.token_hex(6), dump_bytes(plain)
     files = {COMMON_NAME: ManifestFile(len(common), hash_of(common))}
     shards: dict[str, list[Shard]] = {key: [] for key in tensors}
-    destination = destination_of(final, run)
-    destination.prepare(sum(t.num_bytes for t in tensors.values()) + len(common))
+    writer = writer_for(final, run)
+    writer.prepare(sum(t.num_bytes for t in tensors.values()) + len(common))
     try:
         for number, keys in enumerate(_balanced(tensors, num_files)):
             name = f"__{number}_0.safetensors"
-            stored = destination.write(
+            stored = writer.write(
                 name,
                 [(key + describe_box(_whole(tensors[key])), tensors[key].produce())
                  for key in keys],
@@ -103,9 +103,9 @@ def write_whole_tensors(
             for key, shard in zip(keys, stored.shards, strict=True):
                 shards[key].append(Shard(*_whole(tensors[key]), name, shard.begin, shard.hashes))
         described = {k: (t.dtype, t.shape, t.is_padded) for k, t in tensors.items()}
-        destination.commit(common, build_manifest(final.name, run, files, described, shards, info))
+        writer.commit(common, build_manifest(final.name, run, files, described, shards, info))
     except BaseException:
-        destination.abandon()
+        writer.abort()
         raise
 
 

@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from megatron.core.dist_checkpointing import typed_json
-from megatron.core.dist_checkpointing.destination import destination_of
+from megatron.core.dist_checkpointing.collective import as_checkpoint_error, run_collectively
 from megatron.core.dist_checkpointing.durable import describe_os_error
-from megatron.core.dist_checkpointing.exchange import as_checkpoint_error, together
 from megatron.core.dist_checkpointing.flat_ranges import Box, describe_box
 from megatron.core.dist_checkpointing.manifest import (
     COMMON_NAME,
@@ -32,7 +31,7 @@ from megatron.core.dist_checkpointing.mapping import (
     ShardedTensorFactory,
     is_main_replica,
 )
-from megatron.core.dist_checkpointing.object_store import ObjectDirectory, Place, place_of
+from megatron.core.dist_checkpointing.object_store import ObjectDirectory, StoragePath, storage_path
 from megatron.core.dist_checkpointing.planner import Declared, SavePlan, plan_save
 from megatron.core.dist_checkpointing.shard_file import (
     StoredFile,
@@ -42,6 +41,7 @@ from megatron.core.dist_checkpointing.shard_file import (
 )
 from megatron.core.dist_checkpointing.snapshot import SnapshotBuffer
 from megatron.core.dist_checkpointing.tree import ABSENT, leaves, map_leaves, prune
+from megatron.core.dist_checkpointing.writer import writer_for
 from megatron.core.errors import CheckpointError, MegatronError
 from megatron.core.transport.object_collectives import ControlGroup, raise_on_all_ranks
 
@@ -83,13 +83,13 @@ class SaveInProgress:
     """A save between its two collective ends: `prepare_save` ... `write` ... `finish`."""
 
     def __init__(
-        self, peers: ControlGroup, final: Place, run: str, info: Mapping[str, Any]
+        self, peers: ControlGroup, final: StoragePath, run: str, info: Mapping[str, Any]
     ) -> None:
         self.peers = peers
         self.final = final
         self.run = run
         self.info = info
-        self.destination = destination_of(final, run)
+        self.writer = writer_for(final, run)
         self.pieces: list[_Piece] = []
         self.num_bytes = 0
         """Bytes that this rank writes."""
@@ -113,16 +113,16 @@ class SaveInProgress:
         """
         try:
             if self.pieces:
-                self._file = self.destination.write(
+                self._file = self.writer.write(
                     f"__{self.peers.rank}_0.safetensors",
                     [(piece.name, piece.tensor) for piece in self.pieces],
                     {"format": "pt", "checkpoint": self.final.name, "run": self.run},
                     in_background=in_background,
                 )
         except OSError as error:
-            self._problem = describe_os_error(error, path=str(self.destination), doing="writing")
+            self._problem = describe_os_error(error, path=str(self.writer), doing="writing")
         except Exception as error:
-            self._problem = as_checkpoint_error(error, f"writing {self.destination}")
+            self._problem = as_checkpoint_error(error, f"writing {self.writer}")
 
     def finish(self) -> None:
         """Commit, or leave no trace: collective.
@@ -138,7 +138,7 @@ class SaveInProgress:
             try:
                 self._commit([r for _, r in gathered])
             except OSError as error:
-                problem = describe_os_error(error, path=str(self.destination), doing="committing")
+                problem = describe_os_error(error, path=str(self.writer), doing="committing")
             except Exception as error:
                 problem = as_checkpoint_error(error, f"committing {self.final}")
         self.cancel_if(problem)
@@ -151,7 +151,7 @@ class SaveInProgress:
         except MegatronError:
             self.pieces = []
             if self.peers.rank == 0:
-                self.destination.abandon()
+                self.writer.abort()
             raise
 
     def _commit(self, reports: list[_Report]) -> None:
@@ -170,13 +170,13 @@ class SaveInProgress:
         manifest = build_manifest(
             self.final.name, self.run, files, self._plan.tensors, shards, self.info
         )
-        self.destination.commit(self._common, manifest)
+        self.writer.commit(self._common, manifest)
 
     def _check_visible(self, rank: int, stored: StoredFile) -> None:
-        size = self.destination.size_of(stored.name)
+        size = self.writer.size_of(stored.name)
         if size != stored.size:
             raise CheckpointError(
-                f"rank {rank} wrote {stored.name} to {self.destination}, but rank 0 sees {size} "
+                f"rank {rank} wrote {stored.name} to {self.writer}, but rank 0 sees {size} "
                 f"instead of {stored.size} bytes.",
                 rule="all ranks save into one shared directory",
                 flags=["--save"],
@@ -201,13 +201,13 @@ def prepare_save(
         spread_over_replicas: balance the bytes over all holders of a shard; otherwise the main
             replica writes it.
     """
-    final = place_of(directory)
+    final = storage_path(directory)
 
     def describe() -> tuple[_LocalState, list[Declared]]:
         local = _split_state(state, is_coordinator=peers.rank == 0)
         return local, [Declared.of(shard) for shard in local.shards]
 
-    local, declared = together(peers, "describing the state to save", describe)
+    local, declared = run_collectively(peers, "describing the state to save", describe)
     gathered = peers.gather((declared, local.objects))
 
     def decide() -> tuple[SavePlan | None, bytes, list[Any] | None]:
@@ -217,10 +217,10 @@ def prepare_save(
         plan = plan_save(list(declarations), spread_over_replicas=spread_over_replicas)
         common = _common_bytes(local.common, list(objects))
         run = secrets.token_hex(6)
-        destination_of(final, run).prepare(sum(plan.bytes_per_rank) + len(common))
+        writer_for(final, run).prepare(sum(plan.bytes_per_rank) + len(common))
         return plan, common, [(run, mine) for mine in plan.writes]
 
-    plan, common, answers = together(peers, f"preparing {final}", decide)
+    plan, common, answers = run_collectively(peers, f"preparing {final}", decide)
     run, mine = peers.scatter(answers)
     save = SaveInProgress(peers, final, run, _versions() | dict(info or {}))
     save._plan, save._common = plan, common

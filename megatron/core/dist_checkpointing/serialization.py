@@ -11,11 +11,11 @@ from torch import Tensor
 
 from megatron.core.dist_checkpointing import commit, typed_json
 from megatron.core.dist_checkpointing.async_save import AsyncSave
-from megatron.core.dist_checkpointing.foreign.opening import open_any
+from megatron.core.dist_checkpointing.interop.opening import open_any
 from megatron.core.dist_checkpointing.loader import Contents, Loaded, load_state
 from megatron.core.dist_checkpointing.manifest import BACKEND, METADATA_NAME
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor
-from megatron.core.dist_checkpointing.object_store import ObjectDirectory, place_of
+from megatron.core.dist_checkpointing.object_store import ObjectDirectory, storage_path
 from megatron.core.dist_checkpointing.saver import prepare_save
 from megatron.core.dist_checkpointing.shard_file import DTYPES
 from megatron.core.dist_checkpointing.validation import StrictHandling, parse_strict_handling
@@ -166,7 +166,7 @@ def load_plain_tensors(checkpoint_dir: str | os.PathLike[str]) -> dict[str, Tens
 
 def check_is_distributed_checkpoint(checkpoint_dir: str | os.PathLike[str]) -> bool:
     """Return whether the directory says that it is a checkpoint of this format."""
-    path = place_of(checkpoint_dir)
+    path = storage_path(checkpoint_dir)
     if isinstance(path, Path) and not (path / METADATA_NAME).is_file():
         return False
     try:

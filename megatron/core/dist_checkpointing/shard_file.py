@@ -30,7 +30,7 @@ from megatron.core.dist_checkpointing.durable import (
     OpenFile,
     free_bytes,
 )
-from megatron.core.dist_checkpointing.object_store import Place
+from megatron.core.dist_checkpointing.object_store import StoragePath
 from megatron.core.dist_checkpointing.work_threads import WorkThreads
 from megatron.core.errors import CheckpointError
 
@@ -245,7 +245,9 @@ class StreamSink:
         """See `Sink`."""
 
 
-def read_block(file: OpenFile, into: memoryview, position: int, expected: str, path: Place) -> None:
+def read_block(
+    file: OpenFile, into: memoryview, position: int, expected: str, path: StoragePath
+) -> None:
     """Read a block into memory and verify it while it is in the cache.
 
     Args:
@@ -269,7 +271,7 @@ def start_reading(
     into: memoryview,
     position: int,
     hashes: Sequence[str],
-    path: Place,
+    path: StoragePath,
 ) -> list[Future]:
     """Let threads read whole blocks into memory and verify each.
 

@@ -17,7 +17,7 @@ from megatron.core.dist_checkpointing.durable import (
 )
 from megatron.core.dist_checkpointing.flat_ranges import Box
 from megatron.core.dist_checkpointing.manifest import Manifest, Shard, StoredTensor
-from megatron.core.dist_checkpointing.object_store import Place
+from megatron.core.dist_checkpointing.object_store import StoragePath
 from megatron.core.dist_checkpointing.planner import Read
 from megatron.core.dist_checkpointing.shard_file import (
     BLOCK_BYTES,
@@ -38,7 +38,7 @@ class ShardReader:
     Use as a context manager, from one thread.
     """
 
-    def __init__(self, directory: Place, manifest: Manifest) -> None:
+    def __init__(self, directory: StoragePath, manifest: Manifest) -> None:
         self.directory = directory
         self.manifest = manifest
         self.bytes_read = 0
@@ -119,7 +119,7 @@ class ShardReader:
     def _read_slabs(
         self,
         file: OpenFile,
-        path: Place,
+        path: StoragePath,
         tensor: StoredTensor,
         shard: Shard,
         box: Box,
@@ -153,7 +153,7 @@ class ShardReader:
             row = last
 
     def _read_blocks(
-        self, file: OpenFile, path: Place, shard: Shard, num_bytes: int, first: int, end: int
+        self, file: OpenFile, path: StoragePath, shard: Shard, num_bytes: int, first: int, end: int
     ) -> tuple[Tensor, int]:
         """Read and verify the blocks around bytes first..end-1 of a shard.
 

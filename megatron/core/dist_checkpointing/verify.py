@@ -24,7 +24,7 @@ from megatron.core.dist_checkpointing.manifest import (
     Manifest,
     read_listed_file,
 )
-from megatron.core.dist_checkpointing.object_store import ObjectDirectory, Place, place_of
+from megatron.core.dist_checkpointing.object_store import ObjectDirectory, StoragePath, storage_path
 from megatron.core.dist_checkpointing.shard_file import BLOCK_BYTES, hash_of, read_block
 from megatron.core.dist_checkpointing.work_threads import WorkThreads, threads_per_rank
 from megatron.core.errors import CheckpointError
@@ -34,7 +34,7 @@ from megatron.core.errors import CheckpointError
 class Verification:
     """What a full check found."""
 
-    path: Place
+    path: StoragePath
     num_files: int = 0
     num_bytes: int = 0
     problems: list[CheckpointError] = field(default_factory=list)
@@ -49,7 +49,7 @@ def verify_checkpoint(
 
     Every problem is collected; nothing is raised for a damaged checkpoint.
     """
-    path = place_of(directory)
+    path = storage_path(directory)
     result = Verification(path)
     try:
         manifest = commit.open_checkpoint(path)
@@ -70,11 +70,11 @@ def verify_checkpoint(
     return result
 
 
-def _names(place: Place) -> list[str]:
+def _names(place: StoragePath) -> list[str]:
     return os.listdir(place) if isinstance(place, Path) else place.names()
 
 
-def verify_shard_file(directory: Place, manifest: Manifest, name: str) -> int:
+def verify_shard_file(directory: StoragePath, manifest: Manifest, name: str) -> int:
     """Verify header and shards of one file and return its size.
 
     The pages are dropped from the cache first where the system allows, so that the disk is read.
@@ -112,13 +112,13 @@ def _blocks_of(manifest: Manifest, name: str) -> Iterator[tuple[int, int, str]]:
                     yield shard.begin + done, min(size - done, BLOCK_BYTES), expected
 
 
-def _check_blocks(file: OpenFile, path: Place, blocks: list[tuple[int, int, str]]) -> None:
+def _check_blocks(file: OpenFile, path: StoragePath, blocks: list[tuple[int, int, str]]) -> None:
     buffer = memoryview(bytearray(BLOCK_BYTES))
     for position, size, expected in blocks:
         read_block(file, buffer[:size], position, expected, path)
 
 
-def _check_header(path: Place, header: bytes, manifest: Manifest, name: str) -> None:
+def _check_header(path: StoragePath, header: bytes, manifest: Manifest, name: str) -> None:
     """The file's own header must place the same tensors at the same bytes as the manifest."""
     expected: dict[str, Any] = {}
     for key, tensor in manifest.tensors.items():

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.foreign.opening import LATEST_NAME
+from megatron.core.dist_checkpointing.interop.opening import LATEST_NAME
 from megatron.core.errors import CheckpointError
 from megatron.deepspeed.checkpoints import write_safetensors
 

@@ -13,18 +13,18 @@ from typing import Any
 
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import AsyncSave, commit
+from megatron.core.dist_checkpointing.collective import run_collectively
 from megatron.core.dist_checkpointing.durable import (
     DamagedCheckpointError,
     describe_os_error,
 )
-from megatron.core.dist_checkpointing.exchange import together
-from megatron.core.dist_checkpointing.foreign.contents import ForeignContents
-from megatron.core.dist_checkpointing.foreign.opening import open_any
-from megatron.core.dist_checkpointing.lease import Lease
+from megatron.core.dist_checkpointing.interop.contents import InteropContents
+from megatron.core.dist_checkpointing.interop.opening import open_any
 from megatron.core.dist_checkpointing.loader import Contents, Loaded, load_state
-from megatron.core.dist_checkpointing.object_store import Place, place_of
-from megatron.core.dist_checkpointing.own_state import as_own_state
+from megatron.core.dist_checkpointing.local_state import as_local_state
+from megatron.core.dist_checkpointing.object_store import StoragePath, storage_path
 from megatron.core.dist_checkpointing.retention import Retention, apply_retention
+from megatron.core.dist_checkpointing.save_lock import SaveLock
 from megatron.core.dist_checkpointing.validation import parse_strict_handling
 from megatron.core.errors import CheckpointError, MegatronError
 from megatron.core.transport.object_collectives import (
@@ -34,19 +34,21 @@ from megatron.core.transport.object_collectives import (
     raise_on_all_ranks,
 )
 from megatron.training.checkpointing.claim import claim_directory
-from megatron.training.checkpointing.foreign_state import (
-    check_foreign,
-    complete_foreign_state,
-)
-from megatron.training.checkpointing.global_tier import GlobalTier
 from megatron.training.checkpointing.hugging_face import (
-    load_adapters_together,
+    load_adapters_collectively,
     note_on_precision,
-    open_together,
-    write_adapters_together,
-    write_together,
+    open_collectively,
+    write_adapters_collectively,
+    write_collectively,
 )
-from megatron.training.checkpointing.local_tier import LocalTier
+from megatron.training.checkpointing.interop_state import (
+    check_interop,
+    complete_interop_state,
+)
+from megatron.training.checkpointing.key_mapping import compare_heads, stored_key
+from megatron.training.checkpointing.non_persistent import open_non_persistent
+from megatron.training.checkpointing.non_persistent_global import GlobalCheckpoints
+from megatron.training.checkpointing.non_persistent_local import LocalCheckpoints
 from megatron.training.checkpointing.restored import Restored, take_over
 from megatron.training.checkpointing.run_state import (
     RunParts,
@@ -63,8 +65,6 @@ from megatron.training.checkpointing.selection import (
     no_intact_checkpoint,
     select_checkpoints,
 )
-from megatron.training.checkpointing.short_lived import make_tier
-from megatron.training.checkpointing.sources import compare_heads, stored_source
 from megatron.training.checkpointing.upcycling import is_dense, read_from_dense
 from megatron.training.config.checkpoint import CheckpointSettings
 from megatron.training.state import TrainState
@@ -81,18 +81,18 @@ class Checkpointer:
         self.settings = settings
         self.parts = parts
         self.peers: ControlGroup = control_group(process_group)
-        self._lease: Lease | None = None
-        # Known on every rank, unlike the lease, which the coordinator holds alone.
+        self._lock: SaveLock | None = None
+        # Known on every rank, unlike the lock, which the coordinator holds alone.
         self._has_claimed = False
         self._in_flight: AsyncSave | None = None
-        self._tier: LocalTier | GlobalTier | None = None
+        self._tier: LocalCheckpoints | GlobalCheckpoints | None = None
         self.last_committed: int | None = None
         """Iteration of the newest checkpoint of this run that is on the disk, complete."""
 
     # Saving ---------------------------------------------------------------------------------
 
     def claim(self) -> None:
-        """Take the lease of the save directory and sweep up what dead runs left there.
+        """Take the lock of the save directory and sweep up what dead runs left there.
 
         Call it before training, so that a second run in the same directory ends at once.
 
@@ -101,11 +101,11 @@ class Checkpointer:
         """
         if self.settings.save is None or self._has_claimed:
             return
-        self._lease = claim_directory(place_of(self.settings.save), self.peers)
+        self._lock = claim_directory(storage_path(self.settings.save), self.peers)
         self._has_claimed = True
 
-    def save(self, progress: TrainState, *, extra: Mapping[str, Any] | None = None) -> None:
-        """Save the run at `progress.iteration`; returns after the commit, or with `--async-save`
+    def save(self, train_state: TrainState, *, extra: Mapping[str, Any] | None = None) -> None:
+        """Save the run at `train_state.iteration`; returns after the commit, or with `--async-save`
         as soon as the state is copied.
 
         Args:
@@ -116,10 +116,10 @@ class Checkpointer:
         assert self.settings.save is not None, "save() without --save"
         self.finish()
         self.claim()
-        directory = place_of(self.settings.save)
-        raise_on_all_ranks(moved_away(directory) if self._lease else None, self.peers)
-        state = self._declare(progress, extra)
-        iteration = progress.iteration
+        directory = storage_path(self.settings.save)
+        raise_on_all_ranks(moved_away(directory) if self._lock else None, self.peers)
+        state = self._declare(train_state, extra)
+        iteration = train_state.iteration
         saving = dist_checkpointing.save(
             state,
             directory / commit.iteration_directory(iteration),
@@ -134,34 +134,34 @@ class Checkpointer:
             saving.add_finalize_fn(lambda: self._after_commit(directory, iteration))
             self._in_flight = saving
 
-    def _declare(self, progress: TrainState, extra: Mapping[str, Any] | None) -> dict[str, Any]:
+    def _declare(self, train_state: TrainState, extra: Mapping[str, Any] | None) -> dict[str, Any]:
         flags = {
             "with_optimizer": not self.settings.no_save_optim,
             "with_rng": not self.settings.no_save_rng,
         }
 
         def declare() -> dict[str, Any]:
-            plain = plain_run_state(self.parts, progress, **flags)
+            plain = plain_run_state(self.parts, train_state, **flags)
             return declare_run(self.parts, **flags) | plain | {"extra": dict(extra or {})}
 
-        return together(self.peers, "declaring the state to save", declare)
+        return run_collectively(self.peers, "declaring the state to save", declare)
 
-    def save_short_lived(
-        self, progress: TrainState, *, extra: Mapping[str, Any] | None = None
+    def save_non_persistent(
+        self, train_state: TrainState, *, extra: Mapping[str, Any] | None = None
     ) -> None:
-        """Save for a quick restart, in the place of the short-lived checkpoint before.
+        """Save for a quick restart, in the place of the non-persistent checkpoint before.
 
         Raises:
             CheckpointError: on every rank; earlier checkpoints are intact.
         """
-        tier = self._short_lived()
-        assert tier is not None, "save_short_lived() without --non-persistent-ckpt-type"
-        tier.save(self._declare(progress, extra), progress.iteration)
-        self._say(f"  saved a short-lived checkpoint from iteration {progress.iteration:7d}")
+        kept = self._non_persistent_checkpoints()
+        assert kept is not None, "save_non_persistent() without --non-persistent-ckpt-type"
+        kept.save(self._declare(train_state, extra), train_state.iteration)
+        self._say(f"  saved a non-persistent checkpoint from iteration {train_state.iteration:7d}")
 
-    def _short_lived(self) -> LocalTier | GlobalTier | None:
+    def _non_persistent_checkpoints(self) -> LocalCheckpoints | GlobalCheckpoints | None:
         if self._tier is None:
-            self._tier = make_tier(self.settings, describe_layout(self.parts), self.peers)
+            self._tier = open_non_persistent(self.settings, describe_layout(self.parts), self.peers)
         return self._tier
 
     @property
@@ -189,12 +189,12 @@ class Checkpointer:
     def close(self) -> None:
         """Finish, and give the save directory free."""
         self.finish()
-        if self._lease is not None:
-            self._lease.release()
-            self._lease = None
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
         self._has_claimed = False
 
-    def _after_commit(self, directory: Place, iteration: int) -> None:
+    def _after_commit(self, directory: StoragePath, iteration: int) -> None:
         """The checkpoint exists: point the tracker at it, then let old ones go."""
         self.last_committed = iteration
         problem: MegatronError | None = None
@@ -223,8 +223,8 @@ class Checkpointer:
         assert self.settings.save is not None, "export_model() without --save"
         newest = commit.iteration_directory(self.last_committed or 0)
         began_with = self.settings.load_hf
-        written = write_together(
-            place_of(self.settings.save) / newest,
+        written = write_collectively(
+            storage_path(self.settings.save) / newest,
             directory,
             companion=None if began_with is None else Path(began_with),
             has_adapters=self.parts.weights == "adapters",
@@ -240,8 +240,8 @@ class Checkpointer:
         self.finish()
         assert self.settings.save is not None, "export_adapters() without --save"
         newest = commit.iteration_directory(self.last_committed or 0)
-        write_adapters_together(
-            place_of(self.settings.save) / newest,
+        write_adapters_collectively(
+            storage_path(self.settings.save) / newest,
             directory,
             base=self.settings.load_hf,
             peers=self.peers,
@@ -264,13 +264,13 @@ class Checkpointer:
         base = self._load_base() if self.parts.weights == "adapters" else None
         if settings.load is not None:
             restored = self._load_from(
-                place_of(settings.load), settings.ckpt_step, is_finetuning=settings.finetune
+                storage_path(settings.load), settings.ckpt_step, is_finetuning=settings.finetune
             )
             if restored is not None:
                 return restored
         if base is not None:
             if settings.load_adapter is not None and settings.load_hf is not None:
-                load_adapters_together(
+                load_adapters_collectively(
                     Path(settings.load_adapter), Path(settings.load_hf), self.parts, self.peers
                 )
                 self._say(f"  successfully loaded adapters from {settings.load_adapter}")
@@ -279,7 +279,7 @@ class Checkpointer:
             return self._load_model(Path(settings.load_hf))
         if settings.pretrained_checkpoint is not None:
             restored = self._load_from(
-                place_of(settings.pretrained_checkpoint), None, is_finetuning=True
+                storage_path(settings.pretrained_checkpoint), None, is_finetuning=True
             )
             if restored is None:
                 raise missing_pretrained(settings.pretrained_checkpoint)
@@ -302,14 +302,14 @@ class Checkpointer:
         return Checkpointer(settings, parts, process_group=self.peers).load()
 
     def _load_from(
-        self, directory: Place, ckpt_step: int | None, *, is_finetuning: bool
+        self, directory: StoragePath, ckpt_step: int | None, *, is_finetuning: bool
     ) -> Restored | None:
         selection = self._select(directory, ckpt_step)
         for note in selection.notes:
             self._say(note)
         if ckpt_step is None and not is_finetuning:
             newest = selection.candidates[0].iteration if selection.candidates else -1
-            restored = self._load_short_lived(newest if isinstance(newest, int) else -1)
+            restored = self._load_non_persistent(newest if isinstance(newest, int) else -1)
             if restored is not None:
                 return restored
         problems: list[CheckpointError] = []
@@ -335,7 +335,7 @@ class Checkpointer:
 
     def _load_model(self, directory: Path) -> Restored:
         """Load the weights of a Hugging Face model."""
-        restored = self._load_contents(open_together(directory, self.peers), is_finetuning=True)
+        restored = self._load_contents(open_collectively(directory, self.peers), is_finetuning=True)
         self._say(f"  successfully loaded weights from {directory}")
         if self.peers.rank == 0:
             dtype = next(self.parts.model[0].parameters()).dtype
@@ -343,7 +343,7 @@ class Checkpointer:
                 self._say(note)
         return restored
 
-    def _select(self, directory: Place, ckpt_step: int | None) -> Selection:
+    def _select(self, directory: StoragePath, ckpt_step: int | None) -> Selection:
         """Decide on the coordinator, for all."""
         selection, problem = Selection(), None
         if self.peers.rank == 0:
@@ -357,30 +357,30 @@ class Checkpointer:
         chosen: Selection = self.peers.broadcast(selection)
         return chosen
 
-    def _load_short_lived(self, newest_kept: int) -> Restored | None:
-        """Load the short-lived checkpoint if it is newer than those of `--load`."""
-        tier = self._short_lived()
-        if tier is None:
+    def _load_non_persistent(self, newest_kept: int) -> Restored | None:
+        """Load the non-persistent checkpoint if it is newer than those of `--load`."""
+        kept = self._non_persistent_checkpoints()
+        if kept is None:
             return None
         try:
-            if isinstance(tier, GlobalTier):
-                iteration = tier.newest()
+            if isinstance(kept, GlobalCheckpoints):
+                iteration = kept.newest()
                 if iteration is None or iteration <= newest_kept:
                     return None
-                restored = self._load_contents(tier.open(iteration), is_finetuning=False)
+                restored = self._load_contents(kept.open(iteration), is_finetuning=False)
             else:
-                found = tier.newest()
+                found = kept.newest()
                 if found is None or found.iteration <= newest_kept:
                     return None
                 iteration = found.iteration
                 for rank, ring in found.rings.items():
-                    self._say(f"  rank {rank} gets its short-lived checkpoint from copy {ring}")
-                restored = self._load_own(tier.fetch(found))
+                    self._say(f"  rank {rank} gets its non-persistent checkpoint from copy {ring}")
+                restored = self._load_own(kept.fetch(found))
         except DamagedCheckpointError as error:
-            self._say(f"the short-lived checkpoint cannot be used:\n{error}")
+            self._say(f"the non-persistent checkpoint cannot be used:\n{error}")
             return None
         self._say(
-            f"  successfully loaded the short-lived checkpoint of iteration {iteration}; the "
+            f"  successfully loaded the non-persistent checkpoint of iteration {iteration}; the "
             f"newest in {self.settings.load} is {newest_kept if newest_kept >= 0 else 'none'}"
         )
         return restored
@@ -392,8 +392,8 @@ class Checkpointer:
         with_optimizer = not (is_finetuning or settings.no_load_optim)
         with_rng = not (is_finetuning or settings.no_load_rng)
         has_optimizer = self.parts.optimizer is not None
-        if isinstance(contents, ForeignContents):
-            for line in check_foreign(contents, needs_moments=with_optimizer and has_optimizer):
+        if isinstance(contents, InteropContents):
+            for line in check_interop(contents, needs_moments=with_optimizer and has_optimizer):
                 self._say(f"  {line}")
         template = self._template(with_optimizer=with_optimizer, with_rng=with_rng)
         if is_upcycling:
@@ -411,10 +411,10 @@ class Checkpointer:
             contents,
             peers=self.peers,
             strict=strict,
-            source_of=stored_source,
+            key_mapping=stored_key,
         )
-        if isinstance(contents, ForeignContents) and with_optimizer and has_optimizer:
-            complete_foreign_state(self.parts, loaded.state, template["optimizer"], contents)
+        if isinstance(contents, InteropContents) and with_optimizer and has_optimizer:
+            complete_interop_state(self.parts, loaded.state, template["optimizer"], contents)
         flags = {"with_optimizer": with_optimizer, "with_rng": with_rng}
         return self._take_over(contents, loaded, **flags, is_finetuning=is_finetuning)
 
@@ -424,8 +424,8 @@ class Checkpointer:
             "with_optimizer": not self.settings.no_load_optim,
             "with_rng": not self.settings.no_load_rng,
         }
-        template = as_own_state(self._template(**flags))
-        loaded = together(
+        template = as_local_state(self._template(**flags))
+        loaded = run_collectively(
             self.peers,
             f"loading {contents.directory}",
             lambda: load_state(template, contents, peers=SingleProcess()),
@@ -433,7 +433,7 @@ class Checkpointer:
         return self._take_over(contents, loaded, **flags, is_finetuning=False)
 
     def _template(self, *, with_optimizer: bool, with_rng: bool) -> dict[str, Any]:
-        return together(
+        return run_collectively(
             self.peers,
             "declaring the state to load",
             lambda: declare_run(
@@ -442,7 +442,7 @@ class Checkpointer:
         )
 
     def _take_over(self, contents: Contents, loaded: Loaded, **flags: bool) -> Restored:
-        restored = together(
+        restored = run_collectively(
             self.peers,
             f"taking over the state of {contents.directory}",
             lambda: take_over(self.parts, contents, loaded, **flags),

@@ -6,17 +6,17 @@ from pathlib import Path
 
 from megatron.core.dist_checkpointing import commit
 from megatron.core.dist_checkpointing.durable import describe_os_error
-from megatron.core.dist_checkpointing.lease import Lease
-from megatron.core.dist_checkpointing.object_store import Place
+from megatron.core.dist_checkpointing.object_store import StoragePath
+from megatron.core.dist_checkpointing.save_lock import SaveLock
 from megatron.core.errors import MegatronError
 from megatron.core.transport.object_collectives import ControlGroup, raise_on_all_ranks
 
 
-def claim_directory(directory: Place, peers: ControlGroup) -> Lease | None:
-    """Take the lease of a save directory and sweep up what dead runs left there.
+def claim_directory(directory: StoragePath, peers: ControlGroup) -> SaveLock | None:
+    """Take the lock of a save directory and sweep up what dead runs left there.
 
     Returns:
-        the lease, on the coordinator, if the directory can be leased at all. Whoever claims again
+        the lock, on the coordinator, if the directory can be locked at all. Whoever claims again
         in the same process gets the same one.
     Raises:
         CheckpointError: another run holds the directory, or it cannot be written; on all ranks.
@@ -24,11 +24,11 @@ def claim_directory(directory: Place, peers: ControlGroup) -> Lease | None:
         one gather and one broadcast over `peers`.
     """
     problem: MegatronError | None = None
-    lease: Lease | None = None
+    lock: SaveLock | None = None
     if peers.rank == 0:
         try:
             if isinstance(directory, Path):
-                lease = Lease.acquire(directory)
+                lock = SaveLock.acquire(directory)
             for path in commit.remove_leftovers(directory):
                 print(f"removed {path}: left by an interrupted save or deletion", flush=True)
         except OSError as error:
@@ -36,4 +36,4 @@ def claim_directory(directory: Place, peers: ControlGroup) -> Lease | None:
         except MegatronError as error:
             problem = error
     raise_on_all_ranks(problem, peers)
-    return lease
+    return lock

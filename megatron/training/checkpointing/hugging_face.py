@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
+from megatron.core.dist_checkpointing.collective import as_checkpoint_error
 from megatron.core.dist_checkpointing.durable import describe_os_error
-from megatron.core.dist_checkpointing.exchange import as_checkpoint_error
 from megatron.core.dist_checkpointing.loader import open_contents
-from megatron.core.dist_checkpointing.object_store import Place
+from megatron.core.dist_checkpointing.object_store import StoragePath
 from megatron.core.errors import MegatronError
 from megatron.core.transport.object_collectives import ControlGroup, raise_on_all_ranks
 from megatron.hugging_face import (
@@ -29,7 +29,7 @@ from megatron.training.checkpointing.run_state import RunParts
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def open_together(directory: Path, peers: ControlGroup) -> ModelContents:
+def open_collectively(directory: Path, peers: ControlGroup) -> ModelContents:
     """Open a model for the loader: collective."""
     contents = _on_coordinator(peers, f"opening {directory}", lambda: open_model(directory))
     assert isinstance(contents, ModelContents)
@@ -49,8 +49,8 @@ def note_on_precision(directory: Path, dtype: torch.dtype) -> str | None:
     )
 
 
-def write_together(
-    checkpoint: Place,
+def write_collectively(
+    checkpoint: StoragePath,
     directory: Path,
     *,
     companion: Path | None,
@@ -79,8 +79,8 @@ def write_together(
     return written
 
 
-def write_adapters_together(
-    checkpoint: Place, directory: Path, *, base: str | None, peers: ControlGroup
+def write_adapters_collectively(
+    checkpoint: StoragePath, directory: Path, *, base: str | None, peers: ControlGroup
 ) -> None:
     """Write the adapters of a checkpoint for PEFT: collective; the coordinator writes."""
     contents = open_contents(checkpoint, peers=peers)
@@ -102,7 +102,9 @@ def _on_coordinator(peers: ControlGroup, doing: str, action: Callable[[], Any]) 
     return peers.broadcast(result)
 
 
-def load_adapters_together(path: Path, base: Path, parts: RunParts, peers: ControlGroup) -> None:
+def load_adapters_collectively(
+    path: Path, base: Path, parts: RunParts, peers: ControlGroup
+) -> None:
     """Fill the adapters of a run from a directory of PEFT's. All ranks call it.
 
     Args:

@@ -12,8 +12,8 @@ from typing import Any
 
 from torch import nn
 
-from megatron.core.dist_checkpointing.foreign.opening import open_any
-from megatron.core.dist_checkpointing.object_store import place_of
+from megatron.core.dist_checkpointing.interop.opening import open_any
+from megatron.core.dist_checkpointing.object_store import storage_path
 from megatron.core.dist_checkpointing.validation import StrictHandling, parse_strict_handling
 from megatron.core.errors import CheckpointError, refuse_given
 from megatron.core.flags import from_args
@@ -80,8 +80,8 @@ def save_checkpoint(
     """Save the run into `args.save`: collective.
 
     Counters come from `args.consumed_train_samples` and its kin. With `non_persistent_ckpt` the
-    short-lived checkpoint of `args.non_persistent_ckpt_type` is replaced. Every rank declares its
-    own place: `pipeline_rank`, `tensor_rank` and `expert_rank` may say the same, and nothing else.
+    checkpoint of `args.non_persistent_ckpt_type` is replaced. Every rank saves its own shards:
+    `pipeline_rank`, `tensor_rank` and `expert_rank` may say the same, and nothing else.
     The data iterator is not asked: a run continues at its number of consumed samples.
 
     Raises:
@@ -102,7 +102,7 @@ def save_checkpoint(
         )
     maybe_finalize_async_save(blocking=True)
     checkpointer = _checkpointer(args, model, optimizer, opt_param_scheduler, pg_collection)
-    progress = TrainState(
+    train_state = TrainState(
         iteration=iteration,
         consumed_train_samples=getattr(args, "consumed_train_samples", 0),
         consumed_valid_samples=getattr(args, "consumed_valid_samples", 0),
@@ -110,9 +110,9 @@ def save_checkpoint(
         flops_so_far=num_floating_point_operations_so_far,
     )
     if non_persistent_ckpt:
-        checkpointer.save_short_lived(progress)
+        checkpointer.save_non_persistent(train_state)
         return
-    checkpointer.save(progress)
+    checkpointer.save(train_state)
     if checkpointer.has_save_in_flight:
         _IN_FLIGHT.append(checkpointer)
 
@@ -155,11 +155,11 @@ def load_checkpoint(
         args, model, optimizer, opt_param_scheduler, pg_collection, **overrides
     )
     restored = checkpointer.load()
-    progress = TrainState() if restored is None else restored.progress
-    args.consumed_train_samples = progress.consumed_train_samples
-    args.consumed_valid_samples = progress.consumed_valid_samples
-    args.skipped_train_samples = progress.skipped_train_samples
-    return progress.iteration, progress.flops_so_far
+    train_state = TrainState() if restored is None else restored.train_state
+    args.consumed_train_samples = train_state.consumed_train_samples
+    args.consumed_valid_samples = train_state.consumed_valid_samples
+    args.skipped_train_samples = train_state.skipped_train_samples
+    return train_state.iteration, train_state.flops_so_far
 
 
 def maybe_finalize_async_save(blocking: bool = False, terminate: bool = False) -> None:
@@ -209,7 +209,7 @@ def stored_args(
     """
     if directory is None:
         return None
-    for found in select_checkpoints(place_of(directory), ckpt_step, save=save).candidates:
+    for found in select_checkpoints(storage_path(directory), ckpt_step, save=save).candidates:
         try:
             state = open_any(found.path, peers=SingleProcess()).common_state()
         except CheckpointError:

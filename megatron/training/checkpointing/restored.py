@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron.core.dist_checkpointing.loader import Contents, Loaded
-from megatron.core.dist_checkpointing.object_store import Place
+from megatron.core.dist_checkpointing.object_store import StoragePath
 from megatron.training.checkpointing.run_state import (
     RunParts,
     apply_model,
     apply_optimizer,
     apply_rng,
-    progress_of,
+    train_state_of,
 )
 from megatron.training.state import TrainState
 
@@ -23,8 +23,8 @@ from megatron.training.state import TrainState
 class Restored:
     """What a checkpoint gave back, besides what it put into the parts."""
 
-    path: Place
-    progress: TrainState
+    path: StoragePath
+    train_state: TrainState
     args: Mapping[str, Any]
     """Settings of the run that saved it."""
     extra: dict[str, Any]
@@ -54,7 +54,7 @@ def take_over(
     )
     return Restored(
         contents.directory,
-        TrainState() if is_finetuning else progress_of(state),
+        TrainState() if is_finetuning else train_state_of(state),
         vars(args) if isinstance(args, Namespace) else {},
         extra if isinstance(extra, dict) and not is_finetuning else {},
         layout if isinstance(layout, dict) else {},

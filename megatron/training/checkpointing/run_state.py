@@ -88,17 +88,17 @@ def declare_run(
 
 
 def plain_run_state(
-    parts: RunParts, progress: TrainState, *, with_optimizer: bool, with_rng: bool
+    parts: RunParts, train_state: TrainState, *, with_optimizer: bool, with_rng: bool
 ) -> dict[str, Any]:
     """Return what is saved beside the declarations: counters, schedule, seed, settings."""
     state: dict[str, Any] = {
         "checkpoint_version": CHECKPOINT_VERSION,
-        "iteration": progress.iteration,
-        "num_floating_point_operations_so_far": float(progress.flops_so_far),
-        "consumed_train_samples": progress.consumed_train_samples,
-        "consumed_valid_samples": progress.consumed_valid_samples,
-        "skipped_train_samples": progress.skipped_train_samples,
-        "data_order": progress.data_order,
+        "iteration": train_state.iteration,
+        "num_floating_point_operations_so_far": float(train_state.flops_so_far),
+        "consumed_train_samples": train_state.consumed_train_samples,
+        "consumed_valid_samples": train_state.consumed_valid_samples,
+        "skipped_train_samples": train_state.skipped_train_samples,
+        "data_order": train_state.data_order,
         "args": plain_args(parts.args),
     }
     if with_optimizer and parts.scheduler is not None:
@@ -122,7 +122,7 @@ def plain_args(args: Mapping[str, Any]) -> argparse.Namespace:
     return argparse.Namespace(**kept)
 
 
-def progress_of(state: Mapping[str, Any]) -> TrainState:
+def train_state_of(state: Mapping[str, Any]) -> TrainState:
     """Return the counters of a loaded state."""
     return TrainState(
         iteration=int(state.get("iteration", 0)),

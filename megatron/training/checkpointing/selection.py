@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatron.core.dist_checkpointing import commit
-from megatron.core.dist_checkpointing.foreign.opening import LATEST_NAME, find_deepspeed, recognise
-from megatron.core.dist_checkpointing.lease import LEASE_NAME
+from megatron.core.dist_checkpointing.interop.opening import LATEST_NAME, find_deepspeed, recognise
 from megatron.core.dist_checkpointing.manifest import METADATA_NAME
-from megatron.core.dist_checkpointing.object_store import Place
+from megatron.core.dist_checkpointing.object_store import StoragePath
+from megatron.core.dist_checkpointing.save_lock import SAVE_LOCK_NAME
 from megatron.core.errors import CheckpointError
 
 _WEIGHT_FILES = (".pt", ".pth", ".ckpt", ".distcp", ".safetensors", ".safetensors.index.json")
@@ -30,7 +30,7 @@ class Selection:
 
 
 def select_checkpoints(
-    directory: Place, ckpt_step: int | None, *, save: str | None = None
+    directory: StoragePath, ckpt_step: int | None, *, save: str | None = None
 ) -> Selection:
     """Look at a `--load` directory and return the checkpoints to try in order.
 
@@ -83,7 +83,7 @@ def _refuse_a_file(directory: Path) -> None:
         raise _unusable(directory, f"{there} is a {what}, not a directory")
 
 
-def _holds(directory: Place, name: str) -> bool:
+def _holds(directory: StoragePath, name: str) -> bool:
     if isinstance(directory, Path):
         return (directory / name).exists()
     return directory.has(name)
@@ -94,7 +94,7 @@ def _age(iteration: int | str) -> int:
     return iteration if isinstance(iteration, int) else -1
 
 
-def _only_step(selection: Selection, directory: Place, step: int) -> None:
+def _only_step(selection: Selection, directory: StoragePath, step: int) -> None:
     there = [found.iteration for found in selection.candidates]
     selection.candidates = [f for f in selection.candidates if f.iteration == step]
     if not selection.candidates:
@@ -107,7 +107,7 @@ def _only_step(selection: Selection, directory: Place, step: int) -> None:
 
 
 def _refuse_if_something_was_here(
-    directory: Place, listing: commit.Listing, tracker: int | str | None, *, is_own: bool
+    directory: StoragePath, listing: commit.Listing, tracker: int | str | None, *, is_own: bool
 ) -> None:
     """Raise if the directory is not simply one that no run has saved to yet."""
     if listing.refused:
@@ -119,7 +119,7 @@ def _refuse_if_something_was_here(
         )
     if not isinstance(directory, Path) or not directory.is_dir():
         return
-    left = {path.name for path in listing.leftovers} | {LEASE_NAME}
+    left = {path.name for path in listing.leftovers} | {SAVE_LOCK_NAME}
     names = {entry.name for entry in directory.iterdir()} - left
     if LATEST_NAME in names and any(name.startswith("global_step") for name in names):
         raise _unusable(directory, "it is DeepSpeed's, and no tag in it is complete")
@@ -140,7 +140,7 @@ def missing(directory: str) -> CheckpointError:
     )
 
 
-def moved_away(directory: Place) -> CheckpointError | None:
+def moved_away(directory: StoragePath) -> CheckpointError | None:
     """Return the error for a save directory that is not there any more."""
     if not isinstance(directory, Path) or directory.is_dir():
         return None
@@ -161,7 +161,7 @@ def missing_pretrained(directory: str) -> CheckpointError:
     )
 
 
-def _unusable(directory: Place, why: str) -> CheckpointError:
+def _unusable(directory: StoragePath, why: str) -> CheckpointError:
     return CheckpointError(
         f"nothing in {directory} can be loaded: {why}.",
         rule="a run never starts from random weights where a checkpoint was expected",
@@ -170,7 +170,9 @@ def _unusable(directory: Place, why: str) -> CheckpointError:
     )
 
 
-def no_intact_checkpoint(directory: Place, problems: list[CheckpointError]) -> CheckpointError:
+def no_intact_checkpoint(
+    directory: StoragePath, problems: list[CheckpointError]
+) -> CheckpointError:
     """Return the error for a directory whose checkpoints are all damaged."""
     reasons = "\n".join(f"  - {problem.found}" for problem in problems)
     return CheckpointError(

@@ -101,7 +101,7 @@ class CheckpointSettings:
     auto_detect_ckpt_format: bool = flag(False, note="the format is always read from the files")
     """Find out the format of what is loaded."""
     non_persistent_save_interval: int | None = None
-    """Steps between short-lived checkpoints, for a quick restart: each replaces the one before."""
+    """Steps between non-persistent checkpoints, for quick restarts: each replaces the last one."""
     non_persistent_ckpt_type: str | None = flag(
         None,
         choices=("global", "local", "in_memory"),

@@ -11,7 +11,7 @@ from megatron.training.hooks.scalars import Scalars
 from megatron.training.metrics.log_line import validation_lines
 from megatron.training.parts import StepPlan, TrainingParts
 from megatron.training.printing import is_last_rank
-from megatron.training.resilience.progress import RunProgress
+from megatron.training.resilience.status import RunStatus
 from megatron.training.state import StepResult, StopReason, TrainState
 
 
@@ -27,14 +27,14 @@ class Evaluate(Hook):
         parts: TrainingParts,
         *,
         plan: StepPlan,
-        progress: RunProgress,
+        status: RunStatus,
         scalars: Scalars,
         write: Callable[[str], None],
         must_leave: Callable[[], bool] = lambda: False,
     ) -> None:
         self.parts = parts
         self.plan = plan
-        self.progress = progress
+        self.status = status
         self.scalars = scalars
         self.write = write
         self.must_leave = must_leave
@@ -80,7 +80,7 @@ class Evaluate(Hook):
         """Evaluate on `data`, print the result and send it to the scalars."""
         if num_rows == 0:
             return
-        with self.progress.at("evaluating"):
+        with self.status.doing("evaluating"):
             found = evaluate(
                 self.parts,
                 data,

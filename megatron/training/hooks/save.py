@@ -9,13 +9,13 @@ from megatron.core.errors import CheckpointError
 from megatron.training.checkpointing import Checkpointer
 from megatron.training.hooks.base import Hook
 from megatron.training.printing import print_rank_0
-from megatron.training.resilience.progress import RunProgress
+from megatron.training.resilience.status import RunStatus
 from megatron.training.state import StepResult, StopReason, TrainState
 
 
 class SaveCheckpoints(Hook):
     """Saves every `interval` steps, and whatever the last save does not hold when the loop ends;
-    every `short_lived_interval` steps in between, a short-lived checkpoint.
+    every `non_persistent_interval` steps in between, a non-persistent checkpoint.
 
     An asynchronous save is committed at the step after its bytes are written; the end of the run
     waits for it. Of `allowed_failures` saves in a row it is only told that they failed: earlier
@@ -26,14 +26,14 @@ class SaveCheckpoints(Hook):
         self,
         checkpointer: Checkpointer,
         interval: int | None,
-        progress: RunProgress,
-        short_lived_interval: int | None = None,
+        status: RunStatus,
+        non_persistent_interval: int | None = None,
         allowed_failures: int = 0,
     ) -> None:
         self.checkpointer = checkpointer
         self.interval = interval
-        self.progress = progress
-        self.short_lived_interval = short_lived_interval
+        self.status = status
+        self.non_persistent_interval = non_persistent_interval
         self.allowed_failures = allowed_failures
         self._num_failures = 0
         self._began_at: int | None = None
@@ -50,21 +50,21 @@ class SaveCheckpoints(Hook):
         """Commit what the background has written, and save when it is time."""
         self._attempt("committing a checkpoint", self.checkpointer.after_step)
         if self._last_saved is not None and not self.checkpointer.has_save_in_flight:
-            self.progress.last_good_checkpoint = self._last_saved or None
+            self.status.last_good_checkpoint = self._last_saved or None
         if self.interval is not None and state.iteration % self.interval == 0:
             self._finish_earlier()
             self._attempt("saving a checkpoint", lambda: self._save(state))
-        elif self.short_lived_interval and state.iteration % self.short_lived_interval == 0:
+        elif self.non_persistent_interval and state.iteration % self.non_persistent_interval == 0:
             self._attempt(
-                "saving a short-lived checkpoint",
-                lambda: self.checkpointer.save_short_lived(state),
+                "saving a non-persistent checkpoint",
+                lambda: self.checkpointer.save_non_persistent(state),
             )
         return state
 
     def after_training(self, state: TrainState, stop: StopReason) -> TrainState:
         """Save the end of the run, for whatever reason it ended."""
         self._finish_earlier()
-        with self.progress.at("saving a checkpoint"):
+        with self.status.doing("saving a checkpoint"):
             if state.iteration != self._last_saved:
                 self._save(state)
             self.checkpointer.finish()
@@ -78,15 +78,15 @@ class SaveCheckpoints(Hook):
 
     def _attempt(self, doing: str, function: Callable[[], None]) -> None:
         """Call a collective of the checkpointer, whose errors all ranks raise alike."""
-        outer, committed = self.progress.where, self.checkpointer.last_committed
+        outer, committed = self.status.activity, self.checkpointer.last_committed
         try:
-            with self.progress.at(doing):
+            with self.status.doing(doing):
                 function()
         except CheckpointError as error:
             self._num_failures += 1
             if self._num_failures > self.allowed_failures:
                 raise
-            self.progress.where = outer
+            self.status.activity = outer
             newest = self.checkpointer.last_committed
             self._last_saved = self._began_at if newest is None else newest
             print_rank_0(
@@ -101,13 +101,13 @@ class SaveCheckpoints(Hook):
         self.checkpointer.save(state)
         self._last_saved = state.iteration
         if not self.checkpointer.has_save_in_flight:
-            self.progress.last_good_checkpoint = state.iteration
+            self.status.last_good_checkpoint = state.iteration
 
     def close(self) -> None:
         """Give the directory free.
 
         After a failure nothing is done: an unfinished save would wait for ranks that have left,
-        and the lease of a process that is gone is taken over by the next run.
+        and the lock of a process that is gone is taken over by the next run.
         """
         if self._has_ended:
             self.checkpointer.close()
@@ -116,16 +116,14 @@ class SaveCheckpoints(Hook):
 class Export(Hook):
     """Writes the last checkpoint in another program's form once all steps are done."""
 
-    def __init__(
-        self, write: Callable[[Path], None], directory: str, progress: RunProgress
-    ) -> None:
+    def __init__(self, write: Callable[[Path], None], directory: str, status: RunStatus) -> None:
         self.write = write
         self.directory = Path(directory)
-        self.progress = progress
+        self.status = status
 
     def after_training(self, state: TrainState, stop: StopReason) -> TrainState:
         """Export the checkpoint that was saved last."""
         if stop is StopReason.FINISHED:
-            with self.progress.at("exporting the model"):
+            with self.status.doing("exporting the model"):
                 self.write(self.directory)
         return state

@@ -11,6 +11,7 @@ from megatron.core.transport import backend
 from megatron.core.transport.object_collectives import any_across_ranks
 from megatron.training.checkpointing import Checkpointer
 from megatron.training.hooks.base import Hook, Hooks
+from megatron.training.hooks.counters import PublishCounters
 from megatron.training.hooks.evaluation import Evaluate
 from megatron.training.hooks.housekeeping import (
     CollectGarbage,
@@ -21,7 +22,6 @@ from megatron.training.hooks.housekeeping import (
     WatchForSpikes,
 )
 from megatron.training.hooks.log import LinesForFirstRank, LogLine
-from megatron.training.hooks.progress import TrackProgress
 from megatron.training.hooks.save import Export, SaveCheckpoints
 from megatron.training.hooks.scalars import ProgressBar, Scalars, sinks_here
 from megatron.training.hooks.stop import (
@@ -34,8 +34,8 @@ from megatron.training.hooks.stop import (
 from megatron.training.parts import StepPlan, TrainingParts
 from megatron.training.phases import transitions_of
 from megatron.training.printing import is_last_rank, is_rank_0
-from megatron.training.resilience.progress import RunProgress
 from megatron.training.resilience.signals import SignalFlag
+from megatron.training.resilience.status import RunStatus
 from megatron.training.resolve import ResolvedRun
 
 
@@ -49,7 +49,7 @@ class StandardHooks(Hooks):
 
 def standard_hooks(
     parts: TrainingParts,
-    progress: RunProgress,
+    status: RunStatus,
     checkpointer: Checkpointer | None,
     *,
     signal: SignalFlag | None = None,
@@ -74,12 +74,12 @@ def standard_hooks(
     evaluate = Evaluate(
         parts,
         plan=evaluation_plan(parts),
-        progress=progress,
+        status=status,
         scalars=scalars,
         write=write,
         must_leave=lambda: signal is not None and any_across_ranks(signal.is_set, backend.world()),
     )
-    hooks: list[Hook] = [TrackProgress(progress)]
+    hooks: list[Hook] = [PublishCounters(status)]
     hooks += [bar] if bar is not None else []
     hooks += [LogLine(parts, write, run.train_iters), scalars]
     if run.check_weight_hash_across_dp_replicas_interval:
@@ -102,15 +102,15 @@ def standard_hooks(
             SaveCheckpoints(
                 checkpointer,
                 run.save_interval,
-                progress,
-                short_lived_interval=run.non_persistent_save_interval,
+                status,
+                non_persistent_interval=run.non_persistent_save_interval,
                 allowed_failures=run.allowed_save_failures,
             )
         )
         if run.save_hf is not None:
-            hooks.append(Export(checkpointer.export_model, run.save_hf, progress))
+            hooks.append(Export(checkpointer.export_model, run.save_hf, status))
         if run.save_adapter is not None:
-            hooks.append(Export(checkpointer.export_adapters, run.save_adapter, progress))
+            hooks.append(Export(checkpointer.export_adapters, run.save_adapter, status))
     save_directory = local_save_directory(run)
     if run.log_progress and save_directory is not None and is_rank_0():
         hooks.append(ProgressFile(save_directory, run.world_size))

@@ -150,8 +150,8 @@ def expert_ranks(settings: Mapping[str, Any]) -> int:
     return settings["expert_tensor_parallel_size"] * settings["expert_model_parallel_size"]
 
 
-def sharding_rung(settings: Mapping[str, Any]) -> int:
-    """Return the rung of the ladder: 0 to 3."""
+def zero_stage_of(settings: Mapping[str, Any]) -> int:
+    """Return the ZeRO stage: 0 to 3."""
     if settings["use_torch_fsdp2"]:
         return 3
     return SHARDING_STRATEGIES.index(settings["data_parallel_sharding_strategy"])
@@ -166,11 +166,11 @@ def buffer_bytes(
     the next one on its way, and the gradients of one that is filled and one that is reduced. A unit
     is a layer, or a table of the vocabulary.
     """
-    rung, shards = sharding_rung(settings), num_shards(settings)
-    if rung < 2 or shards == 1:
+    zero_stage, shards = zero_stage_of(settings), num_shards(settings)
+    if zero_stage < 2 or shards == 1:
         return 0.0
     per, tp = state_bytes(settings), settings["tensor_model_parallel_size"]
-    if rung == 2:
+    if zero_stage == 2:
         bucket = settings["ddp_bucket_size"] or max(40_000_000, 1_000_000 * shards)
         return (
             min(sum(_held(settings, size, chunks)), (BucketedBuffer.max_in_flight + 1) * bucket)
@@ -213,12 +213,12 @@ def estimate_memory(
     """
     tp, per = settings["tensor_model_parallel_size"], state_bytes(settings)
     dense, routed = _held(settings, size, chunks)
-    shards, rung = num_shards(settings), sharding_rung(settings)
+    shards, zero_stage = num_shards(settings), zero_stage_of(settings)
     # The expert grid arranges the same ranks of a stage another way.
     sharded = dense / shards + routed / max(shards * tp / expert_ranks(settings), 1.0)
-    # Each rung shards one thing more: moments and main weights, gradients, weights.
+    # Each ZeRO stage shards one thing more: moments and main weights, gradients, weights.
     optimizer, gradients, weights = (
-        sharded if rung >= first else dense + routed for first in (1, 2, 3)
+        sharded if zero_stage >= first else dense + routed for first in (1, 2, 3)
     )
     layers = sum(
         (chunk.num_layers - chunk.num_expert_layers) * layer_activation_bytes(settings, size)
@@ -233,7 +233,9 @@ def estimate_memory(
         if not settings["cross_entropy_loss_fusion"]:
             logits = tokens * size.vocab_size / tp * (per.weight + 4)
     return MemoryEstimate(
-        weights=0.0 if rung == 3 and settings.get("param_offload_path") else weights * per.weight,
+        weights=0.0
+        if zero_stage == 3 and settings.get("param_offload_path")
+        else weights * per.weight,
         gradients=gradients * per.gradient,
         main_weights=optimizer * per.main,
         optimizer=optimizer * per.moments,

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core.attempts import hosts_store, launcher_hosts_store
-from megatron.core.dist_checkpointing.lease import Lease
+from megatron.core.dist_checkpointing.save_lock import SaveLock
 from megatron.core.errors import (
     CheckpointError,
     ConfigError,
@@ -41,7 +41,7 @@ from megatron.core.errors import (
     TopologyError,
 )
 from megatron.training import launch
-from megatron.training.resilience.progress import RunProgress
+from megatron.training.resilience.status import RunStatus
 from megatron.training.resilience.watch import end_by, open_watch
 
 FAILURE_FILE = "failure.json"
@@ -103,7 +103,7 @@ def is_lost_peer(error: BaseException) -> bool:
     return classify(error) == LOST_PEER
 
 
-def action_for(error: BaseException, name: str, progress: RunProgress) -> str:
+def action_for(error: BaseException, name: str, status: RunStatus) -> str:
     """Say in a few words what to do."""
     parts = error.problems if isinstance(error, MegatronError) else ()
     if len(parts) == 1:
@@ -113,8 +113,8 @@ def action_for(error: BaseException, name: str, progress: RunProgress) -> str:
     if isinstance(error, MegatronError):
         return "see the message above"
     resume = (
-        f"resume with --load {progress.save_directory}"
-        if progress.last_good_checkpoint is not None
+        f"resume with --load {status.save_directory}"
+        if status.last_good_checkpoint is not None
         else "start again"
     )
     return {
@@ -124,38 +124,38 @@ def action_for(error: BaseException, name: str, progress: RunProgress) -> str:
     }.get(name, f"see the traceback above, then {resume}")
 
 
-def fatal_line(error: BaseException, progress: RunProgress) -> str:
+def fatal_line(error: BaseException, status: RunStatus) -> str:
     """Return the one line."""
     name, _ = classify(error)
-    last = progress.last_good_checkpoint
+    last = status.last_good_checkpoint
     facts = {
-        "iter": progress.iteration,
-        "rank": progress.rank,
+        "iter": status.iteration,
+        "rank": status.rank,
         "host": socket.gethostname(),
-        "where": progress.where,
+        "where": status.activity,
         "last_good_ckpt": "none" if last is None else last,
-        "action": action_for(error, name, progress),
+        "action": action_for(error, name, status),
     }
-    if not progress.has_begun:
+    if not status.has_begun:
         del facts["iter"], facts["last_good_ckpt"]
     return f"FATAL[{name}] " + " ".join(f"{key}={value}" for key, value in facts.items())
 
 
-def failure_record(error: BaseException, progress: RunProgress) -> dict[str, Any]:
+def failure_record(error: BaseException, status: RunStatus) -> dict[str, Any]:
     """Return the content of failure.json."""
     name, code = classify(error)
     found = error.found if isinstance(error, MegatronError) else f"{type(error).__name__}: {error}"
-    lost = about_peers(error, progress)
+    lost = about_peers(error, status)
     return {
         "class": name,
         "exit_code": code,
-        "iteration": progress.iteration,
-        "attempt": progress.attempt,
-        "rank": progress.rank,
+        "iteration": status.iteration,
+        "attempt": status.attempt,
+        "rank": status.rank,
         "host": socket.gethostname(),
-        "where": progress.where,
-        "last_good_ckpt": progress.last_good_checkpoint,
-        "action": action_for(error, name, progress),
+        "where": status.activity,
+        "last_good_ckpt": status.last_good_checkpoint,
+        "action": action_for(error, name, status),
         "message": found + (f" ({lost})" if lost else ""),
         "rule": getattr(error, "rule", ""),
         "flags": list(getattr(error, "flags", ())),
@@ -178,13 +178,13 @@ def set_earlier_failure_aside(directory: str) -> None:
         os.replace(Path(directory) / FAILURE_FILE, Path(directory) / EARLIER_FAILURE_FILE)
 
 
-def about_peers(error: BaseException, progress: RunProgress) -> str:
+def about_peers(error: BaseException, status: RunStatus) -> str:
     """Return what is known of the ranks of this node, if `error` comes from their silence."""
     is_lost = is_lost_peer(error)
-    return progress.peers.describe() if progress.peers is not None and is_lost else ""
+    return status.peers.describe() if status.peers is not None and is_lost else ""
 
 
-def _is_first_to_report(error: BaseException, progress: RunProgress, store: Any) -> bool:
+def _is_first_to_report(error: BaseException, status: RunStatus, store: Any) -> bool:
     """Ask the store. Where it is gone, all ranks have their own error to tell; of what one rank of
     a node sees the others see, too, one is enough.
     """
@@ -194,7 +194,7 @@ def _is_first_to_report(error: BaseException, progress: RunProgress, store: Any)
         return bool(_ask(lambda: store.add("failure/reports", 1)) == 1)
     except Exception:
         is_seen_by_all = isinstance(error, LauncherLostError) or is_lost_peer(error)
-        return progress.local_rank == 0 or not is_seen_by_all
+        return status.local_rank == 0 or not is_seen_by_all
 
 
 def _ask(question: Callable[[], Any]) -> Any:
@@ -221,15 +221,15 @@ def _ask(question: Callable[[], Any]) -> Any:
     return answer
 
 
-def _said(error: BaseException, progress: RunProgress) -> str:
+def _said(error: BaseException, status: RunStatus) -> str:
     """Return the message, or the traceback of an unforeseen error."""
     if isinstance(error, KeyboardInterrupt):
-        text = f"interrupted while {progress.where}"
+        text = f"interrupted while {status.activity}"
     elif isinstance(error, MegatronError):
         text = str(error)
     else:
         text = "".join(traceback.format_exception(error)).rstrip()
-    lost = about_peers(error, progress)
+    lost = about_peers(error, status)
     return text + (f"\n{lost}" if lost else "")
 
 
@@ -237,57 +237,57 @@ _ONE_AT_A_TIME = threading.Lock()
 """The two threads of a rank may fail at the same time."""
 
 
-def report(error: BaseException, progress: RunProgress, store: Any) -> int:
+def report(error: BaseException, status: RunStatus, store: Any) -> int:
     """Write the message of a failed run once, and return this rank's exit code."""
     with _ONE_AT_A_TIME:
-        if not progress.has_reported:
-            progress.has_reported = True
-            _report(error, progress, store)
+        if not status.has_reported:
+            status.has_reported = True
+            _report(error, status, store)
     return classify(error)[1]
 
 
-def _report(error: BaseException, progress: RunProgress, store: Any) -> None:
+def _report(error: BaseException, status: RunStatus, store: Any) -> None:
     if isinstance(error, LauncherLostError) and launcher_hosts_store():
         # The store is gone with it: asking would only make torch print its stack.
-        if progress.local_rank == 0:
-            _tell(error, progress)
+        if status.local_rank == 0:
+            _tell(error, status)
         return
-    if _is_first_to_report(error, progress, store):
-        text = _tell(error, progress)
+    if _is_first_to_report(error, status, store):
+        text = _tell(error, status)
         with contextlib.suppress(Exception):
-            told = f"reported by rank {progress.rank}:\n{text}"
+            told = f"reported by rank {status.rank}:\n{text}"
             _ask(lambda: store.set("failure/text", told))
     else:
-        text = fatal_line(error, progress)
+        text = fatal_line(error, status)
         with contextlib.suppress(Exception):
             _ask(lambda: store.wait(["failure/text"], timedelta(seconds=WAIT_S)))
             text = _ask(lambda: store.get("failure/text")).decode()
     write_launcher_error_file(text)
-    _let_others_report(progress, store)
+    _let_others_report(status, store)
 
 
-def _tell(error: BaseException, progress: RunProgress) -> str:
+def _tell(error: BaseException, status: RunStatus) -> str:
     """Print the message and the line, leave the record, and return what was printed."""
-    text = f"{_said(error, progress)}\n{fatal_line(error, progress)}"
+    text = f"{_said(error, status)}\n{fatal_line(error, status)}"
     # One call: lines of several ranks would mix.
     sys.stderr.write(f"\n{text}\n")
     sys.stderr.flush()
     # The line matters more than the file: a full disk must not hide it.
     with contextlib.suppress(OSError, MegatronError):
-        _leave_record(failure_record(error, progress), progress)
+        _leave_record(failure_record(error, status), status)
     return text
 
 
-def _leave_record(record: dict[str, Any], progress: RunProgress) -> None:
+def _leave_record(record: dict[str, Any], status: RunStatus) -> None:
     """Write failure.json, unless the save directory is that of another run that lives."""
-    if progress.save_directory is None:
+    if status.save_directory is None:
         return
-    lease = None
-    if not progress.has_claimed:
-        lease = Lease.acquire(progress.save_directory, grace_s=0.0)
-    write_failure(record, progress.save_directory)
-    if lease is not None:
-        lease.release()
+    lock = None
+    if not status.has_claimed:
+        lock = SaveLock.acquire(status.save_directory, grace_s=0.0)
+    write_failure(record, status.save_directory)
+    if lock is not None:
+        lock.release()
 
 
 def write_launcher_error_file(text: str) -> None:
@@ -301,7 +301,7 @@ def write_launcher_error_file(text: str) -> None:
         Path(path).write_text(json.dumps({"message": message}), encoding="utf-8")
 
 
-def _let_others_report(progress: RunProgress, store: Any) -> None:
+def _let_others_report(status: RunStatus, store: Any) -> None:
     """Keep a store that lives in this process until all ranks have used it, for a while.
 
     Without it they would report what they know already, with torch's own lines of a lost store.
@@ -310,7 +310,7 @@ def _let_others_report(progress: RunProgress, store: Any) -> None:
         num_ended = _ask(lambda: store.add("failure/ended", 1))
         deadline = time.monotonic() + WAIT_S
         while (
-            hosts_store(progress.rank)
+            hosts_store(status.rank)
             and num_ended < launch.place_of_this_process().world_size
             and time.monotonic() < deadline
         ):
@@ -319,7 +319,7 @@ def _let_others_report(progress: RunProgress, store: Any) -> None:
 
 
 @contextmanager
-def failures_reported(progress: RunProgress, store_slot: list[Any]) -> Iterator[None]:
+def failures_reported(status: RunStatus, store_slot: list[Any]) -> Iterator[None]:
     """Turn an exception of the run into the report and `SystemExit`.
 
     Of a rank that torchrun started, also the end of torchrun itself, and SIGTERM, which torchrun
@@ -332,10 +332,10 @@ def failures_reported(progress: RunProgress, store_slot: list[Any]) -> Iterator[
     def store() -> Any:
         return store_slot[0] if store_slot else None
 
-    watch = progress.watch = open_watch(
+    watch = status.watch = open_watch(
         launch.launcher_process(),
-        on_orphaned=lambda: _end_orphaned(progress, store()),
-        before_end=lambda: _report_lost_peer(progress, store()),
+        on_orphaned=lambda: _end_orphaned(status, store()),
+        before_end=lambda: _report_lost_peer(status, store()),
     )
     try:
         if launch.has_lost_its_launcher():
@@ -344,7 +344,7 @@ def failures_reported(progress: RunProgress, store_slot: list[Any]) -> Iterator[
     except (SystemExit, GeneratorExit):
         raise
     except BaseException as error:
-        code = report(error, progress, store())
+        code = report(error, status, store())
         raise SystemExit(code) from None
     finally:
         if watch is not None:
@@ -359,27 +359,27 @@ def _launcher_lost() -> LauncherLostError:
     )
 
 
-def _end_orphaned(progress: RunProgress, store: Any) -> None:
+def _end_orphaned(status: RunStatus, store: Any) -> None:
     """End a rank whose launcher is gone. Called beside the training thread."""
     error = _launcher_lost()
     code = classify(error)[1]
     _within(WAIT_S, lambda: os._exit(code))
     try:
-        report(error, progress, store)
+        report(error, status, store)
     finally:
         os._exit(code)
 
 
-def _report_lost_peer(progress: RunProgress, store: Any) -> None:
+def _report_lost_peer(status: RunStatus, store: Any) -> None:
     """Say why torchrun sends SIGTERM, if a rank of this node was killed."""
-    if progress.peers is not None and progress.peers.any_was_lost():
+    if status.peers is not None and status.peers.any_was_lost():
         error = PeerLostError(
             "another rank of this job was killed.",
             rule="a job ends with any of its ranks",
             fix="see why the rank was killed, then resume",
         )
         _within(WAIT_S, lambda: end_by(signal.SIGTERM))
-        report(error, progress, store)
+        report(error, status, store)
 
 
 def _within(seconds: float, end: Callable[[], None]) -> None:

@@ -123,20 +123,20 @@ def loss_scale_has_room(run: ResolvedRun) -> Iterator[MegatronError]:
 
 
 @rule
-def short_lived_checkpoints_are_complete(run: ResolvedRun) -> Iterator[MegatronError]:
+def non_persistent_checkpoints_are_complete(run: ResolvedRun) -> Iterator[MegatronError]:
     """An interval, a kind and a place belong together."""
     interval, kind = run.non_persistent_save_interval, run.non_persistent_ckpt_type
     if interval is not None and run.save is None:
         yield problem(
             "--non-persistent-save-interval without --save.",
-            "short-lived checkpoints come between those that stay",
+            "non-persistent checkpoints come between those that stay",
             "--non-persistent-save-interval", "--save",
             fix="add --save DIRECTORY",
         )  # fmt: skip
     if interval is not None and kind is None:
         yield problem(
             "--non-persistent-save-interval without --non-persistent-ckpt-type.",
-            "short-lived checkpoints are global or local",
+            "non-persistent checkpoints are global or local",
             "--non-persistent-ckpt-type",
             fix="add --non-persistent-ckpt-type local",
         )

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 
 from megatron.core.dist_checkpointing.durable import describe_os_error
-from megatron.core.dist_checkpointing.object_store import place_of
+from megatron.core.dist_checkpointing.object_store import storage_path
 from megatron.core.errors import MegatronError
 from megatron.core.flags import kebab
 from megatron.training.checkpointing.selection import (
@@ -87,11 +87,11 @@ def what_is_loaded_is_there(run: ResolvedRun) -> Iterator[MegatronError]:
     """
     try:
         if run.load is not None:
-            own = select_checkpoints(place_of(run.load), run.ckpt_step, save=run.save)
+            own = select_checkpoints(storage_path(run.load), run.ckpt_step, save=run.save)
             if own.candidates:
                 return
         if run.pretrained_checkpoint is not None:
-            if not select_checkpoints(place_of(run.pretrained_checkpoint), None).candidates:
+            if not select_checkpoints(storage_path(run.pretrained_checkpoint), None).candidates:
                 yield missing_pretrained(run.pretrained_checkpoint)
         elif run.load is not None and run.exit_on_missing_checkpoint:
             yield missing(run.load)

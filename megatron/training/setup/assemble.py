@@ -15,7 +15,7 @@ from megatron.training.config.run import all_flags
 from megatron.training.metrics.model_size import ModelSize
 from megatron.training.parts import MicrobatchPlanner, TrainingParts
 from megatron.training.printing import print_rank_0
-from megatron.training.resilience.progress import RunProgress
+from megatron.training.resilience.status import RunStatus
 from megatron.training.resolve import ResolvedRun
 from megatron.training.setup.callbacks import install_callbacks
 from megatron.training.setup.initialize import Session
@@ -60,7 +60,7 @@ def assemble(
     return parts, Checkpointer(from_args(CheckpointSettings, run.values), saved)
 
 
-def load_state(run: ResolvedRun, checkpointer: Checkpointer, progress: RunProgress) -> TrainState:
+def load_state(run: ResolvedRun, checkpointer: Checkpointer, status: RunStatus) -> TrainState:
     """Load what --load or --pretrained-checkpoint name, and return where the run stands."""
     if run.load is None and run.pretrained_checkpoint is None and run.load_hf is None:
         return TrainState()
@@ -69,9 +69,9 @@ def load_state(run: ResolvedRun, checkpointer: Checkpointer, progress: RunProgre
         return TrainState()
     for line in changed_settings(run, restored.args):
         print_rank_0(f" > {line}")
-    progress.iteration = restored.progress.iteration
-    progress.last_good_checkpoint = restored.progress.iteration or None
-    return restored.progress
+    status.iteration = restored.train_state.iteration
+    status.last_good_checkpoint = restored.train_state.iteration or None
+    return restored.train_state
 
 
 _MAY_CHANGE = (

@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron.core import num_microbatches_calculator as calculator
 from megatron.core.attempts import START_TIMEOUT
-from megatron.core.dist_checkpointing.object_store import is_url, place_of
+from megatron.core.dist_checkpointing.object_store import is_url, storage_path
 from megatron.core.errors import MegatronError
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.processes import name_fatal_signals
@@ -22,8 +22,8 @@ from megatron.training.config.run import RunConfig
 from megatron.training.printing import print_rank_0
 from megatron.training.resilience.failure import set_earlier_failure_aside
 from megatron.training.resilience.peers import PeersHere
-from megatron.training.resilience.progress import RunProgress
 from megatron.training.resilience.signals import SignalFlag
+from megatron.training.resilience.status import RunStatus
 from megatron.training.resolve import ResolvedRun, resolve_vocabulary
 from megatron.training.rules import notes, resolve_and_check
 from megatron.training.rules.same_flags import agree_on_settings, comparable
@@ -45,7 +45,7 @@ class Session:
     groups: ProcessGroupCollection
     timers: Timers
     tokenizer: Any
-    progress: RunProgress
+    status: RunStatus
     signal: SignalFlag | None = None
     tensorboard: Any = None
     wandb: Any = None
@@ -54,11 +54,11 @@ class Session:
 ReadCommand = Callable[[], ParsedCommand]
 
 
-def read_settings(read: ReadCommand, world_size: int, progress: RunProgress) -> ResolvedRun:
+def read_settings(read: ReadCommand, world_size: int, status: RunStatus) -> ResolvedRun:
     """Read, derive and check the settings; nothing is started.
 
     Args:
-        progress: told where the run saves, for the report if the settings are refused.
+        status: told where the run saves, for the report if the settings are refused.
     Raises:
         ConfigError: with all problems.
     """
@@ -66,7 +66,7 @@ def read_settings(read: ReadCommand, world_size: int, progress: RunProgress) -> 
     def ranks(config: RunConfig) -> int:
         save = config.checkpoint.save
         if save is not None and not is_url(save):
-            progress.save_directory = save
+            status.save_directory = save
         return world_size
 
     return resolve_and_check(read, ranks)
@@ -74,7 +74,7 @@ def read_settings(read: ReadCommand, world_size: int, progress: RunProgress) -> 
 
 def start_session(
     read: ReadCommand,
-    progress: RunProgress,
+    status: RunStatus,
     store_slot: list[Any],
     *,
     get_embedding_ranks: Callable[..., list[int]] | None = None,
@@ -85,7 +85,7 @@ def start_session(
     """Bring up this rank's part of the run.
 
     Args:
-        progress: told what is being done, for the failure report.
+        status: told what is being done, for the failure report.
         store_slot: receives the rendezvous store as soon as it exists.
         store: one that exists already.
         claims_save_directory: refuse now, before anything is built, what another run saves into.
@@ -94,37 +94,37 @@ def start_session(
     """
     name_fatal_signals()
     place = launch.place_of_this_process()
-    progress.rank, progress.where = place.rank, "starting the processes"
+    status.rank, status.activity = place.rank, "starting the processes"
     store = store if store is not None else launch.connect_store(place, START_TIMEOUT)
     store_slot.append(store)
 
-    progress.where = "reading the settings"
+    status.activity = "reading the settings"
     run: ResolvedRun | None = None
     mine: dict[str, Any] | MegatronError
     try:
-        run = read_settings(read, place.world_size, progress)
+        run = read_settings(read, place.world_size, status)
         mine = comparable(run.config, run.extra)
     except MegatronError as error:
         mine = error
     agree_on_settings(store, place.rank, place.world_size, mine, timeout=START_TIMEOUT)
     assert run is not None
-    progress.has_begun = True
+    status.has_begun = True
     announce(run)
-    progress.peers = PeersHere.meet(store, place)
-    if progress.watch is not None:
-        progress.watch.follow(progress.peers.peers)
+    status.peers = PeersHere.meet(store, place)
+    if status.watch is not None:
+        status.watch.follow(status.peers.peers)
 
-    progress.where = "connecting the ranks"
+    status.activity = "connecting the ranks"
     if "gloo" in run.distributed_backend:
         check_addresses(store, place.rank, place.world_size, START_TIMEOUT)
     start_processes(run, place, store)
     if claims_save_directory and run.save is not None and not run.skip_train:
-        progress.where = "claiming the save directory"
-        claim_directory(place_of(run.save), control_group(None))
-        progress.has_claimed = True
-        if place.rank == 0 and progress.save_directory is not None:
-            set_earlier_failure_aside(progress.save_directory)
-    progress.where = "creating process groups"
+        status.activity = "claiming the save directory"
+        claim_directory(storage_path(run.save), control_group(None))
+        status.has_claimed = True
+        if place.rank == 0 and status.save_directory is not None:
+            set_earlier_failure_aside(status.save_directory)
+    status.activity = "creating process groups"
     groups = create_groups(
         run,
         get_embedding_ranks=get_embedding_ranks,
@@ -133,15 +133,15 @@ def start_session(
     set_numerics(run)
     seed_everything(run.seed)
 
-    progress.where = "building the tokenizer"
+    status.activity = "building the tokenizer"
     tokenizer = build_tokenizer(run.namespace())
     run = resolve_vocabulary(run, tokenizer.vocab_size)
     for derived in run.derivations[-2:]:
         if derived.name.endswith("vocab_size"):
             print_rank_0(f" > {derived}")
     timers = Timers(run.timing_log_level, run.timing_log_option)
-    session = Session(run, groups, timers, tokenizer, progress)
-    progress.where = "opening what is written beside the log"
+    session = Session(run, groups, timers, tokenizer, status)
+    status.activity = "opening what is written beside the log"
     session.signal = SignalFlag("SIGTERM", run.exit_signal) if run.exit_signal_handler else None
     session.tensorboard, session.wandb = open_tensorboard(run), open_wandb(run)
     publish(session)

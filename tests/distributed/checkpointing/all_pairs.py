@@ -25,7 +25,7 @@ import torch
 from megatron.core.dist_checkpointing.digest import checkpoint_digest, tensor_digests
 from megatron.core.dist_checkpointing.loader import open_contents
 from megatron.core.transport.object_collectives import SingleProcess
-from megatron.training.checkpointing.sources import EMBEDDING, HEAD, is_head
+from megatron.training.checkpointing.key_mapping import EMBEDDING, HEAD, is_head
 from tests.distributed.checkpointing.gpt_run import (
     Layout,
     Model,

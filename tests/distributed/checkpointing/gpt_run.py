@@ -144,7 +144,7 @@ class Run:
         config.no_sync_func = no_sync[0] if is_single else no_sync
         config.grad_sync_func = grad_sync[0] if is_single else grad_sync
         self.schedule = get_forward_backward_func(pp_size=layout.pp, vp_size=layout.vp)
-        self.progress = TrainState()
+        self.train_state = TrainState()
         self.losses: list[float] = []
         self.norms: list[float] = []
         self.scales: list[float] = []
@@ -162,18 +162,18 @@ class Run:
         """Load, and go on from there."""
         restored = self.checkpointer.load()
         if restored is not None:
-            self.progress = restored.progress
+            self.train_state = restored.train_state
         return restored
 
     def save(self) -> None:
         """Save where the run stands."""
-        self.checkpointer.save(self.progress)
+        self.checkpointer.save(self.train_state)
 
     def train(self, num_steps: int) -> None:
         """Run optimizer steps; the loss of each is kept on the last stage."""
         dp_rank, dp_size = get_pg_rank(self.groups.dp), get_pg_size(self.groups.dp)
         for _ in range(num_steps):
-            consumed = self.progress.consumed_train_samples
+            consumed = self.train_state.consumed_train_samples
             rng_state().begin_step(consumed, micro_batch_size=1, dp_rank=dp_rank, dp_size=dp_size)
             for chunk in self.chunks:
                 chunk.zero_grad_buffer()
@@ -196,10 +196,10 @@ class Run:
             if is_updated:
                 self.scheduler.step(increment=GLOBAL_BATCH)
             self.losses += [self._loss_of(r["lm loss"]) for r in reported]
-            self.progress = TrainState(
-                iteration=self.progress.iteration + 1,
+            self.train_state = TrainState(
+                iteration=self.train_state.iteration + 1,
                 consumed_train_samples=consumed + GLOBAL_BATCH,
-                skipped_train_samples=self.progress.skipped_train_samples,
+                skipped_train_samples=self.train_state.skipped_train_samples,
             )
             self.checkpointer.after_step()
 

@@ -28,7 +28,7 @@ from megatron.core.utils import (
 from megatron.training import get_args, get_timers, get_tokenizer, inprocess_restart, pretrain
 from megatron.training.arguments import core_transformer_config_from_args
 from megatron.training.cli.parser import parse_command_line
-from megatron.training.resilience.progress import RunProgress
+from megatron.training.resilience.status import RunStatus
 from megatron.training.setup.initialize import start_session
 from megatron.training.training import PretrainCall, run_session
 from megatron.training.utils import get_batch_on_this_tp_rank, get_blend_and_blend_per_split
@@ -124,7 +124,7 @@ def train(groups, words):
         (datasets_provider, model_provider, ModelType.encoder_or_decoder, forward_step), {}
     )
     with contextlib.redirect_stdout(io.StringIO()):
-        session = start_session(lambda: parse_command_line(words), RunProgress(), [], store=store)
+        session = start_session(lambda: parse_command_line(words), RunStatus(), [], store=store)
         run_session(session, call)
 
 

@@ -16,7 +16,7 @@ import pytest
 from examples.fine_tuning import make_inputs
 from megatron.inference.session import defaults_beside
 from megatron.training.cli.parser import parse_command_line
-from megatron.training.resilience.progress import RunProgress
+from megatron.training.resilience.status import RunStatus
 from megatron.training.setup.initialize import read_settings
 from tests.harness.pool import REPOSITORY
 from tools import evaluate_harness, evaluate_perplexity, generate, run_text_generation_server
@@ -106,7 +106,7 @@ def test_nothing_is_missing_in_a_documented_command(place, inputs):
             flags, extra_args_provider=add_arguments, args_defaults=defaults_beside(flags)
         )
 
-    run = read_settings(read, count, RunProgress())
+    run = read_settings(read, count, RunStatus())
     assert run.seq_length == run.max_position_embeddings == 2048
 
 

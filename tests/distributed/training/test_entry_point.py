@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 
 from tests.distributed.training.test_pretraining import SMALL
-from tests.harness.lease_holder import held_by_another_run
+from tests.harness.save_lock_holder import held_by_another_run
 
 ROOT = Path(__file__).parents[3]
 LINE = re.compile(r" iteration +(\d+)/ +\d+ \|.* lm loss: ([\d.E+-]+) \|")

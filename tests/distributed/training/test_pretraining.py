@@ -9,7 +9,7 @@ import pytest
 
 from megatron.core.errors import NumericsError
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.training.resilience.progress import RunProgress
+from megatron.training.resilience.status import RunStatus
 from megatron.training.setup import initialize
 from pretrain_gpt import forward_step
 from tests.harness.distributed import DistributedFailure, run_distributed
@@ -202,7 +202,7 @@ def test_the_other_spelling_of_the_save_interval_saves(tmp_path):
 def _where_it_ends(groups: ProcessGroupCollection, words: list[str]) -> str:
     begun = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(training_run, "RunProgress", lambda: begun.append(RunProgress()) or begun[0])
+        patch.setattr(training_run, "RunStatus", lambda: begun.append(RunStatus()) or begun[0])
         patch.setattr(initialize, "open_tensorboard", _no_writer)
         with pytest.raises(OSError, match="no writer"):
             train_with_flags(groups, words)

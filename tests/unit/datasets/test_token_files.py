@@ -412,9 +412,9 @@ read()
 """
 IN_A_RUN = """
 from torch.distributed import HashStore
-from megatron.training.resilience.progress import RunProgress
+from megatron.training.resilience.status import RunStatus
 from megatron.training.setup.initialize import start_session
-start_session(read, RunProgress(), [], store=HashStore())
+start_session(read, RunStatus(), [], store=HashStore())
 """
 
 

@@ -10,7 +10,7 @@ from megatron import deepspeed
 from megatron.core.errors import CheckpointError, ConfigError, ScheduleError
 from megatron.deepspeed.optimizers import check_client
 from megatron.deepspeed.settings import engine_settings
-from tests.unit.dist_checkpointing.foreign import foreign_files as foreign
+from tests.unit.dist_checkpointing.interop import interop_files as foreign
 
 ADAM = {"type": "AdamW", "params": {"lr": 0.01}}
 

@@ -16,7 +16,7 @@ from megatron import deepspeed
 from megatron.core.errors import CheckpointError
 from megatron.training.cli.deepspeed import deepspeed_values
 from tests.harness.tolerances import EXACT, assert_close
-from tests.unit.dist_checkpointing.foreign import foreign_files as foreign
+from tests.unit.dist_checkpointing.interop import interop_files as foreign
 
 ADAM = {"type": "AdamW", "params": {"lr": 0.01, "betas": [0.8, 0.9]}}
 

@@ -90,6 +90,6 @@ def load(directory: Path | str, **settings: Any) -> int | None:
     if restored is None:
         assert model.value() == -1.0
         return None
-    assert model.value() == restored.progress.iteration
-    assert restored.progress.consumed_train_samples == 4 * restored.progress.iteration
-    return restored.progress.iteration
+    assert model.value() == restored.train_state.iteration
+    assert restored.train_state.consumed_train_samples == 4 * restored.train_state.iteration
+    return restored.train_state.iteration

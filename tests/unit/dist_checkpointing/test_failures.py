@@ -106,7 +106,7 @@ def test_a_rank_that_does_not_see_the_directory_says_so(ram_path: Path, monkeypa
         shard = ShardedTensor.from_rank_offsets("w", torch.zeros(4), (0, peers.rank, 2))
         saving = saver.prepare_save({"w": shard}, ram_path / "c", peers=peers)
         if peers.rank == 1:
-            saving.destination.staging = ram_path / "mounted_elsewhere" / "c.tmp"
+            saving.writer.staging = ram_path / "mounted_elsewhere" / "c.tmp"
         saving.write()
         saving.finish()
 

@@ -16,7 +16,7 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import ShardedTensor, commit
 from megatron.core.dist_checkpointing.digest import checkpoint_digest
 from megatron.core.dist_checkpointing.durable import DamagedCheckpointError
-from megatron.core.dist_checkpointing.object_store import ObjectDirectory, place_of
+from megatron.core.dist_checkpointing.object_store import ObjectDirectory, storage_path
 from megatron.core.dist_checkpointing.verify import verify_checkpoint
 from megatron.core.errors import CheckpointError
 from tests.unit.dist_checkpointing.ranks import must_succeed, run_ranks
@@ -72,7 +72,7 @@ def test_any_layout_loads_what_another_saved(url: str, ram_path: Path) -> None:
             assert torch.equal(tensor, expected[name]), name
 
     must_succeed(run_ranks(wanted.size, read))
-    place = place_of(f"{url}/iter_0000005")
+    place = storage_path(f"{url}/iter_0000005")
     assert checkpoint_digest(place) == checkpoint_digest(ram_path / "iter_0000005")
     assert not verify_checkpoint(place).problems
     assert pickle.loads(pickle.dumps(place)) == place
@@ -81,7 +81,7 @@ def test_any_layout_loads_what_another_saved(url: str, ram_path: Path) -> None:
 def test_a_run_saves_keeps_and_goes_on(url: str, capsys) -> None:
     for iteration in (5, 10, 15):
         save(url, iteration, save_retain_interval=10)
-    names = [found.path.name for found in commit.list_checkpoints(place_of(url)).checkpoints]
+    names = [found.path.name for found in commit.list_checkpoints(storage_path(url)).checkpoints]
     assert names == ["iter_0000015", "iter_0000010"]
     assert load(url) == 15
     flip_last_bit(f"{url}/iter_0000015/__0_0.safetensors")
@@ -98,7 +98,7 @@ def test_tools_write_to_and_delete_from_a_store(url: str) -> None:
     for iteration in (5, 10):
         save(url, iteration)
     assert tool.main(["reshard", url, f"{url}/whole", "--files", "2"]) == 0
-    source, whole = place_of(f"{url}/iter_0000010"), place_of(f"{url}/whole/iter_0000010")
+    source, whole = storage_path(f"{url}/iter_0000010"), storage_path(f"{url}/whole/iter_0000010")
     assert checkpoint_digest(whole) == checkpoint_digest(source)
     assert load(f"{url}/whole") == 10
     assert tool.main(["average", f"{url}/mean", f"{url}/iter_0000005", f"{url}/iter_0000010"]) == 0
@@ -106,7 +106,7 @@ def test_tools_write_to_and_delete_from_a_store(url: str) -> None:
     assert mean["first.weight"].unique().tolist() == [7.5]
     for words, left in (([], 2), (["--yes"], 1)):
         assert tool.main(["prune", url, *words]) == 0
-        assert len(commit.list_checkpoints(place_of(url)).checkpoints) == left
+        assert len(commit.list_checkpoints(storage_path(url)).checkpoints) == left
     assert load(url) == 10
 
 

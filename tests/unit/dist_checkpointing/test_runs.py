@@ -1,4 +1,4 @@
-"""Saving and loading a run: what comes back, asynchronous saves, retention, the lease."""
+"""Saving and loading a run: what comes back, asynchronous saves, retention, the lock."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from megatron.core.dist_checkpointing import (
     commit,
 )
 from megatron.core.dist_checkpointing.async_save import NICENESS
-from megatron.core.dist_checkpointing.lease import Lease
+from megatron.core.dist_checkpointing.save_lock import SaveLock
 from megatron.core.errors import CheckpointError, ConfigError
 from megatron.core.rng import rng_state
 from megatron.training.state import TrainState
@@ -109,7 +109,7 @@ def test_another_format_is_refused() -> None:
 
 def test_counters_seed_and_extra_come_back(ram_path: Path) -> None:
     rng_state().set_seed(77)
-    progress = TrainState(
+    train_state = TrainState(
         iteration=12,
         consumed_train_samples=100,
         consumed_valid_samples=7,
@@ -117,14 +117,14 @@ def test_counters_seed_and_extra_come_back(ram_path: Path) -> None:
         flops_so_far=1.5e21,
     )
     saver = checkpointer(ram_path, TinyModel(1.0))
-    saver.save(progress, extra={"loader": [1, (2, 3)]})
+    saver.save(train_state, extra={"loader": [1, (2, 3)]})
     torch_state = torch.get_rng_state()
     wanted = torch.rand(3)
     saver.close()
     rng_state().set_seed(1)
     restored = checkpointer(ram_path, TinyModel()).load()
     assert restored is not None
-    assert restored.progress == progress
+    assert restored.train_state == train_state
     assert restored.extra == {"loader": [1, (2, 3)]}
     assert restored.args == {"lr": 0.1}
     assert restored.layout["tp"] == 1
@@ -140,7 +140,7 @@ def test_finetuning_takes_the_weights_and_nothing_else(ram_path: Path) -> None:
     seed = rng_state().seed
     restored = checkpointer(ram_path, model, finetune=True).load()
     assert restored is not None
-    assert restored.progress == TrainState()
+    assert restored.train_state == TrainState()
     assert model.value() == 10
     assert rng_state().seed == seed
 
@@ -152,11 +152,11 @@ def test_pretrained_weights_are_used_only_until_the_run_has_its_own(ram_path: Pa
     both = {"load": own, "save": own, "pretrained_checkpoint": str(ram_path / "base")}
     restored = checkpointer(ram_path, model, **both).load()
     assert restored is not None
-    assert (model.value(), restored.progress.iteration) == (10, 0)
+    assert (model.value(), restored.train_state.iteration) == (10, 0)
     save(ram_path / "own", 2)
     restored = checkpointer(ram_path, model, **both).load()
     assert restored is not None
-    assert (model.value(), restored.progress.iteration) == (2, 2)
+    assert (model.value(), restored.train_state.iteration) == (2, 2)
     where = str(ram_path / "absent")
     with pytest.raises(CheckpointError, match="holds no checkpoint"):
         checkpointer(ram_path, model, load=None, pretrained_checkpoint=where).load()
@@ -261,17 +261,17 @@ def test_an_asynchronous_save_keeps_the_state_of_its_moment(ram_path: Path) -> N
 def test_saved_is_said_only_after_the_commit_and_nothing_is_visible_before(
     ram_path: Path, capsys, monkeypatch
 ) -> None:
-    from megatron.core.dist_checkpointing import destination as destination_module
+    from megatron.core.dist_checkpointing import writer as writer_module
 
     may_write, niceness = threading.Event(), []
-    honest = destination_module.write_shards
+    honest = writer_module.write_shards
 
     def slow(*args, **options):
         niceness.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
         may_write.wait(20)
         return honest(*args, **options)
 
-    monkeypatch.setattr(destination_module, "write_shards", slow)
+    monkeypatch.setattr(writer_module, "write_shards", slow)
     saver = checkpointer(ram_path, TinyModel(1.0), async_save=True)
     saver.save(TrainState(iteration=1, consumed_train_samples=4))
     saver.after_step()
@@ -288,14 +288,14 @@ def test_saved_is_said_only_after_the_commit_and_nothing_is_visible_before(
 
 
 def test_an_error_of_the_background_writer_surfaces_at_a_step(ram_path: Path, monkeypatch) -> None:
-    from megatron.core.dist_checkpointing import destination as destination_module
+    from megatron.core.dist_checkpointing import writer as writer_module
 
     def full(*args, **options):
         raise CheckpointError("ENOSPC while writing")
 
     saver = checkpointer(ram_path, TinyModel(1.0), async_save=True)
     with monkeypatch.context() as patch:
-        patch.setattr(destination_module, "write_shards", full)
+        patch.setattr(writer_module, "write_shards", full)
         saver.save(TrainState(iteration=1))
 
         def steps() -> None:
@@ -340,8 +340,8 @@ def test_ranks_commit_an_asynchronous_save_together(ram_path: Path) -> None:
 
 HOLD = """
 import sys, time
-from megatron.core.dist_checkpointing.lease import Lease
-lease = Lease.acquire(sys.argv[1])
+from megatron.core.dist_checkpointing.save_lock import SaveLock
+lock = SaveLock.acquire(sys.argv[1])
 print("held", flush=True)
 time.sleep(60)
 """
@@ -355,8 +355,8 @@ def test_a_second_run_in_a_directory_is_refused_until_the_first_is_gone(ram_path
         assert other.stdout is not None
         assert other.stdout.readline() == "held\n"
         with pytest.raises(CheckpointError, match=f"another run is saving.*{other.pid}"):
-            Lease.acquire(ram_path, grace_s=0.2)
+            SaveLock.acquire(ram_path, grace_s=0.2)
         other.kill()
-    lease = Lease.acquire(ram_path)
-    assert Lease.acquire(ram_path) is lease
-    lease.release()
+    lock = SaveLock.acquire(ram_path)
+    assert SaveLock.acquire(ram_path) is lock
+    lock.release()

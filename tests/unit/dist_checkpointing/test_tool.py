@@ -120,7 +120,7 @@ def test_average_is_the_weighted_mean_and_loads_as_a_start(tool, ram_path: Path,
         restored = checkpointer(ram_path, model, **settings).load()
         assert model.value() == expected
         assert restored is not None
-        assert restored.progress.iteration == 0
+        assert restored.train_state.iteration == 0
         assert restored.args["lr"] == 0.1
     dist_checkpointing.save(
         {"first.weight": one_tensor("first.weight")}, ram_path / "c/iter_0000001"

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from megatron.core.dist_checkpointing import commit
-from megatron.core.dist_checkpointing import destination as destination_module
+from megatron.core.dist_checkpointing import writer as writer_module
 from megatron.core.errors import CheckpointError
 from megatron.training.hooks.save import SaveCheckpoints
-from megatron.training.resilience.progress import RunProgress
+from megatron.training.resilience.status import RunStatus
 from megatron.training.state import StepResult, StopReason, TrainState
 from tests.unit.dist_checkpointing.runs import TinyModel, checkpointer
 
@@ -44,16 +44,16 @@ def test_a_run_survives_as_many_failed_saves_in_a_row_as_allowed(
     tmp_path: Path, monkeypatch, capsys, allowed, failing, kept, survived, ends_at, is_async
 ) -> None:
     saving = [0]
-    honest = destination_module.write_shards
+    honest = writer_module.write_shards
 
     def write(*arguments, **options):
         if saving[0] in failing:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return honest(*arguments, **options)
 
-    monkeypatch.setattr(destination_module, "write_shards", write)
-    saver, progress = checkpointer(tmp_path, TinyModel(1.0), async_save=is_async), RunProgress()
-    hook = SaveCheckpoints(saver, 10, progress, allowed_failures=allowed)
+    monkeypatch.setattr(writer_module, "write_shards", write)
+    saver, status = checkpointer(tmp_path, TinyModel(1.0), async_save=is_async), RunStatus()
+    hook = SaveCheckpoints(saver, 10, status, allowed_failures=allowed)
     state = hook.before_training(TrainState())
     ended_at, message = None, "ENOSPC"
     try:
@@ -71,6 +71,6 @@ def test_a_run_survives_as_many_failed_saves_in_a_row_as_allowed(
     assert "ENOSPC" in message
     found = [f.iteration for f in commit.list_checkpoints(tmp_path).checkpoints]
     assert sorted(found) == kept
-    assert progress.last_good_checkpoint == (kept[-1] if kept else None)
+    assert status.last_good_checkpoint == (kept[-1] if kept else None)
     assert capsys.readouterr().out.count("training goes on") == survived
     saver.close()

@@ -39,9 +39,9 @@ from megatron.training.resilience.failure import (
     set_earlier_failure_aside,
 )
 from megatron.training.resilience.peers import Peer, PeersHere
-from megatron.training.resilience.progress import RunProgress
+from megatron.training.resilience.status import RunStatus
 from megatron.training.resilience.watch import Watch
-from tests.harness.lease_holder import held_by_another_run
+from tests.harness.save_lock_holder import held_by_another_run
 
 FATAL = re.compile(
     r"^FATAL\[(?P<kind>\w+)\] (iter=(?P<iter>\d+) )?rank=(?P<rank>\d+) host=\S+"
@@ -50,11 +50,11 @@ FATAL = re.compile(
 )
 
 
-def fail(error: BaseException, progress: RunProgress, store=None) -> int:
+def fail(error: BaseException, status: RunStatus, store=None) -> int:
     """Run the reporting around a body that raises; return the exit code."""
     with (
         pytest.raises(SystemExit) as caught,
-        failures_reported(progress, [store] if store is not None else []),
+        failures_reported(status, [store] if store is not None else []),
     ):
         raise error
     return caught.value.code
@@ -82,7 +82,7 @@ def fail(error: BaseException, progress: RunProgress, store=None) -> int:
 )
 def test_every_failure_has_a_class_and_an_exit_code(error, kind, code, capsys):
     assert classify(error) == (kind, code)
-    assert fail(error, RunProgress(rank=3, iteration=7, where="training", has_begun=True)) == code
+    assert fail(error, RunStatus(rank=3, iteration=7, activity="training", has_begun=True)) == code
     lines = capsys.readouterr().err.strip().splitlines()
     found = FATAL.match(lines[-1])
     assert found is not None
@@ -92,7 +92,7 @@ def test_every_failure_has_a_class_and_an_exit_code(error, kind, code, capsys):
 
 
 def test_a_users_error_has_no_traceback(capsys):
-    fail(DataError("the file is gone.", fix="bring it back"), RunProgress())
+    fail(DataError("the file is gone.", fix="bring it back"), RunStatus())
     err = capsys.readouterr().err
     assert "Traceback" not in err
     assert "the file is gone." in err
@@ -100,7 +100,7 @@ def test_a_users_error_has_no_traceback(capsys):
 
 
 def test_an_unexpected_error_keeps_its_traceback(capsys):
-    fail(ZeroDivisionError("deep inside"), RunProgress())
+    fail(ZeroDivisionError("deep inside"), RunStatus())
     assert "Traceback" in capsys.readouterr().err
 
 
@@ -114,20 +114,20 @@ def joint(*problems) -> ConfigError:
 def test_a_joint_error_has_the_class_of_its_parts_and_the_fix_of_a_single_one(capsys):
     assert classify(joint(DataError("a"), DataError("b")))[0] == "DATA"
     assert classify(joint(DataError("a"), ConfigError("b")))[0] == "CONFIG"
-    fail(joint(DataError("a", fix="bring a")), RunProgress())
+    fail(joint(DataError("a", fix="bring a")), RunStatus())
     assert FATAL.search(capsys.readouterr().err)["action"] == "bring a"
 
 
 def test_the_same_facts_are_in_failure_json(tmp_path, capsys):
-    progress = RunProgress(
+    status = RunStatus(
         rank=1,
         has_begun=True,
         iteration=12,
-        where="saving a checkpoint",
+        activity="saving a checkpoint",
         last_good_checkpoint=10,
         save_directory=str(tmp_path),
     )
-    code = fail(CheckpointError("no space", flags=["--save"], fix="free 3 GiB"), progress)
+    code = fail(CheckpointError("no space", flags=["--save"], fix="free 3 GiB"), status)
     record = json.loads((tmp_path / "failure.json").read_text())
     line = FATAL.search(capsys.readouterr().err)
     assert (record["class"], record["exit_code"]) == (line["kind"], code)
@@ -141,7 +141,7 @@ def test_the_same_facts_are_in_failure_json(tmp_path, capsys):
 
 def test_a_save_directory_that_cannot_be_written_does_not_hide_the_line(tmp_path, capsys):
     (tmp_path / "file").touch()
-    fail(ConfigError("x"), RunProgress(save_directory=str(tmp_path / "file" / "below")))
+    fail(ConfigError("x"), RunStatus(save_directory=str(tmp_path / "file" / "below")))
     assert FATAL.search(capsys.readouterr().err)
 
 
@@ -151,7 +151,7 @@ def test_torchrun_is_told_what_to_show_as_the_root_cause(tmp_path, monkeypatch, 
     shown = []
     for rank, error in enumerate([DataError("broken file"), RuntimeError("Broken pipe")]):
         monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
-        fail(error, RunProgress(rank=rank), store)
+        fail(error, RunStatus(rank=rank), store)
         found = ProcessFailure(rank, 1, 11, str(tmp_path / "error.json"))
         shown.append(found.message["extraInfo"]["py_callstack"])
         assert abs(found.timestamp - time.time()) < 60
@@ -160,14 +160,14 @@ def test_torchrun_is_told_what_to_show_as_the_root_cause(tmp_path, monkeypatch, 
 
 
 def test_ctrl_c_has_no_traceback(capsys):
-    fail(KeyboardInterrupt(), RunProgress(where="training", has_begun=True))
+    fail(KeyboardInterrupt(), RunStatus(activity="training", has_begun=True))
     err = capsys.readouterr().err
     assert "Traceback" not in err
     assert "interrupted while training" in err
 
 
 def test_a_mistake_in_the_settings_is_told_without_iteration_and_checkpoint(capsys):
-    fail(ConfigError("unknown flag", fix="spell it"), RunProgress())
+    fail(ConfigError("unknown flag", fix="spell it"), RunStatus())
     line = capsys.readouterr().err.strip().splitlines()[-1]
     assert re.fullmatch(
         r"FATAL\[CONFIG\] rank=0 host=\S+ where=reading the settings action=spell it", line
@@ -176,15 +176,15 @@ def test_a_mistake_in_the_settings_is_told_without_iteration_and_checkpoint(caps
 
 def test_a_run_that_was_refused_leaves_nothing_in_the_directory_of_another(tmp_path, capsys):
     with held_by_another_run(tmp_path):
-        fail(ConfigError("x"), RunProgress(save_directory=str(tmp_path)))
+        fail(ConfigError("x"), RunStatus(save_directory=str(tmp_path)))
         assert FATAL.search(capsys.readouterr().err)
         assert not (tmp_path / "failure.json").exists()
-    fail(ConfigError("x"), RunProgress(save_directory=str(tmp_path)))
+    fail(ConfigError("x"), RunStatus(save_directory=str(tmp_path)))
     assert (tmp_path / "failure.json").exists()
 
 
 def test_the_record_of_an_earlier_run_is_set_aside(tmp_path):
-    fail(ConfigError("x"), RunProgress(save_directory=str(tmp_path), attempt=3))
+    fail(ConfigError("x"), RunStatus(save_directory=str(tmp_path), attempt=3))
     set_earlier_failure_aside(str(tmp_path))
     assert not (tmp_path / "failure.json").exists()
     assert json.loads((tmp_path / "failure.previous.json").read_text())["attempt"] == 3
@@ -205,7 +205,7 @@ def test_a_store_that_does_not_answer_keeps_no_rank_from_ending(
 ):
     monkeypatch.setattr(failure, "WAIT_S", 0.2)
     began = time.monotonic()
-    fail(RuntimeError("Broken pipe"), RunProgress(local_rank=local_rank), SilentStore())
+    fail(RuntimeError("Broken pipe"), RunStatus(local_rank=local_rank), SilentStore())
     assert time.monotonic() - began < 10
     assert bool(FATAL.search(capsys.readouterr().err)) is reports
 
@@ -218,17 +218,17 @@ def test_a_rank_waits_for_nobody_whom_its_launcher_does_not_count():
 def test_a_lost_rank_is_named_where_it_can_be(capsys):
     sleeper = subprocess.Popen(["sleep", "60"])
     peer = Peer(5, identity_of(sleeper.pid))
-    progress = RunProgress(has_begun=True, peers=PeersHere([peer]))
+    status = RunStatus(has_begun=True, peers=PeersHere([peer]))
     os.kill(sleeper.pid, signal.SIGSTOP)
     wait_for(lambda: peer.look() == "T")
-    fail(PeerLostError("no answer"), progress)
+    fail(PeerLostError("no answer"), status)
     stopped = f"rank 5 (process {sleeper.pid}) is stopped (SIGSTOP, or a debugger)"
     assert stopped in capsys.readouterr().err
     assert not peer.was_lost()
     sleeper.kill()
     wait_for(peer.was_lost)
-    progress.has_reported = False
-    fail(RuntimeError("Connection closed by peer"), progress)
+    status.has_reported = False
+    fail(RuntimeError("Connection closed by peer"), status)
     killed = f"rank 5 (process {sleeper.pid}) was killed by signal 9, in most cases for lack of"
     assert killed in capsys.readouterr().err
     sleeper.wait()
@@ -302,7 +302,7 @@ def test_an_orphan_has_lost_its_launcher_unless_process_1_may_be_the_launcher(
 
 def test_a_rank_whose_launcher_ended_while_it_imported_ends_too(monkeypatch, capsys):
     monkeypatch.setattr(launch, "has_lost_its_launcher", lambda: True)
-    with pytest.raises(SystemExit) as ended, failures_reported(RunProgress(), []):
+    with pytest.raises(SystemExit) as ended, failures_reported(RunStatus(), []):
         raise AssertionError("training begins without a launcher")
     assert ended.value.code == 18
     assert "FATAL[LAUNCHER_LOST]" in capsys.readouterr().err
@@ -325,19 +325,19 @@ def test_the_launcher_is_found_past_a_shell(tmp_path):
 
 def test_of_several_ranks_one_reports(capsys):
     store = dist.HashStore()
-    fail(DataError("broken"), RunProgress(rank=2), store)
-    fail(RuntimeError("Connection closed by peer"), RunProgress(rank=0), store)
+    fail(DataError("broken"), RunStatus(rank=2), store)
+    fail(RuntimeError("Connection closed by peer"), RunStatus(rank=0), store)
     assert len(FATAL.findall(capsys.readouterr().err)) == 1
 
 
 def test_a_resumable_run_is_told_how_to_go_on(capsys):
-    progress = RunProgress(has_begun=True, last_good_checkpoint=5, save_directory="/nowhere/x")
-    fail(RuntimeError("Connection closed by peer"), progress)
+    status = RunStatus(has_begun=True, last_good_checkpoint=5, save_directory="/nowhere/x")
+    fail(RuntimeError("Connection closed by peer"), status)
     assert "resume with --load /nowhere/x" in FATAL.search(capsys.readouterr().err)["action"]
 
 
 def test_leaving_on_purpose_is_no_failure(capsys):
-    with pytest.raises(SystemExit) as caught, failures_reported(RunProgress(), []):
+    with pytest.raises(SystemExit) as caught, failures_reported(RunStatus(), []):
         raise SystemExit(0)
     assert caught.value.code == 0
     assert capsys.readouterr().err == ""

@@ -28,8 +28,8 @@ from megatron.training.hooks.scalars import JsonLinesSink, Scalars, TensorBoardS
 from megatron.training.hooks.stop import ExitDuration, ExitInterval, ExitOnSignal, StepBudget
 from megatron.training.losses import LossTable
 from megatron.training.parts import StepPlan, ValidationSet
-from megatron.training.resilience.progress import RunProgress
 from megatron.training.resilience.signals import SignalFlag
+from megatron.training.resilience.status import RunStatus
 from megatron.training.state import StepResult, StopReason, TrainState
 
 
@@ -145,7 +145,7 @@ def test_a_signal_leaves_an_evaluation_between_two_batches(monkeypatch):
             model=[],
         ),
         plan=StepPlan(num_microbatches=2, micro_batch_size=1, global_batch_size=8),
-        progress=RunProgress(),
+        status=RunStatus(),
         scalars=None,
         write=lines.append,
         must_leave=lambda: len(passes) == 3,

@@ -1,0 +1,240 @@
+"""Read Megatron-LM's `torch_dist` checkpoints: torch's distributed format with Megatron's keys.
+
+    metadata.json    {"sharded_backend": "torch_dist", ...}
+    .metadata        a pickle: of every tensor its shape and chunks, of every chunk its file, place
+    __R_W.distcp     chunks, each a file of torch.save; and plain values, likewise
+    common.pt        plain state (in newer versions the entry common_state/shard_0_1)
+
+Keys are global and hold no layout, as ours: layers are stacked along a leading axis, a gated first
+MLP layer is [gate; up]. So a chunk is a box of the tensor that this program stores too.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+
+from megatron.core.dist_checkpointing.durable import (
+    DamagedCheckpointError,
+    open_inside,
+    read_inside,
+)
+from megatron.core.dist_checkpointing.interop.buffer_state import KEY as BUFFER_KEY
+from megatron.core.dist_checkpointing.interop.buffer_state import Buckets, Layout, add_buffers
+from megatron.core.dist_checkpointing.interop.contents import (
+    ContentsBuilder,
+    InteropContents,
+    SavedTensor,
+    listed,
+)
+from megatron.core.dist_checkpointing.interop.megatron_state import (
+    common_values,
+    describe_layout,
+    learn_from_optimizer,
+    steps_in,
+)
+from megatron.core.dist_checkpointing.interop.pickle_allowlist import lookup
+from megatron.core.dist_checkpointing.interop.pickled_values import Record
+from megatron.core.dist_checkpointing.interop.pickles import load_pickle
+from megatron.core.dist_checkpointing.interop.stored_view import MAX_DIMS
+from megatron.core.dist_checkpointing.interop.torch_file import read_torch_file, read_torch_range
+from megatron.core.dist_checkpointing.shard_file import DTYPES
+from megatron.core.errors import shown
+
+METADATA_LIMIT = 1 << 31
+_DATA_FILE = re.compile(r"__\d+_\d+\.distcp", re.ASCII)
+_CHAIN = re.compile(r"(?:optimizer\.)?chained_\d+\.", re.ASCII)
+_MAIN_WEIGHT = "optimizer.state.param."
+_BUFFER_GROUPS = re.compile(r".*optimizer\.distributed\.dp_group_idx_\d+\.optimizer/shard_\S+")
+_LAYOUT_ARGS = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "virtual_pipeline_model_parallel_size",
+)
+_COMMON_ENTRY = "common_state/shard_0_1"
+_BY_BUFFER = "optimizer.distributed."
+
+
+def open_torch_dist(directory: Path) -> InteropContents:
+    """Open a checkpoint of the format.
+
+    Raises:
+        DamagedCheckpointError: a file is missing, damaged or hostile.
+    """
+    metadata = _Metadata(directory)
+    draft = ContentsBuilder(directory, "Megatron-LM torch_dist")
+    buffers: dict[tuple[int, int], Buckets] = {}
+    has_unknown_buffers = False
+    for key, entry in metadata.tensors.items():
+        dtype = metadata.dtype(key, entry)
+        if _BY_BUFFER in key:
+            match = BUFFER_KEY.fullmatch(key)
+            has_unknown_buffers |= match is None
+            if match is not None:
+                rows = [(offset[0], saved) for offset, saved in metadata.chunks(key, entry, dtype)]
+                buckets = buffers.setdefault((int(match[1]), int(match[2])), {})
+                buckets.setdefault(int(match[4]), {})[match[5]] = sorted(rows, key=lambda r: r[0])
+            continue
+        own_key = _own_key(key)
+        if dtype not in DTYPES.values() or key in metadata.flattened:
+            continue
+        shape = _sizes(entry["size"])
+        draft.declare(own_key, dtype, shape)
+        for offset, saved in metadata.chunks(key, entry, dtype):
+            draft.add(own_key, offset, saved)
+    common = _common_state(directory, metadata)
+    learn_from_optimizer(draft, common.get("optimizer"))
+    values, run = common_values(common)
+    why = "it is of an older form" if has_unknown_buffers or metadata.flattened else None
+    if buffers and why is None:
+        layout = Layout(*(run.get(name) or 1 for name in _LAYOUT_ARGS))
+        why = add_buffers(draft, buffers, layout)
+        draft.optimizer_step = metadata.step_of_buffers(draft.optimizer_step)
+    if why is not None:
+        draft.no_optimizer = (
+            f"its optimizer state is stored by internal buffer, not by parameter, and {why}: "
+            "saving it there with --dist-ckpt-optim-fully-reshardable makes it readable"
+        )
+    draft.layout = describe_layout(run)
+    return draft.finish(values, run)
+
+
+class _Metadata:
+    """The file `.metadata`, with types checked on access."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory, self.path = directory, directory / ".metadata"
+        data = read_inside(directory, ".metadata", limit_bytes=METADATA_LIMIT)
+        root = load_pickle(data, lookup, what=str(self.path))
+        if not isinstance(root, Record) or not root.kind.endswith(".Metadata"):
+            self.damaged("it holds no metadata")
+        entries, places = root["state_dict_metadata"], root["storage_data"]
+        if not isinstance(entries, dict) or not isinstance(places, dict):
+            self.damaged("it does not list tensors and places")
+        self.tensors = {
+            str(k): v
+            for k, v in entries.items()
+            if isinstance(v, Record) and v.kind.endswith(".TensorStorageMetadata")
+        }
+        self._places: dict[tuple[str, tuple[int, ...] | None], Record] = {}
+        for index, info in places.items():
+            if isinstance(index, Record) and isinstance(info, Record):
+                offset = index.get("offset")
+                self._places[index["fqn"], None if offset is None else _sizes(offset)] = info
+        extra = root.get("mcore_data") or {}
+        self.flattened = {
+            key
+            for key, facts in (extra.items() if isinstance(extra, dict) else ())
+            if isinstance(facts, dict) and "nd_reformulated_orig_global_shape" in facts
+        }
+        """Keys of older versions whose chunks are ranges of flattened shards."""
+        self._files = {name for name in listed(directory) if _DATA_FILE.fullmatch(name)}
+        self._check_places()
+
+    def _check_places(self) -> None:
+        """Refuse chunks that share bytes: nothing else would tell a changed place from a true one,
+        since the format has no checksum of its metadata."""
+        spans: dict[str, list[tuple[int, int, str]]] = {}
+        for key, offset in self._places:
+            begin, length, name = self.place(key, offset)
+            spans.setdefault(name, []).append((begin, begin + length, key))
+        for name, places in spans.items():
+            end, before = 0, ""
+            for begin, stop, key in sorted(places):
+                if begin < end:
+                    self.damaged(
+                        f"{shown(before, 120)} and {shown(key, 120)} share bytes of {name}"
+                    )
+                end, before = stop, key
+
+    def dtype(self, key: str, entry: Record) -> torch.dtype:
+        properties = entry["properties"]
+        state = properties.state if isinstance(properties, Record) else None
+        dtype = state[0] if isinstance(state, tuple) and state else None
+        if isinstance(state, dict):
+            dtype = state.get("dtype")
+        if not isinstance(dtype, torch.dtype):
+            self.damaged(f"{shown(key, 120)} has no dtype")
+        return dtype
+
+    def place(self, key: str, offset: tuple[int, ...] | None) -> tuple[int, int, str]:
+        """Return (first byte, length, file) of a chunk or, without offset, of a plain value."""
+        info = self._places.get((key, offset))
+        if info is None:
+            self.damaged(f"a chunk of {shown(key, 120)} is in no file")
+        name, begin, length = info["relative_path"], info["offset"], info["length"]
+        if type(name) is not str or name not in self._files:
+            raise DamagedCheckpointError(
+                f"CKPT_UNSAFE file={self.path}: {shown(key, 120)} is said to be in "
+                f"{shown(name, 120)}, which is not a data file of {self.directory}.",
+                rule="chunks are in files __RANK_WRITER.distcp of the same directory",
+            )
+        if type(begin) is not int or type(length) is not int or begin < 0 or length <= 0:
+            self.damaged(f"the place of {shown(key, 120)} is no range of bytes")
+        if info.get("transform_descriptors"):
+            self.damaged(f"{shown(key, 120)} is compressed or encrypted")
+        return begin, length, name
+
+    def chunks(
+        self, key: str, entry: Record, dtype: torch.dtype
+    ) -> Iterator[tuple[tuple[int, ...], SavedTensor]]:
+        """Yield (offset, chunk) of a tensor."""
+        for chunk in entry["chunks"]:
+            offset, sizes = _sizes(chunk["offsets"]), _sizes(chunk["sizes"])
+            begin, length, name = self.place(key, offset)
+            yield offset, SavedTensor(self.directory / name, begin, length, dtype, sizes)
+
+    def step_of_buffers(self, known: int) -> int:
+        """Return the number of updates, which stands beside the buffers."""
+        for key, offset in self._places:
+            if offset is None and _BUFFER_GROUPS.fullmatch(key):
+                known = max(known, steps_in(self.plain_value(key)))
+        return known
+
+    def plain_value(self, key: str) -> Any:
+        """Read a plain value; None if there is none of that key."""
+        if (key, None) not in self._places:
+            return None
+        begin, length, name = self.place(key, None)
+        with open_inside(self.directory, name) as (descriptor, size):
+            length = min(length, size - begin)
+            return read_torch_range(descriptor, self.directory / name, begin, length)
+
+    def damaged(self, what: str) -> NoReturn:
+        raise DamagedCheckpointError(
+            f"{self.path} is damaged: {what}.",
+            rule="it describes every chunk of every tensor",
+            fix="use another checkpoint",
+        )
+
+
+def _common_state(directory: Path, metadata: _Metadata) -> dict[str, Any]:
+    if "common.pt" in listed(directory):
+        common = read_torch_file(directory / "common.pt")
+    else:
+        common = metadata.plain_value(_COMMON_ENTRY)
+    return common if isinstance(common, dict) else {}
+
+
+def _own_key(key: str) -> str:
+    """Return this program's key: one optimizer, and main weights under their own name."""
+    chain = _CHAIN.match(key)
+    if chain is not None:
+        key = key[chain.end() :]
+    if key.startswith(_MAIN_WEIGHT):
+        return "optimizer.state.fp32_param." + key.removeprefix(_MAIN_WEIGHT)
+    return key
+
+
+def _sizes(value: Any) -> tuple[int, ...]:
+    if (
+        type(value) is not tuple
+        or len(value) > MAX_DIMS
+        or any(type(n) is not int or not 0 <= n < 1 << 62 for n in value)
+    ):
+        raise DamagedCheckpointError(f"{shown(value)} is not a shape or offset.")
+    return value

@@ -1,0 +1,52 @@
+"""Where a run stands, for the message that is written if it fails."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from megatron.core.attempts import number_of_attempt
+from megatron.training import launch
+from megatron.training.resilience.peers import PeersHere
+from megatron.training.resilience.watch import Watch
+
+
+@dataclass
+class RunStatus:
+    """Updated as the run goes on; read once, after a failure."""
+
+    rank: int = 0
+    local_rank: int = 0
+    attempt: int = 0
+    """How often the launcher has started the run again."""
+    iteration: int = 0
+    activity: str = "reading the settings"
+    """What the run was doing."""
+    has_begun: bool = False
+    """Whether the settings were good: before, no iteration and no checkpoint are worth telling."""
+    last_good_checkpoint: int | None = None
+    """Iteration of the newest committed checkpoint that this run knows of."""
+    save_directory: str | None = None
+    has_claimed: bool = False
+    """Whether the save directory is this run's own; no other run may save there, nor report."""
+    peers: PeersHere | None = None
+    """The ranks of this node, once they are known."""
+    watch: Watch | None = None
+    """Of a rank that torchrun started."""
+    has_reported: bool = False
+    """Whether this process has told of its failure."""
+
+    @classmethod
+    def of_this_process(cls) -> RunStatus:
+        """Return the status of a run that begins."""
+        place = launch.place_of_this_process()
+        return cls(rank=place.rank, local_rank=place.local_rank, attempt=number_of_attempt())
+
+    @contextmanager
+    def doing(self, activity: str) -> Iterator[None]:
+        """Name what is being done; a failure inside leaves the name."""
+        outer = self.activity
+        self.activity = activity
+        yield
+        self.activity = outer
