@@ -21,11 +21,12 @@ if str(REPOSITORY) not in sys.path:
 
 from megatron.core.exit_status import ExitStatus, tool
 from megatron.core.pipeline_parallel.instructions import FORWARD, WEIGHT_GRAD
-from megatron.core.pipeline_parallel.layout import V_SCHEDULES
 from megatron.core.pipeline_parallel.lower import lower
 from megatron.core.pipeline_parallel.plot import save, timeline_text
+from megatron.core.pipeline_parallel.schedule import StepPlan
+from megatron.core.pipeline_parallel.schedule_definitions import SCHEDULES
 from megatron.core.pipeline_parallel.simulate import Costs
-from megatron.core.pipeline_parallel.step_plan import OVERLAPPED_SCHEDULES, SCHEDULES, StepPlan
+from megatron.core.pipeline_parallel.step_plan import compute_orders
 from megatron.core.pipeline_parallel.trace import Trace, load_trace, planned_trace
 from megatron.core.pipeline_parallel.validate import validate
 
@@ -47,13 +48,13 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--combined",
         action="store_true",
-        help="forwards and backwards of the steady state take turns"
-        f" ({' and '.join(OVERLAPPED_SCHEDULES)})",
+        help="forwards and backwards of the steady state overlap"
+        f" ({' and '.join(name for name, known in SCHEDULES.items() if known.overlaps_f_b)})",
     )
     made.add_argument("--forward-only", action="store_true", help="evaluation: no backward")
     made.add_argument("--forward-cost", type=float, help="of one chunk, in any unit (default 1)")
     made.add_argument("--backward-cost", type=float, help="of one chunk (default 2)")
-    made.add_argument("--pair-cost", type=float, help="of both in turns (default their sum)")
+    made.add_argument("--pair-cost", type=float, help="of both, overlapped (default their sum)")
     made.add_argument("--transfer-cost", type=float, default=0.0, help="of one message")
     made.add_argument("--measured", type=Path, metavar="JSON", help="trace of a run to draw too")
     made.add_argument(
@@ -68,7 +69,7 @@ def plan_of(options: argparse.Namespace, measured: Trace | None) -> Trace:
     plan = StepPlan(
         schedule=options.schedule,
         pipeline_size=options.pipeline_size,
-        num_chunks=2 if options.schedule in V_SCHEDULES else options.num_chunks,
+        num_chunks=max(SCHEDULES[options.schedule].num_chunks or 1, options.num_chunks),
         num_microbatches=options.num_microbatches,
         group_size=options.group_size,
         forward_only=options.forward_only,
@@ -84,7 +85,7 @@ def plan_of(options: argparse.Namespace, measured: Trace | None) -> Trace:
         forward = options.forward_cost or _mean_duration(measured, backward=False)
         backward = options.backward_cost or _mean_duration(measured, backward=True)
         unit = measured.unit
-    program = lower(plan.orders())
+    program = lower(compute_orders(plan))
     validate(program)
     costs = Costs(
         forward=forward,

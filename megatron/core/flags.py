@@ -17,7 +17,7 @@ import functools
 import math
 import types
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,7 +48,8 @@ class FlagFacts:
     """Whether `get_args()` shows it."""
     spellings: tuple[str, ...] = ()
     """Replace `--kebab-case`; the first is the one shown to users."""
-    choices: tuple[str | int, ...] = ()
+    choices: Collection[str | int] = ()
+    """Read when a value is: a registry may have grown since the declaration."""
     nargs: int | str | None = None
     parse: Callable[[str], Any] | None = None
     """Turns the text of one value into the value, or raises ValueError with the reason."""
@@ -130,7 +131,7 @@ class SettingsGroup:
 
     _is_frozen = False
 
-    def __init_subclass__(cls, choices: Mapping[str, Sequence[str]] | None = None) -> None:
+    def __init_subclass__(cls, choices: Mapping[str, Collection[str]] | None = None) -> None:
         super().__init_subclass__()
         declared = dict(cls.__dict__.get("__annotations__", {}))
         for base in reversed(cls.__mro__[1:]):
@@ -141,7 +142,7 @@ class SettingsGroup:
                 facts = _facts(field)
                 default = _default(field) if facts.cli_default is _SAME else facts.cli_default
                 if choices and field.name in choices:
-                    facts = dataclasses.replace(facts, choices=tuple(choices[field.name]))
+                    facts = dataclasses.replace(facts, choices=choices[field.name])
                 elif facts.cli_default is _SAME:
                     continue
                 declared.setdefault(field.name, hints[field.name])
@@ -203,7 +204,7 @@ class FlagSpec:
         """Allowed values as the user types them; empty means any."""
         if issubclass(self.element, enum.Enum):
             return tuple(member.name for member in self.element)
-        return tuple(self.facts.values) or self.facts.choices
+        return tuple(self.facts.values or self.facts.choices)
 
     def to_field(self, value: Any) -> Any:
         """Return the value of the field for what the command line calls `value`."""

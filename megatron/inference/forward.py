@@ -15,8 +15,9 @@ from megatron.core import device
 from megatron.core.inference.contexts import StaticInferenceContext
 from megatron.core.kernels.cpu.prepacked_weights import prepack
 from megatron.core.pipeline_parallel.instructions import Placement
-from megatron.core.pipeline_parallel.layout import loss_rank, placement_shape
+from megatron.core.pipeline_parallel.layout import loss_rank
 from megatron.core.pipeline_parallel.p2p_communication import Message, P2PCommunicator
+from megatron.core.pipeline_parallel.schedule_definitions import schedule_named
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
 from megatron.core.tensor_parallel.parallel_parameters import ParallelLinear
@@ -62,9 +63,8 @@ class CachedModel:
             for weight in self._weights():
                 prepack(weight, is_for_one_row=max_rows == 1)
         self._rank = get_pg_rank(groups.pp)
-        self._placement = Placement(
-            get_pg_size(groups.pp), len(self.chunks), placement_shape(self.config.pipeline_schedule)
-        )
+        shape = schedule_named(self.config.pipeline_schedule).shape
+        self._placement = Placement(get_pg_size(groups.pp), len(self.chunks), shape)
         has_peers = self._placement.num_ranks > 1
         self._channel = P2PCommunicator(groups.pp, self.config) if has_peers else None
 

@@ -23,7 +23,8 @@ from megatron.core.batch_size_phases import (
     steps_in_phases,
 )
 from megatron.core.flag_expressions import expand_layer_pattern
-from megatron.core.pipeline_parallel.layout import V_SCHEDULES, virtual_stages_of
+from megatron.core.pipeline_parallel.layout import virtual_stages_of
+from megatron.core.pipeline_parallel.schedule_definitions import schedule_named
 from megatron.core.transformer.yarn import yarn_softmax_scale
 from megatron.training.config.run import RunConfig
 from megatron.training.ramp_up import samples_for_steps, steps_for_samples
@@ -177,8 +178,9 @@ def _virtual_stages(v: _Derived, pp: int) -> tuple[int | None, str]:
         return virtual_stages_of(
             v["pipeline_model_parallel_layout"], pp
         ), "stages of the layout / pp"
-    if v["pipeline_schedule"] in V_SCHEDULES and pp > 1:
-        return 2, f"--pipeline-schedule {v['pipeline_schedule']}"
+    decided = schedule_named(v["pipeline_schedule"]).num_chunks
+    if decided is not None and pp > 1:
+        return decided if decided > 1 else None, f"--pipeline-schedule {v['pipeline_schedule']}"
     if v["num_virtual_stages_per_pipeline_rank"] is not None:
         return v["num_virtual_stages_per_pipeline_rank"], "--num-virtual-stages-per-pipeline-rank"
     per_chunk, layers = v["num_layers_per_virtual_pipeline_stage"], v["num_layers"]

@@ -23,13 +23,10 @@ from typing import Any, Protocol
 from megatron.core.errors import ConfigError
 from megatron.core.pipeline_parallel.instructions import Placement, PlacementShape
 from megatron.core.pipeline_parallel.layout_string import parse_layout
+from megatron.core.pipeline_parallel.schedule_definitions import schedule_named
 
 LETTERS = {"E": "embedding", "t": "decoder", "m": "mtp", "L": "loss"}
 _LETTER_OF = {name: letter for letter, name in LETTERS.items()}
-
-V_SCHEDULES = ("zb-v", "dualpipe-v")
-"""Values of `config.pipeline_schedule` that hold the model in a V: the last stage is on the first
-rank, and every rank has two chunks."""
 
 _FLAG_LAYOUT = "--pipeline-model-parallel-layout"
 _FLAG_PP = "--pipeline-model-parallel-size"
@@ -119,14 +116,10 @@ def pipeline_layout(config: StageSettings) -> PipelineLayout:
         ConfigError: the layers cannot be dealt out like that; the message says what would fit.
     """
     p, v = config.pipeline_model_parallel_size, config.virtual_pipeline_model_parallel_size or 1
-    shape = placement_shape(config.pipeline_schedule)
-    if shape is PlacementShape.V and p > 1 and v != 2:
-        raise ConfigError(
-            f"the {config.pipeline_schedule} schedule with {v} model chunks per rank.",
-            rule="a pipeline in a V has two chunks on every rank",
-            flags=["--pipeline-schedule", _FLAG_VP, _FLAG_LAYOUT],
-            fix=f"drop {_FLAG_VP}: the schedule decides it",
-        )
+    schedule = schedule_named(config.pipeline_schedule)
+    if not schedule.takes_chunks(v, p):
+        raise schedule.chunks_error(v, ConfigError)
+    shape = schedule.shape
     chosen = config.pipeline_model_parallel_layout
     if chosen is None:
         counts = _layers_per_stage(config, p, v)
@@ -148,16 +141,10 @@ def pipeline_layout(config: StageSettings) -> PipelineLayout:
     return layout
 
 
-def placement_shape(schedule: str) -> PlacementShape:
-    """Return how a schedule deals stages to ranks."""
-    return PlacementShape.V if schedule in V_SCHEDULES else PlacementShape.LOOP
-
-
 def loss_rank(config: StageSettings) -> int:
-    """Return the pipeline rank that computes the loss: the last one, in a V the first one."""
-    shape = placement_shape(config.pipeline_schedule)
-    p = config.pipeline_model_parallel_size
-    return 0 if shape is PlacementShape.V else p - 1
+    """Return the pipeline rank that computes the loss: the one of the last stage."""
+    p, v = config.pipeline_model_parallel_size, config.virtual_pipeline_model_parallel_size or 1
+    return Placement(p, v, schedule_named(config.pipeline_schedule).shape).location(p * v - 1)[0]
 
 
 def virtual_stages_of(chosen: Any, pipeline_model_parallel_size: int) -> int | None:

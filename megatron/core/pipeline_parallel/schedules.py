@@ -21,8 +21,9 @@ from megatron.core.pipeline_parallel.executor import PipelineExecutor
 from megatron.core.pipeline_parallel.grad_sync import GradSync, of_chunk
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator, Shape
 from megatron.core.pipeline_parallel.recorder import MeasuredStage, PipelineRecorder
+from megatron.core.pipeline_parallel.schedule import StepPlan
 from megatron.core.pipeline_parallel.stage import LossSettings, PipelineStage, Stage, StepReport
-from megatron.core.pipeline_parallel.step_plan import StepPlan, rank_program, validated_orders
+from megatron.core.pipeline_parallel.step_plan import rank_program, validated_orders
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import as_list, get_model_config, get_pg_size
 

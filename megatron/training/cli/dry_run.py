@@ -6,7 +6,9 @@ import math
 from collections.abc import Callable
 
 from megatron.core.pipeline_parallel.layout import pipeline_layout
-from megatron.core.pipeline_parallel.step_plan import StepPlan, plan_report
+from megatron.core.pipeline_parallel.schedule import StepPlan
+from megatron.core.pipeline_parallel.schedule_definitions import schedule_named
+from megatron.core.pipeline_parallel.step_plan import plan_report
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 from megatron.training import launch
 from megatron.training.cli.parser import ParsedCommand
@@ -119,8 +121,7 @@ def _schedule(run: ResolvedRun) -> list[str]:
     if plan.pipeline_size == 1:
         return ["one stage: no pipeline, no bubble"]
     found = plan_report(plan)
-    is_interleaved = plan.schedule == "1f1b" and plan.num_chunks > 1
-    name = "interleaved 1F1B" if is_interleaved else plan.schedule
+    name = schedule_named(plan.schedule).name_with(plan.num_chunks)
     return [
         f"{name}, {plan.num_microbatches} micro batches on {plan.pipeline_size} ranks with"
         f" {plan.num_chunks} chunk(s) each",

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from megatron.core.batch_size_phases import parse_phases
 from megatron.core.errors import MegatronError
 from megatron.core.flags import kebab
-from megatron.core.pipeline_parallel.layout import V_SCHEDULES
-from megatron.core.pipeline_parallel.schedule_definitions.interleaved import microbatch_groups
+from megatron.core.pipeline_parallel.schedule import StepPlan
+from megatron.core.pipeline_parallel.schedule_definitions import schedule_named
 from megatron.training.ramp_up import batch_size_at
 from megatron.training.resolve import ResolvedRun
 from megatron.training.rules.registry import problem, rule
@@ -40,32 +40,33 @@ def replicas_share_the_batch(run: ResolvedRun) -> Iterator[MegatronError]:
 
 
 def _enough_micro_batches(run: ResolvedRun, num_microbatches: int) -> Iterator[MegatronError]:
-    if not run.virtual_pipeline_model_parallel_size:
+    if num_microbatches < 1:
         return
-    pp, group = run.pipeline_model_parallel_size, run.microbatch_group_size_per_vp_stage
-    if run.pipeline_schedule == "dualpipe-v" and num_microbatches < 2 * pp:
+    schedule = schedule_named(run.pipeline_schedule)
+    plan = StepPlan(
+        schedule.name,
+        run.pipeline_model_parallel_size,
+        run.virtual_pipeline_model_parallel_size or 1,
+        num_microbatches,
+        run.microbatch_group_size_per_vp_stage,
+    )
+    fewest = schedule.min_microbatches(plan)
+    if num_microbatches < fewest:
+        name = schedule.name_with(plan.num_chunks)
         yield problem(
-            f"{num_microbatches} micro batches per step for DualPipe-V on {pp} pipeline ranks.",
-            "its steady state needs two micro batches per pipeline rank",
+            f"{num_microbatches} micro batches per step for {name} on"
+            f" {plan.pipeline_size} pipeline ranks.",
+            schedule.min_microbatches_rule,
             "--global-batch-size",
             "--pipeline-schedule",
-            fix=f"use --global-batch-size {2 * pp * _step(run)}, or --pipeline-schedule zb-v",
+            fix=f"use --global-batch-size {fewest * _step(run)}, or a different"
+            " --pipeline-schedule",
         )
-    if run.pipeline_schedule in V_SCHEDULES:
         return
     try:
-        microbatch_groups(pp, num_microbatches, group)
+        schedule.orders(plan)
     except MegatronError as error:
         yield error
-        return
-    if num_microbatches < pp:
-        yield problem(
-            f"{num_microbatches} micro batches per step for an interleaved pipeline of {pp} ranks.",
-            "the interleaved schedule needs at least one micro batch per pipeline rank",
-            "--global-batch-size",
-            "--micro-batch-size",
-            fix=f"use --global-batch-size {pp * _step(run)}",
-        )
 
 
 @rule

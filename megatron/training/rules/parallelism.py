@@ -8,7 +8,7 @@ from pathlib import Path
 
 from megatron.core.device import device_type
 from megatron.core.errors import MegatronError, TopologyError
-from megatron.core.pipeline_parallel.layout import V_SCHEDULES
+from megatron.core.pipeline_parallel.schedule_definitions import schedule_named
 from megatron.core.rank_grid import plan_layout
 from megatron.training.resolve import ResolvedRun
 from megatron.training.rules.registry import problem, rule
@@ -77,21 +77,20 @@ def one_way_to_cut_virtual_stages(run: ResolvedRun) -> Iterator[MegatronError]:
 
 @rule
 def virtual_stages_belong_to_interleaved_schedules(run: ResolvedRun) -> Iterator[MegatronError]:
-    """GPipe and ZB-H1 run one chunk per rank; schedules in a V have two of their own accord."""
+    """Other schedules decide by themselves how many chunks a rank has."""
     asked = {
         "--num-layers-per-virtual-pipeline-stage": run.num_layers_per_virtual_pipeline_stage,
         "--num-virtual-stages-per-pipeline-rank": run.num_virtual_stages_per_pipeline_rank,
     }
     given = [name for name, value in asked.items() if value is not None]
-    has_one = run.pipeline_schedule in ("gpipe", "zb-h1")
-    is_v = run.pipeline_schedule in V_SCHEDULES
-    if (has_one and run.virtual_pipeline_model_parallel_size) or (is_v and given):
+    schedule = schedule_named(run.pipeline_schedule)
+    if given and schedule.num_chunks is not None:
         yield problem(
-            f"--pipeline-schedule {run.pipeline_schedule} with virtual stages.",
-            "only 1f1b is interleaved; zb-v and dualpipe-v have two chunks per rank by themselves",
+            f"--pipeline-schedule {schedule.name} with virtual stages.",
+            f"{schedule.name} has {schedule.num_chunks} chunk(s) on every rank by itself",
             "--pipeline-schedule",
-            *(given or ["--pipeline-model-parallel-layout"]),
-            fix="use --pipeline-schedule 1f1b, or drop the virtual stages",
+            *given,
+            fix="use --pipeline-schedule 1f1b (interleaved), or drop the virtual stages",
         )
 
 

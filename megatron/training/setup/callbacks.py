@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
-from megatron.core.pipeline_parallel.step_plan import SPLIT_SCHEDULES
+from megatron.core.pipeline_parallel.schedule_definitions import schedule_named
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.timers import Timers
 from megatron.core.utils import get_model_config
@@ -34,7 +34,8 @@ def install_callbacks(
             config.no_sync_func = _one_or_list([chunk.no_sync for chunk in wrapped])
             # A backward without weight gradients cannot tell when they are complete: the schedule
             # starts their reduction.
-            if run.align_grad_reduce or run.pipeline_schedule in SPLIT_SCHEDULES:
+            splits_backward = schedule_named(run.pipeline_schedule).splits_backward
+            if run.align_grad_reduce or splits_backward:
                 config.grad_sync_func = _one_or_list([chunk.start_grad_sync for chunk in wrapped])
     return get_model_config(model[0])
 

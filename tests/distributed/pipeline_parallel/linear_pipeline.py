@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.pipeline_parallel.instructions import Placement
-from megatron.core.pipeline_parallel.layout import placement_shape
 from megatron.core.pipeline_parallel.recorder import PipelineRecorder
+from megatron.core.pipeline_parallel.schedule_definitions import schedule_named
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.linear_with_overlap import LinearPlan, parallel_linear
@@ -85,7 +85,7 @@ def build_chunks(groups: ProcessGroupCollection, config: Any, num_chunks: int) -
 
 def stages(groups: ProcessGroupCollection, config: Any, num_chunks: int) -> list[int]:
     """Return the position in the model of each chunk of this rank."""
-    shape = placement_shape(config.pipeline_schedule)
+    shape = schedule_named(config.pipeline_schedule).shape
     placement = Placement(get_pg_size(groups.pp), num_chunks, shape)
     return [placement.stage(get_pg_rank(groups.pp), chunk) for chunk in range(num_chunks)]
 

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.pipeline_parallel.recorder import PipelineRecorder
+from megatron.core.pipeline_parallel.schedule import StepPlan
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.pipeline_parallel.simulate import Costs, Report
-from megatron.core.pipeline_parallel.step_plan import StepPlan, plan_report
+from megatron.core.pipeline_parallel.step_plan import plan_report
 from megatron.core.step_context.deferred_wgrad import defer_wgrad
 from megatron.core.step_context.overlap import yield_to_peer
 from tests.distributed.pipeline_parallel.linear_pipeline import LinearConfig

@@ -9,7 +9,13 @@ import weakref
 import pytest
 import torch
 
+from megatron.core.errors import ConfigError
 from megatron.core.pipeline_parallel.recorder import PipelineRecorder
+from megatron.core.pipeline_parallel.schedule import StepPlan, register_schedule
+from megatron.core.pipeline_parallel.schedule_definitions import SCHEDULES
+from megatron.core.pipeline_parallel.step_plan import plan_report, validated_orders
+from megatron.training.cli.parser import parse_command_line
+from megatron.training.rules import resolve_and_check
 from tests.distributed.pipeline_parallel.linear_pipeline import (
     LinearConfig,
     assert_equal_to_serial,
@@ -17,6 +23,7 @@ from tests.distributed.pipeline_parallel.linear_pipeline import (
     run_step,
     serial_gradients,
 )
+from tests.distributed.pipeline_parallel.own_schedule import EAGER
 from tests.harness.distributed import DistributedFailure, distributed, run_distributed
 
 
@@ -62,6 +69,37 @@ def test_every_schedule_gives_the_gradients_of_one_process_to_the_bit(case):
     run_distributed(
         train_and_compare, world, schedule, num_chunks, num_microbatches, options, pp=world
     )
+
+
+def train_with_own_schedule(groups, num_microbatches):
+    register_schedule(EAGER)
+    try:
+        train_and_compare(groups, EAGER.name, 1, num_microbatches, {})
+    finally:
+        del SCHEDULES[EAGER.name]
+
+
+def test_a_schedule_of_one_file_is_checked_timed_and_run(monkeypatch):
+    monkeypatch.setitem(SCHEDULES, EAGER.name, EAGER)
+    words = (
+        "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --mock-data"
+        " --micro-batch-size 2 --lr 1e-3 --train-iters 10 --pipeline-model-parallel-size 4"
+        " --pipeline-schedule eager-1f1b --global-batch-size "
+    )
+
+    def resolved(rest):
+        given = (words + rest).split()
+        return resolve_and_check(lambda: parse_command_line(given), lambda config: 4)
+
+    assert resolved("16").pipeline_schedule == "eager-1f1b"
+    with pytest.raises(ConfigError, match=r"2 micro batches.* for eager-1f1b"):
+        resolved("4")
+    with pytest.raises(ConfigError, match="eager-1f1b with virtual stages"):
+        resolved("16 --num-virtual-stages-per-pipeline-rank 2")
+    plan = StepPlan("eager-1f1b", 4, 1, 8)
+    assert validated_orders(plan).schedule == "eager-1f1b"
+    assert plan_report(plan).peak_live_activations == [7, 5, 3, 1]
+    run_distributed(train_with_own_schedule, 4, 6, pp=4)
 
 
 @distributed(world_size=2, pp=2)

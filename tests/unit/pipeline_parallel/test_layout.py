@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from megatron.core.errors import ConfigError
 from megatron.core.pipeline_parallel.layout import (
-    V_SCHEDULES,
     PipelineLayout,
     PipelineParallelLayerLayout,
     loss_rank,
@@ -222,7 +221,7 @@ def test_the_layout_sets_the_virtual_stages_of_a_config_that_leaves_them_out(lay
     assert pipeline_layout(config).num_chunks == (chunks or 1)
 
 
-@pytest.mark.parametrize("schedule", V_SCHEDULES)
+@pytest.mark.parametrize("schedule", ["zb-v", "dualpipe-v"])
 def test_a_v_ends_where_it_begins(schedule):
     settings = Settings(8, 2, 2, pipeline_schedule=schedule)
     layout = pipeline_layout(settings)
@@ -232,5 +231,5 @@ def test_a_v_ends_where_it_begins(schedule):
     assert layout.has_embedding(0, 0) and layout.has_loss(0, 1)
     assert loss_rank(settings) == 0
     settings.virtual_pipeline_model_parallel_size = 3
-    with pytest.raises(ConfigError, match="two chunks on every rank"):
+    with pytest.raises(ConfigError, match="runs 2 chunk"):
         pipeline_layout(settings)

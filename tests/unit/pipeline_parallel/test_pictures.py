@@ -106,4 +106,4 @@ def test_the_tool_explains_an_impossible_plan(capsys):
     assert plot_schedule.main(["-p", "4", "-v", "2", "-m", "8", "--group-size", "2"]) == 2
     assert "too small for 4 pipeline ranks" in capsys.readouterr().err
     assert plot_schedule.main(["--schedule", "gpipe", "-p", "4", "-m", "8", "--combined"]) == 2
-    assert "take turns, in the gpipe schedule" in capsys.readouterr().err
+    assert "overlapped forwards and backwards in the gpipe" in capsys.readouterr().err

@@ -16,6 +16,7 @@ from megatron.core.pipeline_parallel.instructions import (
     Step,
 )
 from megatron.core.pipeline_parallel.lower import lower, lower_rank
+from megatron.core.pipeline_parallel.schedule import StepPlan
 from megatron.core.pipeline_parallel.schedule_definitions.dualpipe_v import dualpipe_v_orders
 from megatron.core.pipeline_parallel.schedule_definitions.forward_only import forward_only_orders
 from megatron.core.pipeline_parallel.schedule_definitions.gpipe import gpipe_orders
@@ -37,7 +38,6 @@ from megatron.core.pipeline_parallel.simulate import (
     walk,
 )
 from megatron.core.pipeline_parallel.step_plan import (
-    StepPlan,
     plan_report,
     rank_program,
     validated_orders,
@@ -396,7 +396,10 @@ def test_stages_may_turn_back_on_the_last_rank():
         (StepPlan("1f1b", 2, 1, 0), "0 micro batches"),
         (StepPlan("zigzag", 2, 1, 4), "'zigzag' is not known"),
         (StepPlan("gpipe", 2, 2, 4), "gpipe schedule with 2 model chunks"),
-        (StepPlan("zb-h1", 2, 1, 4, overlap_f_b=True), "take turns, in the zb-h1 schedule"),
+        (
+            StepPlan("zb-h1", 2, 1, 4, overlap_f_b=True),
+            "overlapped forwards and backwards in the zb-h1",
+        ),
         (StepPlan("1f1b", 4, 2, 8, group_size=2), "group of 2 is too small"),
     ],
 )

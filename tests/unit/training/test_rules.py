@@ -69,7 +69,7 @@ def problems(*words: str, world_size: int = 1, base=SMALL) -> list[str]:
             ["--pipeline-schedule", "dualpipe-v", "--pipeline-model-parallel-size", "2"]
             + ["--global-batch-size", "6"],
             2,
-            "3 micro batches per step for DualPipe-V on 2 pipeline ranks",
+            "3 micro batches per step for dualpipe-v on 2 pipeline ranks",
         ),
         (["--pipeline-step-durations", "1", "0", "1"], 1, "--pipeline-step-durations 1 0 1"),
         (

@@ -1,1 +1,34 @@
-"""Compute-only orders of pipeline steps, one module per schedule."""
+"""The pipeline schedules, one per file.
+
+A file holds the compute order of its schedule and registers it. Every file of this folder is
+imported here, so a new one is known without being named anywhere.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+
+from megatron.core.errors import ScheduleError
+from megatron.core.pipeline_parallel.schedule import SCHEDULES, Schedule
+
+__all__ = ["SCHEDULES", "schedule_named"]
+
+for _module in sorted(module.name for module in pkgutil.iter_modules(__path__)):
+    importlib.import_module(f"{__name__}.{_module}")
+
+
+def schedule_named(name: str) -> Schedule:
+    """Return a registered schedule.
+
+    Raises:
+        ScheduleError: there is none of that name.
+    """
+    if name not in SCHEDULES:
+        raise ScheduleError(
+            f"pipeline_schedule={name!r} is not known.",
+            rule=f"schedules are {', '.join(SCHEDULES)}",
+            flags=["--pipeline-schedule"],
+            fix="use 1f1b, or register_schedule(...) your own",
+        )
+    return SCHEDULES[name]

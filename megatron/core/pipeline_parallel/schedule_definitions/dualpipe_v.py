@@ -24,6 +24,9 @@ from megatron.core.pipeline_parallel.instructions import (
     PlacementShape,
     Step,
 )
+from megatron.core.pipeline_parallel.schedule import Schedule, register_schedule
+
+_RULE = "its steady state needs two micro batches per pipeline rank"
 
 
 class _Writer:
@@ -33,7 +36,7 @@ class _Writer:
         self.steps: list[Step] = []
         self._forwards = [0, 0]
         self._backwards = [0, 0]
-        self._owed: list[Step] = []  # weight gradients put off, the oldest first
+        self._owed: list[Step] = []  # weight gradients deferred, the oldest first
 
     def forward(self, chunk: int) -> None:
         self.steps.append(Step(FORWARD, self._forwards[chunk], chunk))
@@ -105,7 +108,7 @@ def dualpipe_v_orders(p: int, m: int, *, overlap_f_b: bool = False) -> Orders:
     if m < 2 * p:
         raise ScheduleError(
             f"the DualPipe-V schedule with {m} micro batches on {p} pipeline ranks.",
-            rule="its steady state needs two micro batches per pipeline rank",
+            rule=_RULE,
             flags=["--pipeline-schedule", "--global-batch-size", "--pipeline-model-parallel-size"],
             fix=f"use at least {2 * p} micro batches, or --pipeline-schedule zb-v",
         )
@@ -117,3 +120,20 @@ def dualpipe_v_orders(p: int, m: int, *, overlap_f_b: bool = False) -> Orders:
         lambda rank: dualpipe_v_order(p, rank, m),
         pairs=(lambda rank: _pairs(dualpipe_v_order(p, rank, m))) if overlap_f_b else None,
     )
+
+
+SCHEDULE = register_schedule(
+    Schedule(
+        name="dualpipe-v",
+        title="DualPipe-V",
+        orders=lambda plan: dualpipe_v_orders(
+            plan.pipeline_size, plan.num_microbatches, overlap_f_b=plan.overlap_f_b
+        ),
+        shape=PlacementShape.V,
+        num_chunks=2,
+        splits_backward=True,
+        overlaps_f_b=True,
+        min_microbatches=lambda plan: 2 * plan.pipeline_size,
+        min_microbatches_rule=_RULE,
+    )
+)

@@ -7,6 +7,7 @@ Bubble (p-1)/(m+p-1); every rank keeps the activations of all m micro batches.
 from __future__ import annotations
 
 from megatron.core.pipeline_parallel.instructions import BACKWARD, FORWARD, Orders, Placement, Step
+from megatron.core.pipeline_parallel.schedule import Schedule, register_schedule
 
 
 def gpipe_order(p: int, rank: int, m: int) -> list[Step]:
@@ -19,3 +20,13 @@ def gpipe_order(p: int, rank: int, m: int) -> list[Step]:
 def gpipe_orders(p: int, m: int) -> Orders:
     """Return the GPipe order of all ranks."""
     return Orders("gpipe", Placement(p), m, False, lambda rank: gpipe_order(p, rank, m))
+
+
+SCHEDULE = register_schedule(
+    Schedule(
+        name="gpipe",
+        title="GPipe",
+        orders=lambda plan: gpipe_orders(plan.pipeline_size, plan.num_microbatches),
+        runs_forwards_first=True,
+    )
+)

@@ -14,6 +14,8 @@ of "DeepSeek-V3 Technical Report", section 3.2.1 (arXiv:2412.19437).
 from __future__ import annotations
 
 from megatron.core.pipeline_parallel.instructions import BACKWARD, FORWARD, Orders, Placement, Step
+from megatron.core.pipeline_parallel.schedule import Schedule, StepPlan, register_schedule
+from megatron.core.pipeline_parallel.schedule_definitions.interleaved import interleaved_orders
 
 
 def one_f_one_b_order(p: int, rank: int, m: int, *, overlap_f_b: bool = False) -> list[Step]:
@@ -57,3 +59,24 @@ def _warm_up(p: int, rank: int, m: int, overlap_f_b: bool) -> int:
     """
     way = p - rank - 1
     return min(2 * way + 1 if overlap_f_b else way, m)
+
+
+def _orders(plan: StepPlan) -> Orders:
+    p, v, m = plan.pipeline_size, plan.num_chunks, plan.num_microbatches
+    if v > 1:
+        return interleaved_orders(p, m, v, plan.group_size, overlap_f_b=plan.overlap_f_b)
+    return one_f_one_b_orders(p, m, overlap_f_b=plan.overlap_f_b)
+
+
+SCHEDULE = register_schedule(
+    Schedule(
+        name="1f1b",
+        title="1F1B",
+        orders=_orders,
+        num_chunks=None,
+        overlaps_f_b=True,
+        min_microbatches=lambda plan: plan.pipeline_size if plan.num_chunks > 1 else 1,
+        min_microbatches_rule="with virtual stages, each pipeline rank has a micro batch to begin"
+        " with",
+    )
+)

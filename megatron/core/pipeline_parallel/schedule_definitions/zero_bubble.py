@@ -16,6 +16,7 @@ from megatron.core.pipeline_parallel.instructions import (
     Placement,
     Step,
 )
+from megatron.core.pipeline_parallel.schedule import Schedule, register_schedule
 
 
 def zero_bubble_h1_order(p: int, rank: int, m: int) -> list[Step]:
@@ -39,3 +40,13 @@ def zero_bubble_h1_order(p: int, rank: int, m: int) -> list[Step]:
 def zero_bubble_h1_orders(p: int, m: int) -> Orders:
     """Return the ZB-H1 order of all ranks."""
     return Orders("zb-h1", Placement(p), m, False, lambda rank: zero_bubble_h1_order(p, rank, m))
+
+
+SCHEDULE = register_schedule(
+    Schedule(
+        name="zb-h1",
+        title="ZB-H1",
+        orders=lambda plan: zero_bubble_h1_orders(plan.pipeline_size, plan.num_microbatches),
+        splits_backward=True,
+    )
+)

@@ -25,6 +25,7 @@ from megatron.core.pipeline_parallel.instructions import (
     PlacementShape,
     Step,
 )
+from megatron.core.pipeline_parallel.schedule import Schedule, register_schedule
 
 
 class _Rank:
@@ -129,3 +130,17 @@ def zero_bubble_v_orders(p: int, m: int, durations: tuple[int, int, int] = (1, 1
         lambda rank: list(_play(p, m, durations)[rank]),
         send_window=max(2, p),
     )
+
+
+SCHEDULE = register_schedule(
+    Schedule(
+        name="zb-v",
+        title="ZB-V",
+        orders=lambda plan: zero_bubble_v_orders(
+            plan.pipeline_size, plan.num_microbatches, plan.durations
+        ),
+        shape=PlacementShape.V,
+        num_chunks=2,
+        splits_backward=True,
+    )
+)

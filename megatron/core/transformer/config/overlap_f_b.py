@@ -1,17 +1,17 @@
-"""Steps of which one hides the exchange of the other's tokens: when they are possible."""
+"""When a forward and a backward overlap, one hiding the all-to-all of the other's tokens."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from megatron.core.errors import ConfigError, MegatronError
-from megatron.core.pipeline_parallel.step_plan import OVERLAPPED_SCHEDULES
+from megatron.core.pipeline_parallel.schedule_definitions import schedule_named
 
 _FLAG = "--overlap-moe-expert-parallel-comm"
 
 
 def overlap_f_b_problems(config: Any) -> list[MegatronError]:
-    """Return why forwards and backwards of a `TransformerConfig` cannot take turns."""
+    """Return why forwards and backwards of a `TransformerConfig` cannot overlap."""
     if not config.overlap_moe_expert_parallel_comm:
         return []
     problems: list[MegatronError] = []
@@ -27,17 +27,9 @@ def overlap_f_b_problems(config: Any) -> list[MegatronError]:
                 f" or drop {_FLAG}",
             )
         )
-    if config.pipeline_schedule not in OVERLAPPED_SCHEDULES:
-        problems.append(
-            ConfigError(
-                "overlap_moe_expert_parallel_comm with"
-                f" pipeline_schedule={config.pipeline_schedule!r}.",
-                rule="each forward of the steady state stands beside a backward that it does not"
-                " need",
-                flags=[_FLAG, "--pipeline-schedule"],
-                fix=f"use --pipeline-schedule {' or '.join(OVERLAPPED_SCHEDULES)}",
-            )
-        )
+    schedule = schedule_named(config.pipeline_schedule)
+    if not schedule.overlaps_f_b:
+        problems.append(schedule.overlap_error(ConfigError))
     if config.recompute_granularity == "full" or config.moe_layer_recompute:
         problems.append(
             ConfigError(

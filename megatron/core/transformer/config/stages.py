@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron.core.flags import flag
-from megatron.core.pipeline_parallel.layout import V_SCHEDULES, virtual_stages_of
+from megatron.core.pipeline_parallel.layout import virtual_stages_of
+from megatron.core.pipeline_parallel.schedule_definitions import schedule_named
 
 
 @dataclass
@@ -33,8 +34,9 @@ class StageConfig:
     ) -> int | None:
         """Return virtual_pipeline_model_parallel_size: as given, else as the schedule or the
         layout means it."""
-        if given is None and pipeline_size > 1 and schedule in V_SCHEDULES:
-            return 2
+        num_chunks = schedule_named(schedule).num_chunks or 1
+        if given is None and pipeline_size > 1 and num_chunks > 1:
+            return num_chunks
         if given is not None or self.pipeline_model_parallel_layout is None:
             return given
         return virtual_stages_of(self.pipeline_model_parallel_layout, pipeline_size)

@@ -16,6 +16,7 @@ from torch import Tensor
 from megatron.core.dist_checkpointing.mapping import RankOffset, ShardedStateDict
 from megatron.core.kernels.registry import OTHER_DEVICES, Kernel, KernelTable, Request
 from megatron.core.param_meta import get_param_meta, set_param_meta
+from megatron.core.pipeline_parallel.schedule_definitions import schedule_named
 from megatron.core.process_groups_config import FakeGroup, ProcessGroupCollection
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron.core.tensor_parallel.linear_cross_entropy import LinearCrossEntropy
@@ -159,8 +160,7 @@ class LanguageModule(MegatronModule):
             num_valid=config.unpadded_vocab_size,
             sequence_parallel=config.sequence_parallel,
             token_weights=None if loss_mask is None else loss_mask.t().contiguous(),
-            # All micro batches of GPipe wait for their backward at the same time.
-            recomputes_logits=config.pipeline_schedule == "gpipe",
+            recomputes_logits=schedule_named(config.pipeline_schedule).runs_forwards_first,
             fuses_main_grad=config.gradient_accumulation_fusion,
         )
         return _transposed(loss)
