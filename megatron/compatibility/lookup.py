@@ -141,7 +141,7 @@ class _WithNames(SourceFileLoader):
 class _EmptyModule(Loader):
     """Makes a module of which nothing exists but its names."""
 
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+    def create_module(self, _spec: ModuleSpec) -> ModuleType | None:
         return None
 
     def exec_module(self, module: ModuleType) -> None:

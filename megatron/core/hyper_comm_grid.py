@@ -8,7 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron.core.errors import TopologyError
+from megatron.core.errors import TopologyError, refuse_given
 from megatron.core.process_groups_config import GroupFactory
 from megatron.core.rank_grid import RankGrid
 
@@ -56,7 +56,9 @@ class HyperCommGrid:
         """Return the rank lists of all groups along `dims`."""
         return self._grid.groups(*self._checked(dims))
 
-    def create_pg(self, dims: str | Sequence[str], **unused_options: Any) -> Any:
+    def create_pg(
+        self, dims: str | Sequence[str], backend: str | None = None, **options: object
+    ) -> Any:
         """Create the groups along `dims` and return this rank's; each may be created once.
 
         Returns:
@@ -64,6 +66,9 @@ class HyperCommGrid:
         Communication:
             collective on the world, also for ranks outside the grid; see `GroupFactory`.
         """
+        given = {"backend": backend not in (None, dist.get_backend()), **options}
+        rule = "all groups have the backend and the options of the world"
+        refuse_given("create_pg", given, rule=rule, fix="leave these out")
         names = self._checked(dims)
         key = "-".join(names)
         if key in self._groups:

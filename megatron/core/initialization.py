@@ -85,7 +85,7 @@ def parameters_without_memory() -> Iterator[None]:
         _allocates.reset(token)
 
 
-def _free_if_drawn(module: nn.Module, name: str, parameter: Tensor | None) -> None:
+def _free_if_drawn(_module: nn.Module, _name: str, parameter: Tensor | None) -> None:
     if parameter is not None and get_param_meta(parameter).init_method is not None:
         parameter.data = without_memory(parameter)
 

@@ -192,6 +192,7 @@ def get_context_parallel_group(check_initialized: bool = True) -> Any:
 
 def get_context_parallel_global_ranks(check_initialized: bool = True) -> list[int]:
     """Return the global ranks of this context-parallel group."""
+    _group("cp", check_initialized)
     return _ranks("cp")
 
 

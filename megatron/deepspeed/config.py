@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from megatron.core.errors import refuse_given
 from megatron.deepspeed.comm import get_world_size
 from megatron.deepspeed.reading import ConfigSource, load_document
 from megatron.deepspeed.settings import engine_settings
@@ -25,12 +26,15 @@ class DeepSpeedConfig:
 
     Args:
         config: file, mapping or base64 text.
-        mpu, mesh_device: not used: every process holds a replica.
+        mpu, mesh_device: must be None: every process holds a replica.
     Raises:
         ConfigError: with all problems.
     """
 
     def __init__(self, config: ConfigSource, mpu: Any = None, mesh_device: Any = None) -> None:
+        given = {"mpu": mpu, "mesh_device": mesh_device}
+        rule = "every process holds a replica of the module"
+        refuse_given("DeepSpeedConfig", given, rule=rule, fix="train the model with pretrain()")
         self._param_dict = load_document(config)
         self.settings = engine_settings(config, replicas=get_world_size())
         batch, sections = self.settings.batch, self.settings.read.sections

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from megatron.core.distributed.communication import broadcast_from_first
 from megatron.core.distributed.parameter_shard import ParameterShard
-from megatron.core.errors import ConfigError
+from megatron.core.errors import ConfigError, refuse_given
 from megatron.core.initialization import has_memory
 from megatron.core.optimizer.state_declarations import initialize_state
 from megatron.core.transport import backend
@@ -27,6 +27,8 @@ def Init(*unused: Any, **settings: Any) -> Iterator[None]:
     `initialize` shards it layer by layer and frees the rest. Models of this library also build
     without memory: `megatron.core.initialization.parameters_without_memory`.
     """
+    rule = "parameters are built in the dtype of the model"
+    refuse_given("zero.Init", {"dtype": settings.get("dtype")}, rule=rule, fix="model.to(dtype)")
     yield
 
 

@@ -43,7 +43,7 @@ RowMap = Callable[[Geometry, Sequence[int]], list[RowRange]]
 """(geometry, number of rows of each of their tensors) -> the ranges, in the order of our rows."""
 
 
-def _whole(geometry: Geometry, heights: Sequence[int]) -> list[RowRange]:
+def _whole(_geometry: Geometry, heights: Sequence[int]) -> list[RowRange]:
     """Their tensors above each other."""
     found, place = [], 0
     for source, height in enumerate(heights):
@@ -127,7 +127,7 @@ def alternating_experts(
 def query_key_value(ours: str, query: str, key: str, value: str) -> WeightRule:
     """Separate projections there; here rows by group: q/g query heads, one key, one value head."""
 
-    def row_map(geometry: Geometry, heights: Sequence[int]) -> list[RowRange]:
+    def row_map(geometry: Geometry, _heights: Sequence[int]) -> list[RowRange]:
         return _by_group(geometry, [(0, 0), (1, 0), (2, 0)])
 
     return WeightRule(ours, (query, key, value), row_map)
@@ -136,7 +136,7 @@ def query_key_value(ours: str, query: str, key: str, value: str) -> WeightRule:
 def fused_query_key_value(ours: str, theirs: str, *, is_transposed: bool = False) -> WeightRule:
     """All queries, then all keys, then all values in one tensor there."""
 
-    def row_map(geometry: Geometry, heights: Sequence[int]) -> list[RowRange]:
+    def row_map(geometry: Geometry, _heights: Sequence[int]) -> list[RowRange]:
         keys = geometry.num_heads * geometry.head_dim
         values = keys + geometry.num_groups * geometry.head_dim
         return _by_group(geometry, [(0, 0), (0, keys), (0, values)])

@@ -96,14 +96,14 @@ def harness_model(session: ModelSession, *, batch_size: int) -> Any:
     class Model(base):  # type: ignore[misc]
         """Answers the three kinds of requests that the harness has."""
 
-        def loglikelihood(self, requests: Any, **options: Any) -> list[tuple[float, bool]]:
+        def loglikelihood(self, requests: Any, **_options: Any) -> list[tuple[float, bool]]:
             """Score continuations: (log-probability, whether greedy choice would write it)."""
             if not requests:
                 return []
             found = scored([pair(*request.args) for request in requests])
             return [(sum(one.log_probabilities), all(one.is_greedy)) for one in found]
 
-        def loglikelihood_rolling(self, requests: Any, **options: Any) -> list[float]:
+        def loglikelihood_rolling(self, requests: Any, **_options: Any) -> list[float]:
             """Score whole texts."""
             parts = [
                 rolling_rows(tokenizer.tokenize(request.args[0]), prefix, longest)
@@ -113,7 +113,7 @@ def harness_model(session: ModelSession, *, batch_size: int) -> Any:
             found = iter(scored(rows) if rows else [])
             return [sum(sum(next(found).log_probabilities) for _ in part) for part in parts]
 
-        def generate_until(self, requests: Any, **options: Any) -> list[str]:
+        def generate_until(self, requests: Any, **_options: Any) -> list[str]:
             """Continue prompts until one of their stop words."""
             for request in requests:
                 check_generation(request.args[1])

@@ -89,7 +89,7 @@ def _last_logits(
     held = rows_of_rank(tokens.shape[1] // get_pg_size(groups.cp), groups.cp)
     index = held.index_of(position)
 
-    def collect(output: Tensor, non_loss_data: bool = True) -> Tensor:
+    def collect(output: Tensor, **_options: bool) -> Tensor:
         own = output[:, index or 0].contiguous()
         if get_pg_size(groups.cp) > 1:
             # One context-parallel rank holds the position; the others add zeros.

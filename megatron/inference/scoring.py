@@ -118,7 +118,7 @@ def _run(
     positions = held.positions(where)
     labels_of_next: list[Tensor] = []
 
-    def collect(output: Tensor, non_loss_data: bool = True) -> Tensor:
+    def collect(output: Tensor, **_options: bool) -> Tensor:
         labels = labels_of_next.pop(0)
         out = torch.zeros(2, batch_size, width, device=where)
         out[:, :, positions] = _of_tokens(output, labels, vocab_size, groups)

@@ -14,7 +14,9 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 
+from megatron.compatibility.accepted import accepted
 from tests.architecture import words
+from tests.architecture.parameters import arguments, unread
 from tests.architecture.source import Function, Module, circles, imports, modules
 
 COLLECTIVES = {
@@ -33,8 +35,6 @@ MUTATORS = {
 
 DEVICE_ROOMS = ("megatron.core.device", "megatron.core.kernels", "megatron.core.transport")
 """Where a device may be asked for."""
-
-NAMES_OF_OTHERS = ("megatron.compatibility",)
 
 
 def declared_twice() -> Iterator[str]:
@@ -118,7 +118,7 @@ def module_state() -> Iterator[str]:
 
 
 def _changes(function: Function) -> Iterator[tuple[str, int]]:
-    own = {a.arg for a in _arguments(function)} | {
+    own = {a.arg for a in arguments(function)} | {
         target.id
         for node in ast.walk(function)
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
@@ -171,52 +171,19 @@ def device_branches() -> Iterator[str]:
 
 
 def unread_parameters() -> Iterator[str]:
-    """Parameters that a function takes and never reads, outside the names of other projects."""
-    for module in modules().values():
-        if module.name.startswith(NAMES_OF_OTHERS):
-            continue
-        for function, owner in module.functions():
-            if _is_declaration(function, owner):
-                continue
-            read = {
-                node.id
-                for statement in function.body
-                for node in ast.walk(statement)
-                if isinstance(node, ast.Name)
-            }
-            for argument in _arguments(function):
-                name = argument.arg
-                if name not in read and name not in {"self", "cls", "ctx"} and name[0] != "_":
-                    where = f"{owner.name}." if owner else ""
-                    yield f"{module.path}:{function.lineno} {where}{function.name}({name})"
-
-
-def _is_declaration(function: Function, owner: ast.ClassDef | None) -> bool:
-    """Return whether the body says nothing: a protocol, an overload, a hook without effect."""
-    decorators = " ".join(ast.unparse(d) for d in function.decorator_list)
-    if "abstractmethod" in decorators or "overload" in decorators:
-        return True
-    if owner is not None and any("Protocol" in ast.unparse(base) for base in owner.bases):
-        return True
-    body = [s for s in function.body if not _is_docstring(s)]
-    return not body or all(isinstance(s, ast.Pass | ast.Raise) for s in body)
-
-
-def _is_docstring(statement: ast.stmt) -> bool:
-    return isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
-
-
-def _arguments(function: Function) -> list[ast.arg]:
-    a = function.args
-    extra = [x for x in (a.vararg, a.kwarg) if x is not None]
-    return [*a.posonlyargs, *a.args, *a.kwonlyargs, *extra]
+    """Parameters that a function takes and never reads, and that are not in the table of what is
+    accepted for compatibility."""
+    table = accepted()
+    for place, function, name in unread():
+        if (function, name) not in table:
+            yield f"{place} {function.partition(':')[2]}({name})"
 
 
 def public_parameters() -> Iterator[str]:
     """All annotated parameters of public functions."""
     for module in modules().values():
         for function, _ in module.public_functions():
-            for argument in _arguments(function):
+            for argument in arguments(function):
                 if argument.annotation is not None:
                     where = f"{module.path}:{function.lineno} {function.name}"
                     yield f"{where}({argument.arg}: {ast.unparse(argument.annotation)})"
@@ -234,7 +201,7 @@ def tensor_functions() -> Iterator[tuple[str, bool]]:
         if not module.name.startswith("megatron.core"):
             continue
         for function, owner in module.public_functions():
-            types = [ast.unparse(a.annotation) for a in _arguments(function) if a.annotation]
+            types = [ast.unparse(a.annotation) for a in arguments(function) if a.annotation]
             returns = ast.unparse(function.returns) if function.returns else ""
             if not any("Tensor" in t for t in types) or "Tensor" not in returns:
                 continue
@@ -255,7 +222,7 @@ def asserts_on_arguments() -> Iterator[str]:
     What only tells the type checker that a value is not None is no check of input."""
     for module in modules().values():
         for function, _ in module.public_functions():
-            names = {argument.arg for argument in _arguments(function)} - {"self", "cls"}
+            names = {argument.arg for argument in arguments(function)} - {"self", "cls"}
             for node in ast.walk(function):
                 if not isinstance(node, ast.Assert):
                     continue

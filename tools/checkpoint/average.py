@@ -61,7 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
             for contents, reader, share in zip(every, readers, shares, strict=True):
                 stored = contents.manifest.tensors
                 source = stored.get(MAIN_WEIGHT_PREFIX + key, stored[key])
-                part = read_whole(contents, source, reader)
+                part = read_whole(source, reader)
                 if not part.is_floating_point():
                     return part  # a count or a mask: the first one's
                 part = part.double().mul_(share)

@@ -48,9 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
         final = out / commit.iteration_directory(contents.common_state().get("iteration", 0))
     with held(out), contents.open_reader() as reader:
         tensors = {
-            key: Produced(
-                t.dtype, t.shape, t.is_padded, lambda t=t: read_whole(contents, t, reader)
-            )
+            key: Produced(t.dtype, t.shape, t.is_padded, lambda t=t: read_whole(t, reader))
             for key, t in found.items()
             if not (arguments.weights and key.startswith(OPTIMIZER_PREFIX))
         }

@@ -112,7 +112,7 @@ class _Job:
 KeyMapping = Callable[[ShardedTensor, Manifest], str]
 
 
-def same_key(wanted: ShardedTensor, manifest: Manifest) -> str:
+def same_key(wanted: ShardedTensor, _manifest: Manifest) -> str:
     """Return the key under which a declaration is stored: its own."""
     return wanted.key
 

@@ -50,7 +50,7 @@ class Produced:
         return torch.Size(self.shape).numel() * element_bytes(self.dtype)
 
 
-def read_whole(contents: Contents, tensor: StoredTensor, reader: ShardReader) -> Tensor:
+def read_whole(tensor: StoredTensor, reader: ShardReader) -> Tensor:
     """Return a stored tensor, put together and verified; on the CPU."""
     whole = torch.empty(tensor.shape, dtype=DTYPES[tensor.dtype])
     zero = (0,) * len(tensor.shape)

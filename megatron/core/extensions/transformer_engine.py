@@ -37,7 +37,7 @@ _PURPOSE = "--transformer-impl transformer_engine"
 class _Absent(nn.Module):
     """Stands for a class of the library where it is not installed."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *_: object, **__: object) -> None:
         require("transformer_engine", purpose=_PURPOSE)
 
 
@@ -349,7 +349,7 @@ class TransformerEngineBackend:
         """Return the norm fused with the linear layer behind it."""
         return TELayerNormColumnParallelLinear
 
-    def norm(self, for_qk: bool = False) -> Any:
+    def norm(self) -> Any:
         """Return the norm factory."""
         return TENorm
 

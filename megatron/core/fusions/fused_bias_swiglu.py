@@ -5,12 +5,18 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron.core.errors import refuse_given
 from megatron.core.kernels.gated_activation import gated
 
 
 def swiglu(y: Tensor) -> Tensor:
     """Return silu(gate) * up of y [..., 2f] (gate first) as [..., f]."""
     return gated(y, F.silu)
+
+
+def _refuse_fp8(function: str, fp8_input_store: bool) -> None:
+    rule = "activations are kept in the dtype that they are computed in"
+    refuse_given(function, {"fp8_input_store": fp8_input_store}, rule=rule, fix="leave it out")
 
 
 def bias_swiglu_impl(
@@ -24,8 +30,10 @@ def bias_swiglu_impl(
     Args:
         input: [s, b, 2f] or [t, 2f], gate first.
         bias: [2f] or None.
-        fp8_input_store, cpu_offload_input: accepted for compatibility; the input is kept as is.
+        fp8_input_store: must be False: the input is kept as it is.
+        cpu_offload_input: accepted for compatibility.
     """
+    _refuse_fp8("bias_swiglu_impl", fp8_input_store)
     return gated(input if bias is None else input + bias, F.silu)
 
 
@@ -37,5 +45,7 @@ def weighted_bias_swiglu_impl(
     Args:
         input: [t, 2f], gate first.
         weights: [t, 1], the routing probability of each token.
+        fp8_input_store: must be False: the input is kept as it is.
     """
+    _refuse_fp8("weighted_bias_swiglu_impl", fp8_input_store)
     return (bias_swiglu_impl(input, bias) * weights).to(input.dtype)

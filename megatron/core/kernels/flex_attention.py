@@ -79,7 +79,7 @@ def _softcap(bound: float | None) -> Callable[..., Tensor] | None:
     if bound is None:
         return None
 
-    def bounded(score: Tensor, b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    def bounded(score: Tensor, _b: Tensor, _h: Tensor, _query: Tensor, _key: Tensor) -> Tensor:
         return bound * torch.tanh(score / bound)
 
     return bounded
@@ -99,7 +99,7 @@ def _block_mask(
     if left < 0 and right < 0 and document_ids is None:
         return None
 
-    def is_seen(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    def is_seen(b: Tensor, _h: Tensor, query: Tensor, key: Tensor) -> Tensor:
         seen = query >= 0  # all of them
         if left >= 0:
             seen = seen & (key >= query - left)

@@ -70,7 +70,7 @@ ACTIVATIONS: dict[Act, Activation] = {
 }
 
 
-def keeping_gate(packed: Tensor, act: Act, clamp: float | None, offset: float) -> Tensor:
+def keeping_gate(packed: Tensor, act: Act, _clamp: float | None, _offset: float) -> Tensor:
     """Return act(gate) * up of packed [..., 2f] as [..., f]; keep act(gate) for backward too.
 
     On the CPU, computing act(gate) again costs more than half of the backward pass.
@@ -78,7 +78,7 @@ def keeping_gate(packed: Tensor, act: Act, clamp: float | None, offset: float) -
     return _gated(packed, ACTIVATIONS[act], keeps=True)
 
 
-def recomputing_gate(packed: Tensor, act: Act, clamp: float | None, offset: float) -> Tensor:
+def recomputing_gate(packed: Tensor, act: Act, _clamp: float | None, _offset: float) -> Tensor:
     """Return act(gate) * up of packed [..., 2f] as [..., f]; keep only `packed` for backward."""
     return _gated(packed, ACTIVATIONS[act], keeps=False)
 

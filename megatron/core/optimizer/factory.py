@@ -11,7 +11,7 @@ from megatron.core.distributed.communication import Mesh
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.distributed.model_parameters import names_in_model
 from megatron.core.distributed.parameter_shard import ParameterShard
-from megatron.core.errors import ConfigError
+from megatron.core.errors import ConfigError, refuse_given
 from megatron.core.optimizer.grad_scaler import ConstantGradScaler, DynamicGradScaler
 from megatron.core.optimizer.gradient_norm import GradientReader
 from megatron.core.optimizer.main_param_shard import MainParamShard, main_param_of
@@ -34,7 +34,7 @@ def get_megatron_optimizer(
     config_overrides: Overrides | None = None,
     use_gloo_process_groups: bool = True,
     pg_collection: ProcessGroupCollection | None = None,
-    dump_param_to_param_group_map: Any = None,
+    dump_param_to_param_group_map: str | None = None,
 ) -> MegatronOptimizer:
     """Build the optimizer of this rank.
 
@@ -46,6 +46,12 @@ def get_megatron_optimizer(
     Communication:
         one all-gather of the kinds of parameter groups over `mp`.
     """
+    refuse_given(
+        "get_megatron_optimizer",
+        {"dump_param_to_param_group_map": dump_param_to_param_group_map},
+        rule="no file of the parameter groups is written",
+        fix="read optimizer.param_groups",
+    )
     groups = pg_collection or ProcessGroupCollection.current()
     named = [pair for chunk in model_chunks for pair in _named_parameters(chunk)]
     tables = {id(p) for chunk in model_chunks for p in _lookup_tables(chunk)}

@@ -227,7 +227,7 @@ class PipelineExecutor:
         """Wait for the send of an input gradient and let its memory go."""
         self.grads_sent[chunk].pop(microbatch).wait()
 
-    def gather_parameters(self, microbatch: int, chunk: int) -> None:
+    def gather_parameters(self, _microbatch: int, chunk: int) -> None:
         """Ask for a chunk's parameters ahead of their use."""
         if self.param_sync is not None:
             self.param_sync(chunk)

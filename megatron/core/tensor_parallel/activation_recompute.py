@@ -19,6 +19,7 @@ import torch.utils.checkpoint
 from torch import Tensor
 
 from megatron.core.device import default_generator_state, set_default_generator_state
+from megatron.core.errors import refuse_given
 from megatron.core.process_groups_config import Group
 from megatron.core.rng import rng_state
 from megatron.core.tensor_parallel.mappings import tensor_parallel_group
@@ -174,6 +175,8 @@ class CheckpointWithoutOutput:
     """
 
     def __init__(self, fp8: bool = False) -> None:
+        rule = "nothing computes in FP8"
+        refuse_given("CheckpointWithoutOutput", {"fp8": fp8}, rule=rule, fix="leave it out")
         self._outputs: tuple[Tensor, ...] = ()
         self._node: Any = None
 
@@ -204,7 +207,7 @@ class CheckpointWithoutOutput:
                 storage.resize_(0)
         hook_tensor.register_hook(self._recompute)
 
-    def _recompute(self, grad: Tensor) -> None:
+    def _recompute(self, _grad: Tensor) -> None:
         """Run the function again and refill the storages that its output had."""
         if self._node is None:
             return

@@ -212,7 +212,7 @@ class _Depart(torch.autograd.Function):
         return journey.start(x, back=False)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, _grad: Tensor) -> tuple[Tensor, None]:
         return ctx.journey.end(), None
 
 

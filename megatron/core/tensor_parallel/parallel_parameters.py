@@ -124,7 +124,7 @@ class ParallelLinear(ParallelLayer):
 
 
 def _tolerate_missing_extra_state(
-    module: nn.Module, state_dict: dict[str, Any], prefix: str, *args: Any
+    _module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any
 ) -> None:
     state_dict.setdefault(f"{prefix}_extra_state", None)
 

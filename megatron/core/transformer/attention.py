@@ -302,6 +302,9 @@ class SelfAttention(Attention):
         Returns:
             query [s, b, n/tp, d]; key and value [s, b, max(1, g/tp), d].
         """
+        rule = "keys and values of self-attention come from the queries' own sequence"
+        given = {"key_value_states": key_value_states}
+        refuse_given("SelfAttention", given, rule=rule, fix="leave it out")
         packed, _ = self.linear_qkv(hidden_states)
         query, key, value = self._unpack(packed)
         if self.q_layernorm is not None:
@@ -320,7 +323,7 @@ class SelfAttention(Attention):
         """Project and turn; without gradients queries and keys of a group turn in one go."""
         _, cos, sin = angles
         has_norms = self.q_layernorm is not None or self.k_layernorm is not None
-        in_parts = has_norms or not self.uses_rotary
+        in_parts = has_norms or not self.uses_rotary or key_value_states is not None
         shares_group = get_pg_size(self.pg_collection.tp) > (self.config.num_query_groups or 1)
         if torch.is_grad_enabled() or in_parts or shares_group or cos is None or sin is None:
             return super().get_rotated_qkv(hidden_states, key_value_states, positions, angles)

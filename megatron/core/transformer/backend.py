@@ -29,8 +29,8 @@ class Backend(Protocol):
         parameters are called `linear_qkv.layer_norm_weight`, `linear_fc1.layer_norm_weight`.
         """
 
-    def norm(self, for_qk: bool = False) -> Any:
-        """LayerNorm or RMSNorm, as the config says; `for_qk` asks for one over a head."""
+    def norm(self) -> Any:
+        """LayerNorm or RMSNorm, as the config says."""
 
     def core_attention(self) -> Any:
         """Softmax attention: `DotProductAttention`."""

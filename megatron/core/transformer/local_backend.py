@@ -26,7 +26,7 @@ class LocalBackend:
         """Return None: the norm is a module of its own."""
         return None
 
-    def norm(self, for_qk: bool = False) -> Any:
+    def norm(self) -> Any:
         """Return the norm factory."""
         return WrappedTorchNorm
 

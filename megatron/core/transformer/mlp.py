@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
+from megatron.core.errors import refuse_given
 from megatron.core.kernels import gated_activation as gates
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import MegatronModule
@@ -94,7 +95,7 @@ class MLP(MegatronModule):
         )
 
     def forward(
-        self, hidden_states: Tensor, per_token_scale: Tensor | None = None, **kwargs: Any
+        self, hidden_states: Tensor, per_token_scale: Tensor | None = None, **kwargs: object
     ) -> tuple[Tensor, Tensor | None]:
         """Compute the MLP of [s, b, h] (under sequence parallelism [s/tp, b, h]).
 
@@ -103,6 +104,9 @@ class MLP(MegatronModule):
         Returns:
             (output of the input's shape, bias of fc2 [h] that is still to be added, or None).
         """
+        refuse_given(
+            "MLP", kwargs, rule="a dense layer treats all tokens alike", fix="leave it out"
+        )
         intermediate = self.fc1_and_act(hidden_states)
         if per_token_scale is not None:
             intermediate = (intermediate * per_token_scale.unsqueeze(-1)).to(intermediate.dtype)

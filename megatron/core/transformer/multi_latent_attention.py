@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.context_parallel import rows_of_rank
+from megatron.core.errors import refuse_given
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
@@ -102,6 +103,9 @@ class MLASelfAttention(Attention):
         Returns:
             query and key [s/cp, b, n/tp, d+p], value [s/cp, b, n/tp, e].
         """
+        rule = "keys and values of self-attention come from the queries' own sequence"
+        given = {"key_value_states": key_value_states}
+        refuse_given("MLASelfAttention", given, rule=rule, fix="leave it out")
         config, heads = self.config, self.num_attention_heads_per_partition
         d, p, e = config.qk_head_dim, config.qk_pos_emb_head_dim, config.v_head_dim
         if config.q_lora_rank is None:

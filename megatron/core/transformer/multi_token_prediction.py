@@ -160,7 +160,7 @@ class _WithGradientFor(torch.autograd.Function):
     """Return a loss whose gradient also reaches another one, where that counts."""
 
     @staticmethod
-    def forward(ctx: Any, loss: Tensor, other: Tensor, counts: Tensor, weight: float) -> Tensor:
+    def forward(ctx: Any, loss: Tensor, _other: Tensor, counts: Tensor, weight: float) -> Tensor:
         ctx.save_for_backward(counts)
         ctx.weight = weight
         return loss.clone()  # no view: see `LanguageModule`

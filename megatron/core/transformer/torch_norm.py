@@ -24,7 +24,6 @@ class WrappedTorchNorm:
         persist_layer_norm: bool = False,
         zero_centered_gamma: bool = False,
         normalization: str = "LayerNorm",
-        **options: Any,
     ) -> LayerNorm | RMSNorm:
         """Build the norm named by `config.normalization`.
 

@@ -94,7 +94,7 @@ class P2PTransport:
         own = piece_of(bucket, self.rank, self.size)
         yield handles + self._send(own for _ in self._others)
 
-    def gather(self, bucket: Tensor, shard: Tensor) -> Steps:
+    def gather(self, bucket: Tensor, _shard: Tensor) -> Steps:
         """Fill `bucket`, in which this rank's piece is in place, with the shards of all ranks."""
         yield from self.gather_sums(bucket)
 

@@ -49,6 +49,12 @@ def DeepSpeedCPUAdam(
     fp32_optimizer_states: bool = True,
 ) -> torch.optim.Optimizer:
     """Return the same; the configuration says where its state lies."""
+    if not fp32_optimizer_states:
+        raise ConfigError(
+            "DeepSpeedCPUAdam(fp32_optimizer_states=False).",
+            rule="the moments of Adam are fp32",
+            fix="leave it out",
+        )
     return FusedAdam(
         model_params, lr, bias_correction, betas, eps, adamw_mode, weight_decay, amsgrad
     )

@@ -21,16 +21,14 @@ class Help(argparse.Action):
 
     Args:
         groups: name -> group of flags; what a script adds is found by its words.
-        default: of all arguments of the parser; this one has no value.
     """
 
     def __init__(
         self,
         option_strings: Sequence[str],
-        dest: str,
         *,
         groups: Mapping[str, argparse._ArgumentGroup],
-        default: object = None,
+        **_options: object,
     ) -> None:
         super().__init__(
             option_strings,
@@ -45,9 +43,9 @@ class Help(argparse.Action):
     def __call__(
         self,
         parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
+        _namespace: argparse.Namespace,
         values: Any,
-        option_string: str | None = None,
+        _option_string: str | None = None,
     ) -> NoReturn:
         """Print and exit."""
         if values is None:

@@ -141,7 +141,7 @@ class PretrainingDataLoader(DataLoader[Any]):
             yield batch
 
 
-def _begin_work(number: int) -> None:
+def _begin_work(_number: int) -> None:
     """Run in a new worker: it ends with the training process, and no signal to the run is its."""
     parent = multiprocessing.parent_process()
     if parent is None or parent.pid is None:

@@ -27,7 +27,7 @@ class SignalFlag:
             number: signal.signal(number, self._remember) for number in numbers
         }
 
-    def _remember(self, number: int, frame: FrameType | None) -> None:
+    def _remember(self, number: int, _frame: FrameType | None) -> None:
         if self.is_set and number == signal.SIGINT:
             raise KeyboardInterrupt
         self.is_set = True

@@ -10,8 +10,11 @@ from argparse import Namespace
 import pytest
 import torch
 
+from megatron import deepspeed
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.errors import CheckpointError, ConfigError, MegatronError
+from megatron.core.fusions.fused_bias_swiglu import bias_swiglu_impl
+from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_submodules,
@@ -23,12 +26,14 @@ from megatron.core.num_microbatches_calculator import (
 from megatron.core.optimizer.grad_scaler import DynamicGradScaler
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.activation_recompute import CheckpointWithoutOutput
 from megatron.core.tensor_parallel.data import broadcast_data
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.tensor_parallel.rng_tracker import CudaRNGStatesTracker
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.utils import divide
+from megatron.deepspeed.ops.adam import DeepSpeedCPUAdam
 from megatron.training.checkpointing import load_checkpoint, save_checkpoint
 
 
@@ -156,3 +161,25 @@ def test_a_random_stream_is_added_once():
     for name, seed in (("a", 2), ("b", 1)):
         with pytest.raises(ConfigError, match="exists already"):
             tracker.add(name, seed)
+
+
+def test_what_would_change_a_result_is_refused_by_name():
+    config = TransformerConfig(num_layers=1, hidden_size=16, num_attention_heads=2)
+    layer = small_block().layers[0]
+    hidden = torch.zeros(4, 1, 16)
+    for words, call in (
+        ("key_value_states", lambda: layer.self_attention(hidden, None, key_value_states=hidden)),
+        ("intermediate", lambda: layer.mlp(hidden, intermediate_tensors=hidden)),
+        ("fp8_input_store", lambda: bias_swiglu_impl(hidden, None, fp8_input_store=True)),
+        ("fp8", lambda: CheckpointWithoutOutput(fp8=True)),
+        ("dtype", lambda: deepspeed.zero.Init(dtype=torch.half).__enter__()),
+        ("fp32_optimizer_states", lambda: DeepSpeedCPUAdam([hidden], fp32_optimizer_states=False)),
+        (
+            "tokentype_ids",
+            lambda: LanguageModelEmbedding(config, 8, 8)(
+                torch.zeros(1, 4, dtype=torch.int64), None, torch.zeros(1, 4, dtype=torch.int64)
+            ),
+        ),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            call()

@@ -92,7 +92,7 @@ def _experts(backend: Backend, grouped: bool) -> ModuleSpec:
 
 
 def _attention(backend: Backend, qk_layernorm: bool) -> ModuleSpec:
-    head_norm = backend.norm(for_qk=True) if qk_layernorm else None
+    head_norm = backend.norm() if qk_layernorm else None
     return ModuleSpec(
         module=SelfAttention,
         params={"attn_mask_type": AttnMaskType.causal},

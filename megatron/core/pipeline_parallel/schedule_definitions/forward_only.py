@@ -16,10 +16,8 @@ from megatron.core.pipeline_parallel.instructions import (
 from megatron.core.pipeline_parallel.schedule_definitions.interleaved import microbatch_groups
 
 
-def forward_only_order(
-    p: int, rank: int, m: int, v: int = 1, group_size: int | None = None
-) -> list[Step]:
-    """Return the compute steps of one rank. The order is the same on all p ranks."""
+def forward_only_order(p: int, m: int, v: int = 1, group_size: int | None = None) -> list[Step]:
+    """Return the compute steps of a rank, the same on all p ranks."""
     groups = microbatch_groups(p, m, group_size)
     return [Step(FORWARD, i, c) for group in groups for c in range(v) for i in group]
 
@@ -37,6 +35,6 @@ def forward_only_orders(
         Placement(p, v, shape),
         m,
         True,
-        lambda rank: forward_only_order(p, rank, m, v, group_size),
+        lambda _rank: forward_only_order(p, m, v, group_size),
         send_window=max(2, len(microbatch_groups(p, m, group_size)[0])),
     )

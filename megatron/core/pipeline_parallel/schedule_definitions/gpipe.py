@@ -10,8 +10,8 @@ from megatron.core.pipeline_parallel.instructions import BACKWARD, FORWARD, Orde
 from megatron.core.pipeline_parallel.schedule import Schedule, register_schedule
 
 
-def gpipe_order(p: int, rank: int, m: int) -> list[Step]:
-    """Return the compute steps of one rank. The order is the same on all p ranks."""
+def gpipe_order(m: int) -> list[Step]:
+    """Return the compute steps of a rank, the same on all ranks."""
     forwards = [Step(FORWARD, microbatch, 0) for microbatch in range(m)]
     backwards = [Step(BACKWARD, microbatch, 0) for microbatch in range(m)]
     return forwards + backwards
@@ -19,7 +19,7 @@ def gpipe_order(p: int, rank: int, m: int) -> list[Step]:
 
 def gpipe_orders(p: int, m: int) -> Orders:
     """Return the GPipe order of all ranks."""
-    return Orders("gpipe", Placement(p), m, False, lambda rank: gpipe_order(p, rank, m))
+    return Orders("gpipe", Placement(p), m, False, lambda _rank: gpipe_order(m))
 
 
 SCHEDULE = register_schedule(

@@ -14,6 +14,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron.core.errors import refuse_given
 from megatron.core.process_groups_config import FakeGroup, ProcessGroupCollection
 from megatron.core.rng import rng_state
 from megatron.core.tensor_parallel.mappings import (
@@ -98,12 +99,14 @@ class MoELayer(MegatronModule):
         """Compute the layer of [s/cp, b, h] ([s/cp/tp, b, h] under sequence parallelism).
 
         Args:
-            intermediate_tensors: accepted for compatibility.
+            intermediate_tensors: must be None: a layer is computed in one go.
             padding_mask: bool [b, s/cp], True where there is no token. The routed experts give
                 zero there.
         Returns:
             (output of the input's shape, None: no bias is left to be added).
         """
+        given = {"intermediate_tensors": intermediate_tensors}
+        refuse_given("MoELayer", given, rule="a layer is computed in one go", fix="leave it out")
         if self.config.moe_layer_recompute and self.training:
             return checkpoint(self._compute, False, hidden_states, padding_mask), None
         return self._compute(hidden_states, padding_mask), None

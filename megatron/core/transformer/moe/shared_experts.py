@@ -5,8 +5,6 @@ D. Dai et al., "DeepSeekMoE", section 3.2, arXiv 2401.06066. The gate is that of
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -49,7 +47,7 @@ class SharedExpertMLP(MLP):
                 pg_collection=pg_collection,
             ).weight
 
-    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+    def forward(self, hidden_states: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
         """Compute the expert of [s, b, h] (under sequence parallelism [s/tp, b, h])."""
         return self.fc2_and_gate(self.fc1_and_act(hidden_states), hidden_states), None
 

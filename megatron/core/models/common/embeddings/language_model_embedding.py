@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from megatron.core.context_parallel import rows_of_rank
 from megatron.core.device import current_device
-from megatron.core.errors import ConfigError
+from megatron.core.errors import ConfigError, refuse_given
 from megatron.core.initialization import initialization_is_deferred
 from megatron.core.param_meta import ParamMeta, set_param_meta
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -116,6 +116,9 @@ class LanguageModelEmbedding(MegatronModule):
         Returns:
             [s/cp, b, h]; under sequence parallelism this rank's rows, [s/cp/tp, b, h].
         """
+        rule = "tokens have words and positions, no types"
+        given = {"tokentype_ids": tokentype_ids}
+        refuse_given("LanguageModelEmbedding", given, rule=rule, fix="leave it out")
         rows = rows_of_rank(input_ids.shape[1], self.cp_group)
         length = rows.total
         hidden = self._words(input_ids)

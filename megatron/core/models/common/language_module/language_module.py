@@ -206,7 +206,7 @@ def _loss_of_logits(
     hidden_states: Tensor,
     labels: Tensor,
     weight: Tensor | None,
-    loss_mask: Tensor | None,
+    _loss_mask: Tensor | None,
 ) -> Tensor:
     # The loss wants logits split over the vocabulary, whatever the caller gets otherwise.
     logits, _ = model.output_layer(hidden_states, weight=weight, runtime_gather_output=False)

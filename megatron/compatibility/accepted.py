@@ -1,0 +1,201 @@
+"""Parameters of other projects' signatures that are accepted and have no effect here, and why.
+
+Every other parameter acts, or is refused when it is given a value that would change the result.
+A test holds this table against all signatures: what is not read stands here, and nothing else does.
+"""
+
+from __future__ import annotations
+
+_CORE = "megatron.core"
+_PARALLEL = f"{_CORE}.tensor_parallel"
+_MOE = f"{_CORE}.transformer.moe"
+_HERE = "megatron.compatibility"
+_SAVING = f"{_CORE}.dist_checkpointing.serialization"
+_CHECKPOINTS = "megatron.training.checkpointing.megatron_functions"
+_DEEPSPEED = "megatron.deepspeed"
+
+ACCEPTED: dict[str, tuple[str, ...]] = {
+    "there is one random tracker, which serves graphs and inference and is reset by each seed": (
+        f"{_PARALLEL}.rng_tracker:initialize_rng_tracker"
+        " use_te_rng_tracker inference_rng_tracker use_cudagraphable_rng",
+        f"{_PARALLEL}.rng_tracker:get_cuda_rng_tracker"
+        " use_te_rng_tracker inference_rng_tracker use_cudagraphable_rng",
+        f"{_PARALLEL}.rng_tracker:model_parallel_cuda_manual_seed"
+        " te_rng_tracker inference_rng_tracker use_cudagraphable_rng force_reset_rng",
+        "megatron.training.initialize:_set_random_seed"
+        " te_rng_tracker inference_rng_tracker use_cudagraphable_rng",
+    ),
+    "draws are keyed by what they are for: a seed needs no groups": (
+        "megatron.training.initialize:_set_random_seed pp_group dp_group",
+    ),
+    "hashes and the coverage of every tensor are always checked": (
+        f"{_SAVING}:save validate_access_integrity verify_integrity",
+        f"{_SAVING}:load validate_access_integrity verify_integrity",
+    ),
+    "plain values are those of the first rank: there is nothing to compare": (
+        f"{_SAVING}:save preprocess_common_before_consistancy_check",
+        f"{_CHECKPOINTS}:save_checkpoint preprocess_common_state_dict_fn",
+    ),
+    "one format is written, by a thread if asynchronous, with the work shared by all replicas": (
+        f"{_SAVING}:save async_strategy",
+        f"{_CORE}.optimizer.optimizer:MegatronOptimizer.sharded_state_dict"
+        " is_loading sharding_type metadata",
+        f"{_CHECKPOINTS}:save_checkpoint checkpointing_context",
+        f"{_CHECKPOINTS}:load_checkpoint checkpointing_context",
+        "megatron.training.setup.third_party:setup_model_and_optimizer checkpointing_context",
+        f"{_HERE}.checkpoints:_Strategy.__new__ args options",
+        f"{_HERE}.checkpoints:get_default_save_sharded_strategy backend version",
+        f"{_HERE}.checkpoints:get_default_load_sharded_strategy checkpoint_dir",
+        f"{_HERE}.checkpoints:get_async_strategy args options",
+        f"{_HERE}.checkpoints:AsyncCallsQueue.__init__ persistent",
+        f"{_HERE}.checkpoints:AsyncCallsQueue.maybe_finalize_async_calls no_dist",
+        f"{_HERE}.checkpoints:AsyncCallsQueue.close abort",
+        f"{_DEEPSPEED}.utils.zero_to_fp32:convert_zero_checkpoint_to_fp32_state_dict"
+        " max_shard_size",
+        f"{_DEEPSPEED}.utils.zero_to_fp32:get_fp32_state_dict_from_zero_checkpoint lazy_mode",
+    ),
+    "a checkpoint is one directory for all ranks: its name says nothing of the layout": (
+        f"{_CHECKPOINTS}:save_checkpoint pipeline_parallel expert_parallel",
+        f"{_HERE}.checkpoints:get_checkpoint_name args options",
+    ),
+    "a run continues at its number of consumed samples, whatever the iterator says": (
+        f"{_CHECKPOINTS}:save_checkpoint train_data_iterator",
+    ),
+    "checkpoints need no groups of their own": (
+        f"{_CORE}.optimizer.factory:get_megatron_optimizer use_gloo_process_groups",
+        f"{_CORE}.parallel_state:initialize_model_parallel create_gloo_process_groups",
+    ),
+    "the priority of a stream changes no result": (
+        f"{_CORE}.parallel_state:initialize_model_parallel high_priority_stream_groups",
+    ),
+    "gradients outside of buffers are always dropped, not filled with zeros": (
+        f"{_CORE}.optimizer.optimizer:MegatronOptimizer.zero_grad set_to_none",
+        f"{_DEEPSPEED}.engine:DeepSpeedEngine.zero_grad set_to_none",
+        f"{_DEEPSPEED}.ops.adam:FusedAdam set_grad_none",
+    ),
+    "the buckets of the wrapper are those of the messages": (
+        f"{_CORE}.distributed.torch_fully_sharded_data_parallel:"
+        "TorchFullyShardedDataParallel.__init__ disable_bucketing",
+        f"{_DEEPSPEED}.engine:DeepSpeedEngine.allreduce_gradients bucket_size",
+    ),
+    "hooks of modules call it with arguments of their own": (
+        f"{_CORE}.distributed.distributed_data_parallel:"
+        "DistributedDataParallel.start_grad_sync unused",
+        f"{_CORE}.distributed.distributed_data_parallel:"
+        "DistributedDataParallel.start_param_sync unused",
+    ),
+    "a label for logs and buffers of other backends": (
+        f"{_CORE}.extensions.transformer_engine:TEColumnParallelLinear.__init__"
+        " tp_comm_buffer_name",
+        f"{_CORE}.extensions.transformer_engine:TELayerNormColumnParallelLinear.__init__"
+        " tp_comm_buffer_name",
+        f"{_CORE}.extensions.transformer_engine:TERowParallelLinear.__init__ tp_comm_buffer_name",
+        f"{_CORE}.transformer.attention:Attention.__init__ name",
+        f"{_CORE}.transformer.mlp:MLP.__init__ name",
+        f"{_MOE}.experts:SequentialMLP.__init__ name",
+        f"{_MOE}.experts:GroupedMLP.__init__ name",
+        f"{_MOE}.moe_layer:MoELayer.__init__ name",
+        f"{_MOE}.shared_experts:SharedExpertMLP.__init__ name",
+        f"{_CORE}.transformer.transformer_layer:TransformerLayer.__init__ name",
+        f"{_HERE}.functions:nvtx_range_pop suffix",
+        f"{_HERE}.functions:nvtx_decorator color",
+    ),
+    "a cache of keys and values is found by the number of the layer in the model": (
+        f"{_CORE}.transformer.attention:Attention.__init__ pp_layer_offset",
+    ),
+    "two products of all experts have no parts to choose": (
+        f"{_MOE}.experts:GroupedMLP.__init__ submodules",
+    ),
+    "it takes the place of any part, with the arguments of that part": (
+        f"{_CORE}.transformer.identity_op:IdentityOp.__init__ args kwargs",
+        f"{_CORE}.transformer.identity_op:IdentityOp.forward args kwargs",
+        f"{_CORE}.transformer.identity_op:IdentityFuncOp.forward args kwargs",
+    ),
+    "there is one implementation, which gives the same result": (
+        f"{_CORE}.fusions.fused_bias_dropout:get_bias_dropout_add fused",
+        f"{_CORE}.fusions.fused_softmax:FusedScaleMaskSoftmax.__init__"
+        " input_in_fp16 input_in_bf16 scaled_masked_softmax_fusion mask_func",
+        f"{_CORE}.transformer.torch_norm:WrappedTorchNorm.__new__ persist_layer_norm",
+        f"{_CORE}.models.gpt.gpt_model:GPTModel.__init__ fp16_lm_cross_entropy",
+        f"{_HERE}.layers:sort_chunks_by_idxs fused",
+        f"{_HERE}.layers:L2Norm.__init__ options",
+    ),
+    "where memory lies changes no result": (
+        f"{_CORE}.fusions.fused_bias_swiglu:bias_swiglu_impl cpu_offload_input",
+        f"{_PARALLEL}.mappings:gather_from_sequence_parallel_region use_global_buffer",
+        f"{_PARALLEL}.mappings:reduce_scatter_to_sequence_parallel_region use_global_buffer",
+        f"{_HERE}.layers:fused_apply_rotary_pos_emb transpose_output_memory",
+        f"{_HERE}.groups:GlobalMemoryBuffer.get_tensor mem_alloc_context",
+        f"{_DEEPSPEED}.zero:Init unused",
+    ),
+    "weights are drawn by name: no rank keeps a full one": (
+        f"{_PARALLEL}.layers:ColumnParallelLinear.__init__ keep_master_weight_for_test",
+        f"{_PARALLEL}.layers:RowParallelLinear.__init__ keep_master_weight_for_test",
+    ),
+    "it acts only together with an argument that is refused": (
+        f"{_PARALLEL}.linear_with_overlap:linear_with_grad_accumulation_and_async_allreduce"
+        " wgrad_deferral_limit",
+        f"{_CORE}.models.gpt.gpt_layer_specs:get_gpt_layer_with_transformer_engine_submodules"
+        " moe_grouped_gemm",
+        f"{_CORE}.models.common.embeddings.rotary_pos_embedding:apply_rotary_pos_emb cp_group",
+        f"{_HERE}.functions:get_fp8_context layer_no is_init",
+        f"{_HERE}.rerun:RerunStateMachine.__init__"
+        " state_save_func state_restore_func result_rejected_tracker_filename",
+        f"{_HERE}.rerun:RerunStateMachine.validate_result comparison_func tolerance",
+        f"{_HERE}.rerun:RerunStateMachine.state_dict data_iterator ckpt_format",
+    ),
+    "the rank and the size of a part say where it begins": (
+        f"{_PARALLEL}.utils:VocabUtility.vocab_range_from_per_partition_vocab_size world_size",
+    ),
+    "positions of packed documents and of a cache come from tables of their own": (
+        f"{_CORE}.models.common.embeddings.rotary_pos_embedding:RotaryEmbedding.get_rotary_seq_len"
+        " inference_context packed_seq_params",
+    ),
+    "the config of the model decides": (
+        f"{_CORE}.models.gpt.gpt_layer_specs:get_gpt_layer_local_submodules normalization",
+        "megatron.training.setup.model:get_model config",
+    ),
+    "every stage gets the same: the model knows which stage has it": (
+        f"{_CORE}.models.gpt.gpt_layer_specs:get_gpt_mtp_block_spec vp_stage pp_rank",
+        f"{_HERE}.batches:get_batch_on_this_tp_rank mtp_on_this_rank vp_stage",
+        f"{_HERE}.groups:is_pipeline_stage_before_split rank",
+    ),
+    "there is one type of model": (
+        "megatron.training.setup.model:get_model model_type",
+        "megatron.training.setup.third_party:setup_model_and_optimizer model_type",
+    ),
+    "a machine without GPUs computes on its CPU": (
+        "megatron.training.initialize:initialize_megatron allow_no_cuda",
+    ),
+    "the current groups answer, before they exist as well: axes of size 1": (
+        f"{_HERE}.functions:get_tensor_model_parallel_group_if_none check_initialized",
+        f"{_HERE}.groups:get_tensor_and_expert_parallel_group check_initialized",
+    ),
+    "any iterable can be iterated": (f"{_HERE}.rerun:RerunDataIterator.__init__ make_iterable",),
+    "slow ranks are not searched for, and the search cannot be switched on": (
+        f"{_HERE}.straggler:StragglerDetector.__call__ bdata",
+        f"{_HERE}.straggler:StragglerDetector.report total_flops log_interval",
+    ),
+    "a process has one device": (
+        f"{_DEEPSPEED}.accelerator:Accelerator.synchronize device_index",
+        f"{_DEEPSPEED}.accelerator:Accelerator.max_memory_allocated device_index",
+    ),
+    "the ranks are those of the launcher": (
+        f"{_DEEPSPEED}.comm:init_distributed auto_mpi_discovery verbose config",
+    ),
+    "parameters are gathered by layers, whatever is inside": (
+        f"{_DEEPSPEED}.zero:GatheredParameters fwd_module",
+        f"{_DEEPSPEED}.zero:set_z3_leaf_modules model leaf_module_classes",
+    ),
+}
+"""Reason -> "module:function parameter parameter ..."."""
+
+
+def accepted() -> dict[tuple[str, str], str]:
+    """Return (function, parameter) -> reason."""
+    table: dict[tuple[str, str], str] = {}
+    for reason, entries in ACCEPTED.items():
+        for entry in entries:
+            function, *names = entry.split()
+            table |= {(function, name): reason for name in names}
+    return table
