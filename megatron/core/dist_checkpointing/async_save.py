@@ -24,6 +24,11 @@ _BUFFER = SnapshotBuffer()
 _IN_FLIGHT: AsyncSave | None = None
 
 
+def in_flight() -> AsyncSave | None:
+    """Return the asynchronous save of this process that is not committed yet."""
+    return _IN_FLIGHT
+
+
 def lower_priority() -> None:
     """Let this thread, and those it starts, have only what training leaves of the cores."""
     # Linux gives each thread a priority of its own, which the threads it starts inherit.

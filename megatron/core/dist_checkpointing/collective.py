@@ -1,10 +1,12 @@
-"""Decisions on checkpoints that all ranks take together, whatever exception one of them meets."""
+"""Steps of a save or a load that all ranks take together, whatever exception one of them meets."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from megatron.core.dist_checkpointing.durable import describe_os_error
+from megatron.core.dist_checkpointing.object_store import StoragePath
 from megatron.core.errors import CheckpointError, MegatronError
 from megatron.core.transport.object_collectives import ControlGroup, raise_on_all_ranks
 
@@ -25,6 +27,42 @@ def run_collectively(peers: ControlGroup, doing: str, function: Callable[[], Res
         problem = as_checkpoint_error(error, doing)
     raise_on_all_ranks(problem, peers)
     return result
+
+
+def run_on_coordinator(
+    peers: ControlGroup,
+    function: Callable[[], Result],
+    *,
+    doing: str,
+    path: StoragePath,
+    needed_bytes: int | None = None,
+) -> Result:
+    """Call `function` on the coordinator and return its result on every rank: collective.
+
+    Args:
+        doing, path, needed_bytes: for the message of an error of the file system.
+    Raises:
+        MegatronError: on every rank, what the coordinator met.
+    """
+    problem: MegatronError | None = None
+    result: Any = None
+    if peers.rank == 0:
+        try:
+            result = function()
+        except OSError as error:
+            problem = describe_os_error(
+                error, path=str(path), doing=doing, needed_bytes=needed_bytes
+            )
+        except Exception as error:
+            problem = as_checkpoint_error(error, f"{doing} {path}")
+    raise_on_all_ranks(problem, peers)
+    return peers.broadcast(result)
+
+
+def print_once(peers: ControlGroup, text: str) -> None:
+    """Print a line on the coordinator."""
+    if peers.rank == 0:
+        print(text, flush=True)
 
 
 def as_checkpoint_error(error: Exception, doing: str) -> MegatronError:

@@ -8,7 +8,7 @@ from megatron.training.checkpointing.megatron_functions import (
     save_checkpoint,
     stored_args,
 )
-from megatron.training.checkpointing.restored import Restored
+from megatron.training.checkpointing.restore import Restored
 from megatron.training.checkpointing.run_state import RunParts
 from megatron.training.config.checkpoint import CheckpointSettings
 

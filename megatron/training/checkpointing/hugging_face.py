@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from megatron.core.dist_checkpointing.collective import as_checkpoint_error
+from megatron.core.dist_checkpointing.collective import run_on_coordinator
 from megatron.core.dist_checkpointing.durable import describe_os_error
 from megatron.core.dist_checkpointing.loader import open_contents
 from megatron.core.dist_checkpointing.object_store import StoragePath
@@ -31,9 +29,7 @@ PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float
 
 def open_collectively(directory: Path, peers: ControlGroup) -> ModelContents:
     """Open a model for the loader: collective."""
-    contents = _on_coordinator(peers, f"opening {directory}", lambda: open_model(directory))
-    assert isinstance(contents, ModelContents)
-    return contents
+    return run_on_coordinator(peers, lambda: open_model(directory), doing="opening", path=directory)
 
 
 def note_on_precision(directory: Path, dtype: torch.dtype) -> str | None:
@@ -74,9 +70,7 @@ def write_collectively(
         base = open_model(companion)
         return write_model(base, directory, dtype=precision, adapters=contents, companion=companion)
 
-    written = _on_coordinator(peers, f"writing {directory}", write)
-    assert isinstance(written, Written)
-    return written
+    return run_on_coordinator(peers, write, doing="writing", path=directory)
 
 
 def write_adapters_collectively(
@@ -84,22 +78,12 @@ def write_adapters_collectively(
 ) -> None:
     """Write the adapters of a checkpoint for PEFT: collective; the coordinator writes."""
     contents = open_contents(checkpoint, peers=peers)
-    _on_coordinator(
-        peers, f"writing {directory}", lambda: write_adapters(contents, directory, base=base)
+    run_on_coordinator(
+        peers,
+        lambda: write_adapters(contents, directory, base=base),
+        doing="writing",
+        path=directory,
     )
-
-
-def _on_coordinator(peers: ControlGroup, doing: str, action: Callable[[], Any]) -> Any:
-    """Return on every rank what `action` returned on the coordinator, or raise its error."""
-    result: Any = None
-    problem: MegatronError | None = None
-    if peers.rank == 0:
-        try:
-            result = action()
-        except Exception as error:  # agreed on like every other problem: a lone raise is a hang
-            problem = as_checkpoint_error(error, doing)
-    raise_on_all_ranks(problem, peers)
-    return peers.broadcast(result)
 
 
 def load_adapters_collectively(

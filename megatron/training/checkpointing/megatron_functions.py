@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import nn
 
+from megatron.core.dist_checkpointing import async_save
 from megatron.core.dist_checkpointing.interop.opening import open_any
 from megatron.core.dist_checkpointing.object_store import storage_path
 from megatron.core.dist_checkpointing.validation import StrictHandling, parse_strict_handling
@@ -26,9 +27,6 @@ from megatron.training.checkpointing.selection import select_checkpoints
 from megatron.training.config.checkpoint import CheckpointSettings
 from megatron.training.global_vars import get_args
 from megatron.training.state import TrainState
-
-_IN_FLIGHT: list[Checkpointer] = []
-"""The checkpointer of an asynchronous save, until it is committed."""
 
 MODEL_SHAPE_ARGS = (
     "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels",
@@ -113,8 +111,6 @@ def save_checkpoint(
         checkpointer.save_non_persistent(train_state)
         return
     checkpointer.save(train_state)
-    if checkpointer.has_save_in_flight:
-        _IN_FLIGHT.append(checkpointer)
 
 
 def load_checkpoint(
@@ -164,18 +160,13 @@ def load_checkpoint(
 
 def maybe_finalize_async_save(blocking: bool = False, terminate: bool = False) -> None:
     """Commit an asynchronous save if its bytes are written; with `blocking` wait for it."""
-    while _IN_FLIGHT:
-        checkpointer = _IN_FLIGHT[0]
-        try:
-            if blocking or terminate:
-                checkpointer.finish()
-            else:
-                checkpointer.after_step()
-        finally:
-            if not checkpointer.has_save_in_flight:
-                _IN_FLIGHT.clear()
-        if _IN_FLIGHT:
-            return
+    saving = async_save.in_flight()
+    if saving is None:
+        return
+    if blocking or terminate:
+        saving.finish()
+    else:
+        saving.try_finish()
 
 
 def load_args_from_checkpoint(

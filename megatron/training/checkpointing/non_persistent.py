@@ -1,4 +1,8 @@
-"""Which kind of non-persistent checkpoint a run keeps."""
+"""Non-persistent checkpoints: for a quick restart, each replaces the one before.
+
+The kind "global" is here: one checkpoint of all ranks, in a directory of its own. The kind "local",
+of each rank on the storage of its node, is in `non_persistent_local`.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +11,62 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron.core.dist_checkpointing.object_store import storage_path
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing import commit
+from megatron.core.dist_checkpointing.collective import run_collectively, run_on_coordinator
+from megatron.core.dist_checkpointing.loader import open_contents
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
+from megatron.core.dist_checkpointing.object_store import StoragePath, storage_path
 from megatron.core.transport.object_collectives import ControlGroup
-from megatron.training.checkpointing.non_persistent_global import GlobalCheckpoints
 from megatron.training.checkpointing.non_persistent_local import LocalCheckpoints, LocalSettings
+from megatron.training.checkpointing.restore import Restored, Restorer
 from megatron.training.config.checkpoint import CheckpointSettings
+
+
+class GlobalCheckpoints:
+    """The one non-persistent checkpoint of a run; loads in any layout. Methods are collectives."""
+
+    def __init__(
+        self, directory: StoragePath, layout: Mapping[str, Any], peers: ControlGroup
+    ) -> None:
+        self.directory, self.layout, self.peers = directory, dict(layout), peers
+
+    def save(self, state: ShardedStateDict, iteration: int) -> None:
+        """Save, then delete what was saved before."""
+        final = self.directory / commit.iteration_directory(iteration)
+        dist_checkpointing.save(
+            state, final, process_group=self.peers, info={"layout": self.layout}
+        )
+
+        def delete_others() -> None:
+            if self.peers.rank == 0:
+                commit.remove_leftovers(self.directory)
+                for found in commit.list_checkpoints(self.directory).checkpoints:
+                    if found.path != final:
+                        commit.remove_checkpoint(found, "0")
+
+        run_collectively(self.peers, "deleting non-persistent checkpoints", delete_others)
+
+    def load_newer(self, than: int, restorer: Restorer) -> Restored | None:
+        """Load what is there into the run, if it is of a later iteration than `than`."""
+
+        def find() -> StoragePath | None:
+            found = commit.list_checkpoints(self.directory).checkpoints[:1]
+            newer = (f.path for f in found if isinstance(f.iteration, int) and f.iteration > than)
+            return next(newer, None)
+
+        path = run_on_coordinator(self.peers, find, doing="reading", path=self.directory)
+        if path is None:
+            return None
+        return restorer.restore(open_contents(path, peers=self.peers), is_finetuning=False)
+
+
+NonPersistentCheckpoints = LocalCheckpoints | GlobalCheckpoints
 
 
 def open_non_persistent(
     settings: CheckpointSettings, layout: Mapping[str, Any], peers: ControlGroup
-) -> LocalCheckpoints | GlobalCheckpoints | None:
+) -> NonPersistentCheckpoints | None:
     """Return the checkpoints that the settings ask for: collective, may make a process group."""
     home = settings.save or settings.load or ""
     if settings.non_persistent_ckpt_type == "global":

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import commit
-from megatron.core.dist_checkpointing.collective import run_collectively
+from megatron.core.dist_checkpointing.collective import print_once, run_collectively
 from megatron.core.dist_checkpointing.loader import Contents, open_contents
 from megatron.core.dist_checkpointing.local_state import as_local_state
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
@@ -34,6 +34,7 @@ from megatron.core.transport.object_collectives import (
     SingleProcess,
     TorchControlGroup,
 )
+from megatron.training.checkpointing.restore import Restored, Restorer
 
 
 @dataclass(frozen=True)
@@ -54,8 +55,8 @@ class Restorable:
     """An iteration that every rank can load."""
 
     iteration: int
-    rings: Mapping[int, int]
-    """Rank without intact files of its own -> number of the ring whose copy is intact."""
+    replicas: Mapping[int, int]
+    """Rank without intact files of its own -> number of its copy that is intact."""
 
 
 _GROUP: list[tuple[dist.ProcessGroup | None, TorchControlGroup]] = []
@@ -63,14 +64,14 @@ _GROUP: list[tuple[dist.ProcessGroup | None, TorchControlGroup]] = []
 
 def _own_group() -> TorchControlGroup:
     """Return a group on the host's network whose messages never meet those of training: made once
-    for all tiers of the processes' group."""
+    for all runs of the processes' group."""
     world = dist.group.WORLD
     if not _GROUP or _GROUP[0][0] is not world:
         _GROUP[:] = [(world, TorchControlGroup(dist.new_group(backend="gloo")))]
     return _GROUP[0][1]
 
 
-def _check_rings(settings: LocalSettings, size: int) -> None:
+def _check_replicas(settings: LocalSettings, size: int) -> None:
     for number in range(1, min(settings.num_copies, size - 1) + 1):
         if number * settings.distance % size == 0:
             raise CheckpointError(
@@ -97,7 +98,7 @@ class LocalCheckpoints:
         self._own = settings.directory / f"rank_{peers.rank:05d}"
         self._group: TorchControlGroup | None = None
         if peers.size > 1:
-            _check_rings(settings, peers.size)
+            _check_replicas(settings, peers.size)
             self._group = _own_group()
 
     def save(self, state: ShardedStateDict, iteration: int) -> None:
@@ -107,7 +108,7 @@ class LocalCheckpoints:
             CheckpointError: on every rank; the earlier non-persistent checkpoint is intact.
         """
         name = commit.iteration_directory(iteration)
-        facts = {
+        info = {
             "layout": self.layout,
             "world_size": self.peers.size,
             "belongs_to": self.settings.belongs_to,
@@ -115,13 +116,13 @@ class LocalCheckpoints:
 
         def write() -> None:
             dist_checkpointing.save(
-                as_local_state(state), self._own / name, process_group=SingleProcess(), info=facts
+                as_local_state(state), self._own / name, process_group=SingleProcess(), info=info
             )
 
         run_collectively(self.peers, "saving a non-persistent checkpoint", write)
         if self._group is not None:
             for number in range(1, self._num_copies + 1):
-                send_to, receive_from = self._ring(number)
+                send_to, receive_from = self._neighbours(number)
                 target = self._copy_of(receive_from) / name
                 sendrecv_directories(
                     self._own / name,
@@ -134,13 +135,24 @@ class LocalCheckpoints:
             self.peers, "deleting non-persistent checkpoints", lambda: self._keep_only(name)
         )
 
+    def load_newer(self, than: int, restorer: Restorer) -> Restored | None:
+        """Load the newest iteration that every rank can get, if it is later than `than`."""
+        found = self.newest()
+        if found is None or found.iteration <= than:
+            return None
+        for rank, number in found.replicas.items():
+            print_once(
+                self.peers, f"  rank {rank} gets its non-persistent checkpoint from copy {number}"
+            )
+        return restorer.restore_local(self.fetch(found))
+
     def newest(self) -> Restorable | None:
         """Return the newest iteration that every rank can load; all files are verified."""
-        mine: dict[int, set[int]] = {}  # iteration -> ranks whose state is here
+        mine: dict[int, set[int]] = {}  # iteration -> ranks whose state is stored here
 
         def look() -> None:
-            for rank in self._ranks_kept_here():
-                for iteration in self._usable(self._place_of(rank)):
+            for rank in self._stored_ranks():
+                for iteration in self._usable(self._directory_of(rank)):
                     mine.setdefault(iteration, set()).add(rank)
 
         run_collectively(self.peers, "looking for non-persistent checkpoints", look)
@@ -152,26 +164,24 @@ class LocalCheckpoints:
     def fetch(self, restorable: Restorable) -> Contents:
         """Get back what is missing from the neighbours, and open this rank's own files."""
         name = commit.iteration_directory(restorable.iteration)
-        if restorable.rings:
-            self._bring_back(restorable, name)
+        if restorable.replicas:
+            self._fetch_replicas(restorable, name)
 
         def open_own() -> Contents:
             return open_contents(self._own / name, peers=SingleProcess())
 
         return run_collectively(self.peers, "opening a non-persistent checkpoint", open_own)
 
-    # Places ---------------------------------------------------------------------------------
+    # Directories ----------------------------------------------------------------------------
 
     @property
     def _num_copies(self) -> int:
         return min(self.settings.num_copies, self.peers.size - 1)
 
-    def _ring(self, number: int) -> tuple[int, int]:
+    def _neighbours(self, number: int) -> tuple[int, int]:
         """Return (rank to send to, rank to receive from) of the n-th copy."""
-        step = number * self.settings.distance
-        return (self.peers.rank + step) % self.peers.size, (
-            self.peers.rank - step
-        ) % self.peers.size
+        step, rank, size = number * self.settings.distance, self.peers.rank, self.peers.size
+        return (rank + step) % size, (rank - step) % size
 
     def _holders(self, rank: int) -> Iterator[int]:
         for number in range(1, self._num_copies + 1):
@@ -180,18 +190,18 @@ class LocalCheckpoints:
     def _copy_of(self, rank: int) -> Path:
         return self.settings.directory / f"copy_of_rank_{rank:05d}"
 
-    def _place_of(self, rank: int) -> Path:
+    def _directory_of(self, rank: int) -> Path:
         return self._own if rank == self.peers.rank else self._copy_of(rank)
 
-    def _ranks_kept_here(self) -> list[int]:
-        kept = {self._ring(n)[1] for n in range(1, self._num_copies + 1)} - {self.peers.rank}
-        return [self.peers.rank, *sorted(kept)]
+    def _stored_ranks(self) -> list[int]:
+        stored = {self._neighbours(n)[1] for n in range(1, self._num_copies + 1)}
+        return [self.peers.rank, *sorted(stored - {self.peers.rank})]
 
-    # Work -----------------------------------------------------------------------------------
+    # Steps ----------------------------------------------------------------------------------
 
-    def _usable(self, place: Path) -> Iterator[int]:
-        """Yield iterations of a place that are intact, of this layout and of this run."""
-        for found in commit.list_checkpoints(place).checkpoints:
+    def _usable(self, directory: Path) -> Iterator[int]:
+        """Yield iterations in a directory that are intact, of this layout and of this run."""
+        for found in commit.list_checkpoints(directory).checkpoints:
             try:
                 info = commit.open_checkpoint(found.path).info
             except CheckpointError:
@@ -206,43 +216,43 @@ class LocalCheckpoints:
                 yield int(found.iteration)
 
     def _best(self, gathered: list[dict[int, set[int]]]) -> Restorable | None:
-        """Choose the newest iteration for which every rank's state is somewhere in reach."""
+        """Choose the newest iteration for which every rank's state can be fetched."""
 
         def has(holder: int, iteration: int, rank: int) -> bool:
             return rank in gathered[holder].get(iteration, ())
 
         for iteration in sorted({i for found in gathered for i in found}, reverse=True):
-            rings: dict[int, int] = {}
+            replicas: dict[int, int] = {}
             for rank in range(self.peers.size):
-                places = enumerate([rank, *self._holders(rank)])
-                ring = next((n for n, place in places if has(place, iteration, rank)), None)
-                if ring is None:
+                holders = enumerate([rank, *self._holders(rank)])
+                number = next((n for n, holder in holders if has(holder, iteration, rank)), None)
+                if number is None:
                     break
-                if ring > 0:
-                    rings[rank] = ring
+                if number > 0:
+                    replicas[rank] = number
             else:
-                return Restorable(iteration, rings)
+                return Restorable(iteration, replicas)
         return None
 
-    def _bring_back(self, restorable: Restorable, name: str) -> None:
-        """Let holders send to the ranks whose own files are gone, ring by ring."""
+    def _fetch_replicas(self, restorable: Restorable, name: str) -> None:
+        """Let holders send to the ranks whose own files are gone, one copy after another."""
         assert self._group is not None
-        for number in sorted(set(restorable.rings.values())):
-            keeper, kept = self._ring(number)
+        for number in sorted(set(restorable.replicas.values())):
+            holder, owner = self._neighbours(number)
             sendrecv_directories(
-                self._copy_of(kept) / name if restorable.rings.get(kept) == number else None,
-                self._own / name if restorable.rings.get(self.peers.rank) == number else None,
-                send_to=kept,
-                receive_from=keeper,
+                self._copy_of(owner) / name if restorable.replicas.get(owner) == number else None,
+                self._own / name if restorable.replicas.get(self.peers.rank) == number else None,
+                send_to=owner,
+                receive_from=holder,
                 peers=self._group,
             )
 
     def _keep_only(self, name: str) -> None:
-        """Delete other iterations and leftovers of this rank's places."""
-        for rank in self._ranks_kept_here():
-            place = self._place_of(rank)
-            if not place.is_dir():
+        """Delete other iterations and leftovers that this rank stores."""
+        for rank in self._stored_ranks():
+            directory = self._directory_of(rank)
+            if not directory.is_dir():
                 continue
-            for path in place.iterdir():
+            for path in directory.iterdir():
                 if path.name.startswith("iter_") and path.name != name:
                     shutil.rmtree(path)

@@ -16,7 +16,7 @@ from megatron.core.timers import Timers
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 from megatron.core.transport.object_collectives import control_group
 from megatron.training import global_vars, launch
-from megatron.training.checkpointing.claim import claim_directory
+from megatron.training.checkpointing.saver import claim_directory
 from megatron.training.cli.parser import ParsedCommand
 from megatron.training.config.run import RunConfig
 from megatron.training.printing import print_rank_0

@@ -1,0 +1,168 @@
+"""Which state a run begins with: a checkpoint of its own, another model's weights, or none."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+from megatron.core.dist_checkpointing.collective import print_once, run_on_coordinator
+from megatron.core.dist_checkpointing.durable import DamagedCheckpointError
+from megatron.core.dist_checkpointing.interop.opening import open_any
+from megatron.core.dist_checkpointing.object_store import StoragePath, storage_path
+from megatron.core.errors import CheckpointError
+from megatron.core.transport.object_collectives import ControlGroup
+from megatron.training.checkpointing.hugging_face import (
+    load_adapters_collectively,
+    note_on_precision,
+    open_collectively,
+)
+from megatron.training.checkpointing.non_persistent import NonPersistentCheckpoints
+from megatron.training.checkpointing.restore import Restored, Restorer
+from megatron.training.checkpointing.run_state import RunParts
+from megatron.training.checkpointing.selection import (
+    Selection,
+    missing,
+    missing_pretrained,
+    no_intact_checkpoint,
+    select_checkpoints,
+)
+from megatron.training.config.checkpoint import CheckpointSettings
+
+
+class ResumeSource:
+    """Finds what a run begins with, and loads it. Every method is a collective."""
+
+    def __init__(
+        self,
+        settings: CheckpointSettings,
+        parts: RunParts,
+        peers: ControlGroup,
+        non_persistent: NonPersistentCheckpoints | None = None,
+    ) -> None:
+        self.settings, self.parts, self.peers = settings, parts, peers
+        self.non_persistent = non_persistent
+        self.restorer = Restorer(settings, parts, peers)
+
+    def load(self) -> Restored | None:
+        """Load the newest intact checkpoint of `--load`, or the weights of `--load-hf` or
+        `--pretrained-checkpoint`.
+
+        Returns:
+            what was restored; None if there is nothing to load, which only an empty or absent
+            `--load` directory leads to, or the run's own before its first save.
+        Raises:
+            CheckpointError: on every rank, if what is there cannot be used.
+        """
+        settings = self.settings
+        base = self._load_base() if self.parts.weights == "adapters" else None
+        if settings.load is not None:
+            restored = self._load_from(
+                storage_path(settings.load), settings.ckpt_step, is_finetuning=settings.finetune
+            )
+            if restored is not None:
+                return restored
+        if base is not None:
+            if settings.load_adapter is not None and settings.load_hf is not None:
+                load_adapters_collectively(
+                    Path(settings.load_adapter), Path(settings.load_hf), self.parts, self.peers
+                )
+                print_once(
+                    self.peers, f"  successfully loaded adapters from {settings.load_adapter}"
+                )
+            return base
+        if settings.load_hf is not None:
+            return self._load_model(Path(settings.load_hf))
+        if settings.pretrained_checkpoint is not None:
+            restored = self._load_from(
+                storage_path(settings.pretrained_checkpoint), None, is_finetuning=True
+            )
+            if restored is None:
+                raise missing_pretrained(settings.pretrained_checkpoint)
+            return restored
+        if settings.load is not None:
+            if settings.exit_on_missing_checkpoint:
+                raise missing(settings.load)
+            print_once(
+                self.peers,
+                f"WARNING: {settings.load} holds no checkpoint yet: starting from random weights"
+                " (--exit-on-missing-checkpoint makes this an error)",
+            )
+        return None
+
+    def _load_base(self) -> Restored | None:
+        """Load the frozen weights that the adapters are added to."""
+        parts = dataclasses.replace(self.parts, weights="base", optimizer=None, scheduler=None)
+        settings = dataclasses.replace(self.settings, load=None, save=None)
+        return ResumeSource(settings, parts, self.peers).load()
+
+    def _load_from(
+        self, directory: StoragePath, ckpt_step: int | None, *, is_finetuning: bool
+    ) -> Restored | None:
+        selection = self._select(directory, ckpt_step)
+        for note in selection.notes:
+            print_once(self.peers, note)
+        if ckpt_step is None and not is_finetuning:
+            newest = selection.candidates[0].iteration if selection.candidates else -1
+            restored = self._load_non_persistent(newest if isinstance(newest, int) else -1)
+            if restored is not None:
+                return restored
+        problems: list[CheckpointError] = []
+        for found in selection.candidates:
+            try:
+                contents = open_any(found.path, peers=self.peers)
+                restored = self.restorer.restore(contents, is_finetuning=is_finetuning)
+            except DamagedCheckpointError as error:
+                # All ranks raise the same, so all go on to the same next candidate.
+                print_once(self.peers, f"{found.path} cannot be used:\n{error}")
+                problems.append(error)
+                continue
+            what = "weights" if is_finetuning else "checkpoint"
+            why = " (newer ones are damaged)" if problems else ""
+            print_once(
+                self.peers,
+                f"  successfully loaded {what} from {found.path} at iteration "
+                f"{contents.common_state().get('iteration', 0)}{why}",
+            )
+            return restored
+        if problems:
+            raise no_intact_checkpoint(directory, problems)
+        return None
+
+    def _load_model(self, directory: Path) -> Restored:
+        """Load the weights of a Hugging Face model."""
+        restored = self.restorer.restore(
+            open_collectively(directory, self.peers), is_finetuning=True
+        )
+        print_once(self.peers, f"  successfully loaded weights from {directory}")
+        if self.peers.rank == 0:
+            dtype = next(self.parts.model[0].parameters()).dtype
+            if note := note_on_precision(directory, dtype):
+                print_once(self.peers, note)
+        return restored
+
+    def _select(self, directory: StoragePath, ckpt_step: int | None) -> Selection:
+        """Decide on the coordinator, for all."""
+        return run_on_coordinator(
+            self.peers,
+            lambda: select_checkpoints(directory, ckpt_step, save=self.settings.save),
+            doing="reading",
+            path=directory,
+        )
+
+    def _load_non_persistent(self, newest_kept: int) -> Restored | None:
+        """Load the non-persistent checkpoint if it is newer than those of `--load`."""
+        if self.non_persistent is None:
+            return None
+        try:
+            restored = self.non_persistent.load_newer(newest_kept, self.restorer)
+        except DamagedCheckpointError as error:
+            print_once(self.peers, f"the non-persistent checkpoint cannot be used:\n{error}")
+            return None
+        if restored is not None:
+            print_once(
+                self.peers,
+                "  successfully loaded the non-persistent checkpoint of iteration "
+                f"{restored.train_state.iteration}; the newest in {self.settings.load} is "
+                f"{newest_kept if newest_kept >= 0 else 'none'}",
+            )
+        return restored

@@ -1,0 +1,157 @@
+"""Save a run: one run per directory, saves in the background, the tracker, retention."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing import async_save, commit
+from megatron.core.dist_checkpointing.collective import (
+    print_once,
+    run_collectively,
+    run_on_coordinator,
+)
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
+from megatron.core.dist_checkpointing.object_store import StoragePath, storage_path
+from megatron.core.dist_checkpointing.retention import Retention, apply_retention
+from megatron.core.dist_checkpointing.save_lock import SaveLock
+from megatron.core.errors import CheckpointError
+from megatron.core.transport.object_collectives import ControlGroup, raise_on_all_ranks
+from megatron.training.checkpointing.run_state import (
+    RunParts,
+    declare_run,
+    describe_layout,
+    plain_run_state,
+)
+from megatron.training.checkpointing.selection import moved_away
+from megatron.training.config.checkpoint import CheckpointSettings
+from megatron.training.state import TrainState
+
+_RUN = secrets.token_hex(6)
+
+
+def claim_directory(directory: StoragePath, peers: ControlGroup) -> SaveLock | None:
+    """Lock a save directory and delete what interrupted runs left there: collective.
+
+    Returns:
+        the lock, on the coordinator, if the directory can be locked at all. Whoever claims again
+        in the same process gets the same one.
+    Raises:
+        CheckpointError: another run holds the directory, or it cannot be written; on all ranks.
+    """
+    lock: SaveLock | None = None
+
+    def claim() -> None:
+        nonlocal lock
+        if isinstance(directory, Path):
+            lock = SaveLock.acquire(directory)
+        for path in commit.remove_leftovers(directory):
+            print(f"removed {path}: left by an interrupted save or deletion", flush=True)
+
+    run_on_coordinator(peers, claim, doing="preparing", path=directory)
+    return lock
+
+
+class Saver:
+    """Saves the parts of one run into `settings.save`. Every method is a collective."""
+
+    def __init__(self, settings: CheckpointSettings, parts: RunParts, peers: ControlGroup) -> None:
+        self.settings, self.parts, self.peers = settings, parts, peers
+        self.last_committed: int | None = None
+        """Iteration of the newest checkpoint of this run that is on the disk, complete."""
+        self._lock: SaveLock | None = None
+        # Known on every rank, unlike the lock, which the coordinator holds alone.
+        self._has_claimed = False
+
+    @property
+    def directory(self) -> StoragePath:
+        """The save directory."""
+        if self.settings.save is None:
+            raise CheckpointError(
+                "there is no directory to save into.",
+                flags=["--save"],
+                fix="give --save, or save nothing",
+            )
+        return storage_path(self.settings.save)
+
+    def newest(self) -> StoragePath:
+        """Return the newest checkpoint of this run, after the one in flight is committed."""
+        self.finish()
+        return self.directory / commit.iteration_directory(self.last_committed or 0)
+
+    def claim(self) -> None:
+        """Lock the save directory, once; see `claim_directory`."""
+        if self.settings.save is not None and not self._has_claimed:
+            self._lock = claim_directory(self.directory, self.peers)
+            self._has_claimed = True
+
+    def declare(self, train_state: TrainState, extra: Mapping[str, Any] | None) -> ShardedStateDict:
+        """Return the state dict of the run, `extra` included."""
+        flags = {
+            "with_optimizer": not self.settings.no_save_optim,
+            "with_rng": not self.settings.no_save_rng,
+        }
+
+        def declare() -> ShardedStateDict:
+            plain = plain_run_state(self.parts, train_state, **flags)
+            return declare_run(self.parts, **flags) | plain | {"extra": dict(extra or {})}
+
+        return run_collectively(self.peers, "declaring the state to save", declare)
+
+    def save(self, train_state: TrainState, extra: Mapping[str, Any] | None = None) -> None:
+        """Save the run at `train_state.iteration`; see `Checkpointer.save`."""
+        directory, iteration = self.directory, train_state.iteration
+        self.finish()
+        self.claim()
+        raise_on_all_ranks(moved_away(directory) if self._lock else None, self.peers)
+        saving = dist_checkpointing.save(
+            self.declare(train_state, extra),
+            directory / commit.iteration_directory(iteration),
+            async_sharded_save=self.settings.async_save,
+            process_group=self.peers,
+            info={"layout": describe_layout(self.parts)},
+            spread_over_replicas=self.settings.ckpt_fully_parallel_save,
+        )
+        if saving is None:
+            self._after_commit(directory, iteration)
+        else:
+            saving.add_finalize_fn(lambda: self._after_commit(directory, iteration))
+
+    def after_step(self) -> None:
+        """Commit an asynchronous save whose bytes are on the disk; its error is raised here."""
+        if (saving := async_save.in_flight()) is not None:
+            saving.try_finish()
+
+    def finish(self) -> None:
+        """Wait for an asynchronous save and commit it: before the next save and at the end."""
+        if (saving := async_save.in_flight()) is not None:
+            saving.finish()
+
+    def close(self) -> None:
+        """Finish, and unlock the save directory."""
+        self.finish()
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
+        self._has_claimed = False
+
+    def _after_commit(self, directory: StoragePath, iteration: int) -> None:
+        """The checkpoint exists: point the tracker at it, then delete old ones."""
+        self.last_committed = iteration
+        run_on_coordinator(
+            self.peers,
+            lambda: commit.write_tracker(directory, iteration),
+            doing="writing",
+            path=directory / commit.TRACKER_NAME,
+            needed_bytes=len(str(iteration)),
+        )
+        print_once(
+            self.peers,
+            f"  successfully saved checkpoint from iteration {iteration:7d} to {directory}",
+        )
+        retention = Retention(self.settings.save_retain_interval, self.settings.most_recent_k)
+        for path in apply_retention(directory, iteration, retention, _RUN, peers=self.peers):
+            print_once(self.peers, f"  deleted {path} ({retention})")
