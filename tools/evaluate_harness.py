@@ -49,7 +49,7 @@ def main() -> None:
         options = session.options
         folder = None if options.include_path is None else str(options.include_path)
         found = harness.simple_evaluate(
-            model=harness_model(session, batch_size=session.run.micro_batch_size),
+            model=harness_model(session, batch_size=session.run.schedule.micro_batch_size),
             tasks=options.tasks.split(","),
             task_manager=tasks.TaskManager(include_path=folder),
             num_fewshot=options.num_fewshot,

@@ -113,7 +113,7 @@ def main() -> None:
     with failures_reported(status, []):
         session = open_session(model_provider, add_arguments)
         options = session.options
-        window = options.window or session.run.seq_length + 1
+        window = options.window or session.run.model.seq_length + 1
         stride = options.stride or window - 1
         check_windows(window, stride, session.max_sequence_length)
         tokens, num_bytes = tokens_of(session)
@@ -128,7 +128,7 @@ def main() -> None:
                 flags=["--corpus", "--text"],
                 fix="give two tokens at least",
             )
-        batch_size = session.run.micro_batch_size
+        batch_size = session.run.schedule.micro_batch_size
         total, count = 0.0, 0
         chunk = AT_A_TIME * batch_size
         for begin in range(0, len(rows), chunk):

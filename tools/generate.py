@@ -111,7 +111,7 @@ def continuations(session: ModelSession, prompts: Sequence[Sequence[int]]) -> li
         temperature=options.temperature,
         top_k=options.top_k,
         top_p=options.top_p,
-        seed=session.run.seed,
+        seed=session.run.schedule.seed,
     )
     if has_cache(session.model):
         longest = max(map(len, prompts)) + options.max_new_tokens

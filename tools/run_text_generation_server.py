@@ -158,7 +158,9 @@ def chat_template_of(session: ModelSession) -> Any:
     options = session.options
     limits = template_limits_of(options)
     try:
-        return find_chat_template(options.chat_template, session.run.tokenizer_model, limits)
+        return find_chat_template(
+            options.chat_template, session.run.tokenizer.tokenizer_model, limits
+        )
     except ConfigError:
         if options.chat_template is not None:
             raise

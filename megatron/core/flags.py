@@ -25,7 +25,7 @@ from megatron.core.config_base import field_docs
 
 _KEY = "flag"
 _SAME: Any = object()
-GroupT = typing.TypeVar("GroupT", bound=typing.Hashable)
+GroupT = typing.TypeVar("GroupT")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,6 +101,14 @@ def flag(
         part_of=part_of,
     )
     return _field(default, facts)
+
+
+def required(*spellings: str) -> Any:
+    """Declare a field without a default: `resolve` derives it, or a rule asks for it.
+
+    Its type has no None, which it is only until then.
+    """
+    return flag(None, *spellings)
 
 
 def no_flag(default: Any, *, is_arg: bool = False) -> Any:
@@ -287,9 +295,14 @@ def _element_type(annotation: Any) -> type:
     return annotation
 
 
-@functools.cache
 def flag_specs(group_class: type, group: str) -> tuple[FlagSpec, ...]:
     """Return the flags of one group dataclass, in the order of its fields."""
+    key: typing.Hashable = group_class
+    return _flag_specs(key, group)
+
+
+@functools.cache
+def _flag_specs(group_class: Any, group: str) -> tuple[FlagSpec, ...]:
     hints = typing.get_type_hints(group_class)
     docs = field_docs(group_class)
     specs = []

@@ -174,7 +174,7 @@ def _written(
         temperature=float(how.get("temperature", 1.0)) if samples else 0.0,
         top_k=int(how.get("top_k", 0)),
         top_p=float(how.get("top_p", 1.0)),
-        seed=session.run.seed,
+        seed=session.run.schedule.seed,
     )
     tokens = tokenizer.tokenize(context)[-(longest - most) :]
     request = Request(

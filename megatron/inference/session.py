@@ -50,7 +50,7 @@ class ModelSession:
     @property
     def max_sequence_length(self) -> int:
         """The longest sequence the model has positions for."""
-        return int(self.run.max_position_embeddings)
+        return int(self.run.model.max_position_embeddings)
 
     def with_cache(
         self, *, max_rows: int, max_length: int | None = None, packs_weights: bool = True
@@ -101,7 +101,7 @@ def open_session(
         args_defaults={**defaults_beside(sys.argv[1:]), **defaults},
     )
     run = session.run
-    if run.load is None and run.load_hf is None:
+    if run.checkpoint.load is None and run.checkpoint.load_hf is None:
         raise ConfigError(
             "there is no trained model.",
             rule="weights come from a checkpoint or from a model of Hugging Face",

@@ -25,13 +25,13 @@ def transitions_of(run: ResolvedRun) -> list[int]:
     Raises:
         ValueError: the flag holds something else than numbers.
     """
-    text = run.phase_transition_iterations
+    text = run.schedule.phase_transition_iterations
     return [int(word) for word in text.split(",")] if text else []
 
 
 def phase_of(run: ResolvedRun, consumed_samples: int) -> Phase:
     """Return the phase in which the sample after `consumed_samples` lies."""
-    ends = [iteration * run.global_batch_size for iteration in transitions_of(run)]
+    ends = [iteration * run.schedule.global_batch_size for iteration in transitions_of(run)]
     begin = max((end for end in ends if end <= consumed_samples), default=0)
     later = (end for end in ends if end > consumed_samples)
-    return Phase(begin, min(later, default=run.train_samples or 0))
+    return Phase(begin, min(later, default=run.schedule.train_samples or 0))

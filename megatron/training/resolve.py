@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from functools import partial
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+import torch
 
 from megatron.core import device, optional_imports
 from megatron.core.batch_size_phases import (
@@ -23,10 +25,17 @@ from megatron.core.batch_size_phases import (
     steps_in_phases,
 )
 from megatron.core.flag_expressions import expand_layer_pattern
+from megatron.core.flags import arg_name, derived_args, flag_specs
 from megatron.core.pipeline_parallel.layout import virtual_stages_of
 from megatron.core.pipeline_parallel.schedule_definitions import schedule_named
 from megatron.core.transformer.yarn import yarn_softmax_scale
-from megatron.training.config.run import RunConfig
+from megatron.training.config.batch import ScheduleSettings
+from megatron.training.config.data import DataSettings, TokenizerSettings
+from megatron.training.config.model import LatentAttentionSettings, ModelSettings
+from megatron.training.config.optimizer import OptimizerSettings
+from megatron.training.config.parallelism import DataParallelSettings, ParallelismSettings
+from megatron.training.config.precision import PrecisionSettings
+from megatron.training.config.run import GROUP_CLASSES, RunConfig
 from megatron.training.ramp_up import samples_for_steps, steps_for_samples
 
 
@@ -44,31 +53,63 @@ class Derivation:
         return f"{self.name} = {getattr(self.value, 'name', self.value)}  ({self.formula})"
 
 
-@dataclass(frozen=True)
-class ResolvedRun:
-    """The settings of a run, complete.
+GroupT = TypeVar(
+    "GroupT",
+    ModelSettings,
+    ParallelismSettings,
+    DataParallelSettings,
+    PrecisionSettings,
+    OptimizerSettings,
+    ScheduleSettings,
+    DataSettings,
+    TokenizerSettings,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Topology:
+    """The ranks of a run."""
+
+    world_size: int = 1
+    rank: int = 0
+    data_parallel_size: int = 1
+    """Replicas of the model."""
+    total_model_size: int = 1
+    """Ranks of tensor and pipeline parallelism together; `model_parallel_size` is the same."""
+    model_parallel_size: int = 1
+    rank_order: str = "tp-cp-ep-dp-pp"
+    """Axes in the order in which ranks are numbered, the fastest first."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResolvedRun(RunConfig):
+    """The settings of a run, complete: the groups of `RunConfig`, with what was derived.
 
     Attributes:
         config: what was asked for, unchanged.
-        values: every setting by its Megatron name: the fields of `config`, overlaid with what
-            was derived.
+        topology: the ranks.
         derivations: what was derived, in order.
         extra: arguments that a script added to the parser.
     """
 
-    config: RunConfig
-    values: Mapping[str, Any]
-    derivations: tuple[Derivation, ...]
+    config: RunConfig = field(default_factory=RunConfig)
+    topology: Topology = field(default_factory=Topology)
+    derivations: tuple[Derivation, ...] = ()
     extra: Mapping[str, Any] = field(default_factory=dict)
 
-    def __getattr__(self, name: str) -> Any:
-        """Read a setting: `run.data_parallel_size`, `run.hidden_size`."""
-        if name.startswith("__"):
-            raise AttributeError(name)
-        try:
-            return self.values[name]
-        except KeyError:
-            raise AttributeError(f"no setting {name!r}") from None
+    @functools.cached_property
+    def values(self) -> Mapping[str, Any]:
+        """Every setting by its Megatron name: for `args`, for checkpoints and for messages."""
+        found = {**self.flat(), **dataclasses.asdict(self.topology)}
+        for group in GROUP_CLASSES:
+            settings = getattr(self, group)
+            found |= {name: getattr(settings, name) for name in derived_args(type(settings))}
+        return found | {
+            "encoder_seq_length": self.model.seq_length,
+            "iteration": 0,
+            "consumed_train_samples": 0,
+            "consumed_valid_samples": 0,
+        }
 
     def namespace(self) -> Args:
         """Return all settings as Megatron's `args`. Changing it changes nothing in the run."""
@@ -76,13 +117,21 @@ class ResolvedRun:
         args.run = self
         return args
 
-    def with_values(self, *derivations: Derivation) -> ResolvedRun:
-        """Return a copy with more derived values."""
-        return dataclasses.replace(
-            self,
-            values={**self.values, **{d.name: d.value for d in derivations}},
-            derivations=(*self.derivations, *derivations),
-        )
+    def overlaid(self, values: Mapping[str, Any]) -> ResolvedRun:
+        """Return a copy in which settings have the values of their Megatron names in `values`."""
+        changed: dict[str, Any] = {}
+        for group in GROUP_CLASSES:
+            settings = getattr(self, group)
+            specs = [(s.name, s.field, s) for s in flag_specs(type(settings), group)]
+            derived = [(name, name, None) for name in derived_args(type(settings))]
+            fields = {
+                into: values[name] if spec is None else spec.to_field(values[name])
+                for name, into, spec in (*specs, *derived)
+                if name in values
+            }
+            changed[group] = replace(settings, **fields)
+        ranks = {f.name: values[f.name] for f in dataclasses.fields(Topology) if f.name in values}
+        return replace(self, **changed, topology=replace(self.topology, **ranks))
 
 
 class Args(argparse.Namespace):
@@ -97,101 +146,151 @@ class Args(argparse.Namespace):
     run: ResolvedRun
 
 
-class _Derived(dict):
-    """Settings while they are being derived; `note` records a value with its formula."""
+class _Log:
+    """What was derived so far, and whether it is of training."""
 
-    def __init__(self, config: RunConfig) -> None:
-        super().__init__(config.flat())
-        self.log: list[Derivation] = []
+    def __init__(self) -> None:
+        self.derivations: list[Derivation] = []
         self.is_of_training = False
 
     def note(self, name: str, value: Any, formula: str) -> None:
-        if self.get(name) != value or name not in self:
-            self.log.append(Derivation(name, value, formula, self.is_of_training))
-        self[name] = value
+        """Record a value of which nothing was known before."""
+        self.derivations.append(Derivation(name, value, formula, self.is_of_training))
+
+    def derived(self, before: GroupT, after: GroupT, formula: str) -> GroupT:
+        """Record the fields in which two states of a group differ; return the later one."""
+        for each in dataclasses.fields(before):
+            value = getattr(after, each.name)
+            if getattr(before, each.name) != value:
+                self.note(arg_name(each), value, formula)
+        return after
 
 
 def resolve(
     config: RunConfig, *, world_size: int, extra: Mapping[str, Any] | None = None
 ) -> ResolvedRun:
     """Derive the settings of a run on `world_size` ranks, all but the vocabulary."""
-    v = _Derived(config)
-    for derive, is_of_training in (
-        (partial(_topology, world_size=world_size), False),
-        (_replication, True),
-        (_model, False),
-        (_precision, False),
-        (_batch, True),
-        (_schedule, True),
-        (_data, True),
-        (_tokenizer, False),
-        (_machine, False),
-    ):
-        v.is_of_training = is_of_training
-        derive(v)
-    return ResolvedRun(config, dict(v), tuple(v.log), dict(extra or {}))
+    log = _Log()
+    topology = _topology(config.parallelism, world_size, log)
+    parallelism = _parallelism(config.parallelism, config.model.num_layers, log)
+    log.is_of_training = True
+    ddp = _sharding(config.ddp, log)
+    log.is_of_training = False
+    model = _model(config.model, config.latent_attention, log)
+    precision = _recompute(config.precision, log)
+    model = _softmax(model, log)
+    optimizer = _decayed_norms(config.optimizer, log)
+    precision = _dtype(precision, log)
+    ddp = _gradient_dtype(ddp, optimizer, precision, log)
+    log.is_of_training = True
+    schedule = _batch(config.schedule, model.seq_length, topology.data_parallel_size, log)
+    schedule = _lengths(schedule, optimizer.weight_decay_incr_style, log)
+    if optimizer.weight_decay_incr_style == "constant":
+        decay = optimizer.weight_decay
+        optimizer = replace(optimizer, start_weight_decay=decay, end_weight_decay=decay)
+    data = _data(config.data, log)
+    log.is_of_training = False
+    tokenizer = _tokenizer(config.tokenizer, data.mock_data, log)
+    parallelism = _backend(parallelism, log)
+    model = _layers(model, config.latent_attention.multi_latent_attention, log)
+    return ResolvedRun(
+        model=model,
+        latent_attention=config.latent_attention,
+        experts=config.experts,
+        lora=config.lora,
+        parallelism=parallelism,
+        ddp=ddp,
+        schedule=schedule,
+        optimizer=optimizer,
+        precision=precision,
+        data=data,
+        tokenizer=tokenizer,
+        checkpoint=config.checkpoint,
+        logging=config.logging,
+        launch=config.launch,
+        config=config,
+        topology=topology,
+        derivations=tuple(log.derivations),
+        extra=dict(extra or {}),
+    )
 
 
-def _topology(v: _Derived, world_size: int) -> None:
-    v["world_size"] = world_size
-    v["rank"] = int(os.environ.get("RANK", "0"))
-    tp, pp, cp = (
-        v["tensor_model_parallel_size"],
-        v["pipeline_model_parallel_size"],
-        v["context_parallel_size"],
+def _topology(asked: ParallelismSettings, world_size: int, log: _Log) -> Topology:
+    tp, pp = asked.tensor_model_parallel_size, asked.pipeline_model_parallel_size
+    cp = asked.context_parallel_size
+    replicas = max(world_size // max(tp * pp * cp, 1), 1)
+    log.note("data_parallel_size", replicas, f"{world_size} ranks / (tp {tp} * pp {pp} * cp {cp})")
+    return Topology(
+        world_size=world_size,
+        rank=int(os.environ.get("RANK", "0")),
+        data_parallel_size=replicas,
+        total_model_size=tp * pp,
+        model_parallel_size=tp * pp,
+        rank_order="tp-cp-ep-pp-dp" if asked.use_tp_pp_dp_mapping else "tp-cp-ep-dp-pp",
     )
-    model = max(tp * pp * cp, 1)
-    v.note(
-        "data_parallel_size",
-        max(world_size // model, 1),
-        f"{world_size} ranks / (tp {tp} * pp {pp} * cp {cp})",
-    )
-    v["total_model_size"] = v["model_parallel_size"] = tp * pp
-    v["rank_order"] = "tp-cp-ep-pp-dp" if v["use_tp_pp_dp_mapping"] else "tp-cp-ep-dp-pp"
-    if v["sequence_parallel"] and tp == 1:
-        v.note("sequence_parallel", False, "there is nothing to split over with tp 1")
-    if v["expert_tensor_parallel_size"] is None:
-        v["expert_tensor_parallel_size"] = tp
-    v["virtual_pipeline_model_parallel_size"] = None
-    chunks, formula = _virtual_stages(v, pp)
+
+
+def _parallelism(asked: ParallelismSettings, num_layers: int, log: _Log) -> ParallelismSettings:
+    tp, pp = asked.tensor_model_parallel_size, asked.pipeline_model_parallel_size
+    found = asked
+    if found.sequence_parallel and tp == 1:
+        found = log.derived(
+            found,
+            replace(found, sequence_parallel=False),
+            "there is nothing to split over with tp 1",
+        )
+    if found.expert_tensor_parallel_size is None:
+        found = replace(found, expert_tensor_parallel_size=tp)
+    chunks, formula = _virtual_stages(found, num_layers)
     if chunks is not None and chunks > 1:
-        v.note("virtual_pipeline_model_parallel_size", chunks, formula)
-    if v["microbatch_group_size_per_vp_stage"] is None:
-        v["microbatch_group_size_per_vp_stage"] = pp
+        found = log.derived(
+            found, replace(found, virtual_pipeline_model_parallel_size=chunks), formula
+        )
+    if found.microbatch_group_size_per_vp_stage is None:
+        found = replace(found, microbatch_group_size_per_vp_stage=pp)
+    return found
 
 
-def _replication(v: _Derived) -> None:
-    """One rung of the ladder, whichever flag names it."""
-    rung, formula = v["data_parallel_sharding_strategy"], "--data-parallel-sharding-strategy"
-    if rung is None and v["use_megatron_fsdp"]:
-        rung, formula = "optim_grads_params", "--use-megatron-fsdp"
-    elif rung is None and v["use_distributed_optimizer"]:
-        rung, formula = "optim", "--use-distributed-optimizer"
-    v.note("data_parallel_sharding_strategy", rung or "no_shard", formula if rung else "default")
-    if v["data_parallel_sharding_strategy"] != "no_shard":
-        v.note("use_distributed_optimizer", True, f"{formula} {rung}")
-
-
-def _virtual_stages(v: _Derived, pp: int) -> tuple[int | None, str]:
+def _virtual_stages(asked: ParallelismSettings, num_layers: int) -> tuple[int | None, str]:
     """Return the number of model chunks per rank, from whichever flag says it."""
-    if v["pipeline_model_parallel_layout"] is not None:
-        return virtual_stages_of(
-            v["pipeline_model_parallel_layout"], pp
-        ), "stages of the layout / pp"
-    decided = schedule_named(v["pipeline_schedule"]).num_chunks
+    pp, layout = asked.pipeline_model_parallel_size, asked.pipeline_model_parallel_layout
+    if layout is not None:
+        return virtual_stages_of(layout, pp), "stages of the layout / pp"
+    decided = schedule_named(asked.pipeline_schedule).num_chunks
     if decided is not None and pp > 1:
-        return decided if decided > 1 else None, f"--pipeline-schedule {v['pipeline_schedule']}"
-    if v["num_virtual_stages_per_pipeline_rank"] is not None:
-        return v["num_virtual_stages_per_pipeline_rank"], "--num-virtual-stages-per-pipeline-rank"
-    per_chunk, layers = v["num_layers_per_virtual_pipeline_stage"], v["num_layers"]
-    if not per_chunk or not layers:
+        chunks = decided if decided > 1 else None
+        return chunks, f"--pipeline-schedule {asked.pipeline_schedule}"
+    if asked.num_virtual_stages_per_pipeline_rank is not None:
+        return asked.num_virtual_stages_per_pipeline_rank, "--num-virtual-stages-per-pipeline-rank"
+    per_chunk = asked.num_layers_per_virtual_pipeline_stage
+    if not per_chunk or not num_layers:
         return None, ""
     counted = (
-        layers
-        + v["account_for_embedding_in_pipeline_split"]
-        + v["account_for_loss_in_pipeline_split"]
+        num_layers
+        + asked.account_for_embedding_in_pipeline_split
+        + asked.account_for_loss_in_pipeline_split
     )
     return counted // pp // per_chunk, f"{counted} layers / pp {pp} / {per_chunk} layers a chunk"
+
+
+def _sharding(asked: DataParallelSettings, log: _Log) -> DataParallelSettings:
+    """One sharding strategy, whichever flag names it."""
+    strategy: str | None = asked.data_parallel_sharding_strategy
+    formula = "--data-parallel-sharding-strategy"
+    if strategy is None and asked.use_megatron_fsdp:
+        strategy, formula = "optim_grads_params", "--use-megatron-fsdp"
+    elif strategy is None and asked.use_distributed_optimizer:
+        strategy, formula = "optim", "--use-distributed-optimizer"
+    found = log.derived(
+        asked,
+        replace(asked, data_parallel_sharding_strategy=strategy or "no_shard"),
+        formula if strategy else "default",
+    )
+    if found.data_parallel_sharding_strategy != "no_shard":
+        found = log.derived(
+            found, replace(found, use_distributed_optimizer=True), f"{formula} {strategy}"
+        )
+    return found
 
 
 def ffn_width(hidden_size: int, *, is_gated: bool) -> tuple[int, str]:
@@ -203,162 +302,239 @@ def ffn_width(hidden_size: int, *, is_gated: bool) -> tuple[int, str]:
     return 4 * hidden_size, f"4 * hidden {hidden_size}"
 
 
-def _model(v: _Derived) -> None:
-    hidden, heads = v["hidden_size"], v["num_attention_heads"]
-    if v["ffn_hidden_size"] is None and hidden:
-        v.note("ffn_hidden_size", *ffn_width(hidden, is_gated=v["swiglu"]))
-    if v["kv_channels"] is None and hidden and heads and hidden % heads == 0:
-        v.note("kv_channels", hidden // heads, f"hidden {hidden} / {heads} heads")
-    if not v["group_query_attention"] and heads:
-        v.note("num_query_groups", heads, "one per query head without --group-query-attention")
-    if v["max_position_embeddings"] is None and v["seq_length"]:
-        v.note("max_position_embeddings", v["seq_length"], "--seq-length")
-    v["encoder_seq_length"] = v["seq_length"]
-    if v["use_rotary_position_embeddings"] and v["position_embedding_type"] != "rope":
-        v.note("position_embedding_type", "rope", "--use-rotary-position-embeddings")
-    if v["multi_latent_attention"] and v["position_embedding_type"] == "learned_absolute":
-        v.note("position_embedding_type", "rope", "part of each head of latent attention rotates")
-    if not v["add_position_embedding"] and v["position_embedding_type"] == "learned_absolute":
-        v.note("position_embedding_type", "none", "--no-position-embedding")
-    if _scales_scores_by_yarn(v):
-        scale = yarn_softmax_scale(v["kv_channels"], v["rotary_scaling_factor"], v["mscale"])
-        v.note("softmax_scale", scale, "YaRN's temperature over sqrt(kv-channels)")
-    if v["no_rope_freq"] is not None and v["num_layers"]:
-        pattern = expand_layer_pattern(v["no_rope_freq"], v["num_layers"])
-        v.note("no_rope_freq", pattern, "one 0/1 per layer")
-    if v["recompute_activations"] and v["recompute_granularity"] is None:
-        v.note("recompute_granularity", "selective", "--recompute-activations")
-    if v["apply_query_key_layer_scaling"] and not v["attention_softmax_in_fp32"]:
-        v.note("attention_softmax_in_fp32", True, "--apply-query-key-layer-scaling")
+def _model(asked: ModelSettings, latent: LatentAttentionSettings, log: _Log) -> ModelSettings:
+    hidden, heads, found = asked.hidden_size, asked.num_attention_heads, asked
+    if found.ffn_hidden_size is None and hidden:
+        width, formula = ffn_width(hidden, is_gated=found.swiglu)
+        found = log.derived(found, replace(found, ffn_hidden_size=width), formula)
+    if found.kv_channels is None and hidden and heads and hidden % heads == 0:
+        found = log.derived(
+            found, replace(found, kv_channels=hidden // heads), f"hidden {hidden} / {heads} heads"
+        )
+    if not found.group_query_attention and heads:
+        found = log.derived(
+            found,
+            replace(found, num_query_groups=heads),
+            "one per query head without --group-query-attention",
+        )
+    if found.max_position_embeddings is None and found.seq_length:
+        found = log.derived(
+            found, replace(found, max_position_embeddings=found.seq_length), "--seq-length"
+        )
+    found = _positions(found, latent, log)
+    is_yarn = found.position_embedding_type == "yarn" and not latent.multi_latent_attention
+    if is_yarn and found.softmax_scale is None and found.kv_channels:
+        scale = yarn_softmax_scale(found.kv_channels, latent.rotary_scaling_factor, latent.mscale)
+        formula = "YaRN's temperature over sqrt(kv-channels)"
+        found = log.derived(found, replace(found, softmax_scale=scale), formula)
+    if found.no_rope_freq is not None and found.num_layers:
+        pattern = expand_layer_pattern(found.no_rope_freq, found.num_layers)
+        found = log.derived(found, replace(found, no_rope_freq=pattern), "one 0/1 per layer")
+    return found
 
 
-def _scales_scores_by_yarn(v: _Derived) -> bool:
-    is_yarn = v["position_embedding_type"] == "yarn" and not v["multi_latent_attention"]
-    return is_yarn and v["softmax_scale"] is None and bool(v["kv_channels"])
+def _positions(asked: ModelSettings, latent: LatentAttentionSettings, log: _Log) -> ModelSettings:
+    found = asked
+    for kind, applies, formula in (
+        (
+            "rope",
+            found.use_rotary_position_embeddings and found.position_embedding_type != "rope",
+            "--use-rotary-position-embeddings",
+        ),
+        (
+            "rope",
+            latent.multi_latent_attention and found.position_embedding_type == "learned_absolute",
+            "part of each head of latent attention rotates",
+        ),
+        (
+            "none",
+            not found.add_position_embedding
+            and found.position_embedding_type == "learned_absolute",
+            "--no-position-embedding",
+        ),
+    ):
+        if applies:
+            return log.derived(found, replace(found, position_embedding_type=kind), formula)
+    return found
 
 
-def _precision(v: _Derived) -> None:
-    import torch
+def _recompute(asked: PrecisionSettings, log: _Log) -> PrecisionSettings:
+    if not asked.recompute_activations or asked.recompute_granularity is not None:
+        return asked
+    after = replace(asked, recompute_granularity="selective")
+    return log.derived(asked, after, "--recompute-activations")
 
-    if v["no_weight_decay_cond_type"] is not None:
-        v.note("apply_wd_to_qk_layernorm", True, "--no-weight-decay-cond-type")
+
+def _softmax(asked: ModelSettings, log: _Log) -> ModelSettings:
+    if not asked.apply_query_key_layer_scaling:
+        return asked
+    after = replace(asked, attention_softmax_in_fp32=True)
+    return log.derived(asked, after, "--apply-query-key-layer-scaling")
+
+
+def _decayed_norms(asked: OptimizerSettings, log: _Log) -> OptimizerSettings:
+    if asked.no_weight_decay_cond_type is None:
+        return asked
+    after = replace(asked, apply_wd_to_qk_layernorm=True)
+    return log.derived(asked, after, "--no-weight-decay-cond-type")
+
+
+def _dtype(asked: PrecisionSettings, log: _Log) -> PrecisionSettings:
     half = {(True, False): torch.bfloat16, (False, True): torch.float16}
-    dtype = half.get((v["bf16"], v["fp16"]), torch.float32)
-    if dtype == torch.float32:
-        v["params_dtype"] = dtype
-    else:
-        v.note("params_dtype", dtype, "--bf16" if v["bf16"] else "--fp16")
-    if v["main_grads_dtype"] == "bf16" and v["bf16"] and not v["grad_reduce_in_bf16"]:
-        v.note("grad_reduce_in_bf16", True, "--main-grads-dtype bf16")
-    if v["bf16"] and not v["grad_reduce_in_bf16"]:
-        v.note(
-            "accumulate_allreduce_grads_in_fp32",
-            True,
+    dtype = half.get((asked.bf16, asked.fp16), torch.float32)
+    after = replace(asked, params_dtype=dtype)
+    return log.derived(asked, after, "--bf16" if asked.bf16 else "--fp16")
+
+
+def _gradient_dtype(
+    asked: DataParallelSettings,
+    optimizer: OptimizerSettings,
+    precision: PrecisionSettings,
+    log: _Log,
+) -> DataParallelSettings:
+    found = asked
+    if optimizer.main_grads_dtype == torch.bfloat16 and precision.bf16:
+        after = replace(found, grad_reduce_in_bf16=True)
+        found = log.derived(found, after, "--main-grads-dtype bf16")
+    if precision.bf16 and not found.grad_reduce_in_bf16:
+        found = log.derived(
+            found,
+            replace(found, accumulate_allreduce_grads_in_fp32=True),
             "bf16 sums lose bits; --grad-reduce-in-bf16 turns it off",
         )
     # fp32 weights have fp32 gradients anyway.
-    v["grad_reduce_in_fp32"] = bool(v["accumulate_allreduce_grads_in_fp32"])
+    return replace(found, grad_reduce_in_fp32=found.accumulate_allreduce_grads_in_fp32)
 
 
-def _batch(v: _Derived) -> None:
-    micro, dp = v["micro_batch_size"], v["data_parallel_size"]
-    phases = batch_size_phases(v)
-    if v["global_batch_size"] is None and phases:
-        v.note("global_batch_size", phases[-1][1], "the last of --step-batch-size-schedule")
-    if v["global_batch_size"] is None and micro:
-        v.note("global_batch_size", micro * dp, f"micro batch {micro} * {dp} replicas")
-    size, ramp = v["global_batch_size"], v["rampup_batch_size"]
-    if v["decrease_batch_size_if_needed"] and size and micro and size >= micro * dp:
+def _batch(
+    asked: ScheduleSettings, seq_length: int | None, num_replicas: int, log: _Log
+) -> ScheduleSettings:
+    micro, dp, found = asked.micro_batch_size, num_replicas, asked
+    phases = batch_size_phases(asked.step_batch_size_schedule, seq_length)
+    if found.global_batch_size is None and phases:
+        found = log.derived(
+            found,
+            replace(found, global_batch_size=phases[-1][1]),
+            "the last of --step-batch-size-schedule",
+        )
+    if found.global_batch_size is None and micro:
+        found = log.derived(
+            found,
+            replace(found, global_batch_size=micro * dp),
+            f"micro batch {micro} * {dp} replicas",
+        )
+    size, ramp = found.global_batch_size, found.rampup_batch_size
+    if found.decrease_batch_size_if_needed and size and micro and size >= micro * dp:
         shared = size // (micro * dp) * micro * dp
-        if shared != size:
-            v.note(
-                "global_batch_size", shared, f"{size} rounded down to a multiple of {micro * dp}"
-            )
-            size = shared
-    ramp_works = ramp is None or (min(ramp) > 0 and size and ramp[0] <= size)
-    if size and size > 0 and ramp_works:
-        if v["train_iters"] is None and v["train_samples"] is not None:
-            v["is_sample_based"] = True
-            asked = v["train_samples"]
-            steps = (
-                steps_in_phases(asked, phases) if phases else steps_for_samples(asked, ramp, size)
-            )
-            v.note("train_iters", steps, f"{asked} samples in batches of {size}")
-        elif v["train_iters"] is not None and v["train_samples"] is None:
-            v["is_sample_based"] = False
-            asked = v["train_iters"]
-            samples = (
-                samples_in_phases(asked, phases) if phases else samples_for_steps(asked, ramp, size)
-            )
-            v.note("train_samples", samples, f"{asked} steps of {size} samples")
-    v.setdefault("is_sample_based", v["train_samples"] is not None)
+        found = log.derived(
+            found,
+            replace(found, global_batch_size=shared),
+            f"{size} rounded down to a multiple of {micro * dp}",
+        )
+        size = shared
+    found = replace(found, is_sample_based=found.train_samples is not None)
+    if not size or size <= 0:
+        return found
+    if ramp is not None and (min(ramp) <= 0 or ramp[0] > size):
+        return found
+    if found.train_iters is None and found.train_samples is not None:
+        asked_for = found.train_samples
+        steps = (
+            steps_in_phases(asked_for, phases)
+            if phases
+            else steps_for_samples(asked_for, ramp, size)
+        )
+        formula = f"{asked_for} samples in batches of {size}"
+        found = log.derived(found, replace(found, train_iters=steps), formula)
+    elif found.train_iters is not None and found.train_samples is None:
+        asked_for = found.train_iters
+        samples = (
+            samples_in_phases(asked_for, phases)
+            if phases
+            else samples_for_steps(asked_for, ramp, size)
+        )
+        formula = f"{asked_for} steps of {size} samples"
+        found = log.derived(found, replace(found, train_samples=samples), formula)
+    return found
 
 
-def batch_size_phases(values: Mapping[str, Any]) -> Phases | None:
+def batch_size_phases(text: str | None, seq_length: int | None) -> Phases | None:
     """Return the phases of --step-batch-size-schedule; None without it, or where it is wrong."""
-    text, length = values["step_batch_size_schedule"], values["seq_length"]
-    if text is None or not length:
+    if text is None or not seq_length:
         return None
     try:
-        return parse_phases(text, length)
+        return parse_phases(text, seq_length)
     except ValueError:
         return None
 
 
-def _schedule(v: _Derived) -> None:
+def _lengths(asked: ScheduleSettings, weight_decay_style: str, log: _Log) -> ScheduleSettings:
     """Learning rate and weight decay count samples, so that a growing batch does not bend them."""
-    size = v["global_batch_size"] or 0
-    if v["is_sample_based"]:
-        decay = v["lr_decay_samples"] or v["train_samples"] or 0
-        warmup, wsd = v["lr_warmup_samples"], v["lr_wsd_decay_samples"]
+    size = asked.global_batch_size or 0
+    if asked.is_sample_based:
+        decay = asked.lr_decay_samples or asked.train_samples or 0
+        warmup, wsd = asked.lr_warmup_samples, asked.lr_wsd_decay_samples
         unit = "samples"
     else:
-        decay = (v["lr_decay_iters"] or v["train_iters"] or 0) * size
-        warmup = v["lr_warmup_iters"] * size
-        wsd = v["lr_wsd_decay_iters"] * size if v["lr_wsd_decay_iters"] is not None else None
+        decay = (asked.lr_decay_iters or asked.train_iters or 0) * size
+        warmup = asked.lr_warmup_iters * size
+        wsd = asked.lr_wsd_decay_iters * size if asked.lr_wsd_decay_iters is not None else None
         unit = f"steps * {size} samples"
-    v.note("lr_decay_steps", decay, f"decay length in samples, from {unit}")
-    if v["lr_warmup_fraction"] is not None:
-        warmup = int(v["lr_warmup_fraction"] * decay)
-        v.note("lr_warmup_steps", warmup, f"{v['lr_warmup_fraction']} of the decay length")
-    else:
-        v["lr_warmup_steps"] = warmup
-    v["wsd_decay_steps"] = wsd
-    changes = v["weight_decay_incr_style"] != "constant"
-    v["wd_incr_steps"] = (v["train_samples"] or 0) if changes else 0
-    for name in ("start_weight_decay", "end_weight_decay"):
-        if v["weight_decay_incr_style"] == "constant":
-            v[name] = v["weight_decay"]
+    log.note("lr_decay_steps", decay, f"decay length in samples, from {unit}")
+    if asked.lr_warmup_fraction is not None:
+        warmup = int(asked.lr_warmup_fraction * decay)
+        log.note("lr_warmup_steps", warmup, f"{asked.lr_warmup_fraction} of the decay length")
+    return replace(
+        asked,
+        lr_decay_steps=decay,
+        lr_warmup_steps=warmup,
+        wsd_decay_steps=wsd,
+        wd_incr_steps=(asked.train_samples or 0) if weight_decay_style != "constant" else 0,
+    )
 
 
-def _data(v: _Derived) -> None:
-    v["dataloader_type"] = v["dataloader_type"] or "single"
-    sources = ("data_path", "data_args_path", "per_split_data_args_path", "train_data_path",
-               "valid_data_path", "test_data_path")  # fmt: skip
-    if not v["mock_data"] and not any(v[name] for name in sources):
-        v.note("mock_data", True, "no flag names a corpus")
-    per_split = ("per_split_data_args_path", *sources[3:])
-    if v["split"] is None and not any(v[name] for name in per_split):
-        v.note("split", "969,30,1", "Megatron's default shares of train, validation and test")
+def _data(asked: DataSettings, log: _Log) -> DataSettings:
+    found = replace(asked, dataloader_type=asked.dataloader_type or "single")
+    per_split = (
+        asked.per_split_data_args_path, asked.train_data_path, asked.valid_data_path,
+        asked.test_data_path,
+    )  # fmt: skip
+    if not asked.mock_data and not any((asked.data_path, asked.data_args_path, *per_split)):
+        found = log.derived(found, replace(found, mock_data=True), "no flag names a corpus")
+    if asked.split is None and not any(per_split):
+        formula = "Megatron's default shares of train, validation and test"
+        found = log.derived(found, replace(found, split="969,30,1"), formula)
+    return found
 
 
-def _tokenizer(v: _Derived) -> None:
-    if v["tokenizer_type"] is None and (v["mock_data"] or v["vocab_size"] is not None):
-        v.note("tokenizer_type", "NullTokenizer", "synthetic samples, or ids of --vocab-size")
-        if v["vocab_size"] is None:
-            v.note("vocab_size", 50257, "that of GPT-2, as none is given")
+def _tokenizer(asked: TokenizerSettings, mock_data: bool, log: _Log) -> TokenizerSettings:
+    if asked.tokenizer_type is not None or not (mock_data or asked.vocab_size is not None):
+        return asked
+    formula = "synthetic samples, or ids of --vocab-size"
+    found = log.derived(asked, replace(asked, tokenizer_type="NullTokenizer"), formula)
+    if found.vocab_size is None:
+        after = replace(found, vocab_size=50257)
+        found = log.derived(found, after, "that of GPT-2, as none is given")
+    return found
 
 
-def _machine(v: _Derived) -> None:
+def _backend(asked: ParallelismSettings, log: _Log) -> ParallelismSettings:
     backend = device.communication_backend()
-    if v["distributed_backend"] == "nccl" and backend != "nccl":
-        v.note("distributed_backend", backend, "there is no GPU here")
-    if v["transformer_impl"] == "transformer_engine" and not _has_engine_layers():
-        v.note("transformer_impl", "local", "there are no layers of Transformer Engine here")
-    elif v["transformer_impl"] == "transformer_engine" and v["multi_latent_attention"]:
-        v.note("transformer_impl", "local", "only local layers have latent attention")
-    v["iteration"] = 0
-    v["consumed_train_samples"] = v["consumed_valid_samples"] = 0
+    if asked.distributed_backend != "nccl":
+        return asked
+    after = replace(asked, distributed_backend=backend)
+    return log.derived(asked, after, "there is no GPU here")
+
+
+def _layers(asked: ModelSettings, multi_latent_attention: bool, log: _Log) -> ModelSettings:
+    local = replace(asked, transformer_impl="local")
+    if asked.transformer_impl != "transformer_engine":
+        return asked
+    if not _has_engine_layers():
+        return log.derived(asked, local, "there are no layers of Transformer Engine here")
+    if multi_latent_attention:
+        return log.derived(asked, local, "only local layers have latent attention")
+    return asked
 
 
 def _has_engine_layers() -> bool:
@@ -380,25 +556,28 @@ def pad_vocabulary(size: int, *, multiple: int, tp: int) -> int:
 def resolve_vocabulary(run: ResolvedRun, tokenizer_size: int) -> ResolvedRun:
     """Derive the embedding's rows from the tokenizer's number of ids."""
     size, formula = tokenizer_size, "the tokenizer's number of ids"
-    derived = []
-    if run.load_hf is not None and run.vocab_size is not None and run.vocab_size < size:
+    asked, log = run.tokenizer, _Log()
+    rows = asked.vocab_size
+    if run.checkpoint.load_hf is not None and rows is not None and rows < size:
         # Rows that the model has not would be further classes of its loss.
         formula = (
-            f"the model of --load-hf; the tokenizer has {size} ids, of which those from"
-            f" {run.vocab_size} on stop the run"
+            f"the model of --load-hf; the tokenizer has {size} ids, of which those from {rows} on"
+            " stop the run"
         )
-        size = run.vocab_size
-    elif run.vocab_size is not None and run.vocab_size > size:
-        size, formula = run.vocab_size, "--vocab-size"
-    derived.append(Derivation("unpadded_vocab_size", size, formula))
-    if run.padded_vocab_size is None:
-        tp, multiple = run.tensor_model_parallel_size, run.make_vocab_size_divisible_by
+        size = rows
+    elif rows is not None and rows > size:
+        size, formula = rows, "--vocab-size"
+    log.note("unpadded_vocab_size", size, formula)
+    tokenizer = asked
+    if asked.padded_vocab_size is None:
+        tp = run.parallelism.tensor_model_parallel_size
+        multiple = run.model.make_vocab_size_divisible_by
         padded = pad_vocabulary(size, multiple=multiple, tp=tp)
-        derived.append(
-            Derivation(
-                "padded_vocab_size",
-                padded,
-                f"{size} rounded up to a multiple of {multiple} * tp {tp}",
-            )
-        )
-    return run.with_values(*derived)
+        formula = f"{size} rounded up to a multiple of {multiple} * tp {tp}"
+        tokenizer = log.derived(asked, replace(asked, padded_vocab_size=padded), formula)
+    return replace(
+        run,
+        model=replace(run.model, unpadded_vocab_size=size),
+        tokenizer=tokenizer,
+        derivations=(*run.derivations, *log.derivations),
+    )

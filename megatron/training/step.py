@@ -43,7 +43,7 @@ def train_step(parts: TrainingParts, state: TrainState, plan: StepPlan) -> StepR
     reports = forward_backward(parts, parts.data.train, state.consumed_train_samples, plan)
     losses = loss_table(parts, reports)
     was_nan = _check_losses(parts, state, plan, losses)
-    if parts.run.empty_unused_memory_level >= 1:
+    if parts.run.precision.empty_unused_memory_level >= 1:
         _return_cached_memory()
 
     rates = _learning_rates(parts)
@@ -51,7 +51,7 @@ def train_step(parts: TrainingParts, state: TrainState, plan: StepPlan) -> StepR
         was_updated, grad_norm, num_zeros = _update(parts, state)
     if was_updated:
         parts.scheduler.step(increment=plan.global_batch_size)
-    if parts.run.empty_unused_memory_level >= 2:
+    if parts.run.precision.empty_unused_memory_level >= 2:
         _return_cached_memory()
     return StepResult(
         losses=losses.means(parts.groups.dp_cp),
@@ -97,9 +97,9 @@ def forward_backward(
         data_iterator=data,
         model=model,
         num_microbatches=plan.num_microbatches,
-        seq_length=parts.run.seq_length,
+        seq_length=parts.run.model.seq_length,
         micro_batch_size=plan.micro_batch_size,
-        decoder_seq_length=parts.run.values.get("decoder_seq_length"),
+        decoder_seq_length=parts.run.extra.get("decoder_seq_length"),
         forward_only=forward_only,
         pg_collection=parts.groups,
         **options,
@@ -125,13 +125,13 @@ def _check_losses(
     Under fp16 the loss scaler decides: an overflow is expected now and then, and is skipped.
     """
     found = losses.first_not_finite()
-    stops = parts.run.check_for_nan_in_loss_and_grad and not parts.run.fp16
+    stops = parts.run.schedule.check_for_nan_in_loss_and_grad and not parts.run.precision.fp16
     if not stops:
         return found is not None
     if not any_across_ranks(found is not None, backend.world()):
         return False
     problem, routers = None, ""
-    if parts.run.num_experts:
+    if parts.run.experts.num_moe_experts:
         routers = first_bad_router(parts.model, parts.groups)
     if found is not None:
         microbatch, name, value = found

@@ -174,13 +174,14 @@ def run_session(session: Session, call: PretrainCall) -> None:
     if status.watch is not None:
         status.watch.answer_term()
     print_rank_0(f" > the setup is done; training begins at iteration {state.iteration}")
-    if run.log_rank != 0 and launch.is_on_several_machines():
+    if run.logging.log_rank != 0 and launch.is_on_several_machines():
         print_rank_0(
-            f" > losses are printed by rank {run.world_size - 1}, on another machine than this;"
+            f" > losses are printed by rank {run.topology.world_size - 1}, on another machine than"
+            " this;"
             " --log-rank 0 prints them here"
         )
     try:
-        if run.skip_train:
+        if run.schedule.skip_train:
             hooks.evaluate.after_training(state, StopReason.FINISHED)
         else:
             train(parts, state, hooks)

@@ -81,38 +81,48 @@ def _words(value: object) -> str:
 
 
 def _ranks(run: ResolvedRun) -> list[str]:
+    parallel, schedule, topology = run.parallelism, run.schedule, run.topology
     sizes = (
-        f"tensor {run.tensor_model_parallel_size} x pipeline {run.pipeline_model_parallel_size}"
-        f" x context {run.context_parallel_size} x data {run.data_parallel_size}"
+        f"tensor {parallel.tensor_model_parallel_size}"
+        f" x pipeline {parallel.pipeline_model_parallel_size}"
+        f" x context {parallel.context_parallel_size} x data {topology.data_parallel_size}"
     )
     experts = []
-    if run.num_experts:
-        shards = run.expert_tensor_parallel_size, run.expert_model_parallel_size
-        stages = run.pipeline_model_parallel_size
-        replicas = run.world_size // (shards[0] * shards[1] * stages)
+    if run.experts.num_moe_experts:
+        shards = (
+            parallel.expert_tensor_parallel_size or 1,
+            parallel.expert_model_parallel_size,
+        )
+        stages = parallel.pipeline_model_parallel_size
+        replicas = topology.world_size // (shards[0] * shards[1] * stages)
         experts.append(
             f"the same ranks for experts: tensor {shards[0]} x expert {shards[1]} x pipeline"
             f" {stages} x data {replicas}"
         )
-    steps = run.global_batch_size // (run.micro_batch_size * run.data_parallel_size)
+    steps = schedule.global_batch_size // (schedule.micro_batch_size * topology.data_parallel_size)
     return [
-        f"{run.world_size} = {sizes}, in the order {run.rank_order} (first varies fastest)",
+        f"{topology.world_size} = {sizes}, in the order {topology.rank_order}"
+        " (first varies fastest)",
         *experts,
-        f"global batch {run.global_batch_size} = {steps} micro batches x {run.micro_batch_size}"
-        f" samples x {run.data_parallel_size} replicas",
+        f"global batch {schedule.global_batch_size} = {steps} micro batches"
+        f" x {schedule.micro_batch_size}"
+        f" samples x {topology.data_parallel_size} replicas",
     ]
 
 
 def _plan(run: ResolvedRun) -> StepPlan:
-    chunks = run.virtual_pipeline_model_parallel_size or 1
+    parallel = run.parallelism
+    chunks = parallel.virtual_pipeline_model_parallel_size or 1
+    forward, input_grad, weight_grad = parallel.pipeline_step_durations
     return StepPlan(
-        schedule=run.pipeline_schedule,
-        pipeline_size=run.pipeline_model_parallel_size,
+        schedule=parallel.pipeline_schedule,
+        pipeline_size=parallel.pipeline_model_parallel_size,
         num_chunks=chunks,
-        num_microbatches=run.global_batch_size // (run.micro_batch_size * run.data_parallel_size),
-        group_size=run.microbatch_group_size_per_vp_stage if chunks > 1 else None,
-        durations=tuple(run.pipeline_step_durations),
-        overlap_f_b=run.overlap_moe_expert_parallel_comm,
+        num_microbatches=run.schedule.global_batch_size
+        // (run.schedule.micro_batch_size * run.topology.data_parallel_size),
+        group_size=parallel.microbatch_group_size_per_vp_stage if chunks > 1 else None,
+        durations=(forward, input_grad, weight_grad),
+        overlap_f_b=parallel.overlap_moe_expert_parallel_comm,
     )
 
 
@@ -136,7 +146,7 @@ def _model(run: ResolvedRun, size: ModelSize) -> list[str]:
         lines.append(f"{size.active_parameters:,} of them met by one token")
     for convention in FlopConvention:
         per_token = training_flops_per_token(size, convention)
-        per_step = training_flops(size, run.global_batch_size, convention)
+        per_step = training_flops(size, run.schedule.global_batch_size, convention)
         lines.append(
             f"{per_token:.4g} FLOP per token, {per_step:.4g} per step ({convention.value})"
         )

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.core.flags import flag
+from megatron.core.flags import flag, no_flag, required
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleSettings:
     """Batches, learning rate and weight decay over time, evaluation, exit."""
 
-    micro_batch_size: int | None = None
+    micro_batch_size: int = required()
     """Samples of one forward pass of one replica."""
-    global_batch_size: int | None = None
+    global_batch_size: int = required()
     """Samples of one optimizer step. Default micro-batch-size * number of replicas."""
     rampup_batch_size: list[int] | None = flag(None, nargs=3)
     """Start size, increment, and the samples over which the batch grows to its full size."""
@@ -22,9 +22,9 @@ class ScheduleSettings:
     so many samples. Numbers of tokens may end in K, M, B or T."""
     decrease_batch_size_if_needed: bool = False
     """Shrink the global batch to the nearest size that the replicas can share."""
-    train_iters: int | None = None
+    train_iters: int = required()
     """Optimizer steps of the run."""
-    train_samples: int | None = None
+    train_samples: int = required()
     """Samples of the run, instead of steps."""
     lr_decay_style: str = flag(
         "linear", choices=("constant", "linear", "cosine", "inverse-square-root", "WSD")
@@ -105,3 +105,14 @@ class ScheduleSettings:
         note="no step is run again; one that is not finite stops the run",
     )
     """What happens to a suspicious step."""
+
+    is_sample_based: bool = no_flag(False, is_arg=True)
+    """Whether the length of the run was given in samples."""
+    lr_decay_steps: int = no_flag(0, is_arg=True)
+    """Length of the decay, in samples like the following ones."""
+    lr_warmup_steps: int = no_flag(0, is_arg=True)
+    """Length of the warm-up."""
+    wsd_decay_steps: int | None = no_flag(None, is_arg=True)
+    """Length of the last phase of warmup-stable-decay."""
+    wd_incr_steps: int = no_flag(0, is_arg=True)
+    """Length of the change of weight decay."""

@@ -53,7 +53,7 @@ class DataSettings:
     """Read token files by pread instead of mapping them."""
     num_workers: int = 2
     """Processes that prepare batches; 0 prepares them in the training process."""
-    dataloader_type: str | None = flag(
+    dataloader_type: str = flag(
         None,
         choices=("single", "cyclic", "external"),
         refuse_values={"external": "use single, or pass your iterators to pretrain()"},

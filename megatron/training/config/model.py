@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.core.flags import SettingsGroup, flag
+from megatron.core.flags import SettingsGroup, flag, required
 from megatron.core.transformer.config.block import BlockConfig
 from megatron.core.transformer.config.initialization import InitializationConfig
 from megatron.core.transformer.config.latent_attention import LatentAttentionConfig
@@ -22,9 +22,9 @@ class ModelSettings(ShapeConfig, BlockConfig, PositionConfig, InitializationConf
     not given otherwise."""
     group_query_attention: bool = False
     """Share key/value heads between query heads (arXiv 2305.13245)."""
-    seq_length: int | None = flag(None, "--seq-length", "--encoder-seq-length")
+    seq_length: int = required("--seq-length", "--encoder-seq-length")
     """Tokens of one training sample."""
-    max_position_embeddings: int | None = None
+    max_position_embeddings: int = required()
     """Rows of the learned position table, and the longest sequence the model accepts."""
     position_embedding_type: str = flag(
         "learned_absolute",

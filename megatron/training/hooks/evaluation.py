@@ -41,7 +41,8 @@ class Evaluate(Hook):
 
     def after_step(self, state: TrainState, result: StepResult) -> TrainState:
         """Evaluate when it is time."""
-        if state.iteration % self.parts.run.eval_interval:
+        interval = self.parts.run.schedule.eval_interval
+        if interval is None or state.iteration % interval:
             return state
         return self._validate(state, f"iteration {state.iteration}")
 
@@ -72,9 +73,9 @@ class Evaluate(Hook):
 
     def _num_rows(self, available: int) -> int:
         """Return the micro batches of one evaluation; 0 if there are no data."""
-        if self.parts.run.full_validation:
+        if self.parts.run.schedule.full_validation:
             return available
-        return self.parts.run.eval_iters * self.plan.num_microbatches if available else 0
+        return self.parts.run.schedule.eval_iters * self.plan.num_microbatches if available else 0
 
     def _report(self, data: Any, num_rows: int, state: TrainState, where: str, kind: str) -> None:
         """Evaluate on `data`, print the result and send it to the scalars."""

@@ -65,7 +65,7 @@ class LogLine(Hook):
         self.parts = parts
         self.write = write
         self.train_iters = train_iters
-        self.interval = parts.run.log_interval
+        self.interval = parts.run.logging.log_interval
         self._means = IntervalMeans()
         self._started_at = time.perf_counter()
         self._has_reported_memory = False
@@ -74,8 +74,8 @@ class LogLine(Hook):
 
     def before_training(self, state: TrainState) -> TrainState:
         """Find the peak rate of the device, if throughput is to be shown."""
-        if self.parts.run.log_throughput and is_last_rank():
-            self._peak = peak_flops(self.parts.run.params_dtype)
+        if self.parts.run.logging.log_throughput and is_last_rank():
+            self._peak = peak_flops(self.parts.run.precision.params_dtype)
         return state
 
     def before_step(self, state: TrainState) -> None:
@@ -105,19 +105,23 @@ class LogLine(Hook):
 
     def _report(self, state: TrainState, result: StepResult) -> None:
         parts, means = self.parts, self._means
-        norm = params_norm(parts.model, parts.groups) if parts.run.log_params_norm else None
-        loads = collect_loads(parts.model, parts.groups) if parts.run.num_experts else []
+        norm = params_norm(parts.model, parts.groups) if parts.run.logging.log_params_norm else None
+        loads = (
+            collect_loads(parts.model, parts.groups) if parts.run.experts.num_moe_experts else []
+        )
         if is_last_rank():
             self.write(training_line(self._line(state, result, norm, balance_losses(loads))))
             if loads:
                 self.write(load_line(state.iteration, loads))
-            for line in layer_lines(state.iteration, loads) * parts.run.moe_per_layer_logging:
+            for line in (
+                layer_lines(state.iteration, loads) * parts.run.experts.moe_per_layer_logging
+            ):
                 self.write(line)
         if not self._has_reported_memory:
             self._has_reported_memory = True
             print_rank_0(f" peak memory after {state.iteration} iterations on rank 0:"
                          f" {gibibytes(device.peak_memory_bytes())}")  # fmt: skip
-        if parts.run.timing_log_level > 0:
+        if parts.run.logging.timing_log_level > 0:
             names = union_across_ranks(parts.timers.names, backend.world())
             parts.timers.log(names, normalizer=means.num_steps)
         self._means = IntervalMeans()
@@ -126,8 +130,8 @@ class LogLine(Hook):
         self, state: TrainState, result: StepResult, norm: float | None, balance: dict[str, float]
     ) -> TrainingLine:
         run, means = self.parts.run, self._means
-        per_device_s = means.seconds * run.world_size
-        tokens_per_s = means.num_samples * run.seq_length / per_device_s
+        per_device_s = means.seconds * run.topology.world_size
+        tokens_per_s = means.num_samples * run.model.seq_length / per_device_s
         causal = training_flops_per_token(self.parts.size, FlopConvention.CAUSAL)
         return TrainingLine(
             iteration=state.iteration,
@@ -144,7 +148,9 @@ class LogLine(Hook):
             params_norm=norm,
             num_skipped=means.num_skipped,
             num_nan=means.num_nan,
-            tflops_per_device=means.flops / per_device_s / 1e12 if run.log_throughput else None,
+            tflops_per_device=means.flops / per_device_s / 1e12
+            if run.logging.log_throughput
+            else None,
             tokens_per_second_per_device=tokens_per_s,
             mfu=tokens_per_s * causal / self._peak if self._peak else None,
         )

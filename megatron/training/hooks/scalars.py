@@ -99,15 +99,19 @@ class Scalars(Hook):
         if state.iteration % self.interval:
             return state
         run = self.parts.run
-        if run.log_timers_to_tensorboard:
+        if run.logging.log_timers_to_tensorboard:
             # A collective: all ranks come here.
             names = union_across_ranks(self.parts.timers.names, backend.world())
             timers = self.parts.timers.seconds_of_all_ranks(names, reset=False)
-        loads = collect_loads(self.parts.model, self.parts.groups) if run.num_experts else []
+        loads = (
+            collect_loads(self.parts.model, self.parts.groups)
+            if run.experts.num_moe_experts
+            else []
+        )
         if not self.sinks:
             return state
         scalars = self._of_step(state, result, seconds)
-        if run.log_timers_to_tensorboard:
+        if run.logging.log_timers_to_tensorboard:
             scalars |= {f"{name}-time": max(values) for name, values in timers.items()}
         self.write(scalars | load_scalars(loads), state.iteration)
         return state
@@ -115,11 +119,11 @@ class Scalars(Hook):
     def _of_step(self, state: TrainState, result: StepResult, seconds: float) -> dict[str, float]:
         run = self.parts.run
         scalars: dict[str, float] = dict(result.losses)
-        if run.log_learning_rate_to_tensorboard:
+        if run.logging.log_learning_rate_to_tensorboard:
             scalars["learning-rate"] = result.learning_rate
             if result.decoupled_learning_rate is not None:
                 scalars["decoupled-learning-rate"] = result.decoupled_learning_rate
-        if run.log_loss_scale_to_tensorboard:
+        if run.logging.log_loss_scale_to_tensorboard:
             scalars["loss-scale"] = result.loss_scale
         scalars["batch-size"] = result.num_samples
         scalars["consumed-samples"] = state.consumed_train_samples
@@ -128,11 +132,11 @@ class Scalars(Hook):
         if result.num_zeros is not None:
             scalars["num-zeros"] = result.num_zeros
         scalars["iteration-time"] = seconds
-        tokens = result.num_samples * run.seq_length
-        scalars["tokens-per-second-per-device"] = tokens / (seconds * run.world_size)
-        if run.log_throughput:
-            scalars["throughput"] = result.flops / (seconds * run.world_size) / 1e12
-        if run.log_memory_to_tensorboard:
+        tokens = result.num_samples * run.model.seq_length
+        scalars["tokens-per-second-per-device"] = tokens / (seconds * run.topology.world_size)
+        if run.logging.log_throughput:
+            scalars["throughput"] = result.flops / (seconds * run.topology.world_size) / 1e12
+        if run.logging.log_memory_to_tensorboard:
             scalars["mem-max-allocated-bytes"] = device.peak_memory_bytes()
         return scalars
 
@@ -144,7 +148,7 @@ class Scalars(Hook):
     def write_evaluation(self, kind: str, losses: dict[str, float], step: int) -> None:
         """Send the losses of an evaluation, under Megatron's names."""
         scalars = {f"{name} {kind}": value for name, value in losses.items()}
-        if self.parts.run.log_validation_ppl_to_tensorboard:
+        if self.parts.run.logging.log_validation_ppl_to_tensorboard:
             scalars |= {f"{name} {kind} ppl": perplexity(v) for name, v in losses.items()}
         self.write(scalars, step)
 

@@ -62,14 +62,16 @@ def standard_hooks(
     asked before the next step.
     """
     run = parts.run
-    bar = _progress_bar(run.progress_bar, run.train_iters)
+    bar = _progress_bar(run.logging.progress_bar, run.schedule.train_iters)
     write = bar.print if bar is not None else lambda text: print(text, flush=True)
     relay = None
-    if run.log_rank == 0 and run.world_size > 1:
-        relay = LinesForFirstRank([run.log_interval, run.eval_interval])
+    if run.logging.log_rank == 0 and run.topology.world_size > 1:
+        relay = LinesForFirstRank([run.logging.log_interval, run.schedule.eval_interval])
         write = relay.write
     scalars = Scalars(
-        parts, sinks_here(tensorboard, wandb, run.metrics_jsonl), run.tensorboard_log_interval
+        parts,
+        sinks_here(tensorboard, wandb, run.logging.metrics_jsonl),
+        run.logging.tensorboard_log_interval,
     )
     evaluate = Evaluate(
         parts,
@@ -81,48 +83,48 @@ def standard_hooks(
     )
     hooks: list[Hook] = [PublishCounters(status)]
     hooks += [bar] if bar is not None else []
-    hooks += [LogLine(parts, write, run.train_iters), scalars]
-    if run.check_weight_hash_across_dp_replicas_interval:
+    hooks += [LogLine(parts, write, run.schedule.train_iters), scalars]
+    if run.schedule.check_weight_hash_across_dp_replicas_interval:
         hooks.append(
             CompareReplicas(
                 parts,
-                run.check_weight_hash_across_dp_replicas_interval,
-                [run.save_interval, run.non_persistent_save_interval],
+                run.schedule.check_weight_hash_across_dp_replicas_interval,
+                [run.checkpoint.save_interval, run.checkpoint.non_persistent_save_interval],
             )
         )
-    if run.check_for_spiky_loss:
+    if run.schedule.check_for_spiky_loss:
         hooks.append(WatchForSpikes(write))
     hooks += _profilers(parts)
-    if run.manual_gc:
-        hooks.append(CollectGarbage(run.manual_gc_interval))
-    if run.eval_interval is not None and run.eval_iters > 0:
+    if run.schedule.manual_gc:
+        hooks.append(CollectGarbage(run.schedule.manual_gc_interval))
+    if run.schedule.eval_interval is not None and run.schedule.eval_iters > 0:
         hooks.append(evaluate)
-    if checkpointer is not None and run.save is not None:
+    if checkpointer is not None and run.checkpoint.save is not None:
         hooks.append(
             SaveCheckpoints(
                 checkpointer,
-                run.save_interval,
+                run.checkpoint.save_interval,
                 status,
-                non_persistent_interval=run.non_persistent_save_interval,
-                allowed_failures=run.allowed_save_failures,
+                non_persistent_interval=run.checkpoint.non_persistent_save_interval,
+                allowed_failures=run.checkpoint.allowed_save_failures,
             )
         )
-        if run.save_hf is not None:
-            hooks.append(Export(checkpointer.export_model, run.save_hf, status))
-        if run.save_adapter is not None:
-            hooks.append(Export(checkpointer.export_adapters, run.save_adapter, status))
+        if run.checkpoint.save_hf is not None:
+            hooks.append(Export(checkpointer.export_model, run.checkpoint.save_hf, status))
+        if run.lora.save_adapter is not None:
+            hooks.append(Export(checkpointer.export_adapters, run.lora.save_adapter, status))
     save_directory = local_save_directory(run)
-    if run.log_progress and save_directory is not None and is_rank_0():
-        hooks.append(ProgressFile(save_directory, run.world_size))
-    hooks.append(StepBudget(run.train_iters))
+    if run.logging.log_progress and save_directory is not None and is_rank_0():
+        hooks.append(ProgressFile(save_directory, run.topology.world_size))
+    hooks.append(StepBudget(run.schedule.train_iters))
     if signal is not None:
         hooks.append(ExitOnSignal(signal))
-    if run.exit_duration_in_mins is not None:
-        hooks.append(ExitDuration(run.exit_duration_in_mins))
+    if run.schedule.exit_duration_in_mins is not None:
+        hooks.append(ExitDuration(run.schedule.exit_duration_in_mins))
     if transitions := transitions_of(run):
         hooks.append(PhaseEnd(transitions))
-    if run.exit_interval is not None:
-        hooks.append(ExitInterval(run.exit_interval))
+    if run.schedule.exit_interval is not None:
+        hooks.append(ExitInterval(run.schedule.exit_interval))
     if relay is not None:  # last: it passes on what the others have written
         hooks.append(relay)
     return StandardHooks(hooks, evaluate)
@@ -130,16 +132,19 @@ def standard_hooks(
 
 def local_save_directory(run: ResolvedRun) -> str | None:
     """Return --save where files can lie beside checkpoints: not in an object store."""
-    return None if run.save is None or is_url(run.save) else run.save
+    return (
+        None if run.checkpoint.save is None or is_url(run.checkpoint.save) else run.checkpoint.save
+    )
 
 
 def evaluation_plan(parts: TrainingParts) -> StepPlan:
     """Evaluate on full batches, also while the training batch still grows."""
     run = parts.run
     return StepPlan(
-        num_microbatches=run.global_batch_size // (run.micro_batch_size * run.data_parallel_size),
-        micro_batch_size=run.micro_batch_size,
-        global_batch_size=run.global_batch_size,
+        num_microbatches=run.schedule.global_batch_size
+        // (run.schedule.micro_batch_size * run.topology.data_parallel_size),
+        micro_batch_size=run.schedule.micro_batch_size,
+        global_batch_size=run.schedule.global_batch_size,
     )
 
 
@@ -155,17 +160,17 @@ def _progress_bar(is_wanted: bool, train_iters: int) -> ProgressBar | None:
 def _profilers(parts: TrainingParts) -> list[Hook]:
     run = parts.run
     hooks: list[Hook] = []
-    if run.profile and run.rank in (run.profile_ranks or [0]):
-        directory = run.tensorboard_dir or local_save_directory(run) or "."
+    if run.logging.profile and run.topology.rank in (run.logging.profile_ranks or [0]):
+        directory = run.logging.tensorboard_dir or local_save_directory(run) or "."
         hooks.append(
             Profile(
-                run.profile_step_start,
-                run.profile_step_end,
+                run.logging.profile_step_start,
+                run.logging.profile_step_end,
                 directory,
-                run.rank,
-                use_torch=run.use_pytorch_profiler,
+                run.topology.rank,
+                use_torch=run.logging.use_pytorch_profiler,
             )
         )
-    if run.record_memory_history and device.device_type() == "cuda":
-        hooks.append(MemoryHistory(run.memory_snapshot_path))
+    if run.logging.record_memory_history and device.device_type() == "cuda":
+        hooks.append(MemoryHistory(run.logging.memory_snapshot_path))
     return hooks

@@ -65,6 +65,6 @@ def resolve_and_check(
     rules = [*refusals(config), *broken_rules(run)]
     unclear.problems += [broken for broken in rules if not unclear.may_cause(broken)]
     summary = "this command line" if problems else "the settings of this run"
-    is_synthetic = run.mock_data and not config.data.mock_data
+    is_synthetic = run.data.mock_data and not config.data.mock_data
     raise_together(unclear.problems, summary=summary, note=_NO_CORPUS if is_synthetic else "")
     return run

@@ -30,9 +30,13 @@ def adapters_have_a_strength(run: ResolvedRun) -> Iterator[MegatronError]:
 @rule
 def adapters_stand_beside_a_trained_model(run: ResolvedRun) -> Iterator[MegatronError]:
     """What is frozen must be worth freezing, and must not be sharded or made of other parts."""
-    if run.lora_rank is None:
+    if run.lora.lora_rank is None:
         return
-    if run.load_hf is None and run.pretrained_checkpoint is None and not run.skip_train:
+    if (
+        run.checkpoint.load_hf is None
+        and run.checkpoint.pretrained_checkpoint is None
+        and not run.schedule.skip_train
+    ):
         yield problem(
             "--lora-rank without a model.",
             "adapters stand beside the frozen weights of a trained model",
@@ -42,11 +46,11 @@ def adapters_stand_beside_a_trained_model(run: ResolvedRun) -> Iterator[Megatron
             fix="add --load-hf DIRECTORY; --load is where the adapters are saved",
         )
     wrong = {
-        "transformer_impl": run.transformer_impl != "local",
-        "multi_latent_attention": run.multi_latent_attention,
-        "num_experts": run.values["num_experts"] is not None,
-        "use_torch_fsdp2": run.values["use_torch_fsdp2"],
-        "data_parallel_sharding_strategy": run.values["data_parallel_sharding_strategy"]
+        "transformer_impl": run.model.transformer_impl != "local",
+        "multi_latent_attention": run.latent_attention.multi_latent_attention,
+        "num_experts": run.experts.num_moe_experts is not None,
+        "use_torch_fsdp2": run.ddp.use_torch_fsdp2,
+        "data_parallel_sharding_strategy": run.ddp.data_parallel_sharding_strategy
         == "optim_grads_params",
     }
     for name, is_wrong in wrong.items():
@@ -65,7 +69,7 @@ def adapters_stand_beside_a_trained_model(run: ResolvedRun) -> Iterator[Megatron
 @rule
 def adapters_of_a_directory_belong_to_a_model(run: ResolvedRun) -> Iterator[MegatronError]:
     """Their names are those of a Hugging Face model's layers."""
-    if run.load_adapter is not None and run.load_hf is None:
+    if run.checkpoint.load_adapter is not None and run.checkpoint.load_hf is None:
         yield problem(
             "--load-adapter without --load-hf.",
             "an adapter of PEFT's names the layers of the model that it belongs to",
@@ -78,9 +82,10 @@ def adapters_of_a_directory_belong_to_a_model(run: ResolvedRun) -> Iterator[Mega
 @rule
 def exported_adapters_have_a_place(run: ResolvedRun) -> Iterator[MegatronError]:
     """An export is made from a checkpoint of the run, and merged into a Hugging Face model."""
-    if run.lora_rank is None:
+    checkpoint = run.checkpoint
+    if run.lora.lora_rank is None:
         return
-    if run.save_adapter is not None and run.save is None:
+    if run.lora.save_adapter is not None and checkpoint.save is None:
         yield problem(
             "--save-adapter without --save.",
             "adapters are exported from a checkpoint of the run",
@@ -88,7 +93,7 @@ def exported_adapters_have_a_place(run: ResolvedRun) -> Iterator[MegatronError]:
             "--save",
             fix="add --save DIRECTORY",
         )
-    if run.save_hf is not None and run.load_hf is None:
+    if checkpoint.save_hf is not None and checkpoint.load_hf is None:
         yield problem(
             "--save-hf with --lora-rank, without --load-hf.",
             "adapters are merged into the files of the model that they began with",

@@ -16,20 +16,20 @@ from megatron.training.rules.registry import problem, rule
 
 def _step(run: ResolvedRun) -> int:
     """Return how many samples one micro batch of all replicas has, 0 if unknown."""
-    return (run.micro_batch_size or 0) * run.data_parallel_size
+    return (run.schedule.micro_batch_size or 0) * run.topology.data_parallel_size
 
 
 @rule
 def replicas_share_the_batch(run: ResolvedRun) -> Iterator[MegatronError]:
     """The global batch is a whole number of micro batches on every replica."""
-    size, step = run.global_batch_size, _step(run)
+    size, step = run.schedule.global_batch_size, _step(run)
     if size is None or step < 1:
         return
     if size % step:
         near = max(round(size / step), 1) * step
         yield problem(
             f"--global-batch-size {size} cannot be split into micro batches of"
-            f" {run.micro_batch_size} on {run.data_parallel_size} replicas.",
+            f" {run.schedule.micro_batch_size} on {run.topology.data_parallel_size} replicas.",
             f"it is a multiple of micro batch * replicas = {step}",
             "--global-batch-size",
             "--micro-batch-size",
@@ -42,13 +42,13 @@ def replicas_share_the_batch(run: ResolvedRun) -> Iterator[MegatronError]:
 def _enough_micro_batches(run: ResolvedRun, num_microbatches: int) -> Iterator[MegatronError]:
     if num_microbatches < 1:
         return
-    schedule = schedule_named(run.pipeline_schedule)
+    schedule = schedule_named(run.parallelism.pipeline_schedule)
     plan = StepPlan(
         schedule.name,
-        run.pipeline_model_parallel_size,
-        run.virtual_pipeline_model_parallel_size or 1,
+        run.parallelism.pipeline_model_parallel_size,
+        run.parallelism.virtual_pipeline_model_parallel_size or 1,
         num_microbatches,
-        run.microbatch_group_size_per_vp_stage,
+        run.parallelism.microbatch_group_size_per_vp_stage,
     )
     fewest = schedule.min_microbatches(plan)
     if num_microbatches < fewest:
@@ -72,7 +72,8 @@ def _enough_micro_batches(run: ResolvedRun, num_microbatches: int) -> Iterator[M
 @rule
 def the_batch_grows_in_whole_steps(run: ResolvedRun) -> Iterator[MegatronError]:
     """Every size on the way of a ramp-up can be shared by the replicas."""
-    ramp, size, step = run.rampup_batch_size, run.global_batch_size, _step(run)
+    schedule = run.schedule
+    ramp, size, step = schedule.rampup_batch_size, schedule.global_batch_size, _step(run)
     if ramp is None or not size or step < 1:
         return
     start, increment, samples = ramp
@@ -91,7 +92,8 @@ def the_batch_grows_in_whole_steps(run: ResolvedRun) -> Iterator[MegatronError]:
     if uneven:
         yield problem(
             f"--rampup-batch-size {start} {increment} {samples}: batches of {uneven[0]} cannot be"
-            f" split into micro batches of {run.micro_batch_size} on {run.data_parallel_size}"
+            f" split into micro batches of {schedule.micro_batch_size} on"
+            f" {run.topology.data_parallel_size}"
             " replicas.",
             f"start and increment are multiples of micro batch * replicas = {step}",
             "--rampup-batch-size",
@@ -103,11 +105,16 @@ def the_batch_grows_in_whole_steps(run: ResolvedRun) -> Iterator[MegatronError]:
 @rule
 def the_batch_changes_at_numbers_of_tokens(run: ResolvedRun) -> Iterator[MegatronError]:
     """Every batch of the schedule can be shared by the replicas, and the last is the global one."""
-    text, flag, step = run.step_batch_size_schedule, "--step-batch-size-schedule", _step(run)
-    if text is None or not run.seq_length:
+    schedule = run.schedule
+    text, flag, step = (
+        schedule.step_batch_size_schedule,
+        "--step-batch-size-schedule",
+        _step(run),
+    )
+    if text is None or not run.model.seq_length:
         return
     try:
-        phases = parse_phases(text, run.seq_length)
+        phases = parse_phases(text, run.model.seq_length)
     except ValueError as reason:
         yield problem(
             f"{flag} {text!r} {reason}.",
@@ -116,7 +123,7 @@ def the_batch_changes_at_numbers_of_tokens(run: ResolvedRun) -> Iterator[Megatro
             fix=f'use {flag} "0:{max(step, 1)}"',
         )
         return
-    if run.rampup_batch_size is not None:
+    if schedule.rampup_batch_size is not None:
         yield problem(
             f"{flag} with --rampup-batch-size.",
             "the size of the batch over time is said once",
@@ -133,16 +140,16 @@ def the_batch_changes_at_numbers_of_tokens(run: ResolvedRun) -> Iterator[Megatro
             fix=f"use --global-batch-size {phases[-1][1]}",
         )
     for _, size in phases if step else ():
-        if size % step and not run.decrease_batch_size_if_needed:
+        if size % step and not schedule.decrease_batch_size_if_needed:
             yield problem(
                 f"{flag} {text!r}: batches of {size} cannot be split into micro batches of"
-                f" {run.micro_batch_size} on {run.data_parallel_size} replicas.",
+                f" {schedule.micro_batch_size} on {run.topology.data_parallel_size} replicas.",
                 f"every size is a multiple of micro batch * replicas = {step}",
                 flag,
                 "--micro-batch-size",
                 fix=f"use {max(size // step, 1) * step} for {size}",
             )
-        elif size != run.global_batch_size:
+        elif size != schedule.global_batch_size:
             yield from _enough_micro_batches(run, size // step)
 
 
@@ -200,6 +207,7 @@ def schedules_use_one_unit(run: ResolvedRun) -> Iterator[MegatronError]:
 @rule
 def the_learning_rate_has_a_shape(run: ResolvedRun) -> Iterator[MegatronError]:
     """Rates and lengths of the schedule are in order."""
+    schedule = run.schedule
     asked, optimizer = run.config.schedule, run.config.optimizer
     lr, min_lr = optimizer.lr, optimizer.min_lr or 0.0
     trains = not asked.skip_train
@@ -230,16 +238,20 @@ def the_learning_rate_has_a_shape(run: ResolvedRun) -> Iterator[MegatronError]:
             "--lr-warmup-fraction",
             fix="use --lr-warmup-fraction 0.01",
         )
-    elif trains and run.lr_decay_steps and run.lr_warmup_steps >= run.lr_decay_steps > 0:
+    elif (
+        trains
+        and schedule.lr_decay_steps
+        and schedule.lr_warmup_steps >= schedule.lr_decay_steps > 0
+    ):
         yield problem(
-            f"warm-up ({run.lr_warmup_steps} samples) is not shorter than the decay length"
-            f" ({run.lr_decay_steps} samples).",
+            f"warm-up ({schedule.lr_warmup_steps} samples) is not shorter than the decay length"
+            f" ({schedule.lr_decay_steps} samples).",
             "the rate reaches --lr before it decays",
             "--lr-warmup-iters",
             "--lr-decay-iters",
             fix="warm up for less, or decay for longer",
         )
-    if asked.lr_decay_style == "WSD" and run.wsd_decay_steps is None:
+    if asked.lr_decay_style == "WSD" and schedule.wsd_decay_steps is None:
         yield problem(
             "--lr-decay-style WSD without the length of its last phase.",
             "the last phase of warmup-stable-decay has a length",
@@ -251,10 +263,11 @@ def the_learning_rate_has_a_shape(run: ResolvedRun) -> Iterator[MegatronError]:
 @rule
 def the_weight_decay_has_a_shape(run: ResolvedRun) -> Iterator[MegatronError]:
     """A changing weight decay has two ends."""
-    if run.weight_decay_incr_style == "constant":
+    optimizer = run.optimizer
+    if optimizer.weight_decay_incr_style == "constant":
         for name in ("start_weight_decay", "end_weight_decay"):
             given = getattr(run.config.optimizer, name)
-            if given is not None and given != run.weight_decay:
+            if given is not None and given != optimizer.weight_decay:
                 yield problem(
                     f"{kebab(name)} {given:g} with a constant weight decay.",
                     "ends belong to a weight decay that changes",
@@ -263,10 +276,10 @@ def the_weight_decay_has_a_shape(run: ResolvedRun) -> Iterator[MegatronError]:
                     fix="use --weight-decay-incr-style linear",
                 )
         return
-    start, end = run.start_weight_decay, run.end_weight_decay
+    start, end = optimizer.start_weight_decay, optimizer.end_weight_decay
     if start is None or end is None or start < 0 or end < start:
         yield problem(
-            f"--weight-decay-incr-style {run.weight_decay_incr_style} from {start} to {end}.",
+            f"--weight-decay-incr-style {optimizer.weight_decay_incr_style} from {start} to {end}.",
             "0 <= start-weight-decay <= end-weight-decay, and both are given",
             "--start-weight-decay",
             "--end-weight-decay",

@@ -25,6 +25,7 @@ def names_data(run: ResolvedRun) -> bool:
 @rule
 def data_is_named_once(run: ResolvedRun) -> Iterator[MegatronError]:
     """One way of naming corpora."""
+    data = run.data
     ways = [kebab(name) for name in BLENDS if run.values[name]]
     per_split = [kebab(name) for name in PER_SPLIT if run.values[name]]
     if len(ways) + bool(per_split) > 1:
@@ -35,7 +36,7 @@ def data_is_named_once(run: ResolvedRun) -> Iterator[MegatronError]:
             *per_split,
             fix=f"keep {(per_split or ways)[0]}",
         )
-    if run.mock_data and (ways or per_split):
+    if data.mock_data and (ways or per_split):
         yield problem(
             f"--mock-data is given together with {(ways + per_split)[0]}.",
             "samples are synthetic or read",
@@ -44,7 +45,7 @@ def data_is_named_once(run: ResolvedRun) -> Iterator[MegatronError]:
             *per_split,
             fix="drop --mock-data",
         )
-    if run.split is not None and (per_split or run.per_split_data_args_path):
+    if data.split is not None and (per_split or data.per_split_data_args_path):
         yield problem(
             "--split is given although each split names its own corpora.",
             "--split cuts one blend",
@@ -60,7 +61,7 @@ def corpora_exist(run: ResolvedRun) -> Iterator[MegatronError]:
     for name in ("data_path", *PER_SPLIT):
         for prefix in _prefixes(run.values[name] or []):
             if is_url(prefix):
-                if run.object_storage_cache_path is None:
+                if run.data.object_storage_cache_path is None:
                     yield problem(
                         f"{kebab(name)} {prefix} lies in an object store.",
                         "its index and the blocks that are read are kept in a local folder",
@@ -127,7 +128,7 @@ def _nearest_prefix(prefix: str) -> str:
 @rule
 def split_is_readable(run: ResolvedRun) -> Iterator[MegatronError]:
     """A split is up to three numbers with a positive sum."""
-    text = run.split
+    text = run.data.split
     if text is None:
         return
     try:
@@ -147,8 +148,9 @@ def split_is_readable(run: ResolvedRun) -> Iterator[MegatronError]:
 @rule
 def validation_sets_are_named(run: ResolvedRun) -> Iterator[MegatronError]:
     """Several sets are the corpora of the validation part, which then has its own names."""
-    named = run.valid_data_path or run.per_split_data_args_path
-    if run.multiple_validation_sets and not named:
+    data = run.data
+    named = data.valid_data_path or data.per_split_data_args_path
+    if data.multiple_validation_sets and not named:
         yield problem(
             "--multiple-validation-sets without corpora of validation alone.",
             "each corpus named for validation is evaluated by itself",
@@ -161,7 +163,7 @@ def validation_sets_are_named(run: ResolvedRun) -> Iterator[MegatronError]:
 @rule
 def conversations_are_read(run: ResolvedRun) -> Iterator[MegatronError]:
     """There are no synthetic ones, and their masks are what the corpus says."""
-    if run.sft and run.mock_data:
+    if run.data.sft and run.data.mock_data:
         yield problem(
             "--sft with --mock-data.",
             "conversations are read",
@@ -174,20 +176,21 @@ def conversations_are_read(run: ResolvedRun) -> Iterator[MegatronError]:
 @rule
 def phases_are_iterations(run: ResolvedRun) -> Iterator[MegatronError]:
     """Rising numbers of steps within the run, which all consume as many samples."""
-    if run.phase_transition_iterations is None:
+    schedule = run.schedule
+    if schedule.phase_transition_iterations is None:
         return
     flag = "--phase-transition-iterations"
     try:
         steps = transitions_of(run)
     except ValueError:
         steps = [0]
-    within = all(0 < step < (run.train_iters or 0) for step in steps)
+    within = all(0 < step < (schedule.train_iters or 0) for step in steps)
     if not within or sorted(set(steps)) != steps:
         yield problem(
-            f"{flag} {run.phase_transition_iterations!r} with {run.train_iters} steps.",
+            f"{flag} {schedule.phase_transition_iterations!r} with {schedule.train_iters} steps.",
             "rising numbers of steps, separated by commas, all before the last step",
             flag,
-            fix=f"{flag} {max(1, (run.train_iters or 2) // 2)}",
+            fix=f"{flag} {max(1, (schedule.train_iters or 2) // 2)}",
         )
     for name in ("rampup_batch_size", "step_batch_size_schedule"):
         if run.values[name]:
@@ -203,7 +206,7 @@ def phases_are_iterations(run: ResolvedRun) -> Iterator[MegatronError]:
 @rule
 def masks_of_documents_are_made(run: ResolvedRun) -> Iterator[MegatronError]:
     """Only the loader knows where documents end."""
-    if run.reset_attention_mask and not run.create_attention_mask_in_dataloader:
+    if run.data.reset_attention_mask and not run.data.create_attention_mask_in_dataloader:
         yield problem(
             "--reset-attention-mask while the loader makes no mask.",
             "the mask of a sample says where its documents end",
@@ -231,9 +234,9 @@ FILE_TYPES = tuple(kind for kind in NEEDED_FILES if kind != "HuggingFaceTokenize
 @rule
 def the_tokenizer_is_complete(run: ResolvedRun) -> Iterator[MegatronError]:
     """A type, and the files of that type."""
-    kind = run.tokenizer_type
+    kind = run.tokenizer.tokenizer_type
     if kind is None:
-        if run.vocab_size is None and names_data(run):
+        if run.tokenizer.vocab_size is None and names_data(run):
             yield problem(
                 "neither --tokenizer-type nor --vocab-size is given.",
                 "the embedding has one row per token id",

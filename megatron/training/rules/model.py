@@ -50,8 +50,8 @@ def the_model_fits_its_layout(run: ResolvedRun) -> Iterator[MegatronError]:
         config = _StageFields(run)
     try:
         layout = pipeline_layout(config)
-        if run.pipeline_model_parallel_layout is not None:
-            check_prediction_stage(layout, run.mtp_num_layers or 0)
+        if run.parallelism.pipeline_model_parallel_layout is not None:
+            check_prediction_stage(layout, run.latent_attention.mtp_num_layers or 0)
     except MegatronError as error:
         yield error
 
@@ -60,22 +60,26 @@ class _StageFields:
     """The settings that decide the stage layout, when the rest of the model is wrong."""
 
     def __init__(self, run: ResolvedRun) -> None:
-        self.num_layers = run.num_layers
-        self.pipeline_schedule = run.pipeline_schedule
-        self.pipeline_model_parallel_size = run.pipeline_model_parallel_size
-        self.virtual_pipeline_model_parallel_size = run.virtual_pipeline_model_parallel_size
-        self.num_layers_in_first_pipeline_stage = run.decoder_first_pipeline_num_layers
-        self.num_layers_in_last_pipeline_stage = run.decoder_last_pipeline_num_layers
-        self.account_for_embedding_in_pipeline_split = run.account_for_embedding_in_pipeline_split
-        self.account_for_loss_in_pipeline_split = run.account_for_loss_in_pipeline_split
-        self.pipeline_model_parallel_layout = run.pipeline_model_parallel_layout
-        self.mtp_num_layers = run.mtp_num_layers
+        self.num_layers = run.model.num_layers
+        self.pipeline_schedule = run.parallelism.pipeline_schedule
+        self.pipeline_model_parallel_size = run.parallelism.pipeline_model_parallel_size
+        self.virtual_pipeline_model_parallel_size = (
+            run.parallelism.virtual_pipeline_model_parallel_size
+        )
+        self.num_layers_in_first_pipeline_stage = run.parallelism.num_layers_in_first_pipeline_stage
+        self.num_layers_in_last_pipeline_stage = run.parallelism.num_layers_in_last_pipeline_stage
+        self.account_for_embedding_in_pipeline_split = (
+            run.parallelism.account_for_embedding_in_pipeline_split
+        )
+        self.account_for_loss_in_pipeline_split = run.parallelism.account_for_loss_in_pipeline_split
+        self.pipeline_model_parallel_layout = run.parallelism.pipeline_model_parallel_layout
+        self.mtp_num_layers = run.latent_attention.mtp_num_layers
 
 
 @rule
 def positions_reach_the_sequence(run: ResolvedRun) -> Iterator[MegatronError]:
     """The position table covers the training sequence."""
-    longest, length = run.max_position_embeddings, run.seq_length
+    longest, length = run.model.max_position_embeddings, run.model.seq_length
     if longest is not None and length is not None and longest < length:
         yield problem(
             f"--max-position-embeddings {longest} is less than --seq-length {length}.",
@@ -89,7 +93,12 @@ def positions_reach_the_sequence(run: ResolvedRun) -> Iterator[MegatronError]:
 @rule
 def the_sequence_splits_over_ranks(run: ResolvedRun) -> Iterator[MegatronError]:
     """Context parallelism cuts the sequence into pairs of chunks, sequence parallelism further."""
-    tp, cp, length = run.tensor_model_parallel_size, run.context_parallel_size, run.seq_length
+    parallel = run.parallelism
+    tp, cp, length = (
+        parallel.tensor_model_parallel_size,
+        parallel.context_parallel_size,
+        run.model.seq_length,
+    )
     if not length or cp < 1:
         return
     pieces = 2 * cp if cp > 1 else 1
@@ -101,7 +110,7 @@ def the_sequence_splits_over_ranks(run: ResolvedRun) -> Iterator[MegatronError]:
             "--context-parallel-size",
             fix=f"use --seq-length {-(-length // pieces) * pieces}",
         )
-    elif run.sequence_parallel and length // cp % tp:
+    elif parallel.sequence_parallel and length // cp % tp:
         step = math.lcm(pieces, cp * tp)
         yield problem(
             f"--seq-length {length} cannot be split over tensor-parallel size {tp}"
@@ -134,20 +143,21 @@ def one_activation(run: ResolvedRun) -> Iterator[MegatronError]:
 @rule
 def layers_without_rotary_embedding(run: ResolvedRun) -> Iterator[MegatronError]:
     """A no-rope pattern names each layer once, and needs rotary positions."""
-    pattern = run.no_rope_freq
+    model = run.model
+    pattern = model.no_rope_freq
     if pattern is None or not has_sizes(run):
         return
-    if len(pattern) != run.num_layers or set(pattern) - {0, 1}:
+    if len(pattern) != model.num_layers or set(pattern) - {0, 1}:
         yield problem(
-            f"--no-rope-freq gives {len(pattern)} layers for a model of {run.num_layers}.",
+            f"--no-rope-freq gives {len(pattern)} layers for a model of {model.num_layers}.",
             "the pattern is one 0 or 1 per layer",
             "--no-rope-freq",
             "--num-layers",
             fix="use a number N, or a list expression of the right length",
         )
-    if run.position_embedding_type not in ("rope", "yarn"):
+    if model.position_embedding_type not in ("rope", "yarn"):
         yield problem(
-            f"--no-rope-freq with --position-embedding-type {run.position_embedding_type}.",
+            f"--no-rope-freq with --position-embedding-type {model.position_embedding_type}.",
             "only rotary embedding can be left out of a layer",
             "--no-rope-freq",
             "--position-embedding-type",
@@ -158,14 +168,15 @@ def layers_without_rotary_embedding(run: ResolvedRun) -> Iterator[MegatronError]
 @rule
 def channels_rotate_in_pairs(run: ResolvedRun) -> Iterator[MegatronError]:
     """The rotated part of a head is an even number of channels."""
-    is_rotary = run.position_embedding_type in ("rope", "yarn")
-    if not is_rotary or run.multi_latent_attention or not run.kv_channels:
+    model = run.model
+    is_rotary = model.position_embedding_type in ("rope", "yarn")
+    if not is_rotary or run.latent_attention.multi_latent_attention or not model.kv_channels:
         return
-    count = int(run.kv_channels * run.rotary_percent)
+    count = int(model.kv_channels * model.rotary_percent)
     if count < 2 or count % 2:
-        even = run.kv_channels + run.kv_channels % 2
+        even = model.kv_channels + model.kv_channels % 2
         yield problem(
-            f"--rotary-percent {run.rotary_percent:g} of heads of {run.kv_channels} channels"
+            f"--rotary-percent {model.rotary_percent:g} of heads of {model.kv_channels} channels"
             f" rotates {count} channels.",
             "channels rotate in pairs",
             "--rotary-percent",
@@ -177,7 +188,7 @@ def channels_rotate_in_pairs(run: ResolvedRun) -> Iterator[MegatronError]:
 @rule
 def yarn_turns_whole_heads(run: ResolvedRun) -> Iterator[MegatronError]:
     """YaRN's temperature is a factor on the scores, where all channels rotate."""
-    if run.position_embedding_type != "yarn":
+    if run.model.position_embedding_type != "yarn":
         return
     for name, plain in (
         ("rotary_percent", 1.0),
@@ -197,7 +208,8 @@ def yarn_turns_whole_heads(run: ResolvedRun) -> Iterator[MegatronError]:
 @rule
 def latent_attention_is_complete(run: ResolvedRun) -> Iterator[MegatronError]:
     """Multi-latent attention brings its own heads and positions."""
-    if not run.multi_latent_attention:
+    latent = run.latent_attention
+    if not latent.multi_latent_attention:
         return
     for name, wanted in (("position_embedding_type", "rope"), ("transformer_impl", "local")):
         if run.values[name] != wanted:
@@ -208,15 +220,15 @@ def latent_attention_is_complete(run: ResolvedRun) -> Iterator[MegatronError]:
                 kebab(name),
                 fix=f"use {kebab(name)} {wanted}",
             )
-    if run.rope_type == "rope" and run.rotary_scaling_factor != 1.0:
+    if latent.rope_type == "rope" and latent.rotary_scaling_factor != 1.0:
         yield problem(
-            f"--rope-type rope with --rotary-scaling-factor {run.rotary_scaling_factor:g}.",
+            f"--rope-type rope with --rotary-scaling-factor {latent.rotary_scaling_factor:g}.",
             "positions that are not stretched have the factor 1",
             "--rope-type",
             "--rotary-scaling-factor",
             fix="use --rope-type yarn",
         )
-    if run.group_query_attention:
+    if run.model.group_query_attention:
         yield problem(
             "--multi-latent-attention with --group-query-attention.",
             "every head has keys and values of its own, made from one latent",
@@ -229,12 +241,13 @@ def latent_attention_is_complete(run: ResolvedRun) -> Iterator[MegatronError]:
 @rule
 def only_local_layers_change_scores(run: ResolvedRun) -> Iterator[MegatronError]:
     """The engine's attention is not told of another denominator or of a bound."""
-    if run.transformer_impl == "local":
+    if run.model.transformer_impl == "local":
         return
     for name, plain in (("softmax_type", "vanilla"), ("attn_logit_softcapping", None)):
         if run.values[name] != plain:
             yield problem(
-                f"{kebab(name)} {run.values[name]} with --transformer-impl {run.transformer_impl}.",
+                f"{kebab(name)} {run.values[name]} with --transformer-impl"
+                f" {run.model.transformer_impl}.",
                 "only the local attention has a denominator or a bound of its own",
                 kebab(name),
                 "--transformer-impl",
@@ -246,7 +259,11 @@ def only_local_layers_change_scores(run: ResolvedRun) -> Iterator[MegatronError]
 def groups_are_asked_for(run: ResolvedRun) -> Iterator[MegatronError]:
     """--num-query-groups alone does nothing, which surprises."""
     given = run.config.model.num_query_groups
-    if given != 1 and not run.group_query_attention and given != run.num_attention_heads:
+    if (
+        given != 1
+        and not run.model.group_query_attention
+        and given != run.model.num_attention_heads
+    ):
         yield problem(
             f"--num-query-groups {given} without --group-query-attention.",
             "groups are shared only with --group-query-attention",
@@ -259,19 +276,20 @@ def groups_are_asked_for(run: ResolvedRun) -> Iterator[MegatronError]:
 @rule
 def experts_begin_as_the_dense_mlp(run: ResolvedRun) -> Iterator[MegatronError]:
     """Upcycling copies a whole MLP, from a checkpoint."""
-    if not (run.moe_use_upcycling and run.num_experts):
+    checkpoint = run.checkpoint
+    if not (checkpoint.moe_use_upcycling and run.experts.num_moe_experts):
         return
-    width = run.moe_ffn_hidden_size
-    if width is not None and width != run.ffn_hidden_size:
+    width = run.experts.moe_ffn_hidden_size
+    if width is not None and width != run.model.ffn_hidden_size:
         yield problem(
             f"--moe-use-upcycling with experts of width {width} from an MLP of width"
-            f" {run.ffn_hidden_size}.",
+            f" {run.model.ffn_hidden_size}.",
             "every expert begins as a copy of the dense MLP",
             "--moe-use-upcycling",
             "--moe-ffn-hidden-size",
             fix="drop --moe-ffn-hidden-size",
         )
-    if not (run.load or run.pretrained_checkpoint or run.load_hf):
+    if not (checkpoint.load or checkpoint.pretrained_checkpoint or checkpoint.load_hf):
         yield problem(
             "--moe-use-upcycling without a checkpoint.",
             "experts begin with the weights of a dense model",

@@ -6,6 +6,8 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+import torch
+
 from megatron.core.errors import ConfigError, MegatronError
 from megatron.core.flags import kebab
 from megatron.core.optimizer.param_groups import parse_rule
@@ -22,7 +24,7 @@ def optimizer_numbers(run: ResolvedRun) -> Iterator[MegatronError]:
         if not 0 <= value < 1:
             yield problem(f"{kebab(name)} {value:g}.", "it lies in [0, 1)", kebab(name),
                           fix=f"use {kebab(name)} 0.9")  # fmt: skip
-    for text in run.param_rules:
+    for text in run.optimizer.param_rules:
         try:
             parse_rule(text)
         except ConfigError as error:
@@ -37,9 +39,10 @@ def optimizer_numbers(run: ResolvedRun) -> Iterator[MegatronError]:
 @rule
 def optimizer_state_has_a_place(run: ResolvedRun) -> Iterator[MegatronError]:
     """Dtypes and places of optimizer state."""
-    offloads = run.optimizer_cpu_offload or run.optimizer_offload_path is not None
-    compact = run.use_precision_aware_optimizer
-    if run.optimizer == "muon" and (offloads or compact):
+    optimizer, precision = run.optimizer, run.precision
+    offloads = optimizer.optimizer_cpu_offload or optimizer.optimizer_offload_path is not None
+    compact = optimizer.use_precision_aware_optimizer
+    if optimizer.optimizer == "muon" and (offloads or compact):
         given = [("use_precision_aware_optimizer", compact), ("optimizer_cpu_offload", offloads)]
         names = [kebab(name) for name, is_on in given if is_on]
         yield problem(
@@ -49,19 +52,20 @@ def optimizer_state_has_a_place(run: ResolvedRun) -> Iterator[MegatronError]:
             "--optimizer",
             fix="use --use-distributed-optimizer to shard its state, or --optimizer lion",
         )
-    if not 0.0 <= run.optimizer_offload_fraction <= 1.0:
-        yield problem(f"--optimizer-offload-fraction {run.optimizer_offload_fraction:g}.",
+    if not 0.0 <= optimizer.optimizer_offload_fraction <= 1.0:
+        yield problem(f"--optimizer-offload-fraction {optimizer.optimizer_offload_fraction:g}.",
                       "a share lies in [0, 1]", "--optimizer-offload-fraction",
                       fix="drop it to offload everything")  # fmt: skip
-    if run.optimizer_offload_fraction != 1.0 and not offloads:
+    if optimizer.optimizer_offload_fraction != 1.0 and not offloads:
         yield problem(
-            f"--optimizer-offload-fraction {run.optimizer_offload_fraction:g} without offload.",
+            f"--optimizer-offload-fraction {optimizer.optimizer_offload_fraction:g} without"
+            " offload.",
             "it is the share of what is offloaded",
             "--optimizer-offload-fraction",
             "--optimizer-cpu-offload",
             fix="add --optimizer-cpu-offload or --optimizer-offload-path DIRECTORY",
         )
-    path = run.optimizer_offload_path
+    path = optimizer.optimizer_offload_path
     if path is not None and not (Path(path).is_dir() and os.access(path, os.W_OK)):
         yield problem(
             f"--optimizer-offload-path {path} is no directory that can be written to.",
@@ -69,7 +73,7 @@ def optimizer_state_has_a_place(run: ResolvedRun) -> Iterator[MegatronError]:
             "--optimizer-offload-path",
             fix=f"mkdir -p {path}",
         )
-    if run.main_grads_dtype == "bf16" and not run.bf16:
+    if optimizer.main_grads_dtype == torch.bfloat16 and not precision.bf16:
         yield problem(
             "--main-grads-dtype bf16 without --bf16.",
             "main gradients are fp32 or of the dtype of the weights",
@@ -77,8 +81,8 @@ def optimizer_state_has_a_place(run: ResolvedRun) -> Iterator[MegatronError]:
             "--bf16",
             fix="add --bf16",
         )
-    halves = run.bf16 or run.fp16
-    if run.main_params_dtype == "fp16" and not (compact and halves):
+    halves = precision.bf16 or precision.fp16
+    if optimizer.main_params_dtype == torch.float16 and not (compact and halves):
         yield problem(
             "--main-params-dtype fp16 for weights that are fp32.",
             "main weights stand beside half-precision weights; fp32 weights are their own",
@@ -91,9 +95,9 @@ def optimizer_state_has_a_place(run: ResolvedRun) -> Iterator[MegatronError]:
 @rule
 def loss_scaling_belongs_to_fp16(run: ResolvedRun) -> Iterator[MegatronError]:
     """A constant loss scale without fp16 would be ignored."""
-    if run.loss_scale is not None and not run.fp16:
+    if run.optimizer.loss_scale is not None and not run.precision.fp16:
         yield problem(
-            f"--loss-scale {run.loss_scale:g} without --fp16.",
+            f"--loss-scale {run.optimizer.loss_scale:g} without --fp16.",
             "only fp16 has so few exponents that the loss is scaled",
             "--loss-scale",
             "--fp16",
@@ -104,20 +108,21 @@ def loss_scaling_belongs_to_fp16(run: ResolvedRun) -> Iterator[MegatronError]:
 @rule
 def loss_scale_has_room(run: ResolvedRun) -> Iterator[MegatronError]:
     """Ranges of the constants of loss scaling."""
-    if run.loss_scale is not None and not run.loss_scale > 0:
-        yield problem(f"--loss-scale {run.loss_scale:g}.", "a loss scale is positive",
+    optimizer = run.optimizer
+    if optimizer.loss_scale is not None and not optimizer.loss_scale > 0:
+        yield problem(f"--loss-scale {optimizer.loss_scale:g}.", "a loss scale is positive",
                       "--loss-scale", fix="drop it to scale dynamically")  # fmt: skip
-    if not 0 < run.min_loss_scale <= run.initial_loss_scale:
+    if not 0 < optimizer.min_loss_scale <= optimizer.initial_loss_scale:
         yield problem(
-            f"--min-loss-scale {run.min_loss_scale:g} with --initial-loss-scale"
-            f" {run.initial_loss_scale:g}.",
+            f"--min-loss-scale {optimizer.min_loss_scale:g} with --initial-loss-scale"
+            f" {optimizer.initial_loss_scale:g}.",
             "the dynamic scale begins at or above its positive floor",
             "--min-loss-scale",
             "--initial-loss-scale",
-            fix=f"use --min-loss-scale {min(1.0, max(run.initial_loss_scale, 2.0**-10)):g}",
+            fix=f"use --min-loss-scale {min(1.0, max(optimizer.initial_loss_scale, 2.0**-10)):g}",
         )
-    if run.loss_scale_window < 1:
-        yield problem(f"--loss-scale-window {run.loss_scale_window:g}.",
+    if optimizer.loss_scale_window < 1:
+        yield problem(f"--loss-scale-window {optimizer.loss_scale_window:g}.",
                       "it counts steps and is at least 1", "--loss-scale-window",
                       fix="drop --loss-scale-window")  # fmt: skip
 
@@ -125,8 +130,12 @@ def loss_scale_has_room(run: ResolvedRun) -> Iterator[MegatronError]:
 @rule
 def non_persistent_checkpoints_are_complete(run: ResolvedRun) -> Iterator[MegatronError]:
     """An interval, a kind and a place belong together."""
-    interval, kind = run.non_persistent_save_interval, run.non_persistent_ckpt_type
-    if interval is not None and run.save is None:
+    checkpoint = run.checkpoint
+    interval, kind = (
+        checkpoint.non_persistent_save_interval,
+        checkpoint.non_persistent_ckpt_type,
+    )
+    if interval is not None and checkpoint.save is None:
         yield problem(
             "--non-persistent-save-interval without --save.",
             "non-persistent checkpoints come between those that stay",
@@ -140,24 +149,24 @@ def non_persistent_checkpoints_are_complete(run: ResolvedRun) -> Iterator[Megatr
             "--non-persistent-ckpt-type",
             fix="add --non-persistent-ckpt-type local",
         )
-    if kind == "local" and run.non_persistent_local_ckpt_dir is None:
+    if kind == "local" and checkpoint.non_persistent_local_ckpt_dir is None:
         yield problem(
             "--non-persistent-ckpt-type local without a directory.",
             "local checkpoints lie on each node's own storage",
             "--non-persistent-local-ckpt-dir",
             fix="add --non-persistent-local-ckpt-dir /dev/shm/NAME",
         )
-    if run.replication and kind != "local":
+    if checkpoint.replication and kind != "local":
         yield problem(
             "--replication without local checkpoints.",
             "copies are made of local checkpoints; others are not lost with a node",
             "--replication", "--non-persistent-ckpt-type",
             fix="add --non-persistent-ckpt-type local",
         )  # fmt: skip
-    if run.replication_factor < 2:
+    if checkpoint.replication_factor < 2:
         yield problem(
-            f"--replication-factor {run.replication_factor}, "
-            f"--replication-jump {run.replication_jump}.",
+            f"--replication-factor {checkpoint.replication_factor}, "
+            f"--replication-jump {checkpoint.replication_jump}.",
             "at least one copy, on another rank",
             "--replication-factor", "--replication-jump",
             fix="use --replication-factor 2",

@@ -17,15 +17,16 @@ from megatron.training.rules.registry import problem, rule
 @rule
 def ranks_fill_the_grid(run: ResolvedRun) -> Iterator[MegatronError]:
     """World size and parallel sizes fit."""
+    parallel = run.parallelism
     try:
         plan_layout(
-            run.world_size,
-            tp=run.tensor_model_parallel_size,
-            pp=run.pipeline_model_parallel_size,
-            cp=run.context_parallel_size,
-            ep=run.expert_model_parallel_size,
-            expert_tp=run.expert_tensor_parallel_size,
-            order=run.rank_order,
+            run.topology.world_size,
+            tp=parallel.tensor_model_parallel_size,
+            pp=parallel.pipeline_model_parallel_size,
+            cp=parallel.context_parallel_size,
+            ep=parallel.expert_model_parallel_size,
+            expert_tp=parallel.expert_tensor_parallel_size,
+            order=run.topology.rank_order,
         )
     except TopologyError as error:
         yield error
@@ -34,10 +35,11 @@ def ranks_fill_the_grid(run: ResolvedRun) -> Iterator[MegatronError]:
 @rule
 def one_way_to_cut_virtual_stages(run: ResolvedRun) -> Iterator[MegatronError]:
     """Chunks per rank, layers per chunk and a layout string exclude each other."""
+    parallel = run.parallelism
     flags = {
-        "--num-layers-per-virtual-pipeline-stage": run.num_layers_per_virtual_pipeline_stage,
-        "--num-virtual-stages-per-pipeline-rank": run.num_virtual_stages_per_pipeline_rank,
-        "--pipeline-model-parallel-layout": run.pipeline_model_parallel_layout,
+        "--num-layers-per-virtual-pipeline-stage": parallel.num_layers_per_virtual_pipeline_stage,
+        "--num-virtual-stages-per-pipeline-rank": parallel.num_virtual_stages_per_pipeline_rank,
+        "--pipeline-model-parallel-layout": parallel.pipeline_model_parallel_layout,
     }
     given = [name for name, value in flags.items() if value is not None]
     if len(given) > 1:
@@ -48,8 +50,8 @@ def one_way_to_cut_virtual_stages(run: ResolvedRun) -> Iterator[MegatronError]:
             fix=f"keep {given[-1]}",
         )
     is_virtual = flags["--num-layers-per-virtual-pipeline-stage"] is not None
-    is_virtual |= (flags["--num-virtual-stages-per-pipeline-rank"] or 1) > 1
-    if is_virtual and run.pipeline_model_parallel_size == 1:
+    is_virtual |= (parallel.num_virtual_stages_per_pipeline_rank or 1) > 1
+    if is_virtual and parallel.pipeline_model_parallel_size == 1:
         yield problem(
             f"{given[0]} with --pipeline-model-parallel-size 1.",
             "virtual stages divide the work of pipeline ranks",
@@ -57,13 +59,13 @@ def one_way_to_cut_virtual_stages(run: ResolvedRun) -> Iterator[MegatronError]:
             "--pipeline-model-parallel-size",
             fix=f"drop {given[0]}, or use a pipeline size above 1",
         )
-    per_chunk = run.num_layers_per_virtual_pipeline_stage
-    per_rank = (run.num_layers or 0) // run.pipeline_model_parallel_size
+    per_chunk = parallel.num_layers_per_virtual_pipeline_stage
+    per_rank = (run.model.num_layers or 0) // parallel.pipeline_model_parallel_size
     if (
         per_chunk
         and per_chunk > 0
         and per_rank % per_chunk
-        and run.pipeline_model_parallel_size > 1
+        and parallel.pipeline_model_parallel_size > 1
     ):
         yield problem(
             f"{per_rank} layers of a pipeline rank cannot be cut into chunks of {per_chunk}.",
@@ -78,12 +80,13 @@ def one_way_to_cut_virtual_stages(run: ResolvedRun) -> Iterator[MegatronError]:
 @rule
 def virtual_stages_belong_to_interleaved_schedules(run: ResolvedRun) -> Iterator[MegatronError]:
     """Other schedules decide by themselves how many chunks a rank has."""
+    parallel = run.parallelism
     asked = {
-        "--num-layers-per-virtual-pipeline-stage": run.num_layers_per_virtual_pipeline_stage,
-        "--num-virtual-stages-per-pipeline-rank": run.num_virtual_stages_per_pipeline_rank,
+        "--num-layers-per-virtual-pipeline-stage": parallel.num_layers_per_virtual_pipeline_stage,
+        "--num-virtual-stages-per-pipeline-rank": parallel.num_virtual_stages_per_pipeline_rank,
     }
     given = [name for name, value in asked.items() if value is not None]
-    schedule = schedule_named(run.pipeline_schedule)
+    schedule = schedule_named(run.parallelism.pipeline_schedule)
     if given and schedule.num_chunks is not None:
         yield problem(
             f"--pipeline-schedule {schedule.name} with virtual stages.",
@@ -97,7 +100,8 @@ def virtual_stages_belong_to_interleaved_schedules(run: ResolvedRun) -> Iterator
 @rule
 def gathers_belong_to_sharded_state(run: ResolvedRun) -> Iterator[MegatronError]:
     """Overlapped gathers exist only with the distributed optimizer."""
-    if run.overlap_param_gather and not run.use_distributed_optimizer:
+    ddp = run.ddp
+    if ddp.overlap_param_gather and not ddp.use_distributed_optimizer:
         yield problem(
             "--overlap-param-gather without --use-distributed-optimizer.",
             "parameters are gathered only if the optimizer shards them",
@@ -105,7 +109,7 @@ def gathers_belong_to_sharded_state(run: ResolvedRun) -> Iterator[MegatronError]
             "--use-distributed-optimizer",
             fix="add --use-distributed-optimizer",
         )
-    if run.overlap_param_gather and not run.overlap_grad_reduce:
+    if ddp.overlap_param_gather and not ddp.overlap_grad_reduce:
         yield problem(
             "--overlap-param-gather without --overlap-grad-reduce.",
             "the overlapped gather walks the buckets of the overlapped reduction",
@@ -132,17 +136,18 @@ def one_rung_of_the_ladder(run: ResolvedRun) -> Iterator[MegatronError]:
 @rule
 def torch_shards_alone(run: ResolvedRun) -> Iterator[MegatronError]:
     """torch's FSDP2 excludes our own sharding, copies of state, and pipelines."""
-    if not run.use_torch_fsdp2:
+    ddp = run.ddp
+    if not ddp.use_torch_fsdp2:
         return
     others = {
-        "--pipeline-model-parallel-size": run.pipeline_model_parallel_size > 1,
-        "--num-distributed-optimizer-instances": run.num_distributed_optimizer_instances > 1,
+        "--pipeline-model-parallel-size": run.parallelism.pipeline_model_parallel_size > 1,
+        "--num-distributed-optimizer-instances": ddp.num_distributed_optimizer_instances > 1,
         "--use-distributed-optimizer": run.config.ddp.use_distributed_optimizer,
-        "--use-megatron-fsdp": run.use_megatron_fsdp,
+        "--use-megatron-fsdp": ddp.use_megatron_fsdp,
         "--data-parallel-sharding-strategy": run.config.ddp.data_parallel_sharding_strategy
         not in (None, "no_shard"),
-        "--overlap-param-gather": run.overlap_param_gather,
-        "--overlap-moe-expert-parallel-comm": run.overlap_moe_expert_parallel_comm,
+        "--overlap-param-gather": ddp.overlap_param_gather,
+        "--overlap-moe-expert-parallel-comm": run.parallelism.overlap_moe_expert_parallel_comm,
     }
     for flag, is_on in others.items():
         if is_on:
@@ -158,12 +163,13 @@ def torch_shards_alone(run: ResolvedRun) -> Iterator[MegatronError]:
 @rule
 def parameters_in_a_file(run: ResolvedRun) -> Iterator[MegatronError]:
     """Shards of parameters may lie in a file; whole parameters may not."""
-    path = run.param_offload_path
+    ddp = run.ddp
+    path = ddp.param_offload_path
     if path is None:
         return
-    if run.data_parallel_sharding_strategy != "optim_grads_params":
+    if ddp.data_parallel_sharding_strategy != "optim_grads_params":
         yield problem(
-            f"--param-offload-path with {run.data_parallel_sharding_strategy}.",
+            f"--param-offload-path with {ddp.data_parallel_sharding_strategy}.",
             "the file holds the own shards of parameters, which are gathered from it",
             "--param-offload-path",
             "--data-parallel-sharding-strategy",
@@ -188,7 +194,7 @@ def parameters_in_a_file(run: ResolvedRun) -> Iterator[MegatronError]:
 @rule
 def copies_of_sharded_state(run: ResolvedRun) -> Iterator[MegatronError]:
     """Instances of the distributed optimizer share the replicas evenly."""
-    instances, dp = run.num_distributed_optimizer_instances, run.data_parallel_size
+    instances, dp = run.ddp.num_distributed_optimizer_instances, run.topology.data_parallel_size
     if instances == 1:
         return
     if dp % instances:
@@ -198,7 +204,7 @@ def copies_of_sharded_state(run: ResolvedRun) -> Iterator[MegatronError]:
             "--num-distributed-optimizer-instances",
             fix=f"use a number that divides {dp}",
         )
-    elif run.num_experts and (copies := _replicas_of_experts(run)) % instances:
+    elif run.experts.num_moe_experts and (copies := _replicas_of_experts(run)) % instances:
         yield problem(
             f"--num-distributed-optimizer-instances {instances} for {copies} replica(s) of the"
             " experts.",
@@ -208,7 +214,7 @@ def copies_of_sharded_state(run: ResolvedRun) -> Iterator[MegatronError]:
             "--expert-model-parallel-size",
             fix=f"use a number that divides {copies}, or fewer expert-parallel ranks",
         )
-    if not run.use_distributed_optimizer:
+    if not run.ddp.use_distributed_optimizer:
         yield problem(
             f"--num-distributed-optimizer-instances {instances} without"
             " --use-distributed-optimizer.",
@@ -220,14 +226,15 @@ def copies_of_sharded_state(run: ResolvedRun) -> Iterator[MegatronError]:
 
 
 def _replicas_of_experts(run: ResolvedRun) -> int:
-    each = run.expert_model_parallel_size * (run.expert_tensor_parallel_size or 1)
-    return run.world_size // (run.pipeline_model_parallel_size * each)
+    parallel = run.parallelism
+    each = parallel.expert_model_parallel_size * (parallel.expert_tensor_parallel_size or 1)
+    return run.topology.world_size // (parallel.pipeline_model_parallel_size * each)
 
 
 @rule
 def one_bucket_rule(run: ResolvedRun) -> Iterator[MegatronError]:
     """Buckets have a size or a number."""
-    if run.ddp_bucket_size is not None and run.ddp_num_buckets is not None:
+    if run.ddp.bucket_size is not None and run.ddp.num_buckets is not None:
         yield problem(
             "--ddp-bucket-size and --ddp-num-buckets are given together.",
             "one follows from the other",
@@ -240,7 +247,7 @@ def one_bucket_rule(run: ResolvedRun) -> Iterator[MegatronError]:
 @rule
 def gradient_precision(run: ResolvedRun) -> Iterator[MegatronError]:
     """fp32 and bf16 reduction exclude each other."""
-    if run.config.ddp.accumulate_allreduce_grads_in_fp32 and run.grad_reduce_in_bf16:
+    if run.config.ddp.accumulate_allreduce_grads_in_fp32 and run.ddp.grad_reduce_in_bf16:
         yield problem(
             "--accumulate-allreduce-grads-in-fp32 and --grad-reduce-in-bf16 are both on.",
             "gradients are reduced in one precision",

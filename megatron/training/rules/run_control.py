@@ -21,7 +21,8 @@ from megatron.training.rules.registry import problem, rule
 @rule
 def checkpoints_have_a_place(run: ResolvedRun) -> Iterator[MegatronError]:
     """Flags of saving and loading name a directory."""
-    if run.save_hf is not None and run.save is None:
+    checkpoint = run.checkpoint
+    if checkpoint.save_hf is not None and checkpoint.save is None:
         yield problem(
             "--save-hf without --save.",
             "a model is exported from a checkpoint of the run",
@@ -29,14 +30,14 @@ def checkpoints_have_a_place(run: ResolvedRun) -> Iterator[MegatronError]:
             "--save",
             fix="add --save DIRECTORY",
         )
-    if run.save_hf is not None and os.path.exists(run.save_hf):
+    if checkpoint.save_hf is not None and os.path.exists(checkpoint.save_hf):
         yield problem(
-            f"--save-hf {run.save_hf} exists already.",
+            f"--save-hf {checkpoint.save_hf} exists already.",
             "an export never writes over files",
             "--save-hf",
             fix="name a new directory",
         )
-    if run.save_interval is not None and run.save is None:
+    if checkpoint.save_interval is not None and checkpoint.save is None:
         yield problem(
             "--save-interval without --save.",
             "checkpoints are written to a directory",
@@ -44,7 +45,7 @@ def checkpoints_have_a_place(run: ResolvedRun) -> Iterator[MegatronError]:
             "--save",
             fix="add --save DIRECTORY",
         )
-    keep, every = run.save_retain_interval, run.save_interval
+    keep, every = checkpoint.save_retain_interval, checkpoint.save_interval
     if keep and every and keep % every:
         yield problem(
             f"--save-retain-interval {keep} is no multiple of --save-interval {every}.",
@@ -58,9 +59,9 @@ def checkpoints_have_a_place(run: ResolvedRun) -> Iterator[MegatronError]:
         for name in ("ckpt_step", "use_checkpoint_args", "exit_on_missing_checkpoint")
         if run.values[name]
     ]
-    if run.finetune and run.pretrained_checkpoint is None:
+    if checkpoint.finetune and checkpoint.pretrained_checkpoint is None:
         wants_load.append("--finetune")
-    if wants_load and run.load is None:
+    if wants_load and checkpoint.load is None:
         yield problem(
             f"{wants_load[0]} without --load.",
             "there is nothing to load from",
@@ -68,7 +69,10 @@ def checkpoints_have_a_place(run: ResolvedRun) -> Iterator[MegatronError]:
             "--load",
             fix="add --load DIRECTORY",
         )
-    if run.override_opt_param_scheduler and run.use_checkpoint_opt_param_scheduler:
+    if (
+        run.schedule.override_opt_param_scheduler
+        and run.schedule.use_checkpoint_opt_param_scheduler
+    ):
         yield problem(
             "--override-opt-param-scheduler and --use-checkpoint-opt-param-scheduler are both on.",
             "on resume one of the two schedules wins",
@@ -85,16 +89,23 @@ def what_is_loaded_is_there(run: ResolvedRun) -> Iterator[MegatronError]:
     The same look as before loading, here before anything is built; ranks that see different disks
     find out when they compare settings.
     """
+    checkpoint = run.checkpoint
     try:
-        if run.load is not None:
-            own = select_checkpoints(storage_path(run.load), run.ckpt_step, save=run.save)
+        if checkpoint.load is not None:
+            own = select_checkpoints(
+                storage_path(run.checkpoint.load),
+                run.checkpoint.ckpt_step,
+                save=run.checkpoint.save,
+            )
             if own.candidates:
                 return
-        if run.pretrained_checkpoint is not None:
-            if not select_checkpoints(storage_path(run.pretrained_checkpoint), None).candidates:
-                yield missing_pretrained(run.pretrained_checkpoint)
-        elif run.load is not None and run.exit_on_missing_checkpoint:
-            yield missing(run.load)
+        if run.checkpoint.pretrained_checkpoint is not None:
+            if not select_checkpoints(
+                storage_path(run.checkpoint.pretrained_checkpoint), None
+            ).candidates:
+                yield missing_pretrained(run.checkpoint.pretrained_checkpoint)
+        elif run.checkpoint.load is not None and run.checkpoint.exit_on_missing_checkpoint:
+            yield missing(run.checkpoint.load)
     except MegatronError as error:
         yield error
     except OSError as error:
@@ -104,19 +115,20 @@ def what_is_loaded_is_there(run: ResolvedRun) -> Iterator[MegatronError]:
 @rule
 def profiles_have_a_range(run: ResolvedRun) -> Iterator[MegatronError]:
     """A profile starts before it ends."""
-    if run.profile and not 0 < run.profile_step_start < run.profile_step_end:
+    logging = run.logging
+    if logging.profile and not 0 < logging.profile_step_start < logging.profile_step_end:
         yield problem(
-            f"--profile-step-start {run.profile_step_start} --profile-step-end"
-            f" {run.profile_step_end}.",
+            f"--profile-step-start {logging.profile_step_start} --profile-step-end"
+            f" {logging.profile_step_end}.",
             "0 < start < end",
             "--profile-step-start",
             "--profile-step-end",
             fix="use --profile-step-start 10 --profile-step-end 12",
         )
-    wrong = [rank for rank in run.profile_ranks if not 0 <= rank < run.world_size]
+    wrong = [rank for rank in logging.profile_ranks if not 0 <= rank < run.topology.world_size]
     if wrong:
         yield problem(
-            f"--profile-ranks names rank {wrong[0]} of {run.world_size}.",
+            f"--profile-ranks names rank {wrong[0]} of {run.topology.world_size}.",
             "ranks are counted from 0",
             "--profile-ranks",
             fix="use --profile-ranks 0",
@@ -126,7 +138,7 @@ def profiles_have_a_range(run: ResolvedRun) -> Iterator[MegatronError]:
 @rule
 def names_of_a_wandb_run(run: ResolvedRun) -> Iterator[MegatronError]:
     """A project has named runs."""
-    if run.wandb_project and not run.wandb_exp_name:
+    if run.logging.wandb_project and not run.logging.wandb_exp_name:
         yield problem(
             "--wandb-project without --wandb-exp-name.",
             "a run has a name",

@@ -31,7 +31,7 @@ def assemble(
     run, groups = session.run, session.groups
     model = build_model(run.values, model_provider, groups)
     optimizer = scheduler = None
-    if not run.skip_train:
+    if not run.schedule.skip_train:
         optimizer = build_optimizer(run.values, model, groups)
         scheduler = build_scheduler(run.values, optimizer)
     config = install_callbacks(run, model, optimizer, groups, session.timers)
@@ -44,17 +44,17 @@ def assemble(
         scheduler=scheduler,
         forward_step=forward_step,
         forward_backward=get_forward_backward_func(),
-        microbatches=MicrobatchPlanner(run.micro_batch_size),
+        microbatches=MicrobatchPlanner(run.schedule.micro_batch_size),
         timers=session.timers,
         size=ModelSize.from_settings(run.values),
-        iterations_to_skip=frozenset(run.iterations_to_skip),
+        iterations_to_skip=frozenset(run.schedule.iterations_to_skip),
     )
     saved = RunParts(
         model=model,
         optimizer=optimizer,
         scheduler=scheduler,
         groups=groups,
-        weights="all" if run.lora_rank is None else "adapters",
+        weights="all" if run.lora.lora_rank is None else "adapters",
         args={**run.values, **run.extra},
     )
     return parts, Checkpointer(from_args(CheckpointSettings, run.values), saved)
@@ -62,7 +62,11 @@ def assemble(
 
 def load_state(run: ResolvedRun, checkpointer: Checkpointer, status: RunStatus) -> TrainState:
     """Load what --load or --pretrained-checkpoint name, and return where the run stands."""
-    if run.load is None and run.pretrained_checkpoint is None and run.load_hf is None:
+    if (
+        run.checkpoint.load is None
+        and run.checkpoint.pretrained_checkpoint is None
+        and run.checkpoint.load_hf is None
+    ):
         return TrainState()
     restored = checkpointer.load()
     if restored is None:
@@ -92,7 +96,7 @@ def changed_settings(run: ResolvedRun, stored: Mapping[str, Any]) -> list[str]:
     Args:
         stored: the settings of the run that saved the checkpoint.
     """
-    continues = not (run.finetune or run.no_load_optim)
+    continues = not (run.checkpoint.finetune or run.checkpoint.no_load_optim)
     lines = [
         f"{spec.flag} {run.values[spec.name]} is used; the checkpoint was trained with"
         f" {stored[spec.name]}"
@@ -102,10 +106,10 @@ def changed_settings(run: ResolvedRun, stored: Mapping[str, Any]) -> list[str]:
         and stored[spec.name] != run.values[spec.name]
         and spec.name not in _MAY_CHANGE
     ]
-    seed = stored.get("seed", run.seed)
-    if seed != run.seed and not (run.finetune or run.no_load_rng):
+    seed = stored.get("seed", run.schedule.seed)
+    if seed != run.schedule.seed and not (run.checkpoint.finetune or run.checkpoint.no_load_rng):
         lines.append(
             f"random draws go on with the checkpoint's --seed {seed}; --no-load-rng draws with"
-            f" --seed {run.seed}"
+            f" --seed {run.schedule.seed}"
         )
     return lines

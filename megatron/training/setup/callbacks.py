@@ -26,16 +26,16 @@ def install_callbacks(
     """Fill the callback fields of the config of every chunk; return that of the first."""
     wrapped = [chunk for chunk in model if isinstance(chunk, DistributedDataParallel)]
     for config in {id(c): c for c in map(get_model_config, model)}.values():
-        config.timers = timers if run.timing_log_level > 0 else None
+        config.timers = timers if run.logging.timing_log_level > 0 else None
         config.finalize_model_grads_func = partial(finalize_model_grads, pg_collection=groups)
         if optimizer is not None:
             config.grad_scale_func = optimizer.scale_loss
-        if run.overlap_grad_reduce and wrapped:
+        if run.ddp.overlap_grad_reduce and wrapped:
             config.no_sync_func = _one_or_list([chunk.no_sync for chunk in wrapped])
             # A backward without weight gradients cannot tell when they are complete: the schedule
             # starts their reduction.
-            splits_backward = schedule_named(run.pipeline_schedule).splits_backward
-            if run.align_grad_reduce or splits_backward:
+            splits_backward = schedule_named(run.parallelism.pipeline_schedule).splits_backward
+            if run.ddp.align_grad_reduce or splits_backward:
                 config.grad_sync_func = _one_or_list([chunk.start_grad_sync for chunk in wrapped])
     return get_model_config(model[0])
 

@@ -45,13 +45,21 @@ def sample_counts(run: ResolvedRun, consumed_samples: int = 0) -> SampleCounts:
         consumed_samples: tells which phase of the training data it is about.
     """
     phase = phase_of(run, consumed_samples)
-    train = 0 if run.skip_train else phase.end - phase.begin
-    num_evaluations = 1 + ((run.train_iters or 0) // run.eval_interval if run.eval_interval else 0)
-    size = run.eval_iters * run.global_batch_size
-    wants_valid = run.eval_iters > 0 and (run.eval_interval is not None or run.skip_train)
+    train = 0 if run.schedule.skip_train else phase.end - phase.begin
+    num_evaluations = 1 + (
+        (run.schedule.train_iters or 0) // run.schedule.eval_interval
+        if run.schedule.eval_interval
+        else 0
+    )
+    size = run.schedule.eval_iters * run.schedule.global_batch_size
+    wants_valid = run.schedule.eval_iters > 0 and (
+        run.schedule.eval_interval is not None or run.schedule.skip_train
+    )
     return SampleCounts(
         train=train,
-        valid=None if run.full_validation and wants_valid else num_evaluations * size * wants_valid,
+        valid=None
+        if run.schedule.full_validation and wants_valid
+        else num_evaluations * size * wants_valid,
         test=size * wants_valid,
     )
 
@@ -73,7 +81,7 @@ def build_data(
         an all-reduce of one number for the count of validation sets, for the length of each, and
         for the length of the test set, over all processes.
     """
-    num_chunks = run.virtual_pipeline_model_parallel_size or 1
+    num_chunks = run.parallelism.virtual_pipeline_model_parallel_size or 1
     per_chunk = [
         _chunk_data(run, provider, groups, state, chunk if num_chunks > 1 else None)
         for chunk in range(num_chunks)
@@ -126,9 +134,9 @@ def _chunk_data(
     begin = phase_of(run, consumed).begin
     train, valid, test = provider(list(sample_counts(run, consumed)), **options)
     if is_rank_0() and vp_stage in (None, 0):
-        describe_blend(train, begin, run.data_audit_path)
-    row = run.micro_batch_size * run.data_parallel_size
-    consumed_valid = 0 if run.full_validation else state.consumed_valid_samples
+        describe_blend(train, begin, run.data.data_audit_path)
+    row = run.schedule.micro_batch_size * run.topology.data_parallel_size
+    consumed_valid = 0 if run.schedule.full_validation else state.consumed_valid_samples
     sets = valid if isinstance(valid, list) else [valid]
     return DataIterators(
         train_order=getattr(train, "order_identity", lambda: None)() if is_rank_0() else None,
@@ -197,25 +205,25 @@ def _open(
     loader = build_pretraining_data_loader(
         dataset,
         consumed_samples,
-        micro_batch_size=run.micro_batch_size,
+        micro_batch_size=run.schedule.micro_batch_size,
         dp_rank=get_pg_rank(groups.dp),
         dp_size=get_pg_size(groups.dp),
-        dataloader_type=run.dataloader_type,
-        num_workers=run.num_workers,
-        seed=run.seed,
-        data_sharding=run.data_sharding,
+        dataloader_type=run.data.dataloader_type,
+        num_workers=run.data.num_workers,
+        seed=run.schedule.seed,
+        data_sharding=run.data.data_sharding,
         drop_last=not repeats,
     )
     if repeats:
         return _again_and_again(loader)
-    if run.data_audit_path is None or not _records_samples(groups):
+    if run.data.data_audit_path is None or not _records_samples(groups):
         return _once(loader)
     first = consumed_before + consumed_samples
     return audited(
         _once(loader),
-        run.data_audit_path,
-        first_sample=first + get_pg_rank(groups.dp) * run.micro_batch_size,
-        row_size=run.micro_batch_size * run.data_parallel_size,
+        run.data.data_audit_path,
+        first_sample=first + get_pg_rank(groups.dp) * run.schedule.micro_batch_size,
+        row_size=run.schedule.micro_batch_size * run.topology.data_parallel_size,
         dp_rank=get_pg_rank(groups.dp),
     )
 

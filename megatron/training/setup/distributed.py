@@ -28,11 +28,11 @@ def start_processes(run: ResolvedRun, place: Place, store: Any) -> None:
     if not dist.is_initialized():
         try:
             dist.init_process_group(
-                backend=run.distributed_backend,
+                backend=run.parallelism.distributed_backend,
                 store=dist.PrefixStore("world", store),  # type: ignore[attr-defined]
                 rank=place.rank,
                 world_size=place.world_size,
-                timeout=timedelta(minutes=run.distributed_timeout_minutes),
+                timeout=timedelta(minutes=run.parallelism.distributed_timeout_minutes),
             )
         except RuntimeError as error:
             if is_lost_peer(error):
@@ -56,16 +56,16 @@ def create_groups(
     if parallel_state.model_parallel_is_initialized():
         return ProcessGroupCollection.current()
     return parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=run.tensor_model_parallel_size,
-        pipeline_model_parallel_size=run.pipeline_model_parallel_size,
-        virtual_pipeline_model_parallel_size=run.virtual_pipeline_model_parallel_size,
-        context_parallel_size=run.context_parallel_size,
-        hierarchical_context_parallel_sizes=run.hierarchical_context_parallel_sizes,
-        expert_model_parallel_size=run.expert_model_parallel_size,
-        expert_tensor_parallel_size=run.expert_tensor_parallel_size,
-        num_distributed_optimizer_instances=run.num_distributed_optimizer_instances,
-        distributed_timeout_minutes=run.distributed_timeout_minutes,
-        order=run.rank_order,
+        tensor_model_parallel_size=run.parallelism.tensor_model_parallel_size,
+        pipeline_model_parallel_size=run.parallelism.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=run.parallelism.virtual_pipeline_model_parallel_size,
+        context_parallel_size=run.parallelism.context_parallel_size,
+        hierarchical_context_parallel_sizes=run.parallelism.hierarchical_context_parallel_sizes,
+        expert_model_parallel_size=run.parallelism.expert_model_parallel_size,
+        expert_tensor_parallel_size=run.parallelism.expert_tensor_parallel_size,
+        num_distributed_optimizer_instances=run.ddp.num_distributed_optimizer_instances,
+        distributed_timeout_minutes=run.parallelism.distributed_timeout_minutes,
+        order=run.topology.rank_order,
         get_embedding_ranks=get_embedding_ranks,
         get_position_embedding_ranks=get_position_embedding_ranks,
     )
@@ -86,13 +86,13 @@ def seed_everything(seed: int) -> None:
 
 def set_numerics(run: ResolvedRun) -> None:
     """Switch process-wide options of torch and of logging that the settings ask for."""
-    if run.deterministic_mode:
+    if run.parallelism.deterministic_mode:
         torch.use_deterministic_algorithms(True)
-    if run.disable_bf16_reduced_precision_matmul:
+    if run.precision.disable_bf16_reduced_precision_matmul:
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
-    if run.logging_level is not None:
-        logging.basicConfig(level=run.logging_level)
-        logging.getLogger().setLevel(run.logging_level)
+    if run.logging.logging_level is not None:
+        logging.basicConfig(level=run.logging.logging_level)
+        logging.getLogger().setLevel(run.logging.logging_level)
 
 
 def shut_down() -> None:

@@ -115,12 +115,12 @@ def start_session(
         status.watch.follow(status.peers.peers)
 
     status.activity = "connecting the ranks"
-    if "gloo" in run.distributed_backend:
+    if "gloo" in run.parallelism.distributed_backend:
         check_addresses(store, place.rank, place.world_size, START_TIMEOUT)
     start_processes(run, place, store)
-    if claims_save_directory and run.save is not None and not run.skip_train:
+    if claims_save_directory and run.checkpoint.save is not None and not run.schedule.skip_train:
         status.activity = "claiming the save directory"
-        claim_directory(storage_path(run.save), control_group(None))
+        claim_directory(storage_path(run.checkpoint.save), control_group(None))
         status.has_claimed = True
         if place.rank == 0 and status.save_directory is not None:
             set_earlier_failure_aside(status.save_directory)
@@ -131,7 +131,7 @@ def start_session(
         get_position_embedding_ranks=get_position_embedding_ranks,
     )
     set_numerics(run)
-    seed_everything(run.seed)
+    seed_everything(run.schedule.seed)
 
     status.activity = "building the tokenizer"
     tokenizer = build_tokenizer(run.namespace())
@@ -139,10 +139,14 @@ def start_session(
     for derived in run.derivations[-2:]:
         if derived.name.endswith("vocab_size"):
             print_rank_0(f" > {derived}")
-    timers = Timers(run.timing_log_level, run.timing_log_option)
+    timers = Timers(run.logging.timing_log_level, run.logging.timing_log_option)
     session = Session(run, groups, timers, tokenizer, status)
     status.activity = "opening what is written beside the log"
-    session.signal = SignalFlag("SIGTERM", run.exit_signal) if run.exit_signal_handler else None
+    session.signal = (
+        SignalFlag("SIGTERM", run.schedule.exit_signal)
+        if run.schedule.exit_signal_handler
+        else None
+    )
     session.tensorboard, session.wandb = open_tensorboard(run), open_wandb(run)
     publish(session)
     return session
@@ -152,7 +156,7 @@ def announce(run: ResolvedRun) -> None:
     """Print what was derived, and which flags have no effect here."""
     for line in notes(run.config):
         print_rank_0(f" note: {line}")
-    only_uses_the_model = run.skip_train and not run.eval_iters
+    only_uses_the_model = run.schedule.skip_train and not run.schedule.eval_iters
     for derived in run.derivations:
         if not (only_uses_the_model and derived.is_of_training):
             print_rank_0(f" > {derived}")
@@ -168,12 +172,12 @@ def publish(session: Session) -> None:
     global_vars.set_wandb_writer(session.wandb)
     global_vars.set_signal_handler(session.signal)
     calculator.reconfigure_num_microbatches_calculator(
-        run.rank,
-        run.rampup_batch_size,
-        run.global_batch_size,
-        run.micro_batch_size,
-        run.data_parallel_size,
-        run.decrease_batch_size_if_needed,
-        run.step_batch_size_schedule,
-        run.seq_length,
+        run.topology.rank,
+        run.schedule.rampup_batch_size,
+        run.schedule.global_batch_size,
+        run.schedule.micro_batch_size,
+        run.topology.data_parallel_size,
+        run.schedule.decrease_batch_size_if_needed,
+        run.schedule.step_batch_size_schedule,
+        run.model.seq_length,
     )

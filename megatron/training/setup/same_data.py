@@ -43,9 +43,9 @@ def with_data_order(run: ResolvedRun, state: TrainState, order: Any) -> TrainSta
         return state
     consumed = state.consumed_train_samples
     begins_phase = bool(transitions_of(run)) and phase_of(run, consumed).begin == consumed
-    if before is not None and consumed > 0 and not begins_phase and not run.skip_train:
+    if before is not None and consumed > 0 and not begins_phase and not run.schedule.skip_train:
         changed = differences(before, order)
-        if changed and not run.allow_changed_data:
+        if changed and not run.data.allow_changed_data:
             raise _refusal(changed, consumed)
         if changed:
             print_rank_0(f" > the data have changed since the checkpoint: {', '.join(changed)}")

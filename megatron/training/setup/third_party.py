@@ -31,7 +31,7 @@ from megatron.training.step import train_step as step
 def _run(args: argparse.Namespace) -> ResolvedRun:
     """Return the settings in `args`; what was derived there is not derived again."""
     run = run_from_args(args)
-    return ResolvedRun(run.config, {**run.values, **vars(args)}, run.derivations, run.extra)
+    return run.overlaid(vars(args))
 
 
 def setup_model_and_optimizer(
@@ -82,7 +82,7 @@ def train_step(
         scheduler=opt_param_scheduler,
         forward_step=forward_step_func,
         forward_backward=forward_backward_func,
-        microbatches=MicrobatchPlanner(run.micro_batch_size),
+        microbatches=MicrobatchPlanner(run.schedule.micro_batch_size),
         timers=global_vars.get_timers(),
         size=ModelSize.from_settings(run.values),
     )
@@ -93,7 +93,7 @@ def train_step(
     )
     plan = StepPlan(
         num_microbatches=calculator.get_num_microbatches(),
-        micro_batch_size=run.micro_batch_size,
+        micro_batch_size=run.schedule.micro_batch_size,
         global_batch_size=calculator.get_current_running_global_batch_size(),
     )
     result = step(parts, state, plan)

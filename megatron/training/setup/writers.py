@@ -12,11 +12,13 @@ from megatron.training.resolve import ResolvedRun
 
 def open_tensorboard(run: ResolvedRun) -> Any:
     """Return a `SummaryWriter` with the settings of the run as text, or None."""
-    if run.tensorboard_dir is None or not is_last_rank():
+    if run.logging.tensorboard_dir is None or not is_last_rank():
         return None
     optional_imports.require("tensorboard", purpose="--tensorboard-dir")
     module = optional_imports.require("torch.utils.tensorboard", purpose="--tensorboard-dir")
-    writer = module.SummaryWriter(log_dir=run.tensorboard_dir, max_queue=run.tensorboard_queue_size)
+    writer = module.SummaryWriter(
+        log_dir=run.logging.tensorboard_dir, max_queue=run.logging.tensorboard_queue_size
+    )
     for name, value in {**run.values, **run.extra}.items():
         writer.add_text(name, str(plain(value)))
     return writer
@@ -24,14 +26,14 @@ def open_tensorboard(run: ResolvedRun) -> Any:
 
 def open_wandb(run: ResolvedRun) -> Any:
     """Return the wandb module with an open run, or None; offline where it cannot log in."""
-    if not run.wandb_project or not is_last_rank():
+    if not run.logging.wandb_project or not is_last_rank():
         return None
     wandb = optional_imports.require("wandb", purpose="--wandb-project")
     settings = {
-        "project": run.wandb_project,
-        "entity": run.wandb_entity,
-        "name": run.wandb_exp_name,
-        "dir": run.wandb_save_dir,
+        "project": run.logging.wandb_project,
+        "entity": run.logging.wandb_entity,
+        "name": run.logging.wandb_exp_name,
+        "dir": run.logging.wandb_save_dir,
         "config": {name: plain(value) for name, value in run.config.flat().items()},
     }
     try:

@@ -107,7 +107,7 @@ def test_nothing_is_missing_in_a_documented_command(place, inputs):
         )
 
     run = read_settings(read, count, RunStatus())
-    assert run.seq_length == run.max_position_embeddings == 2048
+    assert run.model.seq_length == run.model.max_position_embeddings == 2048
 
 
 def test_the_documented_generation_continues_a_prompt(inputs):

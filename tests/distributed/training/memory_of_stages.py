@@ -46,7 +46,7 @@ def run_of(model, stage, dtype):
     words += " --max-position-embeddings 256"
     config = parse_command_line(words.split()).config
     run = resolve(config, world_size=2)
-    return resolve_vocabulary(run, run.vocab_size)
+    return resolve_vocabulary(run, run.tokenizer.vocab_size)
 
 
 def storages(tensors):
@@ -76,7 +76,7 @@ def _measure_stage(groups, run):
     with redirect_stdout(io.StringIO()):
         (chunk,) = build_model(run.values, provider, groups)
     optimizer = build_optimizer(run.values, [chunk], groups)
-    tokens = torch.randint(size.vocab_size, (run.micro_batch_size, size.seq_length))
+    tokens = torch.randint(size.vocab_size, (run.schedule.micro_batch_size, size.seq_length))
     positions = torch.arange(size.seq_length).expand_as(tokens)
     known = {p.untyped_storage().data_ptr() for p in chunk.parameters()}
     saved = {}

@@ -204,22 +204,22 @@ def our_model(
     tp = get_pg_size(groups.tp)
     config = parse_command_line([*flags_for(directory), *words]).config
     run = resolve(config, world_size=tp * num_stages * get_pg_size(groups.dp))
-    settings = {**run.values, "unpadded_vocab_size": run.vocab_size}
+    settings = {**run.values, "unpadded_vocab_size": run.tokenizer.vocab_size}
     transformer: TransformerConfig = transformer_config(settings)
     model = GPTModel(
         transformer,
         get_gpt_decoder_block_spec(transformer, use_transformer_engine=False, pp_rank=stage),
-        vocab_size=-(-run.vocab_size // (128 * tp)) * 128 * tp,
-        max_sequence_length=run.max_position_embeddings,
+        vocab_size=-(-run.tokenizer.vocab_size // (128 * tp)) * 128 * tp,
+        max_sequence_length=run.model.max_position_embeddings,
         pre_process=stage == 0,
         post_process=stage == num_stages - 1,
-        share_embeddings_and_output_weights=not run.untie_embeddings_and_output_weights,
-        position_embedding_type=run.position_embedding_type,
-        rotary_base=run.rotary_base,
-        rotary_percent=run.rotary_percent,
-        seq_len_interpolation_factor=run.rotary_seq_len_interpolation_factor,
-        rope_scaling=run.use_rope_scaling,
-        rope_scaling_factor=run.rope_scaling_factor,
+        share_embeddings_and_output_weights=not run.model.untie_embeddings_and_output_weights,
+        position_embedding_type=run.model.position_embedding_type,
+        rotary_base=run.latent_attention.rotary_base,
+        rotary_percent=run.model.rotary_percent,
+        seq_len_interpolation_factor=run.model.rotary_seq_len_interpolation_factor,
+        rope_scaling=run.model.use_rope_scaling,
+        rope_scaling_factor=run.model.rope_scaling_factor,
         pg_collection=groups,
     )
     load_state(

@@ -30,6 +30,7 @@ from megatron.training.losses import LossTable
 from megatron.training.parts import StepPlan, ValidationSet
 from megatron.training.resilience.signals import SignalFlag
 from megatron.training.resilience.status import RunStatus
+from megatron.training.resolve import ResolvedRun
 from megatron.training.state import StepResult, StopReason, TrainState
 
 
@@ -140,7 +141,7 @@ def test_a_signal_leaves_an_evaluation_between_two_batches(monkeypatch):
     sets = [ValidationSet("", iter(()), 1)]
     hook = hook_module.Evaluate(
         SimpleNamespace(
-            run=SimpleNamespace(full_validation=False, eval_iters=200, eval_interval=5),
+            run=ResolvedRun().overlaid({"eval_iters": 200, "eval_interval": 5}),
             data=SimpleNamespace(valid=sets),
             model=[],
         ),
@@ -174,7 +175,7 @@ def test_means_leave_out_steps_that_did_not_train():
 
 def test_a_skipped_step_names_what_overflowed(monkeypatch):
     lines = []
-    run = SimpleNamespace(log_interval=10, timing_log_level=0, log_params_norm=False)
+    run = ResolvedRun().overlaid({"log_interval": 10})
     hook = LogLine(SimpleNamespace(run=run), lines.append, train_iters=20)
     reason = "gradient of output_layer.weight is not finite on global rank 1"
     skipped = result(1.0, was_skipped=True, skip_reason=reason, loss_scale=512.0)
@@ -194,7 +195,7 @@ def test_a_run_too_short_for_a_line_has_one_at_its_end(num_steps, reported, monk
         hook._has_reported_memory = True
 
     monkeypatch.setattr(LogLine, "_report", report)
-    run = SimpleNamespace(log_interval=10, timing_log_level=0, log_params_norm=False)
+    run = ResolvedRun().overlaid({"log_interval": 10})
     hook = LogLine(SimpleNamespace(run=run), [].append, train_iters=20)
     for step in range(1, num_steps + 1):
         hook.after_step(TrainState(iteration=step), result(1.0))
@@ -272,9 +273,8 @@ def scalars_of(path, sinks, interval=1, **settings) -> Scalars:
         "log_loss_scale_to_tensorboard", "log_memory_to_tensorboard",
         "log_validation_ppl_to_tensorboard",
     )  # fmt: skip
-    known = dict.fromkeys(names, True) | {"num_experts": None} | settings
-    run = SimpleNamespace(**known, seq_length=8, world_size=1)
-    run.log_timers_to_tensorboard = False
+    known = dict.fromkeys(names, True) | {"seq_length": 8, "log_timers_to_tensorboard": False}
+    run = ResolvedRun().overlaid({**known, **settings})
     return Scalars(SimpleNamespace(run=run), sinks, interval)
 
 

@@ -118,14 +118,14 @@ def test_a_value_is_derived(words, world_size, name, value):
 )
 def test_the_number_of_virtual_stages_follows_from_each_way_of_saying_it(words, chunks):
     found = run("--pipeline-model-parallel-size", "2", *words, world_size=2)
-    assert found.virtual_pipeline_model_parallel_size == chunks
+    assert found.parallelism.virtual_pipeline_model_parallel_size == chunks
 
 
 def test_a_run_in_samples_counts_its_steps():
     config = parse_command_line(
         [*SMALL[:-2], "--train-samples", "1000", "--global-batch-size", "8"]
     ).config
-    assert resolve(config, world_size=1).train_iters == 125
+    assert resolve(config, world_size=1).schedule.train_iters == 125
 
 
 def test_a_run_in_samples_with_a_growing_batch_counts_its_steps():
@@ -133,7 +133,7 @@ def test_a_run_in_samples_with_a_growing_batch_counts_its_steps():
     words += ["--rampup-batch-size", "4", "4", "20"]
     config = parse_command_line(words).config
     # 4 samples a step up to sample 20, then 8: 5 * 4 + 10 * 8 = 100.
-    assert resolve(config, world_size=1).train_iters == 15
+    assert resolve(config, world_size=1).schedule.train_iters == 15
 
 
 def test_every_derived_value_says_its_formula():
@@ -156,7 +156,7 @@ def test_what_was_asked_for_is_not_changed():
 def test_changing_the_namespace_does_not_change_the_run():
     found = run()
     found.namespace().num_layers = 99
-    assert found.num_layers == 4
+    assert found.model.num_layers == 4
 
 
 @pytest.mark.parametrize(
@@ -167,20 +167,24 @@ def test_the_vocabulary_is_padded_for_equal_shards(size, multiple, tp, padded):
     assert pad_vocabulary(size, multiple=multiple, tp=tp) == padded
 
 
+def rows_of(found):
+    return found.model.unpadded_vocab_size, found.tokenizer.padded_vocab_size
+
+
 def test_the_vocabulary_comes_from_the_tokenizer():
     found = resolve_vocabulary(run(), 300)
-    assert (found.unpadded_vocab_size, found.padded_vocab_size) == (50257, 50304)
+    assert rows_of(found) == (50257, 50304)
     found = resolve_vocabulary(run("--vocab-size", "100"), 300)
-    assert (found.unpadded_vocab_size, found.padded_vocab_size) == (300, 384)
+    assert rows_of(found) == (300, 384)
 
 
 def test_a_tokenizer_adds_no_classes_to_the_loss_of_a_model_that_is_loaded():
     model = run("--vocab-size", "131")
-    model = dataclasses.replace(model, values={**model.values, "load_hf": "some/model"})
+    model = model.overlaid({"load_hf": "some/model"})
     found = resolve_vocabulary(model, 132)
-    assert (found.unpadded_vocab_size, found.padded_vocab_size) == (131, 256)
+    assert rows_of(found) == (131, 256)
     assert "the tokenizer has 132 ids" in str(found.derivations[-2])
-    assert resolve_vocabulary(model, 100).unpadded_vocab_size == 131
+    assert resolve_vocabulary(model, 100).model.unpadded_vocab_size == 131
 
 
 @pytest.mark.parametrize(("words", "found"), [([], "transformer_engine"), (["local"], "local")])
@@ -189,8 +193,8 @@ def test_latent_attention_takes_local_layers_beside_those_of_transformer_engine(
 ):
     monkeypatch.setattr("megatron.training.resolve._has_engine_layers", lambda: True)
     words = [word for each in words for word in ("--transformer-impl", each)]
-    assert run(*words).transformer_impl == found
-    assert run("--multi-latent-attention", *words).transformer_impl == "local"
+    assert run(*words).model.transformer_impl == found
+    assert run("--multi-latent-attention", *words).model.transformer_impl == "local"
 
 
 @pytest.mark.parametrize("kind", ["rope", "yarn"])

@@ -12,6 +12,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.cli.parser import parse_command_line
 from megatron.training.initialize import _set_random_seed
+from megatron.training.resolve import ResolvedRun
 from megatron.training.rules import resolve_and_check
 from megatron.training.setup import writers
 from megatron.training.setup.distributed import set_numerics
@@ -66,10 +67,7 @@ def test_a_run_without_a_key_of_wandb_is_recorded_offline(monkeypatch, capsys):
 
     library = SimpleNamespace(Error=Error, init=init)
     monkeypatch.setattr(writers.optional_imports, "require", lambda name, purpose: library)
-    run = SimpleNamespace(
-        wandb_project="p", wandb_entity="", wandb_exp_name="", wandb_save_dir="",
-        config=SimpleNamespace(flat=dict),
-    )  # fmt: skip
+    run = ResolvedRun().overlaid({"wandb_project": "p"})
     assert writers.open_wandb(run) is library
     assert begun == [(None, "p"), ("offline", "p")]
     assert "wandb login" in capsys.readouterr().out

@@ -25,7 +25,7 @@ class ShapeConfig:
     """Width of the MLP. Default 4 * hidden-size, or 2/3 of it rounded down to 64 with --swiglu."""
     kv_channels: int | None = None
     """Width of one head; None means hidden_size / num_attention_heads, if that is whole."""
-    unpadded_vocab_size: int | None = no_flag(None)
+    unpadded_vocab_size: int | None = no_flag(None, is_arg=True)
     """Number of real token ids. Rows beyond it pad the vocabulary to a size that splits evenly;
     they take no part in the loss, which therefore does not depend on the padding."""
 
