@@ -93,19 +93,19 @@ def what_is_loaded_is_there(run: ResolvedRun) -> Iterator[MegatronError]:
     try:
         if checkpoint.load is not None:
             own = select_checkpoints(
-                storage_path(run.checkpoint.load),
-                run.checkpoint.ckpt_step,
-                save=run.checkpoint.save,
+                storage_path(checkpoint.load),
+                checkpoint.ckpt_step,
+                save=checkpoint.save,
             )
             if own.candidates:
                 return
-        if run.checkpoint.pretrained_checkpoint is not None:
+        if checkpoint.pretrained_checkpoint is not None:
             if not select_checkpoints(
-                storage_path(run.checkpoint.pretrained_checkpoint), None
+                storage_path(checkpoint.pretrained_checkpoint), None
             ).candidates:
-                yield missing_pretrained(run.checkpoint.pretrained_checkpoint)
-        elif run.checkpoint.load is not None and run.checkpoint.exit_on_missing_checkpoint:
-            yield missing(run.checkpoint.load)
+                yield missing_pretrained(checkpoint.pretrained_checkpoint)
+        elif checkpoint.load is not None and checkpoint.exit_on_missing_checkpoint:
+            yield missing(checkpoint.load)
     except MegatronError as error:
         yield error
     except OSError as error:

@@ -262,7 +262,7 @@ def compare_gradients(directory: Path, theirs: Any, ours: Mapping[str, Tensor]) 
             mine_whole = _our_gradient(ours, mine, rule.num_experts)
             if rule.num_blocks is not None:
                 grads = [_in_blocks(grads[0], rule.num_blocks)]
-            for rows in rule.arrangement(geometry, [len(g) for g in grads]):
+            for rows in rule.row_map(geometry, [len(g) for g in grads]):
                 part = grads[rows.source].narrow(0, rows.begin, rows.length)
                 own = mine_whole.narrow(0, rows.place, rows.length)
                 assert_close(own, part, FP32_REORDERED_SUM, mine)

@@ -58,8 +58,11 @@ def test_steps_and_samples_are_those_of_a_loop(text):
 
 def test_a_run_has_the_batches_of_its_schedule():
     found = run(["--train-iters", "6", "--step-batch-size-schedule", "0:4 64:8 128:12"])
-    assert (found.global_batch_size, found.train_samples) == (12, 4 + 4 + 8 + 12 * 3)
-    numbers = (0, None, found.global_batch_size, 2, 2, False, "0:4 64:8 128:12", 8)
+    assert (found.schedule.global_batch_size, found.schedule.train_samples) == (
+        12,
+        4 + 4 + 8 + 12 * 3,
+    )
+    numbers = (0, None, found.schedule.global_batch_size, 2, 2, False, "0:4 64:8 128:12", 8)
     made = calculator.build_num_microbatches_calculator(*numbers)
     sizes, consumed = [], 0
     for _ in range(6):
