@@ -91,7 +91,7 @@ def _free_if_drawn(_module: nn.Module, _name: str, parameter: Tensor | None) -> 
 
 
 def without_memory(tensor: Tensor) -> Tensor:
-    """Return a tensor of the same shape whose elements are all the same NaN: 4 bytes.
+    """Return a tensor of the same shape [...] whose elements are all the same NaN: 4 bytes.
 
     It stands for values that are not here; reading it by mistake gives NaN, not the contents of
     some other memory.
@@ -167,7 +167,7 @@ def full_weight(
     init_method: Callable[[Tensor], object],
     device: torch.device,
 ) -> Tensor:
-    """Return the full tensor, fp32, drawn as that of the one-device model.
+    """Return the full tensor [*shape], fp32, drawn as that of the one-device model.
 
     Rows that pad it are zero: an initialiser that reads the shape (Xavier's fan) sees none of them,
     and a vector as a matrix of one column.

@@ -130,7 +130,10 @@ def local_ranges(
 
 
 def shard_of(full: Tensor, meta: ParamMeta, axis_rank: int, axis_size: int) -> Tensor:
-    """Cut the piece of one rank out of the full tensor (a view where it is contiguous)."""
+    """Cut the piece [.., n/tp, ..] of one rank out of the full tensor [.., n, ..].
+
+    It is a view where that is contiguous.
+    """
     if meta.split_dim is None or axis_size == 1:
         return full
     dim = meta.split_dim
@@ -140,7 +143,7 @@ def shard_of(full: Tensor, meta: ParamMeta, axis_rank: int, axis_size: int) -> T
 
 
 def unshard(shards: Sequence[Tensor], meta: ParamMeta) -> Tensor:
-    """Join the pieces of all ranks of the split axis, in rank order: inverse of `shard_of`."""
+    """Join the pieces [.., n/tp, ..] of all ranks, in rank order, to [.., n, ..]."""
     if meta.split_dim is None or len(shards) == 1:
         return shards[0]
     blocks = [shard.chunk(meta.stride, meta.split_dim) for shard in shards]

@@ -84,7 +84,7 @@ def unwrap_model(model: Any, module_instances: tuple[type, ...] | None = None) -
 
 
 def make_viewless_tensor(inp: Tensor, requires_grad: bool, keep_graph: bool) -> Tensor:
-    """Return a tensor of the same data that is not a view of another.
+    """Return a tensor of the same data [...] that is not a view of another.
 
     A pipeline stage frees the data of its output after sending; that works only on tensors that
     own their storage. With `keep_graph` the autograd history is kept.
@@ -152,7 +152,7 @@ def best_divisor(number: int, at_most: int) -> int:
 
 
 def split_tensor_into_1d_equal_chunks(tensor: Tensor, group: Any) -> Tensor:
-    """Return this rank's equal piece of the flattened tensor."""
+    """Return this rank's equal piece [n/tp] of the flattened tensor."""
     flat = tensor.reshape(-1)
     length = divide(flat.numel(), get_pg_size(group))
     return flat.narrow(0, get_pg_rank(group) * length, length)

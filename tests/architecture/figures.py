@@ -203,13 +203,17 @@ def tensor_functions() -> Iterator[tuple[str, bool]]:
         for function, owner in module.public_functions():
             types = [ast.unparse(a.annotation) for a in arguments(function) if a.annotation]
             returns = ast.unparse(function.returns) if function.returns else ""
-            if not any("Tensor" in t for t in types) or "Tensor" not in returns:
+            if not any(_names_tensor(t) for t in types) or not _names_tensor(returns):
                 continue
             text = ast.get_docstring(function) or ""
             if owner is not None and function.name == "forward":
                 text += ast.get_docstring(owner) or ""
             where = f"{module.path}:{function.lineno} {function.name}"
             yield where, "[" in text and "]" in text
+
+
+def _names_tensor(annotation: str) -> bool:
+    return re.search(r"\bTensor\b", annotation) is not None
 
 
 def without_shapes() -> Iterator[str]:

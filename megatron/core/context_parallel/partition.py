@@ -65,7 +65,7 @@ def get_batch_on_this_cp_rank(batch: Mapping[str, Any], cp_group: Group = None) 
 
 
 def take_rows(x: Tensor, dim: int, rank: int, size: int, name: str = "tensor") -> Tensor:
-    """Return rank `rank`'s rows of `x`, whose dimension `dim` is the whole sequence."""
+    """Return the rows of rank `rank`: [.., s, ..] -> [.., s/cp, ..], the sequence being `dim`."""
     length = x.shape[dim]
     if length % (2 * size):
         raise DataError(

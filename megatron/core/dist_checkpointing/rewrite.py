@@ -51,7 +51,7 @@ class Produced:
 
 
 def read_whole(tensor: StoredTensor, reader: ShardReader) -> Tensor:
-    """Return a stored tensor, put together and verified; on the CPU."""
+    """Return a stored tensor, joined to its full shape [...] and verified; on the CPU."""
     whole = torch.empty(tensor.shape, dtype=DTYPES[tensor.dtype])
     zero = (0,) * len(tensor.shape)
     for read in ShardIndex(tensor).reads((zero, tensor.shape)):

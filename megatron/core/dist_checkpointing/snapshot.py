@@ -32,7 +32,7 @@ class SnapshotBuffer:
         return self._memory.numel()
 
     def copy_of(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Copy tensors, given in `storage_order`, and return the copies.
+        """Copy tensors [...], given in `storage_order`, and return copies of the same shapes.
 
         The copies are contiguous CPU tensors, valid until the next call.
         """

@@ -78,7 +78,7 @@ class Mesh:
         return self.shard_size * self.replicate_size
 
     def own(self, bucket: Tensor) -> Tensor:
-        """Return this rank's shard of a bucket, as a view."""
+        """Return this rank's shard [n/dp] of a bucket [n], as a view."""
         return piece_of(bucket, self.shard_rank, self.shard_size)
 
 

@@ -48,11 +48,11 @@ class BFloat16Codec:
         return 2 * numel
 
     def pack(self, values: Tensor) -> Tensor:
-        """See `Codec`."""
+        """Encode fp32 values [n]; see `Codec`."""
         return values.bfloat16().view(torch.uint8)
 
     def unpack(self, packed: Tensor) -> Tensor:
-        """See `Codec`."""
+        """Decode to fp32 values [n]; see `Codec`."""
         return packed.view(torch.bfloat16).float()
 
 
@@ -70,7 +70,7 @@ class BlockInt8Codec:
         return numel // BLOCK * (BLOCK + SCALE_BYTES)
 
     def pack(self, values: Tensor) -> Tensor:
-        """See `Codec`."""
+        """Encode fp32 values [n]; see `Codec`."""
         blocks = values.view(-1, BLOCK)
         scale = blocks.abs().amax(dim=1, keepdim=True).mul_(1 / 127)
         packed = torch.empty(
@@ -83,7 +83,7 @@ class BlockInt8Codec:
         return packed.view(-1)
 
     def unpack(self, packed: Tensor) -> Tensor:
-        """See `Codec`."""
+        """Decode to fp32 values [n]; see `Codec`."""
         blocks = packed.view(-1, BLOCK + SCALE_BYTES)
         scale = blocks[:, BLOCK:].view(torch.float32)
         return blocks[:, :BLOCK].view(torch.int8).float().mul_(scale).view(-1)

@@ -40,7 +40,7 @@ class LowRankMatrices:
         return [values[b : b + r * c].view(r, c) for b, r, c in self._matrices]
 
     def project(self, values: Tensor, multiple: int) -> Tensor:
-        """Return what is to be summed first: M Q of each matrix, and what is no matrix.
+        """Return what is to be summed first, flat [k]: M Q of each matrix, and what is no matrix.
 
         Args:
             multiple: zeros at the end make the length one of it.
@@ -55,7 +55,11 @@ class LowRankMatrices:
         return _padded([*parts, *(values[b:e] for b, e in self._rest)], multiple)
 
     def project_back(self, values: Tensor, message: Tensor, multiple: int) -> Tensor:
-        """Return what is to be summed next: M^T P of each matrix, P the orthonormal sum of M Q."""
+        """Return what is summed next, flat [k]: M^T P of each matrix, P the orthonormal sum of M Q.
+
+        Args:
+            values: [n], the bucket. message: [k], the sums of `project`.
+        """
         place, parts = 0, []
         self._left = []
         for m in self._views(values):

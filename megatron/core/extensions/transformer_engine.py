@@ -142,7 +142,7 @@ class TEColumnParallelLinear(_Linear):  # type: ignore[misc,valid-type]
         _describe(self, init_method, split_dim=0, stride=stride, sequence_parallel=False)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return (output, bias to be added or None)."""
+        """Return ([s, b, o/tp] of x [s, b, i], bias [o/tp] to be added or None)."""
         out = super().forward(x)
         return out if self._returns_bias else (out[0] if isinstance(out, tuple) else out, None)
 
@@ -190,7 +190,7 @@ class TELayerNormColumnParallelLinear(_LayerNormLinear):  # type: ignore[misc,va
         )
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return (output, bias to be added or None)."""
+        """Return ([s, b, o/tp] of x [s, b, i], bias [o/tp] to be added or None)."""
         out = super().forward(x)
         return out if self._returns_bias else (out[0] if isinstance(out, tuple) else out, None)
 
@@ -223,7 +223,7 @@ class TERowParallelLinear(_Linear):  # type: ignore[misc,valid-type]
         _describe(self, init_method, split_dim=1, sequence_parallel=config.sequence_parallel)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return (output, bias to be added or None)."""
+        """Return ([s, b, o] of x [s, b, i/tp], bias [o] to be added or None)."""
         out = super().forward(x)
         return out if self._returns_bias else (out[0] if isinstance(out, tuple) else out, None)
 

@@ -23,7 +23,7 @@ def bias_geglu_impl(input: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def quick_gelu(y: Tensor) -> Tensor:
-    """Return y * sigmoid(1.702 y), an approximation of GELU (arXiv 1606.08415, section 2)."""
+    """Return y * sigmoid(1.702 y) of y [...]: about GELU (arXiv 1606.08415, section 2)."""
     return y * torch.sigmoid(QUICK_GELU_SLOPE * y)
 
 

@@ -32,7 +32,10 @@ def missing() -> str | None:
 def flex(query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
     """Attend within a window and a document; the scores may be bounded and have a sink.
 
-    Args and result: see `AttentionKernel`; sq is sk.
+    Args:
+        query: [s, b, n, d]. key: [s, b, g, d]. value: [s, b, g, e]. options: see `AttentionKernel`.
+    Returns:
+        [s, b, n * e].
     """
     return flex_attention_with(_compiled(), query, key, value, options)
 
@@ -44,7 +47,7 @@ def flex_attention_with(
     value: Tensor,
     options: AttentionOptions,
 ) -> Tensor:
-    """Do so by `attend`: torch's `flex_attention`, compiled or not."""
+    """Return `flex` [s, b, n * e] by `attend`: torch's `flex_attention`, compiled or not."""
     s, b, n, _ = query.shape
     asks_lse = {} if options.sink is None else _asking_for_lse()
     found = attend(

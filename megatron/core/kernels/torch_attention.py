@@ -16,7 +16,10 @@ from megatron.core.kernels.attention_options import AttentionOptions
 def sdpa(query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
     """Attend to all keys or, by torch's causal flag, to earlier ones: flash kernels on GPUs.
 
-    Args and result: see `AttentionKernel`; sq is sk.
+    Args:
+        query: [s, b, n, d]. key: [s, b, g, d]. value: [s, b, g, e]. options: see `AttentionKernel`.
+    Returns:
+        [s, b, n * e].
     """
     return _sdpa(query, key, value, options.scale, None, is_causal=options.mask.window == (-1, 0))
 

@@ -47,7 +47,7 @@ def counts_here(parameter: Tensor, groups: ProcessGroupCollection) -> bool:
 def without_padding(
     shard: ParameterShard, values: Tensor, groups: ProcessGroupCollection
 ) -> Tensor:
-    """Return the elements of `values` (flat or of the shard's shape) that are no padding, flat."""
+    """Return the elements of `values` (flat or of the shard's shape) that are no padding, [n]."""
     meta = get_param_meta(shard.parameter)
     if meta.num_rows is None:
         return values

@@ -83,10 +83,10 @@ class MuonRedistribute:
         direction_of: Callable[[MainParamShard], Tensor],
         whole_update: Callable[[nn.Parameter, Tensor], Tensor],
     ) -> Iterator[tuple[MainParamShard, Tensor]]:
-        """Yield (shard, its part of the update), flat, for all shards of this rank.
+        """Yield (shard, its part [n] of the update) for all shards of this rank.
 
         Args:
-            direction_of: what a shard contributes, flat.
+            direction_of: what a shard contributes, flat [n].
             whole_update: turns an assembled direction of the parameter's shape into its update.
         Communication: two all-to-alls per round; one where every rank holds whole matrices.
         """

@@ -104,7 +104,7 @@ class MegatronOptimizer:
         return torch.tensor([1.0 if self.grad_scaler is None else self.grad_scaler.scale])
 
     def scale_loss(self, loss: Tensor) -> Tensor:
-        """Multiply the loss before backward."""
+        """Return the loss [] times the loss scale, for backward."""
         return loss if self.grad_scaler is None else loss * self.grad_scaler.scale
 
     # A step ---------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ def split_remainder(main: Tensor) -> tuple[Tensor, Tensor]:
     """Return (upper, lower): the nearest bf16 numbers, and int16 differences in fp32 bits.
 
     Args:
-        main: fp32, contiguous.
+        main: fp32 [...], contiguous.
     """
     bits = main.view(torch.int32)
     upper = (bits + 0x8000) >> 16
@@ -24,6 +24,6 @@ def split_remainder(main: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def join_remainder(upper: Tensor, lower: Tensor) -> Tensor:
-    """Return the fp32 main weights of `split_remainder`."""
+    """Return the fp32 main weights [...] of `split_remainder`, from parts of their shape."""
     high = upper.contiguous().view(torch.int16).to(torch.int32) << 16
     return (high + lower.to(torch.int32)).view(torch.float32)

@@ -62,7 +62,7 @@ class Exact:
     is_exact: bool = True
 
     def decode(self, stored: Tensor) -> Tensor:
-        """See `Codec`."""
+        """Return fp32 [blocks, BLOCK]; see `Codec`."""
         return stored.view(torch.float32)
 
     def encode(self, values: Tensor, stored: Tensor, noise: Tensor | None) -> None:
@@ -80,7 +80,7 @@ class Brain16:
     is_exact: bool = False
 
     def decode(self, stored: Tensor) -> Tensor:
-        """See `Codec`."""
+        """Return fp32 [blocks, BLOCK]; see `Codec`."""
         return stored.view(torch.bfloat16).float()
 
     def encode(self, values: Tensor, stored: Tensor, noise: Tensor | None) -> None:
@@ -109,7 +109,7 @@ class Scaled:
         return BLOCK * self.dtype.itemsize + SCALE_BYTES
 
     def decode(self, stored: Tensor) -> Tensor:
-        """See `Codec`."""
+        """Return fp32 [blocks, BLOCK]; see `Codec`."""
         values = self._values(stored).float().mul_(_scales(stored))
         return values.square_() if self.stores_root else values
 
@@ -158,7 +158,7 @@ def codec_of(dtype: torch.dtype, *, is_second_moment: bool = False) -> Codec:
 
 
 def random_bits(places: Tensor, step: int) -> Tensor:
-    """Hash int32 places to int32 random bits, another set for each step.
+    """Hash int32 places [...] to int32 random bits [...], another set for each step.
 
     Rounds of multiply and shift, with constants from C. Wellons' search for such functions.
     """

@@ -87,21 +87,21 @@ class MeasuredStage:
         self._timers = timers
 
     def forward(self, microbatch: int, inputs: list[Tensor] | None) -> list[Tensor]:
-        """Run and measure one forward."""
+        """Run and measure one forward: inputs and outputs [s, b, h]."""
         start = self._start("forward-compute")
         outputs = self._stage.forward(microbatch, inputs)
         self._stop("forward-compute", Op.FORWARD, microbatch, start)
         return outputs
 
     def backward(self, microbatch: int, output_grads: Sequence[Tensor] | None) -> list[Tensor]:
-        """Run and measure one backward."""
+        """Run and measure one backward: gradients [s, b, h]."""
         start = self._start("backward-compute")
         grads = self._stage.backward(microbatch, output_grads)
         self._stop("backward-compute", Op.BACKWARD, microbatch, start)
         return grads
 
     def input_grad(self, microbatch: int, output_grads: Sequence[Tensor] | None) -> list[Tensor]:
-        """Run and measure the first half of a backward."""
+        """Run and measure the first half of a backward: gradients [s, b, h]."""
         start = self._start("backward-compute")
         grads = self._stage.input_grad(microbatch, output_grads)
         self._stop("backward-compute", Op.INPUT_GRAD, microbatch, start)

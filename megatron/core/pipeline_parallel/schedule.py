@@ -34,7 +34,7 @@ class StepPlan(NamedTuple):
         return self.pipeline_size * self.num_chunks
 
 
-def _one(plan: StepPlan) -> int:
+def _one(_plan: StepPlan) -> int:
     return 1
 
 

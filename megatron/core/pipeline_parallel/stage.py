@@ -68,13 +68,13 @@ class PipelineStage(Protocol):
     """What an executor drives."""
 
     def forward(self, microbatch: int, inputs: list[Tensor] | None) -> list[Tensor]:
-        """Run one micro batch forward."""
+        """Run one micro batch forward: inputs and outputs [s, b, h]."""
 
     def backward(self, microbatch: int, output_grads: Sequence[Tensor] | None) -> list[Tensor]:
-        """Run one micro batch backward."""
+        """Run one micro batch backward: gradients [s, b, h]."""
 
     def input_grad(self, microbatch: int, output_grads: Sequence[Tensor] | None) -> list[Tensor]:
-        """Run what the previous stage waits for of one micro batch's backward."""
+        """Compute the gradients [s, b, h] that the previous stage waits for."""
 
     def weight_grad(self, microbatch: int) -> None:
         """Run what `input_grad` has left of one micro batch."""
@@ -130,8 +130,8 @@ class Stage:
         """Run the chunk on one micro batch.
 
         Args:
-            inputs: activations of the previous stage (leaves that require grad, when training), or
-                None on the first stage of the model.
+            inputs: activations [s, b, h] of the previous stage (leaves that require grad, when
+                training), or None on the first stage of the model.
         Returns:
             the outputs for the next stage; empty on the last stage.
         """
@@ -157,7 +157,8 @@ class Stage:
         """Accumulate parameter gradients of one micro batch and return the input gradients.
 
         Args:
-            output_grads: one per output; None on the last stage, which starts from its loss.
+            output_grads: [s, b, h], one per output; None on the last stage, which starts from its
+                loss.
         Returns:
             one gradient per input, zeros where the chunk did not use it; empty on the first stage.
         """
@@ -179,7 +180,7 @@ class Stage:
         return [grad.detach() for grad in grads]
 
     def input_grad(self, microbatch: int, output_grads: Sequence[Tensor] | None) -> list[Tensor]:
-        """Do the same, but leave weight gradients of linear layers to `weight_grad`."""
+        """Return gradients [s, b, h] of the inputs; leave those of weights to `weight_grad`."""
         calls: list[WeightGradient] = []
         with capture_wgrads(calls):
             grads = self.backward(microbatch, output_grads)

@@ -29,7 +29,7 @@ class AuxLossScale:
     """The loss scale of fp16."""
 
     def of(self, num_tokens: Tensor | float) -> Tensor | float:
-        """Return the gradient that the auxiliary loss of a micro batch of `num_tokens` receives."""
+        """Return the gradient [] of the auxiliary loss of a micro batch of `num_tokens`, []."""
         weight: Tensor | float = num_tokens if self.per_token else self.factor
         if self.scale is None:
             return weight

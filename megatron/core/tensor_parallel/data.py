@@ -30,7 +30,7 @@ def broadcast_data(
     datatype: torch.dtype,
     tp_group: Group = None,
 ) -> dict[str, Tensor]:
-    """Send the tensors `keys` of the group's first rank to all its ranks.
+    """Send the tensors `keys` [...] of the group's first rank to all its ranks.
 
     Args:
         keys: names, the same on all ranks and in the same order.

@@ -253,7 +253,7 @@ def copy_to_tensor_model_parallel_region(input_: Tensor, group: Group = None) ->
 
 
 def reduce_from_tensor_model_parallel_region(input_: Tensor, group: Group = None) -> Tensor:
-    """Leave a tensor-parallel block: forward all-reduce of partial sums, backward identity."""
+    """Leave a tensor-parallel block: all-reduce partial sums [...]; backward is the identity."""
     group = tensor_parallel_group(group)
     return input_ if get_pg_size(group) == 1 else _Reduce.apply(input_, group)
 
@@ -336,7 +336,9 @@ def all_to_all(
     input_split_sizes: Sizes = None,
     meanwhile: Callable[[], None] | None = None,
 ) -> Tensor:
-    """Send rows to every rank and receive rows from every rank; backward sends them back.
+    """Send rows to every rank and receive rows from every rank: [t, ...] -> [t', ...].
+
+    Backward sends them back.
 
     Args:
         output_split_sizes_, input_split_sizes: rows received from and sent to each rank; None

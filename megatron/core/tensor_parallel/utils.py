@@ -15,7 +15,7 @@ from megatron.core.utils import divide, get_pg_rank, get_pg_size
 def split_tensor_along_last_dim(
     tensor: Tensor, num_partitions: int, contiguous_split_chunks: bool = False
 ) -> tuple[Tensor, ...]:
-    """Cut the last dimension into equal parts, as views or as contiguous copies."""
+    """Cut [..., h] into equal parts [..., h/p], as views or as contiguous copies."""
     parts = tensor.split(divide(tensor.shape[-1], num_partitions), dim=-1)
     return tuple(part.contiguous() for part in parts) if contiguous_split_chunks else parts
 
@@ -23,7 +23,7 @@ def split_tensor_along_last_dim(
 def split_tensor_into_1d_equal_chunks(
     tensor: Tensor, new_buffer: bool = False, tp_group: Group = None
 ) -> Tensor:
-    """Return this rank's equal piece of the flattened tensor.
+    """Return this rank's equal piece [n/tp] of the flattened tensor.
 
     Args:
         new_buffer: copy the piece, so that the whole tensor can be freed.
@@ -35,7 +35,7 @@ def split_tensor_into_1d_equal_chunks(
 
 
 def gather_split_1d_tensor(tensor: Tensor, tp_group: Group = None) -> Tensor:
-    """Join the pieces of `split_tensor_into_1d_equal_chunks`: one all-gather."""
+    """Join the pieces [n/tp] of all ranks to [n]: one all-gather."""
     group = tensor_parallel_group(tp_group)
     return tensor if get_pg_size(group) == 1 else collectives.all_gather(tensor, group)
 

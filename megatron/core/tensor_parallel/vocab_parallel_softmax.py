@@ -216,7 +216,11 @@ def add_label_terms(
     label_smoothing: float,
     scale: Tensor | None,
 ) -> Tensor:
-    """Complete scale * p to the gradient: minus the label's and the uniform distribution."""
+    """Complete scale * p, [t, v/tp], to the gradient: minus the label's and the uniform part.
+
+    Args:
+        scale: [t], the gradient of each token's loss; None is 1.
+    """
     at_label = statistics.label_probability - 1.0
     if label_smoothing > 0.0:
         epsilon = smoothing_weight(label_smoothing, shard.num_valid)

@@ -155,7 +155,7 @@ class Attention(MegatronModule):
     def apply_rotary_pos_emb_to_qk(
         self, query: Tensor, key: Tensor, angles: Any, cos: Tensor | None, sin: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Turn queries and keys by the angles that the model gives its layers."""
+        """Rotate query [s, b, n/tp, d] and key [s, b, g/tp, d] by the angles [s, 1, 1, r]."""
         return query, key
 
     def get_rotated_qkv(
@@ -165,7 +165,7 @@ class Attention(MegatronModule):
         positions: Tensor | None,
         angles: tuple[Any, Tensor | None, Tensor | None],
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Project, and turn by `angles`, their cosine and sine; see the two functions above."""
+        """Project [s, b, h] to query [s, b, n/tp, d], key and value, and rotate the first two."""
         query, key, value = self.get_query_key_value_tensors(
             hidden_states, key_value_states, positions
         )
@@ -320,7 +320,7 @@ class SelfAttention(Attention):
         positions: Tensor | None,
         angles: tuple[Any, Tensor | None, Tensor | None],
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Project and turn; without gradients queries and keys of a group turn in one go."""
+        """Project [s, b, h] and rotate; without gradients a group's heads [r+2, d] in one go."""
         _, cos, sin = angles
         has_norms = self.q_layernorm is not None or self.k_layernorm is not None
         in_parts = has_norms or not self.uses_rotary or key_value_states is not None
@@ -366,7 +366,7 @@ class SelfAttention(Attention):
     def apply_rotary_pos_emb_to_qk(
         self, query: Tensor, key: Tensor, angles: Any, cos: Tensor | None, sin: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Turn queries and keys, unless this layer has no positions."""
+        """Rotate query and key, [s, b, n/tp, d], unless this layer has no positions."""
         if angles is None or not self.uses_rotary:
             return query, key
         if cos is None or sin is None:

@@ -16,7 +16,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 def in_compute_dtype(x: Tensor, config: TransformerConfig) -> Tensor:
-    """Return a norm's output as what computes with it takes it.
+    """Return a norm's output [s, b, h] in the dtype of what computes with it.
 
     With an fp32 residual stream norms see fp32, and give it; weights keep `params_dtype`.
     """

@@ -52,12 +52,12 @@ class PendingTensor:
 
 
 def all_reduce(x: Tensor, group: Group) -> Tensor:
-    """Sum `x` over `group` in place and return it."""
+    """Sum `x` [...] over `group` in place and return it."""
     return start_all_reduce(x, group).wait()
 
 
 def start_all_reduce(x: Tensor, group: Group) -> PendingTensor:
-    """Begin to sum contiguous `x` over `group` in place; do not touch it before `wait()`."""
+    """Begin to sum contiguous `x` [...] over `group` in place; leave it alone until `wait()`."""
     shared = _shared_memory(x, group)
     if shared is not None:
         flat = x.view(-1)
@@ -175,7 +175,7 @@ def all_to_all(
     output_sizes: Sequence[int] | None = None,
     input_sizes: Sequence[int] | None = None,
 ) -> Tensor:
-    """Send piece i of `x` to rank i and join the pieces received, in rank order.
+    """Send piece i of `x` [t, ...] to rank i; join the pieces received, in rank order.
 
     Args:
         output_sizes, input_sizes: rows received from and sent to each rank; equal if None.
@@ -189,7 +189,7 @@ def start_all_to_all(
     output_sizes: Sequence[int] | None = None,
     input_sizes: Sequence[int] | None = None,
 ) -> PendingTensor:
-    """Begin what `all_to_all` does; do not touch `x` before `wait()`."""
+    """Begin what `all_to_all` does; leave `x` [t, ...] alone until `wait()`."""
     x = x.contiguous()
     rows = x.shape[0] if output_sizes is None else sum(output_sizes)
     received = x.new_empty((rows, *x.shape[1:]))
@@ -205,6 +205,6 @@ def start_all_to_all(
 
 
 def broadcast(x: Tensor, group: Group) -> Tensor:
-    """Copy `x` of the group's first rank into `x` of the others, in place, and return it."""
+    """Copy `x` [...] of the group's first rank into `x` of the others, in place, and return it."""
     dist.broadcast(x, group=group, group_src=0)
     return x

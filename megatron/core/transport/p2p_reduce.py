@@ -42,7 +42,7 @@ class SharedSlot:
 
 
 def piece_of(bucket: Tensor, rank: int, size: int) -> Tensor:
-    """Return the rank-th of `size` equal pieces of a flat tensor, as a view."""
+    """Return the rank-th of `size` equal pieces [n/size] of `bucket` [n], as a view."""
     length = bucket.numel() // size
     return bucket[rank * length : (rank + 1) * length]
 

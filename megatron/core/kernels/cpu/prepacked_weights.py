@@ -84,7 +84,10 @@ def drop_prepacked(weight: Tensor) -> None:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return x @ weight.T + bias, through the weight's copy where there is one and no gradient."""
+    """Return x [..., i] @ weight.T [i, o] + bias [o].
+
+    It goes through the weight's copy where there is one and no gradient.
+    """
     packed: Any = getattr(weight, "prepacked_weight", None)
     if packed is not None and not torch.is_grad_enabled() and packed.fits(x, weight):
         return packed.product(x, bias)

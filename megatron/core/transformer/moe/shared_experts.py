@@ -52,7 +52,7 @@ class SharedExpertMLP(MLP):
         return self.fc2_and_gate(self.fc1_and_act(hidden_states), hidden_states), None
 
     def fc2_and_gate(self, intermediate: Tensor, hidden_states: Tensor) -> Tensor:
-        """Compute the output from that of `fc1_and_act` and the input."""
+        """Compute the output [s, b, h] from that of `fc1_and_act`, [s, b, f/tp], and the input."""
         output, bias = self.linear_fc2(intermediate)
         if bias is not None:
             output = output + bias

@@ -227,13 +227,13 @@ class PeerBuffers:
         self._exchange.wake_peers()
 
     def read(self, rank: int, index: int, begin: int, like: Tensor) -> Tensor:
-        """Return a view of what `rank` has published for a bucket; not to be written to.
+        """Return a view [n] of what `rank` has published for a bucket; not to be written to.
 
         Call `unmap` when they are read: until then their pages count as resident here, too.
 
         Args:
             begin: the first element.
-            like: as many elements, of this dtype.
+            like: [n], as many elements, of this dtype.
         """
         counters = self._counters[rank]
         place = counters[self._own.num_counters + index] + begin * like.element_size()

@@ -103,7 +103,7 @@ class ShmGroup:
             self._libc.sem_post(self._semaphores[self.rank][other])
 
     def get(self, like: Tensor) -> list[Tensor]:
-        """Wait for the others and return what each rank has put, in rank order.
+        """Wait for the others and return what each rank has put, [...] each, in rank order.
 
         The tensors are views of the slots, shaped as `like`: valid until the next `put`.
 

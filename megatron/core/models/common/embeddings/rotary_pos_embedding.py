@@ -34,7 +34,7 @@ def inverse_frequencies(num_channels: int, base: float) -> Tensor:
 
 
 def scale_by_frequency_band(inverse: Tensor, factor: float) -> Tensor:
-    """Slow the long waves down by `factor`, keep the short ones, blend in between."""
+    """Slow long waves [r/2] down by `factor`, keep the short ones, blend in between."""
     wavelength = 2 * math.pi / inverse
     longest_kept = ORIGINAL_CONTEXT / HIGH_FREQUENCY_FACTOR
     shortest_slowed = ORIGINAL_CONTEXT / LOW_FREQUENCY_FACTOR

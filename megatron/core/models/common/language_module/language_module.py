@@ -112,7 +112,7 @@ class LanguageModule(MegatronModule):
         return kernel.run(self, hidden_states, labels, weight, loss_mask)
 
     def softcap_logits(self, logits: Tensor) -> Tensor:
-        """Apply `final_logit_softcapping`, if there is one, to logits of any shape."""
+        """Apply `final_logit_softcapping`, if there is one, to logits [...]."""
         bound = self.config.final_logit_softcapping
         return logits if bound is None else torch.tanh(logits / bound) * bound
 
