@@ -109,14 +109,23 @@ GATED: KernelTable[Callable[[Tensor, Act, float | None, float], Tensor]] = Kerne
 """Functions of (packed [..., 2f] with the gate first, activation, clamp, offset) -> [..., f]."""
 
 
-def gated_request(device: str, dtype: str, act: Act, clamp: float | None, offset: float) -> Request:
+def gated_request(
+    device: str,
+    dtype: str,
+    act: Act,
+    clamp: float | None,
+    offset: float,
+    *,
+    is_planned: bool = False,
+) -> Request:
     """Return what act(gate) * (up + offset), clamped, needs."""
     given = {
         CLAMP: clamp is not None,
         OFFSET: offset != 0,
         OTHER_ACTIVATION: act not in ACTIVATIONS,
     }
-    return Request(device, dtype, frozenset(need for need, is_given in given.items() if is_given))
+    needs = frozenset(need for need, is_given in given.items() if is_given)
+    return Request(device, dtype, needs, is_planned)
 
 
 def gated(

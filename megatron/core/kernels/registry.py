@@ -33,11 +33,13 @@ class Request:
         device: torch's name of the device type ("cpu", "cuda").
         dtype: torch's name of the activations' dtype ("bfloat16").
         needs: what goes beyond the plain case, in the words of the operation.
+        is_planned: the device is not here: what this installation lacks does not count.
     """
 
     device: str
     dtype: str
     needs: frozenset[str] = frozenset()
+    is_planned: bool = False
 
     @staticmethod
     def of(x: Tensor, needs: Iterable[str] = ()) -> Request:
@@ -70,7 +72,7 @@ class Kernel(Generic[Run]):
             return f"does not support {', '.join(lacking)}"
         if self.dtypes is not None and request.dtype not in self.dtypes:
             return f"computes in {', '.join(sorted(self.dtypes))}, not in {request.dtype}"
-        return None if self.missing is None else self.missing()
+        return None if self.missing is None or request.is_planned else self.missing()
 
 
 @dataclass(frozen=True)
@@ -80,9 +82,10 @@ class Choice(Generic[Run]):
     kernel: Kernel[Run]
     passed_over: tuple[tuple[str, str], ...] = ()
 
-    def __str__(self) -> str:
-        reasons = "; ".join(f"{name} {reason}" for name, reason in self.passed_over)
-        return f"{self.kernel.name} ({reasons})" if reasons else self.kernel.name
+    @property
+    def reasons(self) -> str:
+        """Why others were passed over; empty where it is the preferred one."""
+        return "; ".join(f"{name} {reason}" for name, reason in self.passed_over)
 
 
 @dataclass(frozen=True, eq=False)

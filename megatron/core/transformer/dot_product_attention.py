@@ -77,9 +77,7 @@ class DotProductAttention(MegatronModule):
         self.context_groups = ContextGroups(
             self.pg_collection.cp, tuple(self.pg_collection.hcp or ())
         )
-        # Layer scaling is the formula's: other kernels hold the scores in fp32, or have no need.
-        scales = config.apply_query_key_layer_scaling
-        self.backend = "unfused" if scales else config.attention_backend.name
+        self.backend = asked_backend(config)
         self.softmax_offset = self._new_sink()
         assert config.kv_channels
         self.softmax_scale = 1.0 / math.sqrt(config.kv_channels) if scale is None else scale
@@ -181,3 +179,9 @@ class DotProductAttention(MegatronModule):
         """Return how many keys to its left and right a query may see; -1 is unlimited."""
         left, right = self.config.window_of(self.layer_number) or (-1, -1)
         return left, (0 if mask_type in CAUSAL_TYPES else right)
+
+
+def asked_backend(config: TransformerConfig) -> str:
+    """Return which kernels are asked for: a value of `--attention-backend`."""
+    # Layer scaling is of use where scores are held in the activations' dtype.
+    return "unfused" if config.apply_query_key_layer_scaling else config.attention_backend.name

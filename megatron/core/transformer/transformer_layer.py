@@ -22,6 +22,7 @@ from megatron.core.pipeline_parallel.layout import pipeline_layout
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.rng import SequenceRows, rng_state
 from megatron.core.tensor_parallel.random import CheckpointWithoutOutput, checkpoint
+from megatron.core.transformer.config.context_parallel import cp_comm_type_of_layer
 from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
 from megatron.core.transformer.module import GraphableMegatronModule, in_compute_dtype
 from megatron.core.transformer.moe.moe_layer import MoELayer
@@ -210,11 +211,9 @@ class TransformerLayer(GraphableMegatronModule):
 
     def _context_parallel_options(self) -> dict[str, Any]:
         """Return what an attention is told of context parallelism, if there is any."""
-        kinds = self.config.cp_comm_type
-        if self.config.context_parallel_size == 1 or kinds is None:
+        kind = cp_comm_type_of_layer(self.config, self.layer_number)
+        if kind is None:
             return {}
-        # Layers that predict later tokens count on behind the last one, and do as it does.
-        kind = kinds if isinstance(kinds, str) else kinds[min(self.layer_number, len(kinds)) - 1]
         return {"cp_comm_type": kind}
 
     def _rng_scope(self, hidden_states: Tensor) -> AbstractContextManager[None]:

@@ -22,6 +22,7 @@ from megatron.training.metrics.memory import ChunkSize, MemoryEstimate, estimate
 from megatron.training.metrics.model_size import ModelSize
 from megatron.training.resolve import ResolvedRun, resolve_vocabulary
 from megatron.training.rules import notes, resolve_and_check
+from megatron.training.setup.model import kernels_of_run
 from megatron.training.transformer_settings import transformer_config
 
 
@@ -42,6 +43,8 @@ def describe_run(read: Callable[[], ParsedCommand]) -> str:
         ("pipeline stages", pipeline_layout(transformer_config(run.values)).describe().split("\n")),
         ("schedule", _schedule(run)),
         ("model", _model(run, size)),
+        ("kernels of a training step on CPU", _kernels(run, "cpu")),
+        ("and on a GPU", _kernels(run, "cuda")),
         ("memory of one rank, estimated", _memory(run, size)),
     ]
     return "\n".join(
@@ -138,6 +141,11 @@ def _schedule(run: ResolvedRun) -> list[str]:
         f"simulated bubble {100 * found.bubble:.1f}% (backward = 2 x forward, equal stages)",
         f"most activations in flight, by rank: {found.peak_live_activations}",
     ]
+
+
+def _kernels(run: ResolvedRun, device: str) -> list[str]:
+    lines = kernels_of_run(run.values, transformer_config(run.values), device)
+    return [str(line) for line in lines]
 
 
 def _model(run: ResolvedRun, size: ModelSize) -> list[str]:

@@ -98,7 +98,7 @@ class LaunchSettings:
     deepspeed_config: str | None = flag(None, "--deepspeed_config", "--deepspeed-config")
     """DeepSpeed's JSON file: what it says stands for flags, and flags may not contradict it."""
     dry_run: bool = False
-    """Print the resolved settings, stages, schedule, memory and FLOPs; train nothing."""
+    """Print the resolved settings, stages, schedule, kernels, memory and FLOPs; train nothing."""
     dry_run_world_size: int | None = None
     """Ranks to plan for in a dry run. Default what the launcher started, or the fewest that
     fit."""

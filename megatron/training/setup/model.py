@@ -14,6 +14,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.enums import ModelType
 from megatron.core.errors import ConfigError
 from megatron.core.initialization import parameters_without_memory
+from megatron.core.models.common.kernel_choices import KernelLine, kernel_choices
 from megatron.core.pipeline_parallel.layout import pipeline_layout
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.low_rank_adapter import AdapterSettings, add_adapters
@@ -21,6 +22,7 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_model_config, get_pg_rank
 from megatron.training import global_vars
+from megatron.training.printing import print_rank_0
 from megatron.training.transformer_settings import transformer_config
 
 ModelProvider = Callable[..., nn.Module]
@@ -101,6 +103,7 @@ def build_model(
         for part in chunks:
             add_adapters(part, adapters, groups)
     _announce_size(chunks, groups)
+    _announce_kernels(settings, config)
     where = device.current_device()
     chunks = [chunk.to(where) for chunk in chunks]
     if settings["fp16"] or settings["bf16"]:
@@ -115,6 +118,25 @@ def build_model(
         wrapper(get_model_config(chunk), ddp_config, chunk, pg_collection=groups)
         for chunk in chunks
     ]
+
+
+def kernels_of_run(
+    settings: Mapping[str, Any], config: TransformerConfig, device_type: str
+) -> list[KernelLine]:
+    """Return which kernels a training step takes on a type of device, present or not."""
+    return kernel_choices(
+        config,
+        device_type,
+        has_documents=settings["reset_attention_mask"],
+        is_planned=device_type != device.device_type(),
+        backend=settings["transformer_impl"],
+    )
+
+
+def _announce_kernels(settings: Mapping[str, Any], config: TransformerConfig) -> None:
+    here = device.device_type()
+    chosen = [f"{x.operation} {x.kernel}" for x in kernels_of_run(settings, config, here)]
+    print_rank_0(f" > kernels on {here}: {'; '.join(chosen)}")
 
 
 def _call_with_known(provider: ModelProvider, **options: Any) -> nn.Module:

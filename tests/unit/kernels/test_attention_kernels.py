@@ -38,7 +38,7 @@ def test_the_first_capable_kernel_is_chosen_and_the_others_are_explained():
         "fast": "does not support windows",
         "library": "is not installed",
     }
-    assert str(choice) == "slow (fast does not support windows; library is not installed)"
+    assert choice.reasons == "fast does not support windows; library is not installed"
 
 
 def test_an_asked_kernel_goes_first_where_it_can():

@@ -11,6 +11,17 @@ from megatron.core.errors import ConfigError, MegatronError
 from megatron.core.utils import best_divisor
 
 
+def cp_comm_type_of_layer(config: Any, layer_number: int) -> str | None:
+    """Return how a layer, by its 1-based number, sees the keys of other ranks; None on one rank."""
+    kinds = config.cp_comm_type
+    if config.context_parallel_size == 1:
+        return None
+    # Layers that predict later tokens count on after the last one, and do as it does.
+    if isinstance(kinds, list):
+        return kinds[min(layer_number, len(kinds)) - 1] if kinds else "p2p"
+    return kinds or "p2p"
+
+
 def context_parallel_problems(config: Any) -> Iterator[MegatronError]:
     """Yield what is wrong with the context parallelism of a `TransformerConfig`."""
     cp, kinds = config.context_parallel_size, config.cp_comm_type

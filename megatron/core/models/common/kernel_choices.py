@@ -1,0 +1,135 @@
+"""Which kernels the layers of a model take on a device, from its configuration alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import groupby
+
+from megatron.core.kernels import attention
+from megatron.core.kernels.attention import ASKED, ATTENTION
+from megatron.core.kernels.gated_activation import GATED, gated_request
+from megatron.core.kernels.grouped_products import GROUPED_PRODUCTS
+from megatron.core.kernels.norms import LAYER_NORM, RMS_NORM, TRAINING, WEIGHT_DTYPE
+from megatron.core.kernels.registry import Choice, Request
+from megatron.core.models.common.language_module.language_module import (
+    LOSS,
+    asked_loss,
+    loss_needs,
+)
+from megatron.core.transformer.config.context_parallel import cp_comm_type_of_layer
+from megatron.core.transformer.dot_product_attention import asked_backend
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+@dataclass(frozen=True)
+class KernelLine:
+    """What computes an operation: "attention, layers 1-3", "sdpa", and why others do not."""
+
+    operation: str
+    kernel: str
+    reasons: str = ""
+
+    def __str__(self) -> str:
+        shown = f"{self.operation}: {self.kernel}"
+        return f"{shown} ({self.reasons})" if self.reasons else shown
+
+
+def kernel_choices(
+    config: TransformerConfig,
+    device: str,
+    *,
+    has_documents: bool = False,
+    is_planned: bool = False,
+    backend: str = "local",
+) -> list[KernelLine]:
+    """Return the kernel of each operation of a training step, and why not another.
+
+    Args:
+        device: torch's name of the device type.
+        has_documents: attention stays within documents.
+        is_planned: the device is not here, and what this installation lacks does not count.
+        backend: the library of the layers; attention and norms of another than "local" are its
+            own.
+    """
+    dtype = str(config.params_dtype).removeprefix("torch.")
+
+    def request(needs: Iterable[str]) -> Request:
+        return Request(device, dtype, frozenset(needs), is_planned)
+
+    lines = []
+    if backend == "local":
+        asked = ASKED[asked_backend(config)]
+        chosen = [
+            ATTENTION.choose(request(_attention_needs(config, layer, has_documents)), asked)
+            for layer in range(1, config.num_layers + 1)
+        ]
+        lines += [_line(f"attention{layers}", choice) for layers, choice in _runs(chosen)]
+        lines.append(_line(config.normalization, _norm(config, device, dtype, is_planned)))
+    else:
+        lines.append(KernelLine(f"attention, {config.normalization}", backend))
+    if config.gated_linear_unit:
+        wanted = gated_request(
+            device,
+            dtype,
+            config.activation_func,
+            config.activation_func_clamp_value,
+            config.glu_linear_offset,
+            is_planned=is_planned,
+        )
+        fuses = config.bias_activation_fusion
+        chosen_gate = GATED.choose(wanted, () if fuses else ("plain",))
+        lines.append(_line("gated activation", chosen_gate))
+    if config.num_moe_experts and config.moe_grouped_gemm:
+        lines.append(_line("grouped products", GROUPED_PRODUCTS.choose(request(()))))
+    lines.append(_line("loss", LOSS.choose(request(loss_needs(config)), asked_loss(config))))
+    return lines
+
+
+def _line(operation: str, choice: Choice) -> KernelLine:
+    return KernelLine(operation, choice.kernel.name, choice.reasons)
+
+
+def _attention_needs(
+    config: TransformerConfig, layer_number: int, has_documents: bool
+) -> Iterator[str]:
+    given = {
+        attention.WINDOW: (config.window_of(layer_number) or (-1, 0))[0] >= 0,
+        attention.DOCUMENTS: has_documents,
+        attention.WIDTHS: config.multi_latent_attention
+        and config.qk_head_dim + config.qk_pos_emb_head_dim != config.v_head_dim,
+        attention.SOFTCAP: config.attn_logit_softcapping is not None,
+        attention.SINK: config.softmax_type != "vanilla",
+        attention.DROPOUT: config.attention_dropout > 0.0,
+    }
+    yield from (need for need, is_given in given.items() if is_given)
+    yield from attention.context_parallel_need(cp_comm_type_of_layer(config, layer_number))
+
+
+def _norm(config: TransformerConfig, device: str, dtype: str, is_planned: bool) -> Choice:
+    needs, stream = {TRAINING}, "float32" if config.fp32_residual_connection else dtype
+    weight = "float32" if config.layernorm_zero_centered_gamma else dtype
+    if weight != stream:
+        needs.add(WEIGHT_DTYPE)
+    request = Request(device, stream, frozenset(needs), is_planned)
+    if config.normalization == "RMSNorm":
+        return RMS_NORM.choose(request)
+    return LAYER_NORM.choose(request)
+
+
+def _runs(choices: list[Choice]) -> Iterator[tuple[str, Choice]]:
+    """Yield (which layers, their choice), layers of one choice in one."""
+    by_choice: dict[Choice, list[int]] = {}
+    for layer, choice in enumerate(choices, 1):
+        by_choice.setdefault(choice, []).append(layer)
+    for choice, layers in by_choice.items():
+        yield ("" if len(by_choice) == 1 else f", layers {_ranges(layers)}"), choice
+
+
+def _ranges(numbers: list[int]) -> str:
+    """Return "1-3, 5" for 1, 2, 3, 5."""
+    runs = []
+    for _, run in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0]):
+        members = [number for _, number in run]
+        runs.append(f"{members[0]}-{members[-1]}" if len(members) > 1 else str(members[0]))
+    return ", ".join(runs)

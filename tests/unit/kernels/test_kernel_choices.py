@@ -1,0 +1,73 @@
+"""What is said of the kernels of a run is what its layers take."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron.core.kernels.registry import KernelTable
+from megatron.core.models.common.kernel_choices import kernel_choices
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.enums import AttnBackend
+from tests.unit.models.test_gpt_model import make_model
+
+S = 12
+CASES = {
+    "plain": {},
+    "some layers have windows": {
+        "num_layers": 3,
+        "window_size": (4, 0),
+        "window_attn_skip_freq": 3,
+    },
+    "dropout": {"attention_dropout": 0.1},
+    "llama": {"family": "llama"},
+    "llama, plain gate": {"family": "llama", "bias_activation_fusion": False},
+    "capped": {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 5.0},
+    "sink": {"softmax_type": "learnable"},
+    "fused loss": {"cross_entropy_loss_fusion": True},
+    "asked": {"attention_backend": AttnBackend.unfused},
+}
+
+
+@pytest.mark.parametrize("has_documents", [False, True])
+@pytest.mark.parametrize("name", CASES)
+def test_the_report_names_the_kernels_that_run(monkeypatch, name, has_documents):
+    taken = {}
+    choose = KernelTable.choose
+
+    def recorded(self, *args):
+        choice = choose(self, *args)
+        taken.setdefault(self.operation, set()).add(choice.kernel.name)
+        return choice
+
+    model = make_model(**CASES[name])
+    tokens = torch.randint(0, 13, (1, S))
+    documents = PackedSeqParams(seq_idx=(torch.arange(S) // 5)[None])
+    monkeypatch.setattr(KernelTable, "choose", recorded)
+    model(
+        tokens,
+        torch.arange(S)[None],
+        None,
+        labels=tokens,
+        packed_seq_params=documents if has_documents else None,
+    ).sum().backward()
+    found = dict(taken)
+    taken.clear()
+    for line in kernel_choices(model.config, "cpu", has_documents=has_documents):
+        assert line.kernel in found[line.operation.partition(",")[0]], str(line)
+    for operation, kernels in taken.items():
+        assert kernels == found[operation], operation
+    assert taken.keys() == found.keys() - {"softmax over the vocabulary", "sums into rows"}
+
+
+def test_layers_of_one_choice_share_a_line():
+    model = make_model(num_layers=5, window_size=(4, 0), window_attn_skip_freq=2)
+    lines = [
+        str(line)
+        for line in kernel_choices(model.config, "cuda", is_planned=True)
+        if line.operation.startswith("attention")
+    ]
+    assert lines == [
+        "attention, layers 1, 3, 5: flex (sdpa does not support windows)",
+        "attention, layers 2, 4: sdpa",
+    ]
