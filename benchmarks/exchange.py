@@ -24,22 +24,21 @@ from torch import Tensor
 
 from megatron.core.distributed.communication import (
     Mesh,
-    Transfer,
-    finish_all,
     gather_parameters,
-    reduction_steps,
+    reduce_gradients,
 )
-from megatron.core.transport.p2p_reduce import SharedSlot
 from megatron.core.transport.shm.shared_buffer import SharedBuffer
+from megatron.core.transport.shm.shm_bucket_transport import SharedSlot
+from megatron.core.transport.work import Work, wait_all
 
 Buckets = list[tuple[Tensor, SharedSlot | None]]
 
 
 def reduce(buckets: Buckets, mesh: Mesh) -> None:
     """Average all buckets over the ranks."""
-    finish_all(
+    wait_all(
         [
-            Transfer(reduction_steps(bucket, mesh, scale=0.5, tag=number, place=place))
+            Work(reduce_gradients(bucket, mesh, scale=0.5, tag=number, slot=place))
             for number, (bucket, place) in enumerate(buckets)
         ]
     )
@@ -48,10 +47,10 @@ def reduce(buckets: Buckets, mesh: Mesh) -> None:
 def gather(buckets: Buckets, mesh: Mesh) -> None:
     """Collect the shards of all buckets."""
     gathers = [
-        gather_parameters(bucket, mesh, tag=number, place=place)
+        gather_parameters(bucket, mesh, tag=number, slot=place)
         for number, (bucket, place) in enumerate(buckets)
     ]
-    finish_all(gathers)
+    wait_all(gathers)
     for _, place in buckets[:1]:
         if place is not None:
             place.memory.wait_for_readers()

@@ -24,6 +24,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transport import collectives
+from megatron.core.transport.work import Work
 from tests.harness.distributed import run_distributed
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -38,9 +39,9 @@ HIDDEN, LENGTH, VOCABULARY, STEPS, MICRO_BATCHES = 256, 256, 64, 5, 6
 class _HeldBack:
     """A collective that has no result before its time; notes how long it was waited for."""
 
-    def __init__(self, pending: collectives.PendingTensor, ready_at: float, waited: list[float]):
+    def __init__(self, pending: Work[torch.Tensor], ready_at: float, waited: list[float]):
         self._pending, self._ready_at, self._waited = pending, ready_at, waited
-        self.unfinished = pending.unfinished
+        self.destination = pending.destination
 
     def wait(self) -> torch.Tensor:
         before = time.perf_counter()

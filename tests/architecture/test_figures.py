@@ -12,7 +12,7 @@ BOUNDS = {
     "settings declared twice": 189,
     "untyped reads of settings": 913,
     "module state": 34,
-    "files with collectives": 11,
+    "files with collectives": 7,
     "device branches": 5,
     "unread parameters": 0,
     "asserts on arguments": 10,

@@ -14,10 +14,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megatron.core.context_parallel.partition import join_zigzag, split_zigzag
@@ -25,6 +23,7 @@ from megatron.core.kernels.blockwise_attention import KeysAndValues
 from megatron.core.process_groups_config import Group
 from megatron.core.rng import SequenceRows
 from megatron.core.transport import collectives
+from megatron.core.transport.work import Work
 
 
 @dataclass(frozen=True)
@@ -87,7 +86,7 @@ class Ring:
     ) -> Iterator[tuple[KeysAndValues, SequenceRows, KeysAndValues]]:
         """Yield them again; the gradient of a set follows it and ends at its owner."""
         size = self.group.size()
-        coming: _Transfer | None = None
+        coming: Work[Tensor] | None = None
         for step, (held, source) in enumerate(self._travel(own)):
             rows = SequenceRows.zigzag(self.total, source, size)
             if step == 0:
@@ -98,7 +97,7 @@ class Ring:
             if coming is not None:
                 # What the ranks before found for this set.
                 buffer.flat.add_(coming.wait())
-            coming = _Transfer(buffer.flat.to(own.flat.dtype), self.group)
+            coming = collectives.start_ring_shift(buffer.flat.to(own.flat.dtype), self.group)
         if coming is not None:
             gradient.flat.add_(coming.wait())
 
@@ -107,30 +106,8 @@ class Ring:
         size, rank = self.group.size(), self.group.rank()
         held = own
         for step in range(size):
-            coming = _Transfer(held.flat, self.group) if step + 1 < size else None
+            is_last = step + 1 == size
+            coming = None if is_last else collectives.start_ring_shift(held.flat, self.group)
             yield held, (rank - step) % size
             if coming is not None:
                 held = own.like(coming.wait())
-
-
-class _Transfer:
-    """A message to the next rank of a ring and one from the rank before, both under way."""
-
-    def __init__(self, message: Tensor, group: Group) -> None:
-        size, rank = group.size(), group.rank()
-        self._sent, self._received = message, torch.empty_like(message)
-        following = dist.get_global_rank(group, (rank + 1) % size)
-        preceding = dist.get_global_rank(group, (rank - 1) % size)
-        # One batch: separate calls deadlock on NCCL when every rank sends first.
-        self._works: list[Any] = dist.batch_isend_irecv(
-            [
-                dist.P2POp(dist.isend, self._sent, following, group),
-                dist.P2POp(dist.irecv, self._received, preceding, group),
-            ]
-        )
-
-    def wait(self) -> Tensor:
-        """Return what was received; the message sent may be overwritten afterwards."""
-        for work in self._works:
-            work.wait()
-        return self._received

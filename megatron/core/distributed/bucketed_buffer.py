@@ -11,11 +11,8 @@ from torch import Tensor, nn
 
 from megatron.core.distributed.communication import (
     Mesh,
-    SumSteps,
-    Transfer,
-    finish_all,
     gather_parameters,
-    reduction_steps,
+    reduce_gradients,
 )
 from megatron.core.distributed.compressed_reduction import (
     CompressedReduction,
@@ -24,8 +21,9 @@ from megatron.core.distributed.compressed_reduction import (
 )
 from megatron.core.distributed.parameter_shard import ParameterShard, ShardSpan
 from megatron.core.distributed.sharding_arithmetic import BLOCK, BufferPlan, Piece, plan_buffer
-from megatron.core.transport.p2p_reduce import SharedSlot
 from megatron.core.transport.shm.shared_buffer import SharedBuffer
+from megatron.core.transport.shm.shm_bucket_transport import SharedSlot
+from megatron.core.transport.work import Steps, Work, wait_all
 
 
 @dataclass(frozen=True)
@@ -53,7 +51,7 @@ class Bucket:
         self.is_launched = False
         self.num_missing = len(members)
         """Members whose gradient has not arrived."""
-        self.reduction: Transfer | None = None
+        self.reduction: Work[Tensor] | None = None
         """The last one, which may still run when another backward pass has begun."""
 
     def reset(self) -> None:
@@ -130,8 +128,8 @@ class BucketedBuffer(ABC):
         """Bytes sent for gradients; counted with compression only."""
         self._compressions = [self._compression_of(bucket) for bucket in self.buckets]
         self._num_launched = 0
-        self._reductions: list[Transfer] = []
-        self._gathers: dict[int, Transfer] = {}
+        self._reductions: list[Work] = []
+        self._gathers: dict[int, Work] = {}
         self.nonfinite: str | None = None
         """Name of the first parameter (in backward order) whose local gradient was not finite."""
 
@@ -206,14 +204,14 @@ class BucketedBuffer(ABC):
         """Return what this rank updates; the views stay valid."""
 
     @abstractmethod
-    def _reduction_of(self, bucket: Bucket) -> Transfer:
+    def _reduction_of(self, bucket: Bucket) -> Work:
         """Start the reduction of a bucket."""
 
     def _reduction_steps(
         self, bucket: Bucket, gradients: Tensor, into: Tensor | None = None
-    ) -> SumSteps:
-        """Reduce the gradients of a bucket by the policy; see `reduction_steps`."""
-        return reduction_steps(
+    ) -> Steps[Tensor]:
+        """Reduce the gradients of a bucket by the policy; see `reduce_gradients`."""
+        return reduce_gradients(
             gradients,
             self.mesh,
             scale=self.policy.scale,
@@ -222,13 +220,13 @@ class BucketedBuffer(ABC):
             into=into,
             compression=self._compressions[bucket.number],
             # Whoever shards state wants little in memory; the others want speed.
-            place=self._place(
+            slot=self._slot(
                 self._gradient_memory, bucket.number, keeps_pages=self.mesh.shard_size == 1
             ),
         )
 
     @staticmethod
-    def _place(
+    def _slot(
         memory: SharedBuffer | None, number: int, *, keeps_pages: bool = False
     ) -> SharedSlot | None:
         return None if memory is None else SharedSlot(memory, number, keeps_pages)
@@ -261,22 +259,22 @@ class BucketedBuffer(ABC):
         self._num_launched += 1
         if bucket.reduction is not None:
             # Others read a bucket where its owner shows it: one at a time.
-            bucket.reduction.finish()
-        transfer = bucket.reduction = self._reduction_of(bucket)
+            bucket.reduction.wait()
+        work = bucket.reduction = self._reduction_of(bucket)
         # Waiting here would tie the ranks together bucket by bucket, and add up their delays.
         for earlier in self._reductions:
             earlier.poll()
         most = self._most_in_flight()
-        while len(self._reductions) >= most and not self._reductions[0].is_finished:
+        while len(self._reductions) >= most and not self._reductions[0].is_completed():
             self._reductions[0].advance()
-        self._reductions = [t for t in [*self._reductions, transfer] if not t.is_finished]
+        self._reductions = [t for t in [*self._reductions, work] if not t.is_completed()]
 
     def _most_in_flight(self) -> int:
         """Return how many buckets may be in reduction beside the newest one."""
         return self.max_in_flight
 
     def _finish_transfers(self) -> None:
-        finish_all(self._reductions)
+        wait_all(self._reductions)
         self._reductions = []
 
     def _reset_buckets(self) -> None:
@@ -339,7 +337,7 @@ class BucketedBuffer(ABC):
                 self.values[bucket.begin : bucket.end],
                 self.mesh,
                 tag=self._tag + bucket.number,
-                place=self._place(self._value_memory, bucket.number),
+                slot=self._slot(self._value_memory, bucket.number),
             )
 
     def finish_gathers(self, indices: Collection[int] | None = None) -> None:
@@ -351,9 +349,9 @@ class BucketedBuffer(ABC):
         else:
             numbers = [b.number for index in indices for b in self._buckets_of[index]]
         for number in numbers:
-            transfer = self._gathers.pop(number, None)
-            if transfer is not None:
-                transfer.finish()
+            work = self._gathers.pop(number, None)
+            if work is not None:
+                work.wait()
 
     def wait_for_readers(self) -> None:
         """Wait until no rank reads the own shards of parameters any more."""

@@ -12,16 +12,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron.core.distributed.communication import (
-    Mesh,
-    all_gather_steps,
-    all_reduce_steps,
-    all_to_all_steps,
-)
+from megatron.core.distributed.communication import Mesh
 from megatron.core.distributed.compression_codecs import BFloat16Codec, BlockInt8Codec, Codec
 from megatron.core.distributed.powersgd import LowRankMatrices
 from megatron.core.process_groups_config import Group
-from megatron.core.transport.p2p_reduce import Steps, piece_of
+from megatron.core.transport.bucket_transport import message_transport
+from megatron.core.transport.ordered_sum import piece_of
+from megatron.core.transport.work import Steps
 from megatron.core.utils import get_pg_rank, get_pg_size
 
 
@@ -81,8 +78,8 @@ class CompressedReduction:
         self.traffic.sent += plain
         return False
 
-    def steps(self, bucket: Tensor, mesh: Mesh, factor: float, tag: int) -> Steps:
-        """Leave factor * sum over the mesh in `mesh.own(bucket)`; see `reduction_steps`."""
+    def reduce(self, bucket: Tensor, mesh: Mesh, factor: float, tag: int) -> Steps[None]:
+        """Leave factor * sum over the mesh in `mesh.own(bucket)`; see `reduce_gradients`."""
         # Half-precision buckets are packed from, and added in, fp32.
         work = bucket.float()
         if self._low_rank is not None:
@@ -98,7 +95,7 @@ class CompressedReduction:
         result = mesh.own(bucket)
         result.copy_(mesh.own(work).mul_(factor))
 
-    def _scatter(self, values: Tensor, group: Group, axis: str, tag: int) -> Steps:
+    def _scatter(self, values: Tensor, group: Group, axis: str, tag: int) -> Steps[None]:
         """Sum over a group what other ranks sent of this rank's piece, into that piece."""
         assert self._format is not None
         rank, size = get_pg_rank(group), get_pg_size(group)
@@ -106,7 +103,7 @@ class CompressedReduction:
         packed = self._format.pack(values)
         self._keep_error(values, packed, axis)
         received = torch.empty_like(packed)
-        yield from all_to_all_steps(packed, received, group, tag)
+        yield from message_transport(group, tag).all_to_all(packed, received)
         self.traffic.sent += packed.numel() // size * (size - 1)
         total: Tensor | None = None
         for sender in range(size):
@@ -115,7 +112,7 @@ class CompressedReduction:
         assert total is not None
         piece_of(values, rank, size).copy_(total)
 
-    def _gather(self, values: Tensor, group: Group, tag: int) -> Steps:
+    def _gather(self, values: Tensor, group: Group, tag: int) -> Steps[None]:
         """Give every rank all pieces, each as its owner packed it."""
         assert self._format is not None
         rank, size = get_pg_rank(group), get_pg_size(group)
@@ -125,11 +122,11 @@ class CompressedReduction:
         self._keep_error(own, packed, "sum")
         received = packed.new_empty(packed.numel() * size)
         piece_of(received, rank, size).copy_(packed)
-        yield from all_gather_steps(received, group, tag)
+        yield from message_transport(group, tag).all_gather(received, packed)
         self.traffic.sent += packed.numel() * (size - 1)
         values.copy_(self._format.unpack(received))
 
-    def _reduce_low_rank(self, values: Tensor, mesh: Mesh, tag: int) -> Steps:
+    def _reduce_low_rank(self, values: Tensor, mesh: Mesh, tag: int) -> Steps[None]:
         """Sum over all ranks of the mesh in low rank; every rank gets all of the sum."""
         assert self._low_rank is not None
         matrices = self._low_rank
@@ -137,12 +134,12 @@ class CompressedReduction:
         groups = [g for g in (mesh.shard, mesh.replicate) if get_pg_size(g) > 1]
         message = matrices.project(values, mesh.size)
         for group in groups:
-            yield from all_reduce_steps(message, group, tag)
+            yield from _sum(message, group, tag)
             self._count_all_reduce(message, group)
         left = matrices.project_back(values, message, mesh.size)
         # What this rank failed to say: its own gradient less its part of the approximation.
         for group in groups:
-            yield from all_reduce_steps(left, group, tag)
+            yield from _sum(left, group, tag)
             self._count_all_reduce(left, group)
         before = values.clone()
         matrices.rebuild(values, message, left)
@@ -168,6 +165,10 @@ class CompressedReduction:
             torch.sub(values, self._format.unpack(packed), out=error)
             # After an overflow under loss scaling the step is skipped; nothing of it must remain.
             error.nan_to_num_(0.0, 0.0, 0.0)
+
+
+def _sum(flat: Tensor, group: Group, tag: int) -> Steps[Tensor]:
+    return message_transport(group, tag).all_reduce(flat, 1.0, is_first_step=False)
 
 
 def _plain_bytes(bucket: Tensor, mesh: Mesh) -> int:

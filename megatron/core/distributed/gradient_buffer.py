@@ -8,10 +8,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from megatron.core.distributed.bucketed_buffer import Bucket, BucketedBuffer
-from megatron.core.distributed.communication import Transfer
 from megatron.core.distributed.parameter_shard import ShardSpan
 from megatron.core.errors import ScheduleError
 from megatron.core.param_meta import accumulate_main_grad
+from megatron.core.transport.work import Work
 
 
 class GradientBuffer(BucketedBuffer):
@@ -79,7 +79,7 @@ class GradientBuffer(BucketedBuffer):
         is_read = self._gradient_memory is not None and self._gradient_memory.is_shared
         return len(self.buckets) if is_read else self.max_in_flight
 
-    def _reduction_of(self, bucket: Bucket) -> Transfer:
+    def _reduction_of(self, bucket: Bucket) -> Work:
         for index in bucket.members:
             parameter: Any = self.parameters[index]
             if parameter.main_grad_is_fresh:
@@ -87,7 +87,7 @@ class GradientBuffer(BucketedBuffer):
                 parameter.main_grad_is_fresh = False
         gradients = self.gradients[bucket.begin : bucket.end]
         self._note_nonfinite(bucket, gradients)
-        return Transfer(self._reduction_steps(bucket, gradients))
+        return Work(self._reduction_steps(bucket, gradients))
 
     def owned_gradients(self) -> list[Tensor]:
         """Return the flat tensors of reduced gradients of which this rank is an owner."""

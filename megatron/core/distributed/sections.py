@@ -7,9 +7,9 @@ from enum import Enum
 from torch import Tensor, nn
 
 from megatron.core.distributed.bucketed_buffer import Bucket
-from megatron.core.distributed.communication import Transfer
 from megatron.core.transport.shm.mapped_gather import MappedTensor
 from megatron.core.transport.shm.page_pool import PooledTensor
+from megatron.core.transport.work import Work
 
 
 class Pass(Enum):
@@ -34,7 +34,7 @@ class Section:
         self.is_whole = False
         self.users: set[Pass] = set()
         """Passes that have asked for it and have not released it."""
-        self.arriving: list[Transfer] = []
+        self.arriving: list[Work] = []
 
     @property
     def is_cut(self) -> bool:

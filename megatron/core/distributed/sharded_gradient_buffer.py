@@ -22,10 +22,9 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.distributed.bucketed_buffer import Bucket, BucketedBuffer
-from megatron.core.distributed.communication import Transfer
 from megatron.core.distributed.parameter_shard import ShardSpan
-from megatron.core.transport.p2p_reduce import Steps
 from megatron.core.transport.shm.bucket_allocator import BucketAllocator
+from megatron.core.transport.work import Steps, Work
 
 
 class ShardedGradientBuffer(BucketedBuffer):
@@ -131,7 +130,7 @@ class ShardedGradientBuffer(BucketedBuffer):
             return self._places.allocate(length)
         return torch.empty(length, dtype=self.grad_dtype, device=self.device)
 
-    def _reduction_of(self, bucket: Bucket) -> Transfer:
+    def _reduction_of(self, bucket: Bucket) -> Work:
         whole = self._memory_of(bucket)
         del self._whole[bucket.number]
         filled, self._filled[bucket.number] = self._filled[bucket.number], set()
@@ -145,7 +144,7 @@ class ShardedGradientBuffer(BucketedBuffer):
                 whole[begin:end].zero_()
         whole[end:].zero_()
         self._note_nonfinite(bucket, whole)
-        return Transfer(self._reduce_and_add(bucket, whole))
+        return Work(self._reduce_and_add(bucket, whole))
 
     def _reduce_and_add(self, bucket: Bucket, whole: Tensor) -> Steps:
         is_first = not self._has_sum[bucket.number]

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.distributed.bucketed_buffer import Bucket
-from megatron.core.distributed.communication import Transfer, gather_parameters
+from megatron.core.distributed.communication import gather_parameters
 from megatron.core.distributed.sections import Pass, Section
 from megatron.core.distributed.sharded_gradient_buffer import ShardedGradientBuffer
 from megatron.core.distributed.sharding_arithmetic import Piece
@@ -35,11 +35,12 @@ from megatron.core.errors import ConfigError, MegatronError
 from megatron.core.initialization import fill_deferred_weights, without_memory
 from megatron.core.offload.file_state_store import reserve_file
 from megatron.core.param_meta import accumulate_main_grad
+from megatron.core.transport.bucket_transport import has_tags
 from megatron.core.transport.object_collectives import raise_on_all_ranks
-from megatron.core.transport.p2p_reduce import is_pairwise
 from megatron.core.transport.shm.mapped_gather import MappedGather, map_gather
 from megatron.core.transport.shm.page_pool import PagePool
 from megatron.core.transport.shm.shared_buffer import SharedBuffer
+from megatron.core.transport.work import Work
 
 _GATHER_TAGS = 1 << 15
 """Added to a bucket's tag: gathers travel beside reductions."""
@@ -129,7 +130,7 @@ class ShardedParameterBuffer(ShardedGradientBuffer):
         """Return the sections as the shards of all ranks show them, where these can be seen."""
         memory = self._value_memory
         group = self.mesh.shard if self.mesh.shard_size > 1 else None
-        if memory is None or (group is not None and not is_pairwise(group)):
+        if memory is None or (group is not None and not has_tags(group)):
             return None
         ends = list(accumulate(shard.nbytes for shard in self.shards))
         ranges = [(e - s.nbytes, s.nbytes) for e, s in zip(ends, self.shards, strict=True)]
@@ -182,7 +183,7 @@ class ShardedParameterBuffer(ShardedGradientBuffer):
             section.whole.allocate()
             self._read_neighbours_ahead(number)
             if self._joined is not None:
-                section.arriving = [Transfer(iter([self._joined.arrivals()]))]
+                section.arriving = [self._joined.start()]
                 return
             section.arriving = [
                 gather_parameters(
@@ -190,7 +191,7 @@ class ShardedParameterBuffer(ShardedGradientBuffer):
                     self.mesh,
                     tag=self._tag + _GATHER_TAGS + bucket.number,
                     shard=self.shards[bucket.number],
-                    place=self._place(self._value_memory, bucket.number),
+                    slot=self._slot(self._value_memory, bucket.number),
                 )
                 for bucket in section.buckets
             ]
@@ -222,8 +223,8 @@ class ShardedParameterBuffer(ShardedGradientBuffer):
 
     @staticmethod
     def _finish_arrival(section: Section) -> None:
-        for transfer in section.arriving:
-            transfer.finish()
+        for work in section.arriving:
+            work.wait()
         section.arriving = []
 
     def release(self, number: int, user: Pass, *, keep: bool = False) -> None:
@@ -335,7 +336,7 @@ class ShardedParameterBuffer(ShardedGradientBuffer):
         if all(bucket.is_launched for bucket in self._buckets_of[index]):
             super()._forget_gradient(index)
 
-    def _reduction_of(self, bucket: Bucket) -> Transfer:
+    def _reduction_of(self, bucket: Bucket) -> Work:
         if self.sections[self._section_of[bucket.members[0]]].is_cut:
             # Not before: a norm is done when backward begins, and its bucket would be in the way.
             for index in bucket.members:

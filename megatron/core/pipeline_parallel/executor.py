@@ -22,24 +22,12 @@ from megatron.core.pipeline_parallel.p2p_communication import (
     Message,
     P2PCommunicator,
     Shape,
-    Transfer,
 )
 from megatron.core.pipeline_parallel.stage import PipelineStage
 from megatron.core.rng import rng_state
 from megatron.core.step_context.deferred_wgrad import enable_wgrad_deferral
 from megatron.core.step_context.overlap import overlap_forward_backward
-
-
-class _HandedOver:
-    """Data for a stage of the same rank: already here."""
-
-    __slots__ = ("tensors",)
-
-    def __init__(self, tensors: list[Tensor]) -> None:
-        self.tensors = tensors
-
-    def wait(self) -> list[Tensor]:
-        return self.tensors
+from megatron.core.transport.work import Work
 
 
 class PipelineExecutor:
@@ -91,8 +79,8 @@ class PipelineExecutor:
         self.gradients_in: list[dict[int, Any]] = [{} for _ in chunks]
         self.outputs: list[dict[int, list[Tensor]]] = [{} for _ in chunks]
         self.input_grads: list[dict[int, list[Tensor]]] = [{} for _ in chunks]
-        self.outputs_sent: list[dict[int, Transfer]] = [{} for _ in chunks]
-        self.grads_sent: list[dict[int, Transfer]] = [{} for _ in chunks]
+        self.outputs_sent: list[dict[int, Work[list[Tensor]]]] = [{} for _ in chunks]
+        self.grads_sent: list[dict[int, Work[list[Tensor]]]] = [{} for _ in chunks]
         do: dict[Op, Callable[[int, int], None]] = {
             Op.FORWARD: self.forward,
             Op.BACKWARD: self.backward,
@@ -140,7 +128,7 @@ class PipelineExecutor:
             self.outputs[chunk][microbatch] = outputs
         else:
             leaves = [output.detach().requires_grad_(self.trains) for output in outputs]
-            self.activations_in[target][microbatch] = _HandedOver(leaves)
+            self.activations_in[target][microbatch] = Work.completed(leaves)
 
     def backward(self, microbatch: int, chunk: int) -> None:
         """Run a chunk backward; waits for the gradient of its output."""
@@ -156,7 +144,7 @@ class PipelineExecutor:
         for op, microbatch, chunk in steps:
             waiting = (self.activations_in if op is Op.FORWARD else self.gradients_in)[chunk]
             if microbatch in waiting:
-                waiting[microbatch] = _HandedOver(waiting[microbatch].wait())
+                waiting[microbatch].wait()
 
     def input_grad(self, microbatch: int, chunk: int) -> None:
         """Do the same, without the weight gradients."""
@@ -181,7 +169,7 @@ class PipelineExecutor:
         if target is None:
             self.input_grads[chunk][microbatch] = input_grads
         else:
-            self.gradients_in[target][microbatch] = _HandedOver(input_grads)
+            self.gradients_in[target][microbatch] = Work.completed(input_grads)
 
     def receive_activation(self, microbatch: int, chunk: int) -> None:
         """Post the receive of a chunk's input."""

@@ -6,8 +6,8 @@ another. Backends that match by order only (NCCL) get a two-rank process group, 
 communicator and a stream, per channel: sends and receives of both directions on one in-order
 stream would wait for each other.
 
-All transfers are posted, never blocking; `Transfer.wait` finishes them. On an accelerator that
-means the current stream waits, not the host.
+All sends and receives are posted, never blocking; `Work.wait` returns the tensors. Outgoing ones
+must not change or be freed before.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from megatron.core.pipeline_parallel.step_handshake import (
     lost_neighbour,
 )
 from megatron.core.transport import backend
+from megatron.core.transport.work import Handle, Steps, Work
 from megatron.core.utils import get_pg_rank, get_pg_size
 
 Shape = tuple[int, ...]
@@ -80,35 +81,6 @@ class Message(NamedTuple):
             f"the {kind} of micro batch {self.microbatch} between stages {self.boundary - 1} and "
             f"{self.boundary}"
         )
-
-
-class Transfer:
-    """Tensors on their way, in or out. Outgoing ones must not change or be freed before `wait`."""
-
-    __slots__ = ("_communicator", "_message", "_peer", "_tensors", "_works")
-
-    def __init__(
-        self,
-        tensors: list[Tensor],
-        works: list[Any],
-        communicator: P2PCommunicator,
-        peer: int,
-        message: Message,
-    ) -> None:
-        self._tensors = tensors
-        self._works = works
-        self._communicator = communicator
-        self._peer = peer
-        self._message = message
-
-    def wait(self) -> list[Tensor]:
-        """Return the tensors once they have arrived, or have left and may be reused."""
-        for work in self._works:
-            try:
-                work.wait()
-            except RuntimeError as problem:
-                raise self._communicator.lost(self._peer, self._message, problem) from problem
-        return self._tensors
 
 
 class P2PCommunicator:
@@ -179,7 +151,7 @@ class P2PCommunicator:
             self._agreement.finish()
             self._agreement = None
 
-    def send(self, tensors: Sequence[Tensor], target: int, message: Message) -> Transfer:
+    def send(self, tensors: Sequence[Tensor], target: int, message: Message) -> Work[list[Tensor]]:
         """Post a send to pipeline rank `target`."""
         group, peer, tag = self._channel(self.rank, target, target, message)
         sent: list[Tensor] = []
@@ -194,11 +166,11 @@ class P2PCommunicator:
             works = [group.send([t], peer, tag and tag + i) for i, t in enumerate(sent)]
         except RuntimeError as problem:  # the connection is known to be lost
             raise self.lost(target, message, problem) from problem
-        return Transfer(sent, works, self, target, message)
+        return Work(self._until_done(sent, works, target, message))
 
     def receive(
         self, shapes: Sequence[Shape], source: int, message: Message, *, requires_grad: bool
-    ) -> Transfer:
+    ) -> Work[list[Tensor]]:
         """Post a receive from pipeline rank `source`.
 
         Args:
@@ -228,7 +200,16 @@ class P2PCommunicator:
         if requires_grad:
             for tensor in tensors:
                 tensor.requires_grad_()
-        return Transfer(tensors, works, self, source, message)
+        return Work(self._until_done(tensors, works, source, message))
+
+    def _until_done(
+        self, tensors: list[Tensor], works: Sequence[Handle], peer: int, message: Message
+    ) -> Steps[list[Tensor]]:
+        try:
+            yield works
+        except RuntimeError as problem:
+            raise self.lost(peer, message, problem) from problem
+        return tensors
 
     # Megatron's blocking calls between neighbours, for code that drives stages by itself.
 
@@ -276,7 +257,7 @@ class P2PCommunicator:
         sent.wait()
         return received
 
-    def _post_send(self, tensors: Any, target: int) -> Transfer:
+    def _post_send(self, tensors: Any, target: int) -> Work[list[Tensor]]:
         many = list(tensors) if isinstance(tensors, (list, tuple)) else [tensors]
         return self.send(many, target, self._blocking_message(target))
 

@@ -22,6 +22,7 @@ from torch import Tensor
 from megatron.core.process_groups_config import Group, ProcessGroupCollection
 from megatron.core.step_context.overlap import yield_to_peer
 from megatron.core.transport import collectives
+from megatron.core.transport.work import Work
 from megatron.core.utils import divide, get_pg_size
 
 Sizes = Sequence[int] | None
@@ -163,9 +164,9 @@ class _ReduceScatterSequence(torch.autograd.Function):
 
 
 def _exchanged(x: Tensor, group: Group, output_sizes: Sizes, input_sizes: Sizes) -> Tensor:
-    under_way = collectives.start_all_to_all(x, group, output_sizes, input_sizes)
+    work = collectives.start_all_to_all(x, group, output_sizes, input_sizes)
     yield_to_peer()
-    return under_way.wait()
+    return work.wait()
 
 
 class _AllToAll(torch.autograd.Function):
@@ -182,41 +183,43 @@ class _AllToAll(torch.autograd.Function):
 
 
 @dataclass
-class _Journey:
+class _AsyncAllToAll:
     """One all-to-all that its rank does not wait for at once, neither forward nor backward."""
 
     group: Group
     output_sizes: Sizes
     input_sizes: Sizes
-    under_way: collectives.PendingTensor | None = None
+    work: Work[Tensor] | None = None
 
     def start(self, x: Tensor, *, back: bool) -> Tensor:
-        there, here = self.output_sizes, self.input_sizes
-        received, sent = (here, there) if back else (there, here)
-        self.under_way = collectives.start_all_to_all(x, self.group, received, sent)
-        return self.under_way.unfinished
+        """Start it, forward or `back`; return the tensor in which the result will be."""
+        sizes = (self.output_sizes, self.input_sizes)
+        received, sent = reversed(sizes) if back else sizes
+        self.work = collectives.start_all_to_all(x, self.group, received, sent)
+        assert self.work.destination is not None
+        return self.work.destination
 
     def end(self) -> Tensor:
-        assert self.under_way is not None
+        assert self.work is not None
         yield_to_peer()
-        pending, self.under_way = self.under_way, None
-        return pending.wait()
+        work, self.work = self.work, None
+        return work.wait()
 
 
-class _Depart(torch.autograd.Function):
+class _A2AStart(torch.autograd.Function):
     """Forward starts the exchange, backward ends the returning one."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, journey: _Journey) -> Tensor:
-        ctx.journey = journey
-        return journey.start(x, back=False)
+    def forward(ctx: Any, x: Tensor, exchange: _AsyncAllToAll) -> Tensor:
+        ctx.exchange = exchange
+        return exchange.start(x, back=False)
 
     @staticmethod
     def backward(ctx: Any, _grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.journey.end(), None
+        return ctx.exchange.end(), None
 
 
-class _Arrive(torch.autograd.Function):
+class _A2AWait(torch.autograd.Function):
     """Forward ends the exchange, backward starts the returning one.
 
     The engine runs ready nodes in the reverse of the order in which they were made: all that was
@@ -224,14 +227,14 @@ class _Arrive(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, journey: _Journey) -> Tensor:
-        ctx.journey = journey
-        journey.end()
+    def forward(ctx: Any, x: Tensor, exchange: _AsyncAllToAll) -> Tensor:
+        ctx.exchange = exchange
+        exchange.end()
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        ctx.journey.start(grad, back=True)
+        ctx.exchange.start(grad, back=True)
         # Any tensor of the input's shape: what the other end passes on is what comes back.
         return grad, None
 
@@ -334,7 +337,7 @@ def all_to_all(
     input_: Tensor,
     output_split_sizes_: Sizes = None,
     input_split_sizes: Sizes = None,
-    meanwhile: Callable[[], None] | None = None,
+    overlap_fn: Callable[[], None] | None = None,
 ) -> Tensor:
     """Send rows to every rank and receive rows from every rank: [t, ...] -> [t', ...].
 
@@ -343,18 +346,18 @@ def all_to_all(
     Args:
         output_split_sizes_, input_split_sizes: rows received from and sent to each rank; None
             for equal pieces.
-        meanwhile: called while the rows are under way. The backward pass of what it computes runs
+        overlap_fn: called while the rows are under way. The backward pass of what it computes runs
             while their gradients are.
     """
     if get_pg_size(group) == 1:
-        if meanwhile is not None:
-            meanwhile()
+        if overlap_fn is not None:
+            overlap_fn()
         return input_
-    if meanwhile is not None:
-        journey = _Journey(group, output_split_sizes_, input_split_sizes)
-        rows = _Depart.apply(input_, journey)
-        meanwhile()
-        return _Arrive.apply(rows, journey)
+    if overlap_fn is not None:
+        exchange = _AsyncAllToAll(group, output_split_sizes_, input_split_sizes)
+        rows = _A2AStart.apply(input_, exchange)
+        overlap_fn()
+        return _A2AWait.apply(rows, exchange)
     return _AllToAll.apply(input_, group, output_split_sizes_, input_split_sizes)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from megatron.core import device
-from megatron.core.transport.work import Handle
+from megatron.core.transport.work import Handle, Work
 from megatron.core.utils import get_pg_size
 
 if TYPE_CHECKING:
@@ -50,6 +50,13 @@ def broadcast(x: Tensor, group: Group, source: int = 0) -> Tensor:
     if has_peers(group):
         dist.broadcast(x, global_rank(group, source), group)
     return x
+
+
+def start_broadcast(x: Tensor, group: Group) -> Work[Tensor]:
+    """Start to copy `x` of any shape [...] from the first rank of `group` to the others."""
+    if not has_peers(group):
+        return Work.completed(x)
+    return Work.of([dist.broadcast(x, global_rank(group, 0), group, async_op=True)], x)
 
 
 def all_gather(x: Tensor, group: Group) -> list[Tensor]:

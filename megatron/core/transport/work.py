@@ -28,10 +28,12 @@ waiting for a handle raises is raised at the `yield`."""
 class Work(Generic[Result]):
     """Communication in flight. Nothing else may touch its tensors until `wait` has returned."""
 
-    __slots__ = ("_handles", "_result", "_steps", "num_steps_done")
+    __slots__ = ("_handles", "_result", "_steps", "destination", "num_steps_done")
 
-    def __init__(self, steps: Steps[Result]) -> None:
+    def __init__(self, steps: Steps[Result], destination: Result | None = None) -> None:
         self._steps = steps
+        self.destination = destination
+        """Where the result will be, if that is known: until `wait` its values mean nothing."""
         self._result: Result
         self._handles: Sequence[Handle] | None
         self.num_steps_done = 0
@@ -45,7 +47,7 @@ class Work(Generic[Result]):
             yield handles
             return result
 
-        return Work(steps())
+        return Work(steps(), result)
 
     @staticmethod
     def completed(result: Result) -> Work[Result]:

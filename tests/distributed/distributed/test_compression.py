@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.core.distributed import DistributedDataParallelConfig
-from megatron.core.distributed.communication import Mesh, Transfer, reduction_steps
+from megatron.core.distributed.communication import Mesh, reduce_gradients
 from megatron.core.distributed.compressed_reduction import (
     CompressedReduction,
     CompressionSettings,
@@ -17,6 +17,7 @@ from megatron.core.distributed.compression_codecs import BFloat16Codec, BlockInt
 from megatron.core.distributed.sharding_arithmetic import BLOCK
 from megatron.core.errors import ConfigError
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.transport.work import Work
 from tests.distributed.distributed.replicas import accumulate, wrap
 from tests.harness.distributed import distributed
 from tests.harness.tolerances import EXACT, FP32_REORDERED_SUM, assert_close
@@ -46,7 +47,7 @@ def compression(kind: str, rank: int = 4, warmup: int = 0) -> CompressedReductio
 def reduced(values: torch.Tensor, mesh: Mesh, how: CompressedReduction | None) -> torch.Tensor:
     """Return this rank's part of the mean."""
     bucket = values.clone()
-    Transfer(reduction_steps(bucket, mesh, scale=1 / mesh.size, tag=5, compression=how)).finish()
+    Work(reduce_gradients(bucket, mesh, scale=1 / mesh.size, tag=5, compression=how)).wait()
     return mesh.own(bucket)
 
 

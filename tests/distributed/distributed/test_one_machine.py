@@ -7,12 +7,13 @@ import torch
 
 from megatron.core.distributed.communication import (
     Mesh,
-    Transfer,
     gather_parameters,
-    reduction_steps,
+    reduce_gradients,
 )
-from megatron.core.transport.p2p_reduce import STRETCH, SharedSlot
+from megatron.core.transport.ordered_sum import STRETCH
 from megatron.core.transport.shm.shared_buffer import PeerBuffers, SharedBuffer
+from megatron.core.transport.shm.shm_bucket_transport import SharedSlot
+from megatron.core.transport.work import Work
 from tests.harness.distributed import distributed
 from tests.harness.tolerances import EXACT, assert_close
 
@@ -42,8 +43,8 @@ def check_reductions(groups):
         read, place = readable(sent)
         how = dict(scale=1 / 3, tag=5)
         for _ in range(3):  # the same place serves step after step
-            Transfer(reduction_steps(sent, mesh, **how)).finish()
-            Transfer(reduction_steps(read, mesh, **how, place=place)).finish()
+            Work(reduce_gradients(sent, mesh, **how)).wait()
+            Work(reduce_gradients(read, mesh, **how, slot=place)).wait()
             assert_close(mesh.own(read), mesh.own(sent), EXACT, f"{mesh} {dtype} {numel}")
         assert all(isinstance(p, PeerBuffers) for p in place.memory._peers.values())
 
@@ -71,12 +72,12 @@ def test_gathers_bring_the_same_values_either_way(groups, is_apart):
     for turn in range(3):
         sent = torch.zeros(3 * length)
         mesh.own(sent).copy_(torch.arange(length) + 10_000 * shard + turn)
-        gather_parameters(sent, mesh, tag=9).finish()
+        gather_parameters(sent, mesh, tag=9).wait()
         if turn == 0:
             place_of_all, place = readable(torch.zeros(3 * length))
         own = place_of_all[:length] if is_apart else mesh.own(place_of_all)
         own.copy_(mesh.own(sent))
         read = torch.zeros(3 * length) if is_apart else place_of_all
-        gather_parameters(read, mesh, tag=9, shard=own if is_apart else None, place=place).finish()
+        gather_parameters(read, mesh, tag=9, shard=own if is_apart else None, slot=place).wait()
         assert_close(read, sent, EXACT, "what was gathered")
         place.memory.wait_for_readers()

@@ -7,6 +7,7 @@ import torch
 
 from megatron.core.initialization import canonical_names
 from megatron.core.transport import collectives
+from megatron.core.transport.work import Work
 from tests.harness.distributed import distributed
 from tests.harness.tolerances import FP32_REORDERED_SUM, assert_close
 from tests.unit.transformer.moe.small_layer import layer, tokens
@@ -54,7 +55,7 @@ def test_a_shared_expert_is_computed_while_tokens_and_gradients_travel(groups):
     ranks = {"expert_model_parallel_size": 2, "moe_shared_expert_overlap": True}
     split, whole = layer(groups, **shared, **ranks), layer(**shared)
     under_way, computed = [], []
-    start, wait = collectives.start_all_to_all, collectives.PendingTensor.wait
+    start, wait = collectives.start_all_to_all, Work.wait
 
     def starting(*args):
         under_way.append(start(*args))
@@ -76,7 +77,7 @@ def test_a_shared_expert_is_computed_while_tokens_and_gradients_travel(groups):
     x, y = tokens(), tokens()
     with (
         mock.patch.object(collectives, "start_all_to_all", starting),
-        mock.patch.object(collectives.PendingTensor, "wait", waiting),
+        mock.patch.object(Work, "wait", waiting),
     ):
         out = split(x)[0]
         out.square().sum().backward()

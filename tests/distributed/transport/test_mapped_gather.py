@@ -44,8 +44,7 @@ def test_each_rank_finds_the_pieces_of_all_in_order(groups):
         for turn in range(3):
             owned = torch.arange(values.numel(), dtype=torch.int32) + 1_000_000 * turn
             values.copy_(owned + 100_000 * rank)
-            for handle in joined.arrivals():
-                handle.wait()
+            joined.start().wait()
             for pieces, found in zip(tensors, joined.tensors, strict=True):
                 found.allocate()
                 expected = [
@@ -63,8 +62,7 @@ def test_what_is_written_to_a_joined_tensor_reaches_no_owner_and_is_lost(groups)
     values, joined = joined_whole(groups)
     values.fill_(1.0)
     whole = joined.tensors[0]
-    for handle in joined.arrivals():
-        handle.wait()
+    joined.start().wait()
     whole.allocate()
     whole.tensor.fill_(7.0)
     dist.barrier()
@@ -80,8 +78,7 @@ def test_values_do_not_change_while_another_rank_looks_at_them(groups):
     values, joined = joined_whole(groups)
     values.fill_(1.0)
     whole, rank = joined.tensors[0], groups.dp.rank()
-    for handle in joined.arrivals():
-        handle.wait()
+    joined.start().wait()
     if rank == 0:
         time.sleep(0.2)
         assert bool((whole.tensor == 1.0).all())
@@ -89,8 +86,7 @@ def test_values_do_not_change_while_another_rank_looks_at_them(groups):
     values.fill_(2.0)
     if rank == 0:
         time.sleep(0.2)  # the other one is told only now that these are in place
-    for handle in joined.arrivals():
-        handle.wait()
+    joined.start().wait()
     assert bool((whole.tensor == 2.0).all())
     joined.wait_for_readers()
 
@@ -114,7 +110,7 @@ def test_a_rank_alone_looks_at_its_own_values():
     memory = SharedBuffer(2 * PAGE, 1)
     memory.tensor(torch.uint8, 0, 2 * PAGE).copy_(torch.arange(2 * PAGE) // PAGE + 1)
     joined = map_gather(memory, None, torch.uint8, [[(PAGE, PAGE)], [(0, PAGE)]])
-    assert joined.arrivals() == []
+    assert joined.start().is_completed()
     assert [tensor.tensor.unique().tolist() for tensor in joined.tensors] == [[2], [1]]
     joined.wait_for_readers()
 

@@ -28,8 +28,9 @@ from contextlib import suppress
 import torch
 import torch.distributed as dist
 
-from megatron.core.transport.shm.shared_buffer import PeerBuffers, ProgressWork, SharedBuffer
+from megatron.core.transport.shm.shared_buffer import PeerBuffers, SharedBuffer
 from megatron.core.transport.shm.shm_collectives import all_ranks_can
+from megatron.core.transport.work import Work
 
 _MAP_FIXED = 0x10
 _WORD = 0
@@ -79,14 +80,14 @@ class MappedGather:
         self._base = memory.begin(_WORD)
         self._is_shown = False
 
-    def arrivals(self) -> list[ProgressWork]:
-        """Say that the own values are in place; return handles for "those of the others are"."""
+    def start(self) -> Work[None]:
+        """Publish that the own values are in place; the work ends when those of the others are."""
         if self._peers is None:
-            return []
+            return Work.completed(None)
         if not self._is_shown:
             self._is_shown = True
             self._memory.publish_progress(_WORD, self._base + 1)
-        return [self._peers.progress_of_others(_WORD, self._base + 1)]
+        return Work.of([self._peers.progress_of_others(_WORD, self._base + 1)], None)
 
     def wait_for_readers(self) -> None:
         """Sleep until no rank looks at the values any more; this one does not from now on."""

@@ -33,6 +33,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron.core.transport import backend
 from megatron.core.transport.shm.shm_collectives import (
     ShmGroup,
     all_ranks_can,
@@ -159,11 +160,9 @@ class SharedBuffer:
         if self._file is not None:
             own = _File.of(self._file, self._length)
         mine = torch.tensor(own)
-        everyone = [torch.empty_like(mine) for _ in range(group.size())]
-        dist.all_gather(everyone, mine, group=group)
         found = {
             rank: _File(*(int(entry) for entry in entries))
-            for rank, entries in enumerate(everyone)
+            for rank, entries in enumerate(backend.all_gather(mine, group))
             if rank != group.rank()
         }
         others = {rank: _map_of(file) for rank, file in found.items()}

@@ -41,6 +41,8 @@ from torch import Tensor
 
 from megatron.core.errors import PeerLostError
 from megatron.core.process_identity import SIZE, ProcessIdentity
+from megatron.core.transport import backend
+from megatron.core.transport.work import Steps, Work
 
 DIRECTORY = Path("/dev/shm")
 SLOT_BYTES = 1 << 20
@@ -60,8 +62,8 @@ class _TimeSpec(ctypes.Structure):
 class ShmGroup:
     """The shared slots of one group whose ranks run on one machine.
 
-    One object per rank and group, from `open_shm_group`. `put` and `get` alternate, and all ranks
-    call them in the same order with tensors of the same size.
+    One object per rank and group, from `open_shm_group`. `put`, `wait_for_puts` and `get` take
+    turns, and all ranks call them in the same order with tensors of the same size.
     """
 
     def __init__(self, memory: mmap.mmap, rank: int, size: int, timeout: float) -> None:
@@ -88,13 +90,36 @@ class ShmGroup:
         self._others = [r for r in range(size) if r != rank]
         self._processes: dict[int, int] = {}  # group rank -> process descriptor
         self._num_puts = 0
-        self._pending: Transfer | None = None
+        self._pending: Work[Tensor] | None = None
 
-    def wait_pending(self, following: Transfer) -> None:
-        """Finish the transfer in flight, if any, before `following` begins."""
+    def exchange(
+        self, x: Tensor, consume: Callable[[slice, list[Tensor]], object], result: Tensor
+    ) -> Work[Tensor]:
+        """Put `x` [...] at once, and read the others' when the work is waited for.
+
+        Tensors above SLOT_BYTES go in pieces, of which the first is put at once. The transfer in
+        flight, if any, is finished before.
+
+        Args:
+            consume: gets each piece's range of the flat tensor and what every rank has put there,
+                in rank order.
+            result: of the work.
+        """
         if self._pending is not None:
             self._pending.wait()
-        self._pending = following
+        self._pending = work = Work(self._steps(x, consume, result))
+        return work
+
+    def _steps(
+        self, x: Tensor, consume: Callable[[slice, list[Tensor]], object], result: Tensor
+    ) -> Steps[Tensor]:
+        offset = 0
+        for piece in x.view(-1).split(SLOT_BYTES // x.element_size()):
+            self.put(piece)
+            yield [_OthersPut(self)]
+            consume(slice(offset, offset + piece.numel()), self.get(piece))
+            offset += piece.numel()
+        return result
 
     def put(self, piece: Tensor) -> None:
         """Copy `piece` (contiguous, at most SLOT_BYTES) to this rank's next slot."""
@@ -102,16 +127,20 @@ class ShmGroup:
         for other in self._others:
             self._libc.sem_post(self._semaphores[self.rank][other])
 
-    def get(self, like: Tensor) -> list[Tensor]:
-        """Wait for the others and return what each rank has put, [...] each, in rank order.
-
-        The tensors are views of the slots, shaped as `like`: valid until the next `put`.
+    def wait_for_puts(self) -> None:
+        """Wait until all others have put what `get` returns next.
 
         Raises:
             PeerLostError: a rank died, or the timeout of the group passed.
         """
         for other in self._others:
             self._await(other)
+
+    def get(self, like: Tensor) -> list[Tensor]:
+        """Return what each rank has put, in rank order; after `wait_for_puts`.
+
+        The tensors are views of the slots, shaped as `like` [...]: valid until the next `put`.
+        """
         views = [self._view(rank, like) for rank in range(self.size)]
         self._num_puts += 1
         return views
@@ -224,7 +253,7 @@ def _connect(group: dist.ProcessGroup) -> ShmGroup | None:
     rank, size = group.rank(), group.size()
     wanted = sys.platform == "linux" and hasattr(os, "pidfd_open") and not is_off()
     token = torch.frombuffer(bytearray(secrets.token_bytes(16)), dtype=torch.uint8)
-    dist.broadcast(token, group=group, group_src=0)
+    backend.broadcast(token, group)
     path = DIRECTORY / f"megatron-{token.numpy().tobytes().hex()}"
     shm = None
     try:
@@ -272,9 +301,7 @@ def all_ranks_can(mine: bool, group: dist.ProcessGroup) -> bool:
 
     Communication: an all-reduce of a few bytes on `group`.
     """
-    vote = torch.tensor([int(mine)])
-    dist.all_reduce(vote, dist.ReduceOp.MIN, group=group)
-    return bool(vote.item())
+    return bool(backend.all_reduce(torch.tensor([int(mine)]), group, dist.ReduceOp.MIN).item())
 
 
 def _timeout(group: dist.ProcessGroup) -> float:
@@ -293,32 +320,12 @@ def _lost(rank: int, why: str) -> PeerLostError:
     )
 
 
-class Transfer:
-    """One tensor in flight to all ranks: put at once, read from the others at `wait`.
+class _OthersPut:
+    """The handle of the puts that `wait_for_puts` waits for."""
 
-    Tensors above SLOT_BYTES go in pieces, of which the first is put at once. `consume` gets
-    each piece's range of the flat tensor and what every rank has sent there, in rank order.
-    """
+    def __init__(self, shm: ShmGroup) -> None:
+        self.wait = shm.wait_for_puts
 
-    def __init__(
-        self, slots: ShmGroup, x: Tensor, consume: Callable[[slice, list[Tensor]], object]
-    ) -> None:
-        slots.wait_pending(self)
-        self._slots = slots
-        self._pieces = x.view(-1).split(SLOT_BYTES // x.element_size())
-        self._consume = consume
-        self._is_done = False
-        slots.put(self._pieces[0])
-
-    def wait(self) -> None:
-        """Read the others' tensors, once."""
-        if self._is_done:
-            return
-        self._is_done = True
-        offset = 0
-        for index, piece in enumerate(self._pieces):
-            if index > 0:
-                self._slots.put(piece)
-            views = self._slots.get(piece)
-            self._consume(slice(offset, offset + piece.numel()), views)
-            offset += piece.numel()
+    def is_completed(self) -> bool:
+        """Return False: to look would take the semaphores."""
+        return False

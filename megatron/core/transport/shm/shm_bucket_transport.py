@@ -1,0 +1,99 @@
+"""Reduce-scatter and all-gather of flat tensors that other ranks of the machine read in place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from megatron.core.transport.ordered_sum import STRETCH, ordered_sum, piece_of
+from megatron.core.transport.shm.shared_buffer import PeerBuffers, SharedBuffer
+from megatron.core.transport.work import Handle, Steps
+
+WINDOW = 16 * STRETCH
+"""Elements that are mapped of another rank at a time."""
+
+
+@dataclass(frozen=True)
+class SharedSlot:
+    """Where ranks of the same machine find a bucket (or shard) of this rank."""
+
+    memory: SharedBuffer
+    index: int
+    """Of the progress counter of its communication."""
+    keeps_pages: bool
+    """What was read of others stays mapped: no page faults, but it counts as resident here too."""
+
+
+class ShmBucketTransport:
+    """Ranks publish when a bucket or shard may be read, and read those of the others in place.
+
+    A rank's progress counter counts the steps that it has done; see `shared_buffer`.
+    """
+
+    def __init__(self, slot: SharedSlot, peers: PeerBuffers) -> None:
+        self._memory, self._index, self._peers = slot.memory, slot.index, peers
+        self._base = slot.memory.begin(slot.index)
+        self._keeps_pages = slot.keeps_pages
+
+    def reduce_scatter(
+        self, bucket: Tensor, scale: float, into: Tensor | None = None
+    ) -> Steps[Tensor]:
+        """See `BucketTransport`."""
+        yield self._publish(1, bucket)
+        rank, size = self._peers.rank, self._peers.size
+        own = piece_of(bucket, rank, size)
+        first = rank * own.numel()
+        for begin, part in _windows(own):
+            terms = [
+                part if other == rank else self._read(other, first + begin, part)
+                for other in range(size)
+            ]
+            sums = part if into is None else into[begin : begin + part.numel()]
+            ordered_sum(terms, sums, scale)
+            for other, term in enumerate(terms):
+                self._unmap(other, term)
+        # The others' pieces of this bucket have been read when all have got here.
+        yield self._publish(2, bucket)
+        return own if into is None else into
+
+    def all_reduce(self, bucket: Tensor, scale: float, *, is_first_step: bool) -> Steps[Tensor]:
+        """See `BucketTransport`."""
+        yield from self.reduce_scatter(bucket, scale)
+        self._copy(bucket, are_shards=False)
+        yield self._publish(3, bucket)
+        return bucket
+
+    def all_gather(self, bucket: Tensor, shard: Tensor) -> Steps[None]:
+        """See `BucketTransport`. The others may still be reading `shard` afterwards."""
+        yield self._publish(1, shard)
+        self._copy(bucket, are_shards=True)
+        self._memory.publish_progress(self._index, self._base + 2, shard)
+
+    def _publish(self, step: int, shown: Tensor) -> Sequence[Handle]:
+        self._memory.publish_progress(self._index, self._base + step, shown)
+        return [self._peers.progress_of_others(self._index, self._base + step)]
+
+    def _copy(self, bucket: Tensor, *, are_shards: bool) -> None:
+        for other in range(self._peers.size):
+            if other != self._peers.rank:
+                piece = piece_of(bucket, other, self._peers.size)
+                first = 0 if are_shards else other * piece.numel()
+                for begin, part in _windows(piece):
+                    theirs = self._read(other, first + begin, part)
+                    part.copy_(theirs)
+                    self._unmap(other, theirs)
+
+    def _read(self, other: int, begin: int, like: Tensor) -> Tensor:
+        return self._peers.read(other, self._index, begin, like)
+
+    def _unmap(self, other: int, theirs: Tensor) -> None:
+        if other != self._peers.rank and not self._keeps_pages:
+            self._peers.unmap(other, theirs)
+
+
+def _windows(values: Tensor) -> Iterator[tuple[int, Tensor]]:
+    """Yield (first element, part) of the parts of a flat tensor that are read at a time."""
+    for begin in range(0, values.numel(), WINDOW):
+        yield begin, values[begin : begin + WINDOW]
