@@ -8,6 +8,8 @@ from megatron.core.dist_checkpointing.mapping import (
     ShardedTensor,
     ShardedTensorFactory,
     is_main_replica,
+)
+from megatron.core.dist_checkpointing.parameter_shards import (
     make_sharded_optimizer_tensor,
     sharded_tensor_for_parameter,
 )

@@ -21,7 +21,8 @@ def boxes_of_flat_range(shape: Sequence[int], begin: int, end: int) -> list[Box]
     scalar (shape ()) has one element and one box.
     """
     total = math.prod(shape)
-    assert 0 <= begin <= end <= total, (tuple(shape), begin, end)
+    if not 0 <= begin <= end <= total:
+        raise ValueError(f"elements {begin}:{end} are not within a tensor of shape {tuple(shape)}")
     if begin == end:
         return []
     if begin == 0 and end == total:
@@ -48,6 +49,44 @@ def _within_row(row: int, inner_shape: tuple[int, ...], begin: int, end: int) ->
         ((row, *offset), (1, *size))
         for offset, size in boxes_of_flat_range(inner_shape, begin, end)
     ]
+
+
+def boxes_of_shard(
+    shape: Sequence[int],
+    dim: int,
+    *,
+    rank: int,
+    size: int,
+    stride: int = 1,
+    flat_range: tuple[int, int] | None = None,
+) -> list[tuple[Box, tuple[int, ...]]]:
+    """Return where the elements of one rank's shard lie in the tensor that is split.
+
+    A tensor of `stride` equal parts along `dim` ([gate; up] of a gated MLP) is split part by part:
+    block i of the shard is piece i * size + rank of the tensor.
+
+    Args:
+        shape: of the shard; `stride` divides the size of `dim`.
+        rank, size: of the group that splits `dim`.
+        flat_range: [begin, end) of the flattened shard, where only that is held.
+    Returns:
+        (box within the shard, its offset in the full tensor), in memory order of the boxes of
+        `flat_range`, then by block.
+    """
+    block = shape[dim] // stride
+    low, high = [0] * len(shape), list(shape)
+    high[dim] = block
+    found = []
+    for held in boxes_of_flat_range(shape, *(flat_range or (0, math.prod(shape)))):
+        for i in range(stride):
+            low[dim] = i * block
+            shared = intersection(held, (tuple(low), tuple(high)))
+            if shared is None:
+                continue
+            offset = list(shared[0])
+            offset[dim] += (i * size + rank - i) * block
+            found.append((shared, tuple(offset)))
+    return found
 
 
 def intersection(a: Box, b: Box) -> Box | None:

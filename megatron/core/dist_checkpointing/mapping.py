@@ -17,8 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.core.dist_checkpointing.flat_ranges import Box, boxes_of_flat_range, intersection
-from megatron.core.param_meta import ParamMeta
+from megatron.core.dist_checkpointing.flat_ranges import (
+    Box,
+    boxes_of_flat_range,
+    describe_box,
+)
+from megatron.core.errors import CheckpointError
 
 ShardedStateDict = dict[str, Any]
 """Nested dicts and lists of declarations and plain values."""
@@ -76,20 +80,40 @@ class ShardedTensor(ShardedBase):
         self.validate_metadata_integrity()
 
     def validate_metadata_integrity(self) -> None:
-        """Assert that shapes, offsets and data fit together."""
-        ndim = len(self.global_shape)
-        assert len(self.global_offset) == ndim, self
-        assert len(self.local_shape) + self.prepend_axis_num == ndim, self
-        for size, offset, length in zip(self.global_shape, *self.box, strict=True):
-            assert offset >= 0 and offset + length <= size, self
+        """Raise `CheckpointError` unless shapes, offsets and data fit together."""
+        ndim, offset = len(self.global_shape), tuple(self.global_offset)
+        if len(offset) != ndim or len(self.local_shape) + self.prepend_axis_num != ndim:
+            raise self._wrong(
+                f"{ndim} global axes, {len(offset)} offsets, {len(self.local_shape)} local and "
+                f"{self.prepend_axis_num} prepended axes",
+                "local_shape has the global axes but for the prepend_axis_num leading ones",
+            )
+        ends = zip(self.global_shape, *self.box, strict=True)
+        if not all(o >= 0 and o + length <= size for size, o, length in ends):
+            raise self._wrong(
+                f"box {describe_box(self.box)} outside of global shape {tuple(self.global_shape)}",
+                "a shard lies within the global tensor",
+            )
         if self.data is None:
             return
-        assert self.data.dtype == self.dtype, (self.data.dtype, self)
-        if self.flattened_range is None:
-            assert tuple(self.data.shape) == self.local_shape, (tuple(self.data.shape), self)
-        else:
-            begin, end = self.flat_bounds
-            assert tuple(self.data.shape) == (end - begin,), (tuple(self.data.shape), self)
+        if self.data.dtype != self.dtype:
+            raise self._wrong(
+                f"dtype {self.dtype} and data of {self.data.dtype}", "dtype is that of the data"
+            )
+        begin, end = self.flat_bounds
+        held = tuple(self.local_shape) if self.flattened_range is None else (end - begin,)
+        if tuple(self.data.shape) != held:
+            raise self._wrong(
+                f"data of shape {tuple(self.data.shape)} where {held} is declared",
+                "data has local_shape, or one axis with the elements of flattened_range",
+            )
+
+    def _wrong(self, found: str, rule: str) -> CheckpointError:
+        return CheckpointError(
+            f"ShardedTensor {self.key!r} has {found}.",
+            rule=rule,
+            fix="use ShardedTensor.from_rank_offsets, which computes shapes and offsets",
+        )
 
     @classmethod
     def from_rank_offsets(
@@ -109,7 +133,7 @@ class ShardedTensor(ShardedBase):
             key: name of the global tensor, the same on all ranks and in all layouts.
             data: this rank's piece.
             rank_offsets: (axis, rank, fragments) for each axis that is cut; `axis` counts the
-                prepended axes too. An axis not named is whole.
+                prepended axes too. An axis not named is not cut.
             prepend_axis_num: leading global axes that `data` does not have.
             local_shape: shape of the piece where `data` is only `flattened_range` of it.
         """
@@ -117,8 +141,13 @@ class ShardedTensor(ShardedBase):
         box_shape = (1,) * prepend_axis_num + shape
         fragments, offset = [1] * len(box_shape), [0] * len(box_shape)
         for axis, rank, pieces in rank_offsets:
-            assert 0 <= axis < len(box_shape), (key, axis, box_shape)
-            assert 0 <= rank < pieces, (key, axis, rank, pieces)
+            if not (0 <= axis < len(box_shape) and 0 <= rank < pieces):
+                raise CheckpointError(
+                    f"rank offset {(axis, rank, pieces)} of {key!r} does not fit a tensor of "
+                    f"{len(box_shape)} axes.",
+                    rule="an offset is (axis, rank, fragments) with rank < fragments",
+                    fix="count the prepended axes too",
+                )
             fragments[axis], offset[axis] = pieces, rank * box_shape[axis]
         return cls(
             key=key,
@@ -145,9 +174,7 @@ class ShardedTensor(ShardedBase):
         total = math.prod(self.local_shape)
         if self.flattened_range is None:
             return 0, total
-        begin, end, step = self.flattened_range.indices(total)
-        assert step == 1, self.flattened_range
-        return begin, end
+        return bounds_of(self.flattened_range, total)
 
     def global_slice(self) -> tuple[int | slice, ...]:
         """Return the index that selects this box from the global tensor."""
@@ -169,13 +196,13 @@ class ShardedTensor(ShardedBase):
         prepended = (0,) * self.prepend_axis_num
         for offset, shape in boxes_of_flat_range(self.local_shape, begin, end):
             local_offset = prepended + offset
-            place = tuple(g + o for g, o in zip(self.global_offset, local_offset, strict=True))
+            corner = tuple(g + o for g, o in zip(self.global_offset, local_offset, strict=True))
             full = (1,) * self.prepend_axis_num + shape
             count = math.prod(shape)
             view = None
             if self.data is not None:
                 view = self.data.detach()[position : position + count].view(full)
-            found.append(((place, full), view))
+            found.append(((corner, full), view))
             position += count
         return found
 
@@ -198,10 +225,14 @@ class ShardedObject(ShardedBase):
     replica_id: ReplicaId = 0
 
     def __post_init__(self) -> None:
-        assert len(self.global_shape) == len(self.global_offset), self
-        assert all(
-            0 <= o < n for o, n in zip(self.global_offset, self.global_shape, strict=True)
-        ), self
+        shape, offset = tuple(self.global_shape), tuple(self.global_offset)
+        if len(shape) != len(offset) or any(
+            not 0 <= o < n for o, n in zip(offset, shape, strict=True)
+        ):
+            raise CheckpointError(
+                f"ShardedObject {self.key!r} has offset {offset} in a grid of shape {shape}.",
+                rule="the offset names one cell of the grid",
+            )
 
     @property
     def unique_key(self) -> str:
@@ -241,145 +272,13 @@ class LocalNonpersistentObject:
         return self.obj
 
 
-def sharded_tensor_for_parameter(
-    key: str,
-    tensor: Tensor,
-    meta: ParamMeta,
-    *,
-    tp_rank: int,
-    tp_size: int,
-    dp_replica: int,
-    prepend_offsets: Sequence[RankOffset] = (),
-    copy: int = 0,
-    allow_shape_mismatch: bool = False,
-    flattened_range: slice | None = None,
-    local_shape: Sequence[int] | None = None,
-) -> ShardedTensor | ShardedTensorFactory:
-    """Declare a parameter (or a tensor of the same shape) from its facts.
-
-    Args:
-        key: canonical name of the global tensor.
-        tensor: this rank's shard; 1-d with `flattened_range` and `local_shape` for a ZeRO piece.
-        meta: how the parameter is split. With `meta.stride` > 1 (a gated first MLP layer holds
-            [gate_shard; up_shard]) block i of rank r is piece i * tp_size + r of the global
-            tensor, so that the stored tensor is the one-device tensor in every layout.
-        tp_rank, tp_size: place on `meta.split_axis` (or on the tensor-parallel axis that
-            replicates an unsplit parameter).
-        dp_replica: this rank's index among the data-parallel copies.
-        prepend_offsets: (axis, rank, fragments) of leading axes that the tensor lacks, such as
-            (0, layer, num_layers).
-        copy: 0 for the owner of the parameter; 1 for a tied copy on another pipeline stage.
-    Returns:
-        a `ShardedTensor`, or a factory of `meta.stride` of them.
-    """
-    num_prepended = len(prepend_offsets)
-    shape = tuple(tensor.shape) if local_shape is None else tuple(local_shape)
-    common: dict[str, Any] = {
-        "prepend_axis_num": num_prepended,
-        "allow_shape_mismatch": allow_shape_mismatch,
-    }
-    if meta.split_dim is None or tp_size == 1:
-        return ShardedTensor.from_rank_offsets(
-            key,
-            tensor,
-            *prepend_offsets,
-            replica_id=(copy, tp_rank, dp_replica),
-            flattened_range=flattened_range,
-            local_shape=shape,
-            **common,
+def bounds_of(flattened_range: slice, total: int) -> tuple[int, int]:
+    """Return [begin, end) of a range within so many elements."""
+    begin, end, step = flattened_range.indices(total)
+    if step != 1:
+        raise CheckpointError(
+            f"flattened_range={flattened_range} has a step of {step}.",
+            rule="a flattened range is contiguous",
+            fix="declare each contiguous range by itself",
         )
-    axis = meta.split_dim % len(shape) + num_prepended
-    replica_id = (copy, 0, dp_replica)
-    if meta.stride == 1:
-        return ShardedTensor.from_rank_offsets(
-            key,
-            tensor,
-            *prepend_offsets,
-            (axis, tp_rank, tp_size),
-            replica_id=replica_id,
-            flattened_range=flattened_range,
-            local_shape=shape,
-            **common,
-        )
-
-    dim, stride = meta.split_dim % len(shape), meta.stride
-    block = shape[dim] // stride
-    assert block * stride == shape[dim], (key, shape, stride)
-    global_shape = tuple(pieces for _, _, pieces in prepend_offsets) + tuple(
-        n * tp_size if d == dim else n for d, n in enumerate(shape)
-    )
-    first = tuple(rank for _, rank, _ in prepend_offsets)
-
-    def build(
-        key: str, data: Tensor, replica_id: ReplicaId, flattened_range: slice | None
-    ) -> list[ShardedTensor]:
-        """Cut local data (whole, or a flat range of it) at the block borders."""
-        bounds = slice(None) if flattened_range is None else flattened_range
-        begin, end, _ = bounds.indices(math.prod(shape))
-        flat, position = data.detach(), 0
-        found = []
-        for box in boxes_of_flat_range(shape, begin, end):
-            count = math.prod(box[1])
-            view = flat if flattened_range is None else flat[position : position + count]
-            view = view.view(box[1])
-            position += count
-            for i in range(stride):
-                low = tuple(i * block if d == dim else 0 for d in range(len(shape)))
-                high = tuple(block if d == dim else n for d, n in enumerate(shape))
-                shared = intersection(box, (low, high))
-                if shared is None:
-                    continue
-                offset, size = shared
-                part = view
-                for d, (o, b, n) in enumerate(zip(offset, box[0], size, strict=True)):
-                    part = part.narrow(d, o - b, n)
-                shift = (i * tp_size + tp_rank) * block - i * block
-                place = tuple(o + shift if d == dim else o for d, o in enumerate(offset))
-                found.append(
-                    ShardedTensor(
-                        key=key,
-                        data=part,
-                        dtype=part.dtype,
-                        local_shape=size,
-                        global_shape=global_shape,
-                        global_offset=first + place,
-                        replica_id=replica_id,
-                        **common,
-                    )
-                )
-        return found
-
-    def merge(loaded: list[Tensor]) -> Tensor:
-        """Join the blocks again (whole tensors only: flat ranges are loaded in place)."""
-        return torch.cat(loaded, dim)
-
-    return ShardedTensorFactory(key, tensor, build, merge, replica_id, flattened_range)
-
-
-def make_sharded_optimizer_tensor(
-    model_param: ShardedTensor | ShardedTensorFactory,
-    optim_param: Tensor,
-    prefix: str,
-    *,
-    flattened_range: slice | None = None,
-    replica_id: ReplicaId | None = None,
-) -> ShardedTensor | ShardedTensorFactory:
-    """Declare optimizer state shaped like a parameter, with the parameter's sharding.
-
-    Args:
-        model_param: the model's declaration of the parameter.
-        optim_param: the state: the parameter's local shape, or 1-d with `flattened_range`.
-        prefix: the key becomes `{prefix}.{model_param.key}`.
-        flattened_range: the elements of the flattened local parameter that `optim_param` holds.
-        replica_id: overrides the parameter's. Ranks that hold different ranges of one parameter
-            are not replicas of each other: give each index 0 on the axis that shards the state.
-    """
-    changes: dict[str, Any] = {
-        "key": f"{prefix}.{model_param.key}",
-        "data": optim_param,
-        "flattened_range": flattened_range,
-        "replica_id": model_param.replica_id if replica_id is None else replica_id,
-    }
-    if isinstance(model_param, ShardedTensor):
-        changes["dtype"] = optim_param.dtype
-    return replace(model_param, **changes)
+    return begin, end

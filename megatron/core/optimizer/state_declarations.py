@@ -13,10 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron.core.dist_checkpointing.mapping import (
-    ReplicaId,
-    ShardedTensor,
-    ShardedTensorFactory,
+from megatron.core.dist_checkpointing.mapping import ReplicaId, ShardedTensor, ShardedTensorFactory
+from megatron.core.dist_checkpointing.parameter_shards import (
     make_sharded_optimizer_tensor,
 )
 from megatron.core.errors import CheckpointError

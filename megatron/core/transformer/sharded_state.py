@@ -16,6 +16,8 @@ from megatron.core.dist_checkpointing.mapping import (
     ShardedStateDict,
     ShardedTensor,
     ShardedTensorFactory,
+)
+from megatron.core.dist_checkpointing.parameter_shards import (
     sharded_tensor_for_parameter,
 )
 from megatron.core.param_meta import get_param_meta

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.dist_checkpointing import ShardedTensor, sharded_tensor_for_parameter
-from megatron.core.dist_checkpointing.mapping import make_sharded_optimizer_tensor
+from megatron.core.dist_checkpointing.parameter_shards import make_sharded_optimizer_tensor
 from megatron.core.param_meta import ParamMeta, shard_of
 
 

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import math
 import random
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor, ShardedTensorFactory
 from megatron.core.dist_checkpointing.digest import checkpoint_digest
-from megatron.core.dist_checkpointing.mapping import sharded_tensor_for_parameter
+from megatron.core.dist_checkpointing.flat_ranges import boxes_of_shard, coverage_problem
+from megatron.core.dist_checkpointing.parameter_shards import sharded_tensor_for_parameter
 from megatron.core.dist_checkpointing.verify import verify_checkpoint
 from megatron.core.errors import CheckpointError
 from megatron.core.param_meta import ParamMeta, shard_of
@@ -170,6 +175,85 @@ def test_random_boxes_and_flat_ranges_round_trip(tmp_path: Path, seed: int) -> N
             assert torch.equal(shard.data, tensor)
     whole = dist_checkpointing.load_plain_tensors(tmp_path / "c")
     assert all(torch.equal(whole[key], full) for key, full in tensors.items())
+
+
+@st.composite
+def split_tensors(draw):
+    """A tensor, how it is split, and where each rank's flattened shard is cut."""
+    dim, num_dims = draw(st.integers(0, 2)), draw(st.integers(1, 3))
+    dim, size, stride = dim % num_dims, draw(st.integers(1, 4)), draw(st.integers(1, 3))
+    shape = [draw(st.integers(1, 4)) for _ in range(num_dims)]
+    shape[dim] *= stride
+    count = math.prod(shape)
+    cuts = [sorted({0, count, *draw(st.sets(st.integers(0, count)))}) for _ in range(size)]
+    return tuple(shape), dim, size, stride, cuts
+
+
+@given(split_tensors())
+def test_the_boxes_of_all_shards_make_up_the_tensor_however_they_are_cut(case) -> None:
+    shape, dim, size, stride, cuts = case
+    full_shape = tuple(n * size if d == dim else n for d, n in enumerate(shape))
+    held = [
+        (offset, box[1])
+        for rank in range(size)
+        for flat_range in pairwise(cuts[rank])
+        for box, offset in boxes_of_shard(
+            shape, dim, rank=rank, size=size, stride=stride, flat_range=flat_range
+        )
+    ]
+    assert coverage_problem(full_shape, held) is None
+
+
+@given(split_tensors())
+def test_declared_views_hold_the_elements_of_their_boxes(case) -> None:
+    shape, dim, size, stride, cuts = case
+    full_shape = tuple(n * size if d == dim else n for d, n in enumerate(shape))
+    full = torch.arange(math.prod(full_shape)).view(full_shape)
+    meta = ParamMeta(split_dim=dim, split_axis="tp", stride=stride)
+    for rank in range(size):
+        shard = shard_of(full, meta, rank, size).contiguous()
+        for bounds in [None, *(slice(*pair) for pair in pairwise(cuts[rank]))]:
+            declared = sharded_tensor_for_parameter(
+                "w",
+                shard if bounds is None else shard.flatten()[bounds],
+                meta,
+                tp_rank=rank,
+                tp_size=size,
+                dp_replica=0,
+                flattened_range=bounds,
+                local_shape=shape,
+            )
+            parts = declared.build() if isinstance(declared, ShardedTensorFactory) else [declared]
+            for (offset, lengths), view in (piece for part in parts for piece in part.pieces()):
+                box = tuple(slice(o, o + n) for o, n in zip(offset, lengths, strict=True))
+                assert torch.equal(view, full[box])
+
+
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [
+        ({"global_offset": (0,)}, "2 global axes, 1 offsets"),
+        ({"global_offset": (3, 0)}, r"box \[3:5, 0:3\] outside of global shape \(4, 3\)"),
+        ({"dtype": torch.bfloat16}, "dtype torch.bfloat16 and data of torch.float32"),
+        ({"local_shape": (1, 3)}, r"data of shape \(2, 3\) where \(1, 3\) is declared"),
+        ({"flattened_range": slice(0, 6, 2)}, "step of 2"),
+    ],
+)
+def test_a_declaration_that_contradicts_itself_says_what_is_wrong(change, found) -> None:
+    fields = {
+        "key": "w", "data": torch.zeros(2, 3), "dtype": torch.float32, "local_shape": (2, 3),
+        "global_shape": (4, 3), "global_offset": (2, 0),
+    }  # fmt: skip
+    ShardedTensor(**fields)
+    with pytest.raises(CheckpointError, match=found):
+        ShardedTensor(**fields | change)
+
+
+def test_offsets_that_fit_no_grid_are_refused() -> None:
+    with pytest.raises(CheckpointError, match="does not fit a tensor of 1 axes"):
+        ShardedTensor.from_rank_offsets("w", torch.zeros(2), (1, 0, 2))
+    with pytest.raises(CheckpointError, match=r"offset \(2,\) in a grid of shape \(2,\)"):
+        ShardedObject("o", 1, global_shape=(2,), global_offset=(2,))
 
 
 def test_a_vocabulary_padded_for_another_layout_keeps_its_own_padding(tmp_path: Path) -> None:

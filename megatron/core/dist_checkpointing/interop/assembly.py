@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from megatron.core.dist_checkpointing.durable import DamagedCheckpointError
+from megatron.core.dist_checkpointing.flat_ranges import boxes_of_shard
 from megatron.core.dist_checkpointing.interop.contents import ContentsBuilder
 from megatron.core.dist_checkpointing.interop.gpt_names import (
     canonical_name,
@@ -70,12 +71,9 @@ def add_stage(
         shape = tuple(n * len(ranks) if d == dim else n for d, n in enumerate(first.shape))
         draft.declare(prefix + key, first.dtype, shape)
         blocks = 2 if split is not None and split.is_gated else 1
-        block = first.shape[dim] // blocks
-        size = tuple(block if d == dim else n for d, n in enumerate(first.shape))
         for rank, view in enumerate(shards):
-            for i in range(blocks):
-                local = tuple(i * block if d == dim else 0 for d in range(len(size)))
-                place = (i * len(ranks) + rank) * block
-                offset = tuple(place if d == dim else 0 for d in range(len(size)))
-                draft.add(prefix + key, offset, view.narrow((local, size)))
+            for box, offset in boxes_of_shard(
+                first.shape, dim, rank=rank, size=len(ranks), stride=blocks
+            ):
+                draft.add(prefix + key, offset, view.narrow(box))
     return unknown
