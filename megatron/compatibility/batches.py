@@ -106,7 +106,7 @@ def is_first_or_last_pipeline_stage(vp_stage: int | None = None) -> bool:
     ) or parallel_state.is_pipeline_last_stage(False, vp_stage)
 
 
-def maybe_wrap_for_inprocess_restart(pretrain: Any) -> tuple[Any, None]:
+def maybe_wrap_for_inprocess_restart(pretrain: object) -> tuple[Any, None]:
     """Return (pretrain, no store): processes that fail are started anew by torchrun."""
     return pretrain, None
 
@@ -118,7 +118,7 @@ def get_blend_and_blend_per_split(args: argparse.Namespace) -> tuple[Any, Any]:
 
 
 def get_ltor_masks_and_position_ids(
-    data: Tensor, eod_token: int, *options: Any, **named: Any
+    data: Tensor, eod_token: int, *options: object, **named: object
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the masks and positions of a decoder's micro batch.
 

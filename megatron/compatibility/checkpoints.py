@@ -197,7 +197,7 @@ class FullyParallelLoadStrategyWrapper(_Strategy):
     """A strategy whose reads all replicas share, as they do without it."""
 
 
-def get_async_strategy(*args: Any, **options: Any) -> _Strategy:
+def get_async_strategy(*args: object, **options: object) -> _Strategy:
     """Return the strategy; `save(..., async_sharded_save=True)` writes in the background."""
     return TorchDistSaveShardedStrategy()
 
@@ -257,7 +257,7 @@ def get_checkpoint_tracker_filename(checkpoints_path: str) -> str:
 
 
 def get_checkpoint_name(
-    checkpoints_path: str, iteration: int, release: bool = False, *args: Any, **options: Any
+    checkpoints_path: str, iteration: int, release: bool = False, *args: object, **options: object
 ) -> str:
     """Return the path of a checkpoint, a directory that all ranks share."""
     name = commit.iteration_directory(commit.RELEASE if release else iteration)

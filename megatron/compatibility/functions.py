@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from megatron.core import num_microbatches_calculator
 from megatron.core.errors import ConfigError
 from megatron.core.process_groups_config import Group, ProcessGroupCollection
+from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transport import backend
 from megatron.core.utils import get_pg_rank, get_pg_size
 
@@ -52,7 +53,7 @@ def is_experimental_enabled() -> bool:
     return _experimental
 
 
-def has_config_logger_enabled(config: Any) -> bool:
+def has_config_logger_enabled(config: TransformerConfig) -> bool:
     """Return whether a config asks for being written to a directory."""
     return bool(getattr(config, "config_logger_dir", ""))
 
@@ -86,7 +87,7 @@ def get_fp8_context(
     return nullcontext()
 
 
-def get_quant_config_or_none(name: str, recipe: Any = None) -> None:
+def get_quant_config_or_none(name: str, recipe: object = None) -> None:
     """Return None, the quantization of a layer without a recipe."""
     if recipe is not None:
         raise ConfigError(
@@ -113,7 +114,7 @@ class WrappedTensor:
         return tensor
 
 
-def deprecate_inference_params(inference_context: Any, inference_params: Any) -> Any:
+def deprecate_inference_params(inference_context: object, inference_params: object) -> Any:
     """Return `inference_context`, or what came under its former name, with a warning."""
     if inference_context is None and inference_params is not None:
         warnings.warn("inference_params is the former name of inference_context", stacklevel=2)

@@ -203,7 +203,7 @@ class GlobalMemoryBuffer:
         tensor_shape: list[int] | torch.Size,
         dtype: torch.dtype,
         name: str,
-        mem_alloc_context: Any = None,
+        mem_alloc_context: object = None,
     ) -> Tensor:
         """Return a view of the scratch tensor `name`; its values are whatever was there."""
         needed = math.prod(tensor_shape)

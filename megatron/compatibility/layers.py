@@ -23,6 +23,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_submodules,
     get_gpt_layer_with_transformer_engine_submodules,
 )
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import Group, ProcessGroupCollection
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron.core.transformer.rotary import cos_sin, rotate
@@ -229,7 +230,7 @@ def roll_tensor(
     shifts: int = -1,
     dims: int = -1,
     cp_group: Group = None,
-    packed_seq_params: Any = None,
+    packed_seq_params: PackedSeqParams | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Move token ids or masks [b, s/cp] towards the beginning by one or more positions.
 

@@ -89,7 +89,7 @@ def stand_in(module: str, name: str, reason: str) -> type:
     )
 
 
-def is_stand_in(value: Any) -> bool:
+def is_stand_in(value: object) -> bool:
     """Return whether `value` is a name without its feature."""
     return isinstance(value, _StandInType)
 

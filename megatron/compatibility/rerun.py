@@ -162,7 +162,7 @@ class RerunStateMachine:
         """Return `DISABLED`."""
         return self.mode
 
-    def should_run_forward_backward(self, data_iterator: Any = None) -> bool:
+    def should_run_forward_backward(self, data_iterator: object = None) -> bool:
         """Return True and False in turn: a loop over it runs its body once a step."""
         self._step_was_run = not self._step_was_run
         if self._step_was_run:
@@ -180,9 +180,9 @@ class RerunStateMachine:
     def validate_result(
         self,
         result: Any,
-        rejection_func: Callable[[Any], Any],
+        rejection_func: Callable[[object], object],
         message: str = "unexpected result",
-        comparison_func: Callable[[Any, Any], float] | None = None,
+        comparison_func: Callable[[object, object], float] | None = None,
         tolerance: float = 0.0,
         fatal: bool = True,
     ) -> None:
@@ -238,7 +238,7 @@ class RerunStateMachine:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Do nothing: a run continues without reruns."""
 
-    def validate_state_dict(self, state_dict: Any) -> bool:
+    def validate_state_dict(self, state_dict: object) -> bool:
         """Return whether there is anything to load."""
         return bool(state_dict)
 

@@ -6,7 +6,6 @@ Times of every part of a step, with the slowest rank of each, are printed by --t
 from __future__ import annotations
 
 from types import TracebackType
-from typing import Any
 
 from megatron.core.errors import ConfigError
 
@@ -23,7 +22,7 @@ class StragglerDetector:
 
     enabled = False
 
-    def configure(self, *args: Any, **kwargs: Any) -> None:
+    def configure(self, *args: object, **kwargs: object) -> None:
         """Refuse to be switched on.
 
         Raises:

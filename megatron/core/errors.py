@@ -15,7 +15,7 @@ _SHOWN_LEVELS = 2
 _SHOWN_INT_BITS = 128
 
 
-def shown(value: Any, limit: int = 80) -> str:
+def shown(value: object, limit: int = 80) -> str:
     """Return a value that comes from a file, for a message: at most `limit` + 3 characters.
 
     The work is bounded, too: nothing is formatted before it is cut, of a container the first items
@@ -139,7 +139,7 @@ class MissingExtraError(MegatronError):
     """An optional library is needed and not installed; the fix names the extra."""
 
 
-def refuse_given(where: str, given: Mapping[str, Any], *, rule: str, fix: str) -> None:
+def refuse_given(where: str, given: Mapping[str, object], *, rule: str, fix: str) -> None:
     """Raise `ConfigError` if any argument of a signature that is not ours alone was given.
 
     Args:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 
 def parse_json(
     text: str | bytes,
     *,
-    object_pairs_hook: Callable[[list[tuple[str, Any]]], Any] | None = None,
+    object_pairs_hook: Callable[[Sequence[tuple[str, object]]], object] | None = None,
 ) -> Any:
     """Return the value of a JSON text.
 

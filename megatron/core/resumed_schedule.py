@@ -32,7 +32,9 @@ _RULE = "a resumed run continues the same schedule unless told otherwise"
 _CHOOSE = f"keep this run's schedule with {_SIDES[0]}, or the checkpoint's with {_SIDES[1]}"
 
 
-def differences_of_schedule(schedule: Any, stored: Mapping[str, Any]) -> Iterator[ConfigError]:
+def differences_of_schedule(
+    schedule: object, stored: Mapping[str, object]
+) -> Iterator[ConfigError]:
     """Describe each difference, with the value that the flag takes, in the unit of the flag.
 
     Args:
@@ -75,7 +77,7 @@ def _flag_and_fix(schedule: Any, name: str, there: Any) -> tuple[str, str]:
 
 
 def differences_of_groups(
-    schedule: Any, stored: Mapping[str, Any], own_groups: Sequence[Mapping[str, Any]]
+    schedule: Any, stored: Mapping[str, object], own_groups: Sequence[Mapping[str, Any]]
 ) -> list[ConfigError]:
     """Describe the settings of groups that differ, but for those that all groups share.
 

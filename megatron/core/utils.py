@@ -68,7 +68,7 @@ def get_model_config(model: nn.Module) -> Any:
     return get_attr_wrapped_model(model, "config", allow_none=False)
 
 
-def unwrap_model(model: Any, module_instances: tuple[type, ...] | None = None) -> Any:
+def unwrap_model(model: object, module_instances: tuple[type, ...] | None = None) -> Any:
     """Strip wrappers (anything with `.module`) off a model, or off each model of a list.
 
     Args:
@@ -151,13 +151,13 @@ def best_divisor(number: int, at_most: int) -> int:
     return max(d for d in (1, *small, *(number // d for d in small)) if d <= max(at_most, 1))
 
 
-def split_tensor_into_1d_equal_chunks(tensor: Tensor, group: Any) -> Tensor:
+def split_tensor_into_1d_equal_chunks(tensor: Tensor, group: object) -> Tensor:
     """Return this rank's equal piece [n/tp] of the flattened tensor."""
     flat = tensor.reshape(-1)
     length = divide(flat.numel(), get_pg_size(group))
     return flat.narrow(0, get_pg_rank(group) * length, length)
 
 
-def as_list(value: Any) -> Sequence[Any]:
+def as_list(value: object) -> Sequence[Any]:
     """Return `value` if it is a list or tuple, else a list of it."""
     return value if isinstance(value, (list, tuple)) else [value]

@@ -7,7 +7,7 @@ from typing import Any
 from torch.utils.checkpoint import checkpoint as recompute
 
 
-def configure(*unused: Any, **settings: Any) -> None:
+def configure(*unused: object, **settings: object) -> None:
     """Accept settings; what is kept are the inputs, where they are."""
 
 
@@ -16,6 +16,6 @@ def is_configured() -> bool:
     return True
 
 
-def checkpoint(function: Any, *args: Any) -> Any:
+def checkpoint(function: object, *args: object) -> Any:
     """Call a function, and call it again in backward instead of keeping what it computes."""
     return recompute(function, *args, use_reentrant=False)

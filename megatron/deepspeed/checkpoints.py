@@ -37,7 +37,7 @@ def save(
     engine: EngineState,
     save_dir: str,
     tag: str | None,
-    client_state: Mapping[str, Any],
+    client_state: Mapping[str, object],
     is_latest: bool,
     excludes_frozen: bool,
 ) -> None:

@@ -31,7 +31,9 @@ class DeepSpeedConfig:
         ConfigError: with all problems.
     """
 
-    def __init__(self, config: ConfigSource, mpu: Any = None, mesh_device: Any = None) -> None:
+    def __init__(
+        self, config: ConfigSource, mpu: object = None, mesh_device: object = None
+    ) -> None:
         given = {"mpu": mpu, "mesh_device": mesh_device}
         rule = "every process holds a replica of the module"
         refuse_given("DeepSpeedConfig", given, rule=rule, fix="train the model with pretrain()")

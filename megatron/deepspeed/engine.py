@@ -52,7 +52,7 @@ class DeepSpeedEngine(EngineState):
 
     # A micro batch --------------------------------------------------------------------------
 
-    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+    def forward(self, *inputs: object, **kwargs: object) -> Any:
         """Run the module, in the precision of the configuration."""
         state = rng_state()
         state.begin_step(
@@ -259,7 +259,7 @@ class DeepSpeedEngine(EngineState):
         self,
         save_dir: str,
         tag: str | None = None,
-        client_state: Mapping[str, Any] | None = None,
+        client_state: Mapping[str, object] | None = None,
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> bool:
@@ -300,7 +300,7 @@ class DeepSpeedEngine(EngineState):
         )
 
     def save_16bit_model(
-        self, save_dir: str, save_filename: str = "model.safetensors", **_: Any
+        self, save_dir: str, save_filename: str = "model.safetensors", **_: object
     ) -> bool:
         """Write the module's weights, as it computes with them, to one file: collective."""
         checkpoints.save_weights(self, save_dir, save_filename)
@@ -309,7 +309,11 @@ class DeepSpeedEngine(EngineState):
     save_fp16_model = save_16bit_model
 
     def deepspeed_io(
-        self, dataset: Dataset[Any], batch_size: int | None = None, collate_fn: Any = None, **_: Any
+        self,
+        dataset: Dataset[Any],
+        batch_size: int | None = None,
+        collate_fn: Any = None,
+        **_: object,
     ) -> Any:
         """Return a loader of this replica's samples of a dataset, in micro batches."""
         return replica_loader(

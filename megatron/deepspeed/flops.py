@@ -7,7 +7,7 @@ them: `wall_clock_breakdown` shows those.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ class FlopsProfiler:
         self.module = module
         self.by_module: dict[str, int] = {}
 
-    def count(self, call: Callable[[], Any]) -> Any:
+    def count(self, call: Callable[[], object]) -> Any:
         """Call, and count what it does; return its result."""
         with FlopCounterMode(display=False) as counter:
             result = call()
@@ -101,14 +101,14 @@ def get_model_profile(
     model: nn.Module,
     input_shape: tuple[int, ...] | None = None,
     args: tuple[Any, ...] | list[Any] = (),
-    kwargs: dict[str, Any] | None = None,
+    kwargs: Mapping[str, object] | None = None,
     print_profile: bool = True,
     detailed: bool = True,
     module_depth: int = -1,
     top_modules: int = 1,
     as_string: bool = True,
     output_file: str | None = None,
-    **_: Any,
+    **_: object,
 ) -> tuple[Any, Any, Any]:
     """Return (operations, multiplications with sums, parameters) of one forward pass."""
     if input_shape is not None:

@@ -37,18 +37,18 @@ EngineParts = tuple[DeepSpeedEngine, MegatronOptimizer | None, "ReplicaLoader | 
 
 
 def initialize(
-    args: Any = None,
+    args: object = None,
     model: nn.Module | None = None,
     optimizer: OptimizerSource = None,
-    model_parameters: Iterable[Any] | None = None,
-    training_data: Dataset[Any] | None = None,
-    lr_scheduler: Any = None,
+    model_parameters: Iterable[object] | None = None,
+    training_data: Dataset[object] | None = None,
+    lr_scheduler: object = None,
     distributed_port: int = 29500,
-    mpu: Any = None,
+    mpu: object = None,
     dist_init_required: bool | None = None,
     collate_fn: Callable[[list[Any]], Any] | None = None,
     config: ConfigSource | None = None,
-    mesh_param: Any = None,
+    mesh_param: object = None,
     config_params: ConfigSource | None = None,
 ) -> EngineParts:
     """Return (engine, optimizer, dataloader, scheduler); what was not asked for is None.

@@ -15,7 +15,7 @@ from megatron.deepspeed.settings import EngineSettings
 class ReplicaLoader:
     """Batches of this replica's samples: an epoch each time it is iterated over."""
 
-    def __init__(self, loader: DataLoader[Any], sampler: DistributedSampler[Any]) -> None:
+    def __init__(self, loader: DataLoader[object], sampler: DistributedSampler[object]) -> None:
         self.loader, self.sampler = loader, sampler
         self.epoch = 0
 
@@ -29,7 +29,7 @@ class ReplicaLoader:
 
 
 def replica_loader(
-    data: Dataset[Any],
+    data: Dataset[object],
     settings: EngineSettings,
     collate_fn: Callable[[list[Any]], Any] | None,
     pg_collection: ProcessGroupCollection,

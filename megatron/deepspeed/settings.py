@@ -97,7 +97,7 @@ def engine_settings(
     return EngineSettings(read, batch, tuple(resolved))
 
 
-def resolve_auto(read: ReadSettings, hints: Mapping[str, tuple[Any, str]]) -> list[str]:
+def resolve_auto(read: ReadSettings, hints: Mapping[str, tuple[object, str]]) -> list[str]:
     """Give every "auto" its value, and return a line about each.
 
     Args:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def Init(*unused: Any, **settings: Any) -> Iterator[None]:
+def Init(*unused: object, **settings: object) -> Iterator[None]:
     """Build a model inside: as always, in the memory of this process.
 
     `initialize` shards it layer by layer and frees the rest. Models of this library also build
@@ -36,7 +36,7 @@ def Init(*unused: Any, **settings: Any) -> Iterator[None]:
 def GatheredParameters(
     params: Tensor | Iterable[Tensor],
     modifier_rank: int | None = None,
-    fwd_module: Any = None,
+    fwd_module: object = None,
     enabled: bool = True,
 ) -> Iterator[None]:
     """Inside, the parameters are whole on every rank: collective.
@@ -63,7 +63,7 @@ def GatheredParameters(
         _put(engine, parameter, value)
 
 
-def engine_of(parameter: Any) -> DeepSpeedEngine | None:
+def engine_of(parameter: object) -> DeepSpeedEngine | None:
     """Return the engine that trains a parameter, if any."""
     reference = getattr(parameter, "deepspeed_engine", None)
     return None if reference is None else reference()
@@ -156,6 +156,6 @@ def _whole(
     return whole.view(parameter.shape)
 
 
-def set_z3_leaf_modules(model: nn.Module, leaf_module_classes: Any) -> list[nn.Module]:
+def set_z3_leaf_modules(model: nn.Module, leaf_module_classes: object) -> list[nn.Module]:
     """Do nothing: parameters are gathered by whole layers, whatever the routing inside."""
     return []

@@ -48,7 +48,7 @@ YARN: dict[str, Any] = {
 _REQUIRED = object()
 
 
-def is_without_effect(name: str, value: Any) -> bool:
+def is_without_effect(name: str, value: object) -> bool:
     """Return whether a field that nobody read may stay unread.
 
     Besides those of the list, what a program notes for itself: versions of programs, and names or
@@ -70,7 +70,7 @@ class ConfigFields:
         self._unread = {n for n, value in fields.items() if not is_without_effect(n, value)}
         self._problems: list[MegatronError] = []
 
-    def take(self, name: str, default: Any = _REQUIRED) -> Any:
+    def take(self, name: str, default: object = _REQUIRED) -> Any:
         """Return a field; null counts as absent.
 
         Raises:
@@ -89,7 +89,7 @@ class ConfigFields:
             )
         return default
 
-    def only(self, name: str, *allowed: Any) -> Any:
+    def only(self, name: str, *allowed: object) -> Any:
         """Check a field that may be absent and otherwise must have one of the `allowed` values."""
         value = self.take(name, None)
         if value is not None and value not in allowed:
@@ -152,7 +152,7 @@ def rope_settings(
     return rope_parameters(both, f"rope_scaling in {config.source}")
 
 
-def rope_parameters(fields: Mapping[str, Any], source: str) -> dict[str, Any]:
+def rope_parameters(fields: Mapping[str, object], source: str) -> dict[str, Any]:
     """Return the rotary settings of one `rope_parameters`.
 
     Raises:

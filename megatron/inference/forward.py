@@ -6,7 +6,6 @@ Legend: b rows, s new tokens, h hidden, v real vocabulary.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,7 +25,7 @@ from megatron.core.utils import as_list, get_model_config, get_pg_rank, get_pg_s
 from megatron.inference.sampling import Draw, choose_tokens, log_probabilities
 
 
-def has_cache(model: Any) -> bool:
+def has_cache(model: object) -> bool:
     """Whether a model can keep keys and values: its ranks must not share the sequence."""
     config = get_model_config(as_list(model)[0])
     return not config.sequence_parallel and config.context_parallel_size == 1
@@ -45,7 +44,7 @@ class CachedModel:
 
     def __init__(
         self,
-        model: Any,
+        model: object,
         *,
         vocab_size: int,
         max_rows: int,

@@ -11,6 +11,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from torch import nn
+
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import as_list
 from megatron.inference.engine import Engine, Request, check_prompt, not_finite
@@ -118,7 +120,7 @@ def _through_cache(
 
 
 @contextmanager
-def evaluating(model: Any) -> Iterator[None]:
+def evaluating(model: nn.Module | Sequence[nn.Module]) -> Iterator[None]:
     """Switch a model to evaluation for a while."""
     chunks = as_list(model)
     was_training = [chunk.training for chunk in chunks]

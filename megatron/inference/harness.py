@@ -133,7 +133,7 @@ def harness_model(session: ModelSession, *, batch_size: int) -> Any:
     return Model()
 
 
-def check_generation(how: Mapping[str, Any]) -> None:
+def check_generation(how: Mapping[str, object]) -> None:
     """Refuse what a task asks of generation and would not get: its score would be another one.
 
     Args:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron.core import device
 from megatron.core.context_parallel import get_batch_on_this_cp_rank, rows_of_rank
@@ -27,7 +27,7 @@ from megatron.inference.sampling import NO_TOKEN, Draw, Sampling, choose_tokens
 
 
 def continue_without_cache(
-    model: Any,
+    model: nn.Module,
     prompts: Sequence[Sequence[int]],
     *,
     max_new_tokens: int,

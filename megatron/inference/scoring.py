@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron.core import device
 from megatron.core.context_parallel import get_batch_on_this_cp_rank, rows_of_rank
@@ -43,7 +43,7 @@ class Score(NamedTuple):
 
 
 def score(
-    model: Any,
+    model: nn.Module | Sequence[nn.Module],
     rows: Sequence[Row],
     *,
     vocab_size: int,

@@ -85,7 +85,7 @@ def defaults_beside(words: Sequence[str]) -> dict[str, Any]:
 
 
 def open_session(
-    provider: ModelProvider, add_arguments: ExtraArguments, **defaults: Any
+    provider: ModelProvider, add_arguments: ExtraArguments, **defaults: object
 ) -> ModelSession:
     """Read the command line, start the ranks, build the model and load it, ready for use.
 

@@ -12,6 +12,7 @@ from megatron.core.datasets.sft_dataset import SFTDataset
 from megatron.core.datasets.utils import Blend, Split, get_blend_from_list
 from megatron.core.errors import DataError, shown
 from megatron.core.json_text import parse_json
+from megatron.core.tokenizers.base import TextTokenizer
 
 
 def gpt_dataset_class(args: argparse.Namespace) -> type[MegatronDataset]:
@@ -21,7 +22,7 @@ def gpt_dataset_class(args: argparse.Namespace) -> type[MegatronDataset]:
     return SFTDataset if args.sft else GPTDataset
 
 
-def gpt_dataset_config(args: argparse.Namespace, tokenizer: Any) -> GPTDatasetConfig:
+def gpt_dataset_config(args: argparse.Namespace, tokenizer: TextTokenizer) -> GPTDatasetConfig:
     """Return what the data flags of `pretrain_gpt.py` say, also to tools that prepare a run."""
     return GPTDatasetConfig(
         random_seed=args.seed,

@@ -27,7 +27,7 @@ class Evaluation:
 
 def evaluate(
     parts: TrainingParts,
-    data: Any,
+    data: object,
     num_rows: int,
     plan: StepPlan,
     *,

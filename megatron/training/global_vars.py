@@ -11,6 +11,7 @@ from typing import Any
 from megatron.core import num_microbatches_calculator as calculator
 from megatron.core.errors import ConfigError
 from megatron.core.timers import Timers
+from megatron.core.tokenizers.base import TextTokenizer
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer as make_tokenizer
 
 _slots: dict[str, Any] = {}
@@ -42,7 +43,7 @@ def get_tokenizer() -> Any:
     return _get("tokenizer", "set_global_variables")
 
 
-def set_tokenizer(tokenizer: Any) -> None:
+def set_tokenizer(tokenizer: TextTokenizer) -> None:
     """Put the tokenizer into its slot."""
     _slots["tokenizer"] = tokenizer
 
@@ -52,7 +53,7 @@ def get_timers() -> Any:
     return _get("timers", "set_global_variables")
 
 
-def set_timers(timers: Any) -> None:
+def set_timers(timers: object) -> None:
     """Put the timers into their slot."""
     _slots["timers"] = timers
 
@@ -62,7 +63,7 @@ def get_tensorboard_writer() -> Any:
     return _slots.get("tensorboard_writer")
 
 
-def set_tensorboard_writer(writer: Any) -> None:
+def set_tensorboard_writer(writer: object) -> None:
     """Put the TensorBoard writer into its slot."""
     _slots["tensorboard_writer"] = writer
 
@@ -72,7 +73,7 @@ def get_wandb_writer() -> Any:
     return _slots.get("wandb_writer")
 
 
-def set_wandb_writer(writer: Any) -> None:
+def set_wandb_writer(writer: object) -> None:
     """Put the Weights & Biases module into its slot."""
     _slots["wandb_writer"] = writer
 
@@ -82,7 +83,7 @@ def get_signal_handler() -> Any:
     return _slots.get("signal_handler")
 
 
-def set_signal_handler(handler: Any) -> None:
+def set_signal_handler(handler: object) -> None:
     """Put the signal handler into its slot."""
     _slots["signal_handler"] = handler
 

@@ -43,13 +43,13 @@ def _set_random_seed(
 
 def initialize_megatron(
     extra_args_provider: ExtraArguments | None = None,
-    args_defaults: Mapping[str, Any] | None = None,
+    args_defaults: Mapping[str, object] | None = None,
     ignore_unknown_args: bool = False,
     allow_no_cuda: bool = False,
     skip_mpu_initialization: bool = False,
     get_embedding_ranks: Callable[..., list[int]] | None = None,
     get_position_embedding_ranks: Callable[..., list[int]] | None = None,
-    store: Any = None,
+    store: object = None,
     parsed_args: argparse.Namespace | None = None,
 ) -> Session:
     """Read and check the settings, start the processes, fill the slots of `global_vars`.

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.core.process_groups_config import Group
 from megatron.core.transport.object_collectives import sum_across_ranks
 
 Report = Mapping[str, Any]
@@ -52,7 +53,7 @@ class LossTable:
         total, count = self.pairs[microbatch, index].tolist()
         return microbatch, self.names[index], total / count if count else total
 
-    def means(self, group: Any) -> dict[str, float]:
+    def means(self, group: Group) -> dict[str, float]:
         """Return name -> mean over all micro batches of all replicas; {} off the last stage.
 
         Args:

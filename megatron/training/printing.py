@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch.distributed as dist
 
 from megatron.training import launch
@@ -30,13 +28,13 @@ def is_last_rank() -> bool:
     return rank == size - 1
 
 
-def print_rank_0(message: Any) -> None:
+def print_rank_0(message: object) -> None:
     """Print on global rank 0."""
     if is_rank_0():
         print(message, flush=True)
 
 
-def print_rank_last(message: Any) -> None:
+def print_rank_last(message: object) -> None:
     """Print on the highest global rank, which knows the loss."""
     if is_last_rank():
         print(message, flush=True)

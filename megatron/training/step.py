@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 
@@ -71,12 +70,12 @@ def train_step(parts: TrainingParts, state: TrainState, plan: StepPlan) -> StepR
 
 def forward_backward(
     parts: TrainingParts,
-    data: Any,
+    data: object,
     first_sample: int,
     plan: StepPlan,
     *,
     forward_only: bool = False,
-    **options: Any,
+    **options: object,
 ) -> list[Report]:
     """Run all micro batches of one global batch through the pipeline.
 

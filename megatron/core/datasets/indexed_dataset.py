@@ -276,7 +276,7 @@ class IndexedDatasetBuilder:
         """Documents ended so far."""
         return len(self._documents) - 1
 
-    def add_item(self, tensor: Any, mode: int = 0) -> None:
+    def add_item(self, tensor: object, mode: int = 0) -> None:
         """Append one sequence (anything that numpy can turn into a one-dimensional array)."""
         tokens = self._as_tokens(tensor)
         self._file.write(tokens.data)
@@ -289,7 +289,7 @@ class IndexedDatasetBuilder:
         self._documents.append(len(self._lengths))
 
     def add_document(
-        self, tensor: Any, lengths: Sequence[int], modes: Sequence[int] | None = None
+        self, tensor: object, lengths: Sequence[int], modes: Sequence[int] | None = None
     ) -> None:
         """Append one document of several sequences.
 
@@ -302,7 +302,7 @@ class IndexedDatasetBuilder:
 
     def add_documents(
         self,
-        tensor: Any,
+        tensor: object,
         lengths: np.ndarray,
         sequences_per_document: np.ndarray,
         modes: Sequence[int] | None = None,

@@ -90,7 +90,7 @@ class MegatronDataset(Described, Dataset[dict[str, Any]], ABC):
 
     @staticmethod
     @abstractmethod
-    def build_low_level_dataset(dataset_path: str, config: Any) -> Any:
+    def build_low_level_dataset(dataset_path: str, config: object) -> Any:
         """Open a corpus."""
 
     @staticmethod

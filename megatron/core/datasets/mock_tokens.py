@@ -35,7 +35,7 @@ class MockTokens:
         return tokens[offset:] if length is None else tokens[offset : offset + length]
 
 
-def special_id(tokenizer: Any, name: str) -> int | None:
+def special_id(tokenizer: object, name: str) -> int | None:
     """Return a special id, or None where the tokenizer has none."""
     try:
         value = getattr(tokenizer, name, None)

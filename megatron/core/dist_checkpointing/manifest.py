@@ -342,7 +342,7 @@ def build_manifest(
     files: Mapping[str, ManifestFile],
     tensors: Mapping[str, tuple[str, Sequence[int], bool]],
     shards: Mapping[str, Sequence[Shard]],
-    info: Mapping[str, Any],
+    info: Mapping[str, object],
 ) -> Manifest:
     """Assemble the manifest of a finished set of files.
 

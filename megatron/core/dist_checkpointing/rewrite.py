@@ -71,8 +71,8 @@ def plain_form(contents: Contents) -> dict[str, Any]:
 def write_whole_tensors(
     final: StoragePath,
     tensors: Mapping[str, Produced],
-    plain: dict[str, Any],
-    info: Mapping[str, Any],
+    plain: Mapping[str, object],
+    info: Mapping[str, object],
     *,
     num_files: int,
 ) -> None:

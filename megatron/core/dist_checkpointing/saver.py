@@ -83,7 +83,7 @@ class SaveInProgress:
     """A save between its two collective ends: `prepare_save` ... `write` ... `finish`."""
 
     def __init__(
-        self, peers: ControlGroup, final: StoragePath, run: str, info: Mapping[str, Any]
+        self, peers: ControlGroup, final: StoragePath, run: str, info: Mapping[str, object]
     ) -> None:
         self.peers = peers
         self.final = final
@@ -189,7 +189,7 @@ def prepare_save(
     directory: str | os.PathLike[str] | ObjectDirectory,
     *,
     peers: ControlGroup,
-    info: Mapping[str, Any] | None = None,
+    info: Mapping[str, object] | None = None,
     spread_over_replicas: bool = True,
 ) -> SaveInProgress:
     """Agree on who writes what and create the staging directory: collective.

@@ -20,6 +20,7 @@ from megatron.core.dist_checkpointing.saver import prepare_save
 from megatron.core.dist_checkpointing.shard_file import DTYPES
 from megatron.core.dist_checkpointing.validation import StrictHandling, parse_strict_handling
 from megatron.core.errors import CheckpointError, ConfigError
+from megatron.core.process_groups_config import Group
 from megatron.core.transport.object_collectives import SingleProcess, control_group
 
 _CONTENT_METADATA = "content_metadata"
@@ -28,10 +29,10 @@ _CONTENT_METADATA = "content_metadata"
 def save(
     sharded_state_dict: ShardedStateDict,
     checkpoint_dir: str | os.PathLike[str] | ObjectDirectory,
-    sharded_strategy: Any = None,
+    sharded_strategy: object = None,
     validate_access_integrity: bool = True,
     async_sharded_save: bool = False,
-    preprocess_common_before_consistancy_check: Any = None,
+    preprocess_common_before_consistancy_check: object = None,
     content_metadata: dict[str, Any] | None = None,
     async_strategy: str | None = None,
     verify_integrity: bool = True,
@@ -82,11 +83,11 @@ def save(
 def load(
     sharded_state_dict: ShardedStateDict,
     checkpoint_dir: str | os.PathLike[str] | ObjectDirectory,
-    sharded_strategy: Any = None,
+    sharded_strategy: object = None,
     validate_access_integrity: bool = True,
     strict: str | StrictHandling = StrictHandling.ASSUME_OK_UNEXPECTED,
     verify_integrity: bool = True,
-    process_group: Any = None,
+    process_group: Group = None,
 ) -> Any:
     """Fill a sharded state dict from a checkpoint of any layout: collective.
 
@@ -128,7 +129,7 @@ def load_common_state_dict(checkpoint_dir: str | os.PathLike[str]) -> dict[str, 
 
 
 def load_content_metadata(
-    checkpoint_dir: str | os.PathLike[str] | None = None, **_: Any
+    checkpoint_dir: str | os.PathLike[str] | None = None, **_: object
 ) -> dict[str, Any] | None:
     """Return the `content_metadata` given to `save`, or None; this process alone."""
     if checkpoint_dir is None:
@@ -137,7 +138,9 @@ def load_content_metadata(
     return None if form is None else typed_json.decode(form)
 
 
-def load_tensors_metadata(checkpoint_dir: str | os.PathLike[str], _: Any = None) -> dict[str, Any]:
+def load_tensors_metadata(
+    checkpoint_dir: str | os.PathLike[str], _: object = None
+) -> dict[str, Any]:
     """Return key -> declaration of the whole tensor, without data; this process alone."""
     manifest = _open_alone(checkpoint_dir).manifest
     return {

@@ -8,7 +8,7 @@ from typing import Any
 Path = tuple[Any, ...]
 
 
-def leaves(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+def leaves(tree: object, path: Path = ()) -> Iterator[tuple[Path, Any]]:
     """Yield (path, leaf) in order; anything that is not a dict or list is a leaf."""
     if isinstance(tree, dict):
         for key, value in tree.items():
@@ -20,7 +20,7 @@ def leaves(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
         yield path, tree
 
 
-def map_leaves(change: Callable[[Any], Any], tree: Any) -> Any:
+def map_leaves(change: Callable[[object], object], tree: object) -> Any:
     """Return a copy of the dicts and lists of `tree` with every leaf replaced by change(leaf)."""
     if isinstance(tree, dict):
         return {key: map_leaves(change, value) for key, value in tree.items()}
@@ -36,7 +36,7 @@ class Absent:
 ABSENT = Absent()
 
 
-def prune(tree: Any) -> Any:
+def prune(tree: object) -> Any:
     """Drop ABSENT leaves, and containers that hold nothing else.
 
     In a list that holds other values too, None keeps the place, so that positions stay valid.
@@ -53,7 +53,7 @@ def prune(tree: Any) -> Any:
     return tree
 
 
-def merge(ours: Any, theirs: Any) -> Any:
+def merge(ours: object, theirs: object) -> Any:
     """Lay `ours` over `theirs`: dicts by key, lists by position; an ABSENT leaf lets through."""
     if ours is ABSENT:
         return theirs

@@ -43,7 +43,7 @@ _NUMPY_KINDS = "biufc"
 _MAX_DEPTH = 200
 
 
-def encode(value: Any, *, where: str = "state") -> Any:
+def encode(value: object, *, where: str = "state") -> Any:
     """Return the JSON form of a value.
 
     Raises:
@@ -114,7 +114,7 @@ def _encode_tensor(value: torch.Tensor, path: Path) -> Any:
     return {"$tensor": [name, list(value.shape), _text(data)]}
 
 
-def decode(value: Any) -> Any:
+def decode(value: object) -> Any:
     """Return the value of a JSON form made by `encode`.
 
     Raises:
@@ -208,7 +208,7 @@ _MAKERS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def dump_bytes(form: Any) -> bytes:
+def dump_bytes(form: object) -> bytes:
     """Return the JSON form as ASCII text; equal forms give equal bytes."""
     return json.dumps(form, allow_nan=False, separators=(",", ":")).encode("ascii")
 

@@ -240,7 +240,7 @@ class DistributedDataParallel(nn.Module):
 
     # Module ---------------------------------------------------------------------------------
 
-    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+    def forward(self, *inputs: object, **kwargs: object) -> Any:
         """Call the wrapped module."""
         if self._gathers_in_forward:
             self._finish_gathers_of(self._read_elsewhere)
@@ -292,7 +292,7 @@ class DistributedDataParallel(nn.Module):
         self.finish_param_sync()
         return nullcontext() if self._units is None else self._units.whole()
 
-    def state_dict_for_save_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def state_dict_for_save_checkpoint(self, *args: object, **kwargs: object) -> dict[str, Any]:
         """Return `state_dict(...)`."""
         return self.state_dict(*args, **kwargs)
 
@@ -319,7 +319,7 @@ class DistributedDataParallel(nn.Module):
             return take_over_state(self.module, state_dict, sharded, strict=strict)
         return self.module.load_state_dict(state_dict, strict=strict)
 
-    def set_input_tensor(self, input_tensor: Any) -> None:
+    def set_input_tensor(self, input_tensor: Tensor | Sequence[Tensor] | None) -> None:
         """Pass the previous stage's output to the wrapped module."""
         module: Any = self.module
         module.set_input_tensor(input_tensor)
@@ -354,7 +354,7 @@ class DistributedDataParallel(nn.Module):
         for parameter in self._param_index:
             parameter.grad = None
 
-    def start_grad_sync(self, *unused: Any) -> None:
+    def start_grad_sync(self, *unused: object) -> None:
         """Start the reduction of all gradients that are not on their way yet.
 
         For schedules, which know when the last backward of a chunk is done; returns at once.
@@ -411,7 +411,7 @@ class DistributedDataParallel(nn.Module):
 
     # Parameters -----------------------------------------------------------------------------
 
-    def start_param_sync(self, *unused: Any, force_sync: bool = False) -> None:
+    def start_param_sync(self, *unused: object, force_sync: bool = False) -> None:
         """Gather the updated shards of sharded state; returns at once with overlap_param_gather.
 
         Nothing to do where the whole state is on every rank.

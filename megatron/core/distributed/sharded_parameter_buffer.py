@@ -61,7 +61,7 @@ class ShardedParameterBuffer(ShardedGradientBuffer):
         *,
         model: nn.Module,
         offload_path: str | None = None,
-        **options: Any,
+        **options: object,
     ) -> None:
         """
         Args:

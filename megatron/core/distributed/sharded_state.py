@@ -51,7 +51,7 @@ def declare_shards(
 
 
 def take_over_state(
-    module: nn.Module, state_dict: Mapping[str, Any], sharded: Sharded, *, strict: bool
+    module: nn.Module, state_dict: Mapping[str, object], sharded: Sharded, *, strict: bool
 ) -> Any:
     """Load whole tensors or what `declare_shards` declared; the shards are written in place."""
     ours: set[str] = set()

@@ -47,7 +47,7 @@ class TorchFullyShardedDataParallel(DistributedDataParallel):
 
     def __init__(
         self,
-        config: Any,
+        config: object,
         ddp_config: DistributedDataParallelConfig,
         module: nn.Module,
         sub_modules_to_wrap: Sequence[type[nn.Module]] | None = None,
@@ -148,7 +148,7 @@ class TorchFullyShardedDataParallel(DistributedDataParallel):
     def _sharded(self) -> dict[nn.Parameter, list[ParameterShard]]:
         return {p: shards for p, shards in self._shards_of.items() if isinstance(p, DTensor)}
 
-    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+    def forward(self, *inputs: object, **kwargs: object) -> Any:
         """Call the wrapped module; without gradients, free what torch keeps for a backward."""
         output = self.module(*inputs, **kwargs)
         if not torch.is_grad_enabled():

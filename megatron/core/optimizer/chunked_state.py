@@ -106,7 +106,7 @@ class ChunkedState:
         self,
         rule: ElementwiseRule,
         gradient_of: Mapping[int, Tensor],
-        settings_of: Mapping[int, Mapping[str, Any]],
+        settings_of: Mapping[int, Mapping[str, object]],
         step: int,
         factor: float,
     ) -> None:

@@ -31,7 +31,7 @@ NOT_STORED_IN_GROUPS = ("params", "foreach", "fused", "capturable", "differentia
 def declare_state(
     rule: Any,
     shards: Sequence[MainParamShard],
-    model_sharded_state_dict: Mapping[str, Any],
+    model_sharded_state_dict: Mapping[str, object],
     *,
     num_updates: int,
 ) -> dict[str, Any]:
@@ -112,7 +112,7 @@ def load_declared_state(
         group.update({name: value for name, value in stored.items() if name in group})
 
 
-def settings_of_groups(param_groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def settings_of_groups(param_groups: Sequence[Mapping[str, object]]) -> list[dict[str, Any]]:
     """Return the settings of parameter groups, without tensors."""
     return [
         {name: value for name, value in group.items() if name not in NOT_STORED_IN_GROUPS}
@@ -120,7 +120,7 @@ def settings_of_groups(param_groups: list[dict[str, Any]]) -> list[dict[str, Any
     ]
 
 
-def step_count(rule: Any) -> int:
+def step_count(rule: object) -> int:
     """Return how many updates the state has seen."""
     counts = [0]
     for each in getattr(rule, "rules", [rule]):
@@ -131,7 +131,7 @@ def step_count(rule: Any) -> int:
     return max(counts)
 
 
-def initialize_state(rule: Any) -> None:
+def initialize_state(rule: object) -> None:
     """Allocate the state that the first update would allocate."""
     for each in getattr(rule, "rules", [rule]):
         if hasattr(each, "initialize_state"):

@@ -147,7 +147,7 @@ def loss_rank(config: StageSettings) -> int:
     return Placement(p, v, schedule_named(config.pipeline_schedule).shape).location(p * v - 1)[0]
 
 
-def virtual_stages_of(chosen: Any, pipeline_model_parallel_size: int) -> int | None:
+def virtual_stages_of(chosen: object, pipeline_model_parallel_size: int) -> int | None:
     """Return how many chunks per rank an explicit layout means; None for one.
 
     Also None for a layout that cannot be: `pipeline_layout` says what is wrong with it.
@@ -304,7 +304,7 @@ class PipelineParallelLayerLayout:
         pipeline_model_parallel_size: p; the number of stages must be a multiple of it.
     """
 
-    def __init__(self, layout: str | Sequence[Any], pipeline_model_parallel_size: int) -> None:
+    def __init__(self, layout: str | Sequence[object], pipeline_model_parallel_size: int) -> None:
         self.input_data = layout
         self.pipeline_model_parallel_size = pipeline_model_parallel_size
         stages = parse_layout(layout) if isinstance(layout, str) else _stages_of_list(layout)
@@ -353,13 +353,13 @@ class PipelineParallelLayerLayout:
         check_contents(self.pipeline_layout, num_layers, mtp_num_layers or 0)
 
     def get_num_layers_to_build(
-        self, layer_type: Any = "decoder", vp_stage: int | None = None, pp_rank: int = 0
+        self, layer_type: object = "decoder", vp_stage: int | None = None, pp_rank: int = 0
     ) -> int:
         """Return how many layers of a type a chunk has."""
         return len(self.get_layer_id_list(layer_type, vp_stage, pp_rank))
 
     def get_layer_offset(
-        self, layer_type: Any = "decoder", vp_stage: int | None = None, pp_rank: int = 0
+        self, layer_type: object = "decoder", vp_stage: int | None = None, pp_rank: int = 0
     ) -> int:
         """Return the global 0-based id of the chunk's first layer of a type."""
         stage = self.pipeline_layout.stage(pp_rank, vp_stage)
@@ -367,7 +367,7 @@ class PipelineParallelLayerLayout:
         return sum(content.count(letter) for content in self.pipeline_layout.stages[:stage])
 
     def get_layer_id_list(
-        self, layer_type: Any = "decoder", vp_stage: int | None = None, pp_rank: int = 0
+        self, layer_type: object = "decoder", vp_stage: int | None = None, pp_rank: int = 0
     ) -> list[int]:
         """Return the global 0-based ids of the chunk's layers of a type."""
         stage = self.pipeline_layout.stage(pp_rank, vp_stage)

@@ -14,6 +14,7 @@ from megatron.core.pipeline_parallel.instructions import Op, Placement, Step
 from megatron.core.pipeline_parallel.simulate import Span
 from megatron.core.pipeline_parallel.stage import PipelineStage
 from megatron.core.pipeline_parallel.trace import Trace
+from megatron.core.process_groups_config import Group
 from megatron.core.transport import backend
 from megatron.core.transport.object_collectives import all_gather_object
 
@@ -36,7 +37,7 @@ class PipelineRecorder:
         self.num_microbatches = num_microbatches
         self.spans = []
 
-    def trace(self, pp_group: Any, title: str = "measured") -> Trace:
+    def trace(self, pp_group: Group, title: str = "measured") -> Trace:
         """Join the steps of all ranks of the pipeline; the same on all of them.
 
         Ranks on one host share a clock. Those of several hosts compare their clocks at a barrier,

@@ -24,7 +24,7 @@ from megatron.core.pipeline_parallel.recorder import MeasuredStage, PipelineReco
 from megatron.core.pipeline_parallel.schedule import StepPlan
 from megatron.core.pipeline_parallel.stage import LossSettings, PipelineStage, Stage, StepReport
 from megatron.core.pipeline_parallel.step_plan import rank_program, validated_orders
-from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.process_groups_config import Group, ProcessGroupCollection
 from megatron.core.utils import as_list, get_model_config, get_pg_size
 
 
@@ -51,9 +51,9 @@ def get_forward_backward_func(
 
 def forward_backward(
     *,
-    forward_step_func: Callable[..., Any],
-    data_iterator: Any,
-    model: Any,
+    forward_step_func: Callable[..., object],
+    data_iterator: object,
+    model: object,
     num_microbatches: int,
     seq_length: int,
     micro_batch_size: int,
@@ -201,8 +201,8 @@ def get_tensor_shapes(
     micro_batch_size: int,
     decoder_seq_length: int | None = None,
     config: Any,
-    tp_group: Any = None,
-    cp_group: Any = None,
+    tp_group: Group = None,
+    cp_group: Group = None,
 ) -> list[Shape]:
     """Return the shapes of what crosses a stage boundary: one tensor [s/cp, b, h], or [s/cp/tp,
     b, h] with sequence parallelism."""

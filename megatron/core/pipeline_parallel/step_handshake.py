@@ -23,14 +23,14 @@ _PATIENCE = timedelta(seconds=5)
 _TAG = 0  # data messages have positive tags
 
 
-def encode(settings: Mapping[str, Any]) -> torch.Tensor:
+def encode(settings: Mapping[str, object]) -> torch.Tensor:
     """Return one int64 per setting: integers as they are, others as a hash of their text."""
     numbers = [v if isinstance(v, int) else derive_seed(repr(v)) for v in settings.values()]
     return torch.tensor(numbers, dtype=torch.int64)
 
 
 def disagreement(
-    settings: Mapping[str, Any], theirs: list[int], my_name: str, their_name: str
+    settings: Mapping[str, object], theirs: list[int], my_name: str, their_name: str
 ) -> TopologyError | None:
     """Return the error for a peer whose encoded settings differ from mine, None if they do not."""
     mine = encode(settings).tolist()
@@ -80,7 +80,7 @@ class StepHandshake:
         self,
         group: dist.ProcessGroup,
         neighbours: Iterable[int],
-        settings: Mapping[str, Any],
+        settings: Mapping[str, object],
         name_of: Callable[[int], str],
     ) -> None:
         self._settings = settings

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
+from megatron.core.process_groups_config import Group
 from megatron.core.utils import get_pg_rank, get_pg_size
 
 
-def is_pp_first_stage(pp_group: Any) -> bool:
+def is_pp_first_stage(pp_group: Group) -> bool:
     """Return whether this rank is the first of the pipeline group (None is a pipeline of one)."""
     return get_pg_rank(pp_group) == 0
 
 
-def is_pp_last_stage(pp_group: Any) -> bool:
+def is_pp_last_stage(pp_group: Group) -> bool:
     """Return whether this rank is the last of the pipeline group."""
     return get_pg_rank(pp_group) == get_pg_size(pp_group) - 1
 

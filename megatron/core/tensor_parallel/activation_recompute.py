@@ -39,9 +39,9 @@ def is_recomputing() -> bool:
 
 
 def checkpoint(
-    function: Callable[..., Any],
+    function: Callable[..., object],
     distribute_saved_activations: bool,
-    *args: Any,
+    *args: object,
     tp_group: Group = None,
 ) -> Any:
     """Call `function(*args)`; keep its arguments only, and call it again in backward.
@@ -180,7 +180,7 @@ class CheckpointWithoutOutput:
         self._outputs: tuple[Tensor, ...] = ()
         self._node: Any = None
 
-    def checkpoint(self, run_function: Callable[..., Any], *args: Any) -> Any:
+    def checkpoint(self, run_function: Callable[..., object], *args: object) -> Any:
         """Call `run_function(*args)`, which returns a tensor or a tuple of tensors.
 
         Where no argument has a gradient (below frozen weights) its output is kept: parameters of

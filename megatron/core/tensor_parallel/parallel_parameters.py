@@ -119,7 +119,7 @@ class ParallelLinear(ParallelLayer):
     def get_extra_state(self) -> None:
         """Nothing: the entry exists because checkpoints of other backends have one."""
 
-    def set_extra_state(self, state: Any) -> None:
+    def set_extra_state(self, state: object) -> None:
         """Accept and ignore what another backend kept (scaling factors of low precisions)."""
 
 

@@ -125,7 +125,7 @@ class TextTokenizer(ABC):
             ids.append(np.fromiter(chain.from_iterable(lists), np.int32, total))
         return np.concatenate(ids), np.concatenate(counts)
 
-    def load_into_gigatoken(self, library: Any) -> Any | None:
+    def load_into_gigatoken(self, library: object) -> Any | None:
         """Return the same tokenizer as a `gigatoken.Tokenizer`, or None if it has none.
 
         Its ids are those of `tokenize` before `first_text_id` and `begins_every_text_with`.

@@ -164,7 +164,7 @@ class MegatronTokenizer:
     @staticmethod
     def from_pretrained(
         tokenizer_path: str | None = None,
-        metadata_path: str | Mapping[str, Any] | None = None,
+        metadata_path: str | Mapping[str, object] | None = None,
         **kwargs: Any,
     ) -> TextTokenizer:
         """Make a tokenizer from its files.

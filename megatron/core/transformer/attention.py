@@ -108,7 +108,7 @@ class Attention(MegatronModule):
         """Build what `get_query_key_value_tensors` uses."""
         raise NotImplementedError
 
-    def linear(self, spec: Any, rows: int, columns: int, **options: Any) -> Any:
+    def linear(self, spec: object, rows: int, columns: int, **options: object) -> Any:
         """Build a linear layer from its spec."""
         options.setdefault("init_method", self.config.init_method)
         return build_module(
@@ -121,7 +121,7 @@ class Attention(MegatronModule):
             **options,
         )
 
-    def norm(self, spec: Any, width: int, *, is_sharded: bool) -> Any:
+    def norm(self, spec: object, width: int, *, is_sharded: bool) -> Any:
         """Build a norm of the last `width` channels from its spec; None without one.
 
         Args:
@@ -163,7 +163,7 @@ class Attention(MegatronModule):
         hidden_states: Tensor,
         key_value_states: Tensor | None,
         positions: Tensor | None,
-        angles: tuple[Any, Tensor | None, Tensor | None],
+        angles: tuple[object, Tensor | None, Tensor | None],
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Project [s, b, h] to query [s, b, n/tp, d], key and value, and rotate the first two."""
         query, key, value = self.get_query_key_value_tensors(
@@ -318,7 +318,7 @@ class SelfAttention(Attention):
         hidden_states: Tensor,
         key_value_states: Tensor | None,
         positions: Tensor | None,
-        angles: tuple[Any, Tensor | None, Tensor | None],
+        angles: tuple[object, Tensor | None, Tensor | None],
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Project [s, b, h] and rotate; without gradients a group's heads [r+2, d] in one go."""
         _, cos, sin = angles

@@ -10,10 +10,10 @@ import torch
 class IdentityOp(torch.nn.Module):
     """Return the first argument. Constructed with, and called with, any arguments."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__()
 
-    def forward(self, x: Any, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, x: object, *args: object, **kwargs: object) -> Any:
         """Return `x` itself."""
         return x
 
@@ -21,6 +21,6 @@ class IdentityOp(torch.nn.Module):
 class IdentityFuncOp(IdentityOp):
     """Return `IdentityOp.forward`: for parts that are called twice, such as bias-dropout-add."""
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> Any:
         """Return a function that returns its first argument."""
         return super().forward

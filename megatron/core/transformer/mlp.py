@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron.core.errors import refuse_given
 from megatron.core.kernels import gated_activation as gates
-from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.process_groups_config import Group, ProcessGroupCollection
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -46,7 +46,7 @@ class MLP(MegatronModule):
         is_expert: bool = False,
         input_size: int | None = None,
         ffn_hidden_size: int | None = None,
-        tp_group: Any = None,
+        tp_group: Group = None,
         name: str | None = None,
         pg_collection: ProcessGroupCollection | None = None,
     ) -> None:

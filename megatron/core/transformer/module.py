@@ -96,11 +96,11 @@ class Float16Module(MegatronModule):
         self.post_process = getattr(module, "post_process", True)
         self.vp_stage = getattr(module, "vp_stage", None)
 
-    def set_input_tensor(self, input_tensor: Any) -> None:
+    def set_input_tensor(self, input_tensor: Tensor | Sequence[Tensor] | None) -> None:
         """Hand the previous stage's output to the wrapped model."""
         self.module.set_input_tensor(input_tensor)
 
-    def forward(self, *inputs: Any, fp32_output: bool = True, **kwargs: Any) -> Any:
+    def forward(self, *inputs: object, fp32_output: bool = True, **kwargs: object) -> Any:
         """Call the model.
 
         Args:

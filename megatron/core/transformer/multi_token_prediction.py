@@ -83,7 +83,7 @@ class MultiTokenPredictionLayer(MegatronModule):
         )
         self.final_layernorm = norm()
 
-    def forward(self, hidden_states: Tensor, embedded: Tensor, **attention: Any) -> Tensor:
+    def forward(self, hidden_states: Tensor, embedded: Tensor, **attention: object) -> Tensor:
         """Join hidden states and embedded tokens [s/cp, b, h] and run the layer."""
         joined = torch.cat((self.enorm(embedded), self.hnorm(hidden_states)), -1)
         projected, _ = self.eh_proj(in_compute_dtype(joined, self.config))
@@ -123,7 +123,7 @@ class MultiTokenPredictionBlock(MegatronModule):
         embed: Callable[[Tensor], Tensor],
         loss_of: Callable[[Tensor, Tensor], Tensor],
         packed_seq_params: PackedSeqParams | None = None,
-        **attention: Any,
+        **attention: object,
     ) -> Tensor:
         """Let the gradient of the loss flow into the predictions of later tokens too.
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.process_groups_config import Group, ProcessGroupCollection
 from megatron.core.tensor_parallel.parallel_parameters import ParallelLayer
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -26,7 +26,7 @@ class ReplicatedLinear(ParallelLayer):
         config: TransformerConfig,
         init_method: Any,
         pg_collection: ProcessGroupCollection | None = None,
-        tp_group: Any = None,
+        tp_group: Group = None,
     ) -> None:
         super().__init__(config, tp_group=tp_group, pg_collection=pg_collection)
         axes = ("tp",) if config.sequence_parallel else ()

@@ -6,7 +6,7 @@ state. A module with another storage form overrides `sharded_state_dict`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -21,7 +21,7 @@ from megatron.core.dist_checkpointing.parameter_shards import (
     sharded_tensor_for_parameter,
 )
 from megatron.core.param_meta import get_param_meta
-from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.process_groups_config import Group, ProcessGroupCollection
 from megatron.core.utils import get_pg_rank, get_pg_size
 
 
@@ -29,7 +29,7 @@ def sharded_state_dict_of(
     module: nn.Module,
     prefix: str = "",
     sharded_offsets: Sequence[RankOffset] = (),
-    metadata: dict[str, Any] | None = None,
+    metadata: Mapping[str, object] | None = None,
     *,
     pg_collection: ProcessGroupCollection | None = None,
 ) -> ShardedStateDict:
@@ -46,8 +46,8 @@ def sharded_state_dict_default(
     module: nn.Module,
     prefix: str = "",
     sharded_offsets: Sequence[RankOffset] = (),
-    metadata: dict[str, Any] | None = None,
-    tp_group: Any = None,
+    metadata: Mapping[str, object] | None = None,
+    tp_group: Group = None,
     *,
     pg_collection: ProcessGroupCollection | None = None,
 ) -> ShardedStateDict:
@@ -89,7 +89,7 @@ def declare_tensor(
     tensor: Tensor,
     groups: ProcessGroupCollection,
     sharded_offsets: Sequence[RankOffset] = (),
-    metadata: dict[str, Any] | None = None,
+    metadata: Mapping[str, object] | None = None,
     *,
     copy: int = 0,
 ) -> ShardedTensor | ShardedTensorFactory:

@@ -49,13 +49,13 @@ def import_module(module_path: tuple[str, str]) -> Any:
         ) from error
 
 
-def get_module(spec_or_module: ModuleSpec | tuple[str, str] | Any) -> Any:
+def get_module(spec_or_module: ModuleSpec | tuple[str, str] | object) -> Any:
     """Return the class or function that a spec stands for, without building it."""
     module = spec_or_module.module if isinstance(spec_or_module, ModuleSpec) else spec_or_module
     return import_module(module) if isinstance(module, tuple) else module
 
 
-def get_submodules(spec: Any) -> Any:
+def get_submodules(spec: object) -> Any:
     """Return the parts of a spec; a dataclass of parts stands for itself."""
     if isinstance(spec, ModuleSpec):
         return spec.submodules
@@ -63,7 +63,7 @@ def get_submodules(spec: Any) -> Any:
 
 
 def build_module(
-    spec_or_module: ModuleSpec | tuple[str, str] | Any, *args: Any, **kwargs: Any
+    spec_or_module: ModuleSpec | tuple[str, str] | object, *args: object, **kwargs: object
 ) -> Any:
     """Build what a spec, a class or (module path, name) describes.
 
@@ -94,7 +94,7 @@ def _raised_inside(error: TypeError) -> bool:
     return trace is not None and trace.tb_next is not None
 
 
-def describe_spec(spec: Any, indent: str = "") -> str:
+def describe_spec(spec: object, indent: str = "") -> str:
     """Return a spec as an indented outline: class names and parts."""
     module = get_module(spec)
     name = getattr(module, "__name__", repr(module))

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 from megatron.core.dist_checkpointing.mapping import RankOffset, ShardedStateDict
 from megatron.core.errors import ConfigError, refuse_given
+from megatron.core.inference.contexts.static_context import BaseInferenceContext
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel.layout import pipeline_layout
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import checkpoint
@@ -133,15 +135,15 @@ class TransformerBlock(GraphableMegatronModule):
         rotary_pos_sin: Tensor | None = None,
         rotary_pos_cos_sin: Tensor | None = None,
         attention_bias: Tensor | None = None,
-        inference_context: Any = None,
-        packed_seq_params: Any = None,
-        sequence_len_offset: Any = None,
+        inference_context: BaseInferenceContext | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+        sequence_len_offset: object = None,
         padding_mask: Tensor | None = None,
-        extract_layer_indices: Any = None,
+        extract_layer_indices: object = None,
         *,
         local_rotary_pos_emb: Tensor | None = None,
-        inference_params: Any = None,
-        dynamic_inference_decode_only: Any = None,
+        inference_params: BaseInferenceContext | None = None,
+        dynamic_inference_decode_only: object = None,
     ) -> Tensor:
         """Run the layers of this stage.
 

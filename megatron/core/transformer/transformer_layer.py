@@ -18,6 +18,8 @@ from torch import Tensor
 from megatron.core.context_parallel import rows_of_rank
 from megatron.core.dist_checkpointing.mapping import RankOffset, ShardedStateDict
 from megatron.core.errors import refuse_given
+from megatron.core.inference.contexts.static_context import BaseInferenceContext
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel.layout import pipeline_layout
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.rng import SequenceRows, rng_state
@@ -171,12 +173,12 @@ class TransformerLayer(GraphableMegatronModule):
         rotary_pos_sin: Tensor | None = None,
         rotary_pos_cos_sin: Tensor | None = None,
         attention_bias: Tensor | None = None,
-        inference_context: Any = None,
-        packed_seq_params: Any = None,
-        sequence_len_offset: Any = None,
+        inference_context: BaseInferenceContext | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+        sequence_len_offset: object = None,
         padding_mask: Tensor | None = None,
         *,
-        inference_params: Any = None,
+        inference_params: BaseInferenceContext | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Run the layer on [s/cp, b, h] ([s/cp/tp, b, h] under sequence parallelism).
 

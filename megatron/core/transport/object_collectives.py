@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 # Functions ----------------------------------------------------------------------------------
 
 
-def all_gather_object(value: Any, group: Group) -> list[Any]:
+def all_gather_object(value: object, group: Group) -> list[Any]:
     """Return the picklable value of every rank of `group`, in rank order.
 
     Communication:
@@ -35,7 +35,7 @@ def all_gather_object(value: Any, group: Group) -> list[Any]:
     return gathered
 
 
-def broadcast_object(value: Any, source: int, group: Group) -> Any:
+def broadcast_object(value: object, source: int, group: Group) -> Any:
     """Return the picklable value of rank `source` of `group`.
 
     Communication:
@@ -121,15 +121,15 @@ class ControlGroup(Protocol):
         """This rank among all processes of the run, for messages."""
         ...
 
-    def gather(self, value: Any) -> list[Any] | None:
+    def gather(self, value: object) -> list[Any] | None:
         """Collect one value per rank on the coordinator; None elsewhere."""
         ...
 
-    def scatter(self, values: list[Any] | None) -> Any:
+    def scatter(self, values: Sequence[object] | None) -> Any:
         """Give each rank its entry of the coordinator's list."""
         ...
 
-    def broadcast(self, value: Any) -> Any:
+    def broadcast(self, value: object) -> Any:
         """Give every rank the coordinator's value."""
         ...
 
@@ -140,16 +140,16 @@ class SingleProcess:
     size = 1
     rank = global_rank = 0
 
-    def gather(self, value: Any) -> list[Any] | None:
+    def gather(self, value: object) -> list[Any] | None:
         """See `ControlGroup`."""
         return [value]
 
-    def scatter(self, values: list[Any] | None) -> Any:
+    def scatter(self, values: Sequence[object] | None) -> Any:
         """See `ControlGroup`."""
         assert values is not None
         return values[0]
 
-    def broadcast(self, value: Any) -> Any:
+    def broadcast(self, value: object) -> Any:
         """See `ControlGroup`."""
         return value
 
@@ -164,19 +164,19 @@ class TorchControlGroup:
         self.global_rank = dist.get_rank()
         self._coordinator = 0 if group is None else dist.get_global_rank(group, 0)
 
-    def gather(self, value: Any) -> list[Any] | None:
+    def gather(self, value: object) -> list[Any] | None:
         """See `ControlGroup`."""
         into: list[Any] | None = [None] * self.size if self.rank == 0 else None
         dist.gather_object(value, into, dst=self._coordinator, group=self.group)
         return into
 
-    def scatter(self, values: list[Any] | None) -> Any:
+    def scatter(self, values: Sequence[object] | None) -> Any:
         """See `ControlGroup`."""
         mine: list[Any] = [None]
         dist.scatter_object_list(mine, values, src=self._coordinator, group=self.group)
         return mine[0]
 
-    def broadcast(self, value: Any) -> Any:
+    def broadcast(self, value: object) -> Any:
         """See `ControlGroup`."""
         box = [value]
         dist.broadcast_object_list(box, src=self._coordinator, group=self.group)

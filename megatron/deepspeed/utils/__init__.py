@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
 
 from megatron.deepspeed.comm import get_rank
 from megatron.deepspeed.zero import (
@@ -28,7 +27,7 @@ logger = logging.getLogger("megatron.deepspeed")
 """Named after the package; handlers are the script's."""
 
 
-def log_dist(message: Any, ranks: list[int] | None = None, level: int = logging.INFO) -> None:
+def log_dist(message: object, ranks: list[int] | None = None, level: int = logging.INFO) -> None:
     """Log on some ranks: the first one, or all with -1 among them."""
     wanted = ranks or [0]
     if -1 in wanted or get_rank() in wanted:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from megatron.core.errors import ConfigError
 from megatron.hugging_face.config_fields import ConfigFields
@@ -38,7 +37,7 @@ FAMILIES: tuple[Family, ...] = (
 """In the order in which a family is looked for that can express a model."""
 
 
-def family_of_config(fields: Mapping[str, Any], source: str) -> Family:
+def family_of_config(fields: Mapping[str, object], source: str) -> Family:
     """Return the family of a `config.json`.
 
     Raises:
@@ -57,7 +56,7 @@ def family_of_config(fields: Mapping[str, Any], source: str) -> Family:
     )
 
 
-def family_of_settings(settings: Mapping[str, Any]) -> Family:
+def family_of_settings(settings: Mapping[str, object]) -> Family:
     """Return the first family that can express a model of these settings exactly.
 
     Raises:
@@ -76,7 +75,7 @@ def family_of_settings(settings: Mapping[str, Any]) -> Family:
     )
 
 
-def family_misfit(family: Family, settings: Mapping[str, Any]) -> list[str]:
+def family_misfit(family: Family, settings: Mapping[str, object]) -> list[str]:
     """Return in which settings a model would differ after a way out and back; none if it fits."""
     fields = family.fields(settings)
     return differences(settings, family.settings(ConfigFields(fields, "the exported config")))

@@ -88,7 +88,7 @@ class Client:
             if (await self._receive())["type"] == "http.disconnect":
                 return
 
-    async def answer(self, status: int, content: Mapping[str, Any]) -> None:
+    async def answer(self, status: int, content: Mapping[str, object]) -> None:
         """Send a JSON object.
 
         A client that is still sending does not see an answer if the connection ends with bytes of
@@ -121,7 +121,7 @@ class Client:
                         pass
             await self._send({"type": "http.response.body", "body": b""})
 
-    async def answer_if_possible(self, status: int, content: Mapping[str, Any]) -> None:
+    async def answer_if_possible(self, status: int, content: Mapping[str, object]) -> None:
         """Send a JSON object, unless another answer has begun."""
         if self.status is None:
             await self.answer(status, content)

@@ -14,7 +14,7 @@ from megatron.inference.server.limits import Limits
 _PURPOSE = "tools/run_text_generation_server.py"
 
 
-def http_server(app: Any, *, limits: Limits) -> Any:
+def http_server(app: object, *, limits: Limits) -> Any:
     """Return a `uvicorn.Server` for an ASGI application; its `run` serves until `should_exit`.
 
     Raises:
@@ -40,7 +40,7 @@ def http_server(app: Any, *, limits: Limits) -> Any:
     return server
 
 
-def origin_of(peer: Sequence[Any] | None) -> str:
+def origin_of(peer: Sequence[object] | None) -> str:
     """Return what counts as one client address of a socket's peer; "" if it has none.
 
     Who has an IPv6 address usually has the 2^64 of its network.

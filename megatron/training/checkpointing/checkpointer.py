@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 
@@ -55,7 +54,7 @@ class Checkpointer:
         """
         self._saver.claim()
 
-    def save(self, train_state: TrainState, *, extra: Mapping[str, Any] | None = None) -> None:
+    def save(self, train_state: TrainState, *, extra: Mapping[str, object] | None = None) -> None:
         """Save the run at `train_state.iteration`; returns after the commit, or with `--async-save`
         as soon as the state is copied.
 
@@ -67,7 +66,7 @@ class Checkpointer:
         self._saver.save(train_state, extra)
 
     def save_non_persistent(
-        self, train_state: TrainState, *, extra: Mapping[str, Any] | None = None
+        self, train_state: TrainState, *, extra: Mapping[str, object] | None = None
     ) -> None:
         """Save for a quick restart; replaces the non-persistent checkpoint before.
 

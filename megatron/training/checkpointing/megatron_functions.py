@@ -18,6 +18,8 @@ from megatron.core.dist_checkpointing.object_store import storage_path
 from megatron.core.dist_checkpointing.validation import StrictHandling, parse_strict_handling
 from megatron.core.errors import CheckpointError, refuse_given
 from megatron.core.flags import from_args
+from megatron.core.optimizer.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transport.object_collectives import SingleProcess
 from megatron.core.utils import get_pg_rank
@@ -59,18 +61,18 @@ TOKENIZER_FILES = {"tokenizer_model", "vocab_file", "merge_file"}
 def save_checkpoint(
     iteration: int,
     model: Sequence[nn.Module],
-    optimizer: Any,
-    opt_param_scheduler: Any,
+    optimizer: MegatronOptimizer,
+    opt_param_scheduler: OptimizerParamScheduler | None,
     num_floating_point_operations_so_far: float,
-    checkpointing_context: Any = None,
+    checkpointing_context: object = None,
     pipeline_rank: int | None = None,
     expert_rank: int | None = None,
     tensor_rank: int | None = None,
     pipeline_parallel: bool | None = None,
     expert_parallel: bool | None = None,
     non_persistent_ckpt: bool = False,
-    train_data_iterator: Any = None,
-    preprocess_common_state_dict_fn: Any = None,
+    train_data_iterator: object = None,
+    preprocess_common_state_dict_fn: object = None,
     *,
     args: argparse.Namespace | None = None,
     pg_collection: ProcessGroupCollection | None = None,
@@ -115,8 +117,8 @@ def save_checkpoint(
 
 def load_checkpoint(
     model: Sequence[nn.Module],
-    optimizer: Any,
-    opt_param_scheduler: Any,
+    optimizer: MegatronOptimizer | None,
+    opt_param_scheduler: OptimizerParamScheduler | None,
     load_arg: str = "load",
     strict: bool = True,
     checkpointing_context: Any = None,

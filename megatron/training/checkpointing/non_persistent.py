@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import commit
@@ -27,7 +26,7 @@ class GlobalCheckpoints:
     """The one non-persistent checkpoint of a run; loads in any layout. Methods are collectives."""
 
     def __init__(
-        self, directory: StoragePath, layout: Mapping[str, Any], peers: ControlGroup
+        self, directory: StoragePath, layout: Mapping[str, object], peers: ControlGroup
     ) -> None:
         self.directory, self.layout, self.peers = directory, dict(layout), peers
 
@@ -65,7 +64,7 @@ NonPersistentCheckpoints = LocalCheckpoints | GlobalCheckpoints
 
 
 def open_non_persistent(
-    settings: CheckpointSettings, layout: Mapping[str, Any], peers: ControlGroup
+    settings: CheckpointSettings, layout: Mapping[str, object], peers: ControlGroup
 ) -> NonPersistentCheckpoints | None:
     """Return the checkpoints that the settings ask for: collective, may make a process group."""
     home = settings.save or settings.load or ""

@@ -16,7 +16,6 @@ import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 
@@ -87,7 +86,7 @@ class LocalCheckpoints:
     """The non-persistent checkpoints of one run. Every public method is a collective."""
 
     def __init__(
-        self, settings: LocalSettings, layout: Mapping[str, Any], peers: ControlGroup
+        self, settings: LocalSettings, layout: Mapping[str, object], peers: ControlGroup
     ) -> None:
         """
         Args:

@@ -172,7 +172,7 @@ def check_interop(contents: InteropContents, *, needs_moments: bool) -> list[str
 
 
 def complete_interop_state(
-    parts: RunParts, state: dict[str, Any], template: Any, contents: InteropContents
+    parts: RunParts, state: dict[str, Any], template: object, contents: InteropContents
 ) -> None:
     """Fill in, in place, the plain values that optimizer and schedule expect.
 

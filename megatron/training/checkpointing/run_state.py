@@ -112,7 +112,7 @@ def plain_run_state(
     return state
 
 
-def plain_args(args: Mapping[str, Any]) -> argparse.Namespace:
+def plain_args(args: Mapping[str, object]) -> argparse.Namespace:
     """Return the settings as a namespace of storable values; others are kept as text."""
     kept: dict[str, Any] = {}
     for name, value in args.items():
@@ -149,7 +149,7 @@ def apply_model(parts: RunParts, state: Mapping[str, Any], *, strict: bool) -> N
         chunk.load_state_dict(loaded, strict=strict and parts.weights == "all")
 
 
-def apply_optimizer(parts: RunParts, state: Mapping[str, Any], *, was_loaded: bool) -> None:
+def apply_optimizer(parts: RunParts, state: Mapping[str, object], *, was_loaded: bool) -> None:
     """Give optimizer and schedule their state, or start them from the loaded weights."""
     if parts.optimizer is None:
         return
@@ -196,7 +196,7 @@ def describe_layout(parts: RunParts) -> dict[str, Any]:
     return layout
 
 
-def show_layout(layout: Mapping[str, Any]) -> str:
+def show_layout(layout: Mapping[str, object]) -> str:
     """Return a layout as text: tp=2 pp=2 dp=1, and other axes of more than one rank."""
     always = ("tp", "pp", "dp")
     others = [axis for axis in ("vp", "cp", "ep") if layout.get(axis, 1) != 1]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import secrets
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import async_save, commit
@@ -88,7 +87,9 @@ class Saver:
             self._lock = claim_directory(self.directory, self.peers)
             self._has_claimed = True
 
-    def declare(self, train_state: TrainState, extra: Mapping[str, Any] | None) -> ShardedStateDict:
+    def declare(
+        self, train_state: TrainState, extra: Mapping[str, object] | None
+    ) -> ShardedStateDict:
         """Return the state dict of the run, `extra` included."""
         flags = {
             "with_optimizer": not self.settings.no_save_optim,
@@ -101,7 +102,7 @@ class Saver:
 
         return run_collectively(self.peers, "declaring the state to save", declare)
 
-    def save(self, train_state: TrainState, extra: Mapping[str, Any] | None = None) -> None:
+    def save(self, train_state: TrainState, extra: Mapping[str, object] | None = None) -> None:
         """Save the run at `train_state.iteration`; see `Checkpointer.save`."""
         directory, iteration = self.directory, train_state.iteration
         self.finish()

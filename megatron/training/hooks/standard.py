@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
 
 from megatron.core import device, optional_imports
 from megatron.core.dist_checkpointing.object_store import is_url
@@ -53,8 +52,8 @@ def standard_hooks(
     checkpointer: Checkpointer | None,
     *,
     signal: SignalFlag | None = None,
-    tensorboard: Any = None,
-    wandb: Any = None,
+    tensorboard: object = None,
+    wandb: object = None,
 ) -> StandardHooks:
     """Return the hooks that the settings of the run ask for.
 

@@ -20,7 +20,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -163,7 +163,7 @@ def failure_record(error: BaseException, status: RunStatus) -> dict[str, Any]:
     }
 
 
-def write_failure(record: dict[str, Any], directory: str) -> None:
+def write_failure(record: Mapping[str, object], directory: str) -> None:
     """Write failure.json, whole or not at all."""
     Path(directory).mkdir(parents=True, exist_ok=True)
     handle, path = tempfile.mkstemp(dir=directory, prefix=FAILURE_FILE)
@@ -237,7 +237,7 @@ _ONE_AT_A_TIME = threading.Lock()
 """The two threads of a rank may fail at the same time."""
 
 
-def report(error: BaseException, status: RunStatus, store: Any) -> int:
+def report(error: BaseException, status: RunStatus, store: object) -> int:
     """Write the message of a failed run once, and return this rank's exit code."""
     with _ONE_AT_A_TIME:
         if not status.has_reported:

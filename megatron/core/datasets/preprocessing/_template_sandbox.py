@@ -47,7 +47,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
     it by name; this holds where another way to the method is found.
     """
 
-    def is_safe_callable(self, obj: Any) -> bool:
+    def is_safe_callable(self, obj: object) -> bool:
         """Return whether a template may call it."""
         if getattr(obj, "__name__", None) in ("format", "format_map"):
             owner = getattr(obj, "__objclass__", None) or type(getattr(obj, "__self__", None))

@@ -112,7 +112,7 @@ class ChatTemplate:
         return found
 
 
-def messages_of(document: Mapping[str, Any], key: str) -> list[dict[str, Any]]:
+def messages_of(document: Mapping[str, object], key: str) -> list[dict[str, Any]]:
     """Return the messages of one conversation, each with a role and its content.
 
     Raises:

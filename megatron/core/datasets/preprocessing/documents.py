@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import IO, Any
 
@@ -63,7 +63,7 @@ def documents_of(
     unit: Unit,
     keys: Sequence[str],
     *,
-    parse: Callable[[dict[str, Any], Sequence[str]], Texts] | None = None,
+    parse: Callable[[Mapping[str, object], Sequence[str]], Texts] | None = None,
     longest_line_bytes: int = LONGEST_LINE_BYTES,
 ) -> Documents:
     """Read the documents of a unit.

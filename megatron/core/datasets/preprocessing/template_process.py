@@ -116,7 +116,7 @@ class TemplateProcess:
         self.__dict__.update(state)
         self._forget()
 
-    def ask(self, request: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    def ask(self, request: Mapping[str, object] | None = None) -> dict[str, Any]:
         """Send a request, see `_template_sandbox.py`; None compiles the template and no more.
 
         Raises:

@@ -336,7 +336,7 @@ def _with_stacks(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]
     return {key: t for key, t in tensors.items() if key not in single} | stacks
 
 
-def plain_values(values: Mapping[str, Any]) -> dict[str, Any]:
+def plain_values(values: Mapping[str, object]) -> dict[str, Any]:
     """Return what can be kept of values of another program: numbers, text and containers of them.
 
     A tensor of one element becomes a number; other tensors are left out; an object becomes the

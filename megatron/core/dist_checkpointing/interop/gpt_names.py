@@ -10,7 +10,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from megatron.core.dist_checkpointing.durable import DamagedCheckpointError
 from megatron.core.dist_checkpointing.interop.stored_view import StoredView
@@ -56,7 +55,7 @@ _WHOLE = re.compile(
 )
 
 
-def flatten(tree: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, StoredView]]:
+def flatten(tree: Mapping[object, object], prefix: str = "") -> Iterator[tuple[str, StoredView]]:
     """Yield (dotted name, tensor) of nested dicts, in order; other values are skipped."""
     for name, value in tree.items():
         if len(prefix) + len(str(name)) > MAX_NAME:

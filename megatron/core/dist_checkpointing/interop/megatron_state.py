@@ -17,7 +17,7 @@ _LAYOUT = {
 }  # fmt: skip
 
 
-def common_values(common: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+def common_values(common: Mapping[str, object]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return (state to keep, settings of the run) from the common state.
 
     Counters of samples stand among Megatron's settings; loss scaler and scheduler have the same
@@ -33,12 +33,12 @@ def common_values(common: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, 
     return state, run
 
 
-def learn_from_optimizer(draft: ContentsBuilder, optimizer: Any) -> None:
+def learn_from_optimizer(draft: ContentsBuilder, optimizer: object) -> None:
     """Take over how many updates the optimizer has made."""
     draft.optimizer_step = steps_in(optimizer)
 
 
-def steps_in(optimizer: Any) -> int:
+def steps_in(optimizer: object) -> int:
     """Return how many updates an optimizer's plain state says that it has made; 0 if nothing."""
     found = [value for name in ("step", "common_step") for value in _found(optimizer, name)]
     numbers = plain_values({str(i): value for i, value in enumerate(found)}).values()
@@ -46,7 +46,7 @@ def steps_in(optimizer: Any) -> int:
     return int(max(steps, default=0))
 
 
-def describe_layout(run: Mapping[str, Any]) -> dict[str, Any]:
+def describe_layout(run: Mapping[str, object]) -> dict[str, Any]:
     """Return the sizes of the axes that the settings name."""
     return {axis: run[name] for axis, name in _LAYOUT.items() if isinstance(run.get(name), int)}
 

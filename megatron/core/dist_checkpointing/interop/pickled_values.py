@@ -42,7 +42,7 @@ class Record:
 
     __slots__ = ("_key", "args", "kind", "state")
 
-    def __init__(self, kind: str, args: tuple[Any, ...] = (), state: Any = None) -> None:
+    def __init__(self, kind: str, args: tuple[object, ...] = (), state: object = None) -> None:
         self.kind, self.args, self.state = kind, args, state
         self._key: tuple[Any, ...] | None = None
         """What it is equal by, once it was hashed: from then on it must not change."""
@@ -88,14 +88,14 @@ class OrderedEntries(dict):
     """A dict that stands for an OrderedDict; attributes of the object are dropped."""
 
 
-def bound_collisions(target: dict[Any, Any] | set[Any], key: Any) -> None:
+def bound_collisions(target: Mapping[object, object] | set[object], key: object) -> None:
     """Refuse a further key whose hash the writer of the file can choose."""
     limit = MAX_TUPLE_KEYS if type(key) is tuple else MAX_UNSALTED_KEYS
     if type(key) not in (str, bytes, Record) and len(target) >= limit:
         raise ValueError(f"a {type(key).__name__} as a key beside {len(target)} others")
 
 
-def is_key(key: Any) -> bool:
+def is_key(key: object) -> bool:
     """Return whether a value may be a dict key: its hash is ours or a builtin's, and bounded.
 
     Parts are counted as often as a hash visits them, so a tuple of shared tuples is a large key.
@@ -136,7 +136,7 @@ def _parts_of_key(record: Record) -> tuple[Any, ...] | None:
     return (*record.args, *state.keys(), *state.values())
 
 
-def check_tree(root: Any, what: str, max_parts: int) -> None:
+def check_tree(root: object, what: str, max_parts: int) -> None:
     """Refuse what is not a tree of a sane size; no recursion, each container visited once.
 
     Parts are counted wherever they occur, as whoever walks or writes the tree meets them; 256

@@ -47,7 +47,7 @@ def load_pickle(
     find_class: Callable[[str], AllowedGlobal | None],
     *,
     what: str,
-    persistent: Callable[[Any], Any] | None = None,
+    persistent: Callable[[object], object] | None = None,
 ) -> Any:
     """Return the value of the pickle that begins at the stream's position.
 

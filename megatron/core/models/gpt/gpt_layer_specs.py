@@ -134,7 +134,7 @@ def get_gpt_layer_local_submodules(
     fp8: str | None = None,
     normalization: str | None = None,
     qk_l2_norm: bool = False,
-    **options: Any,
+    **options: object,
 ) -> TransformerLayerSubmodules:
     """Return the parts of a layer in plain torch.
 
@@ -164,7 +164,7 @@ def get_gpt_layer_with_transformer_engine_submodules(
     multi_latent_attention: bool = False,
     fp8: str | None = None,
     qk_l2_norm: bool = False,
-    **options: Any,
+    **options: object,
 ) -> TransformerLayerSubmodules:
     """Return the parts of a layer made of NVIDIA Transformer Engine's classes.
 

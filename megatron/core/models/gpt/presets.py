@@ -39,7 +39,7 @@ class ModelPreset:
     is_exact: bool = True
     source: str = field(default="", compare=False)
 
-    def transformer_config(self, **overrides: Any) -> TransformerConfig:
+    def transformer_config(self, **overrides: object) -> TransformerConfig:
         """Build the config; `overrides` are further or replacing fields."""
         fields = {**self.config, "unpadded_vocab_size": self.vocab_size, **overrides}
         return TransformerConfig(**fields)

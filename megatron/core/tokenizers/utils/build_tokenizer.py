@@ -21,7 +21,7 @@ _SETTINGS = (
 )
 
 
-def build_tokenizer(args: Any, **kwargs: Any) -> TextTokenizer:
+def build_tokenizer(args: object, **kwargs: object) -> TextTokenizer:
     """Make the tokenizer that `args` describe.
 
     Args:

@@ -144,7 +144,7 @@ class GroupedMLP(_Experts):
         self,
         num_local_experts: int,
         config: TransformerConfig,
-        submodules: Any = None,
+        submodules: object = None,
         pg_collection: ProcessGroupCollection | None = None,
         name: str | None = None,
     ) -> None:

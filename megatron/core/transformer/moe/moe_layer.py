@@ -93,7 +93,7 @@ class MoELayer(MegatronModule):
     def forward(
         self,
         hidden_states: Tensor,
-        intermediate_tensors: Any = None,
+        intermediate_tensors: object = None,
         padding_mask: Tensor | None = None,
     ) -> tuple[Tensor, None]:
         """Compute the layer of [s/cp, b, h] ([s/cp/tp, b, h] under sequence parallelism).

@@ -5,8 +5,6 @@ Legend: s sequence, b micro-batch, h hidden, v padded vocabulary.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
@@ -15,7 +13,7 @@ from megatron.core.device import current_device
 from megatron.core.errors import ConfigError, refuse_given
 from megatron.core.initialization import initialization_is_deferred
 from megatron.core.param_meta import ParamMeta, set_param_meta
-from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.process_groups_config import Group, ProcessGroupCollection
 from megatron.core.rng import keyed_dropout, rng_state
 from megatron.core.tensor_parallel.layers import VocabParallelEmbedding
 from megatron.core.tensor_parallel.mappings import scatter_to_sequence_parallel_region
@@ -42,7 +40,7 @@ class LanguageModelEmbedding(MegatronModule):
         position_embedding_type: str = "learned_absolute",
         num_tokentypes: int = 0,
         scatter_to_sequence_parallel: bool = True,
-        tp_group: Any = None,
+        tp_group: Group = None,
         pg_collection: ProcessGroupCollection | None = None,
     ) -> None:
         super().__init__(config)

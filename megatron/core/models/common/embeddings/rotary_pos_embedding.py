@@ -9,7 +9,6 @@ limits of its published weights.
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +16,9 @@ from torch import Tensor, nn
 from megatron.core.context_parallel import rows_of_rank
 from megatron.core.device import current_device
 from megatron.core.errors import ConfigError
+from megatron.core.inference.contexts.static_context import BaseInferenceContext
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import Group
 from megatron.core.transformer.rotary import cos_sin, rotate
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.yarn import yarn_of_config
@@ -68,7 +70,7 @@ class RotaryEmbedding(nn.Module):
         rope_scaling: bool = False,
         rope_scaling_factor: float = 8.0,
         use_cpu_initialization: bool = False,
-        cp_group: Any = None,
+        cp_group: Group = None,
         yarn: TransformerConfig | None = None,
     ) -> None:
         super().__init__()
@@ -94,7 +96,7 @@ class RotaryEmbedding(nn.Module):
         self._cached: tuple[tuple[int, ...], Tensor] | None = None
 
     def forward(
-        self, max_seq_len: int, offset: int = 0, packed_seq: bool = False, cp_group: Any = None
+        self, max_seq_len: int, offset: int = 0, packed_seq: bool = False, cp_group: Group = None
     ) -> Tensor:
         """Return the angles of positions offset ... offset + max_seq_len - 1.
 
@@ -127,11 +129,11 @@ class RotaryEmbedding(nn.Module):
 
     @staticmethod
     def get_rotary_seq_len(
-        inference_context: Any,
-        transformer: Any,
+        inference_context: BaseInferenceContext | None,
+        transformer: object,
         transformer_input: Tensor | None,
         transformer_config: TransformerConfig,
-        packed_seq_params: Any = None,
+        packed_seq_params: PackedSeqParams | None = None,
     ) -> int:
         """Return the length of the whole sequence, of which a rank may see a part."""
         held = getattr(transformer, "input_tensor", None)
@@ -149,7 +151,7 @@ def apply_rotary_pos_emb(
     config: TransformerConfig,
     cu_seqlens: Tensor | None = None,
     mscale: float = 1.0,
-    cp_group: Any = None,
+    cp_group: Group = None,
 ) -> Tensor:
     """Rotate t [s, b, n, d] by the angles `freqs` [s, 1, 1, r].
 
