@@ -54,7 +54,7 @@ def describe_os_error(
     elif error.errno == errno.EIO:
         fix = "the storage reports a hardware or network error: check it before the next save"
     else:
-        fix = "check the path and the storage behind it"
+        fix = "check the path and its storage"
     return CheckpointError(found, flags=["--save", "--load"], fix=fix)
 
 

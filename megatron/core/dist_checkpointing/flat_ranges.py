@@ -60,7 +60,7 @@ def boxes_of_shard(
     stride: int = 1,
     flat_range: tuple[int, int] | None = None,
 ) -> list[tuple[Box, tuple[int, ...]]]:
-    """Return where the elements of one rank's shard lie in the tensor that is split.
+    """Return the boxes of one rank's shard, with their offsets in the tensor that is split.
 
     A tensor of `stride` equal parts along `dim` ([gate; up] of a gated MLP) is split part by part:
     block i of the shard is piece i * size + rank of the tensor.

@@ -112,7 +112,7 @@ class Manifest:
     files: Mapping[str, ManifestFile]
     tensors: Mapping[str, StoredTensor]
     info: Mapping[str, Any] = field(default_factory=dict)
-    """JSON facts for people and tools: layout, versions, content metadata (typed JSON forms)."""
+    """JSON metadata for people and tools: layout, versions, content metadata (typed JSON forms)."""
 
     def to_bytes(self) -> bytes:
         """Return manifest.json."""
@@ -309,7 +309,7 @@ class _Reader:
             _damaged(self.path, f"a shard of {what} is in a file that is not listed")
         num_bytes = math.prod(shape) * item
         if begin + num_bytes > file.size:
-            _damaged(self.path, f"a shard of {what} ends behind its file")
+            _damaged(self.path, f"a shard of {what} ends after its file")
         if len(form["hashes"]) != -(-num_bytes // BLOCK_BYTES):
             _damaged(self.path, f"a shard of {what} has the wrong number of hashes")
         hashes = tuple(self.hash(h, what) for h in form["hashes"])

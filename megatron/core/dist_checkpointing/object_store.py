@@ -21,7 +21,7 @@ Result = TypeVar("Result")
 
 
 def is_url(where: str | os.PathLike[str]) -> bool:
-    """Whether a place is named by a URL."""
+    """Whether a directory is named by a URL."""
     return isinstance(where, str) and "://" in where
 
 
@@ -80,8 +80,8 @@ class ObjectDirectory:
         """Open an object; FileNotFoundError if there is none."""
         path = f"{self.path}/{name}"
         self.files.invalidate_cache(path)
-        facts = self._call("reading", lambda: self.files.info(path))
-        yield StoredObject(self, path, int(facts["size"]))
+        info = self._call("reading", lambda: self.files.info(path))
+        yield StoredObject(self, path, int(info["size"]))
 
     def has(self, name: str) -> bool:
         """Whether an object is there."""

@@ -81,7 +81,7 @@ def sharded_tensor_for_parameter(
 def _factory_of_blocks(
     shard: ShardedTensor, dim: int, rank: int, size: int, stride: int
 ) -> ShardedTensorFactory:
-    """Return a factory that declares the blocks of a shard where they lie in the full tensor."""
+    """Return a factory that declares each block of a shard at its offset in the full tensor."""
     assert shard.data is not None
     shape, prepended = shard.local_shape, shard.global_offset[: shard.prepend_axis_num]
 

@@ -1,4 +1,4 @@
-"""Copies of each rank's files on another node, exchanged without a shared file system.
+"""Copies of each rank's files on another node, sent without a shared file system.
 
 Ranks form rings: rank r sends to rank r + distance and receives from rank r - distance. With a
 distance of the ranks per node, a copy lies on another node. All ranks send and receive at once, in
@@ -38,7 +38,7 @@ class FileListing:
 
     @staticmethod
     def of(directory: Path) -> FileListing:
-        """Describe a checkpoint by its own manifest; files that it does not list stay behind."""
+        """Describe a checkpoint by its own manifest; files that it does not list are left out."""
         manifest = commit.open_checkpoint(directory)
         sizes = {name: file.size for name, file in manifest.files.items()}
         for name in (MANIFEST_NAME, METADATA_NAME):
@@ -80,13 +80,13 @@ def sendrecv_directories(
     coming = FileListing() if target is None else listings[receive_from]
     staging = None if target is None else commit.staging_directory(target, _RUN)
 
-    def make_room() -> None:
+    def make_staging() -> None:
         if staging is not None:
             shutil.rmtree(staging, ignore_errors=True)
             staging.mkdir(parents=True)
 
-    run_collectively(peers, doing, make_room)
-    # What fails on one rank must not keep it from taking part in the exchange.
+    run_collectively(peers, doing, make_staging)
+    # What fails on one rank must not keep it from sending and receiving.
     problem: Exception | None = None
     outgoing, incoming = list(own.chunks()), list(coming.chunks())
     to_send, received = (torch.empty(CHUNK_BYTES, dtype=torch.uint8) for _ in range(2))

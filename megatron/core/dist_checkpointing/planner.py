@@ -99,11 +99,11 @@ def plan_save(declared: Sequence[Sequence[Declared]], *, spread_over_replicas: b
     mains: dict[Unit, list[tuple[int, int]]] = {}
     for rank, shards in enumerate(declared):
         for index, d in enumerate(shards):
-            facts = (d.dtype, d.global_shape, d.is_padded)
-            if tensors.setdefault(d.key, facts) != facts:
+            metadata = (d.dtype, d.global_shape, d.is_padded)
+            if tensors.setdefault(d.key, metadata) != metadata:
                 raise CheckpointError(
                     f"ranks {first_rank[d.key]} and {rank} declare {d.key!r} differently: "
-                    f"{tensors[d.key][:2]} and {facts[:2]} (dtype, global shape).",
+                    f"{tensors[d.key][:2]} and {metadata[:2]} (dtype, global shape).",
                     rule="a key means one tensor on all ranks",
                 )
             first_rank.setdefault(d.key, rank)

@@ -41,7 +41,7 @@ class SaveLock:
         _HELD[self._identity] = self
 
     def release(self) -> None:
-        """Give the directory free; the file stays."""
+        """Unlock the directory; the file stays."""
         if self._descriptor is not None:
             _HELD.pop(self._identity, None)
             os.close(self._descriptor)
@@ -82,13 +82,13 @@ class SaveLock:
                     fix="stop that run, or give this one another directory",
                 )
             time.sleep(0.1)
-        facts = {
+        mine = {
             "host": socket.gethostname(),
             "pid": os.getpid(),
             "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         }
         os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, json.dumps(facts).encode() + b"\n", 0)
+        os.pwrite(descriptor, json.dumps(mine).encode() + b"\n", 0)
         return cls(path, descriptor)
 
 

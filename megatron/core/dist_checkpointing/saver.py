@@ -73,7 +73,7 @@ class _LocalState:
 
 @dataclass
 class _Report:
-    """What the coordinator hears from a rank that has written."""
+    """What a rank that has written sends to the coordinator."""
 
     file: StoredFile | None
     pieces: list[tuple[str, Box]]
@@ -197,7 +197,7 @@ def prepare_save(
     Args:
         state: nested dicts and lists of declarations and plain values.
         directory: the checkpoint, for example SAVE/iter_0000010; it appears at `finish`.
-        info: JSON facts for the manifest (layout, configuration, data fingerprint).
+        info: JSON metadata for the manifest (layout, configuration, data fingerprint).
         spread_over_replicas: balance the bytes over all holders of a shard; otherwise the main
             replica writes it.
     """

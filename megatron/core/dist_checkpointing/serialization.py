@@ -53,8 +53,8 @@ def save(
         sharded_strategy: None or "lattice": the only format that is written.
         async_sharded_save: copy what this rank writes, write in a thread, and return a handle
             whose `finish` (collective) commits.
-        content_metadata: facts for the loader, read by `load_content_metadata`.
-        info: JSON facts for people and tools, kept in the manifest.
+        content_metadata: metadata for the loader, read by `load_content_metadata`.
+        info: JSON metadata for people and tools, kept in the manifest.
         process_group: the ranks that save together; None is all.
         spread_over_replicas: let all replicas of a shard share the writing.
 
@@ -63,14 +63,14 @@ def save(
     `preprocess_common_before_consistancy_check` are accepted for callers of Megatron's function.
     """
     _check_strategy(sharded_strategy)
-    facts = dict(info or {})
+    metadata = dict(info or {})
     if content_metadata is not None:
-        facts[_CONTENT_METADATA] = typed_json.encode(content_metadata, where=_CONTENT_METADATA)
+        metadata[_CONTENT_METADATA] = typed_json.encode(content_metadata, where=_CONTENT_METADATA)
     saving = prepare_save(
         sharded_state_dict,
         checkpoint_dir,
         peers=control_group(process_group),
-        info=facts,
+        info=metadata,
         spread_over_replicas=spread_over_replicas,
     )
     if async_sharded_save:

@@ -298,8 +298,8 @@ def start_reading(
     ]
 
 
-def room_for(path: Path, num_bytes: int) -> CheckpointError | None:
-    """Return the problem if the file system of `path` has no room for `num_bytes`."""
+def space_problem(path: Path, num_bytes: int) -> CheckpointError | None:
+    """Return the problem if the file system of `path` has no space for `num_bytes`."""
     free = free_bytes(path)
     if num_bytes <= free:
         return None

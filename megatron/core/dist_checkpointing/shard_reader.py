@@ -77,9 +77,9 @@ class ShardReader:
         shard = read.shard
         file = self._open(shard.file)
         path = self.directory / shard.file
-        is_whole = read.in_shard[1] == shard.shape
+        is_full_shard = read.in_shard[1] == shard.shape
         if (
-            is_whole
+            is_full_shard
             and is_host_memory(into.device)
             and into.dtype == DTYPES[tensor.dtype]
             and into.is_contiguous()

@@ -1,7 +1,7 @@
-"""Where a save goes, and how it becomes a checkpoint there.
+"""Write the files of a save, and make them a checkpoint.
 
-On a file system: prepared beside its place and renamed. In an object store: in its place, with
-`metadata.json` last.
+On a file system: written to a staging directory, which is renamed. In an object store: under the
+final names, with `metadata.json` last.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ from megatron.core.dist_checkpointing.shard_file import (
     StoredFile,
     StreamSink,
     header_of,
-    room_for,
+    space_problem,
     write_shards,
 )
 from megatron.core.dist_checkpointing.work_threads import threads_per_rank
 
 
 class CheckpointWriter(ABC):
-    """Takes the files of one save. The coordinator prepares, commits or abandons it."""
+    """Takes the files of one save. The coordinator prepares, commits or aborts it."""
 
     @abstractmethod
     def prepare(self, num_bytes: int) -> None:
-        """Make a place for so many bytes, or raise `CheckpointError`."""
+        """Prepare for so many bytes, or raise `CheckpointError`."""
 
     @abstractmethod
     def sink(self, name: str, num_bytes: int, in_background: bool) -> AbstractContextManager[Sink]:
-        """Open a new file of so many bytes; it is there, whole, when the block ends."""
+        """Open a new file of so many bytes; it is complete when the block ends."""
 
     @abstractmethod
     def put(self, name: str, data: bytes) -> None:
@@ -108,7 +108,7 @@ class DirectoryWriter(CheckpointWriter):
 
     def prepare(self, num_bytes: int) -> None:
         """See `CheckpointWriter`."""
-        problem = room_for(self.final, num_bytes)
+        problem = space_problem(self.final, num_bytes)
         if problem is not None:
             raise problem
         with self._errors("preparing to write", self.staging, num_bytes):

@@ -154,8 +154,8 @@ def check_interop(contents: InteropContents, *, needs_moments: bool) -> list[str
     """Return what to say about a checkpoint before it is loaded.
 
     Raises:
-        CheckpointError: moments are needed and cannot be read; on every rank alike, since all
-            hold the same description.
+        CheckpointError: moments are needed and cannot be read; on every rank, since all hold
+            the same description.
     """
     why = contents.no_optimizer
     if why is None and not contents.has_optimizer:

@@ -66,7 +66,7 @@ def _in_dense(wanted: ShardedTensor, manifest: Manifest) -> ShardedTensor:
         found = replace(found, key=found.key.replace(NORM, FUSED_NORM))
     numbered = re.fullmatch(r"(.*layers\.)(\d+)\.(.*)", found.key)
     if found.key not in manifest.tensors and numbered:
-        # Layers of a dense model are alike and lie in one stack.
+        # Equal layers of a dense model are stored as one stack.
         key = numbered[1] + numbered[3]
         if key in manifest.tensors:
             found = replace(

@@ -1,4 +1,4 @@
-"""The facts of an installation, each with a judgement."""
+"""What an installation has, each with a judgement."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class State(Enum):
 
 @dataclass(frozen=True)
 class Finding:
-    """One fact."""
+    """One observation."""
 
     section: str
     name: str

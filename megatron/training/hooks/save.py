@@ -77,7 +77,7 @@ class SaveCheckpoints(Hook):
             self._attempt("committing a checkpoint", self.checkpointer.finish)
 
     def _attempt(self, doing: str, function: Callable[[], None]) -> None:
-        """Call a collective of the checkpointer, whose errors all ranks raise alike."""
+        """Call a collective of the checkpointer, whose errors all ranks raise."""
         outer, committed = self.status.activity, self.checkpointer.last_committed
         try:
             with self.status.doing(doing):
@@ -104,7 +104,7 @@ class SaveCheckpoints(Hook):
             self.status.last_good_checkpoint = state.iteration
 
     def close(self) -> None:
-        """Give the directory free.
+        """Unlock the directory.
 
         After a failure nothing is done: an unfinished save would wait for ranks that have left,
         and the lock of a process that is gone is taken over by the next run.

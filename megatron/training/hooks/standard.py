@@ -10,17 +10,11 @@ from megatron.core.transport import backend
 from megatron.core.transport.object_collectives import any_across_ranks
 from megatron.training.checkpointing import Checkpointer
 from megatron.training.hooks.base import Hook, Hooks
-from megatron.training.hooks.counters import PublishCounters
+from megatron.training.hooks.checks import CompareReplicas, WatchForSpikes
+from megatron.training.hooks.counters import ProgressFile, PublishCounters
 from megatron.training.hooks.evaluation import Evaluate
-from megatron.training.hooks.housekeeping import (
-    CollectGarbage,
-    CompareReplicas,
-    MemoryHistory,
-    Profile,
-    ProgressFile,
-    WatchForSpikes,
-)
 from megatron.training.hooks.log import LinesForFirstRank, LogLine
+from megatron.training.hooks.profiling import CollectGarbage, MemoryHistory, Profile
 from megatron.training.hooks.save import Export, SaveCheckpoints
 from megatron.training.hooks.scalars import ProgressBar, Scalars, sinks_here
 from megatron.training.hooks.stop import (

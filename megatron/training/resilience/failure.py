@@ -1,4 +1,4 @@
-"""One final line for a run that failed, the same facts as JSON, and an exit code by class.
+"""One final line for a run that failed, the same as JSON, and an exit code by class.
 
 Several ranks usually fail together: one in its own way, the others because it left them. The first
 that reaches the rendezvous store reports; the others end quietly, and what it says stands also in
@@ -128,7 +128,7 @@ def fatal_line(error: BaseException, status: RunStatus) -> str:
     """Return the one line."""
     name, _ = classify(error)
     last = status.last_good_checkpoint
-    facts = {
+    fields = {
         "iter": status.iteration,
         "rank": status.rank,
         "host": socket.gethostname(),
@@ -137,8 +137,8 @@ def fatal_line(error: BaseException, status: RunStatus) -> str:
         "action": action_for(error, name, status),
     }
     if not status.has_begun:
-        del facts["iter"], facts["last_good_ckpt"]
-    return f"FATAL[{name}] " + " ".join(f"{key}={value}" for key, value in facts.items())
+        del fields["iter"], fields["last_good_ckpt"]
+    return f"FATAL[{name}] " + " ".join(f"{key}={value}" for key, value in fields.items())
 
 
 def failure_record(error: BaseException, status: RunStatus) -> dict[str, Any]:

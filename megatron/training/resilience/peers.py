@@ -1,4 +1,4 @@
-"""The ranks on this machine: what a survivor can say of those that it waits for in vain."""
+"""The ranks on this machine: what a survivor can say of those that do not answer."""
 
 from __future__ import annotations
 

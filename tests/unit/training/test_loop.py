@@ -14,16 +14,12 @@ import torch
 import megatron.training.evaluate as evaluation
 import megatron.training.hooks.evaluation as hook_module
 import megatron.training.loop as loop
-from megatron.training.hooks import housekeeping
+from megatron.training.hooks import checks
 from megatron.training.hooks.base import Hook, Hooks
-from megatron.training.hooks.housekeeping import (
-    CollectGarbage,
-    CompareReplicas,
-    Profile,
-    ProgressFile,
-    WatchForSpikes,
-)
+from megatron.training.hooks.checks import CompareReplicas, WatchForSpikes
+from megatron.training.hooks.counters import ProgressFile
 from megatron.training.hooks.log import IntervalMeans, LinesForFirstRank, LogLine
+from megatron.training.hooks.profiling import CollectGarbage, Profile
 from megatron.training.hooks.scalars import JsonLinesSink, Scalars, TensorBoardSink
 from megatron.training.hooks.stop import ExitDuration, ExitInterval, ExitOnSignal, StepBudget
 from megatron.training.losses import LossTable
@@ -252,7 +248,7 @@ def test_a_jump_in_the_first_steps_is_told_and_their_fall_is_not():
 
 def test_replicas_are_compared_at_their_interval_before_every_save_and_at_the_end(run, monkeypatch):
     compared = []
-    monkeypatch.setattr(housekeeping, "check_replicas", lambda *args: compared.append(args[-1]))
+    monkeypatch.setattr(checks, "check_replicas", lambda *args: compared.append(args[-1]))
     parts = SimpleNamespace(model=[], optimizer=None, groups=None)
     run(CompareReplicas(parts, 4, [3, None]), StepBudget(10))
     assert compared == [3, 4, 6, 8, 9, 10]

@@ -79,7 +79,7 @@ class _Parameter:
     shape: tuple[int, ...]
     split: Split
     is_copy: bool = False
-    """It takes room in the buffer and is stored elsewhere (a tied head on the last stage)."""
+    """It takes space in the buffer and is stored elsewhere (a tied head on the last stage)."""
 
 
 def add_buffers(
@@ -100,7 +100,7 @@ def add_buffers(
     if max(num_layers, default=0) > MAX_LAYERS:
         return f"it would have {max(num_layers)} layers"
     if len(num_layers) != 1 or next(iter(num_layers)) % (layout.pp * layout.vp):
-        return "its layers are not all alike, or are spread unevenly"
+        return "its layers are not all equal, or are spread unevenly"
     for order in ORDERS:
         if any(k.removeprefix(_STACK) not in order for k in stacks):
             return "it has parameters whose place in the buffer is not known"

@@ -87,9 +87,9 @@ class InteropShard(Shard):
     def of(cls, offset: tuple[int, ...], source: Source) -> InteropShard:
         """Describe the box at `offset` that `source` fills."""
         saved = source.saved if isinstance(source, SavedPart) else source
-        place = saved.storage if isinstance(saved, StoredView) else saved
+        where = saved.storage if isinstance(saved, StoredView) else saved
         shape = (1,) * (len(offset) - len(source.shape)) + tuple(source.shape)
-        return cls(offset, shape, str(place.path), place.begin, (), source=source)
+        return cls(offset, shape, str(where.path), where.begin, (), source=source)
 
 
 @dataclass
@@ -114,7 +114,7 @@ class InteropContents(Contents):
         return any(key.startswith("optimizer.state.exp_avg.") for key in self.manifest.tensors)
 
     def as_slice_of_stack(self, declaration: ShardedTensor) -> ShardedTensor:
-        """Return a declaration of one layer's tensor as its place in the stack that is stored.
+        """Return a declaration of one layer's tensor as a slice of the stack that is stored.
 
         Models of this library declare stacks themselves; others name every layer.
         """
@@ -309,7 +309,7 @@ class ContentsBuilder:
 def _with_stacks(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
     """Add stacks of layers that are stored one by one: `layers.<name>`, layer axis first.
 
-    Where all layers are alike the stacks take the place of the layers; otherwise both are kept,
+    Where all layers are equal the stacks replace the layers; otherwise both are kept,
     since a model of different layers asks for each by its number.
     """
     groups: dict[str, dict[int, str]] = {}
@@ -320,8 +320,8 @@ def _with_stacks(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]
     stacks: dict[str, StoredTensor] = {}
     for stack, keys in groups.items():
         layers = [tensors[keys[i]] for i in sorted(keys)]
-        is_whole = sorted(keys) == list(range(len(keys))) and stack not in tensors
-        if not is_whole or len({(t.dtype, t.shape) for t in layers}) > 1:
+        is_complete = sorted(keys) == list(range(len(keys))) and stack not in tensors
+        if not is_complete or len({(t.dtype, t.shape) for t in layers}) > 1:
             continue
         shards = [
             replace(shard, offset=(i, *shard.offset), shape=(1, *shard.shape))

@@ -69,7 +69,7 @@ class StoredView:
         extent = sum((n - 1) * s for n, s in zip(self.shape, self.stride, strict=True)) + 1
         if (self.offset + extent) * self.dtype.itemsize > self.storage.num_bytes:
             return (
-                f"a tensor of shape {shown(self.shape)} at element {self.offset} ends behind its "
+                f"a tensor of shape {shown(self.shape)} at element {self.offset} ends after its "
                 f"storage of {self.storage.num_bytes} bytes"
             )
         num_bytes = math.prod(self.shape) * self.dtype.itemsize

@@ -128,8 +128,8 @@ class _Metadata:
         extra = root.get("mcore_data") or {}
         self.flattened = {
             key
-            for key, facts in (extra.items() if isinstance(extra, dict) else ())
-            if isinstance(facts, dict) and "nd_reformulated_orig_global_shape" in facts
+            for key, saved in (extra.items() if isinstance(extra, dict) else ())
+            if isinstance(saved, dict) and "nd_reformulated_orig_global_shape" in saved
         }
         """Keys of older versions whose chunks are ranges of flattened shards."""
         self._files = {name for name in listed(directory) if _DATA_FILE.fullmatch(name)}

@@ -2,7 +2,7 @@
 
 Two containers exist. The newer one is a zip archive without compression: `NAME/data.pkl` is a
 pickle whose persistent ids name the storages, `NAME/data/KEY` are their bytes, `NAME/byteorder`
-says how they are written. The older one is a row of pickles (magic number, version, system facts,
+says how they are written. The older one is a row of pickles (magic number, version, system data,
 the value, the keys of the storages) followed by the storages, each after its number of elements.
 An archive may lie inside a larger file, as in torch's distributed checkpoints.
 """
@@ -171,7 +171,7 @@ class _Archive:
         self.part.seek(member.header_offset)
         header = self.part.read(_LOCAL_HEADER.size) or b""
         if len(header) != _LOCAL_HEADER.size:
-            self.damaged(f"{shown(member.filename)} lies behind its end")
+            self.damaged(f"{shown(member.filename)} lies after its end")
         fields = _LOCAL_HEADER.unpack(header)
         name = self.part.read(fields[9]) or b""
         if fields[0] != _ZIP_MAGIC or name != member.filename.encode():
@@ -180,7 +180,7 @@ class _Archive:
         after = bisect.bisect_right(self.begins, member.header_offset)
         end = self.begins[after] if after < len(self.begins) else self.part.length
         if position + member.file_size > end or member.file_size < 0:
-            self.damaged(f"{shown(member.filename)} ends behind it, or in another member")
+            self.damaged(f"{shown(member.filename)} ends after it, or in another member")
         return position
 
     def contents(self, member: zipfile.ZipInfo, limit: int) -> bytes:
@@ -232,7 +232,7 @@ class _LegacyFile:
                 self._damaged(f"the storage {shown(key)} has another number of elements")
             num_bytes = count * (1 if dtype is None else dtype.itemsize)
             if position + 8 + num_bytes > self.length:
-                self._damaged(f"the storage {shown(key)} ends behind the file")
+                self._damaged(f"the storage {shown(key)} ends after the file")
             later.settle(self.begin + position + 8, swapped)
             position += 8 + num_bytes
         if self.wanted:

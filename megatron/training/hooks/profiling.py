@@ -1,0 +1,119 @@
+"""Profiles of steps and of memory, and garbage collection at the same step on all ranks."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron.core import device
+from megatron.training.hooks.base import Hook
+from megatron.training.state import StepResult, TrainState
+
+
+class CollectGarbage(Hook):
+    """Collect at the same step on all ranks.
+
+    Left to itself, Python collects at different moments on different ranks, and each collection
+    stalls all of them.
+    """
+
+    def __init__(self, interval: int) -> None:
+        self.interval = interval
+
+    def before_training(self, state: TrainState) -> TrainState:
+        """Switch automatic collection off."""
+        gc.disable()
+        gc.collect()
+        return state
+
+    def after_step(self, state: TrainState, result: StepResult) -> TrainState:
+        """Collect when it is time."""
+        if self.interval and state.iteration % self.interval == 0:
+            gc.collect()
+        return state
+
+    def close(self) -> None:
+        """Switch automatic collection on again."""
+        gc.enable()
+
+
+class Profile(Hook):
+    """Records steps [first, last): a chrome trace by torch.profiler, or a range for nsys."""
+
+    def __init__(
+        self, first: int, last: int, directory: str, rank: int, *, use_torch: bool
+    ) -> None:
+        self.first, self.last = first, last
+        self.path = Path(directory) / f"trace-rank{rank}.json"
+        self.use_torch = use_torch or device.device_type() != "cuda"
+        self._profiler: Any = None
+        self._step: Any = None
+
+    def before_step(self, state: TrainState) -> None:
+        """Start before the first recorded step; mark each of them."""
+        if state.iteration + 1 == self.first:
+            self._start()
+        if self._profiler is not None:
+            self._step = torch.profiler.record_function(f"step {state.iteration + 1}")
+            self._step.__enter__()
+
+    def _start(self) -> None:
+        if not self.use_torch:
+            device.start_profiler_range()
+            return
+        kinds = [torch.profiler.ProfilerActivity.CPU]
+        if device.device_type() == "cuda":
+            kinds.append(torch.profiler.ProfilerActivity.CUDA)
+        self._profiler = torch.profiler.profile(activities=kinds)
+        self._profiler.__enter__()
+
+    def after_step(self, state: TrainState, result: StepResult) -> TrainState:
+        """End the mark of the step; stop after the last recorded one."""
+        self._end_step()
+        if state.iteration + 1 == self.last:
+            self._stop()
+        return state
+
+    def _end_step(self) -> None:
+        if self._step is not None:
+            self._step.__exit__(None, None, None)
+            self._step = None
+
+    def _stop(self) -> None:
+        self._end_step()
+        if self._profiler is not None:
+            self._profiler.__exit__(None, None, None)
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._profiler.export_chrome_trace(str(self.path))
+            self._profiler = None
+            print(
+                f" profile of steps {self.first} to {self.last - 1} on this rank: {self.path}"
+                " (open it at https://ui.perfetto.dev)",
+                flush=True,
+            )
+        elif not self.use_torch:
+            device.stop_profiler_range()
+
+    def close(self) -> None:
+        """Write what was recorded, also if training ended early."""
+        if self._profiler is not None:
+            self._stop()
+
+
+class MemoryHistory(Hook):
+    """Records allocations on a GPU and writes them when training ends."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def before_training(self, state: TrainState) -> TrainState:
+        """Start recording."""
+        device.record_memory_history(max_entries=100_000)
+        return state
+
+    def close(self) -> None:
+        """Write the record, for https://pytorch.org/memory_viz."""
+        device.dump_memory_history(self.path)
