@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from megatron.compatibility.state import STATE
 from megatron.core import num_microbatches_calculator
 from megatron.core.errors import ConfigError
 from megatron.core.process_groups_config import Group, ProcessGroupCollection
@@ -39,18 +40,15 @@ __shortversion__ = __version__
 
 # Settings -------------------------------------------------------------------------------
 
-_experimental = False
-
 
 def set_experimental_flag(flag: bool) -> None:
     """Remember that experimental features may be used; none here asks."""
-    global _experimental
-    _experimental = bool(flag)
+    STATE.is_experimental = bool(flag)
 
 
 def is_experimental_enabled() -> bool:
     """Return what `set_experimental_flag` was given."""
-    return _experimental
+    return STATE.is_experimental
 
 
 def has_config_logger_enabled(config: TransformerConfig) -> bool:
@@ -222,34 +220,29 @@ def log_on_each_pipeline_stage(
         logger.log(*args, **kwargs)
 
 
-_annotates = False
-_ranges: list[tuple[str, Any]] = []
-
-
 def configure_nvtx_profiling(enabled: bool) -> None:
     """Say whether `nvtx_range_push` marks anything."""
-    global _annotates
-    _annotates = enabled
+    STATE.annotates_ranges = enabled
 
 
 def nvtx_range_push(msg: str | None = None, suffix: str | None = None) -> None:
     """Open a range in the trace of a profiler; it nests."""
-    if not _annotates:
+    if not STATE.annotates_ranges:
         return
     name = "range" if msg is None else msg
     mark = torch.profiler.record_function(name if suffix is None else f"{name}.{suffix}")
     mark.__enter__()
-    _ranges.append((name, mark))
+    STATE.open_ranges.append((name, mark))
 
 
 def nvtx_range_pop(msg: str | None = None, suffix: str | None = None) -> None:
     """Close the range that was opened last."""
-    if not _annotates:
+    if not STATE.annotates_ranges:
         return
-    if not _ranges or (msg is not None and msg != _ranges[-1][0]):
-        inner = repr(_ranges[-1][0]) if _ranges else "none"
+    if not STATE.open_ranges or (msg is not None and msg != STATE.open_ranges[-1][0]):
+        inner = repr(STATE.open_ranges[-1][0]) if STATE.open_ranges else "none"
         raise RuntimeError(f"nvtx_range_pop({msg!r}): the innermost open range is {inner}")
-    _, mark = _ranges.pop()
+    _, mark = STATE.open_ranges.pop()
     mark.__exit__(None, None, None)
 
 

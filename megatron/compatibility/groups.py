@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.compatibility.state import STATE
 from megatron.core.device import current_device
 from megatron.core.errors import ConfigError, TopologyError
 from megatron.core.process_groups_config import FakeGroup, Group, ProcessGroupCollection
@@ -214,24 +215,19 @@ class GlobalMemoryBuffer:
         return held[:needed].view(*tensor_shape)
 
 
-_buffer: GlobalMemoryBuffer | None = None
-
-
 def get_global_memory_buffer() -> GlobalMemoryBuffer:
     """Return the scratch tensors of this process."""
-    global _buffer
-    if _buffer is None:
-        _buffer = GlobalMemoryBuffer()
-    return _buffer
+    if STATE.memory_buffer is None:
+        STATE.memory_buffer = GlobalMemoryBuffer()
+    buffer: GlobalMemoryBuffer = STATE.memory_buffer
+    return buffer
 
 
 def _set_global_memory_buffer() -> None:
     """Begin with no scratch tensors."""
-    global _buffer
-    _buffer = GlobalMemoryBuffer()
+    STATE.memory_buffer = GlobalMemoryBuffer()
 
 
 def destroy_global_memory_buffer() -> None:
     """Free the scratch tensors."""
-    global _buffer
-    _buffer = None
+    STATE.memory_buffer = None

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from megatron.compatibility.state import STATE
 from megatron.core.errors import ConfigError, NumericsError
 
 
@@ -249,24 +250,19 @@ def _is_number(result: Any) -> bool:
     )
 
 
-_machine: RerunStateMachine | None = None
-
-
 def initialize_rerun_state_machine(**options: Any) -> None:
     """Create the machine of this process; options are those of `RerunStateMachine`."""
-    global _machine
-    _machine = RerunStateMachine(**options)
+    STATE.rerun_machine = RerunStateMachine(**options)
 
 
 def get_rerun_state_machine() -> RerunStateMachine:
     """Return the machine of this process, and make it if there is none."""
-    global _machine
-    if _machine is None:
-        _machine = RerunStateMachine()
-    return _machine
+    if STATE.rerun_machine is None:
+        STATE.rerun_machine = RerunStateMachine()
+    machine: RerunStateMachine = STATE.rerun_machine
+    return machine
 
 
 def destroy_rerun_state_machine() -> None:
     """Forget the machine of this process."""
-    global _machine
-    _machine = None
+    STATE.rerun_machine = None

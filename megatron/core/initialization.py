@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,8 +24,15 @@ from megatron.core.rng import derive_seed
 ROWS_PER_BLOCK = 128
 """Rows drawn under one seed. Fixed, so a longer (padded) tensor begins with the same rows."""
 
-_deferred: ContextVar[bool] = ContextVar("deferred_initialization", default=False)
-_allocates: ContextVar[bool] = ContextVar("parameter_allocation", default=True)
+
+class _Building(NamedTuple):
+    """How layers that are constructed now get their weights."""
+
+    is_deferred: bool = False
+    allocates: bool = True
+
+
+_BUILDING: ContextVar[_Building] = ContextVar("building", default=_Building())  # noqa: B039
 _PENDING = "_deferred_weights"
 
 
@@ -58,14 +65,14 @@ def scaled_init_method_normal(sigma: float, num_layers: int, multiplier: float =
 @contextmanager
 def deferred_initialization() -> Iterator[None]:
     """Inside, layers leave their weights unfilled: the caller will `initialize_parameters`."""
-    token = _deferred.set(True)
+    token = _BUILDING.set(_BUILDING.get()._replace(is_deferred=True))
     hook = None
-    if not _allocates.get():
+    if not _BUILDING.get().allocates:
         hook = register_module_parameter_registration_hook(_free_if_drawn)
     try:
         yield
     finally:
-        _deferred.reset(token)
+        _BUILDING.reset(token)
         if hook is not None:
             hook.remove()
 
@@ -78,11 +85,11 @@ def parameters_without_memory() -> Iterator[None]:
     for a few modules at a time. Weights that are not drawn (norms, biases) are small
     and are made as usual.
     """
-    token = _allocates.set(False)
+    token = _BUILDING.set(_BUILDING.get()._replace(allocates=False))
     try:
         yield
     finally:
-        _allocates.reset(token)
+        _BUILDING.reset(token)
 
 
 def _free_if_drawn(_module: nn.Module, _name: str, parameter: Tensor | None) -> None:
@@ -106,7 +113,7 @@ def has_memory(tensor: Tensor) -> bool:
 
 def initialization_is_deferred() -> bool:
     """Return whether a constructor should leave its weights unfilled."""
-    return _deferred.get()
+    return _BUILDING.get().is_deferred
 
 
 def canonical_names(module: nn.Module) -> dict[str, str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -23,9 +24,17 @@ from megatron.core.process_groups_config import (
 )
 from megatron.core.rank_grid import DEFAULT_ORDER, plan_layout
 
-_factory: GroupFactory | None = None
-_virtual_rank: int | None = None
-_virtual_size: int | None = None
+
+@dataclass
+class _State:
+    """What `initialize_model_parallel` made, and the model chunk that code outside has chosen."""
+
+    factory: GroupFactory | None = None
+    virtual_rank: int | None = None
+    virtual_size: int | None = None
+
+
+_state = _State()
 
 
 def initialize_model_parallel(
@@ -66,7 +75,6 @@ def initialize_model_parallel(
         ConfigError: an axis is asked for that does not exist here (`gtp_remat_size`), or another
             backend for pipelines.
     """
-    global _factory, _virtual_rank, _virtual_size
     if not dist.is_initialized():
         raise TopologyError(
             "torch.distributed is not initialised.",
@@ -112,16 +120,16 @@ def initialize_model_parallel(
         num_distributed_optimizer_instances=num_distributed_optimizer_instances,
     )
     # Only now: what was refused may be tried again with other sizes.
-    _factory = factory
+    _state.factory = factory
     ProcessGroupCollection.set_current(collection)
-    _virtual_size = virtual_pipeline_model_parallel_size
-    _virtual_rank = None if _virtual_size is None else 0
+    _state.virtual_size = virtual_pipeline_model_parallel_size
+    _state.virtual_rank = None if _state.virtual_size is None else 0
     return collection
 
 
 def model_parallel_is_initialized() -> bool:
     """Return whether groups were created."""
-    return _factory is not None
+    return _state.factory is not None
 
 
 is_initialized = model_parallel_is_initialized
@@ -130,11 +138,10 @@ is_unitialized = lambda: not model_parallel_is_initialized()  # noqa: E731  Mega
 
 def destroy_model_parallel() -> None:
     """Destroy the groups of `initialize_model_parallel` and forget the current collection."""
-    global _factory, _virtual_rank, _virtual_size
-    if _factory is not None and dist.is_initialized():
-        _factory.destroy()
-    _factory = None
-    _virtual_rank = _virtual_size = None
+    if _state.factory is not None and dist.is_initialized():
+        _state.factory.destroy()
+    _state.factory = None
+    _state.virtual_rank = _state.virtual_size = None
     ProcessGroupCollection.set_current(None)
 
 
@@ -395,30 +402,28 @@ def get_pipeline_model_parallel_prev_rank() -> int:
 
 def get_virtual_pipeline_model_parallel_rank() -> int | None:
     """Return the virtual stage that the caller declared to be in, or None without VPP."""
-    return _virtual_rank
+    return _state.virtual_rank
 
 
 def set_virtual_pipeline_model_parallel_rank(rank: int | None) -> None:
     """Declare the virtual stage for code that asks by global state instead of `vp_stage`."""
-    global _virtual_rank
-    _virtual_rank = rank
+    _state.virtual_rank = rank
 
 
 def get_virtual_pipeline_model_parallel_world_size() -> int | None:
     """Return the number of virtual stages per rank, or None without VPP."""
-    return _virtual_size
+    return _state.virtual_size
 
 
 def set_virtual_pipeline_model_parallel_world_size(size: int | None) -> None:
     """Set the number of virtual stages per rank."""
-    global _virtual_size
-    _virtual_size = size
+    _state.virtual_size = size
 
 
 def is_pipeline_first_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
     """Return whether this rank (and virtual stage, unless ignored) is where tokens enter."""
-    if not ignore_virtual and _virtual_size is not None:
-        stage = vp_stage if vp_stage is not None else _virtual_rank
+    if not ignore_virtual and _state.virtual_size is not None:
+        stage = vp_stage if vp_stage is not None else _state.virtual_rank
         if stage != 0:
             return False
     return _rank("pp") == 0
@@ -426,9 +431,9 @@ def is_pipeline_first_stage(ignore_virtual: bool = True, vp_stage: int | None = 
 
 def is_pipeline_last_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
     """Return whether this rank (and virtual stage, unless ignored) computes the loss."""
-    if not ignore_virtual and _virtual_size is not None:
-        stage = vp_stage if vp_stage is not None else _virtual_rank
-        if stage != _virtual_size - 1:
+    if not ignore_virtual and _state.virtual_size is not None:
+        stage = vp_stage if vp_stage is not None else _state.virtual_rank
+        if stage != _state.virtual_size - 1:
             return False
     return _rank("pp") == _size("pp") - 1
 
@@ -447,7 +452,7 @@ def is_rank_in_embedding_group(ignore_virtual: bool = True, vp_stage: int | None
     """Return whether this rank holds a copy of the tied word embedding."""
     if "embd" not in ProcessGroupCollection.current().ranks:
         return False
-    if ignore_virtual or _virtual_size is None:
+    if ignore_virtual or _state.virtual_size is None:
         return True
     return is_pipeline_first_stage(False, vp_stage) or is_pipeline_last_stage(False, vp_stage)
 

@@ -8,20 +8,22 @@ Masks are made of fixed blocks (a sample, a run of rows, optionally a head), eac
 native generator at full speed. Every layout owns whole blocks in the usual sizes; where it does
 not, whole blocks are generated and cut.
 
-The module holds the one random-state slot of the process, `rng_state()`.
+`rng_state()` is the seed of the process and the sample counter; where the next draw belongs is a
+field of the step context.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from megatron.core.step_context.overlap import register_thread_local
+from megatron.core.step_context.context import RandomScope, current_step, within_step
 
 MAX_ROW_BLOCKS = 64
 """Most blocks that the rows of one sample are cut into: enough for tp * cp * 2 <= 64."""
@@ -120,29 +122,20 @@ class SequenceRows:
         return cut
 
 
-@dataclass(frozen=True)
-class RandomScope:
-    """Where in the computation the next draw happens."""
-
-    first_sample: int = 0
-    path: tuple[int | str, ...] = ()
-    rows: SequenceRows | None = None
-    num_calls: int = 0
-    run: tuple[int, int, int] | None = None
-    """(first, last, of how many) local rows are computed now, where a module is called on one run
-    of rows after the other."""
-
-
 class RandomState:
-    """The seed, and the place in the computation that the next random draw belongs to."""
+    """The seed, and how micro batches of a step map to samples."""
 
     def __init__(self) -> None:
         self.seed = 1234
-        self.scope = RandomScope()
         self._consumed_samples = 0
         self._micro_batch_size = 1
         self._dp_rank = 0
         self._dp_size = 1
+
+    @property
+    def scope(self) -> RandomScope:
+        """Where the next draw belongs; see `StepContext`."""
+        return current_step().random_scope
 
     @property
     def first_sample(self) -> int:
@@ -166,45 +159,32 @@ class RandomState:
         """Enter micro batch `index` of this step: called before each of its forwards."""
         row = index * self._dp_size + self._dp_rank
         first = self._consumed_samples + row * self._micro_batch_size
-        self.scope = RandomScope(first_sample=first)
+        current_step().random_scope = RandomScope(first_sample=first)
 
-    @contextmanager
-    def at(self, *path: int | str, rows: SequenceRows | None = None) -> Iterator[None]:
+    def at(
+        self, *path: int | str, rows: SequenceRows | None = None
+    ) -> AbstractContextManager[None]:
         """Name a part of the model, for example `at("decoder", layer_number, rows=...)`.
 
         The n-th draw inside belongs to (path, n), so a layer's dropouts differ from each other
         and not between layouts.
         """
         outer = self.scope
-        self.scope = replace(outer, path=path, rows=rows or outer.rows, num_calls=0)
-        try:
-            yield
-        finally:
-            self.scope = outer
+        inner = replace(outer, path=path, rows=rows or outer.rows, num_calls=0)
+        return within_step(random_scope=inner)
 
-    @contextmanager
-    def in_run(self, first: int, last: int, num_rows: int) -> Iterator[None]:
+    def in_run(self, first: int, last: int, num_rows: int) -> AbstractContextManager[None]:
         """Compute rows [first, last) of the local ones alone."""
-        outer = self.scope
-        self.scope = replace(outer, run=(first, last, num_rows))
-        try:
-            yield
-        finally:
-            self.scope = outer
+        return within_step(random_scope=replace(self.scope, run=(first, last, num_rows)))
 
-    @contextmanager
-    def restored(self, scope: RandomScope) -> Iterator[None]:
+    def restored(self, scope: RandomScope) -> AbstractContextManager[None]:
         """Draw again from a place remembered earlier: activation recomputation uses it."""
-        outer, self.scope = self.scope, scope
-        try:
-            yield
-        finally:
-            self.scope = outer
+        return within_step(random_scope=scope)
 
     def next_key(self) -> tuple[int | str, ...]:
         """Return the key of the next draw (without sample and block) and count the draw."""
         scope = self.scope
-        self.scope = replace(scope, num_calls=scope.num_calls + 1)
+        current_step().random_scope = replace(scope, num_calls=scope.num_calls + 1)
         return (self.seed, *scope.path, scope.num_calls)
 
     def state_dict(self) -> dict[str, int]:
@@ -217,26 +197,21 @@ class RandomState:
 
 
 _STATE = RandomState()
-_GENERATORS: dict[torch.device, torch.Generator] = {}
-
-
-def _set_scope(scope: RandomScope) -> None:
-    _STATE.scope = scope
-
-
-register_thread_local(lambda: _STATE.scope, _set_scope)
 
 
 def rng_state() -> RandomState:
-    """Return the random state of this process: one of the few global slots."""
+    """Return the random state of this process."""
     return _STATE
+
+
+@functools.cache
+def _generator(device: torch.device) -> torch.Generator:
+    return torch.Generator(device=device)
 
 
 def seeded_generator(device: torch.device, *key: int | str) -> torch.Generator:
     """Return this device's scratch generator, seeded by `key`; valid until the next call."""
-    generator = _GENERATORS.get(device)
-    if generator is None:
-        generator = _GENERATORS[device] = torch.Generator(device=device)
+    generator = _generator(device)
     generator.manual_seed(derive_seed(*key))
     return generator
 

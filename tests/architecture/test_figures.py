@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 
 from megatron.compatibility.accepted import accepted
@@ -11,7 +14,7 @@ from tests.architecture.parameters import unread
 BOUNDS = {
     "settings declared twice": 189,
     "untyped reads of settings": 913,
-    "module state": 34,
+    "module state": 15,
     "files with collectives": 7,
     "device branches": 5,
     "unread parameters": 0,
@@ -45,3 +48,11 @@ def test_the_table_of_accepted_parameters_holds_what_is_unread_and_nothing_else(
     found = {(function, name) for _, function, name in unread()}
     stale = sorted(set(accepted()) - found)
     assert not stale, "\n".join(f"{function} {name}" for function, name in stale)
+
+
+def test_the_tour_names_every_module_state():
+    tour = Path("docs/architecture.md").read_text()
+    named = set(re.findall(r"^\| `(\S+\.py) (\w+)` \|", tour, flags=re.MULTILINE))
+    places = (place.split(" ") for place in FIGURES["module state"]())
+    found = {(path.split(":")[0].removeprefix("megatron/"), name) for path, name in places}
+    assert named == found

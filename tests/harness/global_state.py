@@ -9,6 +9,7 @@ import numpy
 import torch
 
 from megatron.core import rng
+from megatron.core.step_context.context import StepContext, switch_to
 
 
 def reset_global_state() -> None:
@@ -22,6 +23,7 @@ def reset_global_state() -> None:
     if torch.are_deterministic_algorithms_enabled():
         torch.use_deterministic_algorithms(False)
     rng.rng_state().__init__()  # type: ignore[misc]
+    switch_to(StepContext())
     for module, function in (
         ("megatron.core.num_microbatches_calculator", "destroy_num_microbatches_calculator"),
         ("megatron.training.global_vars", "destroy_global_vars"),

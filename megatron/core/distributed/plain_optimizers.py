@@ -6,37 +6,34 @@ torch passes over a parameter without `.grad`: it would train nothing, without a
 
 from __future__ import annotations
 
+import functools
 import warnings
 from typing import Any
 
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-_is_watching = False
 
-
+@functools.cache
 def watch_plain_optimizers() -> None:
-    """Look at every step of any torch optimizer from now on, and warn once."""
-    global _is_watching
-    if not _is_watching:
-        _is_watching = True
-        has_warned = False
+    """Look at every step of any torch optimizer from the first call on, and warn once."""
+    has_warned = False
 
-        # It stays when it has warned: torch goes through the hooks while it calls them.
-        def before_step(optimizer: Optimizer, *_: Any) -> None:
-            nonlocal has_warned
-            if not has_warned and _finds_nothing(optimizer):
-                has_warned = True
-                warnings.warn(
-                    f"{type(optimizer).__name__}.step() updates nothing: the gradients of its"
-                    " parameters lie in main_grad of DistributedDataParallel, and .grad is None."
-                    " Build the optimizer with megatron.core.optimizer.get_megatron_optimizer, or"
-                    " set p.grad = p.main_grad.to(p.dtype) after finalize_model_grads (where"
-                    " gradients are not sharded).",
-                    stacklevel=2,
-                )
+    # It stays when it has warned: torch goes through the hooks while it calls them.
+    def before_step(optimizer: Optimizer, *_: Any) -> None:
+        nonlocal has_warned
+        if not has_warned and _finds_nothing(optimizer):
+            has_warned = True
+            warnings.warn(
+                f"{type(optimizer).__name__}.step() updates nothing: the gradients of its"
+                " parameters lie in main_grad of DistributedDataParallel, and .grad is None."
+                " Build the optimizer with megatron.core.optimizer.get_megatron_optimizer, or"
+                " set p.grad = p.main_grad.to(p.dtype) after finalize_model_grads (where"
+                " gradients are not sharded).",
+                stacklevel=2,
+            )
 
-        register_optimizer_step_pre_hook(before_step)
+    register_optimizer_step_pre_hook(before_step)
 
 
 def _finds_nothing(optimizer: Optimizer) -> bool:

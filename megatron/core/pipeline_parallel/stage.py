@@ -20,8 +20,9 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megatron.core import device
 from megatron.core.errors import ConfigError
-from megatron.core.step_context.aux_loss import AuxLossScale, set_aux_loss_scale
-from megatron.core.step_context.deferred_wgrad import WeightGradient, capture_wgrads
+from megatron.core.step_context.aux_loss import set_aux_loss_scale
+from megatron.core.step_context.context import AuxLossScale, WeightGradient
+from megatron.core.step_context.deferred_wgrad import capture_wgrads
 from megatron.core.transport import backend
 from megatron.core.utils import get_attr_wrapped_model, get_pg_size, unwrap_model
 

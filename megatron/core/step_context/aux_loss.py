@@ -8,41 +8,17 @@ batch of the main loss is weighted; auxiliary losses are weighted the same, in e
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-
-@dataclass(frozen=True)
-class AuxLossScale:
-    """The weight of the auxiliary losses of one micro batch."""
-
-    factor: float = 1.0
-    """1 / micro batches of the step, times the ranks over which gradients will be averaged although
-    they share a micro batch."""
-    per_token: bool = False
-    """Weigh a micro batch by its tokens: gradients will be divided by the tokens of the step."""
-    scale: Callable[[Tensor], Tensor] | None = None
-    """The loss scale of fp16."""
-
-    def of(self, num_tokens: Tensor | float) -> Tensor | float:
-        """Return the gradient [] of the auxiliary loss of a micro batch of `num_tokens`, []."""
-        weight: Tensor | float = num_tokens if self.per_token else self.factor
-        if self.scale is None:
-            return weight
-        return self.scale(torch.as_tensor(weight, dtype=torch.float32))
-
-
-_scale = AuxLossScale()
+from megatron.core.step_context.context import AuxLossScale, current_step
 
 
 def set_aux_loss_scale(scale: AuxLossScale) -> None:
     """Set the weight of the auxiliary losses of the following forward passes."""
-    global _scale
-    _scale = scale
+    current_step().aux_loss_scale = scale
 
 
 def attach_aux_loss(carrier: Tensor, loss: Tensor, num_tokens: Tensor | float) -> Tensor:
@@ -54,7 +30,7 @@ def attach_aux_loss(carrier: Tensor, loss: Tensor, num_tokens: Tensor | float) -
             micro batch add up to it.
         num_tokens: tokens of the whole micro batch.
     """
-    return _Attached.apply(carrier, loss, _scale.of(num_tokens))
+    return _Attached.apply(carrier, loss, current_step().aux_loss_scale.of(num_tokens))
 
 
 class _Attached(torch.autograd.Function):

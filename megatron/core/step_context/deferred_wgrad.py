@@ -10,46 +10,30 @@ with a fused loss) is cheap or inseparable and is computed in the first half.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 
-WeightGradient = Callable[[], None]
-"""Computes one weight gradient and adds it to the parameter's."""
-
-_is_enabled = False
-_captured: list[WeightGradient] | None = None
+from megatron.core.step_context.context import WeightGradient, current_step, within_step
 
 
-@contextmanager
-def enable_wgrad_deferral() -> Iterator[None]:
+def enable_wgrad_deferral() -> AbstractContextManager[None]:
     """Around the forward and backward passes of a step that splits backwards."""
-    global _is_enabled
-    before, _is_enabled = _is_enabled, True
-    try:
-        yield
-    finally:
-        _is_enabled = before
+    return within_step(defers_wgrads=True)
 
 
 def wgrad_deferral_enabled() -> bool:
     """Return whether layers should be ready to defer weight gradients."""
-    return _is_enabled
+    return current_step().defers_wgrads
 
 
-@contextmanager
-def capture_wgrads(calls: list[WeightGradient]) -> Iterator[None]:
+def capture_wgrads(calls: list[WeightGradient]) -> AbstractContextManager[None]:
     """Around a backward pass: append the weight gradients that it defers to `calls`."""
-    global _captured
-    before, _captured = _captured, calls
-    try:
-        yield
-    finally:
-        _captured = before
+    return within_step(captured_wgrads=calls)
 
 
 def defer_wgrad(call: WeightGradient) -> bool:
     """Defer a weight gradient; False if it has to be computed now."""
-    if _captured is None:
+    captured = current_step().captured_wgrads
+    if captured is None:
         return False
-    _captured.append(call)
+    captured.append(call)
     return True

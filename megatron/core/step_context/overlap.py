@@ -5,34 +5,28 @@ Where one has started a collective and would now wait for it, it calls `yield_to
 when the other yields or ends. Which of them runs is decided by these calls alone, never by the
 clock: ranks that run the same two computations start their collectives in the same order.
 
-Layers know nothing of it: the calls are in the collectives. What a module keeps in a variable (the
-scope of random draws, for example) is saved while the other half runs, for variables registered
-with `register_thread_local`.
+Layers know nothing of it: the calls are in the collectives. Each half has a step context of its
+own, which is the current one while it runs; afterwards that of the first is.
 """
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 from megatron.core import device
-
-_THREAD_LOCALS: list[tuple[Callable[[], Any], Callable[[Any], None]]] = []
-_overlap: _Overlap | None = None
-_second_thread: ThreadPoolExecutor | None = None
-
-
-def register_thread_local(get: Callable[[], Any], put: Callable[[Any], None]) -> None:
-    """Give each half a value of its own, which `get` returns and `put` sets."""
-    _THREAD_LOCALS.append((get, put))
+from megatron.core.step_context.context import current_step, switch_to
 
 
 def yield_to_peer() -> None:
     """Let the other half run, if there is one that has not ended; resume when it yields."""
-    if _overlap is not None:
-        _overlap.yield_()
+    overlap = current_step().overlap
+    if overlap is not None:
+        overlap.yield_()
 
 
 def overlap_forward_backward(first: Callable[[], None], second: Callable[[], None]) -> None:
@@ -41,38 +35,41 @@ def overlap_forward_backward(first: Callable[[], None], second: Callable[[], Non
     If one raises, the other is stopped where it yields next, and the error is raised here.
     Inside either, a further call runs one after the other.
     """
-    global _overlap, _second_thread
-    if _overlap is not None:
+    if current_step().overlap is not None:
         first()
         second()
         return
-    if _second_thread is None:
-        _second_thread = ThreadPoolExecutor(1, thread_name_prefix="overlap")
-    overlap = _overlap = _Overlap()
+    overlap = Overlap()
     try:
         stream = device.current_stream()
-        running = _second_thread.submit(overlap.run_half, 1, second, stream)
+        running = _second_thread().submit(overlap.run_half, 1, second, stream)
         overlap.run_half(0, first)
         running.result()
     finally:
-        _overlap = None
+        current_step().overlap = None
     if overlap.error is not None:
         raise overlap.error
+
+
+@functools.cache
+def _second_thread() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(1, thread_name_prefix="overlap")
 
 
 class _PeerFailed(BaseException):
     """The other half has failed. Not an `Exception`, so that no handler of the half catches it."""
 
 
-class _Overlap:
+class Overlap:
     """Which of the two halves runs."""
 
     def __init__(self) -> None:
         self._may_go = (threading.Semaphore(0), threading.Semaphore(0))
         self._has_ended = [False, False]
         self._active = 0
-        now = [get() for get, _ in _THREAD_LOCALS]
-        self._saved = [now, now]
+        first = current_step()
+        first.overlap = self
+        self._contexts = (first, replace(first))
         self.error: BaseException | None = None
 
     def run_half(self, me: int, function: Callable[[], None], stream: Any = None) -> None:
@@ -89,7 +86,7 @@ class _Overlap:
             self.error = error
         finally:
             self._has_ended[me] = True
-            # The second always switches back: the values at the end are those of the first.
+            # The second always switches back: at the end the context is that of the first.
             if me == 1 or not self._has_ended[1]:
                 self._switch(me)
 
@@ -105,8 +102,6 @@ class _Overlap:
 
     def _switch(self, me: int) -> None:
         other = 1 - me
-        self._saved[me] = [get() for get, _ in _THREAD_LOCALS]
-        for (_, put), value in zip(_THREAD_LOCALS, self._saved[other], strict=True):
-            put(value)
+        switch_to(self._contexts[other])
         self._active = other
         self._may_go[other].release()

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -22,6 +21,7 @@ from megatron.core.device import default_generator_state, set_default_generator_
 from megatron.core.errors import refuse_given
 from megatron.core.process_groups_config import Group
 from megatron.core.rng import rng_state
+from megatron.core.step_context.context import current_step, within_step
 from megatron.core.tensor_parallel.mappings import tensor_parallel_group
 from megatron.core.tensor_parallel.rng_tracker import (
     get_cuda_rng_tracker,
@@ -29,13 +29,10 @@ from megatron.core.tensor_parallel.rng_tracker import (
 from megatron.core.transport import collectives
 from megatron.core.utils import get_pg_size
 
-_inside_checkpoint: ContextVar[bool] = ContextVar("inside_checkpoint", default=False)
-_forms_again: ContextVar[bool] = ContextVar("forms_again", default=False)
-
 
 def is_recomputing() -> bool:
     """Return whether what runs has run before: what is counted was counted then."""
-    return _forms_again.get()
+    return current_step().is_recomputing
 
 
 def checkpoint(
@@ -72,16 +69,7 @@ def _contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[No
     torch itself restores the default generators.
     """
     scope, streams = rng_state().scope, get_cuda_rng_tracker().get_states()
-    return _marked(), _again(scope, streams)
-
-
-@contextmanager
-def _marked() -> Iterator[None]:
-    token = _inside_checkpoint.set(True)
-    try:
-        yield
-    finally:
-        _inside_checkpoint.reset(token)
+    return within_step(is_checkpointed=True), _again(scope, streams)
 
 
 @contextmanager
@@ -91,12 +79,10 @@ def _again(scope: Any, streams: dict[str, Tensor]) -> Iterator[None]:
     outer = tracker.get_states()
     if streams:
         tracker.set_states(streams)
-    token = _forms_again.set(True)
     try:
-        with rng_state().restored(scope), _marked():
+        with within_step(random_scope=scope, is_checkpointed=True, is_recomputing=True):
             yield
     finally:
-        _forms_again.reset(token)
         if streams:
             tracker.set_states(outer)
 
@@ -187,7 +173,7 @@ class CheckpointWithoutOutput:
         the function itself get theirs through an argument that has one.
         """
         has_gradient = any(isinstance(a, Tensor) and a.requires_grad for a in args)
-        if not torch.is_grad_enabled() or not has_gradient or _inside_checkpoint.get():
+        if not torch.is_grad_enabled() or not has_gradient or current_step().is_checkpointed:
             return run_function(*args)
         outputs = _WithoutOutput.apply(run_function, self, *args)
         self._outputs = (outputs,) if isinstance(outputs, Tensor) else outputs

@@ -12,6 +12,7 @@ never instead of them.
 
 from __future__ import annotations
 
+import functools
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -58,16 +59,12 @@ class Restorable:
     """Rank without intact files of its own -> number of its copy that is intact."""
 
 
-_GROUP: list[tuple[dist.ProcessGroup | None, TorchControlGroup]] = []
-
-
-def _own_group() -> TorchControlGroup:
+@functools.lru_cache(maxsize=1)
+def _own_group(world: dist.ProcessGroup | None) -> TorchControlGroup:
     """Return a group on the host's network whose messages never meet those of training: made once
     for all runs of the processes' group."""
-    world = dist.group.WORLD
-    if not _GROUP or _GROUP[0][0] is not world:
-        _GROUP[:] = [(world, TorchControlGroup(dist.new_group(backend="gloo")))]
-    return _GROUP[0][1]
+    ranks = dist.get_process_group_ranks(world)
+    return TorchControlGroup(dist.new_group(ranks, backend="gloo"))
 
 
 def _check_replicas(settings: LocalSettings, size: int) -> None:
@@ -98,7 +95,7 @@ class LocalCheckpoints:
         self._group: TorchControlGroup | None = None
         if peers.size > 1:
             _check_replicas(settings, peers.size)
-            self._group = _own_group()
+            self._group = _own_group(dist.group.WORLD)
 
     def save(self, state: ShardedStateDict, iteration: int) -> None:
         """Save what this rank holds, copy it to the neighbours, then drop older iterations.

@@ -17,8 +17,8 @@ from megatron.core.distributed import (
 from megatron.core.errors import ConfigError
 from megatron.core.initialization import has_memory, parameters_without_memory
 from megatron.core.rng import rng_state
+from megatron.core.step_context.context import WeightGradient
 from megatron.core.step_context.deferred_wgrad import (
-    WeightGradient,
     capture_wgrads,
     enable_wgrad_deferral,
 )

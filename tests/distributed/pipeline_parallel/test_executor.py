@@ -91,7 +91,7 @@ def test_a_schedule_of_one_file_is_checked_timed_and_run(monkeypatch):
         given = (words + rest).split()
         return resolve_and_check(lambda: parse_command_line(given), lambda config: 4)
 
-    assert resolved("16").pipeline_schedule == "eager-1f1b"
+    assert resolved("16").parallelism.pipeline_schedule == "eager-1f1b"
     with pytest.raises(ConfigError, match=r"2 micro batches.* for eager-1f1b"):
         resolved("4")
     with pytest.raises(ConfigError, match="eager-1f1b with virtual stages"):

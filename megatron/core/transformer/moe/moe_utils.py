@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.step_context.aux_loss import AuxLossScale, attach_aux_loss, set_aux_loss_scale
+from megatron.core.step_context.aux_loss import attach_aux_loss, set_aux_loss_scale
+from megatron.core.step_context.context import AuxLossScale
 
 
 class MoEAuxLossAutoScaler:

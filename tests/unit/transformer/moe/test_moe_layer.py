@@ -6,7 +6,8 @@ import torch.nn.functional as F
 
 from megatron.core.initialization import canonical_names
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.step_context.aux_loss import AuxLossScale, set_aux_loss_scale
+from megatron.core.step_context.aux_loss import set_aux_loss_scale
+from megatron.core.step_context.context import AuxLossScale
 from megatron.core.transformer.moe.load_balancing import LoadSummary, finish_step_of_routers
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.training.metrics.expert_load import first_bad_router

@@ -152,7 +152,7 @@ def test_of_equal_tokens_the_first_is_kept_however_their_weights_were_rounded():
                 "pipeline_model_parallel_size": 2,
                 "pipeline_schedule": "zb-h1",
             },
-            "with pipeline_schedule='zb-h1'",
+            "in the zb-h1 schedule",
         ),
         (
             {"overlap_moe_expert_parallel_comm": True, "moe_layer_recompute": True},

@@ -1,0 +1,108 @@
+"""What the code below the schedule may ask about the step: one object, not a global per module.
+
+A layer does not know its micro batch, whether it is recomputed, or whether its weight gradient is
+deferred. The schedule and activation recomputation set that here, and the modules that need it
+(`rng`, `aux_loss`, `deferred_wgrad`, `activation_recompute`, `overlap`) read and write their own
+field. Where a forward and a backward overlap, each half has a context of its own.
+
+Not a `ContextVar`: autograd runs the backward of CUDA tensors on a thread of its own, which would
+see the defaults.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from megatron.core.rng import SequenceRows
+    from megatron.core.step_context.overlap import Overlap
+
+WeightGradient = Callable[[], None]
+"""Computes one weight gradient and adds it to the parameter's."""
+
+
+@dataclass(frozen=True)
+class RandomScope:
+    """Where in the computation the next draw happens."""
+
+    first_sample: int = 0
+    path: tuple[int | str, ...] = ()
+    rows: SequenceRows | None = None
+    num_calls: int = 0
+    run: tuple[int, int, int] | None = None
+    """(first, last, of how many) local rows are computed now, where a module is called on one run
+    of rows after the other."""
+
+
+@dataclass(frozen=True)
+class AuxLossScale:
+    """The weight of the auxiliary losses of one micro batch."""
+
+    factor: float = 1.0
+    """1 / micro batches of the step, times the ranks over which gradients will be averaged although
+    they share a micro batch."""
+    per_token: bool = False
+    """Weigh a micro batch by its tokens: gradients will be divided by the tokens of the step."""
+    scale: Callable[[Tensor], Tensor] | None = None
+    """The loss scale of fp16."""
+
+    def of(self, num_tokens: Tensor | float) -> Tensor | float:
+        """Return the gradient [] of the auxiliary loss of a micro batch of `num_tokens`, []."""
+        weight: Tensor | float = num_tokens if self.per_token else self.factor
+        if self.scale is None:
+            return weight
+        return self.scale(torch.as_tensor(weight, dtype=torch.float32))
+
+
+@dataclass
+class StepContext:
+    """The state of the micro batch, or of the half of an overlapped pair, that is computed now."""
+
+    random_scope: RandomScope = RandomScope()
+    """Where the next random draw belongs."""
+    aux_loss_scale: AuxLossScale = AuxLossScale()
+    """Of the micro batch that is computed forward."""
+    defers_wgrads: bool = False
+    """Layers shall be ready to compute weight gradients apart from input gradients."""
+    captured_wgrads: list[WeightGradient] | None = None
+    """Takes the weight gradients that the running backward defers; None: it computes them."""
+    is_checkpointed: bool = False
+    """What runs will be recomputed, or is."""
+    is_recomputing: bool = False
+    """What runs has run before: what is counted was counted then."""
+    overlap: Overlap | None = None
+    """The pair of a forward and a backward of which this is one half."""
+
+
+_current = StepContext()
+
+
+def current_step() -> StepContext:
+    """Return the context of what is computed now."""
+    return _current
+
+
+def switch_to(context: StepContext) -> None:
+    """Make another context current: where the halves of an overlapped pair take over."""
+    global _current
+    _current = context
+
+
+@contextmanager
+def within_step(**values: Any) -> Iterator[None]:
+    """Give fields of the current context other values inside."""
+    context = _current
+    before = {name: getattr(context, name) for name in values}
+    for name, value in values.items():
+        setattr(context, name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(context, name, value)
