@@ -110,7 +110,16 @@ class Documents(PackedSeqParams):
     """Packing as layers read it: `seq_idx` is [b, s] on the model's device, and was checked."""
 
     def resolve(self, batch: int, total: int, device: torch.device) -> Documents:
-        """Return self."""
+        """Return self, if it is of this micro batch.
+
+        Raises:
+            DataError: it is of another one.
+        """
+        if self.ids.shape != (batch, total) or self.ids.device.type != device.type:
+            raise _problem(
+                f"documents of {tuple(self.ids.shape)} on {self.ids.device} reached an attention of"
+                f" {(batch, total)} on {device}"
+            )
         return self
 
     @property

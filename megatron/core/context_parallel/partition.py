@@ -1,7 +1,7 @@
 """Who holds which positions of a sequence: the zigzag partition.
 
 The sequence is cut into 2 * cp chunks and rank r holds chunks r and 2*cp-1-r. Under a causal mask
-a query sees what lies before it, so an early chunk is cheap and a late one dear; every such pair
+a query sees what lies before it: an early chunk is cheap and a late one expensive, and every pair
 costs the same (S. Brandon et al., "Striped Attention", section 3, arXiv 2311.09431, states the
 imbalance that this removes; the pairing is that of zigzag ring attention).
 
@@ -50,7 +50,7 @@ def get_batch_on_this_cp_rank(batch: Mapping[str, Any], cp_group: Group = None) 
     Returns:
         the entries as [b, s/cp] ([b, 1, s/cp, s]), contiguous.
     Raises:
-        DataError: s is not a multiple of 2 * cp. All ranks see the same length and raise alike.
+        DataError: s is not a multiple of 2 * cp. All ranks see the same length and raise.
     """
     group = ProcessGroupCollection.current().cp if cp_group is None else cp_group
     size = get_pg_size(group)

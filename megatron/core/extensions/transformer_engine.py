@@ -83,7 +83,7 @@ def _describe(
     stride: int = 1,
     sequence_parallel: bool,
 ) -> None:
-    """Attach the facts that checkpoints, initialisation and reductions read."""
+    """Attach the metadata that checkpoints, initialisation and reductions read."""
     partial = ("tp",) if sequence_parallel else ()
     for name, parameter in layer.named_parameters(recurse=False):
         if name == "weight":
@@ -148,7 +148,7 @@ class TEColumnParallelLinear(_Linear):  # type: ignore[misc,valid-type]
 
 
 class TELayerNormColumnParallelLinear(_LayerNormLinear):  # type: ignore[misc,valid-type]
-    """The norm and the column-parallel linear layer behind it, in one kernel."""
+    """The norm and the column-parallel linear layer after it, in one kernel."""
 
     def __init__(
         self,
@@ -346,7 +346,7 @@ class TransformerEngineBackend:
         return TERowParallelLinear
 
     def norm_column_linear(self) -> Any:
-        """Return the norm fused with the linear layer behind it."""
+        """Return the norm fused with the linear layer after it."""
         return TELayerNormColumnParallelLinear
 
     def norm(self) -> Any:

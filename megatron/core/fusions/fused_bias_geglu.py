@@ -8,18 +8,19 @@ from torch import Tensor
 from megatron.core import activations
 from megatron.core.kernels.gated_activation import (
     QUICK_GELU_SLOPE,
+    Gate,
     gated,
 )
 
 
 def geglu(y: Tensor) -> Tensor:
     """Return gelu(gate) * up of y [..., 2f] (gate first) as [..., f]."""
-    return gated(y, activations.fast_gelu)
+    return gated(y, Gate(activations.fast_gelu))
 
 
 def bias_geglu_impl(input: Tensor, bias: Tensor | None) -> Tensor:
     """Return geglu(input + bias). input: [s, b, 2f] or [t, 2f]; bias: [2f] or None."""
-    return gated(input if bias is None else input + bias, activations.fast_gelu)
+    return gated(input if bias is None else input + bias, Gate(activations.fast_gelu))
 
 
 def quick_gelu(y: Tensor) -> Tensor:
@@ -29,9 +30,9 @@ def quick_gelu(y: Tensor) -> Tensor:
 
 def quick_geglu(y: Tensor) -> Tensor:
     """Return quick_gelu(gate) * up of y [..., 2f] (gate first) as [..., f]."""
-    return gated(y, activations.quick_gelu)
+    return gated(y, Gate(activations.quick_gelu))
 
 
 def bias_quick_geglu_impl(input: Tensor, bias: Tensor | None) -> Tensor:
     """Return quick_geglu(input + bias). input: [s, b, 2f] or [t, 2f]; bias: [2f] or None."""
-    return gated(input if bias is None else input + bias, activations.quick_gelu)
+    return gated(input if bias is None else input + bias, Gate(activations.quick_gelu))

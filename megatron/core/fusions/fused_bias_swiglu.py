@@ -6,12 +6,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.core.errors import refuse_given
-from megatron.core.kernels.gated_activation import gated
+from megatron.core.kernels.gated_activation import Gate, gated
 
 
 def swiglu(y: Tensor) -> Tensor:
     """Return silu(gate) * up of y [..., 2f] (gate first) as [..., f]."""
-    return gated(y, F.silu)
+    return gated(y, Gate(F.silu))
 
 
 def _refuse_fp8(function: str, fp8_input_store: bool) -> None:
@@ -34,7 +34,7 @@ def bias_swiglu_impl(
         cpu_offload_input: accepted for compatibility.
     """
     _refuse_fp8("bias_swiglu_impl", fp8_input_store)
-    return gated(input if bias is None else input + bias, F.silu)
+    return gated(input if bias is None else input + bias, Gate(F.silu))
 
 
 def weighted_bias_swiglu_impl(

@@ -70,82 +70,67 @@ ACTIVATIONS: dict[Act, Activation] = {
 }
 
 
-def keeping_gate(packed: Tensor, act: Act, _clamp: float | None, _offset: float) -> Tensor:
+@dataclass(frozen=True)
+class Gate:
+    """act(gate) * (up + offset); `clamp` bounds the gate from above and up from both sides."""
+
+    act: Act
+    clamp: float | None = None
+    offset: float = 0.0
+
+    def needs(self) -> frozenset[str]:
+        """Return what a kernel must support to compute it."""
+        given = {
+            CLAMP: self.clamp is not None,
+            OFFSET: self.offset != 0,
+            OTHER_ACTIVATION: self.act not in ACTIVATIONS,
+        }
+        return frozenset(need for need, is_given in given.items() if is_given)
+
+
+def keeping_gate(packed: Tensor, gate: Gate) -> Tensor:
     """Return act(gate) * up of packed [..., 2f] as [..., f]; keep act(gate) for backward too.
 
     On the CPU, computing act(gate) again costs more than half of the backward pass.
     """
-    return _gated(packed, ACTIVATIONS[act], keeps=True)
+    return _gated(packed, ACTIVATIONS[gate.act], keeps=True)
 
 
-def recomputing_gate(packed: Tensor, act: Act, _clamp: float | None, _offset: float) -> Tensor:
+def recomputing_gate(packed: Tensor, gate: Gate) -> Tensor:
     """Return act(gate) * up of packed [..., 2f] as [..., f]; keep only `packed` for backward."""
-    return _gated(packed, ACTIVATIONS[act], keeps=False)
+    return _gated(packed, ACTIVATIONS[gate.act], keeps=False)
 
 
-def plain_gate(packed: Tensor, act: Act, clamp: float | None, offset: float) -> Tensor:
-    """Return act(gate) * (up + offset) of packed [..., 2f] as [..., f].
-
-    Args:
-        clamp: bound of the gate from above, and of up from both sides.
-    """
-    gate, up = torch.chunk(packed, 2, dim=-1)
-    if clamp is not None:
-        gate, up = gate.clamp(max=clamp), up.clamp(-clamp, clamp)
-    return act(gate) * (up + offset if offset else up)
+def plain_gate(packed: Tensor, gate: Gate) -> Tensor:
+    """Return the gate of packed [..., 2f] as [..., f] by the formula, one operation at a time."""
+    gated_half, up = torch.chunk(packed, 2, dim=-1)
+    if gate.clamp is not None:
+        gated_half, up = gated_half.clamp(max=gate.clamp), up.clamp(-gate.clamp, gate.clamp)
+    return gate.act(gated_half) * (up + gate.offset if gate.offset else up)
 
 
 CLAMP, OFFSET = "a clamp", "an offset"
 OTHER_ACTIVATION = "activations other than SiLU, tanh GELU and quick GELU"
 _PLAIN = Kernel("plain", plain_gate, frozenset({CLAMP, OFFSET, OTHER_ACTIVATION}))
 
-GATED: KernelTable[Callable[[Tensor, Act, float | None, float], Tensor]] = KernelTable(
+GATED: KernelTable[Callable[[Tensor, Gate], Tensor]] = KernelTable(
     "gated activation",
     {
         "cpu": (Kernel("fused-keeping", keeping_gate), _PLAIN),
         OTHER_DEVICES: (Kernel("fused-recomputing", recomputing_gate), _PLAIN),
     },
 )
-"""Functions of (packed [..., 2f] with the gate first, activation, clamp, offset) -> [..., f]."""
+"""Functions of (packed [..., 2f] with the gate first, Gate) -> [..., f]."""
 
 
-def gated_request(
-    device: str,
-    dtype: str,
-    act: Act,
-    clamp: float | None,
-    offset: float,
-    *,
-    is_planned: bool = False,
-) -> Request:
-    """Return what act(gate) * (up + offset), clamped, needs."""
-    given = {
-        CLAMP: clamp is not None,
-        OFFSET: offset != 0,
-        OTHER_ACTIVATION: act not in ACTIVATIONS,
-    }
-    needs = frozenset(need for need, is_given in given.items() if is_given)
-    return Request(device, dtype, needs, is_planned)
-
-
-def gated(
-    packed: Tensor,
-    act: Act,
-    *,
-    clamp: float | None = None,
-    offset: float = 0.0,
-    fuses: bool = True,
-) -> Tensor:
+def gated(packed: Tensor, gate: Gate, *, fuses: bool = True) -> Tensor:
     """Return act(gate) * (up + offset) of `packed` [..., 2f] (gate first) as [..., f].
 
     Args:
-        clamp: bound of the gate from above, and of up from both sides.
         fuses: False puts the plain formula first.
     """
-    dtype = str(packed.dtype).removeprefix("torch.")
-    request = gated_request(packed.device.type, dtype, act, clamp, offset)
-    kernel = GATED.choose(request, () if fuses else ("plain",)).kernel
-    return kernel.run(packed, act, clamp, offset)
+    request = Request.of(packed, gate.needs())
+    return GATED.choose(request, () if fuses else ("plain",)).kernel.run(packed, gate)
 
 
 def _gated(packed: Tensor, activation: Activation, *, keeps: bool) -> Tensor:

@@ -27,7 +27,7 @@ def sdpa(query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -
 def sdpa_with_mask(query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
     """Attend through a matrix [.., sq, sk] of what is hidden: windows, documents, given masks.
 
-    Args and result: see `AttentionKernel`.
+    [sq, b, n, d], [sk, b, g, d], [sk, b, g, e] -> [sq, b, n*e].
     """
     mask = options.attention_mask
     hidden = options.hidden(query.shape[0], key.shape[0], query.device)
@@ -66,7 +66,7 @@ def _sdpa(
 def unfused(query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
     """Attend by the formula, with the full matrix of scores [b, n, sq, sk].
 
-    Args and result: see `AttentionKernel`.
+    [sq, b, n, d], [sk, b, g, d], [sk, b, g, e] -> [sq, b, n*e].
     """
     sq, b, n, d = query.shape
     sk, g = key.shape[0], key.shape[2]

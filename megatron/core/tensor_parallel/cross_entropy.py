@@ -51,7 +51,7 @@ def vocab_parallel_cross_entropy(
     Communication:
         one all-gather of three (with smoothing four) numbers per token.
     Raises:
-        DataError: a label outside the vocabulary, on all ranks alike.
+        DataError: a label outside the vocabulary, on all ranks.
     """
     shard = VocabularyShard.of(
         vocab_parallel_logits.shape[-1], num_valid, tensor_parallel_group(tp_group)

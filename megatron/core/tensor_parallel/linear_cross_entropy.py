@@ -1,6 +1,6 @@
 """The output head and its cross entropy in one function: the logits of a batch never exist.
 
-Logits are formed for a chunk of tokens, turned into their own gradient where they lie, and used
+Logits are computed for a chunk of tokens, turned into their own gradient in place, and used
 up by the two gradient GEMMs before the next chunk takes their memory. All that is known before
 the loss is reduced: only its scale is missing. So forward forms the input gradient of each token
 for a loss weight of one, and the weight gradient for given token weights; backward multiplies.

@@ -23,7 +23,7 @@ class Backend(Protocol):
         """Linear layer split along its input: `RowParallelLinear`."""
 
     def norm_column_linear(self) -> Any | None:
-        """Norm fused with the column-parallel linear behind it; None where there is none.
+        """Norm fused with the column-parallel linear after it; None where there is none.
 
         With it, `input_layernorm` and `pre_mlp_layernorm` of a layer are left empty and their
         parameters are called `linear_qkv.layer_norm_weight`, `linear_fc1.layer_norm_weight`.

@@ -13,8 +13,9 @@ from typing import Any
 from torch import Tensor
 
 from megatron.core.errors import refuse_given
-from megatron.core.kernels import gated_activation as gates
 from megatron.core.process_groups_config import Group, ProcessGroupCollection
+from megatron.core.kernels.gated_activation import Gate
+from megatron.core.kernels.gated_activation import gated as gated_activation
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -128,10 +129,5 @@ def gated(
     """Apply activation and, where the config says so, gate: [..., f or 2f] -> [..., f]."""
     if not config.gated_linear_unit:
         return activation_func(x)
-    return gates.gated(
-        x,
-        activation_func,
-        clamp=config.activation_func_clamp_value,
-        offset=config.glu_linear_offset,
-        fuses=config.bias_activation_fusion,
-    )
+    gate = Gate(activation_func, config.activation_func_clamp_value, config.glu_linear_offset)
+    return gated_activation(x, gate, fuses=config.bias_activation_fusion)

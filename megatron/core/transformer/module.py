@@ -44,7 +44,7 @@ class MegatronModule(nn.Module):
         """Declare the state of this module and its children.
 
         Args:
-            prefix: of the keys, in the returned dict and in the checkpoint alike.
+            prefix: of the keys, in the returned dict and in the checkpoint.
             sharded_offsets: (axis, rank, fragments) of leading axes that the tensors lack.
             metadata: choices of the checkpoint format, handed down.
         """

@@ -134,7 +134,7 @@ class MultiTokenPredictionBlock(MegatronModule):
             embed: tokens [b, s/cp] to embeddings shaped like the hidden states.
             loss_of: (hidden states, labels) to a loss [b, s/cp].
         Returns:
-            `loss`, with more behind it.
+            `loss`, with a backward pass into the predictions too.
         Communication:
             per depth an all-gather of b * s token ids on `cp`, besides that of a layer.
         """

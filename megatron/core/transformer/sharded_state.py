@@ -54,7 +54,7 @@ def sharded_state_dict_default(
     """Declare own parameters and persistent buffers of `module`, then those of its children.
 
     Args:
-        prefix: of the keys, in the returned dict and in the checkpoint alike.
+        prefix: of the keys, in the returned dict and in the checkpoint.
         sharded_offsets: (axis, rank, fragments) of leading axes that the tensors do not have,
             such as the stack of layers.
         metadata: `dp_cp_group` overrides the group of the data-parallel copies.
@@ -93,7 +93,7 @@ def declare_tensor(
     *,
     copy: int = 0,
 ) -> ShardedTensor | ShardedTensorFactory:
-    """Declare one parameter or buffer from its facts. `copy` is 1 for a tied copy elsewhere."""
+    """Declare a parameter or buffer [...] from its metadata; `copy` is 1 for a tied copy."""
     meta = get_param_meta(tensor)
     is_expert = meta.split_axis == "expt_tp" or meta.is_expert
     tp = groups.expt_tp if is_expert else groups.tp

@@ -40,7 +40,7 @@ def get_num_layers_to_build(
 
 @dataclass
 class TransformerBlockSubmodules:
-    """One spec for each layer of this stage, and the norm behind the last layer of the model."""
+    """One spec for each layer of this stage, and the norm after the last layer of the model."""
 
     layer_specs: list[ModuleSpec] | None = None
     layer_norm: ModuleSpec | type | Any = None
@@ -72,7 +72,7 @@ class TransformerBlock(GraphableMegatronModule):
     """The layers of one pipeline stage; the last stage ends with the final norm.
 
     Args:
-        spec: spec of one layer (all are alike), or `TransformerBlockSubmodules` with one for each
+        spec: spec of one layer (all are equal), or `TransformerBlockSubmodules` with one for each
             layer of this stage.
         post_layer_norm: whether the model has a final norm.
         pre_process: first stage; elsewhere the input is what `set_input_tensor` was given.
@@ -148,14 +148,14 @@ class TransformerBlock(GraphableMegatronModule):
         """Run the layers of this stage.
 
         Args:
-            hidden_states: [s, b, h] ([s/tp, b, h] with sequence parallelism); not used behind
+            hidden_states: [s, b, h] ([s/tp, b, h] with sequence parallelism); not used after
                 the first stage.
             rotary_pos_emb: angles [s, 1, 1, r] of the whole sequence, or None.
             local_rotary_pos_emb: those of layers with a window, if they are others.
             others: `rotary_pos_cos_sin`, `sequence_len_offset`, `extract_layer_indices` and
                 `dynamic_inference_decode_only` of Megatron's signature are refused if given.
         Returns:
-            hidden states of the same shape; on the last stage behind the final norm, in the compute
+            hidden states of the same shape; on the last stage after the final norm, in the compute
             dtype. Without it they are the residual stream, fp32 if that is kept so.
         """
         refuse_given(

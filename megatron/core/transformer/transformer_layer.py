@@ -59,7 +59,7 @@ class TransformerLayerSubmodules:
     post_self_attn_layernorm: ModuleSpec | type | Any = IdentityOp
     """Norm of what attention adds to the residual stream; built with `sandwich_norm`."""
     post_mlp_layernorm: ModuleSpec | type | Any = IdentityOp
-    """The same behind the MLP."""
+    """The same after the MLP."""
     sharded_state_dict_keys_map: dict[str, str] = field(default_factory=dict)
     """Prefixes of checkpoint keys to rename, so that specs with fused norms share checkpoints."""
 
@@ -195,7 +195,7 @@ class TransformerLayer(GraphableMegatronModule):
             fix="leave these out",
         )
         with self._rng_scope(hidden_states):
-            entered = hidden_states
+            layer_input = hidden_states
             hidden_states = self._forward_attention(
                 hidden_states,
                 attention_mask=attention_mask,
@@ -208,8 +208,8 @@ class TransformerLayer(GraphableMegatronModule):
             )
             if self.has_cross_attention:
                 hidden_states = self._forward_cross_attention(hidden_states, context, context_mask)
-            seen = entered if self.config.use_parallel_residual else hidden_states
-            return self._forward_mlp(seen, hidden_states, padding_mask), context
+            mlp_input = layer_input if self.config.use_parallel_residual else hidden_states
+            return self._forward_mlp(mlp_input, hidden_states, padding_mask), context
 
     def _context_parallel_options(self) -> dict[str, Any]:
         """Return what an attention is told of context parallelism, if there is any."""
@@ -275,10 +275,12 @@ class TransformerLayer(GraphableMegatronModule):
         return self._add(self.cross_attn_bda, output, self._residual(hidden_states, normed))
 
     def _forward_mlp(
-        self, seen: Tensor, hidden_states: Tensor, padding_mask: Tensor | None
+        self, mlp_input: Tensor, hidden_states: Tensor, padding_mask: Tensor | None
     ) -> Tensor:
-        """Return the residual stream with the MLP of what it sees added."""
-        normed = self._normed(self.pre_mlp_layernorm, seen, recomputes=self.recomputes_mlp_norm)
+        """Return the residual stream [s, b, h] with the MLP of its input added."""
+        normed = self._normed(
+            self.pre_mlp_layernorm, mlp_input, recomputes=self.recomputes_mlp_norm
+        )
         if self.config.mlp_chunks_for_training > 1 and self.training:
             output = self._mlp_in_chunks(normed.branch)
         elif self.recomputes_mlp and self.training:
@@ -293,7 +295,7 @@ class TransformerLayer(GraphableMegatronModule):
         return self._add(self.mlp_bda, output, self._residual(hidden_states, normed))
 
     def _mlp_in_chunks(self, normed: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Run the MLP on one run of rows after the other; backward forms each run again."""
+        """Run the MLP on one run of rows after the other; backward recomputes each run."""
         outputs, begin, num_rows = [], 0, normed.shape[0]
         for run in normed.chunk(self.config.mlp_chunks_for_training):
             with rng_state().in_run(begin, begin + len(run), num_rows):

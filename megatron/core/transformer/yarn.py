@@ -74,6 +74,6 @@ def yarn_of_config(num_channels: int, base: float, config: LatentAttentionConfig
 def yarn_softmax_scale(head_dim: int, factor: float, strength: float = 1.0) -> float:
     """Return the factor on the scores of heads that rotate as a whole, temperature included.
 
-    A factor on the cosines and sines of queries and keys alike is its square on the scores.
+    A factor on the cosines and sines of both queries and keys is its square on the scores.
     """
     return float(head_dim**-0.5 * yarn_attention_factor(factor, strength) ** 2)

@@ -41,7 +41,7 @@ def test_the_gates_of_both_devices_compute_the_same():
     packed = torch.randn(5, 12, requires_grad=True)
     results = []
     for run in (gates.keeping_gate, gates.recomputing_gate, gates.plain_gate):
-        out = run(packed, F.silu, None, 0.0)
+        out = run(packed, gates.Gate(F.silu))
         results.append((out, *torch.autograd.grad(out.square().sum(), packed)))
     for result in results[1:]:
         for ours, expected in zip(result, results[0], strict=True):

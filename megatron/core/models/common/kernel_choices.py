@@ -8,7 +8,7 @@ from itertools import groupby
 
 from megatron.core.kernels import attention
 from megatron.core.kernels.attention import ASKED, ATTENTION
-from megatron.core.kernels.gated_activation import GATED, gated_request
+from megatron.core.kernels.gated_activation import GATED, Gate
 from megatron.core.kernels.grouped_products import GROUPED_PRODUCTS
 from megatron.core.kernels.norms import LAYER_NORM, RMS_NORM, TRAINING, WEIGHT_DTYPE
 from megatron.core.kernels.registry import Choice, Request
@@ -69,16 +69,11 @@ def kernel_choices(
     else:
         lines.append(KernelLine(f"attention, {config.normalization}", backend))
     if config.gated_linear_unit:
-        wanted = gated_request(
-            device,
-            dtype,
-            config.activation_func,
-            config.activation_func_clamp_value,
-            config.glu_linear_offset,
-            is_planned=is_planned,
+        gate = Gate(
+            config.activation_func, config.activation_func_clamp_value, config.glu_linear_offset
         )
         fuses = config.bias_activation_fusion
-        chosen_gate = GATED.choose(wanted, () if fuses else ("plain",))
+        chosen_gate = GATED.choose(request(gate.needs()), () if fuses else ("plain",))
         lines.append(_line("gated activation", chosen_gate))
     if config.num_moe_experts and config.moe_grouped_gemm:
         lines.append(_line("grouped products", GROUPED_PRODUCTS.choose(request(()))))

@@ -39,7 +39,7 @@ FUSED_NORM_KEYS = {
     "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
     "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
 }
-"""Checkpoints name the norms after the linear layer behind them, as backends that fuse the two do;
+"""Checkpoints name the norms by the linear layer that follows, as backends that fuse the two do;
 so one checkpoint serves every backend."""
 
 
@@ -57,14 +57,14 @@ def gpt_layer_submodules(
     attention = _latent_attention if multi_latent_attention else _attention
     norm_keys = dict(FUSED_NORM_KEYS)
     if multi_latent_attention:
-        del norm_keys["input_layernorm."]  # two layers are behind it: it keeps its own name
+        del norm_keys["input_layernorm."]  # two layers follow: it keeps its own name
     mlp_parts = MLPSubmodules(
         linear_fc1=fused or backend.column_linear(), linear_fc2=backend.row_linear()
     )
     mlp = ModuleSpec(module=MLP, submodules=mlp_parts)
     if num_experts:
         mlp = _experts(backend, moe_grouped_gemm)
-        del norm_keys["pre_mlp_layernorm."]  # router and experts are behind it
+        del norm_keys["pre_mlp_layernorm."]  # router and experts follow
     return TransformerLayerSubmodules(
         input_layernorm=norm,
         self_attention=attention(backend, qk_layernorm),

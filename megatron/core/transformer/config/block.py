@@ -91,7 +91,7 @@ class BlockConfig:
         if isinstance(pattern, int):
             is_windowed = layer_number % pattern != 0
         else:
-            # Layers behind the last one (of later tokens) are as it is.
+            # Layers after the last one (those of later tokens) are like it.
             is_windowed = not pattern or bool(pattern[min(layer_number, len(pattern)) - 1])
         return self.window_size if is_windowed else None
 
@@ -141,7 +141,7 @@ class BlockConfig:
             problems.append(
                 ConfigError(
                     "use_parallel_residual with apply_residual_connection_post_layernorm.",
-                    rule="with two norms of one input there is no single residual behind the norm",
+                    rule="with two norms of one input there is no single residual after the norm",
                     flags=[
                         "--use-parallel-residual",
                         "--apply-residual-connection-post-layernorm",

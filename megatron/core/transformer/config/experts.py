@@ -248,7 +248,7 @@ class ExpertConfig:
                 _problem(
                     f"moe_shared_expert_overlap with moe_shared_expert_intermediate_size={shared}"
                     f" and moe_token_dispatcher_type={self.moe_token_dispatcher_type!r}.",
-                    "a shared expert is computed while an all-to-all is under way",
+                    "a shared expert is computed while an all-to-all is in flight",
                     "--moe-shared-expert-overlap",
                     "--moe-shared-expert-intermediate-size",
                     "--moe-token-dispatcher-type",

@@ -8,15 +8,15 @@ from megatron.core.errors import ConfigError, MegatronError
 from megatron.core.flags import flag
 
 RECOMPUTE_MODULES = ("core_attn", "mlp", "layernorm", "moe")
-"""Parts of a layer that selective recomputation can drop and form again."""
+"""Parts of a layer that selective recomputation can drop and recompute."""
 
 
 @dataclass
 class RecomputeConfig:
-    """Which activations are dropped after forward and formed again in backward."""
+    """Which activations are dropped after forward and recomputed in backward."""
 
     recompute_granularity: str | None = flag(None, choices=("full", "selective"))
-    """Which activations are formed again in backward: whole layers, or parts of each."""
+    """Which activations are recomputed in backward: whole layers, or parts of each."""
     recompute_method: str | None = flag(None, choices=("uniform", "block"))
     """For "full": "uniform" (groups of layers) or "block" (the first layers of each chunk)."""
     recompute_num_layers: int | None = None

@@ -146,7 +146,7 @@ class LoadSummary:
     p90: float
     highest: float
     dropped: float
-    """Share of choices that an expert had no room for."""
+    """Share of choices beyond an expert's capacity."""
 
     @staticmethod
     def of(load: ExpertLoad) -> LoadSummary | None:

@@ -186,7 +186,7 @@ class TopKRouter(BalancedRouter, ParallelLayer):
         return get_pg_size(self.pg_collection.tp) * get_pg_size(self.pg_collection.cp)
 
     def _within_capacity(self, choice: Choice, shape: torch.Size) -> Tensor:
-        """Return the choices [t, e] for which the experts have room.
+        """Return the choices [t, e] within the capacity of the experts.
 
         The capacity is that of a whole sequence, of which this rank holds a part.
         """

@@ -23,7 +23,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 SINKHORN_TOLERANCE = 1e-4
 """Largest mean change of an expert's factor at which the assignment counts as balanced."""
 PRIORITY_BITS = 12
-"""Of the weights of tokens that compete for an expert's room."""
+"""Of the weights of tokens that compete for an expert's capacity."""
 MAX_SINKHORN_ROUNDS = 100
 
 
@@ -144,7 +144,7 @@ def within_capacity(priorities: Tensor, chosen: Tensor, capacity: int, policy: s
     """
     if policy == "position":
         return chosen & (chosen.cumsum(0) <= capacity)
-    # Tokens that are alike, as the first ones of documents, differ in their last bits only, and
+    # Equal tokens, as the first ones of documents, differ in their last bits only, and
     # those depend on the layout.
     mantissa, exponent = torch.frexp(priorities)
     rounded = torch.ldexp((mantissa * 2**PRIORITY_BITS).round(), exponent)

@@ -66,7 +66,7 @@ class SharedExpertOverlap:
     """The shared expert of one forward pass, computed while tokens travel to the routed ones.
 
     Half of it while they go, half while they come back ("DeepSeek-V3 Technical Report", section
-    3.2.1, arXiv 2412.19437, hides the exchange behind other work in the same way); in backward
+    3.2.1, arXiv 2412.19437, hides the exchange under other work in the same way); in backward
     while their gradients do.
 
     Args:

@@ -23,7 +23,7 @@ from megatron.core.transport import collectives
 from megatron.core.utils import get_pg_rank, get_pg_size
 
 Meanwhile = Callable[[], None] | None
-"""What a rank computes while its tokens are under way."""
+"""What a rank computes while its tokens are in flight."""
 
 
 class Combine(Protocol):
@@ -52,7 +52,7 @@ class Dispatched:
 
 
 class TokenDispatcher(Protocol):
-    """The door between a router and its experts."""
+    """The interface between a router and its experts."""
 
     def dispatch(
         self, tokens: Tensor, probs: Tensor, routing_map: Tensor, meanwhile: Meanwhile = None
@@ -66,7 +66,7 @@ class TokenDispatcher(Protocol):
 
 
 def padded(sent: Dispatched, num_rows: int) -> Dispatched:
-    """Give every expert `num_rows` rows, zeros behind its own: shapes that do not change.
+    """Give every expert `num_rows` rows, zeros after its own: shapes that do not change.
 
     Args:
         num_rows: as many as an expert can get, at least.

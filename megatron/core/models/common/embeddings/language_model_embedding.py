@@ -109,7 +109,7 @@ class LanguageModelEmbedding(MegatronModule):
 
         Args:
             input_ids: [b, s/cp], this rank's zigzag part.
-            position_ids: [b, s/cp], or [1, s/cp] for all samples alike, or None for the absolute
+            position_ids: [b, s/cp], or [1, s/cp] for all samples, or None for the absolute
                 positions of these rows.
         Returns:
             [s/cp, b, h]; under sequence parallelism this rank's rows, [s/cp/tp, b, h].

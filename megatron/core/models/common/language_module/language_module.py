@@ -56,7 +56,7 @@ class LanguageModule(MegatronModule):
         self.mtp_process = False
 
     def setup_embeddings_and_output_layer(self) -> None:
-        """Write down the facts of embedding and head: what they are, and which one is a copy.
+        """Attach the metadata of embedding and head: what they are, and which one is a copy.
 
         A tied head on another stage is drawn under the embedding's name, so the two start equal
         without communication; the sum of their gradients keeps them equal.
@@ -64,22 +64,22 @@ class LanguageModule(MegatronModule):
         is_tied = self.share_embeddings_and_output_weights
         if self.pre_process or self.mtp_process:
             weight = self.embedding.word_embeddings.weight
-            facts = replace(get_param_meta(weight), is_embedding_or_output=True)
+            meta = replace(get_param_meta(weight), is_embedding_or_output=True)
             if not self.pre_process:
                 # Later tokens are embedded where they are predicted, by a copy.
-                facts = replace(facts, tied_to=WORD_EMBEDDING)
-            set_param_meta(weight, facts)
+                meta = replace(meta, tied_to=WORD_EMBEDDING)
+            set_param_meta(weight, meta)
             if self.pre_process and (is_tied or self.config.mtp_num_layers):
                 weight.shared_embedding = True
         if self.post_process and self.output_layer.weight is not None:
             weight = self.output_layer.weight
-            facts = replace(
+            meta = replace(
                 get_param_meta(weight),
                 is_embedding_or_output=True,
                 num_rows=self.config.unpadded_vocab_size,
             )
             set_param_meta(
-                weight, replace(facts, tied_to=WORD_EMBEDDING if is_tied else facts.tied_to)
+                weight, replace(meta, tied_to=WORD_EMBEDDING if is_tied else meta.tied_to)
             )
 
     def shared_embedding_or_output_weight(self) -> Tensor | None:
@@ -193,7 +193,7 @@ class LanguageModule(MegatronModule):
 
 
 def _transposed(loss: Tensor) -> Tensor:
-    """Return [s, b] as [b, s] in memory of its own, also where one sample makes the two alike.
+    """Return [s, b] as [b, s] in memory of its own, also where one sample makes the two equal.
 
     What shards the model by hooks on its output could lose them with an operation in place on a
     view.
