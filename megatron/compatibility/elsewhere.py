@@ -61,7 +61,7 @@ ELSEWHERE: dict[str, dict[str, str]] = {
     "megatron.core.jit": _all(f"{_OWN}.functions", "jit_fuser"),
     "megatron.core.models.backends": {
         "BackendSpecProvider": "megatron.core.transformer.backend:Backend",
-        "LocalSpecProvider": "megatron.core.transformer.local_backend:LocalBackend",
+        "LocalSpecProvider": "megatron.core.transformer.backend:LocalBackend",
     },
     "megatron.core.models.common.embeddings": _all(
         f"{_OWN}.layers", "YarnRotaryEmbedding", "_yarn_get_mscale"

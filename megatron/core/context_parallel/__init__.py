@@ -7,8 +7,8 @@ from megatron.core.context_parallel.attention import (
 from megatron.core.context_parallel.partition import (
     get_batch_on_this_cp_rank,
     rows_of_rank,
+    shift_left,
 )
-from megatron.core.context_parallel.shift import shift_left
 
 __all__ = [
     "COMMUNICATION_TYPES",

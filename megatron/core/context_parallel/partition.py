@@ -19,6 +19,7 @@ from torch import Tensor
 from megatron.core.errors import DataError
 from megatron.core.process_groups_config import Group, ProcessGroupCollection
 from megatron.core.rng import SequenceRows
+from megatron.core.transport import collectives
 from megatron.core.utils import get_pg_rank, get_pg_size
 
 SEQUENCE_DIMENSION = {"attention_mask": 2}
@@ -97,3 +98,24 @@ def split_zigzag(whole: Tensor, size: int, dim: int = 0) -> Tensor:
     """Undo `join_zigzag`: rows in ascending order to [size, ...], one piece per rank."""
     pieces = whole.chunk(2 * size, dim)
     return torch.stack([torch.cat((pieces[i], pieces[2 * size - 1 - i]), dim) for i in range(size)])
+
+
+def shift_left(x: Tensor, distance: int, cp: Group) -> Tensor:
+    """Return at each position what `x` holds `distance` positions later.
+
+    Args:
+        x: [b, s/cp], this rank's zigzag part; no gradient.
+    Returns:
+        [b, s/cp], zeros where the sequence has ended.
+    Communication:
+        an all-gather on `cp`: for token ids, not for activations.
+    """
+    size = get_pg_size(cp)
+    whole = x
+    if size > 1:
+        pieces = collectives.all_gather(x.contiguous().unsqueeze(0), cp)
+        whole = join_zigzag(pieces, dim=2)
+    shifted = torch.zeros_like(whole)
+    if distance < whole.shape[1]:
+        shifted[:, : whole.shape[1] - distance] = whole[:, distance:]
+    return shifted if size == 1 else take_rows(shifted, 1, get_pg_rank(cp), size)

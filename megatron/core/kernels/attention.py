@@ -76,8 +76,8 @@ ATTENTION: KernelTable[AttentionKernel] = KernelTable(
 )
 
 ASKED: dict[str, tuple[str, ...]] = {
-    "flash": ("sdpa", "sdpa-mask", "unfused"),
-    "fused": ("sdpa", "sdpa-mask", "unfused"),
+    "flash": ("sdpa", "flex", "sdpa-mask", "unfused"),
+    "fused": ("sdpa", "flex", "sdpa-mask", "unfused"),
     "unfused": ("unfused",),
     "local": ("unfused",),
     "auto": (),

@@ -10,6 +10,7 @@ Nothing here imports torch: a choice can be made, and tested, for a device that 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Generic, TypeVar
@@ -17,12 +18,19 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 from megatron.core.errors import ConfigError
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 Run = TypeVar("Run", bound=Callable[..., object], covariant=True)
 
 OTHER_DEVICES = "accelerator"
 """The kernels of a device type that has no list of its own."""
+
+
+@functools.cache
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return "bfloat16" for torch.bfloat16."""
+    return str(dtype).removeprefix("torch.")
 
 
 @dataclass(frozen=True)
@@ -44,7 +52,7 @@ class Request:
     @staticmethod
     def of(x: Tensor, needs: Iterable[str] = ()) -> Request:
         """Return the request for a tensor of any shape: its device and dtype."""
-        return Request(x.device.type, str(x.dtype).removeprefix("torch."), frozenset(needs))
+        return Request(x.device.type, dtype_name(x.dtype), frozenset(needs))
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.core.kernels.row_sums import add_rows
+from megatron.core.kernels.registry import OTHER_DEVICES, Kernel, KernelTable, Request
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.param_meta import has_main_grad
 from megatron.core.process_groups_config import Group, ProcessGroupCollection
@@ -129,3 +129,32 @@ class _LookUp(torch.autograd.Function):
             weight.main_grad_is_fresh = False
         add_rows(main_grad, rows.reshape(-1), grad.reshape(-1, grad.shape[-1]))
         return None, None, None, None, None
+
+
+def index_add(table: Tensor, rows: Tensor, values: Tensor) -> None:
+    """Add values [t, h] to rows [t] of table [v, h], one after the other."""
+    table.index_add_(0, rows, values)
+
+
+def sorted_index_put(table: Tensor, rows: Tensor, values: Tensor) -> None:
+    """Add values [t, h] to rows [t] of table [v, h], sorted by row.
+
+    `index_add_` uses atomics on GPUs, so its order changes from run to run.
+    """
+    table.index_put_((rows,), values, accumulate=True)
+
+
+ROW_SUMS: KernelTable[Callable[[Tensor, Tensor, Tensor], None]] = KernelTable(
+    "sums into rows",
+    {
+        "cpu": (Kernel("index-add", index_add),),
+        OTHER_DEVICES: (Kernel("sorted-index-put", sorted_index_put),),
+    },
+)
+"""Functions of (table [v, h], rows [t], values [t, h])."""
+
+
+def add_rows(table: Tensor, rows: Tensor, values: Tensor) -> None:
+    """Add values [t, h] to the given rows [t] of table [v, h], in an order that never changes."""
+    values = values.to(table.dtype)
+    ROW_SUMS.choose(Request.of(table)).kernel.run(table, rows, values)

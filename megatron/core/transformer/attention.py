@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.errors import ConfigError, refuse_given
-from megatron.core.kernels.kv_cache_attention import kv_cache_attention
+from megatron.core.kernels.torch_attention import kv_cache_attention
 from megatron.core.param_meta import get_param_meta, set_param_meta
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.mappings import all_gather_last_dim_from_tensor_parallel_region

@@ -9,6 +9,10 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
 
 class Backend(Protocol):
     """Classes of one implementation. Signatures are those of the local classes."""
@@ -34,3 +38,29 @@ class Backend(Protocol):
 
     def core_attention(self) -> Any:
         """Softmax attention: `DotProductAttention`."""
+
+
+class LocalBackend:
+    """The classes of this package; kernels are chosen from the tables of `core.kernels`."""
+
+    name = "local"
+
+    def column_linear(self) -> Any:
+        """Return the column-parallel linear layer."""
+        return ColumnParallelLinear
+
+    def row_linear(self) -> Any:
+        """Return the row-parallel linear layer."""
+        return RowParallelLinear
+
+    def norm_column_linear(self) -> None:
+        """Return None: the norm is a module of its own."""
+        return None
+
+    def norm(self) -> Any:
+        """Return the norm factory."""
+        return WrappedTorchNorm
+
+    def core_attention(self) -> Any:
+        """Return the attention core."""
+        return DotProductAttention

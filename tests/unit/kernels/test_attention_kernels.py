@@ -89,6 +89,12 @@ def test_without_triton_documents_on_an_accelerator_become_a_mask(monkeypatch):
     assert ("flex", "needs Triton, which is not installed") in choice.passed_over
 
 
+def test_asking_for_flash_on_an_accelerator_prefers_fused_kernels():
+    documents = Request("cuda", "bfloat16", frozenset({table.DOCUMENTS}), is_planned=True)
+    assert ATTENTION.choose(documents, table.ASKED["flash"]).kernel.name == "flex"
+    assert ATTENTION.choose(documents, table.ASKED["unfused"]).kernel.name == "unfused"
+
+
 def test_needs_that_no_kernel_meets_together_are_refused():
     q = torch.zeros(4, 1, 1, 8)
     options = AttentionOptions(1.0, MaskSpec((-1, 0)), attention_mask=torch.zeros(4, 4) > 0)

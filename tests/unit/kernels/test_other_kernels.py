@@ -10,9 +10,9 @@ from megatron.core.kernels import gated_activation as gates
 from megatron.core.kernels import norms
 from megatron.core.kernels.grouped_products import GROUPED_PRODUCTS, loop
 from megatron.core.kernels.registry import Request
-from megatron.core.kernels.row_sums import index_add, sorted_index_put
 from megatron.core.kernels.vocab_softmax import elementwise_softmax, torch_softmax
 from megatron.core.models.common.language_module.language_module import LOSS, SOFTCAP
+from megatron.core.tensor_parallel.vocab_embedding import index_add, sorted_index_put
 from tests.harness.tolerances import FP32_REORDERED_SUM, assert_close
 
 CHOICES = [

@@ -11,7 +11,7 @@ from megatron.core.kernels.attention import ASKED, ATTENTION
 from megatron.core.kernels.gated_activation import GATED, Gate
 from megatron.core.kernels.grouped_products import GROUPED_PRODUCTS
 from megatron.core.kernels.norms import LAYER_NORM, RMS_NORM, TRAINING, WEIGHT_DTYPE
-from megatron.core.kernels.registry import Choice, Request
+from megatron.core.kernels.registry import Choice, Request, dtype_name
 from megatron.core.models.common.language_module.language_module import (
     LOSS,
     asked_loss,
@@ -52,7 +52,7 @@ def kernel_choices(
         backend: the library of the layers; attention and norms of another than "local" are its
             own.
     """
-    dtype = str(config.params_dtype).removeprefix("torch.")
+    dtype = dtype_name(config.params_dtype)
 
     def request(needs: Iterable[str]) -> Request:
         return Request(device, dtype, frozenset(needs), is_planned)
