@@ -13,9 +13,9 @@ from typing import Any
 from torch import Tensor
 
 from megatron.core.errors import refuse_given
-from megatron.core.process_groups_config import Group, ProcessGroupCollection
 from megatron.core.kernels.gated_activation import Gate
 from megatron.core.kernels.gated_activation import gated as gated_activation
+from megatron.core.process_groups_config import Group, ProcessGroupCollection
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
