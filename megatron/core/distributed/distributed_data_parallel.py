@@ -11,30 +11,28 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from megatron.core.distributed.bucketed_buffer import BucketedBuffer, ReductionPolicy
+from megatron.core.distributed.build_stages import build_stages
 from megatron.core.distributed.communication import Mesh, broadcast_from_first
 from megatron.core.distributed.compressed_reduction import CompressionSettings
 from megatron.core.distributed.distributed_data_parallel_config import (
     DistributedDataParallelConfig,
-    bucket_numel,
 )
-from megatron.core.distributed.gradient_buffer import GradientBuffer
+from megatron.core.distributed.grad_reducer import ReductionPolicy
 from megatron.core.distributed.model_parameters import (
-    Unit,
-    names_in_model,
     tied_parameters,
     units_of,
 )
 from megatron.core.distributed.parameter_shard import ParameterShard, ShardSpan
 from megatron.core.distributed.parameter_units import ParameterUnits
 from megatron.core.distributed.plain_optimizers import watch_plain_optimizers
-from megatron.core.distributed.sharded_gradient_buffer import ShardedGradientBuffer
-from megatron.core.distributed.sharded_parameter_buffer import ShardedParameterBuffer
 from megatron.core.distributed.sharded_state import (
     declare_replicated,
     declare_shards,
     take_over_state,
 )
+from megatron.core.distributed.zero import ZeroStage
+from megatron.core.distributed.zero2 import Zero2Buffer
+from megatron.core.distributed.zero3 import Zero3Buffer
 from megatron.core.errors import NumericsError, refuse_given
 from megatron.core.initialization import fill_deferred_weights
 from megatron.core.kernels.cpu.malloc import return_freed_blocks
@@ -42,8 +40,6 @@ from megatron.core.param_meta import get_param_meta
 from megatron.core.process_groups_config import Group, ProcessGroupCollection
 from megatron.core.step_context.deferred_wgrad import defer_wgrad
 from megatron.core.utils import get_pg_rank, get_pg_size
-
-_TAGS_PER_BUFFER = 1 << 16
 
 
 class DistributedDataParallel(nn.Module):
@@ -92,14 +88,25 @@ class DistributedDataParallel(nn.Module):
         watch_plain_optimizers()
         self._syncs_in_backward = ddp_config.overlap_grad_reduce
         self._awaits_end = False
-        self._param_index: dict[nn.Parameter, tuple[BucketedBuffer, int]] = {}
+        self._param_index: dict[nn.Parameter, tuple[ZeroStage, int]] = {}
         if ddp_config.use_distributed_optimizer:
             return_freed_blocks()
         units = units_of(module) if ddp_config.shards_parameters else []
-        self.gradient_buffers = self._build_buffers(disable_bucketing, units)
+        self.gradient_buffers = build_stages(
+            module,
+            ddp_config,
+            units,
+            mesh_of=self.mesh,
+            policy_of=self._policy,
+            separate=self._tied_parameters(),
+            disable_bucketing=disable_bucketing,
+        )
+        for buffer in self.gradient_buffers:
+            for index, parameter in enumerate(buffer.flat.parameters):
+                self._param_index[parameter] = (buffer, index)
         fill_deferred_weights(module, [p for p in module.parameters() if not self._is_sharded(p)])
         self._units: ParameterUnits | None = None
-        if any(isinstance(b, ShardedParameterBuffer) for b in self.gradient_buffers):
+        if any(isinstance(b, Zero3Buffer) for b in self.gradient_buffers):
             self._units = ParameterUnits(units, self._places())
         self._spans = [span for buffer in self.gradient_buffers for span in buffer.spans()]
         self._shards_of: dict[nn.Parameter, list[ParameterShard]] = {}
@@ -114,49 +121,8 @@ class DistributedDataParallel(nn.Module):
 
     # Construction ---------------------------------------------------------------------------
 
-    def _build_buffers(self, disable_bucketing: bool, units: list[Unit]) -> list[BucketedBuffer]:
-        kinds: dict[tuple[torch.dtype, bool], list[tuple[str, nn.Parameter]]] = {}
-        names = names_in_model(self.module)
-        name_of = {p: names[name] for name, p in self.module.named_parameters()}
-        unit_of = {p: number for number, unit in enumerate(units) for p in unit.parameters}
-        for parameter in unit_of or name_of:
-            if parameter.requires_grad:
-                kind = (parameter.dtype, get_param_meta(parameter).is_expert)
-                kinds.setdefault(kind, []).append((name_of[parameter], parameter))
-        buffers: list[BucketedBuffer] = []
-        for (dtype, is_expert), parameters in kinds.items():
-            mesh = self.mesh(is_expert)
-            numel, device = sum(p.numel() for _, p in parameters), parameters[0][1].device
-            bucketed = partial(bucket_numel, self.ddp_config, num_ranks=mesh.size, device=device)
-            options: dict[str, Any] = {
-                "mesh": mesh,
-                "grad_dtype": torch.float32 if self.ddp_config.grad_reduce_in_fp32 else dtype,
-                "bucket_numel": None if disable_bucketing else bucketed(numel),
-                "apart_numel": None if disable_bucketing else bucketed(None),
-                "policy": self._policy(mesh),
-                "apart": self._tied_parameters(),
-                "tag": len(buffers) * _TAGS_PER_BUFFER,
-            }
-            buffer: BucketedBuffer
-            in_file = self.ddp_config.param_offload_path is not None
-            is_whole = mesh.shard_size == 1 and not in_file
-            if is_whole or not self.ddp_config.shards_gradients:
-                fill_deferred_weights(self.module, [p for _, p in parameters])
-                buffer = GradientBuffer(parameters, **options)
-            elif not units:
-                buffer = ShardedGradientBuffer(parameters, **options)
-            else:
-                options["units"] = [unit_of[p] for _, p in parameters]
-                options["uncut"] = {number for number, unit in enumerate(units) if unit.is_layer}
-                options["offload_path"] = self.ddp_config.param_offload_path
-                buffer = ShardedParameterBuffer(parameters, model=self.module, **options)
-            for index, parameter in enumerate(buffer.parameters):
-                self._param_index[parameter] = (buffer, index)
-            buffers.append(buffer)
-        return buffers
-
     def _is_sharded(self, parameter: nn.Parameter) -> bool:
-        return isinstance(self._param_index.get(parameter, (None,))[0], ShardedParameterBuffer)
+        return isinstance(self._param_index.get(parameter, (None,))[0], Zero3Buffer)
 
     def sharded_values(self) -> dict[nn.Parameter, list[Tensor]]:
         """Return the own values of all parameters that are not whole on this rank (ZeRO-3)."""
@@ -165,12 +131,12 @@ class DistributedDataParallel(nn.Module):
     def _sharded(self) -> dict[nn.Parameter, list[ParameterShard]]:
         return {p: self.shards_of(p) for p in self._param_index if self._is_sharded(p)}
 
-    def _places(self) -> dict[nn.Parameter, tuple[ShardedParameterBuffer, int]]:
+    def _places(self) -> dict[nn.Parameter, tuple[Zero3Buffer, int]]:
         """Return where each parameter lies whose values are sharded."""
         return {
-            parameter: (buffer, buffer.section_of(index))
+            parameter: (buffer, buffer.unit_of(index))
             for parameter, (buffer, index) in self._param_index.items()
-            if isinstance(buffer, ShardedParameterBuffer)
+            if isinstance(buffer, Zero3Buffer)
         }
 
     def mesh(self, is_expert: bool = False) -> Mesh:
@@ -219,9 +185,9 @@ class DistributedDataParallel(nn.Module):
 
         def gradient_arrived(*_: Any) -> None:
             arrived = partial(buffer.gradient_arrived, index, self._syncs_in_backward)
-            if isinstance(buffer, ShardedGradientBuffer) and defer_wgrad(arrived):
+            if isinstance(buffer, Zero2Buffer | Zero3Buffer) and defer_wgrad(arrived):
                 # Behind the weight gradients of this backward pass that wait.
-                buffer.gradient_waits(index)
+                buffer.gradient_deferred(index)
             else:
                 arrived()
 
@@ -290,7 +256,7 @@ class DistributedDataParallel(nn.Module):
 
         Communication: where parameters are sharded, an all-gather of each unit."""
         self.finish_param_sync()
-        return nullcontext() if self._units is None else self._units.whole()
+        return nullcontext() if self._units is None else self._units.summon()
 
     def state_dict_for_save_checkpoint(self, *args: object, **kwargs: object) -> dict[str, Any]:
         """Return `state_dict(...)`."""
@@ -362,7 +328,7 @@ class DistributedDataParallel(nn.Module):
         if self.ddp_config.shards_gradients:
             return
         for buffer in self.gradient_buffers:
-            buffer.launch_remaining()
+            buffer.reducer.launch_remaining()
 
     def finish_grad_sync(self, force_all_reduce: bool = False) -> None:
         """Complete the reduction over replicas; `finalize_model_grads` does the other sums."""
@@ -381,9 +347,9 @@ class DistributedDataParallel(nn.Module):
         before raising.
         """
         for buffer in self.gradient_buffers:
-            if buffer.nonfinite is not None:
+            if buffer.reducer.nonfinite is not None:
                 return NumericsError(
-                    f"gradient of {buffer.nonfinite} is not finite in data replica"
+                    f"gradient of {buffer.reducer.nonfinite} is not finite in data replica"
                     f" {get_pg_rank(self.pg_collection.dp_cp)}.",
                     rule="NaN or infinity in one replica would reach the weights of all",
                     flags=["--no-check-for-nan-in-loss-and-grad"],
@@ -395,7 +361,8 @@ class DistributedDataParallel(nn.Module):
     def scale_gradients(self, scaling_factor: float | Tensor) -> None:
         """Multiply all reduced gradients."""
         for buffer in self.gradient_buffers:
-            buffer.scale_gradients(scaling_factor)
+            for owned in buffer.owned_gradients():
+                owned.mul_(scaling_factor)
 
     def spans(self) -> list[ShardSpan]:
         """Return what this rank updates, with reduced gradients, buffer by buffer."""
@@ -435,8 +402,8 @@ class DistributedDataParallel(nn.Module):
         """Copy the parameters of the first replica to all others (of a shard, all its copies)."""
         copies: list[tuple[Tensor, Group]] = []
         for buffer in self.gradient_buffers:
-            if isinstance(buffer, ShardedParameterBuffer):
-                copies += [(shard, buffer.mesh.replicate) for shard in buffer.shards]
+            if isinstance(buffer, Zero3Buffer):
+                copies += [(shard, buffer.flat.mesh.replicate) for shard in buffer.params.shards]
         for parameter in self.module.parameters():
             if not self._is_sharded(parameter):
                 is_expert = get_param_meta(parameter).is_expert

@@ -27,14 +27,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from megatron.core.distributed.flat_param import Pass
 from megatron.core.distributed.model_parameters import Unit
-from megatron.core.distributed.sections import Pass
-from megatron.core.distributed.sharded_parameter_buffer import ShardedParameterBuffer
+from megatron.core.distributed.zero3 import Zero3Buffer
 from megatron.core.kernels.cpu.malloc import return_free_pages
 from megatron.core.step_context.deferred_wgrad import defer_wgrad
 
-_Place = tuple[ShardedParameterBuffer, int]
-"""A buffer, and the number of a section in it."""
+_Place = tuple[Zero3Buffer, int]
+"""A buffer, and the number of a unit in it."""
 
 
 class ParameterUnits:
@@ -161,8 +161,8 @@ class ParameterUnits:
         self._end(Pass.BACKWARD)
 
     @contextmanager
-    def whole(self) -> Iterator[None]:
-        """Inside, all parameters are whole; what is written to them is lost."""
+    def summon(self) -> Iterator[None]:
+        """Inside, all parameters are unsharded; what is written to them is lost."""
         self._gather(range(len(self._places)), Pass.FORWARD)
         try:
             yield

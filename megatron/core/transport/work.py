@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Sequence
 from typing import Generic, Protocol, TypeVar
 
+from torch import Tensor
+
 Result = TypeVar("Result")
 
 
@@ -95,7 +97,11 @@ def _no_steps(result: Result) -> Steps[Result]:
     yield
 
 
-def wait_all(works: Sequence[Work[Result]]) -> None:
+AnyWork = Work[Tensor] | Work[None]
+"""Work whose result does not matter."""
+
+
+def wait_all(works: Sequence[AnyWork]) -> None:
     """Wait for several works, keeping all of them moving.
 
     Always advances the one with the fewest steps, and of these the first. Polling has brought them

@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from megatron.core.distributed.bucketed_buffer import BucketedBuffer
 from megatron.core.distributed.distributed_data_parallel_config import SHARDING_STRATEGIES
+from megatron.core.distributed.grad_reducer import MAX_IN_FLIGHT
 from megatron.training.metrics.model_size import ModelSize
 
 
@@ -172,10 +172,7 @@ def buffer_bytes(
     per, tp = state_bytes(settings), settings["tensor_model_parallel_size"]
     if zero_stage == 2:
         bucket = settings["ddp_bucket_size"] or max(40_000_000, 1_000_000 * shards)
-        return (
-            min(sum(_held(settings, size, chunks)), (BucketedBuffer.max_in_flight + 1) * bucket)
-            * per.gradient
-        )
+        return min(sum(_held(settings, size, chunks)), (MAX_IN_FLIGHT + 1) * bucket) * per.gradient
     with_experts = sum(chunk.num_expert_layers for chunk in chunks)
     dense_layers = sum(chunk.num_layers for chunk in chunks) - with_experts
     units = [size.layer_parameters / tp] * dense_layers

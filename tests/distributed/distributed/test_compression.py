@@ -185,7 +185,7 @@ def losses_and_weights(groups, **way):
     for step in range(20):
         losses.append(accumulate(ddp, groups, step % 4, 2))
         assert optimizer.step()[0]
-    traffic = [buffer.traffic for buffer in ddp.gradient_buffers]
+    traffic = [buffer.reducer.traffic for buffer in ddp.gradient_buffers]
     return losses, ddp.state_dict(), sum(t.sent for t in traffic) / max(1, traffic[0].plain)
 
 

@@ -12,7 +12,7 @@ from megatron.core.distributed import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
     finalize_model_grads,
-    sharded_parameter_buffer,
+    sharded_params,
 )
 from megatron.core.errors import ConfigError
 from megatron.core.initialization import has_memory, parameters_without_memory
@@ -90,10 +90,10 @@ def whole_layers(ddp):
 
 def bytes_of_whole_units(ddp):
     return sum(
-        section.whole.tensor.nbytes
+        section.unsharded.tensor.nbytes
         for buffer in ddp.gradient_buffers
-        for section in buffer.sections
-        if section.whole.is_allocated
+        for section in buffer.params.units
+        if section.unsharded.is_allocated
     )
 
 
@@ -101,8 +101,8 @@ def bytes_of_whole_units(ddp):
 def test_one_layer_computes_while_one_more_is_on_its_way(groups):
     ddp = build(groups)
     (buffer,) = ddp.gradient_buffers
-    layer_bytes = max(s.whole.tensor.numel() for s in buffer.sections[1:-2]) * 4
-    rest_bytes = sum(s.whole.tensor.numel() for s in buffer.sections) * 4 - 12 * layer_bytes
+    layer_bytes = max(s.unsharded.tensor.numel() for s in buffer.params.units[1:-2]) * 4
+    rest_bytes = sum(s.unsharded.tensor.numel() for s in buffer.params.units) * 4 - 12 * layer_bytes
     seen = []
 
     def note(name):
@@ -187,8 +187,8 @@ def test_a_forward_and_a_backward_that_take_turns_leave_each_other_what_they_use
 
     ddp, seen = build(groups), []
     (buffer,) = ddp.gradient_buffers
-    layer_bytes = max(s.whole.tensor.numel() for s in buffer.sections[1:-2]) * 4
-    rest_bytes = sum(s.whole.tensor.numel() for s in buffer.sections) * 4 - 12 * layer_bytes
+    layer_bytes = max(s.unsharded.tensor.numel() for s in buffer.params.units[1:-2]) * 4
+    rest_bytes = sum(s.unsharded.tensor.numel() for s in buffer.params.units) * 4 - 12 * layer_bytes
 
     def wait(*_):
         yield_to_peer()
@@ -232,13 +232,13 @@ def test_weight_gradients_that_wait_keep_neither_weights_nor_buckets(groups):
         for loss, calls in zip(losses, waiting, strict=True):
             with capture_wgrads(calls):
                 loss.backward()
-            assert bytes_of_whole_units(ddp) == 0 and not buffer._whole
+            assert bytes_of_whole_units(ddp) == 0 and not buffer.grads.full
         for calls in waiting:
             with torch.no_grad():
                 for call in calls:
                     call()
-                    num_buckets.append(len(buffer._whole))
-            assert not buffer._whole
+                    num_buckets.append(len(buffer.grads.full))
+            assert not buffer.grads.full
     assert num_whole == [1] * 24
     # The rest, the tied embedding, and one layer.
     assert max(num_buckets) <= 3
@@ -282,13 +282,13 @@ def train_alike(groups, found, expected, tolerance=EXACT):
 def test_units_that_are_looked_at_copied_or_sent_give_the_same_bits(groups, way):
     joined = build(groups)
     if way == "copied":
-        with patch.object(sharded_parameter_buffer, "map_gather", lambda *_: None):
+        with patch.object(sharded_params, "map_gather", lambda *_: None):
             other = build(groups)
     else:
         with no_shared_memory():
             other = build(groups)
     for ddp, kind in ((joined, MappedTensor), (other, PooledTensor)):
-        assert {type(s.whole) for b in ddp.gradient_buffers for s in b.sections} == {kind}
+        assert {type(s.unsharded) for b in ddp.gradient_buffers for s in b.params.units} == {kind}
     assert not train_alike(groups, joined, other)
 
 
@@ -298,11 +298,13 @@ def test_a_table_whose_gradient_goes_out_in_buckets_has_the_same_gradient(groups
     model = ModelCase("gpt2", is_tied, 0.1)
     whole, cut = build(groups, model), build(groups, model, bucket_size=1000)
     (buffer,) = cut.gradient_buffers
-    lengths = {len(section.buckets) for section in buffer.sections}
+    lengths = {len(section.buckets) for section in buffer.params.units}
     assert 1 in lengths and max(lengths) > 1
     in_layers = {id(p) for p in cut.module.decoder.layers.parameters()}
-    numbers = [buffer.section_of(i) for i, p in enumerate(buffer.parameters) if id(p) in in_layers]
-    assert numbers and not any(buffer.sections[number].is_cut for number in numbers)
+    numbers = [
+        buffer.unit_of(i) for i, p in enumerate(buffer.flat.parameters) if id(p) in in_layers
+    ]
+    assert numbers and not any(buffer.params.units[number].is_cut for number in numbers)
     # The two uses of a tied table meet in `.grad`, before they are added to the main gradient.
     apart = train_alike(groups, cut, whole, FP32_AFTER_OPTIMIZER if is_tied else EXACT)
     assert apart and not any("layers" in name for name, _ in apart)

@@ -139,8 +139,8 @@ def test_zero_2_keeps_no_whole_gradient(groups):
     accumulate(ddp, groups, 0, 2)
     (buffer,) = ddp.gradient_buffers
     kept = sum(owned.numel() for owned in buffer.owned_gradients())
-    assert kept == buffer.plan.numel // 2
-    assert not buffer._whole and not buffer._places._used
+    assert kept == buffer.flat.plan.numel // 2
+    assert not buffer.grads.full and not buffer.grads.allocator._used
     for parameter in ddp.module.parameters():
         assert parameter.grad is None and not hasattr(parameter, "main_grad")
 

@@ -31,6 +31,6 @@ def test_buckets_of_a_unit_are_gathered_in_one_order_wherever_their_buffers_lie(
         model, seen = nn.Sequential(nn.Linear(2, 2)), []
         dense, experts = Buffer("dense", address, seen), Buffer("experts", 15 - address, seen)
         places = {model[0].weight: (dense, 0), model[0].bias: (experts, 0)}
-        with ParameterUnits(units_of(model), places).whole():
+        with ParameterUnits(units_of(model), places).summon():
             orders.add(tuple(seen))
     assert orders == {(("dense", 0), ("experts", 0))}

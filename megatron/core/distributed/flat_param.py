@@ -1,4 +1,4 @@
-"""The parts of a buffer of sharded parameters that are gathered and freed as wholes."""
+"""The unit of ZeRO stage 3: parameters that are gathered and freed together."""
 
 from __future__ import annotations
 
@@ -6,35 +6,36 @@ from enum import Enum
 
 from torch import Tensor, nn
 
-from megatron.core.distributed.bucketed_buffer import Bucket
+from megatron.core.distributed.flat_params import Bucket
 from megatron.core.transport.shm.mapped_gather import MappedTensor
 from megatron.core.transport.shm.page_pool import PooledTensor
-from megatron.core.transport.work import Work
+from megatron.core.transport.work import AnyWork
 
 
 class Pass(Enum):
-    """Who computes with a bucket. One of each may be under way in a model chunk, taking turns."""
+    """Who computes with a unit. One of each may run in a model chunk, taking turns."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
     """With the forward passes inside it that recompute activations."""
 
 
-class Section:
-    """Buckets whose parameters are whole at the same times."""
+class FlatParam:
+    """Buckets whose parameters are unsharded at the same times."""
 
-    def __init__(self, buckets: list[Bucket], whole: PooledTensor | MappedTensor) -> None:
+    def __init__(self, buckets: list[Bucket], unsharded: PooledTensor | MappedTensor) -> None:
         self.buckets = buckets
         self.members = sorted({index for bucket in buckets for index in bucket.members})
-        """Numbers of the parameters; none lies in another section."""
-        self.whole = whole
+        """Numbers of the parameters; none is in another one."""
+        self.unsharded = unsharded
         """[n]; with memory from `start_gather` to the last `release` only."""
         self.views: list[tuple[nn.Parameter, Tensor]] = []
-        """The parameters and their places in `whole`."""
-        self.is_whole = False
+        """The parameters and their values in `unsharded`."""
+        self.is_unsharded = False
         self.users: set[Pass] = set()
         """Passes that have asked for it and have not released it."""
-        self.arriving: list[Work] = []
+        self.gathers: list[AnyWork] = []
+        """In flight."""
 
     @property
     def is_cut(self) -> bool:
@@ -47,6 +48,6 @@ class Section:
         return not any(bucket.num_missing for bucket in self.buckets)
 
     def part_of(self, bucket: Bucket) -> Tensor:
-        """Return where a bucket lies in `whole`."""
+        """Return the values [n] of a bucket in `unsharded`."""
         begin = self.buckets[0].begin
-        return self.whole.tensor[bucket.begin - begin : bucket.end - begin]
+        return self.unsharded.tensor[bucket.begin - begin : bucket.end - begin]

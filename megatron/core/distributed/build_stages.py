@@ -1,0 +1,110 @@
+"""Choose the ZeRO stage of each set of parameters, and lay them out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import nn
+
+from megatron.core.distributed.communication import Mesh
+from megatron.core.distributed.distributed_data_parallel_config import (
+    DistributedDataParallelConfig,
+    bucket_numel,
+)
+from megatron.core.distributed.flat_params import LayoutOptions
+from megatron.core.distributed.grad_reducer import ReductionPolicy
+from megatron.core.distributed.model_parameters import Unit, names_in_model
+from megatron.core.distributed.zero import ZeroStage
+from megatron.core.distributed.zero1 import ParamAndGradBuffer
+from megatron.core.distributed.zero2 import Zero2Buffer
+from megatron.core.distributed.zero3 import Zero3Buffer
+from megatron.core.initialization import fill_deferred_weights
+from megatron.core.param_meta import get_param_meta
+
+_TAGS_PER_BUFFER = 1 << 16
+
+Named = list[tuple[str, nn.Parameter]]
+
+
+def build_stages(
+    module: nn.Module,
+    config: DistributedDataParallelConfig,
+    units: Sequence[Unit],
+    *,
+    mesh_of: Callable[[bool], Mesh],
+    policy_of: Callable[[Mesh], ReductionPolicy],
+    separate: Sequence[nn.Parameter],
+    disable_bucketing: bool,
+) -> list[ZeroStage]:
+    """Return one buffer for each dtype, and for dense and expert parameters.
+
+    Args:
+        units: that stage 3 gathers; none with other stages.
+        mesh_of: is_expert -> ranks that hold copies.
+        policy_of: how they sum gradients.
+        separate: parameters with buckets of their own.
+    """
+    unit_of = {p: number for number, unit in enumerate(units) for p in unit.parameters}
+    stages: list[ZeroStage] = []
+    for (dtype, is_expert), parameters in _by_kind(module, unit_of).items():
+        mesh = mesh_of(is_expert)
+        numel, device = sum(p.numel() for _, p in parameters), parameters[0][1].device
+        bucketed = partial(bucket_numel, config, num_ranks=mesh.size, device=device)
+        options = LayoutOptions(
+            mesh=mesh,
+            bucket_numel=None if disable_bucketing else bucketed(numel),
+            separate_numel=None if disable_bucketing else bucketed(None),
+            separate=separate,
+            units=[unit_of[p] for _, p in parameters] if units else None,
+            single_bucket_units={number for number, unit in enumerate(units) if unit.is_layer},
+            tag=len(stages) * _TAGS_PER_BUFFER,
+        )
+        stages.append(_stage(module, config, parameters, options, dtype, policy_of(mesh)))
+    return stages
+
+
+def _by_kind(
+    module: nn.Module, unit_of: dict[nn.Parameter, int]
+) -> dict[tuple[torch.dtype, bool], Named]:
+    """Return (dtype, is_expert) -> trained parameters, in the order of their units if any."""
+    names = names_in_model(module)
+    name_of = {p: names[name] for name, p in module.named_parameters()}
+    kinds: dict[tuple[torch.dtype, bool], Named] = {}
+    for parameter in unit_of or name_of:
+        if parameter.requires_grad:
+            kind = (parameter.dtype, get_param_meta(parameter).is_expert)
+            kinds.setdefault(kind, []).append((name_of[parameter], parameter))
+    return kinds
+
+
+def _stage(
+    module: nn.Module,
+    config: DistributedDataParallelConfig,
+    parameters: Named,
+    options: LayoutOptions,
+    dtype: torch.dtype,
+    policy: ReductionPolicy,
+) -> ZeroStage:
+    grad_dtype = torch.float32 if config.grad_reduce_in_fp32 else dtype
+    is_unsharded = options.mesh.shard_size == 1 and config.param_offload_path is None
+    if is_unsharded or not config.shards_gradients:
+        fill_deferred_weights(module, [p for _, p in parameters])
+        options = _without_units(options)
+        return ParamAndGradBuffer(parameters, options, grad_dtype=grad_dtype, policy=policy)
+    if options.units is None:
+        return Zero2Buffer(parameters, options, grad_dtype=grad_dtype, policy=policy)
+    return Zero3Buffer(
+        parameters,
+        options,
+        grad_dtype=grad_dtype,
+        policy=policy,
+        model=module,
+        offload_path=config.param_offload_path,
+    )
+
+
+def _without_units(options: LayoutOptions) -> LayoutOptions:
+    return replace(options, units=None, single_bucket_units=())

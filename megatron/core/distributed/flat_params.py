@@ -1,0 +1,142 @@
+"""Parameters of one dtype laid out in a flat range, which is cut into buckets and shards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from megatron.core.distributed.communication import Mesh
+from megatron.core.distributed.parameter_shard import ParameterShard, ShardSpan
+from megatron.core.distributed.sharding_arithmetic import BLOCK, BufferPlan, Piece, plan_buffer
+from megatron.core.transport.comm_buffer import CommBuffer
+from megatron.core.transport.work import AnyWork
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayoutOptions:
+    """How parameters are cut into buckets."""
+
+    mesh: Mesh
+    bucket_numel: int | None
+    """Most elements of a bucket; None is one bucket."""
+    separate: Collection[nn.Parameter] = ()
+    """Parameters with buckets of their own (see `plan_buffer`)."""
+    separate_numel: int | None = None
+    """Most elements of a bucket of those."""
+    units: Sequence[int] | None = None
+    """Number of each parameter's unit, none of which shares a bucket with another."""
+    single_bucket_units: Collection[int] = ()
+    """Units that are one bucket."""
+    alignment: int = BLOCK
+    """Elements that a shard is a multiple of."""
+    tag: int = 0
+    """First message tag of the buckets."""
+
+
+class Bucket:
+    """One unit of communication: a range of the layout and the parameters in it."""
+
+    def __init__(self, number: int, begin: int, end: int, members: list[int]) -> None:
+        self.number = number
+        self.begin, self.end = begin, end
+        self.members = members
+        """Parameter numbers, in the order in which backward finishes them."""
+        self.is_launched = False
+        self.num_missing = len(members)
+        """Members whose gradient has not arrived."""
+        self.reduction: AnyWork | None = None
+        """The last one, which may still run when another backward pass has begun."""
+
+    def reset(self) -> None:
+        """Wait for all members again."""
+        self.is_launched = False
+        self.num_missing = len(self.members)
+
+
+class FlatParams:
+    """The layout of a set of parameters; holds no values and no gradients.
+
+    Args:
+        parameters: (name, parameter) in forward order, of one dtype, on one device.
+    """
+
+    def __init__(
+        self, parameters: Sequence[tuple[str, nn.Parameter]], options: LayoutOptions
+    ) -> None:
+        self.names = [name for name, _ in parameters]
+        self.parameters = [parameter for _, parameter in parameters]
+        self.mesh, self.tag = options.mesh, options.tag
+        self.device, self.dtype = self.parameters[0].device, self.parameters[0].dtype
+        separate = {id(p) for p in options.separate}
+        self.plan: BufferPlan = plan_buffer(
+            [p.numel() for p in self.parameters],
+            bucket_numel=options.bucket_numel,
+            num_shards=options.mesh.size,
+            apart={i for i, p in enumerate(self.parameters) if id(p) in separate},
+            apart_numel=options.separate_numel,
+            units=options.units,
+            uncut=options.single_bucket_units,
+            granule=options.alignment,
+        )
+        self.buckets: list[Bucket] = []
+        self.buckets_of: list[list[Bucket]] = [[] for _ in self.parameters]
+        for number, (begin, end) in enumerate(self.plan.buckets):
+            members = [slot.index for slot in self.plan.slots_in(begin, end)]
+            bucket = Bucket(number, begin, end, members)
+            self.buckets.append(bucket)
+            for index in members:
+                self.buckets_of[index].append(bucket)
+
+    def shard_ranges(self) -> list[tuple[int, int]]:
+        """Return this rank's shard [begin, end) of each bucket."""
+        rank, size = self.mesh.shard_rank, self.mesh.shard_size
+        return [self.plan.shard(bucket.number, rank, size) for bucket in self.buckets]
+
+    def zeros(self, numel: int, dtype: torch.dtype) -> CommBuffer:
+        """Return memory of which ranks of the mesh have copies or shards."""
+        num_buckets, num_ranks = self.plan.num_buckets, self.mesh.size
+        return CommBuffer.zeros(
+            numel, dtype, self.device, num_buckets=num_buckets, num_ranks=num_ranks
+        )
+
+    def span(
+        self,
+        begin: int,
+        end: int,
+        gradients: Tensor,
+        values_of: Callable[[Piece], Tensor] | None = None,
+    ) -> ShardSpan:
+        """Describe [begin, end) of the layout to an optimizer.
+
+        Args:
+            gradients: [end - begin].
+            values_of: where the model's values of a piece are; by default in its parameter.
+        """
+        values_of = values_of or self._values_of
+        pieces = self.plan.pieces(begin, end)
+        offsets = [piece.offset for piece in pieces]
+        assert offsets[:1] in ([], [begin]), (offsets, begin, end)
+        # Padding between a piece and the next one is zero and counts to the former.
+        num_blocks = [
+            (following - offset) // BLOCK
+            for offset, following in zip(offsets, [*offsets[1:], end], strict=False)
+        ]
+        shards = []
+        for piece in pieces:
+            parameter, name = self.parameters[piece.index], self.names[piece.index]
+            values = values_of(piece)
+            gradient = gradients[piece.offset - begin :][: values.numel()].view(values.shape)
+            shards.append(
+                ParameterShard(name, parameter, piece.begin, piece.end, values, gradient, self.mesh)
+            )
+        return ShardSpan(gradients, shards, num_blocks)
+
+    def _values_of(self, piece: Piece) -> Tensor:
+        """Return the model's values of a piece: the parameter itself, or a 1-d view into it."""
+        parameter = self.parameters[piece.index]
+        if piece.end - piece.begin == parameter.numel():
+            return parameter
+        return parameter.data.view(-1)[piece.begin : piece.end]

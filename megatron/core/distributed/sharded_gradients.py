@@ -1,0 +1,117 @@
+"""Gradients that are reduced to the own shard of each bucket, micro batch by micro batch.
+
+A bucket exists from its first gradient until it is reduced; then the own shard is added to an
+accumulator and the bucket's memory is used for the next one. A few buckets are alive at a time.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megatron.core.distributed.flat_params import Bucket, FlatParams
+from megatron.core.distributed.grad_reducer import GradReducer
+from megatron.core.transport.comm_buffer import CommBuffer
+from megatron.core.transport.shm.bucket_allocator import BucketAllocator
+from megatron.core.transport.work import Steps, Work
+
+
+class ShardedGradients:
+    """The buckets being filled, and the sums of this rank's shards."""
+
+    def __init__(self, flat: FlatParams, dtype: torch.dtype, max_in_flight: int) -> None:
+        self._flat, self._dtype = flat, dtype
+        self.ranges = flat.shard_ranges()
+        """Own shard [begin, end) of each bucket."""
+        self.sums = [
+            torch.zeros(end - begin, dtype=dtype, device=flat.device) for begin, end in self.ranges
+        ]
+        """Own shard of each bucket, summed over ranks and micro batches."""
+        self.has_sum = [False] * len(flat.buckets)
+        self.pieces = [flat.plan.pieces(b.begin, b.end) for b in flat.buckets]
+        self.full: dict[int, Tensor] = {}
+        """Buckets that are being filled."""
+        self.filled: list[set[int]] = [set() for _ in flat.buckets]
+        """Parameters that each of them has."""
+        self.allocator: BucketAllocator | None = None
+        """Memory of buckets; an accelerator's allocator keeps what it will need again."""
+        if flat.device.type == "cpu":
+            lengths = [end - begin for begin, end in flat.plan.buckets]
+            self.allocator = BucketAllocator(lengths, dtype, max_in_flight + 1)
+
+    def begin_step(self) -> None:
+        """Forget all gradients; no memory is written."""
+        for full in self.full.values():
+            self._free(full)
+        self.full.clear()
+        self.filled = [set() for _ in self._flat.buckets]
+        self.has_sum = [False] * len(self._flat.buckets)
+
+    def take(self, index: int, bucket: Bucket) -> None:
+        """Move what of a parameter's `.grad` lies in a bucket."""
+        gradient = self._flat.parameters[index].grad
+        if gradient is None:
+            return
+        full, flat = self.memory_of(bucket), gradient.reshape(-1)
+        for piece in self.pieces[bucket.number]:
+            if piece.index == index:
+                begin = piece.offset - bucket.begin
+                place = full[begin : begin + piece.end - piece.begin]
+                place.copy_(flat[piece.begin : piece.end])
+        self.filled[bucket.number].add(index)
+
+    def memory_of(self, bucket: Bucket) -> Tensor:
+        """Return memory [n] for a bucket's gradients, with any values in it at first."""
+        if bucket.number not in self.full:
+            self.full[bucket.number] = self._new_memory(bucket.end - bucket.begin)
+        return self.full[bucket.number]
+
+    def _new_memory(self, length: int) -> Tensor:
+        if self.allocator is not None:
+            return self.allocator.allocate(length)
+        return torch.empty(length, dtype=self._dtype, device=self._flat.device)
+
+    def reduce(self, bucket: Bucket, reducer: GradReducer) -> Work[None]:
+        """Start to reduce what has been filled, and to add it to the sums."""
+        full = self.memory_of(bucket)
+        del self.full[bucket.number]
+        filled, self.filled[bucket.number] = self.filled[bucket.number], set()
+        end = 0
+        for piece in self.pieces[bucket.number]:
+            begin = piece.offset - bucket.begin
+            # Memory of another bucket: clear what no gradient of this one has overwritten.
+            full[end:begin].zero_()
+            end = begin + piece.end - piece.begin
+            if piece.index not in filled:
+                full[begin:end].zero_()
+        full[end:].zero_()
+        reducer.note_nonfinite(bucket, full)
+        return Work(self._reduce_and_add(bucket, full, reducer))
+
+    def _reduce_and_add(self, bucket: Bucket, full: Tensor, reducer: GradReducer) -> Steps[None]:
+        is_first = not self.has_sum[bucket.number]
+        self.has_sum[bucket.number] = True
+        total = self.sums[bucket.number]
+        slot = None
+        if self.allocator is not None:
+            # Whoever shards state wants little in memory; the others want speed.
+            keeps_pages = self._flat.mesh.shard_size == 1
+            slot = CommBuffer(full, self.allocator.memory).slot(
+                bucket.number, keeps_pages=keeps_pages
+            )
+        own = yield from reducer.steps(bucket, full, slot, total if is_first else None)
+        if not is_first:
+            total.add_(own)
+        elif own is not total:
+            total.copy_(own)
+        self._free(full)
+
+    def _free(self, full: Tensor) -> None:
+        """Keep the memory of a reduced bucket for another one."""
+        if self.allocator is not None:
+            self.allocator.free(full)
+
+    def trim(self) -> None:
+        """Return memory that waits for buckets to the system."""
+        if self.allocator is not None:
+            self.allocator.discard()

@@ -1,0 +1,239 @@
+"""Shards of parameters, and the units that are gathered from them: ZeRO stage 3.
+
+A unit (`FlatParam`, the parameters of a transformer layer) is gathered before it computes and freed
+afterwards; `parameter_units` decides when.
+
+Ranks of one machine do not copy values to gather them: they map those of the others in place
+(`transport.shm.mapped_gather`). Elsewhere a unit's values are gathered into one flat tensor whose
+*memory* is freed and allocated again (`transport.shm.page_pool`). In both, views of a weight that
+autograd has saved (its transpose, for example) become valid again before backward reads them, and
+never keep the memory alive. While a unit is sharded its parameters show a NaN without memory of its
+own (`initialization.without_memory`): a read by mistake does not crash.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import partial
+from itertools import accumulate
+
+import torch
+from torch import Tensor, nn
+
+from megatron.core.distributed.communication import gather_parameters
+from megatron.core.distributed.flat_param import FlatParam, Pass
+from megatron.core.distributed.flat_params import Bucket, FlatParams
+from megatron.core.distributed.sharding_arithmetic import Piece
+from megatron.core.errors import ConfigError, MegatronError
+from megatron.core.initialization import fill_deferred_weights, without_memory
+from megatron.core.offload.file_state_store import reserve_file
+from megatron.core.transport.bucket_transport import has_tags
+from megatron.core.transport.comm_buffer import CommBuffer
+from megatron.core.transport.object_collectives import raise_on_all_ranks
+from megatron.core.transport.shm.mapped_gather import MappedGather, map_gather
+from megatron.core.transport.shm.page_pool import PagePool
+
+_GATHER_TAGS = 1 << 15
+"""Added to a bucket's tag: gathers overlap with reductions."""
+
+
+class ShardedParams:
+    """This rank's shard of each bucket of values, and the units."""
+
+    def __init__(self, flat: FlatParams, model: nn.Module, offload_path: str | None) -> None:
+        """
+        Args:
+            model: asked for initial values of parameters that have no memory yet.
+            offload_path: a directory, for a file in which the own shards are.
+        Raises:
+            ConfigError: on all ranks, if one of them cannot have the file.
+        """
+        self._flat, self._pool = flat, PagePool(flat.device)
+        self._ranges = flat.shard_ranges()
+        lengths = [end - begin for begin, end in self._ranges]
+        self._is_offloaded = offload_path is not None
+        self._buffer = (
+            flat.zeros(sum(lengths), flat.dtype)
+            if offload_path is None
+            else _zeros_in_file(offload_path, sum(lengths), flat)
+        )
+        self.shards: list[Tensor] = list(self._buffer.values.split(lengths))
+        """Own values of each bucket; padding is zero."""
+        self._mapped = self._map_shards()
+        self.units = [self._unit(number) for number in range(len(flat.plan.sections))]
+        self.unit_of = {i: number for number, unit in enumerate(self.units) for i in unit.members}
+        """Number of each parameter's unit."""
+        self.absent: list[Tensor] = [without_memory(p.detach()) for p in flat.parameters]
+        """What each parameter shows while it is sharded."""
+        for unit in self.units:
+            self._shard(unit, model)
+
+    def _map_shards(self) -> MappedGather | None:
+        """Return the units mapped from the shards of all ranks, where these can be read."""
+        memory, mesh = self._buffer.memory, self._flat.mesh
+        group = mesh.shard if mesh.shard_size > 1 else None
+        if memory is None or (group is not None and not has_tags(group)):
+            return None
+        ends = list(accumulate(shard.nbytes for shard in self.shards))
+        ranges = [(e - s.nbytes, s.nbytes) for e, s in zip(ends, self.shards, strict=True)]
+        layouts = [[ranges[number] for number in numbers] for numbers in self._flat.plan.sections]
+        return map_gather(memory, group, self._flat.dtype, layouts)
+
+    def _unit(self, number: int) -> FlatParam:
+        buckets = [self._flat.buckets[bucket] for bucket in self._flat.plan.sections[number]]
+        if self._mapped is not None:
+            return FlatParam(buckets, self._mapped.tensors[number])
+        length = buckets[-1].end - buckets[0].begin
+        return FlatParam(buckets, self._pool.tensor(length, self._flat.dtype))
+
+    @torch.no_grad()
+    def _shard(self, unit: FlatParam, model: nn.Module) -> None:
+        """Keep the own shard of a unit's values, and free the rest."""
+        flat = self._flat
+        fill_deferred_weights(model, [flat.parameters[index] for index in unit.members])
+        for bucket in unit.buckets:
+            begin, end = self._ranges[bucket.number]
+            shard = self.shards[bucket.number]
+            for piece in flat.plan.pieces(begin, end):
+                values = flat.parameters[piece.index].detach().reshape(-1)
+                place = shard[piece.offset - begin :][: piece.end - piece.begin]
+                place.copy_(values[piece.begin : piece.end])
+        first, last = unit.buckets[0].begin, unit.buckets[-1].end
+        for piece in flat.plan.pieces(first, last):
+            parameter = flat.parameters[piece.index]
+            place = unit.unsharded.tensor[piece.offset - first :][: parameter.numel()]
+            unit.views.append((parameter, place.view(parameter.shape)))
+            parameter.data = self.absent[piece.index]
+
+    def start_gather(self, number: int, user: Pass) -> None:
+        """Start to gather a unit, if it is neither unsharded nor in flight.
+
+        It stays until `user` has released it, whatever the other pass does.
+
+        Communication: all-gather of each bucket of the unit over `mesh.shard`.
+        """
+        unit = self.units[number]
+        unit.users.add(user)
+        if unit.is_unsharded or unit.gathers:
+            return
+        with torch.no_grad():
+            unit.unsharded.allocate()
+            self._prefetch_neighbours(number)
+            if self._mapped is not None:
+                unit.gathers = [self._mapped.start()]
+                return
+            unit.gathers = [
+                gather_parameters(
+                    unit.part_of(bucket),
+                    self._flat.mesh,
+                    tag=self._flat.tag + _GATHER_TAGS + bucket.number,
+                    shard=self.shards[bucket.number],
+                    slot=self._buffer.slot(bucket.number),
+                )
+                for bucket in unit.buckets
+            ]
+
+    def _prefetch_neighbours(self, number: int) -> None:
+        """Let the disk read what is gathered next, in a forward or in a backward pass."""
+        if self._is_offloaded:
+            for neighbour in {number - 1, number + 1} & set(range(len(self.units))):
+                for bucket in self.units[neighbour].buckets:
+                    self._buffer.prefetch(self.shards[bucket.number])
+
+    def page_out(self, buckets: Iterable[Bucket]) -> None:
+        """Leave own shards to their file, if they have one."""
+        if self._is_offloaded:
+            for bucket in buckets:
+                self._buffer.page_out(self.shards[bucket.number])
+
+    def gather(self, number: int, user: Pass) -> None:
+        """Unshard a unit's parameters, until `user` has released them."""
+        self.start_gather(number, user)
+        unit = self.units[number]
+        if unit.is_unsharded:
+            return
+        self._wait_for(unit)
+        self.page_out(unit.buckets)
+        for parameter, view in unit.views:
+            parameter.data = view
+        unit.is_unsharded = True
+
+    @staticmethod
+    def _wait_for(unit: FlatParam) -> None:
+        for work in unit.gathers:
+            work.wait()
+        unit.gathers = []
+
+    def release(self, number: int, user: Pass, *, keep: bool = False) -> None:
+        """Free a unit's values, if `user` has asked for them and was the last one to use them.
+
+        Args:
+            keep: leave them even so, until another pass has used and released them.
+        """
+        unit = self.units[number]
+        if user in unit.users:
+            unit.users.remove(user)
+            if not unit.users and keep:
+                # Logits come next, which need more than the layer that backward gathers after them.
+                self._pool.trim()
+            elif not unit.users:
+                self._free(unit)
+
+    def _free(self, unit: FlatParam) -> None:
+        if unit.gathers:
+            self._wait_for(unit)
+        elif not unit.is_unsharded:
+            return
+        unit.is_unsharded = False
+        for index in unit.members:
+            self._flat.parameters[index].data = self.absent[index]
+        unit.unsharded.free()
+
+    def release_all(self) -> None:
+        """Free the values of all units, whoever has asked for them: no pass runs."""
+        for unit in self.units:
+            unit.users.clear()
+            self._free(unit)
+
+    def wait_for_readers(self) -> None:
+        """Free the values of all units, and wait until no rank reads the shards any more."""
+        self.release_all()
+        if self._mapped is None:
+            self._buffer.wait_for_readers()
+        else:
+            self._mapped.wait_for_readers()
+
+    def trim(self) -> None:
+        """Return spare pages to the system."""
+        self._pool.trim()
+
+    def values_of(self, piece: Piece) -> Tensor:
+        """Return a piece of the own shard, in the parameter's shape if that is all of it."""
+        buckets = self._flat.buckets_of[piece.index]
+        number = next(b.number for b in buckets if b.begin <= piece.offset < b.end)
+        begin = piece.offset - self._ranges[number][0]
+        values = self.shards[number][begin : begin + piece.end - piece.begin]
+        shape = self._flat.parameters[piece.index].shape
+        return values.view(shape) if values.numel() == shape.numel() else values
+
+
+def _zeros_in_file(directory: str, numel: int, flat: FlatParams) -> CommBuffer:
+    problem: MegatronError | None = None
+    buffer = None
+    reserve = partial(reserve_file, directory, flag="--param-offload-path")
+    try:
+        buffer = CommBuffer.in_file(
+            numel, flat.dtype, num_buckets=flat.plan.num_buckets, reserve=reserve
+        )
+    except ConfigError as error:
+        problem = error
+    for group in (flat.mesh.shard, flat.mesh.replicate):
+        if group is not None:
+            try:
+                raise_on_all_ranks(problem, group)
+            except MegatronError as error:
+                problem = error  # for those on the other axis, too
+    if problem is not None:
+        raise problem
+    assert buffer is not None
+    return buffer

@@ -1,0 +1,111 @@
+"""ZeRO stage 2: each rank keeps its shard of the gradients only.
+
+S. Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
+section 5.2, arXiv 1910.02054.
+
+Every backward pass is followed by a reduction, in `no_sync()` too: not to reduce would mean to
+keep full gradients. So the traffic grows with the number of micro batches, and a pipeline needs
+no rule of its own. Sums over ranks are added up per micro batch, so the result differs from the
+lower stages by fp32 rounding. Where weight gradients are deferred (`step_context.deferred_wgrad`) a
+micro batch is reduced when they are computed; what the first half of its backward has finished
+(norms, biases, embeddings) stays in `.grad` until then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from megatron.core.distributed.flat_params import Bucket, FlatParams, LayoutOptions
+from megatron.core.distributed.gathered_params import GatheredParams
+from megatron.core.distributed.grad_reducer import MAX_IN_FLIGHT, GradReducer, ReductionPolicy
+from megatron.core.distributed.parameter_shard import ShardSpan
+from megatron.core.distributed.sharded_gradients import ShardedGradients
+from megatron.core.transport.work import Work
+
+
+class Zero2Buffer:
+    """This rank's shard of each bucket of gradients; see `ZeroStage`.
+
+    Parameters get no `main_grad`: backward leaves their gradients in `.grad`, from where they go
+    into the bucket at once. The mesh has a shard axis.
+    """
+
+    flat: FlatParams
+    reducer: GradReducer
+
+    def __init__(
+        self,
+        parameters: Sequence[tuple[str, nn.Parameter]],
+        options: LayoutOptions,
+        *,
+        grad_dtype: torch.dtype,
+        policy: ReductionPolicy,
+    ) -> None:
+        self.flat = FlatParams(parameters, options)
+        self._values = GatheredParams(self.flat)
+        self.grads = ShardedGradients(self.flat, grad_dtype, MAX_IN_FLIGHT)
+        self.reducer = GradReducer(self.flat, policy, self._reduce)
+        self._arrived: set[int] = set()
+        """Parameters that this backward pass is done with."""
+
+    def begin_step(self) -> None:
+        """See `ZeroStage`."""
+        self.reducer.begin_step()
+        self._arrived.clear()
+        self.grads.begin_step()
+
+    def gradient_arrived(self, index: int, is_final: bool) -> None:
+        """Move `.grad` into the buckets that the parameter lies in, and reduce full ones."""
+        if index in self._arrived:
+            # Another backward pass has begun without an end of the last one being seen.
+            self.end_backward()
+        self._arrived.add(index)
+        # A large parameter never needs the memory of all its buckets at a time.
+        for bucket in self.flat.buckets_of[index]:
+            self.grads.take(index, bucket)
+            self.reducer.mark_arrived(bucket)
+        self.flat.parameters[index].grad = None
+
+    def gradient_deferred(self, index: int) -> None:
+        """Nothing: parameters stay when a gradient is computed later."""
+
+    def end_backward(self) -> None:
+        """Reduce what the backward pass has left; the next gradients belong to another one."""
+        self.reducer.launch_remaining()
+        self.reducer.begin_backward()
+        self._arrived.clear()
+
+    def finish_reductions(self) -> None:
+        """See `ZeroStage`."""
+        # A rank without any gradient takes part as well: its replicas may have some.
+        if self._arrived or not all(self.grads.has_sum):
+            self.end_backward()
+        self.reducer.wait()
+        self.wait_for_readers()
+
+    def _reduce(self, bucket: Bucket) -> Work[None]:
+        return self.grads.reduce(bucket, self.reducer)
+
+    def owned_gradients(self) -> list[Tensor]:
+        """See `ZeroStage`."""
+        return self.grads.sums
+
+    def spans(self) -> list[ShardSpan]:
+        """Return this rank's shard of each bucket."""
+        pairs = zip(self.grads.ranges, self.grads.sums, strict=True)
+        return [self.flat.span(begin, end, total) for (begin, end), total in pairs]
+
+    def start_gathers(self) -> None:
+        """See `ZeroStage`."""
+        self._values.start()
+
+    def finish_gathers(self, indices: Collection[int] | None = None) -> None:
+        """See `ZeroStage`."""
+        self._values.finish(indices)
+
+    def wait_for_readers(self) -> None:
+        """See `ZeroStage`."""
+        self._values.wait_for_readers()
