@@ -24,6 +24,7 @@ if str(REPOSITORY) not in sys.path:
 from megatron.core.distributed.distributed_data_parallel_config import SHARDING_STRATEGIES
 from megatron.core.errors import ConfigError
 from megatron.core.exit_status import ExitStatus, tool
+from megatron.core.pipeline_parallel.layout import pipeline_layout
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 from megatron.training.cli.dry_run import memory_of_stages, planned_world_size
 from megatron.training.cli.parser import ParsedCommand, parse_command_line
@@ -32,6 +33,7 @@ from megatron.training.metrics.memory import MemoryEstimate
 from megatron.training.metrics.model_size import ModelSize
 from megatron.training.resolve import resolve_vocabulary
 from megatron.training.rules import resolve_and_check
+from megatron.training.transformer_settings import transformer_config
 
 WITHOUT_A_RUN = {"train_iters": 1, "lr": 1e-3}
 """What a run must be told, and a report need not be."""
@@ -81,8 +83,11 @@ def estimate(values: dict[str, Any], world_size: int) -> MemoryEstimate:
     command = ParsedCommand(config=RunConfig.from_values(values))
     run = resolve_and_check(lambda: command, lambda config: world_size)
     run = resolve_vocabulary(run, build_tokenizer(run.namespace()).vocab_size)
-    size = ModelSize.from_settings(run.values)
-    return max(memory_of_stages(run, size), key=lambda found: found.total)
+    size = ModelSize.from_settings(run)
+    return max(
+        memory_of_stages(run, size, pipeline_layout(transformer_config(run))),
+        key=lambda found: found.total,
+    )
 
 
 def rows(values: dict[str, Any], world_size: int, *, is_all: bool) -> Iterator[Row]:

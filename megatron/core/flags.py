@@ -337,6 +337,12 @@ def arg_name(field: dataclasses.Field[Any]) -> str:
     return _facts(field).name or field.name
 
 
+def fields_of(base: type[GroupT], group: GroupT) -> dict[str, Any]:
+    """Return the fields that `group` has of `base`, for a config that inherits from it, too."""
+    declared: Any = base
+    return {field.name: getattr(group, field.name) for field in dataclasses.fields(declared)}
+
+
 def from_args(group_class: type[GroupT], values: Mapping[str, Any]) -> GroupT:
     """Build a group from settings by their names on `get_args()`; others keep their default."""
     specs = flag_specs(group_class, "")

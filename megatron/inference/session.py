@@ -108,8 +108,7 @@ def open_session(
             flags=["--load", "--load-hf"],
             fix="--load DIRECTORY, the --save of the training run",
         )
-    options = vars(run.namespace())
-    model = build_model(options, provider, session.groups, wrap_with_ddp=False)
+    model = build_model(run, provider, session.groups, wrap_with_ddp=False)
     load_checkpoint(model, None, None)
     for chunk in model:
         chunk.eval()

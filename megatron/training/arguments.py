@@ -12,7 +12,7 @@ from megatron.training.cli.parser import ExtraArguments, ParsedCommand, parse_co
 from megatron.training.config.run import RunConfig, all_flags
 from megatron.training.resolve import Args, ResolvedRun, resolve
 from megatron.training.rules import resolve_and_check
-from megatron.training.transformer_settings import ConfigT, transformer_config
+from megatron.training.transformer_settings import ConfigT, transformer_config_from_args
 
 
 def parse_args(
@@ -81,6 +81,11 @@ def run_from_args(
     return resolve(command.config, world_size=_world_size_of(args), extra=command.extra)
 
 
+def run_as_in(args: argparse.Namespace) -> ResolvedRun:
+    """Return the settings in `args`; what was derived there is not derived again."""
+    return run_from_args(args).overlaid(vars(args))
+
+
 def _world_size_of(args: argparse.Namespace) -> int:
     return getattr(args, "world_size", None) or launch.place_of_this_process().world_size
 
@@ -128,4 +133,4 @@ def core_transformer_config_from_args(
             defaults.
         config_class: a subclass of TransformerConfig.
     """
-    return transformer_config(vars(args), config_class)
+    return transformer_config_from_args(vars(args), config_class)

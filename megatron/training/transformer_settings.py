@@ -1,4 +1,4 @@
-"""From settings to the configs of `megatron.core`: which field takes which flag."""
+"""From settings to the config of the model."""
 
 from __future__ import annotations
 
@@ -10,64 +10,88 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from megatron.core.flags import arg_name
+from megatron.core.flags import arg_name, from_args
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.training.config.model import ModelSettings
+from megatron.training.config.precision import PrecisionSettings
+from megatron.training.resolve import ResolvedRun
 
 ConfigT = TypeVar("ConfigT", bound=TransformerConfig)
 
-_NOT_SETTINGS = ("timers", "init_method", "activation_func")
 
-
-def activation_of(settings: Mapping[str, Any]) -> tuple[Callable[..., Any], bool]:
+def activation_of(model: ModelSettings) -> tuple[Callable[..., Any], bool]:
     """Return the MLP's nonlinearity and whether it gates."""
     from megatron.core.activations import fast_gelu, quick_gelu, squared_relu
 
-    if settings.get("swiglu"):
+    if model.swiglu:
         return F.silu, True
-    if settings.get("quick_geglu"):
+    if model.quick_geglu:
         return quick_gelu, True
-    if settings.get("geglu"):
+    if model.geglu:
         return fast_gelu, True
-    if settings.get("squared_relu"):
+    if model.squared_relu:
         return squared_relu, False
-    if settings.get("openai_gelu"):
+    if model.openai_gelu:
         return fast_gelu, False
     return F.gelu, False
 
 
-def transformer_fields(
-    settings: Mapping[str, Any], config_class: type = TransformerConfig
+def transformer_fields(run: ResolvedRun) -> dict[str, Any]:
+    """Return keyword arguments for `TransformerConfig`."""
+    known = {field.name for field in dataclasses.fields(TransformerConfig)}
+    found = {name: value for name, value in run.extra.items() if name in known}
+    for group in (run.model, run.latent_attention, run.experts, run.parallelism, run.precision):
+        for field in dataclasses.fields(group):
+            value = getattr(group, field.name)
+            if field.name in known and value is not None:
+                found[field.name] = value
+    found["pipeline_dtype"] = run.precision.params_dtype
+    return _composed(found, run.model, run.precision)
+
+
+def _composed(
+    found: dict[str, Any], model: ModelSettings, precision: PrecisionSettings
 ) -> dict[str, Any]:
-    """Return keyword arguments for `config_class` from settings by Megatron names."""
-    found: dict[str, Any] = {}
-    for field in dataclasses.fields(config_class):
-        setting = "params_dtype" if field.name == "pipeline_dtype" else arg_name(field)
-        if field.name not in _NOT_SETTINGS and settings.get(setting) is not None:
-            found[field.name] = settings[setting]
+    """Add what follows from several settings."""
     if len(found.get("cp_comm_type", ())) == 1:
         found["cp_comm_type"] = found["cp_comm_type"][0]
-    found["activation_func"], found["gated_linear_unit"] = activation_of(settings)
-    fuses_activation = (
-        settings.get("bias_swiglu_fusion", True)
-        if settings.get("swiglu")
-        else settings.get("bias_gelu_fusion", True)
+    found["activation_func"], found["gated_linear_unit"] = activation_of(model)
+    found["bias_activation_fusion"] = (
+        precision.bias_swiglu_fusion if model.swiglu else precision.bias_gelu_fusion
     )
-    found["bias_activation_fusion"] = fuses_activation
-    if settings.get("init_method_xavier_uniform"):
+    if model.init_method_xavier_uniform:
         found["init_method"] = found["output_layer_init_method"] = nn.init.xavier_uniform_
     is_fp32 = found.get("params_dtype", torch.float32) == torch.float32
-    if is_fp32 or settings.get("fp32_residual_connection"):
+    if is_fp32 or precision.fp32_residual_connection:
         found.pop("pipeline_dtype", None)  # the config knows it
     return found
 
 
-def transformer_config(
-    settings: Mapping[str, Any], config_class: type[ConfigT] | None = None
-) -> ConfigT:
+def transformer_config(run: ResolvedRun) -> TransformerConfig:
     """Build the model's config.
 
     Raises:
         ConfigError: with all problems of the model and its layout.
     """
+    return TransformerConfig(**transformer_fields(run))
+
+
+def transformer_config_from_args(
+    args: Mapping[str, Any], config_class: type[ConfigT] | None = None
+) -> ConfigT:
+    """Build a config of `config_class` from settings by Megatron's names.
+
+    Args:
+        args: a missing one has the config's own default.
+    """
     kind: Any = config_class or TransformerConfig
-    return kind(**transformer_fields(settings, kind))
+    found: dict[str, Any] = {}
+    for field in dataclasses.fields(kind):
+        setting = "params_dtype" if field.name == "pipeline_dtype" else arg_name(field)
+        if field.name not in _NOT_SETTINGS and args.get(setting) is not None:
+            found[field.name] = args[setting]
+    model, precision = from_args(ModelSettings, args), from_args(PrecisionSettings, args)
+    return kind(**_composed(found, model, precision))
+
+
+_NOT_SETTINGS = ("timers", "init_method", "activation_func")

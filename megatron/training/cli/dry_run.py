@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from megatron.core.pipeline_parallel.layout import pipeline_layout
+from megatron.core.pipeline_parallel.layout import PipelineLayout, pipeline_layout
 from megatron.core.pipeline_parallel.schedule import StepPlan
 from megatron.core.pipeline_parallel.schedule_definitions import schedule_named
 from megatron.core.pipeline_parallel.step_plan import plan_report
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
+from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training import launch
 from megatron.training.cli.parser import ParsedCommand
 from megatron.training.config.run import RunConfig, all_flags, plain
@@ -34,18 +35,19 @@ def describe_run(read: Callable[[], ParsedCommand]) -> str:
     """
     run = resolve_and_check(read, planned_world_size)
     run = resolve_vocabulary(run, build_tokenizer(run.namespace()).vocab_size)
-    size = ModelSize.from_settings(run.values)
+    size, config = ModelSize.from_settings(run), transformer_config(run)
+    layout = pipeline_layout(config)
     sections = [
         ("settings that differ from their defaults", _settings(run)),
         ("derived", [str(derivation) for derivation in run.derivations]),
         ("flags without effect here", notes(run.config)),
         ("ranks", _ranks(run)),
-        ("pipeline stages", pipeline_layout(transformer_config(run.values)).describe().split("\n")),
+        ("pipeline stages", layout.describe().split("\n")),
         ("schedule", _schedule(run)),
         ("model", _model(run, size)),
-        ("kernels of a training step on CPU", _kernels(run, "cpu")),
-        ("and on a GPU", _kernels(run, "cuda")),
-        ("memory of one rank, estimated", _memory(run, size)),
+        ("kernels of a training step on CPU", _kernels(run, config, "cpu")),
+        ("and on a GPU", _kernels(run, config, "cuda")),
+        ("memory of one rank, estimated", _memory(run, size, layout)),
     ]
     return "\n".join(
         line
@@ -143,8 +145,8 @@ def _schedule(run: ResolvedRun) -> list[str]:
     ]
 
 
-def _kernels(run: ResolvedRun, device: str) -> list[str]:
-    lines = kernels_of_run(run.values, transformer_config(run.values), device)
+def _kernels(run: ResolvedRun, config: TransformerConfig, device: str) -> list[str]:
+    lines = kernels_of_run(run, config, device)
     return [str(line) for line in lines]
 
 
@@ -161,9 +163,10 @@ def _model(run: ResolvedRun, size: ModelSize) -> list[str]:
     return lines
 
 
-def memory_of_stages(run: ResolvedRun, size: ModelSize) -> list[MemoryEstimate]:
+def memory_of_stages(
+    run: ResolvedRun, size: ModelSize, layout: PipelineLayout
+) -> list[MemoryEstimate]:
     """Return the bytes of a rank of each pipeline stage."""
-    layout = pipeline_layout(transformer_config(run.values))
     in_flight = plan_report(_plan(run)).peak_live_activations
     has_experts = size.experts.pattern if size.experts else [False] * size.num_layers
     found = []
@@ -177,14 +180,12 @@ def memory_of_stages(run: ResolvedRun, size: ModelSize) -> list[MemoryEstimate]:
             )
             for chunk in range(layout.num_chunks)
         ]
-        found.append(
-            estimate_memory(run.values, size, chunks=chunks, chunks_in_flight=in_flight[rank])
-        )
+        found.append(estimate_memory(run, size, chunks=chunks, chunks_in_flight=in_flight[rank]))
     return found
 
 
-def _memory(run: ResolvedRun, size: ModelSize) -> list[str]:
+def _memory(run: ResolvedRun, size: ModelSize, layout: PipelineLayout) -> list[str]:
     return [
         f"stage {rank}: {estimate.describe()}"
-        for rank, estimate in enumerate(memory_of_stages(run, size))
+        for rank, estimate in enumerate(memory_of_stages(run, size, layout))
     ]

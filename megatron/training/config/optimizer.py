@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.core.flags import SettingsGroup, flag
+from megatron.core.flags import SettingsGroup, flag, required
 from megatron.core.optimizer.optimizer_config import OptimizerFlags
 
 _NO_OPTIMIZER = "use --optimizer muon"
@@ -14,9 +14,9 @@ _NO_OPTIMIZER = "use --optimizer muon"
 class OptimizerSettings(OptimizerFlags, SettingsGroup):
     """Update rule, weight decay, clipping, dropout, precision of optimizer state."""
 
-    start_weight_decay: float | None = None
+    start_weight_decay: float = required()
     """First value of a weight decay that changes over time."""
-    end_weight_decay: float | None = None
+    end_weight_decay: float = required()
     """Last value of it."""
     weight_decay_incr_style: str = flag("constant", choices=("constant", "linear", "cosine"))
     """How it changes."""

@@ -8,13 +8,17 @@ is used; activations in flight from the simulated schedule.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+
+import torch
 
 from megatron.core.distributed.distributed_data_parallel_config import SHARDING_STRATEGIES
 from megatron.core.distributed.grad_reducer import MAX_IN_FLIGHT
+from megatron.core.model_parallel_config import HalfPrecision
+from megatron.core.optimizer.optimizer_config import OptimizerFlags
 from megatron.training.metrics.model_size import ModelSize
+from megatron.training.resolve import ResolvedRun
 
 
 @dataclass(frozen=True)
@@ -77,17 +81,17 @@ def gibibytes(num_bytes: float) -> str:
 
 
 def layer_activation_bytes(
-    settings: Mapping[str, Any], size: ModelSize, *, has_experts: bool = False
+    run: ResolvedRun, size: ModelSize, *, has_experts: bool = False
 ) -> float:
     """Return what one layer keeps of one micro batch for its backward, with an even load."""
-    cp = settings["context_parallel_size"]
-    s, b, h = size.seq_length / cp, settings["micro_batch_size"], size.hidden_size
-    tp = settings["tensor_model_parallel_size"]
-    item = 4 if not (settings["bf16"] or settings["fp16"]) else 2
-    shard = tp if settings["sequence_parallel"] else 1
-    if settings["recompute_granularity"] == "full":
+    cp = run.parallelism.context_parallel_size
+    s, b, h = size.seq_length / cp, run.schedule.micro_batch_size, size.hidden_size
+    tp = run.parallelism.tensor_model_parallel_size
+    item = 4 if not (run.precision.bf16 or run.precision.fp16) else 2
+    shard = tp if run.parallelism.sequence_parallel else 1
+    if run.precision.recompute_granularity == "full":
         return s * b * h * item / shard
-    kept_masks = 2 * (settings["hidden_dropout"] > 0)
+    kept_masks = 2 * (run.model.hidden_dropout > 0)
     # Inputs of both norms and of both blocks, outside the tensor-parallel regions.
     outside = (4 * item + kept_masks * item) / shard
     attention = (size.qkv_width + size.attention_width) / h * item / tp
@@ -97,10 +101,10 @@ def layer_activation_bytes(
         # Each visit keeps its token beside the activations of the expert.
         visits = sizes.topk * (h + kept * sizes.width) / h * item / tp
         mlp = visits + kept * sizes.shared_width / h * item / tp
-        if settings["moe_layer_recompute"]:
+        if run.experts.moe_layer_recompute:
             mlp = 0.0
     scores = 0.0
-    if settings["attention_dropout"] > 0 and settings["recompute_granularity"] is None:
+    if run.model.attention_dropout > 0 and run.precision.recompute_granularity is None:
         # Dropout on the weights keeps the probabilities and their mask.
         scores = 2 * item * size.num_attention_heads * size.seq_length / (h * tp)
     return s * b * h * (outside + attention + mlp + scores)
@@ -116,68 +120,70 @@ class StateBytes:
     moments: float
 
 
-def state_bytes(settings: Mapping[str, Any]) -> StateBytes:
+def state_bytes(
+    optimizer: OptimizerFlags, precision: HalfPrecision, *, grads_in_fp32: bool
+) -> StateBytes:
     """Return what a parameter costs between steps."""
-    item = {"fp32": 4.0, "bf16": 2.0, "fp16": 2 + 4 / 128, "fp8": 1 + 4 / 128}
-    is_half = settings["bf16"] or settings["fp16"]
-    first, second = item[settings["exp_avg_dtype"]], item[settings["exp_avg_sq_dtype"]]
-    main = item[settings["main_params_dtype"]] if is_half else 0.0
-    if settings["use_precision_aware_optimizer"] and settings["bf16"] and main == 4.0:
+    item = {torch.float32: 4.0, torch.bfloat16: 2.0, torch.float16: 2 + 4 / 128,
+            torch.uint8: 1 + 4 / 128}  # fmt: skip
+    is_half = precision.bf16 or precision.fp16
+    first, second = item[optimizer.exp_avg_dtype], item[optimizer.exp_avg_sq_dtype]
+    main = item[optimizer.main_params_dtype] if is_half else 0.0
+    if optimizer.use_precision_aware_optimizer and precision.bf16 and main == 4.0:
         main = 2.0  # what the weights lack of fp32
     # The parameters of Muon that another rule updates are few.
-    moments = first + (second if settings["optimizer"] == "adam" else 0.0)
+    moments = first + (second if optimizer.optimizer == "adam" else 0.0)
     kept = 1.0
-    if settings["optimizer_cpu_offload"] or settings["optimizer_offload_path"]:
-        kept -= settings["optimizer_offload_fraction"]
-    gradient = 4.0 if not is_half or settings["grad_reduce_in_fp32"] else 2.0
+    if optimizer.optimizer_cpu_offload or optimizer.optimizer_offload_path:
+        kept -= optimizer.optimizer_offload_fraction
+    gradient = 4.0 if not is_half or grads_in_fp32 else 2.0
     return StateBytes(2.0 if is_half else 4.0, gradient, main * kept, moments * kept)
 
 
-def optimizer_bytes_per_parameter(settings: Mapping[str, Any]) -> float:
-    """Return the bytes of moments and main weights on the device, before sharding."""
-    found = state_bytes({"grad_reduce_in_fp32": True, **settings})
-    return found.main + found.moments
+def _state_bytes(run: ResolvedRun) -> StateBytes:
+    fp32 = run.ddp.grad_reduce_in_fp32
+    return state_bytes(run.optimizer, run.precision, grads_in_fp32=fp32)
 
 
-def num_shards(settings: Mapping[str, Any]) -> int:
+def num_shards(run: ResolvedRun) -> int:
     """Return the ranks that share a sharded state."""
-    replicas = settings["data_parallel_size"] * settings["context_parallel_size"]
-    return int(replicas // settings["num_distributed_optimizer_instances"])
+    replicas = run.topology.data_parallel_size * run.parallelism.context_parallel_size
+    return int(replicas // run.ddp.num_distributed_optimizer_instances)
 
 
-def expert_ranks(settings: Mapping[str, Any]) -> int:
+def expert_ranks(run: ResolvedRun) -> int:
     """Return the ranks of a stage that hold all routed experts once."""
-    return settings["expert_tensor_parallel_size"] * settings["expert_model_parallel_size"]
+    return (
+        run.parallelism.expert_tensor_parallel_size or 1
+    ) * run.parallelism.expert_model_parallel_size
 
 
-def zero_stage_of(settings: Mapping[str, Any]) -> int:
+def zero_stage_of(run: ResolvedRun) -> int:
     """Return the ZeRO stage: 0 to 3."""
-    if settings["use_torch_fsdp2"]:
+    if run.ddp.use_torch_fsdp2:
         return 3
-    return SHARDING_STRATEGIES.index(settings["data_parallel_sharding_strategy"])
+    return SHARDING_STRATEGIES.index(run.ddp.data_parallel_sharding_strategy)
 
 
-def buffer_bytes(
-    settings: Mapping[str, Any], size: ModelSize, chunks: Sequence[ChunkSize]
-) -> float:
+def buffer_bytes(run: ResolvedRun, size: ModelSize, chunks: Sequence[ChunkSize]) -> float:
     """Return the most that is whole at a time although only shards are kept.
 
     Stage 2: the buckets of gradients that are filled or reduced. Stage 3: two units of parameters,
     the next one on its way, and the gradients of one that is filled and one that is reduced. A unit
     is a layer, or a table of the vocabulary.
     """
-    zero_stage, shards = zero_stage_of(settings), num_shards(settings)
+    zero_stage, shards = zero_stage_of(run), num_shards(run)
     if zero_stage < 2 or shards == 1:
         return 0.0
-    per, tp = state_bytes(settings), settings["tensor_model_parallel_size"]
+    per, tp = _state_bytes(run), run.parallelism.tensor_model_parallel_size
     if zero_stage == 2:
-        bucket = settings["ddp_bucket_size"] or max(40_000_000, 1_000_000 * shards)
-        return min(sum(_held(settings, size, chunks)), (MAX_IN_FLIGHT + 1) * bucket) * per.gradient
+        bucket = run.ddp.bucket_size or max(40_000_000, 1_000_000 * shards)
+        return min(sum(_held(run, size, chunks)), (MAX_IN_FLIGHT + 1) * bucket) * per.gradient
     with_experts = sum(chunk.num_expert_layers for chunk in chunks)
     dense_layers = sum(chunk.num_layers for chunk in chunks) - with_experts
     units = [size.layer_parameters / tp] * dense_layers
     if with_experts:
-        routed = size.routed_parameters / expert_ranks(settings)
+        routed = size.routed_parameters / expert_ranks(run)
         units += [size.expert_layer_parameters / tp + routed] * with_experts
     table = size.vocab_size * size.hidden_size / tp
     units += [table for chunk in chunks if chunk.has_embedding]
@@ -186,17 +192,15 @@ def buffer_bytes(
     return sum(largest) * (per.weight + per.gradient)
 
 
-def _held(
-    settings: Mapping[str, Any], size: ModelSize, chunks: Sequence[ChunkSize]
-) -> tuple[float, float]:
+def _held(run: ResolvedRun, size: ModelSize, chunks: Sequence[ChunkSize]) -> tuple[float, float]:
     """Return how many parameters one rank holds beside routed experts, and in these."""
     counts = [chunk.parameters(size) for chunk in chunks]
-    dense = sum(count for count, _ in counts) / settings["tensor_model_parallel_size"]
-    return dense, sum(count for _, count in counts) / expert_ranks(settings)
+    dense = sum(count for count, _ in counts) / run.parallelism.tensor_model_parallel_size
+    return dense, sum(count for _, count in counts) / expert_ranks(run)
 
 
 def estimate_memory(
-    settings: Mapping[str, Any],
+    run: ResolvedRun,
     size: ModelSize,
     *,
     chunks: Sequence[ChunkSize],
@@ -208,35 +212,33 @@ def estimate_memory(
         chunks: what each model chunk of the rank holds.
         chunks_in_flight: most (micro batch, chunk) pairs that wait for their backward at a time.
     """
-    tp, per = settings["tensor_model_parallel_size"], state_bytes(settings)
-    dense, routed = _held(settings, size, chunks)
-    shards, zero_stage = num_shards(settings), zero_stage_of(settings)
+    tp, per = run.parallelism.tensor_model_parallel_size, _state_bytes(run)
+    dense, routed = _held(run, size, chunks)
+    shards, zero_stage = num_shards(run), zero_stage_of(run)
     # The expert grid arranges the same ranks of a stage another way.
-    sharded = dense / shards + routed / max(shards * tp / expert_ranks(settings), 1.0)
-    # Each ZeRO stage shards one thing more: moments and main weights, gradients, weights.
+    sharded = dense / shards + routed / max(shards * tp / expert_ranks(run), 1.0)
+    # Each stage shards one thing more: moments and main weights, gradients, weights.
     optimizer, gradients, weights = (
         sharded if zero_stage >= first else dense + routed for first in (1, 2, 3)
     )
     layers = sum(
-        (chunk.num_layers - chunk.num_expert_layers) * layer_activation_bytes(settings, size)
-        + chunk.num_expert_layers * layer_activation_bytes(settings, size, has_experts=True)
+        (chunk.num_layers - chunk.num_expert_layers) * layer_activation_bytes(run, size)
+        + chunk.num_expert_layers * layer_activation_bytes(run, size, has_experts=True)
         for chunk in chunks
     )
     per_chunk = layers / len(chunks)
     logits = 0.0
     if any(chunk.has_loss for chunk in chunks):
-        tokens = size.seq_length * settings["micro_batch_size"]
-        tokens /= settings["context_parallel_size"]
-        if not settings["cross_entropy_loss_fusion"]:
-            logits = tokens * size.vocab_size / tp * (per.weight + 4)
+        tokens = size.seq_length * run.schedule.micro_batch_size
+        tokens_of_rank = tokens / run.parallelism.context_parallel_size
+        if not run.precision.cross_entropy_loss_fusion:
+            logits = tokens_of_rank * size.vocab_size / tp * (per.weight + 4)
     return MemoryEstimate(
-        weights=0.0
-        if zero_stage == 3 and settings.get("param_offload_path")
-        else weights * per.weight,
+        weights=0.0 if zero_stage == 3 and run.ddp.param_offload_path else weights * per.weight,
         gradients=gradients * per.gradient,
         main_weights=optimizer * per.main,
         optimizer=optimizer * per.moments,
         activations=per_chunk * chunks_in_flight,
         logits=logits,
-        buffers=buffer_bytes(settings, size, chunks),
+        buffers=buffer_bytes(run, size, chunks),
     )

@@ -6,9 +6,11 @@ v rows of the vocabulary, s sequence.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from megatron.training.resolve import ResolvedRun
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,40 +95,40 @@ class ModelSize:
     """Sizes of mixture-of-experts layers."""
 
     @staticmethod
-    def from_settings(settings: Mapping[str, Any], vocab_size: int | None = None) -> ModelSize:
+    def from_settings(run: ResolvedRun, vocab_size: int | None = None) -> ModelSize:
         """Read the sizes from resolved settings; `vocab_size` overrides the padded one."""
-        learned = settings["position_embedding_type"] == "learned_absolute"
-        window = settings["window_size"]
+        learned = run.model.position_embedding_type == "learned_absolute"
+        window = run.model.window_size
         return ModelSize(
-            num_layers=settings["num_layers"],
-            hidden_size=settings["hidden_size"],
-            num_attention_heads=settings["num_attention_heads"],
-            num_query_groups=settings["num_query_groups"],
-            kv_channels=settings["kv_channels"],
-            ffn_hidden_size=settings["ffn_hidden_size"],
-            vocab_size=vocab_size or settings["padded_vocab_size"],
-            seq_length=settings["seq_length"],
-            max_position_embeddings=settings["max_position_embeddings"] if learned else 0,
-            is_gated=any(settings[name] for name in ("swiglu", "geglu", "quick_geglu")),
-            is_tied=not settings["untie_embeddings_and_output_weights"],
-            norm_has_bias=settings["normalization"] == "LayerNorm",
-            has_linear_bias=settings["add_bias_linear"],
-            has_qkv_bias=settings["add_bias_linear"] or settings["add_qkv_bias"],
-            has_qk_norm=settings["qk_layernorm"],
-            num_layer_norms=4 if settings["sandwich_norm"] else 2,
-            windowed_share=_windowed_share(settings),
-            has_sinks=settings["softmax_type"] == "learnable",
-            num_later_tokens=settings["mtp_num_layers"] or 0,
+            num_layers=run.model.num_layers,
+            hidden_size=run.model.hidden_size,
+            num_attention_heads=run.model.num_attention_heads,
+            num_query_groups=run.model.num_query_groups or 0,
+            kv_channels=run.model.kv_channels or 0,
+            ffn_hidden_size=run.model.ffn_hidden_size or 0,
+            vocab_size=vocab_size or run.tokenizer.padded_vocab_size or 0,
+            seq_length=run.model.seq_length,
+            max_position_embeddings=run.model.max_position_embeddings if learned else 0,
+            is_gated=run.model.swiglu or run.model.geglu or run.model.quick_geglu,
+            is_tied=not run.model.untie_embeddings_and_output_weights,
+            norm_has_bias=run.model.normalization == "LayerNorm",
+            has_linear_bias=run.model.add_bias_linear,
+            has_qkv_bias=run.model.add_bias_linear or run.model.add_qkv_bias,
+            has_qk_norm=run.model.qk_layernorm,
+            num_layer_norms=4 if run.model.sandwich_norm else 2,
+            windowed_share=_windowed_share(run),
+            has_sinks=run.model.softmax_type == "learnable",
+            num_later_tokens=run.latent_attention.mtp_num_layers or 0,
             latent=LatentSizes(
-                query_latent=settings["q_lora_rank"] or 0,
-                latent=settings["kv_lora_rank"],
-                plain=settings["qk_head_dim"],
-                rotary=settings["qk_pos_emb_head_dim"],
-                value=settings["v_head_dim"],
+                query_latent=run.latent_attention.q_lora_rank or 0,
+                latent=run.latent_attention.kv_lora_rank,
+                plain=run.latent_attention.qk_head_dim,
+                rotary=run.latent_attention.qk_pos_emb_head_dim,
+                value=run.latent_attention.v_head_dim,
             )
-            if settings["multi_latent_attention"]
+            if run.latent_attention.multi_latent_attention
             else None,
-            experts=_expert_sizes(settings),
+            experts=_expert_sizes(run),
             window=window[0] if window is not None and window[0] >= 0 else None,
         )
 
@@ -309,23 +311,23 @@ class ModelSize:
         return count
 
 
-def _windowed_share(settings: Mapping[str, Any]) -> float:
-    pattern, layers = settings["window_attn_skip_freq"], settings["num_layers"]
+def _windowed_share(run: ResolvedRun) -> float:
+    pattern, layers = run.model.window_attn_skip_freq, run.model.num_layers
     if isinstance(pattern, list):
         return sum(pattern) / len(pattern)
     return 1.0 if pattern is None else 1.0 - layers // pattern / layers
 
 
-def _expert_sizes(settings: Mapping[str, Any]) -> ExpertSizes | None:
-    if not settings["num_experts"]:
+def _expert_sizes(run: ResolvedRun) -> ExpertSizes | None:
+    if not run.experts.num_moe_experts:
         return None
-    freq, num_layers = settings["moe_layer_freq"], settings["num_layers"]
+    freq, num_layers = run.experts.moe_layer_freq, run.model.num_layers
     pattern = [layer % freq == 0 for layer in range(num_layers)] if isinstance(freq, int) else freq
     return ExpertSizes(
-        num_experts=settings["num_experts"],
-        topk=settings["moe_router_topk"],
-        width=settings["moe_ffn_hidden_size"] or settings["ffn_hidden_size"],
-        shared_width=settings["moe_shared_expert_intermediate_size"] or 0,
-        has_shared_gate=settings["moe_shared_expert_gate"],
+        num_experts=run.experts.num_moe_experts,
+        topk=run.experts.moe_router_topk,
+        width=run.experts.moe_ffn_hidden_size or run.model.ffn_hidden_size or 0,
+        shared_width=run.experts.moe_shared_expert_intermediate_size or 0,
+        has_shared_gate=run.experts.moe_shared_expert_gate,
         pattern=tuple(map(bool, pattern)),
     )

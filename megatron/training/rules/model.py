@@ -41,7 +41,7 @@ def the_model_fits_its_layout(run: ResolvedRun) -> Iterator[MegatronError]:
 
     if not has_sizes(run):
         return
-    fields = transformer_fields(run.values)
+    fields = transformer_fields(run)
     config: Any
     try:
         config = TransformerConfig(**fields)

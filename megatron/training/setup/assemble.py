@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import nn
 
-from megatron.core.flags import FlagSpec, flag_specs, from_args
+from megatron.core.flags import FlagSpec, flag_specs
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
-from megatron.training.checkpointing import Checkpointer, CheckpointSettings, RunParts
+from megatron.training.checkpointing import Checkpointer, RunParts
 from megatron.training.config.optimizer import OptimizerSettings
 from megatron.training.config.run import all_flags
 from megatron.training.metrics.model_size import ModelSize
@@ -29,11 +29,11 @@ def assemble(
 ) -> tuple[TrainingParts, Checkpointer]:
     """Build model, optimizer and schedule; the data come later, as they depend on a checkpoint."""
     run, groups = session.run, session.groups
-    model = build_model(run.values, model_provider, groups)
+    model = build_model(run, model_provider, groups)
     optimizer = scheduler = None
     if not run.schedule.skip_train:
-        optimizer = build_optimizer(run.values, model, groups)
-        scheduler = build_scheduler(run.values, optimizer)
+        optimizer = build_optimizer(run, model, groups)
+        scheduler = build_scheduler(run, optimizer)
     config = install_callbacks(run, model, optimizer, groups, session.timers)
     parts = TrainingParts(
         run=run,
@@ -46,7 +46,7 @@ def assemble(
         forward_backward=get_forward_backward_func(),
         microbatches=MicrobatchPlanner(run.schedule.micro_batch_size),
         timers=session.timers,
-        size=ModelSize.from_settings(run.values),
+        size=ModelSize.from_settings(run),
         iterations_to_skip=frozenset(run.schedule.iterations_to_skip),
     )
     saved = RunParts(
@@ -57,7 +57,7 @@ def assemble(
         weights="all" if run.lora.lora_rank is None else "adapters",
         args={**run.values, **run.extra},
     )
-    return parts, Checkpointer(from_args(CheckpointSettings, run.values), saved)
+    return parts, Checkpointer(run.checkpoint, saved)
 
 
 def load_state(run: ResolvedRun, checkpointer: Checkpointer, status: RunStatus) -> TrainState:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -11,8 +11,13 @@ from torch import nn
 
 from megatron.core import device, distributed
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.distributed.distributed_data_parallel_config import (
+    DataParallelFlags,
+    ShardedOptimizerFlags,
+)
 from megatron.core.enums import ModelType
 from megatron.core.errors import ConfigError
+from megatron.core.flags import fields_of
 from megatron.core.initialization import parameters_without_memory
 from megatron.core.models.common.kernel_choices import KernelLine, kernel_choices
 from megatron.core.pipeline_parallel.layout import pipeline_layout
@@ -22,49 +27,40 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_model_config, get_pg_rank
 from megatron.training import global_vars
+from megatron.training.arguments import run_as_in
+from megatron.training.config.adapters import LoraSettings
 from megatron.training.printing import print_rank_0
+from megatron.training.resolve import ResolvedRun
 from megatron.training.transformer_settings import transformer_config
 
 ModelProvider = Callable[..., nn.Module]
 
 
-def data_parallel_config(settings: Mapping[str, Any]) -> DistributedDataParallelConfig:
+def data_parallel_config(run: ResolvedRun) -> DistributedDataParallelConfig:
     """Return the settings of the data-parallel wrapper.
 
     Gradients are not searched for NaN before their reduction, which would read them once more:
     the step checks the losses and the optimizer checks the norm, both before the update.
     """
-    return DistributedDataParallelConfig(
-        grad_reduce_in_fp32=settings["grad_reduce_in_fp32"],
-        overlap_grad_reduce=settings["overlap_grad_reduce"],
-        overlap_param_gather=settings["overlap_param_gather"],
-        data_parallel_sharding_strategy=settings["data_parallel_sharding_strategy"],
-        param_offload_path=settings["param_offload_path"],
-        num_distributed_optimizer_instances=settings["num_distributed_optimizer_instances"],
-        bucket_size=settings["ddp_bucket_size"],
-        num_buckets=settings["ddp_num_buckets"],
-        grad_compression=settings["grad_compression"],
-        powersgd_rank=settings["powersgd_rank"],
-        grad_compression_warmup=settings["grad_compression_warmup"],
-        average_in_collective=settings["ddp_average_in_collective"],
-    )
+    fields = fields_of(DataParallelFlags, run.ddp) | fields_of(ShardedOptimizerFlags, run.ddp)
+    fields["fp8_param_gather"] = False  # part of --fp8, which is refused
+    return DistributedDataParallelConfig(**fields)
 
 
-def adapter_settings(settings: Mapping[str, Any]) -> AdapterSettings | None:
+def adapter_settings(lora: LoraSettings) -> AdapterSettings | None:
     """Return the settings of the adapters that are trained, or None."""
-    rank = settings.get("lora_rank")
-    if rank is None:
+    if lora.lora_rank is None:
         return None
     return AdapterSettings(
-        rank=rank,
-        alpha=settings["lora_alpha"] or rank,
-        dropout=settings["lora_dropout"],
-        target_modules=tuple(settings["lora_target_modules"]),
+        rank=lora.lora_rank,
+        alpha=lora.lora_alpha or lora.lora_rank,
+        dropout=lora.lora_dropout,
+        target_modules=tuple(lora.lora_target_modules),
     )
 
 
 def build_model(
-    settings: Mapping[str, Any],
+    run: ResolvedRun,
     provider: ModelProvider,
     groups: ProcessGroupCollection,
     *,
@@ -73,18 +69,17 @@ def build_model(
     """Return this rank's chunks in order, on its device and in its dtype.
 
     Args:
-        settings: resolved settings by their Megatron names.
         provider: called once per chunk with those of `pre_process`, `post_process`, `vp_stage`,
             `config` and `pg_collection` that it takes.
     """
-    config: TransformerConfig = transformer_config(settings)
+    config = transformer_config(run)
     layout = pipeline_layout(config)
-    num_chunks = settings["virtual_pipeline_model_parallel_size"] or 1
+    num_chunks = run.parallelism.virtual_pipeline_model_parallel_size or 1
     pp_rank = get_pg_rank(groups.pp)
     chunks = []
     # A model whose parameters will be sharded need not fit as a whole: it is filled unit by unit.
-    shards_parameters = settings["use_torch_fsdp2"]
-    shards_parameters |= settings["data_parallel_sharding_strategy"] == "optim_grads_params"
+    shards_parameters = run.ddp.use_torch_fsdp2
+    shards_parameters |= run.ddp.data_parallel_sharding_strategy == "optim_grads_params"
     for chunk in range(num_chunks):
         vp_stage = chunk if num_chunks > 1 else None
         with parameters_without_memory() if shards_parameters and wrap_with_ddp else nullcontext():
@@ -98,21 +93,21 @@ def build_model(
                     pg_collection=groups,
                 )
             )
-    adapters = adapter_settings(settings)
+    adapters = adapter_settings(run.lora)
     if adapters is not None:
         for part in chunks:
             add_adapters(part, adapters, groups)
     _announce_size(chunks, groups)
-    _announce_kernels(settings, config)
+    _announce_kernels(run, config)
     where = device.current_device()
     chunks = [chunk.to(where) for chunk in chunks]
-    if settings["fp16"] or settings["bf16"]:
+    if run.precision.fp16 or run.precision.bf16:
         chunks = [Float16Module(get_model_config(chunk), chunk) for chunk in chunks]
     if not wrap_with_ddp:
         return chunks
-    ddp_config = data_parallel_config(settings)
+    ddp_config = data_parallel_config(run)
     wrapper = DistributedDataParallel
-    if settings["use_torch_fsdp2"]:
+    if run.ddp.use_torch_fsdp2:
         wrapper = distributed.TorchFullyShardedDataParallel
     return [
         wrapper(get_model_config(chunk), ddp_config, chunk, pg_collection=groups)
@@ -121,21 +116,21 @@ def build_model(
 
 
 def kernels_of_run(
-    settings: Mapping[str, Any], config: TransformerConfig, device_type: str
+    run: ResolvedRun, config: TransformerConfig, device_type: str
 ) -> list[KernelLine]:
     """Return which kernels a training step takes on a type of device, present or not."""
     return kernel_choices(
         config,
         device_type,
-        has_documents=settings["reset_attention_mask"],
+        has_documents=run.data.reset_attention_mask,
         is_planned=device_type != device.device_type(),
-        backend=settings["transformer_impl"],
+        backend=run.model.transformer_impl,
     )
 
 
-def _announce_kernels(settings: Mapping[str, Any], config: TransformerConfig) -> None:
+def _announce_kernels(run: ResolvedRun, config: TransformerConfig) -> None:
     here = device.device_type()
-    chosen = [f"{x.operation} {x.kernel}" for x in kernels_of_run(settings, config, here)]
+    chosen = [f"{x.operation} {x.kernel}" for x in kernels_of_run(run, config, here)]
     print_rank_0(f" > kernels on {here}: {'; '.join(chosen)}")
 
 
@@ -186,6 +181,6 @@ def get_model(
         model_provider_func: see `build_model`.
         model_type, config: accepted; there is one type, and the settings give the config.
     """
-    settings = vars(global_vars.get_args())
+    run = run_as_in(global_vars.get_args())
     groups = pg_collection or ProcessGroupCollection.current()
-    return build_model(settings, model_provider_func, groups, wrap_with_ddp=wrap_with_ddp)
+    return build_model(run, model_provider_func, groups, wrap_with_ddp=wrap_with_ddp)

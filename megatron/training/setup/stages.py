@@ -7,7 +7,7 @@ import argparse
 from megatron.core.pipeline_parallel.layout import pipeline_layout
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_pg_rank
-from megatron.training.transformer_settings import transformer_config
+from megatron.training.transformer_settings import transformer_config_from_args
 
 
 def reads_data(args: argparse.Namespace, vp_stage: int | None = None) -> bool:
@@ -18,6 +18,6 @@ def reads_data(args: argparse.Namespace, vp_stage: int | None = None) -> bool:
     """
     if args.reset_attention_mask or args.sft:
         return True
-    layout = pipeline_layout(transformer_config(vars(args)))
+    layout = pipeline_layout(transformer_config_from_args(vars(args)))
     pp_rank = get_pg_rank(ProcessGroupCollection.current().pp)
     return layout.has_embedding(pp_rank, vp_stage) or layout.has_loss(pp_rank, vp_stage)

@@ -5,7 +5,6 @@ They take their settings from the slots of `global_vars`, which `initialize_mega
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -15,23 +14,16 @@ from megatron.core import num_microbatches_calculator as calculator
 from megatron.core.enums import ModelType
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.training import global_vars
-from megatron.training.arguments import run_from_args
+from megatron.training.arguments import run_as_in
 from megatron.training.checkpointing import load_checkpoint
 from megatron.training.metrics.model_size import ModelSize
 from megatron.training.parts import MicrobatchPlanner, StepPlan, TrainingParts
-from megatron.training.resolve import ResolvedRun
 from megatron.training.setup.callbacks import install_callbacks
 from megatron.training.setup.data import build_data, sample_counts
 from megatron.training.setup.model import build_model
 from megatron.training.setup.optimizer import build_optimizer, build_scheduler
 from megatron.training.state import TrainState
 from megatron.training.step import train_step as step
-
-
-def _run(args: argparse.Namespace) -> ResolvedRun:
-    """Return the settings in `args`; what was derived there is not derived again."""
-    run = run_from_args(args)
-    return run.overlaid(vars(args))
 
 
 def setup_model_and_optimizer(
@@ -41,10 +33,10 @@ def setup_model_and_optimizer(
 ) -> tuple[list[nn.Module], Any, Any]:
     """Return (model chunks, optimizer, parameter scheduler), loaded if --load names something."""
     args, groups = global_vars.get_args(), ProcessGroupCollection.current()
-    run = _run(args)
-    model = build_model(run.values, model_provider_func, groups)
-    optimizer = build_optimizer(run.values, model, groups)
-    scheduler = build_scheduler(run.values, optimizer)
+    run = run_as_in(args)
+    model = build_model(run, model_provider_func, groups)
+    optimizer = build_optimizer(run, model, groups)
+    scheduler = build_scheduler(run, optimizer)
     install_callbacks(run, model, optimizer, groups, global_vars.get_timers())
     args.iteration, args.num_floating_point_operations_so_far = 0, 0.0
     if args.load is not None or args.pretrained_checkpoint is not None:
@@ -72,7 +64,7 @@ def train_step(
         that is not finite raises NumericsError instead.
     """
     args = global_vars.get_args()
-    run = _run(args)
+    run = run_as_in(args)
     parts = TrainingParts(
         run=run,
         groups=ProcessGroupCollection.current(),
@@ -84,7 +76,7 @@ def train_step(
         forward_backward=forward_backward_func,
         microbatches=MicrobatchPlanner(run.schedule.micro_batch_size),
         timers=global_vars.get_timers(),
-        size=ModelSize.from_settings(run.values),
+        size=ModelSize.from_settings(run),
     )
     parts.data.train = data_iterator
     state = TrainState(
@@ -110,7 +102,7 @@ def train_step(
 
 def get_train_valid_test_num_samples() -> list[int | None]:
     """Return the samples that the run asks of each split."""
-    return list(sample_counts(_run(global_vars.get_args())))
+    return list(sample_counts(run_as_in(global_vars.get_args())))
 
 
 def build_train_valid_test_data_iterators(
@@ -123,7 +115,7 @@ def build_train_valid_test_data_iterators(
         consumed_valid_samples=args.consumed_valid_samples,
     )
     data = build_data(
-        _run(args),
+        run_as_in(args),
         build_train_valid_test_datasets_provider,
         ProcessGroupCollection.current(),
         state,

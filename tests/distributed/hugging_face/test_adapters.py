@@ -158,7 +158,7 @@ def test_a_model_in_use_takes_its_adapters_from_a_directory(base, trained_elsewh
     groups, words = ProcessGroupCollection.single(), ["--load-adapter", str(trained_elsewhere[0])]
     run = resolve(parse_command_line([*flags_for(base), *words]).config, world_size=1)
     model, _ = our_model(base)
-    settings = adapter_settings(run.values)
+    settings = adapter_settings(run.lora)
     add_adapters(model, settings, groups)
     load_checkpoint([model], None, None, args=run.namespace(), pg_collection=groups)
     ids = torch.randint(VOCAB, (2, 16), generator=torch.Generator().manual_seed(8))

@@ -19,12 +19,14 @@ from megatron.core.distributed.distributed_data_parallel_config import SHARDING_
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer.state_declarations import initialize_state
+from megatron.core.pipeline_parallel.layout import pipeline_layout
 from megatron.training.cli.dry_run import memory_of_stages
 from megatron.training.cli.parser import parse_command_line
 from megatron.training.metrics.model_size import ModelSize
 from megatron.training.resolve import resolve, resolve_vocabulary
 from megatron.training.setup.model import build_model
 from megatron.training.setup.optimizer import build_optimizer
+from megatron.training.transformer_settings import transformer_config
 from tests.harness.distributed import run_distributed
 
 STATE_TOLERANCE = 0.02
@@ -61,7 +63,7 @@ def measure(groups, model, dtype):
 
 
 def _measure_stage(groups, run):
-    size = ModelSize.from_settings(run.values)
+    size = ModelSize.from_settings(run)
 
     def provider(pre_process, post_process, config, pg_collection):
         return GPTModel(
@@ -74,8 +76,8 @@ def _measure_stage(groups, run):
         )
 
     with redirect_stdout(io.StringIO()):
-        (chunk,) = build_model(run.values, provider, groups)
-    optimizer = build_optimizer(run.values, [chunk], groups)
+        (chunk,) = build_model(run, provider, groups)
+    optimizer = build_optimizer(run, [chunk], groups)
     tokens = torch.randint(size.vocab_size, (run.schedule.micro_batch_size, size.seq_length))
     positions = torch.arange(size.seq_length).expand_as(tokens)
     known = {p.untyped_storage().data_ptr() for p in chunk.parameters()}
@@ -119,8 +121,8 @@ def compare(model, dtype):
     measured = run_distributed(measure, 2, model, dtype, timeout_s=120.0)
     for stage in range(4):
         run = run_of(model, stage, dtype)
-        size = ModelSize.from_settings(run.values)
-        (estimate,) = memory_of_stages(run, size)
+        size = ModelSize.from_settings(run)
+        (estimate,) = memory_of_stages(run, size, pipeline_layout(transformer_config(run)))
         parts = estimate.parts
         # The report has the peak at the loss, logits and their fp32 copy; the former are saved.
         item = {"fp32": 4, "bf16": 2}[dtype]

@@ -17,7 +17,6 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.sharded_state import sharded_state_dict_of
-from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transport.object_collectives import SingleProcess
 from megatron.core.utils import get_pg_rank, get_pg_size
 from megatron.hugging_face import open_model, read_model_directory
@@ -204,8 +203,8 @@ def our_model(
     tp = get_pg_size(groups.tp)
     config = parse_command_line([*flags_for(directory), *words]).config
     run = resolve(config, world_size=tp * num_stages * get_pg_size(groups.dp))
-    settings = {**run.values, "unpadded_vocab_size": run.tokenizer.vocab_size}
-    transformer: TransformerConfig = transformer_config(settings)
+    run = run.overlaid({"unpadded_vocab_size": run.tokenizer.vocab_size})
+    transformer = transformer_config(run)
     model = GPTModel(
         transformer,
         get_gpt_decoder_block_spec(transformer, use_transformer_engine=False, pp_rank=stage),
@@ -228,7 +227,7 @@ def our_model(
         peers=SingleProcess(),
         strict=parse_strict_handling("raise_unexpected"),
     )
-    return model, settings
+    return model, {**run.values}
 
 
 def compare_gradients(directory: Path, theirs: Any, ours: Mapping[str, Tensor]) -> float:

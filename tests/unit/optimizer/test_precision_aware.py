@@ -9,17 +9,17 @@ import torch
 
 from megatron.core.distributed.sharding_arithmetic import BLOCK
 from megatron.core.errors import ConfigError
+from megatron.core.model_parallel_config import HalfPrecision
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.chunked_state_builder import state_fields
 from megatron.core.optimizer.elementwise import elementwise_rule
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.training.metrics.memory import optimizer_bytes_per_parameter
+from megatron.training.metrics.memory import state_bytes
 from tests.distributed.distributed.replicas import accumulate, wrap
 from tests.harness.tolerances import EXACT, assert_close
 
 SINGLE = ProcessGroupCollection.single()
 FP32, BF16, FP16, FP8 = torch.float32, torch.bfloat16, torch.float16, torch.uint8
-NAMES = {FP32: "fp32", BF16: "bf16", FP16: "fp16", FP8: "fp8"}
 
 
 def compact(first: torch.dtype, second: torch.dtype, main: torch.dtype = FP32) -> dict[str, Any]:
@@ -98,21 +98,9 @@ def test_bytes_per_parameter_are_those_of_the_table(model, settings, expected):
     rule = elementwise_rule("adam", config)
     fields = state_fields(rule, config, model, keeps_main=model != FP32)
     assert sum(field.codec.block_bytes for field in fields) / BLOCK == expected
-    flags = {
-        name: NAMES[getattr(config, name)]
-        for name in ("exp_avg_dtype", "exp_avg_sq_dtype", "main_params_dtype")
-    }
-    estimate = optimizer_bytes_per_parameter(
-        flags
-        | {
-            "optimizer": "adam",
-            "bf16": model == BF16,
-            "fp16": False,
-            "use_precision_aware_optimizer": config.use_precision_aware_optimizer,
-            "optimizer_cpu_offload": False,
-            "optimizer_offload_path": None,
-        }
-    )
+    precision = HalfPrecision(bf16=model == BF16)
+    state = state_bytes(config, precision, grads_in_fp32=True)
+    estimate = state.main + state.moments
     assert estimate == expected
 
 

@@ -24,8 +24,8 @@ PUBLISHED = {
 def test_parameters_are_those_of_the_published_model(name):
     vocabulary, total, active, tolerance = PUBLISHED[name]
     words = ["--yaml-cfg", str(DIRECTORY / f"{name}.yaml"), "--mock-data"]
-    values = resolve(parse_command_line(words).config, world_size=1024).values
-    size = ModelSize.from_settings(values, vocab_size=vocabulary)
+    run = resolve(parse_command_line(words).config, world_size=1024)
+    size = ModelSize.from_settings(run, vocab_size=vocabulary)
     assert size.total_parameters == pytest.approx(total, rel=tolerance, abs=0)
     assert size.active_parameters == pytest.approx(active * 1e9, rel=0.02)
 

@@ -91,11 +91,11 @@ def test_keys_of_a_causal_window_are_counted(window):
 
 
 def size_of(found, *, seq_length: int) -> ModelSize:
-    values = resolve(
+    run = resolve(
         parse_command_line(["--preset", found.name, "--seq-length", str(seq_length)]).config,
         world_size=1,
-    ).values
-    return ModelSize.from_settings(values, vocab_size=found.vocab_size)
+    )
+    return ModelSize.from_settings(run, vocab_size=found.vocab_size)
 
 
 @pytest.mark.parametrize("name", preset_names())
@@ -129,21 +129,23 @@ def test_the_count_is_that_of_the_model_that_is_built(flags, is_tied):
     ).split()
     if not is_tied:
         words.append("--untie-embeddings-and-output-weights")
-    values = resolve(parse_command_line(words).config, world_size=1).values
-    config = transformer_config(values)
+    run = resolve(parse_command_line(words).config, world_size=1)
+    config = transformer_config(run)
     spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False)
     model = GPTModel(
         config, spec, vocab_size=64, max_sequence_length=8, position_embedding_type="rope",
         share_embeddings_and_output_weights=is_tied,
         mtp_block_spec=get_gpt_mtp_block_spec(config, spec, False),
     )  # fmt: skip
-    size = ModelSize.from_settings(values, vocab_size=64)
+    size = ModelSize.from_settings(run, vocab_size=64)
     assert size.total_parameters == sum(p.numel() for p in model.parameters())
     whole = size.stage_parameters(3, size.num_expert_layers, has_embedding=True, has_loss=True)
     assert whole == size.total_parameters
     routed = size.stage_routed_parameters(size.num_expert_layers, has_loss=True)
     assert routed == sum(p.numel() for p in model.parameters() if get_param_meta(p).is_expert)
-    share = (values["moe_router_topk"] / values["num_experts"]) if values["num_experts"] else 1
+    share = run.experts.moe_router_topk / (
+        run.experts.num_moe_experts or run.experts.moe_router_topk
+    )
     assert size.active_parameters == size.total_parameters - routed * (1 - share)
 
 
@@ -173,10 +175,8 @@ def test_memory_of_the_175b_model_is_that_of_the_paper():
         "--pipeline-model-parallel-size 8 --sequence-parallel --vocab-size 51200"
     )
     run = resolve(parse_command_line(words).config, world_size=64)
-    size = ModelSize.from_settings(run.values, vocab_size=51200)
-    found = estimate_memory(
-        run.values, size, chunks=[ChunkSize(12, False, False)], chunks_in_flight=8
-    )
+    size = ModelSize.from_settings(run, vocab_size=51200)
+    found = estimate_memory(run, size, chunks=[ChunkSize(12, False, False)], chunks_in_flight=8)
     assert found.states / 2**30 == pytest.approx(45.56, rel=0.01)
 
 
@@ -201,8 +201,8 @@ def test_memory_shrinks_with_every_rung_of_the_sharding_ladder(
     words += ["--data-parallel-sharding-strategy", *strategy.split()]
     words += ["--num-distributed-optimizer-instances", str(instances)]
     run = resolve(parse_command_line(words).config, world_size=8)
-    size = ModelSize.from_settings(run.values, vocab_size=128)
-    found = estimate_memory(run.values, size, chunks=[ChunkSize(2, True, True)], chunks_in_flight=1)
+    size = ModelSize.from_settings(run, vocab_size=128)
+    found = estimate_memory(run, size, chunks=[ChunkSize(2, True, True)], chunks_in_flight=1)
     count = size.stage_parameters(2, has_embedding=True, has_loss=True)
     assert found.states / count == pytest.approx(bytes_per_parameter)
 

@@ -200,4 +200,4 @@ def test_latent_attention_takes_local_layers_beside_those_of_transformer_engine(
 @pytest.mark.parametrize("kind", ["rope", "yarn"])
 def test_the_rotation_of_latent_attention_is_chosen_by_rope_type(kind):
     resolved = run("--multi-latent-attention", "--rope-type", kind)
-    assert transformer_config(resolved.values).rope_type == kind
+    assert transformer_config(resolved).rope_type == kind
