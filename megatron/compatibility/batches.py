@@ -16,12 +16,14 @@ from megatron.core import device, parallel_state
 from megatron.core.context_parallel import partition
 from megatron.core.datasets.document_masks import attention_mask, document_starts
 from megatron.core.errors import ConfigError, DataError
+from megatron.core.flags import from_args
 from megatron.core.process_groups_config import Group, ProcessGroupCollection
 from megatron.core.tensor_parallel.data import broadcast_data
 from megatron.core.transport import backend, collectives
 from megatron.core.utils import get_pg_rank, get_pg_size
 from megatron.training.arguments import core_transformer_config_from_args
 from megatron.training.blends import blends_of
+from megatron.training.config.data import DataSettings
 from megatron.training.global_vars import get_args
 
 BATCH = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
@@ -113,7 +115,7 @@ def maybe_wrap_for_inprocess_restart(pretrain: object) -> tuple[Any, None]:
 
 def get_blend_and_blend_per_split(args: argparse.Namespace) -> tuple[Any, Any]:
     """Return `blend` and `blend_per_split` of a dataset config; one of them, or both, are None."""
-    found = blends_of(args)
+    found = blends_of(from_args(DataSettings, vars(args)))
     return found.get("blend"), found.get("blend_per_split")
 
 

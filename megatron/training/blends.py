@@ -11,55 +11,61 @@ from megatron.core.datasets.megatron_dataset import MegatronDataset
 from megatron.core.datasets.sft_dataset import SFTDataset
 from megatron.core.datasets.utils import Blend, Split, get_blend_from_list
 from megatron.core.errors import DataError, shown
+from megatron.core.flags import from_args
 from megatron.core.json_text import parse_json
 from megatron.core.tokenizers.base import TextTokenizer
+from megatron.training.arguments import run_as_in
+from megatron.training.config.data import DataSettings
 
 
 def gpt_dataset_class(args: argparse.Namespace) -> type[MegatronDataset]:
     """Return what the data flags make samples of: documents, conversations, or nothing at all."""
-    if args.mock_data:
+    data = from_args(DataSettings, vars(args))
+    if data.mock_data:
         return MockGPTDataset
-    return SFTDataset if args.sft else GPTDataset
+    return SFTDataset if data.sft else GPTDataset
 
 
 def gpt_dataset_config(args: argparse.Namespace, tokenizer: TextTokenizer) -> GPTDatasetConfig:
     """Return what the data flags of `pretrain_gpt.py` say, also to tools that prepare a run."""
+    run = run_as_in(args)
+    data, topology = run.data, run.topology
     return GPTDatasetConfig(
-        random_seed=args.seed,
-        sequence_length=args.seq_length,
-        **blends_of(args),
-        multiple_validation_sets=args.multiple_validation_sets,
-        num_dataset_builder_threads=args.num_dataset_builder_threads,
-        path_to_cache=args.data_cache_path,
-        mmap_bin_files=args.mmap_bin_files,
-        object_storage_cache_path=args.object_storage_cache_path,
+        random_seed=run.schedule.seed,
+        sequence_length=run.model.seq_length,
+        **blends_of(data),
+        multiple_validation_sets=data.multiple_validation_sets,
+        num_dataset_builder_threads=data.num_dataset_builder_threads,
+        path_to_cache=data.data_cache_path,
+        mmap_bin_files=data.mmap_bin_files,
+        object_storage_cache_path=data.object_storage_cache_path,
         tokenizer=tokenizer,
-        reset_position_ids=args.reset_position_ids,
-        reset_attention_mask=args.reset_attention_mask,
-        eod_mask_loss=args.eod_mask_loss,
+        reset_position_ids=data.reset_position_ids,
+        reset_attention_mask=data.reset_attention_mask,
+        eod_mask_loss=data.eod_mask_loss,
         create_attention_mask=False,
-        document_starts=args.reset_attention_mask,
-        mid_level_dataset_surplus=args.mid_level_dataset_surplus,
-        sample_order=args.sample_order,
-        vocab_size=args.unpadded_vocab_size,
-        builder=(args.rank, args.world_size),
+        document_starts=data.reset_attention_mask,
+        mid_level_dataset_surplus=data.mid_level_dataset_surplus,
+        sample_order=data.sample_order,
+        vocab_size=run.model.unpadded_vocab_size,
+        builder=(topology.rank, topology.world_size),
     )
 
 
-def blends_of(args: argparse.Namespace) -> dict[str, Any]:
+def blends_of(data: DataSettings) -> dict[str, Any]:
     """Return `blend`, `blend_per_split` and `split` for a dataset config.
 
     All of them None but `split` means synthetic samples.
     """
-    if args.mock_data:
-        return {"split": args.split}
-    if args.data_path:
-        return {"blend": get_blend_from_list(args.data_path), "split": args.split}
-    if args.data_args_path:
-        return {"blend": _blend_in_file(args.data_args_path), "split": args.split}
-    if args.per_split_data_args_path:
-        return {"blend_per_split": _blends_in_file(args.per_split_data_args_path)}
-    lists = [args.train_data_path, args.valid_data_path, args.test_data_path]
+    if data.mock_data:
+        return {"split": data.split}
+    if data.data_path:
+        return {"blend": get_blend_from_list(data.data_path), "split": data.split}
+    if data.data_args_path:
+        return {"blend": _blend_in_file(data.data_args_path), "split": data.split}
+    if data.per_split_data_args_path:
+        return {"blend_per_split": _blends_in_file(data.per_split_data_args_path)}
+    lists = [data.train_data_path, data.valid_data_path, data.test_data_path]
     return {"blend_per_split": [get_blend_from_list(words) for words in lists]}
 
 

@@ -6,9 +6,11 @@ import argparse
 from typing import Any
 
 from megatron.core.errors import ConfigError
+from megatron.core.flags import from_args
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer.spec_utils import import_module
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.training.config.model import ModelSettings
 
 
 def layer_spec(
@@ -19,13 +21,14 @@ def layer_spec(
     `--spec my_package.my_module my_spec` names a ModuleSpec, or a function that takes the
     TransformerConfig (or nothing) and returns one.
     """
-    if not args.spec:
-        uses_engine = args.transformer_impl == "transformer_engine"
+    model = from_args(ModelSettings, vars(args))
+    if not model.spec:
+        uses_engine = model.transformer_impl == "transformer_engine"
         return get_gpt_decoder_block_spec(config, uses_engine, vp_stage=vp_stage)
-    found = import_module(_module_and_name(args.spec))
+    found = import_module(_module_and_name(model.spec))
     if found is None:
         raise ConfigError(
-            f"--spec {' '.join(args.spec)} names nothing that can be imported.",
+            f"--spec {' '.join(model.spec)} names nothing that can be imported.",
             rule="--spec is a module and the name of a spec or function in it",
             flags=["--spec"],
             fix="use --spec package.module name, with the package on PYTHONPATH",

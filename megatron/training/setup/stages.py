@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 
+from megatron.core.flags import from_args
 from megatron.core.pipeline_parallel.layout import pipeline_layout
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_pg_rank
+from megatron.training.config.data import DataSettings
 from megatron.training.transformer_settings import transformer_config_from_args
 
 
@@ -16,7 +18,8 @@ def reads_data(args: argparse.Namespace, vp_stage: int | None = None) -> bool:
     The first stage needs tokens and the last one labels. Masks that follow the documents
     (--reset-attention-mask, --sft) are needed by every stage.
     """
-    if args.reset_attention_mask or args.sft:
+    data = from_args(DataSettings, vars(args))
+    if data.reset_attention_mask or data.sft:
         return True
     layout = pipeline_layout(transformer_config_from_args(vars(args)))
     pp_rank = get_pg_rank(ProcessGroupCollection.current().pp)

@@ -1,21 +1,16 @@
 """Blends from the command line and from files."""
 
 import json
-from types import SimpleNamespace
 
 import pytest
 
 from megatron.core.errors import DataError
 from megatron.training.blends import blends_of
-
-NAMES = (
-    "data_path", "data_args_path", "per_split_data_args_path", "train_data_path",
-    "valid_data_path", "test_data_path", "mock_data", "split",
-)  # fmt: skip
+from megatron.training.config.data import DataSettings
 
 
 def blends(**given):
-    return blends_of(SimpleNamespace(**{**dict.fromkeys(NAMES), **given}))
+    return blends_of(DataSettings(**given))
 
 
 @pytest.mark.parametrize(
