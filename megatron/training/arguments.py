@@ -82,8 +82,22 @@ def run_from_args(
 
 
 def run_as_in(args: argparse.Namespace) -> ResolvedRun:
-    """Return the settings in `args`; what was derived there is not derived again."""
-    return run_from_args(args).overlaid(vars(args))
+    """Return the settings in `args`; what was derived there is not derived again.
+
+    A loop that asks in every step gets the same object until a setting is changed.
+    """
+    counters = ("iteration", "consumed_train_samples", "consumed_valid_samples",
+                "skipped_train_samples", "num_floating_point_operations_so_far",
+                "curr_iteration")  # fmt: skip
+    values = {name: value for name, value in vars(args).items() if name not in counters}
+    known = getattr(args, "latest", None)
+    if known is not None and known[0] == values:
+        run: ResolvedRun = known[1]
+        return run
+    run = run_from_args(args).overlaid(vars(args))
+    if isinstance(args, Args):
+        args.latest = (values, run)
+    return run
 
 
 def _world_size_of(args: argparse.Namespace) -> int:

@@ -138,12 +138,14 @@ class Args(argparse.Namespace):
     """Megatron's `args`, which also knows what the settings in it were derived from.
 
     So settings that were derived once can be told from those that the user gave, when a script
-    hands them back. `run` is a slot: it does not show up in `vars(args)`.
+    hands them back. Slots do not show up in `vars(args)`.
     """
 
-    __slots__ = ("run",)
+    __slots__ = ("latest", "run")
 
     run: ResolvedRun
+    latest: tuple[Mapping[str, Any], ResolvedRun]
+    """Values that a script's settings had when they were last resolved, and the result."""
 
 
 class _Log:

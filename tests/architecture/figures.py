@@ -10,9 +10,11 @@ the bounds.
 from __future__ import annotations
 
 import ast
+import json
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 
 from megatron.compatibility.accepted import accepted
 from tests.architecture import words
@@ -33,26 +35,33 @@ MUTATORS = {
     "popleft", "remove", "set", "reset", "setdefault", "update",
 }  # fmt: skip
 
+FLAGS = Path(__file__).parents[1] / "unit" / "training" / "frozen_flags.json"
+
+REDEFINING = ("MLATransformerConfig",)
+"""Dataclasses that only give other defaults to what they inherit."""
+
 DEVICE_ROOMS = ("megatron.core.device", "megatron.core.kernels", "megatron.core.transport")
 """Where a device may be asked for."""
 
 
 def declared_twice() -> Iterator[str]:
-    """Settings that are fields of a config of `training` and of one that uses them."""
+    """Flags that are fields of two dataclasses, of which neither is built on the other."""
     fields: dict[str, list[str]] = {}
     for module in modules().values():
-        is_training = module.name.startswith("megatron.training.config")
+        is_training = module.name.startswith("megatron.training.config.") and not (
+            module.name.endswith(".run")  # its fields are groups
+        )
         is_user = module.name.startswith(
             ("megatron.core.transformer.config", "megatron.core.transformer.transformer_config",
              "megatron.core.model_parallel_config", "megatron.core.optimizer.optimizer_config",
-             "megatron.core.distributed.distributed_data_parallel_config",
-             "megatron.training.checkpointing.settings")
+             "megatron.core.distributed.distributed_data_parallel_config")
         )  # fmt: skip
         if is_training or is_user:
             for name, line in _dataclass_fields(module):
                 fields.setdefault(name, []).append(f"{module.path}:{line}")
+    flags = {flag["name"] for flag in json.loads(FLAGS.read_text()).values()}
     for name, places in sorted(fields.items()):
-        if len({place.rpartition(":")[0] for place in places}) > 1:
+        if name in flags and len({place.rpartition(":")[0] for place in places}) > 1:
             yield f"{name}: {', '.join(places)}"
 
 
@@ -62,7 +71,8 @@ def _dataclass_fields(module: Module) -> Iterator[tuple[str, int]]:
             "dataclass" in ast.unparse(d) or "config" in ast.unparse(d).lower()
             for d in node.decorator_list
         )
-        if not is_dataclass:
+        # A config built on another gives some of its fields another default.
+        if not is_dataclass or (isinstance(node, ast.ClassDef) and node.name in REDEFINING):
             continue
         for child in node.body:
             is_field = isinstance(child, ast.AnnAssign) and isinstance(child.target, ast.Name)
@@ -86,6 +96,8 @@ def untyped_reads() -> Iterator[str]:
         if module.name.startswith(("megatron.compatibility", "megatron.core")):
             continue
         for node in ast.walk(module.tree):
+            if isinstance(getattr(node, "ctx", None), ast.Store):
+                continue
             if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
                 base = ast.unparse(node.value).rpartition(".")[2]
                 if isinstance(node.slice.value, str) and base in {"settings", "v", "values"}:
