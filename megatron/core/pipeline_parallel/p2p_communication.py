@@ -152,7 +152,7 @@ class P2PCommunicator:
             self._agreement = None
 
     def send(self, tensors: Sequence[Tensor], target: int, message: Message) -> Work[list[Tensor]]:
-        """Post a send to pipeline rank `target`."""
+        """Post a send of tensors [...] to pipeline rank `target`."""
         group, peer, tag = self._channel(self.rank, target, target, message)
         sent: list[Tensor] = []
         for tensor in tensors:

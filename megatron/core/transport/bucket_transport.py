@@ -44,7 +44,7 @@ class BucketTransport(Protocol):
         ...
 
     def all_reduce(self, bucket: Tensor, scale: float, *, is_first_step: bool) -> Steps[Tensor]:
-        """Leave scale * sum over the ranks in `bucket`, and return it.
+        """Leave scale * sum over the ranks in `bucket` [n], and return it.
 
         Args:
             is_first_step: all ranks start it in the same order, as nothing came before.
@@ -67,7 +67,7 @@ class P2PBucketTransport:
     def reduce_scatter(
         self, bucket: Tensor, scale: float, into: Tensor | None = None
     ) -> Steps[Tensor]:
-        """See `BucketTransport`."""
+        """[n] -> [n / size]; see `BucketTransport`."""
         own = piece_of(bucket, self.rank, self.size)
         received = own.new_empty((self.size - 1, own.numel()))
         handles = self._receive(received[row] for row in range(self.size - 1))
@@ -78,7 +78,7 @@ class P2PBucketTransport:
         return sums
 
     def all_reduce(self, bucket: Tensor, scale: float, *, is_first_step: bool) -> Steps[Tensor]:
-        """See `BucketTransport`."""
+        """[n] -> [n]; see `BucketTransport`."""
         if is_first_step and self.size == 2 and not is_half(bucket):
             # a + b = b + a to the bit, and gloo's threads make progress without our help.
             yield [dist.all_reduce(bucket, group=self.group, async_op=True)]
@@ -131,7 +131,7 @@ class NativeBucketTransport:
     def reduce_scatter(
         self, bucket: Tensor, scale: float, into: Tensor | None = None
     ) -> Steps[Tensor]:
-        """See `BucketTransport`."""
+        """[n] -> [n / size]; see `BucketTransport`."""
         self._scale(bucket, scale)
         own = piece_of(bucket, self.rank, self.size)
         yield from _in_flight(
@@ -140,7 +140,7 @@ class NativeBucketTransport:
         return own
 
     def all_reduce(self, bucket: Tensor, scale: float, *, is_first_step: bool) -> Steps[Tensor]:
-        """See `BucketTransport`."""
+        """[n] -> [n]; see `BucketTransport`."""
         self._scale(bucket, scale)
         yield from _in_flight(dist.all_reduce(bucket, self._operation, self.group, self._starts))
         return bucket

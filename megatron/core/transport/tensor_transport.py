@@ -55,11 +55,11 @@ class NativeTransport:
         self.group, self.size = group, group.size()
 
     def all_reduce(self, x: Tensor) -> Work[Tensor]:
-        """See `TensorTransport`."""
+        """Sum [...]; see `TensorTransport`."""
         return Work.of([dist.all_reduce(x, group=self.group, async_op=True)], x)
 
     def all_gather(self, x: Tensor, sizes: Sizes) -> Work[Tensor]:
-        """See `TensorTransport`."""
+        """[t/tp, ...] -> [t, ...]; see `TensorTransport`."""
         if sizes is not None:
             gathered = x.new_empty((sum(sizes), *x.shape[1:]))
             pieces = list(gathered.split(list(sizes)))
@@ -69,7 +69,7 @@ class NativeTransport:
         return Work.of([work], gathered)
 
     def reduce_scatter(self, x: Tensor, sizes: Sizes) -> Work[Tensor]:
-        """See `TensorTransport`."""
+        """[t, ...] -> [t/tp, ...]; see `TensorTransport`."""
         if sizes is not None:
             return self._sum_of_pieces(x, sizes[self.group.rank()], list(sizes))
         result = x.new_empty((x.shape[0] // self.size, *x.shape[1:]))
@@ -90,7 +90,7 @@ class NativeTransport:
         return Work(steps())
 
     def all_to_all(self, x: Tensor, output_sizes: Sizes, input_sizes: Sizes) -> Work[Tensor]:
-        """See `TensorTransport`."""
+        """[t, ...] -> [t', ...]; see `TensorTransport`."""
         rows = x.shape[0] if output_sizes is None else sum(output_sizes)
         received = x.new_empty((rows, *x.shape[1:]))
         sizes = [None if s is None else list(s) for s in (output_sizes, input_sizes)]
@@ -98,7 +98,7 @@ class NativeTransport:
         return Work.of([work], received)
 
     def ring_shift(self, x: Tensor) -> Work[Tensor]:
-        """See `TensorTransport`."""
+        """[...] -> [...]; see `TensorTransport`."""
         rank, received = self.group.rank(), torch.empty_like(x)
         following = dist.get_global_rank(self.group, (rank + 1) % self.size)
         preceding = dist.get_global_rank(self.group, (rank - 1) % self.size)
@@ -122,7 +122,7 @@ class GlooTransport(NativeTransport):
     """The same on a CPU, where gloo lacks some operations and others have a better algorithm."""
 
     def all_gather(self, x: Tensor, sizes: Sizes) -> Work[Tensor]:
-        """See `TensorTransport`."""
+        """[t/tp, ...] -> [t, ...]; see `TensorTransport`."""
         if sizes is None:
             return super().all_gather(x, None)
         # gloo gathers equal pieces only; its all-to-all takes any sizes.
@@ -130,7 +130,7 @@ class GlooTransport(NativeTransport):
         return self.all_to_all(copies, sizes, [x.shape[0]] * self.size)
 
     def reduce_scatter(self, x: Tensor, sizes: Sizes) -> Work[Tensor]:
-        """See `TensorTransport`."""
+        """[t, ...] -> [t/tp, ...]; see `TensorTransport`."""
         if sizes is not None:
             return super().reduce_scatter(x, sizes)
         # gloo makes a reduce-scatter of an all-reduce, which moves twice the bytes. Exchanging

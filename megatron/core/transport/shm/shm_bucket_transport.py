@@ -40,7 +40,7 @@ class ShmBucketTransport:
     def reduce_scatter(
         self, bucket: Tensor, scale: float, into: Tensor | None = None
     ) -> Steps[Tensor]:
-        """See `BucketTransport`."""
+        """[n] -> [n / size]; see `BucketTransport`."""
         yield self._publish(1, bucket)
         rank, size = self._peers.rank, self._peers.size
         own = piece_of(bucket, rank, size)
@@ -59,7 +59,7 @@ class ShmBucketTransport:
         return own if into is None else into
 
     def all_reduce(self, bucket: Tensor, scale: float, *, is_first_step: bool) -> Steps[Tensor]:
-        """See `BucketTransport`."""
+        """[n] -> [n]; see `BucketTransport`."""
         yield from self.reduce_scatter(bucket, scale)
         self._copy(bucket, are_shards=False)
         yield self._publish(3, bucket)

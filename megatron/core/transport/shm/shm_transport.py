@@ -24,7 +24,7 @@ class ShmTransport(GlooTransport):
         self._shm = shm
 
     def all_reduce(self, x: Tensor) -> Work[Tensor]:
-        """See `TensorTransport`."""
+        """Sum [...]; see `TensorTransport`."""
         flat = x.view(-1)
 
         def add(part: slice, theirs: list[Tensor]) -> None:
@@ -33,7 +33,7 @@ class ShmTransport(GlooTransport):
         return self._shm.exchange(x, add, x)
 
     def all_gather(self, x: Tensor, sizes: Sizes) -> Work[Tensor]:
-        """See `TensorTransport`."""
+        """[t/tp, ...] -> [t, ...]; see `TensorTransport`."""
         if sizes is not None:
             return super().all_gather(x, sizes)
         gathered = x.new_empty((x.shape[0] * self.size, *x.shape[1:]))
@@ -46,7 +46,7 @@ class ShmTransport(GlooTransport):
         return self._shm.exchange(x, copy, gathered)
 
     def reduce_scatter(self, x: Tensor, sizes: Sizes) -> Work[Tensor]:
-        """See `TensorTransport`."""
+        """[t, ...] -> [t/tp, ...]; see `TensorTransport`."""
         if sizes is not None:
             return super().reduce_scatter(x, sizes)
         result = x.new_empty((x.shape[0] // self.size, *x.shape[1:]))
