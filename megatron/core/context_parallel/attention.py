@@ -1,8 +1,8 @@
 """Attention of a sequence that is split over ranks, by one of four kinds of communication.
 
-- `p2p`: keys and values go round a ring (`exchange.Ring`).
-- `all_gather`: keys and values are gathered (`exchange.Gather`).
-- `a2a`: heads are split instead of positions while attention lasts (`head_exchange`).
+- `p2p`: keys and values go round a ring (`RingExchange`).
+- `all_gather`: keys and values are gathered (`AllGatherExchange`).
+- `a2a`: heads are split instead of positions while attention lasts (`ulysses`).
 - `a2a+p2p`: heads inside a group of near ranks, a ring between such groups.
 
 Keys that come in parts are attended to by the blockwise kernel; where heads are split, each rank
@@ -19,8 +19,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from megatron.core.context_parallel.exchange import Gather, Ring
-from megatron.core.context_parallel.head_exchange import (
+from megatron.core.context_parallel.kv_exchange import AllGatherExchange, RingExchange
+from megatron.core.context_parallel.ulysses import (
     heads_to_sequence,
     join_heads,
     key_heads_for_ranks,
@@ -28,7 +28,7 @@ from megatron.core.context_parallel.head_exchange import (
 )
 from megatron.core.errors import ConfigError
 from megatron.core.kernels.attention_options import AttentionKernel, AttentionOptions
-from megatron.core.kernels.blockwise_attention import Exchange, blockwise_attention
+from megatron.core.kernels.blockwise_attention import KVExchange, blockwise_attention
 from megatron.core.process_groups_config import Group
 from megatron.core.rng import SequenceRows
 from megatron.core.utils import get_pg_rank, get_pg_size
@@ -57,7 +57,7 @@ class _Plan:
     """
 
     heads: Group
-    exchange: Exchange | None
+    exchange: KVExchange | None
     rows: SequenceRows
 
 
@@ -79,8 +79,8 @@ def _plan(kind: str, groups: ContextGroups, num_local_rows: int) -> _Plan:
     if get_pg_size(ring) == 1:
         return _Plan(heads, None, rows)
     if kind == "all_gather":
-        return _Plan(heads, Gather(ring, total), rows)
-    return _Plan(heads, Ring(ring, total), rows)
+        return _Plan(heads, AllGatherExchange(ring, total), rows)
+    return _Plan(heads, RingExchange(ring, total), rows)
 
 
 def context_parallel_attention(

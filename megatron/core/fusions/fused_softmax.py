@@ -1,4 +1,4 @@
-"""Scale, mask and softmax of attention scores, for attention that forms its scores.
+"""Scale, mask and softmax of attention scores, for attention that holds its scores.
 
 Shapes: `b` micro batch, `n` heads of this rank, `q`/`k` query and key positions.
 """

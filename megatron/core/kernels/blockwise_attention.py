@@ -59,13 +59,13 @@ class KeysAndValues:
         return self.like(torch.zeros_like(self.flat, dtype=torch.float32))
 
 
-class Exchange(Protocol):
+class KVExchange(Protocol):
     """Brings the keys of all ranks to this rank's queries, and their gradients home."""
 
-    def visits(self, own: KeysAndValues) -> Iterator[tuple[KeysAndValues, SequenceRows]]:
+    def visit(self, own: KeysAndValues) -> Iterator[tuple[KeysAndValues, SequenceRows]]:
         """Yield all sets of keys and which positions they are."""
 
-    def visits_back(
+    def visit_backward(
         self, own: KeysAndValues, gradient: KeysAndValues
     ) -> Iterator[tuple[KeysAndValues, SequenceRows, KeysAndValues]]:
         """Yield all sets again, each with an fp32 buffer to add its gradient to.
@@ -76,16 +76,16 @@ class Exchange(Protocol):
 
 
 @dataclass(frozen=True)
-class NoExchange:
+class LocalKV:
     """This rank holds all keys; no communication."""
 
     rows: SequenceRows
 
-    def visits(self, own: KeysAndValues) -> Iterator[tuple[KeysAndValues, SequenceRows]]:
+    def visit(self, own: KeysAndValues) -> Iterator[tuple[KeysAndValues, SequenceRows]]:
         """Yield the rank's own keys."""
         yield own, self.rows
 
-    def visits_back(
+    def visit_backward(
         self, own: KeysAndValues, gradient: KeysAndValues
     ) -> Iterator[tuple[KeysAndValues, SequenceRows, KeysAndValues]]:
         """Yield them again with the gradient itself."""
@@ -97,7 +97,7 @@ def blockwise_attention(
     key: Tensor,
     value: Tensor,
     options: AttentionOptions,
-    exchange: Exchange | None = None,
+    exchange: KVExchange | None = None,
     rows: SequenceRows | None = None,
 ) -> Tensor:
     """Attend, a block of queries and a run of keys at a time.
@@ -132,7 +132,7 @@ def blockwise_attention(
     queries = query.reshape(s, b, g, r, d).permute(1, 2, 0, 3, 4).reshape(b * g, s * r, d)
     keys = key.permute(1, 2, 0, 3).reshape(b * g, s, d)
     values = value.permute(1, 2, 0, 3).reshape(b * g, s, e)
-    exchange = exchange or NoExchange(rows)
+    exchange = exchange or LocalKV(rows)
     out = _BlockwiseAttention.apply(queries, keys, values, options.sink, rule, exchange, rows)
     return out.view(b, g, s, r, e).permute(2, 0, 1, 3, 4).reshape(s, b, n * e)
 
@@ -148,12 +148,12 @@ class _BlockwiseAttention(torch.autograd.Function):
         values: Tensor,
         sink: Tensor | None,
         rule: AttentionRule,
-        exchange: Exchange,
+        exchange: KVExchange,
         rows: SequenceRows,
     ) -> Tensor:
         own = KeysAndValues.of(keys, values)
         result = PartialAttention.empty(queries, values.shape[2])
-        for held, key_rows in exchange.visits(own):
+        for held, key_rows in exchange.visit(own):
             attend(result, queries, held.keys, held.values, rows, key_rows, rule)
         if sink is not None:
             result.add_sink(sink, rule)
@@ -172,7 +172,7 @@ class _BlockwiseAttention(torch.autograd.Function):
         lse = lse.clamp_min(torch.finfo(torch.float32).min)
         grad_queries = torch.zeros_like(queries, dtype=torch.float32)
         gradient = own.zeros()
-        for held, key_rows, buffer in ctx.exchange.visits_back(own, gradient):
+        for held, key_rows, buffer in ctx.exchange.visit_backward(own, gradient):
             attend_backward(
                 grad_out, lse, delta, queries, held.keys, held.values, ctx.rows, key_rows,
                 ctx.rule, (grad_queries, buffer.keys, buffer.values),

@@ -3,7 +3,7 @@
 A block of queries looks at a run of keys: scores, softmax, product, and the logarithm of the
 softmax's denominator ("lse"). Results over several runs of keys are merged by their lse (online
 softmax: M. Milakov, N. Gimelshein, "Online normalizer calculation for softmax", section 3, arXiv
-1805.02867; T. Dao et al., "FlashAttention", section 3.1, arXiv 2205.14135). Backward forms the
+1805.02867; T. Dao et al., "FlashAttention", section 3.1, arXiv 2205.14135). Backward computes the
 probabilities again from the final lse, as in section 3.1 and appendix B of the same, so that
 nothing of size [s, s] ever exists: memory grows with s.
 

@@ -1,6 +1,6 @@
 """Cross entropy of logits whose vocabulary is split over the tensor-parallel ranks.
 
-The logits are never gathered (Megatron-LM, section 3, arXiv 1909.08053): each rank forms the
+The logits are never gathered (Megatron-LM, section 3, arXiv 1909.08053): each rank computes the
 softmax of its columns, and three numbers per token are exchanged.
 
 Shapes: `s` sequence, `b` micro batch, `v` padded vocabulary, `t` = s*b; a slash divides by the
@@ -35,7 +35,7 @@ def vocab_parallel_cross_entropy(
     num_valid: int | None = None,
     overwrite_logits: bool = False,
 ) -> Tensor:
-    """Return the loss of every token, formed in fp32.
+    """Return the loss of every token, computed in fp32.
 
     Args:
         vocab_parallel_logits: [s, b, v/tp] of any float dtype (any leading dimensions).

@@ -2,7 +2,7 @@
 
 Logits are computed for a chunk of tokens, turned into their own gradient in place, and used
 up by the two gradient GEMMs before the next chunk takes their memory. All that is known before
-the loss is reduced: only its scale is missing. So forward forms the input gradient of each token
+the loss is reduced: only its scale is missing. So forward computes the input gradient of each token
 for a loss weight of one, and the weight gradient for given token weights; backward multiplies.
 (The idea of gradients in forward is that of Liger Kernel, arXiv 2410.10989, section 3.2, which
 needs one common weight; here any weights are exact.)
@@ -72,8 +72,8 @@ def linear_cross_entropy(
         tp_group: None is the tensor-parallel group of the current collection.
         token_weights: [s, b], up to a common factor the weights with which the caller will sum
             the losses (the loss mask); None means equal weights. A promise that saves work, not a
-            factor: if the weights turn out different, backward forms the weight gradient again.
-        recomputes_logits: form no gradient in forward but the logits twice. For schedules that
+            factor: if the weights turn out different, backward recomputes the weight gradient.
+        recomputes_logits: compute the logits twice, and no gradient in forward. For schedules that
             keep several micro batches between forward and backward, each of which would hold a
             weight gradient [v/tp, h].
         fuses_main_grad: write the weight gradient into `weight.main_grad` where it exists.

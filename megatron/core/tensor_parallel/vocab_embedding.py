@@ -97,7 +97,7 @@ class VocabParallelEmbedding(ParallelLayer):
 class _LookUp(torch.autograd.Function):
     """Rows of the local table; zeros for ids of other ranks.
 
-    Backward adds to the touched rows of the main gradient; no [v, h] tensor is formed.
+    Backward adds to the touched rows of the main gradient; no [v, h] tensor is allocated.
     """
 
     @staticmethod

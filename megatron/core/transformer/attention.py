@@ -331,14 +331,14 @@ class SelfAttention(Attention):
         s, b, _ = packed.shape
         d, r = self.hidden_size_per_attention_head, self.queries_per_group
         grouped = packed.view(s, b, -1, r + 2, d)
-        turned = rotate(
+        rotated = rotate(
             grouped.narrow(3, 0, r + 1),
             cos.unsqueeze(2),
             sin.unsqueeze(2),
             self.config.rotary_interleaved,
         )
-        query = turned.narrow(3, 0, r).reshape(s, b, -1, d)
-        return query, turned.select(3, r), grouped.select(3, r + 1)
+        query = rotated.narrow(3, 0, r).reshape(s, b, -1, d)
+        return query, rotated.select(3, r), grouped.select(3, r + 1)
 
     def _unpack(self, packed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Cut the rows of the projection into query, key and value heads."""

@@ -106,7 +106,10 @@ class MLP(MegatronModule):
             (output of the input's shape, bias of fc2 [h] that is still to be added, or None).
         """
         refuse_given(
-            "MLP", kwargs, rule="a dense layer treats all tokens alike", fix="leave it out"
+            "MLP",
+            kwargs,
+            rule="a dense layer treats all tokens equally",
+            fix="leave it out",
         )
         intermediate = self.fc1_and_act(hidden_states)
         if per_token_scale is not None:

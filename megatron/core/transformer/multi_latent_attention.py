@@ -125,9 +125,9 @@ class MLASelfAttention(Attention):
             positions = rows_of_rank(s, self.pg_collection.cp).positions(query.device)[:, None]
         cos, sin = self._angles(positions, query)
         interleaved = config.rotary_interleaved
-        turned = rotate(query[..., d:], cos, sin, interleaved)
+        rotated = rotate(query[..., d:], cos, sin, interleaved)
         shared_key = rotate(shared_key.unsqueeze(2), cos, sin, interleaved)
-        query = torch.cat((query[..., :d], turned), -1)
+        query = torch.cat((query[..., :d], rotated), -1)
         key = torch.cat((key, shared_key.expand(s, b, heads, p)), -1)
         return query, key, value
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 def cos_sin(freqs: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return cosine and sine of the angles [s, 1, 1, r], formed in fp32, in `dtype`."""
+    """Return cosine and sine of the angles [s, 1, 1, r], computed in fp32, in `dtype`."""
     return freqs.float().cos().to(dtype), freqs.float().sin().to(dtype)
 
 

@@ -95,7 +95,7 @@ class TransformerConfig(
             problems.append(
                 ConfigError(
                     "cross_entropy_loss_fusion with final_logit_softcapping.",
-                    rule="the fused loss forms its logits by one product, without a bound",
+                    rule="the fused loss computes its logits by one product, without a bound",
                     flags=["--cross-entropy-loss-fusion", "--final-logit-softcapping"],
                     fix="drop --cross-entropy-loss-fusion",
                 )

@@ -107,7 +107,7 @@ class GPTModel(LanguageModule):
                     pg_collection=self.pg_collection,
                 )
             self.has_rotary = position_embedding_type in ("rope", "yarn") and not (
-                config.multi_latent_attention  # turns part of its heads by itself
+                config.multi_latent_attention  # rotates part of its heads by itself
             )
             if self.has_rotary:
                 rotary = partial(

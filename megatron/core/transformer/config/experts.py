@@ -31,7 +31,7 @@ class ExpertConfig:
     moe_grouped_gemm: bool = flag(False, part_of="num_experts")
     """Compute all experts of a rank together instead of one module after the other."""
     moe_layer_recompute: bool = flag(False, part_of="num_experts")
-    """Drop the activations of expert layers and form them again in backward."""
+    """Drop the activations of expert layers and recompute them in backward."""
 
     moe_router_topk: int = flag(2, part_of="num_experts")
     """Experts that each token visits."""

@@ -3,7 +3,7 @@
 An exchange hands out sets of keys and values, one after the other; backward it hands them out
 again, each with a buffer for its gradient, and sees to it that the gradients come home.
 
-Ring: H. Liu, M. Zaharia, P. Abbeel, "Ring Attention with Blockwise Transformers for
+RingExchange: H. Liu, M. Zaharia, P. Abbeel, "Ring Attention with Blockwise Transformers for
 Near-Infinite Context", section 3, arXiv 2310.01889. Gathered keys: "The Llama 3 Herd of Models",
 section 3.3.2, arXiv 2407.21783.
 
@@ -27,7 +27,7 @@ from megatron.core.transport.work import Work
 
 
 @dataclass(frozen=True)
-class Gather:
+class AllGatherExchange:
     """All keys at once: an all-gather before, and a reduce-scatter of their gradient.
 
     Only the own keys are kept between forward and backward, which gathers once more: held memory
@@ -46,11 +46,11 @@ class Gather:
         values = join_zigzag(pieces[:, cut:].reshape(size, *own.values.shape), dim=2)
         return KeysAndValues(pieces, keys, values)
 
-    def visits(self, own: KeysAndValues) -> Iterator[tuple[KeysAndValues, SequenceRows]]:
+    def visit(self, own: KeysAndValues) -> Iterator[tuple[KeysAndValues, SequenceRows]]:
         """Yield the keys of all ranks in one set."""
         yield self._gathered(own), SequenceRows.whole(self.total)
 
-    def visits_back(
+    def visit_backward(
         self, own: KeysAndValues, gradient: KeysAndValues
     ) -> Iterator[tuple[KeysAndValues, SequenceRows, KeysAndValues]]:
         """Yield that set again; then sum the gradients and keep the own part."""
@@ -65,23 +65,23 @@ class Gather:
 
 
 @dataclass(frozen=True)
-class Ring:
+class RingExchange:
     """Keys travel from rank to rank while those at hand are worked on.
 
     Communication per rank, in units of (cp - 1) times the bytes of own keys and values: forward
-    1; backward 2, the keys and their gradient, which travels one step behind and is rounded to
+    1; backward 2, the keys and their gradient, which travels one step later and is rounded to
     the dtype of the keys at each step.
     """
 
     group: Group
     total: int
 
-    def visits(self, own: KeysAndValues) -> Iterator[tuple[KeysAndValues, SequenceRows]]:
+    def visit(self, own: KeysAndValues) -> Iterator[tuple[KeysAndValues, SequenceRows]]:
         """Yield own keys, then those of the ranks before, nearest first."""
         for held, source in self._travel(own):
             yield held, SequenceRows.zigzag(self.total, source, self.group.size())
 
-    def visits_back(
+    def visit_backward(
         self, own: KeysAndValues, gradient: KeysAndValues
     ) -> Iterator[tuple[KeysAndValues, SequenceRows, KeysAndValues]]:
         """Yield them again; the gradient of a set follows it and ends at its owner."""
@@ -102,7 +102,7 @@ class Ring:
             gradient.flat.add_(coming.wait())
 
     def _travel(self, own: KeysAndValues) -> Iterator[tuple[KeysAndValues, int]]:
-        """Yield (set, owner); the next set is under way while one is worked on."""
+        """Yield (set, owner); the next set is in flight while one is worked on."""
         size, rank = self.group.size(), self.group.rank()
         held = own
         for step in range(size):
