@@ -46,7 +46,7 @@ def describe_run(read: Callable[[], ParsedCommand]) -> str:
         ("schedule", _schedule(run)),
         ("model", _model(run, size)),
         ("kernels of a training step on CPU", _kernels(run, config, "cpu")),
-        ("and on a GPU", _kernels(run, config, "cuda")),
+        (f"and on a GPU, with {run.model.transformer_impl} layers", _kernels(run, config, "cuda")),
         ("memory of one rank, estimated", _memory(run, size, layout)),
     ]
     return "\n".join(

@@ -37,3 +37,14 @@ def test_every_example_is_a_run_that_could_start(name):
     report = describe_run(lambda: parse_command_line(words))
     assert "of them met by one token" in report
     assert "the same ranks for experts" in report
+
+
+def test_a_dry_run_says_which_kernels_a_cpu_and_a_gpu_take_and_why():
+    words = ["--yaml-cfg", str(DIRECTORY / "deepseek_v2_lite.yaml"), "--mock-data", "--dry-run"]
+    report = describe_run(lambda: parse_command_line([*words, "--vocab-size", "32000"]))
+    on_cpu, on_gpu = report.split("kernels of a training step on CPU:")[1].split("and on a GPU")
+    assert "attention: blockwise (cpu-blocks does not support two head widths)" in on_cpu
+    assert "attention: sdpa\n" in on_gpu
+    for operation in ("RMSNorm: ", "gated activation: ", "loss: "):
+        assert operation in on_cpu
+        assert operation in on_gpu
