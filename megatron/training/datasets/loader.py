@@ -16,8 +16,13 @@ from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import wait
 from typing import Any
 
+import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, default_collate
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, get_worker_info
+from torch.utils.data._utils.collate import collate as collate_with
+from torch.utils.data._utils.collate import default_collate_fn_map
+from torch.utils.data._utils.pin_memory import pin_memory
 
 from megatron.core.device import device_type
 from megatron.core.errors import ConfigError, DataError, MegatronError
@@ -37,6 +42,18 @@ from megatron.training.datasets.data_samplers import (
 DATALOADER_TYPES = ("single", "cyclic", "external")
 
 
+def collate_in_memory(samples: list[Any]) -> Any:
+    """Join samples as torch's `default_collate` does, in a worker too without shared memory.
+
+    Each [...] of the samples becomes [b, ...].
+    """
+    return collate_with(samples, collate_fn_map={**default_collate_fn_map, Tensor: _stack})
+
+
+def _stack(tensors: Sequence[Tensor], *, collate_fn_map: object = None) -> Tensor:
+    return torch.stack(list(tensors))
+
+
 def build_pretraining_data_loader(
     dataset: Any,
     consumed_samples: int,
@@ -49,7 +66,7 @@ def build_pretraining_data_loader(
     seed: int = 1234,
     data_sharding: bool = True,
     drop_last: bool = True,
-    collate: Callable[[list[Any]], Any] = default_collate,
+    collate: Callable[[list[Any]], Any] = collate_in_memory,
 ) -> Any:
     """Make the loader of this rank's micro batches.
 
@@ -138,7 +155,7 @@ class PretrainingDataLoader(DataLoader[Any]):
                     raise problem
                 finally:
                     del problem
-            yield batch
+            yield batch.unpack() if isinstance(batch, _Packed) else batch
 
 
 def _begin_work(_number: int) -> None:
@@ -225,7 +242,61 @@ class _CollateUnlessError:
 
     def __call__(self, samples: Sequence[Any]) -> Any:
         failed = next((sample for sample in samples if isinstance(sample, _Failed)), None)
-        return self.collate(list(samples)) if failed is None else failed
+        if failed is not None:
+            return failed
+        batch = self.collate(list(samples))
+        return batch if get_worker_info() is None else _Packed(batch)
+
+
+class _Packed:
+    """A batch on its way from a worker: its tensors are arrays, whose bytes go through a pipe.
+
+    torch would send each tensor as a file of /dev/shm. A worker that is killed between making
+    and unlinking it leaves it there, and in containers /dev/shm often has 64 MB.
+    """
+
+    def __init__(self, batch: Any) -> None:
+        self._batch = _map_leaves(_as_array, batch)
+
+    def unpack(self) -> Any:
+        """Return the batch, with tensors."""
+        return _map_leaves(_as_tensor, self._batch)
+
+    def pin_memory(self, *_device: Any) -> Any:
+        """Return the batch in page-locked memory: torch's pinning thread calls this."""
+        return pin_memory(self.unpack())
+
+
+def _as_array(leaf: Any) -> Any:
+    # numpy knows no bfloat16; such a tensor travels as torch sends it.
+    is_plain = isinstance(leaf, Tensor) and leaf.dtype in _NUMPY_DTYPES
+    return _Array(leaf.numpy()) if is_plain else leaf
+
+
+def _as_tensor(leaf: Any) -> Any:
+    return torch.from_numpy(leaf.values) if isinstance(leaf, _Array) else leaf
+
+
+class _Array:
+    """An array that was a tensor; arrays that were arrays stay so."""
+
+    def __init__(self, values: np.ndarray) -> None:
+        self.values = values
+
+
+_NUMPY_DTYPES = frozenset(
+    (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
+     torch.float16, torch.float32, torch.float64)
+)  # fmt: skip
+
+
+def _map_leaves(change: Callable[[Any], Any], tree: Any) -> Any:
+    """Return dicts, lists and tuples, nested as they are, with changed leaves."""
+    if isinstance(tree, dict):
+        return {key: _map_leaves(change, value) for key, value in tree.items()}
+    if type(tree) in (list, tuple):
+        return type(tree)(_map_leaves(change, value) for value in tree)
+    return change(tree)
 
 
 def _worker_death(
@@ -250,6 +321,6 @@ def _worker_death(
         f"a loader worker process died: {', '.join(ends) or str(error) or type(error).__name__}.",
         rule="samples are made in --num-workers processes beside the training process",
         flags=["--num-workers"],
-        fix="look for a lack of memory (also of /dev/shm); --num-workers 0 makes samples in the "
+        fix="look for a lack of memory; --num-workers 0 makes samples in the "
         "training process. Resuming continues with the same samples",
     )

@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import Dataset
@@ -35,6 +36,23 @@ class Numbers(Dataset):
         if idx is not None and idx == self.die_at:
             os.kill(os.getpid(), signal.SIGKILL)
         return {"number": torch.tensor(-1 if idx is None else idx)}
+
+
+class Kinds(Dataset):
+    """Samples of everything that a batch may hold."""
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, idx):
+        return {
+            "tokens": torch.arange(idx, idx + 5),
+            "loss_mask": torch.ones(5) * idx,
+            "attention_mask": torch.ones(1, 3, 3).tril() > idx % 2,
+            "array": np.arange(3, dtype=np.int32) + idx,
+            "pair": (torch.tensor(idx, dtype=torch.float64), 0.5 * idx),
+            "nested": {"half": torch.tensor([idx], dtype=torch.float16), "name": f"sample {idx}"},
+        }
 
 
 def first_batches(count, dataset=None, consumed=0, micro=2, rank=0, size=2, **settings):
@@ -123,6 +141,31 @@ def test_the_global_random_state_is_left_alone(kind, num_workers):
     before = torch.random.get_rng_state()
     first_batches(6, dataloader_type=kind, num_workers=num_workers)
     assert torch.equal(torch.random.get_rng_state(), before)
+
+
+def test_batches_of_workers_are_those_without_workers_and_use_no_shared_memory(monkeypatch):
+    def refuse(*_):
+        raise AssertionError("a file of /dev/shm")
+
+    def taken(num_workers):
+        loader = build_pretraining_data_loader(
+            Kinds(), 0, micro_batch_size=2, dp_rank=0, dp_size=1, num_workers=num_workers
+        )
+        return list(loader)
+
+    expected = taken(0)
+    monkeypatch.setattr(torch.UntypedStorage, "_share_fd_cpu_", refuse)
+    monkeypatch.setattr(torch.UntypedStorage, "_share_filename_cpu_", refuse)
+    monkeypatch.setattr(torch.UntypedStorage, "_new_shared", refuse)
+    found = taken(2)
+    assert [list(batch) for batch in found] == [list(batch) for batch in expected]
+    for batch, same in zip(found, expected, strict=True):
+        for name, value in same.items():
+            if isinstance(value, torch.Tensor):
+                assert batch[name].dtype == value.dtype
+                assert torch.equal(batch[name], value), name
+            else:
+                assert str(batch[name]) == str(value), name
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
