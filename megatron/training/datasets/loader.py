@@ -50,7 +50,7 @@ def collate_in_memory(samples: list[Any]) -> Any:
     return collate_with(samples, collate_fn_map={**default_collate_fn_map, Tensor: _stack})
 
 
-def _stack(tensors: Sequence[Tensor], *, collate_fn_map: object = None) -> Tensor:
+def _stack(tensors: Sequence[Tensor], **_: object) -> Tensor:
     return torch.stack(list(tensors))
 
 
