@@ -72,14 +72,14 @@ class PeftAdapter:
         with ViewReader() as reader:
             columns: list[tuple[Tensor, slice]] = []
             for source in self.places.get(ours, ()):
-                theirs = reader.read_whole(source.down).float()
+                theirs = reader.read_full(source.down).float()
                 place = next((where for known, where in columns if known.equal(theirs)), None)
                 if place is None:
                     begin = sum(len(known) for known, _ in columns)
                     place = slice(begin, begin + len(theirs))
                     columns.append((theirs, place))
                     down[place] = theirs
-                wide = reader.read_whole(source.up).float()
+                wide = reader.read_full(source.up).float()
                 for rows in source.rows:
                     part = wide[rows.begin : rows.begin + rows.length]
                     up[rows.place : rows.place + rows.length, place] = part
@@ -156,7 +156,7 @@ def _full_shape(parameter: Tensor, size: int) -> tuple[int, ...]:
 
 def _num_different(views: list[StoredView]) -> int:
     with ViewReader() as reader:
-        tensors = [reader.read_whole(view) for view in views]
+        tensors = [reader.read_full(view) for view in views]
     return sum(not any(t.equal(other) for other in tensors[:i]) for i, t in enumerate(tensors))
 
 

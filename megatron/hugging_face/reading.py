@@ -77,7 +77,7 @@ class _Reader(InteropReader):
             self._held = None
             count = view.storage.num_bytes // view.dtype.itemsize
             flat = StoredView(view.storage, view.dtype, (count,), (1,))
-            self._held = (view.storage, self._whole.read_whole(flat))
+            self._held = (view.storage, self._whole.read_full(flat))
         missing = len(shard.shape) - len(view.shape)
         whole = self._held[1].as_strided(view.shape, view.stride, view.offset)
         whole = whole.reshape((1,) * missing + tuple(view.shape)) if missing else whole

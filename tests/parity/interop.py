@@ -68,7 +68,7 @@ def run_there(peer: str, command: str, exchange: Exchange, directory: Path) -> d
         raise RuntimeError(f"{' '.join(line)} failed:\n{done.stderr[-3000:]}")
     with ViewReader() as reader:
         stored: dict[str, StoredView] = read_torch_file(result)
-        return {name: reader.read_whole(view) for name, view in stored.items()}
+        return {name: reader.read_full(view) for name, view in stored.items()}
 
 
 def compare(ours: dict, theirs: dict) -> float:

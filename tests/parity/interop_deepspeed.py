@@ -36,7 +36,7 @@ def differing(peer: str, stage: int, ranks: int, directory: Path) -> list[str]:
     (found, *_) = find_deepspeed(directory / "save")
     ours = load_plain_tensors(found.path)
     with ViewReader() as reader:
-        theirs = {k: reader.read_whole(view) for k, view in read_torch_file(state).items()}
+        theirs = {k: reader.read_full(view) for k, view in read_torch_file(state).items()}
     assert len(theirs) == 9, sorted(theirs)
     return [name for name, tensor in theirs.items() if not torch.equal(ours[name], tensor)]
 

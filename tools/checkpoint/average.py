@@ -18,7 +18,7 @@ from torch import Tensor
 from megatron.core.dist_checkpointing import commit, typed_json
 from megatron.core.dist_checkpointing.loader import Contents
 from megatron.core.dist_checkpointing.object_store import storage_path
-from megatron.core.dist_checkpointing.rewrite import Produced, read_whole, write_whole_tensors
+from megatron.core.dist_checkpointing.rewrite import Produced, read_full, write_full_tensors
 from megatron.core.dist_checkpointing.shard_file import DTYPES
 from megatron.core.errors import CheckpointError
 from megatron.training.checkpointing.key_mapping import MAIN_WEIGHT_PREFIX
@@ -61,7 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
             for contents, reader, share in zip(every, readers, shares, strict=True):
                 stored = contents.manifest.tensors
                 source = stored.get(MAIN_WEIGHT_PREFIX + key, stored[key])
-                part = read_whole(source, reader)
+                part = read_full(source, reader)
                 if not part.is_floating_point():
                     return part  # a count or a mask: the first one's
                 part = part.double().mul_(share)
@@ -82,7 +82,7 @@ def run(arguments: argparse.Namespace) -> int:
             for c, share in zip(every, shares, strict=True)
         ]
         info = dict(every[0].manifest.info) | {"average_of": sources}
-        write_whole_tensors(out / commit.RELEASE, tensors, plain, info, num_files=1)
+        write_full_tensors(out / commit.RELEASE, tensors, plain, info, num_files=1)
         commit.write_tracker(out, commit.RELEASE)
     for source in sources:
         print(f"{source['share']:.4f} x {source['path']}")

@@ -16,8 +16,8 @@ from megatron.core.dist_checkpointing.object_store import storage_path
 from megatron.core.dist_checkpointing.rewrite import (
     Produced,
     plain_form,
-    read_whole,
-    write_whole_tensors,
+    read_full,
+    write_full_tensors,
 )
 from megatron.core.errors import CheckpointError
 from tools.checkpoint.opening import OPTIMIZER_PREFIX, add_path, held, opened, size_text
@@ -48,12 +48,12 @@ def run(arguments: argparse.Namespace) -> int:
         final = out / commit.iteration_directory(contents.common_state().get("iteration", 0))
     with held(out), contents.open_reader() as reader:
         tensors = {
-            key: Produced(t.dtype, t.shape, t.is_padded, lambda t=t: read_whole(t, reader))
+            key: Produced(t.dtype, t.shape, t.is_padded, lambda t=t: read_full(t, reader))
             for key, t in found.items()
             if not (arguments.weights and key.startswith(OPTIMIZER_PREFIX))
         }
         info = contents.manifest.info
-        write_whole_tensors(
+        write_full_tensors(
             final, tensors, plain_form(contents), info, num_files=max(1, arguments.files)
         )
         name = final.name.removeprefix("iter_")

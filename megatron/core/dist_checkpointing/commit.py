@@ -168,12 +168,12 @@ def list_checkpoints(directory: StoragePath) -> Listing:
             match = _NAME.fullmatch(name)
             if match is None or match[3] is not None:
                 continue
-            place = directory / name
-            if place.has(METADATA_NAME):
+            stored = directory / name
+            if stored.has(METADATA_NAME):
                 number = RELEASE if match[1] is None else int(match[1])
-                listing.checkpoints.append(Found(place, number))
+                listing.checkpoints.append(Found(stored, number))
             else:
-                listing.leftovers.append(place)
+                listing.leftovers.append(stored)
         return _sorted(listing)
     if not directory.is_dir():
         return listing

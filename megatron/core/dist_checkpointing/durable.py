@@ -60,11 +60,11 @@ def describe_os_error(
 
 def free_bytes(path: Path | str) -> int:
     """Return the bytes this user may still write on the file system of `path`."""
-    place = Path(path)
-    while not place.exists() and place != place.parent:
-        place = place.parent
+    existing = Path(path)
+    while not existing.exists() and existing != existing.parent:
+        existing = existing.parent
     try:
-        status = os.statvfs(place)
+        status = os.statvfs(existing)
     except OSError:
         return 0
     return status.f_bavail * status.f_frsize

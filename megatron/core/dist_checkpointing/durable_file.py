@@ -1,4 +1,4 @@
-"""A new file, written at several places at a time, and on the disk when it is finished.
+"""A new file, written at several offsets at a time, and on the disk when it is finished.
 
 Each thread hashes a window of bytes and copies it to the page cache while the cache of its core
 holds it; the disk begins with a run as soon as it is there. Windows are aligned in the file: the
@@ -69,7 +69,8 @@ class DurableFile:
         Args:
             data: at most a block, unchanged until the hash is there.
         """
-        assert len(data) <= BLOCK_BYTES
+        if len(data) > BLOCK_BYTES:
+            raise ValueError(f"{len(data)} bytes are more than a block of {BLOCK_BYTES}")
         if self._failure is not None:
             raise self._failure
         if self._run_bytes + len(data) > BLOCK_BYTES:

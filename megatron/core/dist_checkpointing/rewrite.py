@@ -50,7 +50,7 @@ class Produced:
         return torch.Size(self.shape).numel() * element_bytes(self.dtype)
 
 
-def read_whole(tensor: StoredTensor, reader: ShardReader) -> Tensor:
+def read_full(tensor: StoredTensor, reader: ShardReader) -> Tensor:
     """Return a stored tensor, joined to its full shape [...] and verified; on the CPU."""
     whole = torch.empty(tensor.shape, dtype=DTYPES[tensor.dtype])
     zero = (0,) * len(tensor.shape)
@@ -68,7 +68,7 @@ def plain_form(contents: Contents) -> dict[str, Any]:
     return {"common": contents.common, "objects": contents.objects}
 
 
-def write_whole_tensors(
+def write_full_tensors(
     final: StoragePath,
     tensors: Mapping[str, Produced],
     plain: Mapping[str, object],

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megatron.core.dist_checkpointing import commit, typed_json
@@ -21,7 +23,7 @@ from megatron.core.dist_checkpointing.shard_file import DTYPES
 from megatron.core.dist_checkpointing.validation import StrictHandling, parse_strict_handling
 from megatron.core.errors import CheckpointError, ConfigError
 from megatron.core.process_groups_config import Group
-from megatron.core.transport.object_collectives import SingleProcess, control_group
+from megatron.core.transport.object_collectives import ControlGroup, SingleProcess, control_group
 
 _CONTENT_METADATA = "content_metadata"
 
@@ -33,12 +35,12 @@ def save(
     validate_access_integrity: bool = True,
     async_sharded_save: bool = False,
     preprocess_common_before_consistancy_check: object = None,
-    content_metadata: dict[str, Any] | None = None,
+    content_metadata: Mapping[str, object] | None = None,
     async_strategy: str | None = None,
     verify_integrity: bool = True,
     *,
-    process_group: Any = None,
-    info: dict[str, Any] | None = None,
+    process_group: dist.ProcessGroup | ControlGroup | None = None,
+    info: Mapping[str, object] | None = None,
     spread_over_replicas: bool = True,
 ) -> AsyncSave | None:
     """Save the state of all ranks as one checkpoint: collective.
@@ -115,7 +117,7 @@ def load_with_report(
     checkpoint_dir: str | os.PathLike[str] | ObjectDirectory,
     *,
     strict: StrictHandling = StrictHandling.ASSUME_OK_UNEXPECTED,
-    process_group: Any = None,
+    process_group: dist.ProcessGroup | ControlGroup | None = None,
 ) -> Loaded:
     """Do as `load`, and also report keys that did not match and the bytes read."""
     peers = control_group(process_group)

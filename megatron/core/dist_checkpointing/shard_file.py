@@ -227,10 +227,10 @@ class StreamSink:
     def put(self, data: memoryview | bytes) -> Future[str]:
         """See `Sink`."""
         if len(data) >= _INLINE_BYTES:
-            for place, earlier in enumerate(self._helped):
+            for index, earlier in enumerate(self._helped):
                 if earlier is None or earlier.done():
                     found = self._threads.start(hash_of, data)
-                    self._helped[place] = found
+                    self._helped[index] = found
                     self._write(data)
                     return found
         done: Future[str] = Future()

@@ -47,7 +47,7 @@ def encode(value: object, *, where: str = "state") -> Any:
     """Return the JSON form of a value.
 
     Raises:
-        CheckpointError: something in it cannot be stored; the message names its place and type.
+        CheckpointError: something in it cannot be stored; the message names its key and type.
     """
     return _encode(value, (where,))
 

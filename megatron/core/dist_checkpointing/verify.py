@@ -70,8 +70,8 @@ def verify_checkpoint(
     return result
 
 
-def _names(place: StoragePath) -> list[str]:
-    return os.listdir(place) if isinstance(place, Path) else place.names()
+def _names(directory: StoragePath) -> list[str]:
+    return os.listdir(directory) if isinstance(directory, Path) else directory.names()
 
 
 def verify_shard_file(directory: StoragePath, manifest: Manifest, name: str) -> int:

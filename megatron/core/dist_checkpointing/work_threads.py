@@ -11,7 +11,6 @@ import queue
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any
 
 MOST_THREADS = 4
 """SHA-256 runs at 1.5 to 2 GB/s per core: four keep up with fast local disks."""
@@ -40,7 +39,7 @@ class WorkThreads:
         for thread in self._threads:
             thread.start()
 
-    def start(self, function: Callable, *arguments: Any) -> Future:
+    def start(self, function: Callable, *arguments: object) -> Future:
         """Let a thread call the function; the future has its result or its exception."""
         future: Future = Future()
         self._work.put((future, function, arguments))

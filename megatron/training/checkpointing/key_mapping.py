@@ -54,7 +54,7 @@ def compare_heads(
     Returns:
         what to tell the user if the head is made from the embedding.
     Raises:
-        CheckpointError: on every rank, if a stored head has no place in a model whose head is
+        CheckpointError: on every rank, if a stored head does not exist in a model whose head is
             the embedding, and `strict` does not let stored state go.
     """
     has_own = any(is_head(leaf.key) for _, leaf in leaves(template) if hasattr(leaf, "key"))

@@ -121,7 +121,7 @@ def load_checkpoint(
     opt_param_scheduler: OptimizerParamScheduler | None,
     load_arg: str = "load",
     strict: bool = True,
-    checkpointing_context: Any = None,
+    checkpointing_context: object = None,
     skip_load_to_model_and_opt: bool = False,
     *,
     args: argparse.Namespace | None = None,

@@ -90,7 +90,7 @@ def _holds(directory: StoragePath, name: str) -> bool:
 
 
 def _age(iteration: int | str) -> int:
-    """Return the place of an iteration in time; a release comes before all."""
+    """Return a number that orders iterations; a release comes before all."""
     return iteration if isinstance(iteration, int) else -1
 
 

@@ -67,7 +67,7 @@ class Evaluate(Hook):
             of_set = f"{where} of {each.name}" if each.name else where
             rows = self._num_rows(each.num_rows)
             self._report(each.data, rows, state, of_set, kind=kind)
-            # All sets advance together: the place in each is this one number.
+            # All sets advance together: the position in each is this one number.
             num_samples = max(num_samples, rows * self.plan.row_size)
         return state.evaluated(num_samples) if num_samples else state
 

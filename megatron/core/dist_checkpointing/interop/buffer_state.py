@@ -103,7 +103,7 @@ def add_buffers(
         return "its layers are not all equal, or are spread unevenly"
     for order in ORDERS:
         if any(k.removeprefix(_STACK) not in order for k in stacks):
-            return "it has parameters whose place in the buffer is not known"
+            return "it has parameters whose offset in the buffer is not known"
         found = list(_pieces(tensors, buffers, layout, order))
         if found and None not in found and _is_confirmed(tensors, found):
             for piece in found:

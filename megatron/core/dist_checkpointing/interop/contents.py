@@ -353,7 +353,7 @@ def plain_values(values: Mapping[str, object]) -> dict[str, Any]:
 def _plain(value: Any, reader: ViewReader) -> Any:
     if isinstance(value, StoredView):
         if math.prod(value.shape) == 1:
-            return reader.read_whole(value).reshape(()).item()
+            return reader.read_full(value).reshape(()).item()
         return None
     if isinstance(value, (dict, AttributeDict)):
         items = value.items()

@@ -190,7 +190,7 @@ class _Rank:
             for entry in moments:
                 step = entry.get("step")
                 if isinstance(step, StoredView) and math.prod(step.shape) == 1:
-                    step = reader.read_whole(step).reshape(()).item()
+                    step = reader.read_full(step).reshape(()).item()
                 if isinstance(step, (int, float)):
                     self.step = max(self.step, int(step))
 
@@ -228,11 +228,11 @@ def _add_piece(
     key: str,
     shape: tuple[int, ...],
     dim: int | None,
-    place: tuple[int, int, int],
+    split: tuple[int, int, int],
     piece: _Range,
 ) -> None:
     """Add a flat range of one rank's shard as boxes of the full tensor."""
-    rank, size, blocks = place
+    rank, size, blocks = split
     position = 0
     for box in boxes_of_flat_range(shape, piece.first, piece.first + piece.count):
         count = math.prod(box[1])
@@ -272,7 +272,7 @@ def _cut(row: Sequence[StoredView], first: int, count: int, directory: Path) -> 
 
 
 def _has_gaps(state: Mapping[str, Any]) -> bool:
-    """Return whether parameters of the row are padded one by one, at places not described."""
+    """Return whether parameters of the row are padded one by one, at offsets not described."""
     groups = state.get("param_alignment_paddings") or ()
     return any(any(group) for group in groups if isinstance(group, (list, tuple)))
 

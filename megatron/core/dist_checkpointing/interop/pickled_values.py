@@ -58,7 +58,7 @@ class Record:
             raise DamagedCheckpointError(f"a {self.kind} without field {name!r}.")
         return self.state[name]
 
-    def get(self, name: str, default: Any = None) -> Any:
+    def get(self, name: str, default: object = None) -> Any:
         """Return a field of the state, or the default."""
         return self.state.get(name, default) if isinstance(self.state, dict) else default
 

@@ -141,7 +141,7 @@ class ViewReader:
         self._verify(view.storage)
         self._read(view, into)
 
-    def read_whole(self, view: StoredView) -> Tensor:
+    def read_full(self, view: StoredView) -> Tensor:
         """Return a new CPU tensor with the view's contents."""
         into = torch.empty(view.shape, dtype=view.dtype)
         self.read(view, into)

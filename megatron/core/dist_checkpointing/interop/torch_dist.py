@@ -112,19 +112,19 @@ class _Metadata:
         root = load_pickle(data, lookup, what=str(self.path))
         if not isinstance(root, Record) or not root.kind.endswith(".Metadata"):
             self.damaged("it holds no metadata")
-        entries, places = root["state_dict_metadata"], root["storage_data"]
-        if not isinstance(entries, dict) or not isinstance(places, dict):
-            self.damaged("it does not list tensors and places")
+        entries, locations = root["state_dict_metadata"], root["storage_data"]
+        if not isinstance(entries, dict) or not isinstance(locations, dict):
+            self.damaged("it does not list tensors and locations")
         self.tensors = {
             str(k): v
             for k, v in entries.items()
             if isinstance(v, Record) and v.kind.endswith(".TensorStorageMetadata")
         }
-        self._places: dict[tuple[str, tuple[int, ...] | None], Record] = {}
-        for index, info in places.items():
+        self._locations: dict[tuple[str, tuple[int, ...] | None], Record] = {}
+        for index, info in locations.items():
             if isinstance(index, Record) and isinstance(info, Record):
                 offset = index.get("offset")
-                self._places[index["fqn"], None if offset is None else _sizes(offset)] = info
+                self._locations[index["fqn"], None if offset is None else _sizes(offset)] = info
         extra = root.get("mcore_data") or {}
         self.flattened = {
             key
@@ -133,18 +133,18 @@ class _Metadata:
         }
         """Keys of older versions whose chunks are ranges of flattened shards."""
         self._files = {name for name in listed(directory) if _DATA_FILE.fullmatch(name)}
-        self._check_places()
+        self._check_locations()
 
-    def _check_places(self) -> None:
-        """Refuse chunks that share bytes: nothing else would tell a changed place from a true one,
-        since the format has no checksum of its metadata."""
+    def _check_locations(self) -> None:
+        """Refuse chunks that share bytes: the format has no checksum of its metadata, so
+        nothing else would tell a changed location from a true one."""
         spans: dict[str, list[tuple[int, int, str]]] = {}
-        for key, offset in self._places:
-            begin, length, name = self.place(key, offset)
+        for key, offset in self._locations:
+            begin, length, name = self.location(key, offset)
             spans.setdefault(name, []).append((begin, begin + length, key))
-        for name, places in spans.items():
+        for name, locations in spans.items():
             end, before = 0, ""
-            for begin, stop, key in sorted(places):
+            for begin, stop, key in sorted(locations):
                 if begin < end:
                     self.damaged(
                         f"{shown(before, 120)} and {shown(key, 120)} share bytes of {name}"
@@ -161,9 +161,9 @@ class _Metadata:
             self.damaged(f"{shown(key, 120)} has no dtype")
         return dtype
 
-    def place(self, key: str, offset: tuple[int, ...] | None) -> tuple[int, int, str]:
+    def location(self, key: str, offset: tuple[int, ...] | None) -> tuple[int, int, str]:
         """Return (first byte, length, file) of a chunk or, without offset, of a plain value."""
-        info = self._places.get((key, offset))
+        info = self._locations.get((key, offset))
         if info is None:
             self.damaged(f"a chunk of {shown(key, 120)} is in no file")
         name, begin, length = info["relative_path"], info["offset"], info["length"]
@@ -174,7 +174,7 @@ class _Metadata:
                 rule="chunks are in files __RANK_WRITER.distcp of the same directory",
             )
         if type(begin) is not int or type(length) is not int or begin < 0 or length <= 0:
-            self.damaged(f"the place of {shown(key, 120)} is no range of bytes")
+            self.damaged(f"the location of {shown(key, 120)} is no range of bytes")
         if info.get("transform_descriptors"):
             self.damaged(f"{shown(key, 120)} is compressed or encrypted")
         return begin, length, name
@@ -185,21 +185,21 @@ class _Metadata:
         """Yield (offset, chunk) of a tensor."""
         for chunk in entry["chunks"]:
             offset, sizes = _sizes(chunk["offsets"]), _sizes(chunk["sizes"])
-            begin, length, name = self.place(key, offset)
+            begin, length, name = self.location(key, offset)
             yield offset, SavedTensor(self.directory / name, begin, length, dtype, sizes)
 
     def step_of_buffers(self, known: int) -> int:
         """Return the number of updates, which stands beside the buffers."""
-        for key, offset in self._places:
+        for key, offset in self._locations:
             if offset is None and _BUFFER_GROUPS.fullmatch(key):
                 known = max(known, steps_in(self.plain_value(key)))
         return known
 
     def plain_value(self, key: str) -> Any:
         """Read a plain value; None if there is none of that key."""
-        if (key, None) not in self._places:
+        if (key, None) not in self._locations:
             return None
-        begin, length, name = self.place(key, None)
+        begin, length, name = self.location(key, None)
         with open_inside(self.directory, name) as (descriptor, size):
             length = min(length, size - begin)
             return read_torch_range(descriptor, self.directory / name, begin, length)

@@ -264,7 +264,7 @@ class _LegacyFile:
 
 
 class StoredBytesLater(StoredBytes):
-    """Bytes whose place in the file is known only after the value was read."""
+    """Bytes whose offset in the file is known only after the value was read."""
 
     def __init__(self, path: Path, num_bytes: int) -> None:
         super().__init__(path, 0, num_bytes)

@@ -39,7 +39,7 @@ def tensors() -> dict[str, torch.Tensor]:
 def read_all(path: Path) -> dict[str, torch.Tensor]:
     """Read every tensor of a saved dict."""
     with ViewReader() as reader:
-        return {k: reader.read_whole(v) for k, v in read_torch_file(path).items()}
+        return {k: reader.read_full(v) for k, v in read_torch_file(path).items()}
 
 
 @pytest.mark.parametrize("is_zip", [True, False], ids=["archive", "legacy"])
@@ -64,7 +64,7 @@ def test_any_box_is_read_in_pieces_of_bounded_size(
     torch.save(base.transpose(0, 2), path)
     view = read_torch_file(path)
     with ViewReader() as reader:
-        part = reader.read_whole(view.narrow(((1, 2, 3), (7, 11, 5))))
+        part = reader.read_full(view.narrow(((1, 2, 3), (7, 11, 5))))
     assert torch.equal(part, base.transpose(0, 2)[1:8, 2:13, 3:8])
 
 
@@ -85,7 +85,7 @@ def test_the_other_byte_order_is_turned_round(ram_path: Path) -> None:
                     data = b"".join(rows)
                 new.writestr(member.filename, data)
         with ViewReader() as reader:
-            found = reader.read_whole(read_torch_file(path))
+            found = reader.read_full(read_torch_file(path))
         assert torch.equal(found.view(torch.uint8) if found.dim() else found,
                            value.detach().contiguous().view(torch.uint8) if found.dim() else value
                            ), key  # fmt: skip
