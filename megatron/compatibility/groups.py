@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -65,7 +65,7 @@ def get_tensor_and_expert_parallel_rank() -> int:
     return 0 if group is None else group.rank()
 
 
-def get_nccl_options(pg_name: str, nccl_comm_cfgs: dict[str, Any]) -> None:
+def get_nccl_options(pg_name: str, nccl_comm_cfgs: Mapping[str, object]) -> None:
     """Return None, the options of a group whose communicator is not tuned.
 
     Raises:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from megatron.core.errors import ConfigError, MegatronError, raise_together
 from megatron.core.resumed_schedule import (
@@ -93,6 +93,15 @@ class WeightDecayCurve:
         return self.start + part * (self.end - self.start)
 
 
+class HasParamGroups(Protocol):
+    """What a schedule needs of an optimizer: ours, one of torch's, or a third party's."""
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Return the groups, whose "lr" and "weight_decay" the schedule sets."""
+        ...
+
+
 class OptimizerParamScheduler:
     """Sets learning rate and weight decay of an optimizer's parameter groups.
 
@@ -102,7 +111,7 @@ class OptimizerParamScheduler:
 
     def __init__(
         self,
-        optimizer: Any,
+        optimizer: HasParamGroups,
         init_lr: float,
         max_lr: float,
         min_lr: float,

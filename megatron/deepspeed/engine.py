@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
@@ -277,7 +277,7 @@ class DeepSpeedEngine(EngineState):
         load_optimizer_states: bool = True,
         load_lr_scheduler_states: bool = True,
         load_module_only: bool = False,
-        custom_load_fn: Any = None,
+        custom_load_fn: object = None,
     ) -> tuple[str | None, dict[str, Any] | None]:
         """Continue from a checkpoint saved at any stage on any number of ranks: collective.
 
@@ -312,7 +312,7 @@ class DeepSpeedEngine(EngineState):
         self,
         dataset: Dataset[Any],
         batch_size: int | None = None,
-        collate_fn: Any = None,
+        collate_fn: Callable[..., object] | None = None,
         **_: object,
     ) -> Any:
         """Return a loader of this replica's samples of a dataset, in micro batches."""

@@ -7,7 +7,7 @@ them: `wall_clock_breakdown` shows those.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -100,7 +100,7 @@ def print_profile(profiler: FlopsProfiler, settings: EngineSettings) -> None:
 def get_model_profile(
     model: nn.Module,
     input_shape: tuple[int, ...] | None = None,
-    args: tuple[Any, ...] | list[Any] = (),
+    args: tuple[object, ...] | Sequence[object] = (),
     kwargs: Mapping[str, object] | None = None,
     print_profile: bool = True,
     detailed: bool = True,

@@ -46,7 +46,7 @@ def initialize(
     distributed_port: int = 29500,
     mpu: object = None,
     dist_init_required: bool | None = None,
-    collate_fn: Callable[[list[Any]], Any] | None = None,
+    collate_fn: Callable[..., object] | None = None,
     config: ConfigSource | None = None,
     mesh_param: object = None,
     config_params: ConfigSource | None = None,

@@ -31,7 +31,7 @@ class ReplicaLoader:
 def replica_loader(
     data: Dataset[object],
     settings: EngineSettings,
-    collate_fn: Callable[[list[Any]], Any] | None,
+    collate_fn: Callable[..., object] | None,
     pg_collection: ProcessGroupCollection,
     batch_size: int | None = None,
 ) -> ReplicaLoader:

@@ -12,12 +12,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from megatron.core.errors import ConfigError
+from megatron.core.optimizer_param_scheduler import HasParamGroups
 
 
 class Schedule:
     """Sets the learning rate of an optimizer's groups from the number of steps taken."""
 
-    def __init__(self, optimizer: Any, last_batch_iteration: int = -1) -> None:
+    def __init__(self, optimizer: HasParamGroups, last_batch_iteration: int = -1) -> None:
         """
         Args:
             optimizer: anything with `param_groups`.
@@ -86,7 +87,7 @@ class WarmupLR(Schedule):
 
     def __init__(
         self,
-        optimizer: Any,
+        optimizer: HasParamGroups,
         warmup_min_lr: float | Sequence[float] = 0.0,
         warmup_max_lr: float | Sequence[float] | None = None,
         warmup_num_steps: int = 1000,
@@ -124,7 +125,7 @@ class WarmupDecayLR(WarmupLR):
 
     def __init__(
         self,
-        optimizer: Any,
+        optimizer: HasParamGroups,
         total_num_steps: int,
         warmup_min_lr: float | Sequence[float] = 0.0,
         warmup_max_lr: float | Sequence[float] | None = 0.001,
@@ -150,7 +151,7 @@ class WarmupCosineLR(WarmupLR):
 
     def __init__(
         self,
-        optimizer: Any,
+        optimizer: HasParamGroups,
         total_num_steps: int,
         warmup_min_ratio: float = 0.0,
         warmup_num_steps: int = 1000,
@@ -178,7 +179,7 @@ class OneCycle(Schedule):
 
     def __init__(
         self,
-        optimizer: Any,
+        optimizer: HasParamGroups,
         cycle_min_lr: float,
         cycle_max_lr: float,
         decay_lr_rate: float = 0.0,
@@ -254,7 +255,7 @@ class LRRangeTest(Schedule):
 
     def __init__(
         self,
-        optimizer: Any,
+        optimizer: HasParamGroups,
         lr_range_test_min_lr: float | Sequence[float] = 1e-3,
         lr_range_test_step_size: int = 2000,
         lr_range_test_step_rate: float = 1.0,

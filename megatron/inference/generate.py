@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 from torch import nn
 
@@ -22,7 +21,7 @@ from megatron.inference.sampling import Sampling
 
 
 def generate(
-    model: Any,
+    model: nn.Module,
     prompts: Sequence[Sequence[int]],
     *,
     max_new_tokens: int,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
+from megatron.core.tokenizers.base import TextTokenizer
 from megatron.inference.engine import Engine, Request, Token, not_finite
 
 CONTEXT_TOKENS = 6
@@ -24,7 +24,9 @@ class TextStream:
         stop: words that end the text; they are not part of it.
     """
 
-    def __init__(self, tokenizer: Any, prompt: Sequence[int], stop: Sequence[str] = ()) -> None:
+    def __init__(
+        self, tokenizer: TextTokenizer, prompt: Sequence[int], stop: Sequence[str] = ()
+    ) -> None:
         self._tokenizer = tokenizer
         self._tokens = list(prompt[-CONTEXT_TOKENS:])
         self._begin, self._read = 0, len(self._tokens)
@@ -81,7 +83,7 @@ class Continuation:
 
 
 def continue_texts(
-    engine: Engine, requests: Sequence[Request], tokenizer: Any, stop: Sequence[str] = ()
+    engine: Engine, requests: Sequence[Request], tokenizer: TextTokenizer, stop: Sequence[str] = ()
 ) -> list[Continuation]:
     """Continue all requests; every rank calls alike and gets all results.
 

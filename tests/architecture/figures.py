@@ -18,7 +18,7 @@ from pathlib import Path
 
 from megatron.compatibility.accepted import accepted
 from tests.architecture import words
-from tests.architecture.parameters import arguments, unread
+from tests.architecture.parameters import arguments, docstring_of_method, unread
 from tests.architecture.source import Function, Module, circles, imports, modules
 
 COLLECTIVES = {
@@ -220,6 +220,8 @@ def tensor_functions() -> Iterator[tuple[str, bool]]:
             text = ast.get_docstring(function) or ""
             if owner is not None and function.name == "forward":
                 text += ast.get_docstring(owner) or ""
+            if see := re.fullmatch(r"See `(\w+)`\.", text):
+                text += docstring_of_method(see[1], function.name)
             where = f"{module.path}:{function.lineno} {function.name}"
             yield where, "[" in text and "]" in text
 

@@ -21,6 +21,11 @@ def arguments(function: Function) -> list[ast.arg]:
     return [*a.posonlyargs, *a.args, *a.kwonlyargs, *extra]
 
 
+def docstring_of_method(owner: str, method: str) -> str:
+    """Return what a class or protocol of the package says of a method."""
+    return "".join(ast.get_docstring(found) or "" for found in _implementations(owner, method))
+
+
 def unread() -> Iterator[tuple[str, str, str]]:
     """Yield (path and line, "module:function" or "module:Class.function", parameter)."""
     for module in modules().values():

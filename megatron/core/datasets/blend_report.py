@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Sized
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +29,7 @@ class Share:
     """How often its documents are read; None where the dataset does not tell."""
 
 
-def shares_of(dataset: Any) -> list[Share]:
+def shares_of(dataset: Sized) -> list[Share]:
     """Return what each corpus gives to a dataset; empty if it is made of none (mock data)."""
     if isinstance(dataset, BlendedDataset):
         return [

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -67,7 +67,7 @@ class DistributedDataParallel(nn.Module):
         module: nn.Module,
         disable_bucketing: bool = False,
         pg_collection: ProcessGroupCollection | None = None,
-        full_param_layout: Any = None,
+        full_param_layout: object = None,
     ) -> None:
         """
         Args:
@@ -275,7 +275,9 @@ class DistributedDataParallel(nn.Module):
             declared = declare_replicated(module, get_pg_rank(self.pg_collection.dp_cp), *args[:1])
         return declare_shards(module, declared, self._sharded(), *args[:1])
 
-    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
         """Load into the wrapped module; in place, because buffers hold the storage."""
         rule = "parameters are views into buffers and cannot be replaced"
         refuse_given("load_state_dict()", {"assign": assign}, rule=rule, fix="copy in place")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterator
+from enum import Enum
 from typing import Any
 
 import torch
@@ -106,7 +107,7 @@ class FusedScaleMaskSoftmax(nn.Module):
         self,
         input_in_fp16: bool,
         input_in_bf16: bool,
-        attn_mask_type: Any,
+        attn_mask_type: Enum,
         scaled_masked_softmax_fusion: bool,
         mask_func: Callable[[Tensor, Tensor], Tensor] | None,
         softmax_in_fp32: bool,

@@ -7,11 +7,11 @@ to ten times smaller than Adam's, and the weight decay larger by the same factor
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import ParamsT
 
 
 class Lion(torch.optim.Optimizer):
@@ -19,7 +19,7 @@ class Lion(torch.optim.Optimizer):
 
     def __init__(
         self,
-        params: Iterable[Any],
+        params: ParamsT,
         lr: float = 1e-4,
         betas: tuple[float, float] = (0.95, 0.98),
         weight_decay: float = 0.0,

@@ -213,30 +213,41 @@ class P2PCommunicator:
 
     # Megatron's blocking calls between neighbours, for code that drives stages by itself.
 
-    def recv_forward(self, tensor_shapes: Any, is_first_stage: bool) -> Any:
+    def recv_forward(
+        self, tensor_shapes: Sequence[Sequence[int]] | Sequence[int] | None, is_first_stage: bool
+    ) -> Any:
         """Receive the activations of the previous stage, ready for autograd; None on the first."""
         if is_first_stage:
             return None
         return self._receive_now(tensor_shapes, self.rank - 1, requires_grad=True)
 
-    def recv_backward(self, tensor_shapes: Any, is_last_stage: bool) -> Any:
+    def recv_backward(
+        self, tensor_shapes: Sequence[Sequence[int]] | Sequence[int] | None, is_last_stage: bool
+    ) -> Any:
         """Receive the output gradients of the next stage; None on the last."""
         if is_last_stage:
             return None
         return self._receive_now(tensor_shapes, self.rank + 1, requires_grad=False)
 
-    def send_forward(self, output_tensors: Any, is_last_stage: bool) -> None:
+    def send_forward(
+        self, output_tensors: Tensor | Sequence[Tensor | None] | None, is_last_stage: bool
+    ) -> None:
         """Send activations to the next stage; nothing on the last."""
         if not is_last_stage:
             self._send_now(output_tensors, self.rank + 1)
 
-    def send_backward(self, input_tensor_grads: Any, is_first_stage: bool) -> None:
+    def send_backward(
+        self, input_tensor_grads: Tensor | Sequence[Tensor | None] | None, is_first_stage: bool
+    ) -> None:
         """Send input gradients to the previous stage; nothing on the first."""
         if not is_first_stage:
             self._send_now(input_tensor_grads, self.rank - 1)
 
     def send_forward_recv_backward(
-        self, output_tensors: Any, tensor_shapes: Any, is_last_stage: bool
+        self,
+        output_tensors: Tensor | Sequence[Tensor | None] | None,
+        tensor_shapes: Sequence[Sequence[int]] | Sequence[int] | None,
+        is_last_stage: bool,
     ) -> Any:
         """Exchange with the next stage: activations there, gradients back."""
         if is_last_stage:
@@ -247,7 +258,10 @@ class P2PCommunicator:
         return received
 
     def send_backward_recv_forward(
-        self, input_tensor_grads: Any, tensor_shapes: Any, is_first_stage: bool
+        self,
+        input_tensor_grads: Tensor | Sequence[Tensor | None] | None,
+        tensor_shapes: Sequence[Sequence[int]] | Sequence[int] | None,
+        is_first_stage: bool,
     ) -> Any:
         """Exchange with the previous stage: gradients there, activations back."""
         if is_first_stage:

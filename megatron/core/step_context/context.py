@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -95,7 +95,7 @@ def switch_to(context: StepContext) -> None:
 
 
 @contextmanager
-def within_step(**values: Any) -> Iterator[None]:
+def within_step(**values: object) -> Iterator[None]:
     """Give fields of the current context other values inside."""
     context = _current
     before = {name: getattr(context, name) for name in values}

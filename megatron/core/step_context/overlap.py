@@ -16,7 +16,6 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any
 
 from megatron.core import device
 from megatron.core.step_context.context import current_step, switch_to
@@ -72,7 +71,7 @@ class Overlap:
         self._contexts = (first, replace(first))
         self.error: BaseException | None = None
 
-    def run_half(self, me: int, function: Callable[[], None], stream: Any = None) -> None:
+    def run_half(self, me: int, function: Callable[[], None], stream: object = None) -> None:
         """Run one of the two to its end."""
         if me == 1:
             self._may_go[1].acquire()

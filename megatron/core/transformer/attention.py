@@ -18,7 +18,9 @@ import torch
 from torch import Tensor
 
 from megatron.core.errors import ConfigError, refuse_given
+from megatron.core.inference.contexts.static_context import StaticInferenceContext
 from megatron.core.kernels.torch_attention import kv_cache_attention
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.param_meta import get_param_meta, set_param_meta
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.mappings import all_gather_last_dim_from_tensor_parallel_region
@@ -153,7 +155,12 @@ class Attention(MegatronModule):
         raise NotImplementedError
 
     def apply_rotary_pos_emb_to_qk(
-        self, query: Tensor, key: Tensor, angles: Any, cos: Tensor | None, sin: Tensor | None
+        self,
+        query: Tensor,
+        key: Tensor,
+        angles: Tensor | tuple[Tensor, Tensor] | None,
+        cos: Tensor | None,
+        sin: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         """Rotate query [s, b, n/tp, d] and key [s, b, g/tp, d] by the angles [s, 1, 1, r]."""
         return query, key
@@ -163,7 +170,7 @@ class Attention(MegatronModule):
         hidden_states: Tensor,
         key_value_states: Tensor | None,
         positions: Tensor | None,
-        angles: tuple[object, Tensor | None, Tensor | None],
+        angles: tuple[Tensor | tuple[Tensor, Tensor] | None, Tensor | None, Tensor | None],
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Project [s, b, h] to query [s, b, n/tp, d], key and value, and rotate the first two."""
         query, key, value = self.get_query_key_value_tensors(
@@ -176,16 +183,16 @@ class Attention(MegatronModule):
         hidden_states: Tensor,
         attention_mask: Tensor | None,
         key_value_states: Tensor | None = None,
-        inference_context: Any = None,
+        inference_context: StaticInferenceContext | None = None,
         rotary_pos_emb: Tensor | tuple[Tensor, Tensor] | None = None,
         rotary_pos_cos: Tensor | None = None,
         rotary_pos_sin: Tensor | None = None,
         rotary_pos_cos_sin: Tensor | None = None,
         attention_bias: Tensor | None = None,
-        packed_seq_params: Any = None,
-        sequence_len_offset: Any = None,
+        packed_seq_params: PackedSeqParams | None = None,
+        sequence_len_offset: object = None,
         *,
-        inference_params: Any = None,
+        inference_params: StaticInferenceContext | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Attend.
 
@@ -318,7 +325,7 @@ class SelfAttention(Attention):
         hidden_states: Tensor,
         key_value_states: Tensor | None,
         positions: Tensor | None,
-        angles: tuple[object, Tensor | None, Tensor | None],
+        angles: tuple[Tensor | tuple[Tensor, Tensor] | None, Tensor | None, Tensor | None],
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Project [s, b, h] and rotate; without gradients a group's heads [r+2, d] in one go."""
         _, cos, sin = angles
@@ -364,7 +371,12 @@ class SelfAttention(Attention):
         return query, key, value
 
     def apply_rotary_pos_emb_to_qk(
-        self, query: Tensor, key: Tensor, angles: Any, cos: Tensor | None, sin: Tensor | None
+        self,
+        query: Tensor,
+        key: Tensor,
+        angles: Tensor | tuple[Tensor, Tensor] | None,
+        cos: Tensor | None,
+        sin: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         """Rotate query and key, [s, b, n/tp, d], unless this layer has no positions."""
         if angles is None or not self.uses_rotary:

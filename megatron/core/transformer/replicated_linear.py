@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -24,7 +24,7 @@ class ReplicatedLinear(ParallelLayer):
         output_size: int,
         *,
         config: TransformerConfig,
-        init_method: Any,
+        init_method: Callable[[Tensor], object] | None,
         pg_collection: ProcessGroupCollection | None = None,
         tp_group: Group = None,
     ) -> None:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
+from torch.optim.optimizer import ParamsT
 
 from megatron.core.errors import ConfigError
 
 
 def FusedAdam(
-    params: Any,
+    params: ParamsT,
     lr: float = 1e-3,
     bias_correction: bool = True,
     betas: tuple[float, float] = (0.9, 0.999),
@@ -38,7 +37,7 @@ def FusedAdam(
 
 
 def DeepSpeedCPUAdam(
-    model_params: object,
+    model_params: ParamsT,
     lr: float = 1e-3,
     bias_correction: bool = True,
     betas: tuple[float, float] = (0.9, 0.999),

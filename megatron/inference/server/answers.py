@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
 
+from megatron.core.tokenizers.base import TextTokenizer
 from megatron.inference.server.protocol import TextRequest
 from megatron.inference.text import Continuation
 
@@ -23,7 +24,7 @@ class Answer:
     """
 
     def __init__(
-        self, request: TextRequest, model: str, tokenizer: Any, num_prompt_tokens: int
+        self, request: TextRequest, model: str, tokenizer: TextTokenizer, num_prompt_tokens: int
     ) -> None:
         self.request, self.tokenizer = request, tokenizer
         self.num_prompt_tokens = num_prompt_tokens

@@ -16,6 +16,7 @@ from typing import Any
 
 from megatron.core.datasets.preprocessing.documents import BadDocumentError
 from megatron.core.errors import MegatronError
+from megatron.core.tokenizers.base import TextTokenizer
 from megatron.inference.engine import NOT_FINITE, Request, Token
 from megatron.inference.server.access import Access, check_content_type
 from megatron.inference.server.answers import Answer
@@ -52,7 +53,7 @@ class App:
     def __init__(
         self,
         service: Service,
-        tokenizer: Any,
+        tokenizer: TextTokenizer,
         model: str,
         limits: Limits,
         chat_template: Any,
@@ -229,7 +230,7 @@ class App:
             max_new_tokens=max(1, room) if most is None else most,
             sampling=request.sampling,
             sequence=number,
-            stop_tokens=frozenset({self.tokenizer.eod}),
+            stop_tokens=frozenset({eod} if (eod := self.tokenizer.eod) is not None else ()),
             num_best=request.num_best,
         )
 
@@ -241,7 +242,7 @@ class _Work:
         self,
         service: Service,
         requests: list[Request],
-        tokenizer: Any,
+        tokenizer: TextTokenizer,
         stop: tuple[str, ...],
         limits: Limits,
     ) -> None:

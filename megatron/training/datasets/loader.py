@@ -66,7 +66,7 @@ def build_pretraining_data_loader(
     seed: int = 1234,
     data_sharding: bool = True,
     drop_last: bool = True,
-    collate: Callable[[list[Any]], Any] = collate_in_memory,
+    collate: Callable[..., object] = collate_in_memory,
 ) -> Any:
     """Make the loader of this rank's micro batches.
 
@@ -237,7 +237,7 @@ class _ErrorsAsItems(Dataset[Any]):
 
 
 class _CollateUnlessError:
-    def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
+    def __init__(self, collate: Callable[..., object]) -> None:
         self.collate = collate
 
     def __call__(self, samples: Sequence[Any]) -> Any:

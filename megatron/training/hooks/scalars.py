@@ -28,10 +28,30 @@ class ScalarSink(Protocol):
         """Write out what is held back."""
 
 
+class ScalarWriter(Protocol):
+    """What is used of a `SummaryWriter`."""
+
+    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> object:
+        """Add a number of a step."""
+
+    def close(self) -> object:
+        """Flush and close the event file."""
+
+
+class WandbRun(Protocol):
+    """What is used of an open run of Weights & Biases."""
+
+    def log(self, data: dict[str, float], step: int) -> object:
+        """Add the numbers of a step."""
+
+    def finish(self) -> object:
+        """Upload what is held back."""
+
+
 class TensorBoardSink:
     """Scalars of a `SummaryWriter`."""
 
-    def __init__(self, writer: Any) -> None:
+    def __init__(self, writer: ScalarWriter) -> None:
         self.writer = writer
 
     def write(self, scalars: dict[str, float], step: int) -> None:
@@ -47,7 +67,7 @@ class TensorBoardSink:
 class WandbSink:
     """Scalars of an open Weights & Biases run."""
 
-    def __init__(self, wandb: Any) -> None:
+    def __init__(self, wandb: WandbRun) -> None:
         self.wandb = wandb
 
     def write(self, scalars: dict[str, float], step: int) -> None:
@@ -201,7 +221,9 @@ class ProgressBar(Hook):
             self._bar = None
 
 
-def sinks_here(tensorboard: Any, wandb: Any, jsonl_path: str | None) -> list[ScalarSink]:
+def sinks_here(
+    tensorboard: ScalarWriter | None, wandb: WandbRun | None, jsonl_path: str | None
+) -> list[ScalarSink]:
     """Return the sinks of this rank: all on the last, none elsewhere."""
     sinks: list[ScalarSink] = []
     if tensorboard is not None:

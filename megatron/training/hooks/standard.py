@@ -16,7 +16,7 @@ from megatron.training.hooks.evaluation import Evaluate
 from megatron.training.hooks.log import LinesForFirstRank, LogLine
 from megatron.training.hooks.profiling import CollectGarbage, MemoryHistory, Profile
 from megatron.training.hooks.save import Export, SaveCheckpoints
-from megatron.training.hooks.scalars import ProgressBar, Scalars, sinks_here
+from megatron.training.hooks.scalars import ProgressBar, Scalars, ScalarWriter, WandbRun, sinks_here
 from megatron.training.hooks.stop import (
     ExitDuration,
     ExitInterval,
@@ -46,8 +46,8 @@ def standard_hooks(
     checkpointer: Checkpointer | None,
     *,
     signal: SignalFlag | None = None,
-    tensorboard: object = None,
-    wandb: object = None,
+    tensorboard: ScalarWriter | None = None,
+    wandb: WandbRun | None = None,
 ) -> StandardHooks:
     """Return the hooks that the settings of the run ask for.
 

@@ -20,7 +20,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -319,7 +319,7 @@ def _let_others_report(status: RunStatus, store: Any) -> None:
 
 
 @contextmanager
-def failures_reported(status: RunStatus, store_slot: list[Any]) -> Iterator[None]:
+def failures_reported(status: RunStatus, store_slot: Sequence[object]) -> Iterator[None]:
     """Turn an exception of the run into the report and `SystemExit`.
 
     Of a rank that torchrun started, also the end of torchrun itself, and SIGTERM, which torchrun

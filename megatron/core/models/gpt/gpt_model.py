@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.errors import ConfigError
+from megatron.core.inference.contexts.static_context import StaticInferenceContext
 from megatron.core.initialization import deferred_initialization, initialize_parameters
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
@@ -169,7 +170,9 @@ class GPTModel(LanguageModule):
             axis_size={name: get_pg_size(group) for name, group in axes.items()},
         )
 
-    def set_input_tensor(self, input_tensor: Any) -> None:
+    def set_input_tensor(
+        self, input_tensor: Tensor | list[Tensor] | tuple[Tensor, ...] | None
+    ) -> None:
         """Take the previous stage's output, [s, b, h] ([s/tp, b, h] with sequence parallelism)."""
         if isinstance(input_tensor, (list, tuple)):
             if len(input_tensor) != 1:
@@ -184,12 +187,12 @@ class GPTModel(LanguageModule):
         attention_mask: Tensor | None,
         decoder_input: Tensor | None = None,
         labels: Tensor | None = None,
-        inference_context: Any = None,
+        inference_context: StaticInferenceContext | None = None,
         packed_seq_params: PackedSeqParams | None = None,
         extra_block_kwargs: dict[str, Any] | None = None,
         runtime_gather_output: bool | None = None,
         *,
-        inference_params: Any = None,
+        inference_params: StaticInferenceContext | None = None,
         loss_mask: Tensor | None = None,
         padding_mask: Tensor | None = None,
     ) -> Tensor:
