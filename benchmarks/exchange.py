@@ -28,10 +28,10 @@ from megatron.core.distributed.communication import (
     reduce_gradients,
 )
 from megatron.core.transport.shm.shared_buffer import SharedBuffer
-from megatron.core.transport.shm.shm_bucket_transport import SharedSlot
+from megatron.core.transport.shm.shm_bucket_transport import BucketSlot
 from megatron.core.transport.work import Work, wait_all
 
-Buckets = list[tuple[Tensor, SharedSlot | None]]
+Buckets = list[tuple[Tensor, BucketSlot | None]]
 
 
 def reduce(buckets: Buckets, mesh: Mesh) -> None:
@@ -67,7 +67,7 @@ def measure(rank: int, store: str, options: argparse.Namespace) -> None:
     sent: Buckets = [(bucket, None) for bucket in torch.ones(length * count).split(length)]
 
     def places(*, keeps_pages: bool) -> Buckets:
-        return [(b, SharedSlot(memory, i, keeps_pages)) for i, b in enumerate(read)]
+        return [(b, BucketSlot(memory, i, keeps_pages)) for i, b in enumerate(read)]
 
     copies, shards = Mesh(replicate=world), Mesh(shard=world)
     ways: dict[str, Callable[[], None]] = {

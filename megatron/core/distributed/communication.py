@@ -20,8 +20,8 @@ from megatron.core.transport.bucket_transport import (
     has_tags,
     select_bucket_transport,
 )
+from megatron.core.transport.comm_buffer import BucketSlot
 from megatron.core.transport.ordered_sum import piece_of
-from megatron.core.transport.shm.shm_bucket_transport import SharedSlot
 from megatron.core.transport.work import Steps, Work
 from megatron.core.utils import get_pg_rank, get_pg_size
 
@@ -83,7 +83,7 @@ def gather_parameters(
     *,
     tag: int,
     shard: Tensor | None = None,
-    slot: SharedSlot | None = None,
+    slot: BucketSlot | None = None,
 ) -> Work[Tensor]:
     """Fill a bucket with the shards of all ranks of `mesh.shard`.
 
@@ -130,7 +130,7 @@ def reduce_gradients(
     tag: int,
     average: bool = False,
     compression: Compression | None = None,
-    slot: SharedSlot | None = None,
+    slot: BucketSlot | None = None,
     into: Tensor | None = None,
 ) -> Steps[Tensor]:
     """Sum a bucket of gradients over the mesh.

@@ -7,8 +7,7 @@ from enum import Enum
 from torch import Tensor, nn
 
 from megatron.core.distributed.flat_params import Bucket
-from megatron.core.transport.shm.mapped_gather import MappedTensor
-from megatron.core.transport.shm.page_pool import PooledTensor
+from megatron.core.transport.unit_memory import UnitTensor
 from megatron.core.transport.work import AnyWork
 
 
@@ -23,7 +22,7 @@ class Pass(Enum):
 class FlatParam:
     """Buckets whose parameters are unsharded at the same times."""
 
-    def __init__(self, buckets: list[Bucket], unsharded: PooledTensor | MappedTensor) -> None:
+    def __init__(self, buckets: list[Bucket], unsharded: UnitTensor) -> None:
         self.buckets = buckets
         self.members = sorted({index for bucket in buckets for index in bucket.members})
         """Numbers of the parameters; none is in another one."""

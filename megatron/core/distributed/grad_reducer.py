@@ -16,7 +16,7 @@ from megatron.core.distributed.compressed_reduction import (
 )
 from megatron.core.distributed.flat_params import Bucket, FlatParams
 from megatron.core.distributed.sharding_arithmetic import BLOCK
-from megatron.core.transport.comm_buffer import SharedSlot
+from megatron.core.transport.comm_buffer import BucketSlot
 from megatron.core.transport.work import AnyWork, Steps, wait_all
 
 MAX_IN_FLIGHT = 2
@@ -85,7 +85,7 @@ class GradReducer:
         self,
         bucket: Bucket,
         gradients: Tensor,
-        slot: SharedSlot | None,
+        slot: BucketSlot | None,
         into: Tensor | None = None,
     ) -> Steps[Tensor]:
         """Reduce the gradients [n] of a bucket by the policy; see `reduce_gradients`."""

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from megatron.core.distributed.flat_params import Bucket, FlatParams
 from megatron.core.distributed.grad_reducer import GradReducer
-from megatron.core.transport.comm_buffer import CommBuffer
-from megatron.core.transport.shm.bucket_allocator import BucketAllocator
+from megatron.core.transport.comm_buffer import BucketPool
 from megatron.core.transport.work import Steps, Work
 
 
@@ -20,7 +19,7 @@ class ShardedGradients:
     """The buckets being filled, and the sums of this rank's shards."""
 
     def __init__(self, flat: FlatParams, dtype: torch.dtype, max_in_flight: int) -> None:
-        self._flat, self._dtype = flat, dtype
+        self._flat = flat
         self.ranges = flat.shard_ranges()
         """Own shard [begin, end) of each bucket."""
         self.sums = [
@@ -33,16 +32,13 @@ class ShardedGradients:
         """Buckets that are being filled."""
         self.filled: list[set[int]] = [set() for _ in flat.buckets]
         """Parameters that each of them has."""
-        self.allocator: BucketAllocator | None = None
-        """Memory of buckets; an accelerator's allocator keeps what it will need again."""
-        if flat.device.type == "cpu":
-            lengths = [end - begin for begin, end in flat.plan.buckets]
-            self.allocator = BucketAllocator(lengths, dtype, max_in_flight + 1)
+        lengths = [end - begin for begin, end in flat.plan.buckets]
+        self.pool = BucketPool(lengths, dtype, flat.device, max_in_flight + 1)
 
     def begin_step(self) -> None:
         """Forget all gradients; no memory is written."""
         for full in self.full.values():
-            self._free(full)
+            self.pool.free(full)
         self.full.clear()
         self.filled = [set() for _ in self._flat.buckets]
         self.has_sum = [False] * len(self._flat.buckets)
@@ -63,13 +59,8 @@ class ShardedGradients:
     def memory_of(self, bucket: Bucket) -> Tensor:
         """Return memory [n] for a bucket's gradients, with any values in it at first."""
         if bucket.number not in self.full:
-            self.full[bucket.number] = self._new_memory(bucket.end - bucket.begin)
+            self.full[bucket.number] = self.pool.allocate(bucket.end - bucket.begin)
         return self.full[bucket.number]
-
-    def _new_memory(self, length: int) -> Tensor:
-        if self.allocator is not None:
-            return self.allocator.allocate(length)
-        return torch.empty(length, dtype=self._dtype, device=self._flat.device)
 
     def reduce(self, bucket: Bucket, reducer: GradReducer) -> Work[None]:
         """Start to reduce what has been filled, and to add it to the sums."""
@@ -92,26 +83,11 @@ class ShardedGradients:
         is_first = not self.has_sum[bucket.number]
         self.has_sum[bucket.number] = True
         total = self.sums[bucket.number]
-        slot = None
-        if self.allocator is not None:
-            # Whoever shards state wants little in memory; the others want speed.
-            keeps_pages = self._flat.mesh.shard_size == 1
-            slot = CommBuffer(full, self.allocator.memory).slot(
-                bucket.number, keeps_pages=keeps_pages
-            )
+        # Whoever shards state wants little in memory; the others want speed.
+        slot = self.pool.slot(bucket.number, keeps_pages=self._flat.mesh.shard_size == 1)
         own = yield from reducer.steps(bucket, full, slot, total if is_first else None)
         if not is_first:
             total.add_(own)
         elif own is not total:
             total.copy_(own)
-        self._free(full)
-
-    def _free(self, full: Tensor) -> None:
-        """Keep the memory of a reduced bucket for another one."""
-        if self.allocator is not None:
-            self.allocator.free(full)
-
-    def trim(self) -> None:
-        """Return memory that waits for buckets to the system."""
-        if self.allocator is not None:
-            self.allocator.discard()
+        self.pool.free(full)

@@ -3,12 +3,11 @@
 A unit (`FlatParam`, the parameters of a transformer layer) is gathered before it computes and freed
 afterwards; `parameter_units` decides when.
 
-Ranks of one machine do not copy values to gather them: they map those of the others in place
-(`transport.shm.mapped_gather`). Elsewhere a unit's values are gathered into one flat tensor whose
-*memory* is freed and allocated again (`transport.shm.page_pool`). In both, views of a weight that
-autograd has saved (its transpose, for example) become valid again before backward reads them, and
-never keep the memory alive. While a unit is sharded its parameters show a NaN without memory of its
-own (`initialization.without_memory`): a read by mistake does not crash.
+A unit's values are gathered into one flat tensor whose *memory* is freed and allocated again
+(`transport.unit_memory`). Views of a weight that autograd has saved (its transpose, for example)
+become valid again before backward reads them, and never keep the memory alive. While a unit is
+sharded its parameters show a NaN without memory of its own (`initialization.without_memory`): a
+read by mistake does not crash.
 """
 
 from __future__ import annotations
@@ -27,11 +26,9 @@ from megatron.core.distributed.sharding_arithmetic import Piece
 from megatron.core.errors import ConfigError, MegatronError
 from megatron.core.initialization import fill_deferred_weights, without_memory
 from megatron.core.offload.file_state_store import reserve_file
-from megatron.core.transport.bucket_transport import has_tags
 from megatron.core.transport.comm_buffer import CommBuffer
 from megatron.core.transport.object_collectives import raise_on_all_ranks
-from megatron.core.transport.shm.mapped_gather import MappedGather, map_gather
-from megatron.core.transport.shm.page_pool import PagePool
+from megatron.core.transport.unit_memory import UnitMemory
 
 _GATHER_TAGS = 1 << 15
 """Added to a bucket's tag: gathers overlap with reductions."""
@@ -48,7 +45,7 @@ class ShardedParams:
         Raises:
             ConfigError: on all ranks, if one of them cannot have the file.
         """
-        self._flat, self._pool = flat, PagePool(flat.device)
+        self._flat = flat
         self._ranges = flat.shard_ranges()
         lengths = [end - begin for begin, end in self._ranges]
         self._is_offloaded = offload_path is not None
@@ -59,32 +56,21 @@ class ShardedParams:
         )
         self.shards: list[Tensor] = list(self._buffer.values.split(lengths))
         """Own values of each bucket; padding is zero."""
-        self._mapped = self._map_shards()
-        self.units = [self._unit(number) for number in range(len(flat.plan.sections))]
+        ends = list(accumulate(lengths))
+        places = list(zip([0, *ends], ends, strict=False))
+        group = flat.mesh.shard if flat.mesh.shard_size > 1 else None
+        in_units = [[places[number] for number in numbers] for numbers in flat.plan.sections]
+        self._memory = UnitMemory(self._buffer, group, flat.device, in_units)
+        self.units = [
+            FlatParam([flat.buckets[number] for number in numbers], tensor)
+            for numbers, tensor in zip(flat.plan.sections, self._memory.tensors, strict=True)
+        ]
         self.unit_of = {i: number for number, unit in enumerate(self.units) for i in unit.members}
         """Number of each parameter's unit."""
         self.absent: list[Tensor] = [without_memory(p.detach()) for p in flat.parameters]
         """What each parameter shows while it is sharded."""
         for unit in self.units:
             self._shard(unit, model)
-
-    def _map_shards(self) -> MappedGather | None:
-        """Return the units mapped from the shards of all ranks, where these can be read."""
-        memory, mesh = self._buffer.memory, self._flat.mesh
-        group = mesh.shard if mesh.shard_size > 1 else None
-        if memory is None or (group is not None and not has_tags(group)):
-            return None
-        ends = list(accumulate(shard.nbytes for shard in self.shards))
-        ranges = [(e - s.nbytes, s.nbytes) for e, s in zip(ends, self.shards, strict=True)]
-        layouts = [[ranges[number] for number in numbers] for numbers in self._flat.plan.sections]
-        return map_gather(memory, group, self._flat.dtype, layouts)
-
-    def _unit(self, number: int) -> FlatParam:
-        buckets = [self._flat.buckets[bucket] for bucket in self._flat.plan.sections[number]]
-        if self._mapped is not None:
-            return FlatParam(buckets, self._mapped.tensors[number])
-        length = buckets[-1].end - buckets[0].begin
-        return FlatParam(buckets, self._pool.tensor(length, self._flat.dtype))
 
     @torch.no_grad()
     def _shard(self, unit: FlatParam, model: nn.Module) -> None:
@@ -119,8 +105,8 @@ class ShardedParams:
         with torch.no_grad():
             unit.unsharded.allocate()
             self._prefetch_neighbours(number)
-            if self._mapped is not None:
-                unit.gathers = [self._mapped.start()]
+            if (mapped := self._memory.start_mapped_gather()) is not None:
+                unit.gathers = [mapped]
                 return
             unit.gathers = [
                 gather_parameters(
@@ -175,7 +161,7 @@ class ShardedParams:
             unit.users.remove(user)
             if not unit.users and keep:
                 # Logits come next, which need more than the layer that backward gathers after them.
-                self._pool.trim()
+                self._memory.trim()
             elif not unit.users:
                 self._free(unit)
 
@@ -198,14 +184,12 @@ class ShardedParams:
     def wait_for_readers(self) -> None:
         """Free the values of all units, and wait until no rank reads the shards any more."""
         self.release_all()
-        if self._mapped is None:
+        if not self._memory.wait_for_mapped_readers():
             self._buffer.wait_for_readers()
-        else:
-            self._mapped.wait_for_readers()
 
     def trim(self) -> None:
         """Return spare pages to the system."""
-        self._pool.trim()
+        self._memory.trim()
 
     def values_of(self, piece: Piece) -> Tensor:
         """Return a piece of the own shard, in the parameter's shape if that is all of it."""

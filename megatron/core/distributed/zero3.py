@@ -202,7 +202,7 @@ class Zero3Buffer:
         self.wait_for_readers()
         self.params.trim()
         # The next logits need the memory first.
-        self.grads.trim()
+        self.grads.pool.trim()
 
     def owned_gradients(self) -> list[Tensor]:
         """See `ZeroStage`."""

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megatron.core.transport import backend
 from megatron.core.transport.ordered_sum import is_half, ordered_sum, piece_of
-from megatron.core.transport.shm.shm_bucket_transport import SharedSlot, ShmBucketTransport
+from megatron.core.transport.shm.shm_bucket_transport import BucketSlot, ShmBucketTransport
 from megatron.core.transport.work import Handle, Steps
 from megatron.core.utils import get_pg_rank, get_pg_size
 
@@ -164,7 +164,7 @@ class NativeBucketTransport:
 
 
 def select_bucket_transport(
-    group: Group, tag: int, slot: SharedSlot | None, *, averages: bool = False
+    group: Group, tag: int, slot: BucketSlot | None, *, averages: bool = False
 ) -> BucketTransport | None:
     """Return how the ranks of `group` exchange a bucket; None for a single rank.
 

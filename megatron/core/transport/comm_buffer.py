@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
+from megatron.core.transport.shm.bucket_allocator import BucketAllocator
 from megatron.core.transport.shm.shared_buffer import SharedBuffer
-from megatron.core.transport.shm.shm_bucket_transport import SharedSlot
+from megatron.core.transport.shm.shm_bucket_transport import BucketSlot
 
 
 class CommBuffer:
@@ -50,13 +51,13 @@ class CommBuffer:
         """Whether the ranks of all groups that asked for it read it where it is."""
         return self.memory is not None and self.memory.is_shared
 
-    def slot(self, number: int, *, keeps_pages: bool = False) -> SharedSlot | None:
+    def slot(self, number: int, *, keeps_pages: bool = False) -> BucketSlot | None:
         """Return where the others find a bucket; None where they receive messages.
 
         Args:
             keeps_pages: what was read of others stays mapped.
         """
-        return None if self.memory is None else SharedSlot(self.memory, number, keeps_pages)
+        return None if self.memory is None else BucketSlot(self.memory, number, keeps_pages)
 
     def wait_for_readers(self) -> None:
         """Wait until no rank reads the values any more."""
@@ -74,4 +75,48 @@ class CommBuffer:
             self.memory.page_out(values)
 
 
-__all__ = ["CommBuffer", "SharedSlot"]
+class BucketPool:
+    """Memory for buckets that exist for a short time, one after another."""
+
+    def __init__(
+        self, lengths: Sequence[int], dtype: torch.dtype, device: torch.device, num_in_flight: int
+    ) -> None:
+        """
+        Args:
+            lengths: elements of each bucket.
+            num_in_flight: buckets in reduction when the next backward pass fills buckets.
+        """
+        self._dtype, self._device = dtype, device
+        self._allocator = None
+        if device.type == "cpu":
+            self._allocator = BucketAllocator(lengths, dtype, num_in_flight)
+
+    @property
+    def is_unused(self) -> bool:
+        """Whether no bucket has memory."""
+        return self._allocator is None or self._allocator.is_unused
+
+    def allocate(self, length: int) -> Tensor:
+        """Return a bucket [length], with any values in it."""
+        if self._allocator is not None:
+            return self._allocator.allocate(length)
+        return torch.empty(length, dtype=self._dtype, device=self._device)
+
+    def free(self, bucket: Tensor) -> None:
+        """Let the memory of `bucket` [length] serve another one."""
+        if self._allocator is not None:
+            self._allocator.free(bucket)
+
+    def slot(self, number: int, *, keeps_pages: bool) -> BucketSlot | None:
+        """See `CommBuffer`."""
+        if self._allocator is None:
+            return None
+        return BucketSlot(self._allocator.memory, number, keeps_pages)
+
+    def trim(self) -> None:
+        """Return memory that waits for buckets to the system."""
+        if self._allocator is not None:
+            self._allocator.discard()
+
+
+__all__ = ["BucketPool", "BucketSlot", "CommBuffer"]

@@ -12,7 +12,7 @@ from megatron.core.distributed.communication import (
 )
 from megatron.core.transport.ordered_sum import STRETCH
 from megatron.core.transport.shm.shared_buffer import PeerBuffers, SharedBuffer
-from megatron.core.transport.shm.shm_bucket_transport import SharedSlot
+from megatron.core.transport.shm.shm_bucket_transport import BucketSlot
 from megatron.core.transport.work import Work
 from tests.harness.distributed import distributed
 from tests.harness.tolerances import EXACT, assert_close
@@ -21,7 +21,7 @@ from tests.harness.tolerances import EXACT, assert_close
 def readable(values):
     """Return a copy of a flat tensor that other ranks can read, and its place."""
     memory = SharedBuffer(values.nbytes, num_counters=1)
-    return memory.tensor(values.dtype, 0, values.numel()).copy_(values), SharedSlot(
+    return memory.tensor(values.dtype, 0, values.numel()).copy_(values), BucketSlot(
         memory, 0, keeps_pages=False
     )
 

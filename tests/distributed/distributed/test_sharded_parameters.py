@@ -12,7 +12,6 @@ from megatron.core.distributed import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
     finalize_model_grads,
-    sharded_params,
 )
 from megatron.core.errors import ConfigError
 from megatron.core.initialization import has_memory, parameters_without_memory
@@ -23,6 +22,7 @@ from megatron.core.step_context.deferred_wgrad import (
     enable_wgrad_deferral,
 )
 from megatron.core.step_context.overlap import overlap_forward_backward, yield_to_peer
+from megatron.core.transport import unit_memory
 from megatron.core.transport.shm.mapped_gather import MappedTensor
 from megatron.core.transport.shm.page_pool import PooledTensor
 from megatron.training.metrics.params_norm import params_norm
@@ -282,7 +282,7 @@ def train_alike(groups, found, expected, tolerance=EXACT):
 def test_units_that_are_looked_at_copied_or_sent_give_the_same_bits(groups, way):
     joined = build(groups)
     if way == "copied":
-        with patch.object(sharded_params, "map_gather", lambda *_: None):
+        with patch.object(unit_memory, "map_gather", lambda *_: None):
             other = build(groups)
     else:
         with no_shared_memory():

@@ -48,8 +48,8 @@ def torch_hook(hook):
         handle.remove()
 
 
-def test_an_optimizer_without_gradients_is_warned_of_once(monkeypatch):
-    monkeypatch.setattr(plain_optimizers, "_is_watching", False)
+def test_an_optimizer_without_gradients_is_warned_of_once():
+    plain_optimizers.watch_plain_optimizers.cache_clear()
     plain_optimizers.watch_plain_optimizers()
     # A hook that comes after ours is called, too.
     with torch_hook(lambda *_: None), pytest.warns(UserWarning, match="updates nothing.*get_meg"):
@@ -59,8 +59,8 @@ def test_an_optimizer_without_gradients_is_warned_of_once(monkeypatch):
         assert not step(adam, copies_gradients=False)
 
 
-def test_one_that_was_given_its_gradients_trains_without_a_word(monkeypatch):
-    monkeypatch.setattr(plain_optimizers, "_is_watching", False)
+def test_one_that_was_given_its_gradients_trains_without_a_word():
+    plain_optimizers.watch_plain_optimizers.cache_clear()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert step(adam, copies_gradients=True)

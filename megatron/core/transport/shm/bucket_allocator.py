@@ -41,6 +41,11 @@ class BucketAllocator:
         self._touched = 0
         """Bytes from the start on that may have memory."""
 
+    @property
+    def is_unused(self) -> bool:
+        """Whether nothing is allocated."""
+        return not self._used
+
     def allocate(self, length: int) -> Tensor:
         """Return a place of `length` elements, with any values in it."""
         num_bytes = round_up_to_pages(length * self._dtype.itemsize)

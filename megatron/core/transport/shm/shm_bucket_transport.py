@@ -16,7 +16,7 @@ WINDOW = 16 * STRETCH
 
 
 @dataclass(frozen=True)
-class SharedSlot:
+class BucketSlot:
     """Where ranks of the same machine find a bucket (or shard) of this rank."""
 
     memory: SharedBuffer
@@ -32,7 +32,7 @@ class ShmBucketTransport:
     A rank's progress counter counts the steps that it has done; see `shared_buffer`.
     """
 
-    def __init__(self, slot: SharedSlot, peers: PeerBuffers) -> None:
+    def __init__(self, slot: BucketSlot, peers: PeerBuffers) -> None:
         self._memory, self._index, self._peers = slot.memory, slot.index, peers
         self._base = slot.memory.begin(slot.index)
         self._keeps_pages = slot.keeps_pages
