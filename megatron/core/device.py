@@ -53,7 +53,7 @@ def communication_backend() -> str:
 
 @functools.cache
 def settle_backends_at_exit() -> None:
-    """Let a backend's threads come to rest before this process takes Python down.
+    """Let a backend's threads finish before this process takes Python down.
 
     gloo wakes the thread that waits before it lets go of the tensors it worked on. If it is the
     last to hold one, it needs the interpreter for that; where that is gone, the process is aborted

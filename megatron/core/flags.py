@@ -1,4 +1,4 @@
-"""A dataclass field is a command-line flag: the facts that its name and type do not tell.
+"""A dataclass field is a command-line flag: the metadata that its name and type do not tell.
 
 `hidden_dropout: float = 0.1` gives `--hidden-dropout FLOAT`; the docstring under the field is the
 help. A `bool` that is False becomes a switch, a `bool` that is True an off-switch (`--no-X` and
@@ -29,7 +29,7 @@ GroupT = typing.TypeVar("GroupT")
 
 
 @dataclass(frozen=True, kw_only=True)
-class FlagFacts:
+class FlagMetadata:
     """What a field says about its flag beyond name, type, default and docstring."""
 
     name: str = ""
@@ -83,8 +83,8 @@ def flag(
     note: str = "",
     part_of: str = "",
 ) -> Any:
-    """Declare a field whose flag is irregular; see `FlagFacts` for the arguments."""
-    facts = FlagFacts(
+    """Declare a field whose flag is irregular; see `FlagMetadata` for the arguments."""
+    metadata = FlagMetadata(
         name=name,
         cli_default=cli_default,
         kind=kind,
@@ -100,7 +100,7 @@ def flag(
         note=note,
         part_of=part_of,
     )
-    return _field(default, facts)
+    return _field(default, metadata)
 
 
 def required(*spellings: str) -> Any:
@@ -117,17 +117,17 @@ def no_flag(default: Any, *, is_arg: bool = False) -> Any:
     Args:
         is_arg: `resolve` derives it, and `get_args()` shows it.
     """
-    return _field(default, FlagFacts(is_flag=False, is_arg=is_arg))
+    return _field(default, FlagMetadata(is_flag=False, is_arg=is_arg))
 
 
-def _field(default: Any, facts: FlagFacts) -> Any:
+def _field(default: Any, metadata: FlagMetadata) -> Any:
     if isinstance(default, list):
-        return dataclasses.field(default_factory=lambda: list(default), metadata={_KEY: facts})
-    return dataclasses.field(default=default, metadata={_KEY: facts})
+        return dataclasses.field(default_factory=lambda: list(default), metadata={_KEY: metadata})
+    return dataclasses.field(default=default, metadata={_KEY: metadata})
 
 
-def _facts(field: dataclasses.Field[Any]) -> FlagFacts:
-    return field.metadata.get(_KEY) or FlagFacts()
+def _metadata_of(field: dataclasses.Field[Any]) -> FlagMetadata:
+    return field.metadata.get(_KEY) or FlagMetadata()
 
 
 class SettingsGroup:
@@ -147,14 +147,14 @@ class SettingsGroup:
                 continue
             hints = typing.get_type_hints(base)
             for field in dataclasses.fields(base):
-                facts = _facts(field)
-                default = _default(field) if facts.cli_default is _SAME else facts.cli_default
+                metadata = _metadata_of(field)
+                default = _default(field) if metadata.cli_default is _SAME else metadata.cli_default
                 if choices and field.name in choices:
-                    facts = dataclasses.replace(facts, choices=choices[field.name])
-                elif facts.cli_default is _SAME:
+                    metadata = dataclasses.replace(metadata, choices=choices[field.name])
+                elif metadata.cli_default is _SAME:
                     continue
                 declared.setdefault(field.name, hints[field.name])
-                setattr(cls, field.name, _field(default, facts))
+                setattr(cls, field.name, _field(default, metadata))
         cls.__annotations__ = declared
 
     def __post_init__(self) -> None:
@@ -181,7 +181,7 @@ class FlagSpec:
     default: Any
     spellings: tuple[str, ...]
     help: str
-    facts: FlagFacts
+    metadata: FlagMetadata
 
     @property
     def flag(self) -> str:
@@ -212,31 +212,31 @@ class FlagSpec:
         """Allowed values as the user types them; empty means any."""
         if issubclass(self.element, enum.Enum):
             return tuple(member.name for member in self.element)
-        return tuple(self.facts.values or self.facts.choices)
+        return tuple(self.metadata.values or self.metadata.choices)
 
     def to_field(self, value: Any) -> Any:
         """Return the value of the field for what the command line calls `value`."""
-        return self.facts.values.get(value, value) if self.facts.values else value
+        return self.metadata.values.get(value, value) if self.metadata.values else value
 
     def to_arg(self, value: Any) -> Any:
         """Return what the command line calls `value`, which is one of the field."""
-        return next((text for text, known in self.facts.values.items() if known == value), value)
+        return next((text for text, known in self.metadata.values.items() if known == value), value)
 
     def type_text(self) -> str:
         """Describe the type in one word or two: for help, docs and messages."""
         if self.is_switch:
             return "off-switch" if self.default else "on"
         text = "enum" if issubclass(self.element, enum.Enum) else self.element.__name__
-        text = self.facts.type_text or text
-        if self.facts.nargs is not None:
-            text += f" x{self.facts.nargs}"
+        text = self.metadata.type_text or text
+        if self.metadata.nargs is not None:
+            text += f" x{self.metadata.nargs}"
         if self.choices:
             text += ": " + "/".join(str(choice) for choice in self.choices)
         return text
 
     def example(self, count: int | str | None = None) -> str:
         """Return words that the command line takes for this flag; "" if there is no telling."""
-        if self.facts.parse is not None and self.default is None:
+        if self.metadata.parse is not None and self.default is None:
             return ""
         plain = {int: 1, float: 0.1}.get(self.element, "")
         value = self.default if self.default not in (None, []) else (*self.choices, plain)[0]
@@ -249,8 +249,8 @@ class FlagSpec:
         Raises:
             ValueError: with the reason, as a clause that follows the value.
         """
-        if self.facts.parse is not None:
-            return self.facts.parse(text)
+        if self.metadata.parse is not None:
+            return self.metadata.parse(text)
         if issubclass(self.element, enum.Enum):
             if text not in self.choices:
                 raise ValueError("is not one of " + ", ".join(map(str, self.choices)))
@@ -273,10 +273,10 @@ def kebab(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def _spellings(name: str, default: Any, is_switch: bool, facts: FlagFacts) -> tuple[str, ...]:
+def _spellings(name: str, default: Any, is_switch: bool, metadata: FlagMetadata) -> tuple[str, ...]:
     if not (is_switch and default is True):
-        return facts.spellings or (kebab(name),)
-    found = list(facts.spellings or (f"--no-{name.replace('_', '-')}",))
+        return metadata.spellings or (kebab(name),)
+    found = list(metadata.spellings or (f"--no-{name.replace('_', '-')}",))
     # A default-on switch is turned off by either prefix, on its own stem or on the field's name.
     prefixes = ("--no-", "--disable-")
     stems = [s.removeprefix(p) for s in found for p in prefixes if s.startswith(p)]
@@ -307,20 +307,20 @@ def _flag_specs(group_class: Any, group: str) -> tuple[FlagSpec, ...]:
     docs = field_docs(group_class)
     specs = []
     for field in dataclasses.fields(group_class):
-        facts = _facts(field)
-        if not facts.is_flag:
+        metadata = _metadata_of(field)
+        if not metadata.is_flag:
             continue
-        name = facts.name or field.name
-        element = facts.kind or (str if facts.values else _element_type(hints[field.name]))
+        name = metadata.name or field.name
+        element = metadata.kind or (str if metadata.values else _element_type(hints[field.name]))
         spec = FlagSpec(
             name=name,
             field=field.name,
             group=group,
             element=element,
             default=_default(field),
-            spellings=_spellings(name, _default(field), element is bool, facts),
-            help=facts.help or docs.get(field.name, ""),
-            facts=facts,
+            spellings=_spellings(name, _default(field), element is bool, metadata),
+            help=metadata.help or docs.get(field.name, ""),
+            metadata=metadata,
         )
         specs.append(dataclasses.replace(spec, default=spec.to_arg(spec.default)))
     return tuple(specs)
@@ -334,7 +334,7 @@ def _default(field: dataclasses.Field[Any]) -> Any:
 
 def arg_name(field: dataclasses.Field[Any]) -> str:
     """Return what a field of a dataclass of settings is called on `get_args()`."""
-    return _facts(field).name or field.name
+    return _metadata_of(field).name or field.name
 
 
 def fields_of(base: type[GroupT], group: GroupT) -> dict[str, Any]:
@@ -353,5 +353,5 @@ def from_args(group_class: type[GroupT], values: Mapping[str, Any]) -> GroupT:
 
 def derived_args(group_class: type) -> tuple[str, ...]:
     """Return the fields of a group that `get_args()` shows though no flag sets them."""
-    facts = {field.name: _facts(field) for field in dataclasses.fields(group_class)}
-    return tuple(name for name, fact in facts.items() if not fact.is_flag and fact.is_arg)
+    metadata = {field.name: _metadata_of(field) for field in dataclasses.fields(group_class)}
+    return tuple(name for name, fact in metadata.items() if not fact.is_flag and fact.is_arg)

@@ -1,4 +1,4 @@
-"""DeepSpeed's front door: its configuration and engine on the sharding ladder of this library.
+"""DeepSpeed's interface: its configuration and engine on the ZeRO stages of this library.
 
     import megatron.deepspeed as deepspeed
 
@@ -9,7 +9,7 @@
         engine.step()
 
 Names, arguments and the order of results are DeepSpeed's (0.19). There is no second mechanism
-behind them: `megatron.core.distributed`, `megatron.core.optimizer`, `megatron.core.offload` and
+below them: `megatron.core.distributed`, `megatron.core.optimizer`, `megatron.core.offload` and
 `megatron.core.dist_checkpointing` do the work.
 """
 

@@ -143,7 +143,7 @@ def _strictness(wanted: Mapping[str, Any], is_strict: bool, contents: Contents) 
 
 
 def _check_interop(contents: InteropContents, *, needs_moments: bool) -> None:
-    """Raise on all ranks alike, if the optimizer's state is wanted and cannot be read."""
+    """Raise on all ranks, if the optimizer's state is wanted and cannot be read."""
     if needs_moments and (contents.no_optimizer or not contents.has_optimizer):
         raise CheckpointError(
             f"{contents.directory}: {contents.no_optimizer or 'it holds no optimizer state'}.",

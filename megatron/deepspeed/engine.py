@@ -1,4 +1,4 @@
-"""The engine: forward, backward, step of a plain module on the sharding ladder."""
+"""The engine: forward, backward, step of a plain module on the ZeRO stages."""
 
 from __future__ import annotations
 

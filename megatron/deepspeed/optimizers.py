@@ -73,7 +73,7 @@ def check_client(client: torch.optim.Optimizer, settings: EngineSettings) -> Non
     if optimizer_config(settings).offloads_optimizer and not _is_adam(client):
         raise ConfigError(
             f"the optimizer {kind.__name__} with offloaded state.",
-            rule="state is visited piece by piece where it lies, by rules of this library",
+            rule="state is visited piece by piece in place, by rules of this library",
             flags=["zero_optimization.offload_optimizer.device"],
             fix="use torch.optim.AdamW, or name an optimizer in the configuration",
         )

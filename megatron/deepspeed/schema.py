@@ -45,29 +45,29 @@ _STAGE3 = "stage 3 gathers layer by layer, at most two at a time"
 REMOVED = "drop it: DeepSpeed itself has removed it"
 
 
-def switch(default: bool = False, **facts: Any) -> Key:
+def switch(default: bool = False, **options: Any) -> Key:
     """Return a key for true or false."""
-    return Key(kind=(bool,), default=default, **facts)
+    return Key(kind=(bool,), default=default, **options)
 
 
-def count(default: int | None = None, least: float = 0, **facts: Any) -> Key:
+def count(default: int | None = None, least: float = 0, **options: Any) -> Key:
     """Return a key for a whole number of at least `least`."""
-    return Key(kind=(int,), default=default, least=least, **facts)
+    return Key(kind=(int,), default=default, least=least, **options)
 
 
-def number(default: float | None = None, least: float | None = None, **facts: Any) -> Key:
+def number(default: float | None = None, least: float | None = None, **options: Any) -> Key:
     """Return a key for a number of at least `least`."""
-    return Key(kind=(float,), default=default, least=least, **facts)
+    return Key(kind=(float,), default=default, least=least, **options)
 
 
-def text(default: str | None = None, choices: tuple[str, ...] = (), **facts: Any) -> Key:
+def text(default: str | None = None, choices: tuple[str, ...] = (), **options: Any) -> Key:
     """Return a key for a string."""
-    return Key(kind=(str,), default=default, choices=choices, **facts)
+    return Key(kind=(str,), default=default, choices=choices, **options)
 
 
-def anything(**facts: Any) -> Key:
+def anything(**options: Any) -> Key:
     """Return a key for any value, checked elsewhere."""
-    return Key(kind=(object,), **facts)
+    return Key(kind=(object,), **options)
 
 
 _OFFLOAD_OPTIMIZER: Schema = {

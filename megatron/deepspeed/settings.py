@@ -37,7 +37,7 @@ class EngineSettings:
 
     @property
     def stage(self) -> int:
-        """Rung of the sharding ladder, 0 to 3."""
+        """ZeRO stage, 0 to 3."""
         return int(self["zero_optimization.stage"])
 
     @property
@@ -200,8 +200,8 @@ def optimizer_config(settings: EngineSettings) -> OptimizerConfig:
     name, given = section["type"].lower(), section["params"]
     schema = OPTIMIZERS.get(name, {})
     params = {
-        key: given.get(key) if given.get(key) is not None else getattr(fact, "default", None)
-        for key, fact in schema.items()
+        key: given.get(key) if given.get(key) is not None else getattr(declared, "default", None)
+        for key, declared in schema.items()
     }
     is_adam = name in ("adam", "adamw")
     values: dict[str, Any] = {

@@ -215,8 +215,8 @@ def _tensors(
 def _one_run(group: Group, index: int, shape: tuple[int, ...]) -> RowRange | None:
     """Return where a tensor of theirs lies in ours as it is; None if it is made of pieces."""
     runs = [rows for rows in group.rows if rows.source == index]
-    is_whole = len(runs) == 1 and runs[0].begin == 0 and runs[0].length == shape[0]
-    return runs[0] if is_whole and not group.rule.is_transposed else None
+    is_full = len(runs) == 1 and runs[0].begin == 0 and runs[0].length == shape[0]
+    return runs[0] if is_full and not group.rule.is_transposed else None
 
 
 def _write_weights(

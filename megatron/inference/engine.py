@@ -1,4 +1,4 @@
-"""Continue many sequences at once: those that end make room for those that wait.
+"""Continue many sequences at once: those that end free places for those that wait.
 
 Every rank runs the same engine on the same requests. What a step does follows from the requests
 and from the chosen tokens, which all ranks know, so the ranks stay together without a word.
@@ -165,7 +165,7 @@ class Engine:
         return tokens
 
     def _admit(self) -> list[_Row]:
-        """Take the next prompts from the queue, as many as there are rows and room for."""
+        """Take the next prompts from the queue, as many as there are rows and capacity for."""
         admitted: list[_Row] = []
         width = 0
         while self._waiting and len(self._running) + len(admitted) < self.max_rows:
@@ -183,7 +183,7 @@ class Engine:
 
 
 def not_finite() -> NumericsError:
-    """Return the error of a model that computes no number; raised by all ranks alike."""
+    """Return the error of a model that computes no number; raised by all ranks."""
     return NumericsError(
         f"{NOT_FINITE}.",
         rule="a token is chosen among finite logits",

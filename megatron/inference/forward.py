@@ -32,7 +32,7 @@ def has_cache(model: object) -> bool:
 
 
 class CachedModel:
-    """A model, its cache, and the way through its stages. All ranks call alike.
+    """A model, its cache, and the way through its stages. All ranks make the same calls.
 
     Args:
         model: this rank's model chunk, or its list of chunks.
@@ -88,7 +88,7 @@ class CachedModel:
         offsets: Sequence[int],
         num_best: int | None = None,
     ) -> tuple[list[int], list[list[tuple[int, float]]] | None]:
-        """Let the rows continue what the cache holds, and choose the token behind each.
+        """Let the rows continue what the cache holds, and choose the token after each.
 
         Args:
             rows: new tokens, at least one a row.
@@ -131,7 +131,7 @@ class CachedModel:
         return ids[:, 0].tolist(), listed
 
     def _run(self, tokens: Tensor, places: Tensor) -> Tensor | None:
-        """Return the logits [b, v] behind each row on the ranks of the last stage."""
+        """Return the logits [b, v] after each row on the ranks of the last stage."""
         shape = (tokens.shape[1], tokens.shape[0], self.config.hidden_size)
         hidden_states = tokens
         for number, chunk in enumerate(self.chunks):

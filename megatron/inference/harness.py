@@ -32,7 +32,7 @@ _WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
 
 
 def row_of_pair(context: Sequence[int], continuation: Sequence[int], longest: int) -> Row:
-    """Return the row that scores `continuation` behind `context`; what is too long is cut in front.
+    """Return the row that scores `continuation` after `context`; what is too long is cut in front.
 
     Args:
         longest: positions of the model. The last token needs none.

@@ -57,7 +57,7 @@ def score(
         rows: at least one; the same on every rank. `first_scored` is 1 or more.
         vocab_size: number of real tokens.
         batch_size: rows of one micro batch. Rows of a micro batch are padded to one length, so
-            neighbours should be alike.
+            neighbours should be of similar length.
     Communication:
         the forward-only schedule; per micro batch the collectives of the loss on tp, and sums of
         2 x b x s numbers on cp and dp; a broadcast of them on pp.

@@ -71,7 +71,7 @@ def _overlap(text: str, word: str) -> int:
 
 @dataclass
 class Continuation:
-    """What a model wrote behind a prompt."""
+    """What a model wrote after a prompt."""
 
     text: str = ""
     tokens: list[int] = field(default_factory=list)
@@ -85,7 +85,7 @@ class Continuation:
 def continue_texts(
     engine: Engine, requests: Sequence[Request], tokenizer: TextTokenizer, stop: Sequence[str] = ()
 ) -> list[Continuation]:
-    """Continue all requests; every rank calls alike and gets all results.
+    """Continue all requests; every rank makes the same call and gets all results.
 
     Raises:
         ConfigError: a request does not fit; nothing was run.

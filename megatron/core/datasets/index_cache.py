@@ -58,7 +58,7 @@ class IndexCache:
     Args:
         directory: created if needed; None keeps everything in memory.
         stem: beginning of all file names: "{md5}-{class}-{split}".
-        description: what the arrays were made from, the text behind the md5.
+        description: what the arrays were made from, the text of which the md5 is taken.
     """
 
     directory: str | None

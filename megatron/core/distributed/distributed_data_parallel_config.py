@@ -14,7 +14,7 @@ from megatron.core.flags import flag, no_flag
 
 COMPRESSIONS = ("none", "bf16", "int8", "powersgd")
 SHARDING_STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
-"""The ladder: nothing, ZeRO-1, ZeRO-2, ZeRO-3."""
+"""What is sharded: nothing, ZeRO-1, ZeRO-2, ZeRO-3."""
 
 TUNES_NETWORK = "tunes the network of NVIDIA clusters and changes no result"
 BUCKET_NUMEL_ON_CPU = 4_000_000
@@ -102,7 +102,7 @@ class DistributedDataParallelConfig(DataParallelFlags, ShardedOptimizerFlags):
     """Not supported: gather parameters in fp4."""
 
     def __post_init__(self) -> None:
-        """Make the ways of asking for a rung agree; raise all problems together."""
+        """Make the ways of asking for a ZeRO stage agree; raise all problems together."""
         if self.data_parallel_sharding_strategy == "no_shard":
             if self.use_megatron_fsdp:
                 self.data_parallel_sharding_strategy = "optim_grads_params"
@@ -229,7 +229,7 @@ def bucket_numel(
     """Return the most elements of a bucket of a buffer of `numel` elements.
 
     Args:
-        numel: None for a weight that several buffers cut alike, whatever else they hold.
+        numel: None for a weight that several buffers cut the same, whatever else they hold.
     """
     if config.bucket_size is not None:
         return config.bucket_size

@@ -78,7 +78,7 @@ class FlatParams:
             apart={i for i, p in enumerate(self.parameters) if id(p) in separate},
             apart_numel=options.separate_numel,
             units=options.units,
-            uncut=options.single_bucket_units,
+            single_bucket=options.single_bucket_units,
             granule=options.alignment,
         )
         self.buckets: list[Bucket] = []

@@ -23,7 +23,7 @@ def names_in_model(module: nn.Module) -> dict[str, str]:
 def tied_parameters(module: nn.Module) -> list[nn.Parameter]:
     """Return the parameters of a chunk that another pipeline stage holds too.
 
-    The copy says so in its facts (`tied_to`); the original is known by the attribute
+    The copy says so in its metadata (`tied_to`); the original is known by the attribute
     `shared_embedding`, or by the model's `shared_embedding_or_output_weight()`.
     """
     found = [
@@ -48,7 +48,7 @@ class Unit:
     parameters: tuple[nn.Parameter, ...]
     """Those that no other unit before this one has."""
     is_layer: bool = False
-    """One of many alike; not the rest, and no table of words."""
+    """One of many equal ones; not the rest, and no table of words."""
 
 
 def units_of(module: nn.Module) -> list[Unit]:

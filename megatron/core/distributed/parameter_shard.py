@@ -37,7 +37,7 @@ class ParameterShard:
         return gradient
 
     @property
-    def is_whole(self) -> bool:
+    def is_full(self) -> bool:
         """Whether this is all of the parameter."""
         return self.end - self.begin == self.parameter.numel()
 
@@ -50,4 +50,4 @@ class ShardSpan:
     """[k * BLOCK]; what lies between the shards is zero."""
     shards: list[ParameterShard]
     num_blocks: list[int]
-    """Blocks of each shard, with the padding behind it; empty if the span is all padding."""
+    """Blocks of each shard, with the padding after it; empty if the span is all padding."""

@@ -157,7 +157,7 @@ class ParameterUnits:
             self._release(number, user)
 
     def end_backward(self) -> None:
-        """Release what the backward pass that ends has not; a forward pass may be under way."""
+        """Release what the backward pass that ends has not; a forward pass may be running."""
         self._end(Pass.BACKWARD)
 
     @contextmanager

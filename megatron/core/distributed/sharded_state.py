@@ -87,11 +87,11 @@ def _declare(
 ) -> ShardedTensor | ShardedTensorFactory:
     # Owners of different ranges are no copies of each other.
     replica_id, replica = declaration.replica_id, get_pg_rank(shard.mesh.replicate)
-    is_whole = shard.is_whole
+    is_full = shard.is_full
     return replace(
         declaration,
         data=shard.values.detach(),
-        flattened_range=None if is_whole else slice(shard.begin, shard.end),
+        flattened_range=None if is_full else slice(shard.begin, shard.end),
         replica_id=(*replica_id[:-1], replica) if isinstance(replica_id, tuple) else replica,
     )
 

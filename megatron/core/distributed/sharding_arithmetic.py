@@ -8,7 +8,7 @@ the borders of parameters; each bucket is cut into equal shards, one per rank:
     buckets |      bucket 0     |     bucket 1  |
     shards  |  r0  |  r1  | r2  | r0 | r1 | r2  |
 
-Every rung of the ladder uses this plan. ZeRO-1 lets rank i update only shard i of each bucket;
+Every ZeRO stage uses this plan. ZeRO-1 lets rank i update only shard i of each bucket;
 ZeRO-2 also drops the gradients outside of it, and ZeRO-3 the parameters (S. Rajbhandari et al.,
 "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", section 5, arXiv
 1910.02054).
@@ -99,7 +99,7 @@ def plan_buffer(
     apart: Collection[int] = (),
     apart_numel: int | None = None,
     units: Sequence[int] | None = None,
-    uncut: Collection[int] = (),
+    single_bucket: Collection[int] = (),
     granule: int = BLOCK,
 ) -> BufferPlan:
     """Lay out parameters of the given sizes, the last one first.
@@ -115,7 +115,7 @@ def plan_buffer(
         apart_numel: most elements of a bucket of those; it may not depend on the others.
         units: number of the unit of each parameter; neighbours with the same number are kept in
             one section, apart from the others. ZeRO-3 gathers and frees a section at a time.
-        uncut: units that are one bucket, whatever their size.
+        single_bucket: units that are one bucket, whatever their size.
         granule: elements that a shard is a multiple of, a multiple of `BLOCK`.
     """
     assert num_shards >= 1 and (bucket_numel is None or bucket_numel >= 1)
@@ -134,7 +134,7 @@ def plan_buffer(
         length, first = position - section, len(buckets)
         index = slots[-1].index
         most = apart_numel if index in apart else bucket_numel
-        if units is not None and units[index] in uncut:
+        if units is not None and units[index] in single_bucket:
             most = None
         count = 1 if most is None else _ceil_div(length, most)
         step = _round_up(_ceil_div(length, count), unit)

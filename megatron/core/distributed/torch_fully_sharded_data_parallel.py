@@ -131,8 +131,8 @@ class TorchFullyShardedDataParallel(DistributedDataParallel):
                 row = parameter.numel() // rows
                 begin = min(mesh.shard_rank * -(-rows // mesh.shard_size), rows) * row
                 end = begin + local.numel()
-                is_whole = local.numel() == parameter.numel()
-                values = local.detach().view(parameter.shape if is_whole else -1)
+                is_full = local.numel() == parameter.numel()
+                values = local.detach().view(parameter.shape if is_full else -1)
             shard = ParameterShard(names[name], parameter, begin, end, values, None, mesh)
             self._shards_of[parameter] = [shard] if begin < end else []
 

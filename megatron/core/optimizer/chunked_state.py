@@ -222,7 +222,7 @@ class ChunkedState:
     def states(self) -> Iterator[tuple[MainParamShard, dict[str, Tensor]]]:
         """Yield each shard with its state tensors, fp32, of its shape.
 
-        State that is stored as fp32 is shown as it lies there (in a file: page by page); other
+        State that is stored as fp32 is shown in place (in a file: page by page); other
         state is decoded.
         """
         for item in self.shards:

@@ -7,7 +7,7 @@ The momentum is elementwise and stays where Adam's moments would be: on the owne
 Only the update of a step must be seen as a whole matrix, so that is what travels: each matrix is
 assembled on one of the data-parallel ranks, orthogonalised there, and its pieces go back to the
 owners of the weights. State is sharded and checkpointed as that of any other rule, the work is
-divided over the replicas at every rung of the ladder, and every rung gives the same bits.
+divided over the replicas at every ZeRO stage, and every stage gives the same bits.
 """
 
 from __future__ import annotations

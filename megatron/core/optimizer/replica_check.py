@@ -140,7 +140,7 @@ def _state_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def _place_shard(copies: Copies, shard: ParameterShard, kind: str, values: Tensor) -> None:
     """File what belongs to a shard under the ranks that hold the same range of the parameter."""
     meta = get_param_meta(shard.parameter)
-    name = f"{kind} {shard.name}" + ("" if shard.is_whole else f"[{shard.begin}:{shard.end}]")
+    name = f"{kind} {shard.name}" + ("" if shard.is_full else f"[{shard.begin}:{shard.end}]")
     if shard.mesh.replicate_size > 1:
         is_all = shard.mesh.shard_size == 1
         whole = "expt_dp" if meta.is_expert else "dp_cp"

@@ -10,7 +10,7 @@ Quantization", arXiv 2110.02861), and the second moment is stored as its root, w
 range; a second moment that is not zero is never rounded to zero, because the update divides by it.
 
 The random bits are a hash of the element's place in its parameter and of the step, so they do not
-depend on how state is sharded, where it lies, or whether the run was resumed. Decoded values are
+depend on how state is sharded, where it is, or whether the run was resumed. Decoded values are
 encoded without a change: a checkpoint of fp32 values brings back the same bytes.
 """
 
@@ -92,7 +92,7 @@ class Brain16:
 
 @dataclass(frozen=True)
 class Scaled:
-    """A small type with a power of two per block, in four bytes behind the block's values."""
+    """A small type with a power of two per block, in four bytes after the block's values."""
 
     dtype: torch.dtype
     dropped_bits: int

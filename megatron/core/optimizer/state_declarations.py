@@ -201,7 +201,7 @@ def _declare(
     shard = item.shard
     # Ranks that own different ranges are no copies of each other.
     replica_id = _with_replica(declaration.replica_id, get_pg_rank(shard.mesh.replicate))
-    is_range = not shard.is_whole
+    is_range = not shard.is_full
     return make_sharded_optimizer_tensor(
         declaration,
         tensor.detach() if is_range else tensor.detach().view(shard.parameter.shape),

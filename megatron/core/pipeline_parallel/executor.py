@@ -74,7 +74,7 @@ class PipelineExecutor:
         self.previous_here = [
             n[1] if n is not None and n[0] == rank else None for n in self.previous
         ]
-        # By chunk, then by micro batch: data on their way in, data to go out, sends under way.
+        # By chunk, then by micro batch: data on their way in, data to go out, sends in flight.
         self.activations_in: list[dict[int, Any]] = [{} for _ in chunks]
         self.gradients_in: list[dict[int, Any]] = [{} for _ in chunks]
         self.outputs: list[dict[int, list[Tensor]]] = [{} for _ in chunks]

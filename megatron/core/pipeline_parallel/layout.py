@@ -204,7 +204,7 @@ def _even_split(num_layers: int, p: int, v: int, embedding: bool, loss: bool) ->
     counts[-1] -= loss
     if counts[0] < 0 or counts[-1] < 0:
         raise ConfigError(
-            f"{num_layers} layers over {p * v} stages leave no room to count both the embedding "
+            f"{num_layers} layers over {p * v} stages are too many to count both the embedding "
             "and the loss as layers.",
             rule="a stage that counts two extra layers needs two places",
             flags=["--num-layers", _FLAG_PP, _FLAG_VP, _FLAG_EMBEDDING, _FLAG_LOSS],

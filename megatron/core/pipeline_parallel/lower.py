@@ -193,7 +193,7 @@ class _Sends:
         self._open: dict[int, list[Step]] = defaultdict(list)
 
     def send(self, target: int, step: Step, program: list[Step]) -> None:
-        """Append the frees that make room, then the send."""
+        """Append the frees that give memory back, then the send."""
         unfinished = self._open[target]
         while len(unfinished) >= self._window:
             program.append(_free(unfinished.pop(0)))

@@ -1,4 +1,4 @@
-"""The door through which training loops run a pipeline: `get_forward_backward_func`.
+"""The interface by which training loops run a pipeline: `get_forward_backward_func`.
 
 The returned function keeps Megatron's keywords. Behind it there is one path for all schedules, no
 pipeline included: a plan (`step_plan.py`), stages (`stage.py`), channels (`p2p_communication.py`)

@@ -355,7 +355,7 @@ class _Walker:
 def _positions_in_pairs(steps: Sequence[Step]) -> set[int]:
     """Return where the two steps of each pair stand in a program."""
     starts = [position for position, step in enumerate(steps) if step.op is OVERLAP_F_B]
-    return {start + behind for start in starts for behind in (1, 2)}
+    return {start + steps for start in starts for steps in (1, 2)}
 
 
 _NOTHING = -1

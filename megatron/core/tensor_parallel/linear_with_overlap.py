@@ -43,7 +43,7 @@ class InputMode(Enum):
     """All ranks hold the same input; backward all-reduces its gradient."""
     SEQUENCE_SHARD = "sequence_shard"
     """Ranks hold rows [s/tp, b, i]; forward gathers them, backward reduce-scatters. The gathered
-    input is not kept: backward gathers it again, behind the input-gradient GEMM."""
+    input is not kept: backward gathers it again, overlapped with the input-gradient GEMM."""
 
 
 class OutputMode(Enum):
@@ -68,7 +68,7 @@ class LinearPlan:
     fuses_main_grad: bool = True
     """Write weight and bias gradients into `main_grad` where the parameter has one."""
     overlaps: bool = True
-    """Hide the input-gradient collective behind the weight-gradient GEMM."""
+    """Overlap the input-gradient collective with the weight-gradient GEMM."""
 
     @cached_property
     def communicates(self) -> bool:

@@ -1,4 +1,4 @@
-"""Gemma 2 and 3: norms before and behind each branch, windows in most layers, bounded scores.
+"""Gemma 2 and 3: norms before and after each branch, windows in most layers, bounded scores.
 
 Gemma Team, "Gemma 2: Improving Open Language Models at a Practical Size", section 2, arXiv
 2408.00118; "Gemma 3 Technical Report", section 2.1, arXiv 2503.19786. The text models; those of
@@ -100,7 +100,7 @@ def _gemma3_fields(settings: Settings) -> dict[str, Any]:
 
 
 def _rules(settings: Settings) -> list[WeightRule]:
-    """Those of Llama; its second norm is here behind the attention, and two more follow."""
+    """Those of Llama; its second norm is here after the attention, and two more follow."""
     before_mlp = _OURS + "mlp.linear_fc1.layer_norm_weight"
     rules = [rule for rule in LLAMA.rules(settings) if rule.ours != before_mlp]
     for here, there in (

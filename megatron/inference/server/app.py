@@ -152,7 +152,7 @@ class App:
             problem = self.service.engine.check(one)
             if problem is not None:
                 raise BadRequest(problem.found, param="prompt", code="context_length_exceeded")
-        if not self.service.has_room_for(len(requests)):
+        if not self.service.has_capacity_for(len(requests)):
             raise BadRequest("too many requests are waiting", status=429, code="queue_full")
         answer = Answer(request, self.model, self.tokenizer, sum(map(len, prompts)))
         work = _Work(self.service, requests, self.tokenizer, request.stop, self.limits)
@@ -223,11 +223,11 @@ class App:
             raise BadRequest(f"the prompt cannot be tokenized: {said}", param="prompt") from None
 
     def _sequence(self, request: TextRequest, tokens: list[int], number: int) -> Request:
-        room = self.service.engine.max_length - len(tokens)
+        most_left = self.service.engine.max_length - len(tokens)
         most = request.max_new_tokens
         return Request(
             tokens=tokens,
-            max_new_tokens=max(1, room) if most is None else most,
+            max_new_tokens=max(1, most_left) if most is None else most,
             sampling=request.sampling,
             sequence=number,
             stop_tokens=frozenset({eod} if (eod := self.tokenizer.eod) is not None else ()),

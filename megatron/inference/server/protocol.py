@@ -50,7 +50,7 @@ class TextRequest:
     """Texts or tokens; for a chat empty."""
     messages: tuple[dict[str, str], ...] = ()
     max_new_tokens: int | None
-    """None: as many as there is room for."""
+    """None: as many as fit."""
     sampling: Sampling
     count: int
     stop: tuple[str, ...]

@@ -72,7 +72,7 @@ class Service:
         """Sequences that were submitted and have not ended."""
         return self._unfinished
 
-    def has_room_for(self, count: int) -> bool:
+    def has_capacity_for(self, count: int) -> bool:
         """Whether so many sequences may be submitted. Ask and submit from one thread."""
         return self._unfinished + count <= self._most
 

@@ -51,15 +51,15 @@ def _default(spec: FlagSpec) -> str:
 
 
 def _support(spec: FlagSpec) -> str:
-    facts = spec.facts
-    if facts.refuse:
-        return f"refused: {facts.refuse}"
-    if facts.note:
-        return f"no effect: {facts.note}"
-    if facts.part_of:
-        return f"of {all_flags()[facts.part_of].flag}"
-    if facts.refuse_values:
-        return f"refused: {', '.join(map(str, facts.refuse_values))}"
+    metadata = spec.metadata
+    if metadata.refuse:
+        return f"refused: {metadata.refuse}"
+    if metadata.note:
+        return f"no effect: {metadata.note}"
+    if metadata.part_of:
+        return f"of {all_flags()[metadata.part_of].flag}"
+    if metadata.refuse_values:
+        return f"refused: {', '.join(map(str, metadata.refuse_values))}"
     return ""
 
 

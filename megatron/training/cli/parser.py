@@ -143,8 +143,8 @@ def _add(group: Any, spec: FlagSpec, parser: CommandParser) -> None:
             return None
 
     options: dict[str, Any] = {"dest": spec.name, "type": convert, "default": argparse.SUPPRESS}
-    if spec.facts.nargs is not None:
-        options["nargs"] = spec.facts.nargs
+    if spec.metadata.nargs is not None:
+        options["nargs"] = spec.metadata.nargs
     default = "" if spec.default in (None, []) else f" [{_shown(spec.default)}]"
     group.add_argument(
         *spec.spellings,
@@ -160,7 +160,7 @@ def _shown(value: Any) -> str:
 
 def bad_value(spec: FlagSpec, value: object, reason: str) -> ConfigError:
     """Return the problem of a value that `spec` cannot take."""
-    allowed = [str(c) for c in spec.choices if c not in spec.facts.refuse_values]
+    allowed = [str(c) for c in spec.choices if c not in spec.metadata.refuse_values]
     near: Any = (difflib.get_close_matches(str(value), allowed, n=1) or [spec.default])[0]
     if near is None:
         near = (*allowed, spec.example())[0]
@@ -250,7 +250,7 @@ def _read_words(
 
 def _incomplete(error: argparse.ArgumentError, flag: str) -> ConfigError:
     spec = flags_by_spelling().get(flag)
-    example = "" if spec is None else f", for example {flag} {spec.example(spec.facts.nargs)}"
+    example = "" if spec is None else f", for example {flag} {spec.example(spec.metadata.nargs)}"
     return ConfigError(
         f"the command line cannot be read: {error}.",
         rule="values of a flag follow it" + ("" if spec is None else f": {spec.type_text()}"),
@@ -261,7 +261,7 @@ def _incomplete(error: argparse.ArgumentError, flag: str) -> ConfigError:
 
 def _unwrapped(spec: FlagSpec, value: Any) -> Any:
     """Give a flag whose default is one value, and which got one value, just that value."""
-    if spec.facts.nargs == "+" and len(value) == 1 and not isinstance(spec.default, list):
+    if spec.metadata.nargs == "+" and len(value) == 1 and not isinstance(spec.default, list):
         annotated_as_list = spec.default is None
         return value if annotated_as_list else value[0]
     return value

@@ -123,10 +123,10 @@ def _typed(spec: FlagSpec, value: Any, *, negate: bool) -> Any:
         if not isinstance(value, bool):
             raise ValueError("is not true or false")
         return (not value) if negate else value
-    if spec.facts.nargs is not None:
+    if spec.metadata.nargs is not None:
         items = value if isinstance(value, list) else [value]
-        if isinstance(spec.facts.nargs, int) and len(items) != spec.facts.nargs:
-            raise ValueError(f"is not a list of {spec.facts.nargs} values")
+        if isinstance(spec.metadata.nargs, int) and len(items) != spec.metadata.nargs:
+            raise ValueError(f"is not a list of {spec.metadata.nargs} values")
         converted = [_one(spec, item) for item in items]
         is_single = not isinstance(value, list) and not isinstance(spec.default, (list, type(None)))
         return converted[0] if is_single else converted
@@ -138,6 +138,6 @@ def _one(spec: FlagSpec, value: Any) -> Any:
         raise ValueError(f"is not {spec.type_text()}")
     if isinstance(value, list):
         return spec.convert(
-            str(value).strip("[]") if spec.facts.type_text == "int,int" else str(value)
+            str(value).strip("[]") if spec.metadata.type_text == "int,int" else str(value)
         )
     return spec.convert(str(value))

@@ -96,7 +96,7 @@ class ScheduleSettings:
     check_for_nan_in_loss_and_grad: bool = flag(True, "--no-check-for-nan-in-loss-and-grad")
     """Update the weights even from a loss that is not finite."""
     check_weight_hash_across_dp_replicas_interval: int | None = None
-    """Steps between comparisons of what several ranks hold alike (weights, optimizer state), which
+    """Steps between comparisons of what ranks hold as copies (weights, optimizer state), which
     also precede every checkpoint. A difference in any bit stops the run. Default: never."""
     rerun_mode: str = flag(
         "validate_results",

@@ -20,7 +20,7 @@ class ExpertSettings(ExpertConfig, SettingsGroup):
         part_of="num_experts",
         refuse="use --moe-token-dispatcher-type alltoall",
     )
-    """Library behind the flex dispatcher."""
+    """Library of the flex dispatcher."""
     moe_enable_deepep: bool = flag(
         False, part_of="num_experts", refuse="use --moe-token-dispatcher-type alltoall"
     )

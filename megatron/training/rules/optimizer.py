@@ -106,7 +106,7 @@ def loss_scaling_belongs_to_fp16(run: ResolvedRun) -> Iterator[MegatronError]:
 
 
 @rule
-def loss_scale_has_room(run: ResolvedRun) -> Iterator[MegatronError]:
+def loss_scale_may_fall(run: ResolvedRun) -> Iterator[MegatronError]:
     """Ranges of the constants of loss scaling."""
     optimizer = run.optimizer
     if optimizer.loss_scale is not None and not optimizer.loss_scale > 0:

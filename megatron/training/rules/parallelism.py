@@ -120,7 +120,7 @@ def gathers_belong_to_sharded_state(run: ResolvedRun) -> Iterator[MegatronError]
 
 
 @rule
-def one_rung_of_the_ladder(run: ResolvedRun) -> Iterator[MegatronError]:
+def one_zero_stage(run: ResolvedRun) -> Iterator[MegatronError]:
     """The two ways to ask for sharded state agree."""
     asked = run.config.ddp
     if asked.use_distributed_optimizer and asked.data_parallel_sharding_strategy == "no_shard":

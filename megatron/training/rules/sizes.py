@@ -51,7 +51,7 @@ def wrong_sizes(config: RunConfig) -> dict[str, MegatronError]:
     """Return field name -> problem, for whole numbers outside their range."""
     found: dict[str, MegatronError] = {}
     for spec in all_flags().values():
-        if spec.element is not int or spec.choices or spec.facts.parse is not None:
+        if spec.element is not int or spec.choices or spec.metadata.parse is not None:
             continue
         value = config.value_of(spec.name)
         numbers = value if isinstance(value, (list, tuple)) else [value]

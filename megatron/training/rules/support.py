@@ -31,7 +31,7 @@ def refusals(config: RunConfig) -> list[MegatronError]:
     problems: list[MegatronError] = []
     for spec, value in _changed(config):
         hashable = value if not isinstance(value, list) else None
-        instead = spec.facts.refuse or spec.facts.refuse_values.get(hashable, "")
+        instead = spec.metadata.refuse or spec.metadata.refuse_values.get(hashable, "")
         if instead:
             problems.append(
                 ConfigError(
@@ -49,9 +49,9 @@ def notes(config: RunConfig) -> list[str]:
     lines = []
     table = all_flags()
     for spec, value in _changed(config):
-        if spec.facts.note:
-            lines.append(f"{_as_typed(spec, value)}: {spec.facts.note}.")
-        owner = table.get(spec.facts.part_of)
+        if spec.metadata.note:
+            lines.append(f"{_as_typed(spec, value)}: {spec.metadata.note}.")
+        owner = table.get(spec.metadata.part_of)
         if owner is not None and config.value_of(owner.name) == owner.default:
             lines.append(f"{_as_typed(spec, value)}: has no effect without {owner.flag}.")
     if config.launch.deepspeed_config is not None:

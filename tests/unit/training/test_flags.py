@@ -56,12 +56,12 @@ def test_the_command_line_is_frozen():
 def test_what_a_flag_is_part_of_exists():
     table = all_flags()
     for spec in table.values():
-        assert not spec.facts.part_of or spec.facts.part_of in table, spec.name
+        assert not spec.metadata.part_of or spec.metadata.part_of in table, spec.name
 
 
 def test_values_that_are_refused_are_choices():
     for spec in all_flags().values():
-        assert set(spec.facts.refuse_values) <= set(spec.choices), spec.name
+        assert set(spec.metadata.refuse_values) <= set(spec.choices), spec.name
 
 
 @pytest.mark.parametrize("group", GROUP_CLASSES)
@@ -112,10 +112,10 @@ def test_every_flag_that_acts_is_read_somewhere():
     table = all_flags()
     ignored = []
     for spec in table.values():
-        owner = table[spec.facts.part_of] if spec.facts.part_of else spec
-        left = [choice for choice in spec.choices if choice not in spec.facts.refuse_values]
-        told = any((f.refuse or f.note) for f in (spec.facts, owner.facts))
-        told = told or left == [spec.default] or spec.facts.part_of == "cuda_graph_impl"
+        owner = table[spec.metadata.part_of] if spec.metadata.part_of else spec
+        left = [choice for choice in spec.choices if choice not in spec.metadata.refuse_values]
+        told = any((f.refuse or f.note) for f in (spec.metadata, owner.metadata))
+        told = told or left == [spec.default] or spec.metadata.part_of == "cuda_graph_impl"
         names = {spec.name, spec.field}
         uses = [rf"\.{name}\b|[\"']{name}[\"']|\b{name}=" for name in names]
         if not told and not re.search("|".join(uses), text):

@@ -29,7 +29,7 @@ VALUES = (0, -1, 1, 2**31 - 1, 2**53, 10**30)
 NUMBERS = [
     spec
     for spec in all_flags().values()
-    if spec.element is int and not spec.choices and spec.facts.parse is None
+    if spec.element is int and not spec.choices and spec.metadata.parse is None
 ]
 
 
@@ -48,7 +48,7 @@ def test_every_value_of_every_whole_number_is_taken_or_refused(base):
     assert check(words) == []
     flat = parse_command_line(words).config.flat()
     for spec, value in itertools.product(NUMBERS, VALUES):
-        count = {None: None, "+": 1}.get(spec.facts.nargs, spec.facts.nargs)
+        count = {None: None, "+": 1}.get(spec.metadata.nargs, spec.metadata.nargs)
         given = value if count is None else [value] * count
         command = ParsedCommand(config=RunConfig.from_values({**flat, spec.name: given}))
         try:
@@ -71,7 +71,9 @@ def test_sizes_out_of_range_are_told_together_with_broken_rules():
 
 
 def test_numbers_that_are_not_finite_are_refused():
-    flags = [s.flag for s in all_flags().values() if s.element is float and s.facts.parse is None]
+    flags = [
+        s.flag for s in all_flags().values() if s.element is float and s.metadata.parse is None
+    ]
     for value in ("nan", "inf", "-inf"):
         found = check([*SMALL.split(), *(f"{flag}={value}" for flag in flags)])
         assert len(found) == len(flags)

@@ -121,7 +121,7 @@ class Renderer:
 
     @contextlib.contextmanager
     def _timer(self) -> Any:
-        # SIGPROF keeps its default action, which no code of the template can put off.
+        # SIGPROF keeps its default action, which no code of the template can defer.
         signal.setitimer(signal.ITIMER_PROF, self.seconds)
         try:
             yield

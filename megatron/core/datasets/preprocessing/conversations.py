@@ -38,16 +38,16 @@ def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
         the numbers of the items in each bin, ascending; bins in the order of their first item.
     """
     bins: list[list[int]] = []
-    room: list[tuple[int, int]] = []  # (tokens left, bin), sorted
+    free: list[tuple[int, int]] = []  # (tokens left, bin), sorted
     for item in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        at = bisect_left(room, (lengths[item], -1))
-        if at == len(room):
+        at = bisect_left(free, (lengths[item], -1))
+        if at == len(free):
             left, number = capacity, len(bins)
             bins.append([])
         else:
-            left, number = room.pop(at)
+            left, number = free.pop(at)
         bins[number].append(item)
-        insort(room, (left - lengths[item], number))
+        insort(free, (left - lengths[item], number))
     return sorted((sorted(one) for one in bins), key=lambda one: one[0])
 
 
@@ -104,7 +104,7 @@ class ConversationEncoder:
         limit = self.pack_length
         num_cut = 0 if limit is None else sum(len(one) > limit for one in tokens)
         tokens, masks = [one[:limit] for one in tokens], [one[:limit] for one in masks]
-        # What teaches nothing takes no room.
+        # What teaches nothing takes no space.
         kept = [at for at, one in enumerate(masks) if one.any()]
         tokens, masks = [tokens[at] for at in kept], [masks[at] for at in kept]
         packs = [[at] for at in range(len(kept))]

@@ -189,9 +189,9 @@ class Job:
             return None
         earlier, state = journal.first["signature"], journal.last
         # Files that were not begun may have changed since.
-        behind = len(self.files) if state["finished"] else state["file"] + (state["place"] > 0)
+        num_read = len(self.files) if state["finished"] else state["file"] + (state["place"] > 0)
         other = [key for key in signature if key != "files" and signature[key] != earlier.get(key)]
-        if signature["files"][:behind] != earlier["files"][:behind] or (
+        if signature["files"][:num_read] != earlier["files"][:num_read] or (
             [f[0] for f in signature["files"]] != [f[0] for f in earlier["files"]]
         ):
             other.append("files")

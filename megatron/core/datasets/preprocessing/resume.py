@@ -187,7 +187,7 @@ class Journal:
     def __init__(self, path: str, *, restart: bool = False) -> None:
         self.path = path
         self._file = _locked(path)
-        # Read through the locked file: closing any other would let go of the lock.
+        # Read through the locked file: closing any other would release the lock.
         lines, size = ([], 0) if restart else _read_journal(self._file)
         if len(lines) < 2:  # killed before there was anything to go on with
             lines, size = [], 0
@@ -205,7 +205,7 @@ class Journal:
             os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        """Let go of the journal and leave it for a later run."""
+        """Release the journal and leave it for a later run."""
         self._file.close()
 
     def remove(self) -> None:

@@ -157,7 +157,7 @@ class Progress:
         """Report if it is time to.
 
         Args:
-            consumed: bytes of the input behind us, as stored.
+            consumed: bytes of the input that have been read, as stored.
         """
         if self._first_consumed is None:
             self._first_consumed = consumed

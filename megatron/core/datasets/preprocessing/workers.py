@@ -1,6 +1,6 @@
 """Units through worker processes, and back in the order of the input.
 
-The memory is bounded: few units are under way at a time. No torch import.
+The memory is bounded: few units are in flight at a time. No torch import.
 """
 
 from __future__ import annotations

@@ -56,14 +56,14 @@ class _Writer:
 
 def dualpipe_v_order(p: int, rank: int, m: int) -> list[Step]:
     """Return the compute steps of one rank: eight runs, three of them to fill, three to drain."""
-    behind = p - rank - 1
+    num_after = p - rank - 1
     write = _Writer()
-    for _ in range(2 * behind):
+    for _ in range(2 * num_after):
         write.forward(0)
     for _ in range(rank + 1):
         write.forward(0)
         write.forward(1)
-    for _ in range(behind):
+    for _ in range(num_after):
         write.backward(1, split=True)
         write.weight()
         write.forward(1)
@@ -72,7 +72,7 @@ def dualpipe_v_order(p: int, rank: int, m: int) -> list[Step]:
         write.backward(1)
         write.forward(1)
         write.backward(0)
-    for _ in range(behind):
+    for _ in range(num_after):
         write.backward(1)
         write.forward(1)
         write.backward(0)
@@ -80,7 +80,7 @@ def dualpipe_v_order(p: int, rank: int, m: int) -> list[Step]:
     for position in range(rank + 1):
         write.backward(1, split=2 * position >= rank + 1)
         write.backward(0, split=2 * position + 1 >= rank + 1)
-    for _ in range(behind):
+    for _ in range(num_after):
         write.weight()
         write.backward(0, split=True)
     while write._owed:

@@ -9,7 +9,7 @@ chunk's work in longer runs (which hides other traffic better) and keeps more ac
 
 Combined ("DeepSeek-V3 Technical Report", section 3.2.1, arXiv:2412.19437), every rank runs one
 forward more ahead. That alone makes the forward and the backward of its steady state independent
-of each other: the two steps for each rank behind, which plain 1F1B lacks, are here in any case.
+of each other: the two steps for each rank after this one, which plain 1F1B lacks, are here anyway.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def _warm_up(p: int, rank: int, m: int, v: int, first_group: int, overlap_f_b: b
     """Return how many forwards come before the steady state.
 
     The way of the first micro batch up to its last chunk, (v-1) runs of the first group, plus two
-    steps for each rank behind this one: it brings the first gradient to every rank just when it is
+    steps for each rank after this one: it brings the first gradient to every rank just when it is
     needed. For pairs one more: the last rank's first backward is that of the forward before it.
     """
     way = 2 * (p - rank - 1) + (v - 1) * first_group

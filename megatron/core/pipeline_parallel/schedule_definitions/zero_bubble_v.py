@@ -35,7 +35,7 @@ class _Rank:
         self.steps: list[Step] = []
         self.forwards = [0, 0]
         self.input_grads = [0, 0]
-        self.owed: list[Step] = []  # weight gradients put off, the oldest first
+        self.owed: list[Step] = []  # deferred weight gradients, the oldest first
         self.num_live = 0
         self.most_live = most_live
         # When the data of the next micro batches arrive, in order: (chunk) -> times.
