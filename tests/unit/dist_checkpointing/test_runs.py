@@ -258,6 +258,19 @@ def test_an_asynchronous_save_keeps_the_state_of_its_moment(ram_path: Path) -> N
     assert load(ram_path) == 3
 
 
+def test_one_slot_holds_the_save_in_flight_whoever_commits_it(ram_path: Path) -> None:
+    from megatron.training.checkpointing import maybe_finalize_async_save
+
+    first, second = (checkpointer(ram_path, TinyModel(1.0), async_save=True) for _ in range(2))
+    first.save(TrainState(iteration=1, consumed_train_samples=4))
+    assert second.has_save_in_flight
+    maybe_finalize_async_save(blocking=True)
+    assert not first.has_save_in_flight
+    assert (first.last_committed, second.last_committed) == (1, None)
+    assert load(ram_path) == 1
+    first.close()
+
+
 def test_saved_is_said_only_after_the_commit_and_nothing_is_visible_before(
     ram_path: Path, capsys, monkeypatch
 ) -> None:
