@@ -1,12 +1,12 @@
-"""When sharded parameters are whole: hooks around the units of a model chunk.
+"""When sharded parameters are unsharded: hooks around the units of a model chunk.
 
     forward    gather unit k, start unit k+1 | compute | free unit k
     backward   gather unit k, start unit k-1 | compute | gradients complete: reduce, free unit k
 
 One unit beyond the computing one is on its way, never more. The last unit of a chunk, and what
-belongs to the chunk itself, stay whole between forward and backward, which needs them first. Inside
-backward (activation recompute) a forward pass frees nothing: the unit's backward pass follows and
-does it.
+belongs to the chunk itself, stay unsharded between forward and backward, which needs them first.
+Inside backward (activation recompute) a forward pass frees nothing: the unit's backward pass
+follows and does it.
 
 The forward pass of one micro batch and the backward pass of another may overlap
 (`core.step_context.overlap`). A unit is whole while *either* stands in it or has it on its way:
@@ -40,7 +40,7 @@ _Place = tuple[Zero3Buffer, int]
 class ParameterUnits:
     """Gathers and frees the parameters of a model chunk around its computation.
 
-    A parameter that is passed to a module as an argument (a tied weight) is whole there, too.
+    A parameter that is passed to a module as an argument (a tied weight) is unsharded there, too.
     """
 
     def __init__(self, units: Sequence[Unit], places: dict[nn.Parameter, _Place]) -> None:
@@ -75,7 +75,7 @@ class ParameterUnits:
                 self._hook(module, (), tied=tuple(sorted(own - {0})))
 
     def _hook(self, module: nn.Module, used: tuple[int, ...], tied: tuple[int, ...] = ()) -> None:
-        """Let a module find its units whole.
+        """Let a module find its units unsharded.
 
         Args:
             used: its own units.
