@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Build everything and say what it is; return the exit status."""
     begun = time.perf_counter()
     run = resolve_and_check(lambda: parse_command_line(argv), planned_world_size)
-    tokenizer = build_tokenizer(run)
+    tokenizer = build_tokenizer(run.namespace())
     args = resolve_vocabulary(run, int(tokenizer.vocab_size)).namespace()
     args.rank, args.world_size = _place()
     config = gpt_dataset_config(args, tokenizer)
