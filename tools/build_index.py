@@ -24,9 +24,9 @@ from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 from megatron.training.blends import gpt_dataset_class, gpt_dataset_config
 from megatron.training.cli.dry_run import planned_world_size
 from megatron.training.cli.parser import parse_command_line
-from megatron.training.resolve import resolve_vocabulary
 from megatron.training.rules import resolve_and_check
 from megatron.training.setup.data import sample_counts
+from megatron.training.vocabulary import resolve_vocabulary
 
 
 def _place() -> tuple[int, int]:

@@ -31,9 +31,9 @@ from megatron.training.cli.parser import ParsedCommand, parse_command_line
 from megatron.training.config.run import RunConfig
 from megatron.training.metrics.memory import MemoryEstimate
 from megatron.training.metrics.model_size import ModelSize
-from megatron.training.resolve import resolve_vocabulary
 from megatron.training.rules import resolve_and_check
 from megatron.training.transformer_settings import transformer_config
+from megatron.training.vocabulary import resolve_vocabulary
 
 WITHOUT_A_RUN = {"train_iters": 1, "lr": 1e-3}
 """What a run must be told, and a report need not be."""

@@ -14,8 +14,8 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.inference.forward import CachedModel, has_cache
 from megatron.training.checkpointing import load_checkpoint
 from megatron.training.cli.parser import ExtraArguments
+from megatron.training.config.resolved import ResolvedRun
 from megatron.training.initialize import initialize_megatron
-from megatron.training.resolve import ResolvedRun
 from megatron.training.setup.model import ModelProvider, build_model
 
 DEFAULTS = {

@@ -9,8 +9,9 @@ from typing import Any
 
 from megatron.training import launch
 from megatron.training.cli.parser import ExtraArguments, ParsedCommand, parse_command_line
+from megatron.training.config.resolved import Args, ResolvedRun
 from megatron.training.config.run import RunConfig, all_flags
-from megatron.training.resolve import Args, ResolvedRun, resolve
+from megatron.training.resolve import resolve
 from megatron.training.rules import resolve_and_check
 from megatron.training.transformer_settings import ConfigT, transformer_config_from_args
 

@@ -11,8 +11,8 @@ from torch import nn
 from megatron.core import num_microbatches_calculator as calculator
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.timers import Timers
+from megatron.training.config.resolved import ResolvedRun
 from megatron.training.metrics.model_size import ModelSize
-from megatron.training.resolve import ResolvedRun
 
 
 @dataclass

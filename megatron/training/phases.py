@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.training.resolve import ResolvedRun
+from megatron.training.config.resolved import ResolvedRun
 
 
 @dataclass(frozen=True)

@@ -7,12 +7,10 @@ number what it is". Derivation never fails: what cannot be derived stays None, a
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import functools
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -25,7 +23,7 @@ from megatron.core.batch_size_phases import (
     steps_in_phases,
 )
 from megatron.core.flag_expressions import expand_layer_pattern
-from megatron.core.flags import arg_name, derived_args, flag_specs
+from megatron.core.flags import arg_name
 from megatron.core.pipeline_parallel.layout import virtual_stages_of
 from megatron.core.pipeline_parallel.schedule_definitions import schedule_named
 from megatron.core.transformer.yarn import yarn_softmax_scale
@@ -35,23 +33,9 @@ from megatron.training.config.model import LatentAttentionSettings, ModelSetting
 from megatron.training.config.optimizer import OptimizerSettings
 from megatron.training.config.parallelism import DataParallelSettings, ParallelismSettings
 from megatron.training.config.precision import PrecisionSettings
-from megatron.training.config.run import GROUP_CLASSES, RunConfig
+from megatron.training.config.resolved import Derivation, ResolvedRun, Topology
+from megatron.training.config.run import RunConfig
 from megatron.training.ramp_up import samples_for_steps, steps_for_samples
-
-
-@dataclass(frozen=True)
-class Derivation:
-    """One derived value and where it comes from."""
-
-    name: str
-    value: Any
-    formula: str
-    is_of_training: bool = False
-    """Whether it says how a model is trained or evaluated: nothing to whoever only uses one."""
-
-    def __str__(self) -> str:
-        return f"{self.name} = {getattr(self.value, 'name', self.value)}  ({self.formula})"
-
 
 GroupT = TypeVar(
     "GroupT",
@@ -64,88 +48,6 @@ GroupT = TypeVar(
     DataSettings,
     TokenizerSettings,
 )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Topology:
-    """The ranks of a run."""
-
-    world_size: int = 1
-    rank: int = 0
-    data_parallel_size: int = 1
-    """Replicas of the model."""
-    total_model_size: int = 1
-    """Ranks of tensor and pipeline parallelism together; `model_parallel_size` is the same."""
-    model_parallel_size: int = 1
-    rank_order: str = "tp-cp-ep-dp-pp"
-    """Axes in the order in which ranks are numbered, the fastest first."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ResolvedRun(RunConfig):
-    """The settings of a run, complete: the groups of `RunConfig`, with what was derived.
-
-    Attributes:
-        config: what was asked for, unchanged.
-        topology: the ranks.
-        derivations: what was derived, in order.
-        extra: arguments that a script added to the parser.
-    """
-
-    config: RunConfig = field(default_factory=RunConfig)
-    topology: Topology = field(default_factory=Topology)
-    derivations: tuple[Derivation, ...] = ()
-    extra: Mapping[str, Any] = field(default_factory=dict)
-
-    @functools.cached_property
-    def values(self) -> Mapping[str, Any]:
-        """Every setting by its Megatron name: for `args`, for checkpoints and for messages."""
-        found = {**self.flat(), **dataclasses.asdict(self.topology)}
-        for group in GROUP_CLASSES:
-            settings = getattr(self, group)
-            found |= {name: getattr(settings, name) for name in derived_args(type(settings))}
-        return found | {
-            "encoder_seq_length": self.model.seq_length,
-            "iteration": 0,
-            "consumed_train_samples": 0,
-            "consumed_valid_samples": 0,
-        }
-
-    def namespace(self) -> Args:
-        """Return all settings as Megatron's `args`. Changing it changes nothing in the run."""
-        args = Args(**self.values, **self.extra)
-        args.run = self
-        return args
-
-    def overlaid(self, values: Mapping[str, Any]) -> ResolvedRun:
-        """Return a copy in which settings have the values of their Megatron names in `values`."""
-        changed: dict[str, Any] = {}
-        for group in GROUP_CLASSES:
-            settings = getattr(self, group)
-            specs = [(s.name, s.field, s) for s in flag_specs(type(settings), group)]
-            derived = [(name, name, None) for name in derived_args(type(settings))]
-            fields = {
-                into: values[name] if spec is None else spec.to_field(values[name])
-                for name, into, spec in (*specs, *derived)
-                if name in values
-            }
-            changed[group] = replace(settings, **fields)
-        ranks = {f.name: values[f.name] for f in dataclasses.fields(Topology) if f.name in values}
-        return replace(self, **changed, topology=replace(self.topology, **ranks))
-
-
-class Args(argparse.Namespace):
-    """Megatron's `args`, which also knows what the settings in it were derived from.
-
-    So settings that were derived once can be told from those that the user gave, when a script
-    hands them back. Slots do not show up in `vars(args)`.
-    """
-
-    __slots__ = ("latest", "run")
-
-    run: ResolvedRun
-    latest: tuple[Mapping[str, Any], ResolvedRun]
-    """Values that a script's settings had when they were last resolved, and the result."""
 
 
 class _Log:
@@ -546,40 +448,4 @@ def _has_engine_layers() -> bool:
         and optional_imports.has("transformer_engine")
         and optional_imports.has("megatron.core.extensions")
         and optional_imports.has("megatron.core.extensions.transformer_engine")
-    )
-
-
-def pad_vocabulary(size: int, *, multiple: int, tp: int) -> int:
-    """Return `size` rounded up so that each tensor-parallel rank owns equal, aligned rows."""
-    step = multiple * tp
-    return -(-size // step) * step
-
-
-def resolve_vocabulary(run: ResolvedRun, tokenizer_size: int) -> ResolvedRun:
-    """Derive the embedding's rows from the tokenizer's number of ids."""
-    size, formula = tokenizer_size, "the tokenizer's number of ids"
-    asked, log = run.tokenizer, _Log()
-    rows = asked.vocab_size
-    if run.checkpoint.load_hf is not None and rows is not None and rows < size:
-        # Rows that the model has not would be further classes of its loss.
-        formula = (
-            f"the model of --load-hf; the tokenizer has {size} ids, of which those from {rows} on"
-            " stop the run"
-        )
-        size = rows
-    elif rows is not None and rows > size:
-        size, formula = rows, "--vocab-size"
-    log.note("unpadded_vocab_size", size, formula)
-    tokenizer = asked
-    if asked.padded_vocab_size is None:
-        tp = run.parallelism.tensor_model_parallel_size
-        multiple = run.model.make_vocab_size_divisible_by
-        padded = pad_vocabulary(size, multiple=multiple, tp=tp)
-        formula = f"{size} rounded up to a multiple of {multiple} * tp {tp}"
-        tokenizer = log.derived(asked, replace(asked, padded_vocab_size=padded), formula)
-    return replace(
-        run,
-        model=replace(run.model, unpadded_vocab_size=size),
-        tokenizer=tokenizer,
-        derivations=(*run.derivations, *log.derivations),
     )

@@ -14,7 +14,7 @@ from megatron.core.flags import arg_name, from_args
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.config.model import ModelSettings
 from megatron.training.config.precision import PrecisionSettings
-from megatron.training.resolve import ResolvedRun
+from megatron.training.config.resolved import ResolvedRun
 
 ConfigT = TypeVar("ConfigT", bound=TransformerConfig)
 

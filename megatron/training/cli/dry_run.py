@@ -13,6 +13,7 @@ from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training import launch
 from megatron.training.cli.parser import ParsedCommand
+from megatron.training.config.resolved import ResolvedRun
 from megatron.training.config.run import RunConfig, all_flags, plain
 from megatron.training.metrics.flops import (
     FlopConvention,
@@ -21,10 +22,10 @@ from megatron.training.metrics.flops import (
 )
 from megatron.training.metrics.memory import ChunkSize, MemoryEstimate, estimate_memory
 from megatron.training.metrics.model_size import ModelSize
-from megatron.training.resolve import ResolvedRun, resolve_vocabulary
 from megatron.training.rules import notes, resolve_and_check
 from megatron.training.setup.model import kernels_of_run
 from megatron.training.transformer_settings import transformer_config
+from megatron.training.vocabulary import resolve_vocabulary
 
 
 def describe_run(read: Callable[[], ParsedCommand]) -> str:

@@ -9,6 +9,7 @@ from megatron.core.dist_checkpointing.object_store import is_url
 from megatron.core.transport import backend
 from megatron.core.transport.object_collectives import any_across_ranks
 from megatron.training.checkpointing import Checkpointer
+from megatron.training.config.resolved import ResolvedRun
 from megatron.training.hooks.base import Hook, Hooks
 from megatron.training.hooks.checks import CompareReplicas, WatchForSpikes
 from megatron.training.hooks.counters import ProgressFile, PublishCounters
@@ -29,7 +30,6 @@ from megatron.training.phases import transitions_of
 from megatron.training.printing import is_last_rank, is_rank_0
 from megatron.training.resilience.signals import SignalFlag
 from megatron.training.resilience.status import RunStatus
-from megatron.training.resolve import ResolvedRun
 
 
 class StandardHooks(Hooks):

@@ -17,8 +17,8 @@ from megatron.core.distributed.distributed_data_parallel_config import SHARDING_
 from megatron.core.distributed.grad_reducer import MAX_IN_FLIGHT
 from megatron.core.model_parallel_config import HalfPrecision
 from megatron.core.optimizer.optimizer_config import OptimizerFlags
+from megatron.training.config.resolved import ResolvedRun
 from megatron.training.metrics.model_size import ModelSize
-from megatron.training.resolve import ResolvedRun
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from megatron.training.resolve import ResolvedRun
+    from megatron.training.config.resolved import ResolvedRun
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from megatron.core.errors import MegatronError
 from megatron.core.flags import kebab
-from megatron.training.resolve import ResolvedRun
+from megatron.training.config.resolved import ResolvedRun
 from megatron.training.rules.registry import problem, rule
 
 

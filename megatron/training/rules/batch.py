@@ -9,8 +9,8 @@ from megatron.core.errors import MegatronError
 from megatron.core.flags import kebab
 from megatron.core.pipeline_parallel.schedule import StepPlan
 from megatron.core.pipeline_parallel.schedule_definitions import schedule_named
+from megatron.training.config.resolved import ResolvedRun
 from megatron.training.ramp_up import batch_size_at
-from megatron.training.resolve import ResolvedRun
 from megatron.training.rules.registry import problem, rule
 
 

@@ -11,7 +11,7 @@ import torch
 from megatron.core.errors import ConfigError, MegatronError
 from megatron.core.flags import kebab
 from megatron.core.optimizer.param_groups import parse_rule
-from megatron.training.resolve import ResolvedRun
+from megatron.training.config.resolved import ResolvedRun
 from megatron.training.rules.registry import problem, rule
 
 

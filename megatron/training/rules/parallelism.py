@@ -10,7 +10,7 @@ from megatron.core.device import device_type
 from megatron.core.errors import MegatronError, TopologyError
 from megatron.core.pipeline_parallel.schedule_definitions import schedule_named
 from megatron.core.rank_grid import plan_layout
-from megatron.training.resolve import ResolvedRun
+from megatron.training.config.resolved import ResolvedRun
 from megatron.training.rules.registry import problem, rule
 
 

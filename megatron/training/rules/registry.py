@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from megatron.core.errors import ConfigError, MegatronError
-from megatron.training.resolve import ResolvedRun
+from megatron.training.config.resolved import ResolvedRun
 
 Rule = Callable[[ResolvedRun], Iterator[MegatronError]]
 

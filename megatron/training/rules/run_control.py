@@ -14,7 +14,7 @@ from megatron.training.checkpointing.selection import (
     missing_pretrained,
     select_checkpoints,
 )
-from megatron.training.resolve import ResolvedRun
+from megatron.training.config.resolved import ResolvedRun
 from megatron.training.rules.registry import problem, rule
 
 

@@ -13,7 +13,7 @@ from megatron.core.pipeline_parallel.schedule_definitions import schedule_named
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.timers import Timers
 from megatron.core.utils import get_model_config
-from megatron.training.resolve import ResolvedRun
+from megatron.training.config.resolved import ResolvedRun
 
 
 def install_callbacks(

@@ -17,9 +17,9 @@ from megatron.core.errors import TopologyError
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.rng import rng_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.training.config.resolved import ResolvedRun
 from megatron.training.launch import Place
 from megatron.training.resilience.failure import is_lost_peer
-from megatron.training.resolve import ResolvedRun
 
 
 def start_processes(run: ResolvedRun, place: Place, store: Any) -> None:

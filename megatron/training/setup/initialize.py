@@ -18,13 +18,13 @@ from megatron.core.transport.object_collectives import control_group
 from megatron.training import global_vars, launch
 from megatron.training.checkpointing.saver import claim_directory
 from megatron.training.cli.parser import ParsedCommand
+from megatron.training.config.resolved import ResolvedRun
 from megatron.training.config.run import RunConfig
 from megatron.training.printing import print_rank_0
 from megatron.training.resilience.failure import set_earlier_failure_aside
 from megatron.training.resilience.peers import PeersHere
 from megatron.training.resilience.signals import SignalFlag
 from megatron.training.resilience.status import RunStatus
-from megatron.training.resolve import ResolvedRun, resolve_vocabulary
 from megatron.training.rules import notes, resolve_and_check
 from megatron.training.rules.same_flags import agree_on_settings, comparable
 from megatron.training.setup.addresses import check_addresses
@@ -35,6 +35,7 @@ from megatron.training.setup.distributed import (
     start_processes,
 )
 from megatron.training.setup.writers import open_tensorboard, open_wandb
+from megatron.training.vocabulary import resolve_vocabulary
 
 
 @dataclass

@@ -29,8 +29,8 @@ from megatron.core.utils import get_model_config, get_pg_rank
 from megatron.training import global_vars
 from megatron.training.arguments import run_as_in
 from megatron.training.config.adapters import LoraSettings
+from megatron.training.config.resolved import ResolvedRun
 from megatron.training.printing import print_rank_0
-from megatron.training.resolve import ResolvedRun
 from megatron.training.transformer_settings import transformer_config
 
 ModelProvider = Callable[..., nn.Module]

@@ -15,7 +15,7 @@ from megatron.core.optimizer.optimizer_config import OptimizerFlags
 from megatron.core.optimizer.param_groups import parse_rule
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.training.resolve import ResolvedRun
+from megatron.training.config.resolved import ResolvedRun
 
 
 def optimizer_config(run: ResolvedRun) -> OptimizerConfig:

@@ -9,9 +9,9 @@ from typing import Any
 from megatron.core.errors import DataError
 from megatron.core.transport import backend
 from megatron.core.transport.object_collectives import broadcast_object
+from megatron.training.config.resolved import ResolvedRun
 from megatron.training.phases import phase_of, transitions_of
 from megatron.training.printing import print_rank_0
-from megatron.training.resolve import ResolvedRun
 from megatron.training.state import TrainState
 
 _MEANING = {

@@ -23,10 +23,11 @@ from megatron.core.pipeline_parallel.layout import pipeline_layout
 from megatron.training.cli.dry_run import memory_of_stages
 from megatron.training.cli.parser import parse_command_line
 from megatron.training.metrics.model_size import ModelSize
-from megatron.training.resolve import resolve, resolve_vocabulary
+from megatron.training.resolve import resolve
 from megatron.training.setup.model import build_model
 from megatron.training.setup.optimizer import build_optimizer
 from megatron.training.transformer_settings import transformer_config
+from megatron.training.vocabulary import resolve_vocabulary
 from tests.harness.distributed import run_distributed
 
 STATE_TOLERANCE = 0.02

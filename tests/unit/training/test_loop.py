@@ -14,6 +14,7 @@ import torch
 import megatron.training.evaluate as evaluation
 import megatron.training.hooks.evaluation as hook_module
 import megatron.training.loop as loop
+from megatron.training.config.resolved import ResolvedRun
 from megatron.training.hooks import checks
 from megatron.training.hooks.base import Hook, Hooks
 from megatron.training.hooks.checks import CompareReplicas, WatchForSpikes
@@ -26,7 +27,6 @@ from megatron.training.losses import LossTable
 from megatron.training.parts import StepPlan, ValidationSet
 from megatron.training.resilience.signals import SignalFlag
 from megatron.training.resilience.status import RunStatus
-from megatron.training.resolve import ResolvedRun
 from megatron.training.state import StepResult, StopReason, TrainState
 
 

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from megatron.training.cli.parser import parse_command_line
-from megatron.training.resolve import pad_vocabulary, resolve, resolve_vocabulary
+from megatron.training.resolve import resolve
 from megatron.training.transformer_settings import transformer_config
+from megatron.training.vocabulary import pad_vocabulary, resolve_vocabulary
 
 
 def words_of(text: str) -> list[str]:

@@ -11,8 +11,8 @@ from megatron.core.errors import ConfigError
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.cli.parser import parse_command_line
+from megatron.training.config.resolved import ResolvedRun
 from megatron.training.initialize import _set_random_seed
-from megatron.training.resolve import ResolvedRun
 from megatron.training.rules import resolve_and_check
 from megatron.training.setup import writers
 from megatron.training.setup.distributed import set_numerics

@@ -1,0 +1,109 @@
+"""The settings of a run, complete: what was asked for, and what was derived from it."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from megatron.core.flags import derived_args, flag_specs
+from megatron.training.config.run import GROUP_CLASSES, RunConfig
+
+
+@dataclass(frozen=True)
+class Derivation:
+    """One derived value and where it comes from."""
+
+    name: str
+    value: Any
+    formula: str
+    is_of_training: bool = False
+    """Whether it says how a model is trained or evaluated: nothing to whoever only uses one."""
+
+    def __str__(self) -> str:
+        return f"{self.name} = {getattr(self.value, 'name', self.value)}  ({self.formula})"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Topology:
+    """The ranks of a run."""
+
+    world_size: int = 1
+    rank: int = 0
+    data_parallel_size: int = 1
+    """Replicas of the model."""
+    total_model_size: int = 1
+    """Ranks of tensor and pipeline parallelism together; `model_parallel_size` is the same."""
+    model_parallel_size: int = 1
+    rank_order: str = "tp-cp-ep-dp-pp"
+    """Axes in the order in which ranks are numbered, the fastest first."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResolvedRun(RunConfig):
+    """The settings of a run, complete: the groups of `RunConfig`, with what was derived.
+
+    Attributes:
+        config: what was asked for, unchanged.
+        topology: the ranks.
+        derivations: what was derived, in order.
+        extra: arguments that a script added to the parser.
+    """
+
+    config: RunConfig = field(default_factory=RunConfig)
+    topology: Topology = field(default_factory=Topology)
+    derivations: tuple[Derivation, ...] = ()
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+    @functools.cached_property
+    def values(self) -> Mapping[str, Any]:
+        """Every setting by its Megatron name: for `args`, for checkpoints and for messages."""
+        found = {**self.flat(), **dataclasses.asdict(self.topology)}
+        for group in GROUP_CLASSES:
+            settings = getattr(self, group)
+            found |= {name: getattr(settings, name) for name in derived_args(type(settings))}
+        return found | {
+            "encoder_seq_length": self.model.seq_length,
+            "iteration": 0,
+            "consumed_train_samples": 0,
+            "consumed_valid_samples": 0,
+        }
+
+    def namespace(self) -> Args:
+        """Return all settings as Megatron's `args`. Changing it changes nothing in the run."""
+        args = Args(**self.values, **self.extra)
+        args.run = self
+        return args
+
+    def overlaid(self, values: Mapping[str, Any]) -> ResolvedRun:
+        """Return a copy in which settings have the values of their Megatron names in `values`."""
+        changed: dict[str, Any] = {}
+        for group in GROUP_CLASSES:
+            settings = getattr(self, group)
+            specs = [(s.name, s.field, s) for s in flag_specs(type(settings), group)]
+            derived = [(name, name, None) for name in derived_args(type(settings))]
+            fields = {
+                into: values[name] if spec is None else spec.to_field(values[name])
+                for name, into, spec in (*specs, *derived)
+                if name in values
+            }
+            changed[group] = replace(settings, **fields)
+        ranks = {f.name: values[f.name] for f in dataclasses.fields(Topology) if f.name in values}
+        return replace(self, **changed, topology=replace(self.topology, **ranks))
+
+
+class Args(argparse.Namespace):
+    """Megatron's `args`, which also knows what the settings in it were derived from.
+
+    So settings that were derived once can be told from those that the user gave, when a script
+    hands them back. Slots do not show up in `vars(args)`.
+    """
+
+    __slots__ = ("latest", "run")
+
+    run: ResolvedRun
+    latest: tuple[Mapping[str, Any], ResolvedRun]
+    """Values that a script's settings had when they were last resolved, and the result."""
