@@ -310,7 +310,7 @@ class DeepSpeedEngine(EngineState):
 
     def deepspeed_io(
         self,
-        dataset: Dataset[Any],
+        dataset: Dataset[object],
         batch_size: int | None = None,
         collate_fn: Callable[..., object] | None = None,
         **_: object,

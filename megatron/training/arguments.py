@@ -39,7 +39,7 @@ def parse_args(
 
 
 def validate_args(
-    args: argparse.Namespace, defaults: Mapping[str, Any] | None = None
+    args: argparse.Namespace, defaults: Mapping[str, object] | None = None
 ) -> argparse.Namespace:
     """Derive what is open and raise every problem; `args` is updated in place and returned.
 
@@ -57,7 +57,7 @@ def validate_args(
 
 def parse_and_validate_args(
     extra_args_provider: ExtraArguments | None = None,
-    args_defaults: Mapping[str, Any] | None = None,
+    args_defaults: Mapping[str, object] | None = None,
     ignore_unknown_args: bool = False,
 ) -> argparse.Namespace:
     """Read and check the command line."""
@@ -75,7 +75,7 @@ pretrain_cfg_container_from_args = run_config_from_args
 
 
 def run_from_args(
-    args: argparse.Namespace, defaults: Mapping[str, Any] | None = None
+    args: argparse.Namespace, defaults: Mapping[str, object] | None = None
 ) -> ResolvedRun:
     """Resolve a namespace."""
     command = command_of_namespace(args, defaults or {})
@@ -105,7 +105,7 @@ def _world_size_of(args: argparse.Namespace) -> int:
     return getattr(args, "world_size", None) or launch.place_of_this_process().world_size
 
 
-def command_of_namespace(args: argparse.Namespace, defaults: Mapping[str, Any]) -> ParsedCommand:
+def command_of_namespace(args: argparse.Namespace, defaults: Mapping[str, object]) -> ParsedCommand:
     """Return the command that a namespace stands for.
 
     Args:

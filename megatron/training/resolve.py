@@ -71,7 +71,7 @@ class _Log:
 
 
 def resolve(
-    config: RunConfig, *, world_size: int, extra: Mapping[str, Any] | None = None
+    config: RunConfig, *, world_size: int, extra: Mapping[str, object] | None = None
 ) -> ResolvedRun:
     """Derive the settings of a run on `world_size` ranks, all but the vocabulary."""
     log = _Log()

@@ -77,7 +77,7 @@ def transformer_config(run: ResolvedRun) -> TransformerConfig:
 
 
 def transformer_config_from_args(
-    args: Mapping[str, Any], config_class: type[ConfigT] | None = None
+    args: Mapping[str, object], config_class: type[ConfigT] | None = None
 ) -> ConfigT:
     """Build a config of `config_class` from settings by Megatron's names.
 

@@ -36,7 +36,7 @@ _RULE = (
 _STYLES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
 
 
-def deepspeed_values(path: str, given: Mapping[str, Any]) -> dict[str, Any]:
+def deepspeed_values(path: str, given: Mapping[str, object]) -> dict[str, Any]:
     """Return field name -> value for what the configuration says.
 
     "auto" leaves a setting to the flags.

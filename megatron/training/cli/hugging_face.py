@@ -15,7 +15,7 @@ _FREE = {"max_position_embeddings", "hidden_dropout", "attention_dropout"}
 
 
 def model_values(
-    directory: str, given: Mapping[str, Any], problems: list[MegatronError]
+    directory: str, given: Mapping[str, object], problems: list[MegatronError]
 ) -> dict[str, Any]:
     """Return field name -> value for the model in `directory`.
 

@@ -176,7 +176,7 @@ def parse_command_line(
     argv: Sequence[str] | None = None,
     *,
     extra_args_provider: ExtraArguments | None = None,
-    args_defaults: Mapping[str, Any] | None = None,
+    args_defaults: Mapping[str, object] | None = None,
     ignore_unknown_args: bool = False,
 ) -> ParsedCommand:
     """Read the command line and the YAML file that it may name.

@@ -45,7 +45,7 @@ class RunConfig:
     launch: LaunchSettings = field(default_factory=LaunchSettings)
 
     @staticmethod
-    def from_values(values: Mapping[str, Any]) -> RunConfig:
+    def from_values(values: Mapping[str, object]) -> RunConfig:
         """Build from a flat mapping of field names; what is left out has its default."""
         table = all_flags()
         groups: dict[str, dict[str, Any]] = {}
@@ -127,7 +127,7 @@ def opposites_by_spelling() -> dict[str, FlagSpec]:
     return table
 
 
-def plain(value: Any) -> Any:
+def plain(value: object) -> Any:
     """Return `value` as JSON-ready data: enums by name, tuples as lists."""
     if isinstance(value, enum.Enum):
         return value.name

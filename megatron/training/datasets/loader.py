@@ -42,7 +42,7 @@ from megatron.training.datasets.data_samplers import (
 DATALOADER_TYPES = ("single", "cyclic", "external")
 
 
-def collate_in_memory(samples: list[Any]) -> Any:
+def collate_in_memory(samples: Sequence[object]) -> Any:
     """Join samples as torch's `default_collate` does, in a worker too without shared memory.
 
     Each [...] of the samples becomes [b, ...].

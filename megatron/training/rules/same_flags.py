@@ -22,7 +22,7 @@ MAY_DIFFER = ("local_rank", "dry_run", "memory_snapshot_path")
 Settings = dict[str, Any]
 
 
-def comparable(config: RunConfig, extra: Mapping[str, Any] | None = None) -> Settings:
+def comparable(config: RunConfig, extra: Mapping[str, object] | None = None) -> Settings:
     """Return what must be equal on all ranks, as JSON-ready data by flag."""
     table = all_flags()
     found = {table[n].flag: plain(v) for n, v in config.flat().items() if n not in MAY_DIFFER}
@@ -41,7 +41,7 @@ def digest(settings: Settings) -> str:
 
 
 def agree_on_settings(
-    store: Any,
+    store: object,
     rank: int,
     world_size: int,
     settings: Settings | MegatronError,

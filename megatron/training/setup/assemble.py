@@ -90,7 +90,7 @@ def _dropout_flags() -> list[FlagSpec]:
     return [all_flags()["attention_dropout"], all_flags()["hidden_dropout"]]
 
 
-def changed_settings(run: ResolvedRun, stored: Mapping[str, Any]) -> list[str]:
+def changed_settings(run: ResolvedRun, stored: Mapping[str, object]) -> list[str]:
     """Return one line for each setting of the optimizer that is not the checkpoint's.
 
     Args:

@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
+from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.pipeline_parallel.schedule_definitions import schedule_named
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.timers import Timers
@@ -19,7 +20,7 @@ from megatron.training.config.resolved import ResolvedRun
 def install_callbacks(
     run: ResolvedRun,
     model: Sequence[nn.Module],
-    optimizer: Any,
+    optimizer: MegatronOptimizer | None,
     groups: ProcessGroupCollection,
     timers: Timers,
 ) -> Any:

@@ -80,7 +80,7 @@ def start_session(
     *,
     get_embedding_ranks: Callable[..., list[int]] | None = None,
     get_position_embedding_ranks: Callable[..., list[int]] | None = None,
-    store: Any = None,
+    store: object = None,
     claims_save_directory: bool = False,
 ) -> Session:
     """Bring up this rank's part of the run.

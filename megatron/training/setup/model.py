@@ -172,7 +172,7 @@ def get_model(
     model_provider_func: ModelProvider,
     model_type: ModelType = ModelType.encoder_or_decoder,
     wrap_with_ddp: bool = True,
-    config: Any = None,
+    config: object = None,
     pg_collection: ProcessGroupCollection | None = None,
 ) -> list[nn.Module]:
     """Build this rank's chunks from the settings of `get_args()`.

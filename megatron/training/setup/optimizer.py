@@ -11,6 +11,7 @@ from megatron.core.distributed.distributed_data_parallel_config import ShardedOp
 from megatron.core.flags import fields_of
 from megatron.core.model_parallel_config import HalfPrecision
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.optimizer.optimizer_config import OptimizerFlags
 from megatron.core.optimizer.param_groups import parse_rule
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
@@ -40,7 +41,7 @@ def build_optimizer(
     )
 
 
-def build_scheduler(run: ResolvedRun, optimizer: Any) -> OptimizerParamScheduler:
+def build_scheduler(run: ResolvedRun, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
     """Return the schedules; they count samples (see `resolve`)."""
     rates, schedule = run.optimizer, run.schedule
     return OptimizerParamScheduler(

@@ -52,7 +52,7 @@ def with_data_order(run: ResolvedRun, state: TrainState, order: Any) -> TrainSta
     return dataclasses.replace(state, data_order=order)
 
 
-def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, str]:
+def differences(before: Mapping[str, object], now: Mapping[str, object]) -> dict[str, str]:
     """Return name -> what was and what is, of everything that differs."""
     found: dict[str, str] = {}
     for name in sorted({*before, *now}):

@@ -12,7 +12,10 @@ from torch import nn
 
 from megatron.core import num_microbatches_calculator as calculator
 from megatron.core.enums import ModelType
+from megatron.core.optimizer.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training import global_vars
 from megatron.training.arguments import run_as_in
 from megatron.training.checkpointing import load_checkpoint
@@ -29,7 +32,7 @@ from megatron.training.step import train_step as step
 def setup_model_and_optimizer(
     model_provider_func: Callable[..., nn.Module],
     model_type: ModelType = ModelType.encoder_or_decoder,
-    checkpointing_context: Mapping[str, Any] | None = None,
+    checkpointing_context: Mapping[str, object] | None = None,
 ) -> tuple[list[nn.Module], Any, Any]:
     """Return (model chunks, optimizer, parameter scheduler), loaded if --load names something."""
     args, groups = global_vars.get_args(), ProcessGroupCollection.current()
@@ -47,13 +50,13 @@ def setup_model_and_optimizer(
 
 
 def train_step(
-    forward_step_func: Callable[..., Any],
-    data_iterator: Any,
+    forward_step_func: Callable[..., object],
+    data_iterator: object,
     model: list[nn.Module],
-    optimizer: Any,
-    opt_param_scheduler: Any,
-    config: Any,
-    forward_backward_func: Callable[..., Any],
+    optimizer: MegatronOptimizer,
+    opt_param_scheduler: OptimizerParamScheduler,
+    config: TransformerConfig,
+    forward_backward_func: Callable[..., object],
     iteration: int | None = None,
 ) -> tuple[dict[str, float], int, bool, bool, int, float | None, float | None]:
     """Train on one global batch.
@@ -106,7 +109,7 @@ def get_train_valid_test_num_samples() -> list[int | None]:
 
 
 def build_train_valid_test_data_iterators(
-    build_train_valid_test_datasets_provider: Callable[..., Any],
+    build_train_valid_test_datasets_provider: Callable[..., object],
 ) -> tuple[Any, Any, Any]:
     """Return the iterators of micro batches of this rank; for several validation sets, a list."""
     args = global_vars.get_args()

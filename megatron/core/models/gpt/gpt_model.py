@@ -8,6 +8,7 @@ Legend: s sequence, b micro-batch, h hidden, v padded vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -189,7 +190,7 @@ class GPTModel(LanguageModule):
         labels: Tensor | None = None,
         inference_context: StaticInferenceContext | None = None,
         packed_seq_params: PackedSeqParams | None = None,
-        extra_block_kwargs: dict[str, Any] | None = None,
+        extra_block_kwargs: Mapping[str, object] | None = None,
         runtime_gather_output: bool | None = None,
         *,
         inference_params: StaticInferenceContext | None = None,
