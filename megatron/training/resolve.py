@@ -138,11 +138,8 @@ def _parallelism(asked: ParallelismSettings, num_layers: int, log: _Log) -> Para
     tp, pp = asked.tensor_model_parallel_size, asked.pipeline_model_parallel_size
     found = asked
     if found.sequence_parallel and tp == 1:
-        found = log.derived(
-            found,
-            replace(found, sequence_parallel=False),
-            "there is nothing to split over with tp 1",
-        )
+        after = replace(found, sequence_parallel=False)
+        found = log.derived(found, after, "there is nothing to split over with tp 1")
     if found.expert_tensor_parallel_size is None:
         found = replace(found, expert_tensor_parallel_size=tp)
     chunks, formula = _virtual_stages(found, num_layers)
@@ -216,11 +213,8 @@ def _model(asked: ModelSettings, latent: LatentAttentionSettings, log: _Log) -> 
             found, replace(found, kv_channels=hidden // heads), f"hidden {hidden} / {heads} heads"
         )
     if not found.group_query_attention and heads:
-        found = log.derived(
-            found,
-            replace(found, num_query_groups=heads),
-            "one per query head without --group-query-attention",
-        )
+        after = replace(found, num_query_groups=heads)
+        found = log.derived(found, after, "one per query head without --group-query-attention")
     if found.max_position_embeddings is None and found.seq_length:
         found = log.derived(
             found, replace(found, max_position_embeddings=found.seq_length), "--seq-length"
