@@ -79,7 +79,10 @@ def get_batch_on_this_tp_rank(
 
 
 def get_batch_on_this_cp_rank(
-    batch: Mapping[str, Any], *options: Any, cp_group: Group = None, is_hybrid_cp: bool = False
+    batch: Mapping[str, Any],
+    *options: Any,
+    cp_group: Group = None,
+    is_hybrid_cp: bool = False,
 ) -> dict[str, Any]:
     """Cut a micro batch to this context-parallel rank's positions.
 

@@ -98,7 +98,7 @@ def make_sharded_tensors_for_checkpoint(
         extra_state_suffix: of names whose value is an object, not a tensor.
     """
     axes = tensor_parallel_layers_axis_map or {}
-    groups = {"tp_group": tp_group, "dp_cp_group": dp_cp_group}
+    groups: dict[str, Any] = {"tp_group": tp_group, "dp_cp_group": dp_cp_group}
     declared: ShardedStateDict = {}
     for name, value in state_dict.items():
         key = prefix + name

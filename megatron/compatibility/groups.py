@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,7 +13,12 @@ from torch import Tensor
 from megatron.compatibility.state import STATE
 from megatron.core.device import current_device
 from megatron.core.errors import ConfigError, TopologyError
-from megatron.core.process_groups_config import FakeGroup, Group, ProcessGroupCollection
+from megatron.core.process_groups_config import (
+    SINGLE_RANK,
+    Group,
+    ProcessGroupCollection,
+    SingleRank,
+)
 from megatron.core.rank_grid import RankGrid
 from megatron.core.utils import get_pg_rank
 
@@ -31,7 +37,8 @@ _PRIVATE = {
 def __getattr__(name: str) -> Any:
     """Return a group of the current collection under Megatron's private name; None before."""
     if name in _PRIVATE:
-        return getattr(ProcessGroupCollection.current(), _PRIVATE[name])
+        group = getattr(ProcessGroupCollection.current(), _PRIVATE[name])
+        return None if group is SINGLE_RANK else group
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
@@ -103,14 +110,19 @@ def _setter(axis: str, sets_rank: bool) -> Callable[[int | None], None]:
     return set_value
 
 
-class _Said(FakeGroup):
+@dataclass(frozen=True)
+class _Said(SingleRank):
     """A place without processes, and the group that was there before."""
 
-    def __init__(self, rank: int, size: int, real: Group) -> None:
-        super().__init__(rank, size)
-        object.__setattr__(self, "real", real)
+    said_rank: int
+    said_size: int
+    real: Group | None
 
-    real: Group
+    def rank(self) -> int:
+        return self.said_rank
+
+    def size(self) -> int:
+        return self.said_size
 
 
 set_tensor_model_parallel_rank = _setter("tp", True)

@@ -216,7 +216,11 @@ class YarnRotaryEmbedding(RotaryEmbedding):
         self.mscale = yarn_attention_factor(scaling_factor, mscale) / whole
 
     def forward(  # type: ignore[override]
-        self, max_seq_len: int, offset: int = 0, packed_seq: bool = False, cp_group: Group = None
+        self,
+        max_seq_len: int,
+        offset: int = 0,
+        packed_seq: bool = False,
+        cp_group: Group = None,
     ) -> tuple[Tensor, float]:
         """Return the angles [s, 1, 1, r] and the factor on cosine and sine."""
         return super().forward(max_seq_len, offset, packed_seq, cp_group), self.mscale

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from megatron.core.errors import TopologyError, refuse_given
 from megatron.core.process_groups_config import (
+    SINGLE_RANK,
     GroupFactory,
     ProcessGroupCollection,
     build_process_groups,
@@ -152,7 +153,8 @@ def _group(name: str, check_initialized: bool = True) -> Any:
             rule="groups exist after initialize_model_parallel",
             fix="call megatron.core.parallel_state.initialize_model_parallel(...) first",
         )
-    return getattr(ProcessGroupCollection.current(), name)
+    group = getattr(ProcessGroupCollection.current(), name)
+    return None if group is SINGLE_RANK else group
 
 
 def _size(name: str) -> int:

@@ -1,8 +1,8 @@
 """The process groups of this rank, as one value that is passed around.
 
 `build_process_groups(layout)` turns grid arithmetic into torch.distributed groups. Mechanisms
-take a `ProcessGroupCollection`, or single groups of it; an axis that does not exist is None,
-which everywhere means size 1, rank 0, no communication.
+take a `ProcessGroupCollection`, or single groups of it; an axis that does not exist is
+`SINGLE_RANK`: size 1, rank 0, no communication.
 """
 
 from __future__ import annotations
@@ -20,57 +20,57 @@ from megatron.core.rank_grid import Layout
 from megatron.core.transport import backend
 from megatron.core.transport.object_collectives import all_gather_object
 
-Group = Any
-"""A torch.distributed.ProcessGroup, or anything with `size()` and `rank()`; None is size 1."""
-
 
 @dataclass(frozen=True)
-class FakeGroup:
-    """A place on an axis without processes: for tests of pure arithmetic and layer shapes."""
-
-    group_rank: int
-    group_size: int
+class SingleRank:
+    """The group of an axis that does not exist: this rank alone, with nobody to talk to."""
 
     def rank(self) -> int:
-        """This rank's position in the group."""
-        return self.group_rank
+        """Return this rank's position in the group."""
+        return 0
 
     def size(self) -> int:
-        """Number of ranks in the group."""
-        return self.group_size
+        """Return the number of ranks in the group."""
+        return 1
+
+
+SINGLE_RANK = SingleRank()
+AxisGroup = dist.ProcessGroup | SingleRank
+Group = AxisGroup | None
+"""None is no group: a parameter that was left out, which then says what it takes instead."""
 
 
 @dataclass(kw_only=True)
 class ProcessGroupCollection:
     """All groups that one rank belongs to. Names are Megatron's."""
 
-    tp: Group = None
+    tp: AxisGroup = SINGLE_RANK
     """Tensor parallel."""
-    pp: Group = None
+    pp: AxisGroup = SINGLE_RANK
     """Pipeline parallel, in stage order."""
-    cp: Group = None
+    cp: AxisGroup = SINGLE_RANK
     """Context parallel."""
-    dp: Group = None
+    dp: AxisGroup = SINGLE_RANK
     """Data parallel, without context parallel."""
-    mp: Group = None
+    mp: AxisGroup = SINGLE_RANK
     """Model parallel: tp x pp (one replica's ranks at equal cp): the group of the grad norm."""
-    tp_cp: Group = None
-    tp_dp: Group = None
-    tp_dp_cp: Group = None
-    dp_cp: Group = None
+    tp_cp: AxisGroup = SINGLE_RANK
+    tp_dp: AxisGroup = SINGLE_RANK
+    tp_dp_cp: AxisGroup = SINGLE_RANK
+    dp_cp: AxisGroup = SINGLE_RANK
     """Ranks that hold the same dense weights: gradients are reduced over it."""
     embd: Group = None
     """First and last stage (those that hold the tied embedding); None elsewhere."""
     pos_embd: Group = None
     """Stages that hold position embeddings."""
-    ep: Group = None
+    ep: AxisGroup = SINGLE_RANK
     """Expert parallel."""
-    expt_tp: Group = None
+    expt_tp: AxisGroup = SINGLE_RANK
     """Tensor parallel inside experts."""
-    tp_ep: Group = None
-    tp_ep_pp: Group = None
+    tp_ep: AxisGroup = SINGLE_RANK
+    tp_ep_pp: AxisGroup = SINGLE_RANK
     """Expert-tp x ep x pp: the model-parallel group of expert weights."""
-    expt_dp: Group = None
+    expt_dp: AxisGroup = SINGLE_RANK
     """Ranks that hold the same expert weights."""
     intra_dp_cp: Group = None
     """Part of dp_cp inside which optimizer state is sharded; dp_cp itself by default."""
@@ -78,7 +78,7 @@ class ProcessGroupCollection:
     inter_dist_opt: Group = None
     """Replicas of the sharded optimizer; None with one instance."""
     intra_dist_opt: Group = None
-    hcp: list[Group] | None = None
+    hcp: list[AxisGroup] | None = None
     """Levels of hierarchical context parallelism."""
     ranks: dict[str, list[int]] = field(default_factory=dict)
     """Global ranks of each group above, for messages and point-to-point addressing."""
@@ -86,6 +86,12 @@ class ProcessGroupCollection:
     """The arithmetic these groups were built from."""
 
     _current: ClassVar[ProcessGroupCollection | None] = None
+
+    def __post_init__(self) -> None:
+        """Take None, as third parties write it, for an axis that does not exist."""
+        for known in fields(self):
+            if known.default is SINGLE_RANK and getattr(self, known.name) is None:
+                setattr(self, known.name, SINGLE_RANK)
 
     @classmethod
     def current(cls) -> ProcessGroupCollection:
@@ -106,12 +112,6 @@ class ProcessGroupCollection:
     def single(cls) -> ProcessGroupCollection:
         """A collection in which every axis has size 1."""
         return cls()
-
-    @classmethod
-    def fake(cls, **places: tuple[int, int]) -> ProcessGroupCollection:
-        """Build a collection without processes: fake(tp=(rank, size), pp=(0, 2))."""
-        groups: dict[str, Any] = {axis: FakeGroup(*place) for axis, place in places.items()}
-        return cls(**groups)
 
     @classmethod
     def use_mpu_process_groups(
@@ -135,9 +135,14 @@ class ProcessGroupCollection:
             layout=collection.layout,
         )
 
-    def with_groups(self, **groups: Group) -> ProcessGroupCollection:
+    def with_groups(self, **groups: Any) -> ProcessGroupCollection:
         """Return a copy with some groups replaced."""
         return replace(self, **groups)
+
+
+def resolve_groups(pg_collection: ProcessGroupCollection | None) -> ProcessGroupCollection:
+    """Return the groups that a public constructor was given, or those of this process."""
+    return ProcessGroupCollection.current() if pg_collection is None else pg_collection
 
 
 class GroupFactory:

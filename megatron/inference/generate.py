@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 from torch import nn
 
-from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.process_groups_config import ProcessGroupCollection, resolve_groups
 from megatron.core.utils import as_list
 from megatron.inference.engine import Engine, Request, check_prompt, not_finite
 from megatron.inference.forward import CachedModel, has_cache
@@ -52,7 +52,7 @@ def generate(
         ConfigError: a prompt is empty or too long, or holds an id outside the vocabulary.
         NumericsError: the model's logits are not finite.
     """
-    groups = pg_collection or ProcessGroupCollection.current()
+    groups = resolve_groups(pg_collection)
     sampling = sampling or Sampling()
     problems = [
         check_prompt(prompt, max_new_tokens, vocab_size, max_sequence_length)

@@ -38,6 +38,7 @@ from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_para
 from megatron.core.utils import get_pg_size
 from megatron.inference.generate import generate
 from tests.harness.distributed import run_distributed
+from tests.harness.groups import fake_groups
 from tests.harness.tolerances import assert_as_accurate, largest_error
 from tests.unit.hugging_face.models import our_model
 
@@ -92,7 +93,7 @@ def here(
 
 def refusal(directory: Path) -> str:
     """Return what two tensor-parallel ranks are told."""
-    groups = ProcessGroupCollection.fake(tp=(0, 2))
+    groups = fake_groups(tp=(0, 2))
     try:
         our_model(directory, groups, "--tensor-model-parallel-size", "2")
     except ConfigError as error:

@@ -29,7 +29,7 @@ from megatron.core.context_parallel.ulysses import (
 from megatron.core.errors import ConfigError
 from megatron.core.kernels.attention_options import AttentionKernel, AttentionOptions
 from megatron.core.kernels.blockwise_attention import KVExchange, blockwise_attention
-from megatron.core.process_groups_config import Group
+from megatron.core.process_groups_config import SINGLE_RANK, AxisGroup
 from megatron.core.rng import SequenceRows
 from megatron.core.utils import get_pg_rank, get_pg_size
 
@@ -41,12 +41,12 @@ class ContextGroups:
     """Ranks that share a sequence.
 
     Attributes:
-        cp: all of them; None is one rank.
+        cp: all of them.
         levels: the same ranks in nested groups, innermost first, for `a2a+p2p`.
     """
 
-    cp: Group = None
-    levels: tuple[Group, ...] = ()
+    cp: AxisGroup = SINGLE_RANK
+    levels: tuple[AxisGroup, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class _Plan:
     `exchange` None: this rank then holds all positions.
     """
 
-    heads: Group
+    heads: AxisGroup
     exchange: KVExchange | None
     rows: SequenceRows
 
@@ -65,7 +65,8 @@ def _plan(kind: str, groups: ContextGroups, num_local_rows: int) -> _Plan:
     total = num_local_rows * get_pg_size(groups.cp)
     if get_pg_size(groups.cp) == 1 or kind == "a2a":
         return _Plan(groups.cp, None, SequenceRows.whole(total))
-    heads, ring = None, groups.cp
+    heads: AxisGroup = SINGLE_RANK
+    ring = groups.cp
     if kind == "a2a+p2p":
         if len(groups.levels) != 2:
             raise ConfigError(

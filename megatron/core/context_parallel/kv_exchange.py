@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megatron.core.context_parallel.partition import join_zigzag, split_zigzag
 from megatron.core.kernels.blockwise_attention import KeysAndValues
-from megatron.core.process_groups_config import Group
+from megatron.core.process_groups_config import AxisGroup
 from megatron.core.rng import SequenceRows
 from megatron.core.transport import collectives
 from megatron.core.transport.work import Work
@@ -35,7 +35,7 @@ class AllGatherExchange:
     keys and values: forward 1, backward 2 (the gradient in the dtype of the keys).
     """
 
-    group: Group
+    group: AxisGroup
     total: int
 
     def _gathered(self, own: KeysAndValues) -> KeysAndValues:
@@ -73,7 +73,7 @@ class RingExchange:
     the dtype of the keys at each step.
     """
 
-    group: Group
+    group: AxisGroup
     total: int
 
     def visit(self, own: KeysAndValues) -> Iterator[tuple[KeysAndValues, SequenceRows]]:

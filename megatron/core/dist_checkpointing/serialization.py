@@ -22,7 +22,6 @@ from megatron.core.dist_checkpointing.saver import prepare_save
 from megatron.core.dist_checkpointing.shard_file import DTYPES
 from megatron.core.dist_checkpointing.validation import StrictHandling, parse_strict_handling
 from megatron.core.errors import CheckpointError, ConfigError
-from megatron.core.process_groups_config import Group
 from megatron.core.transport.object_collectives import ControlGroup, SingleProcess, control_group
 
 _CONTENT_METADATA = "content_metadata"
@@ -89,7 +88,7 @@ def load(
     validate_access_integrity: bool = True,
     strict: str | StrictHandling = StrictHandling.ASSUME_OK_UNEXPECTED,
     verify_integrity: bool = True,
-    process_group: Group = None,
+    process_group: dist.ProcessGroup | None = None,
 ) -> Any:
     """Fill a sharded state dict from a checkpoint of any layout: collective.
 

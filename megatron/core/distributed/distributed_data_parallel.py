@@ -37,7 +37,7 @@ from megatron.core.errors import NumericsError, refuse_given
 from megatron.core.initialization import fill_deferred_weights
 from megatron.core.kernels.cpu.malloc import return_freed_blocks
 from megatron.core.param_meta import get_param_meta
-from megatron.core.process_groups_config import Group, ProcessGroupCollection
+from megatron.core.process_groups_config import Group, ProcessGroupCollection, resolve_groups
 from megatron.core.step_context.deferred_wgrad import defer_wgrad
 from megatron.core.utils import get_pg_rank, get_pg_size
 
@@ -84,7 +84,7 @@ class DistributedDataParallel(nn.Module):
         self.config = config
         self.ddp_config = ddp_config
         self.module = module
-        self.pg_collection = pg_collection or ProcessGroupCollection.current()
+        self.pg_collection = resolve_groups(pg_collection)
         watch_plain_optimizers()
         self._syncs_in_backward = ddp_config.overlap_grad_reduce
         self._awaits_end = False

@@ -12,7 +12,7 @@ from megatron.core.distributed.distributed_data_parallel import DistributedDataP
 from megatron.core.distributed.model_parameters import tied_parameters
 from megatron.core.param_meta import get_param_meta
 from megatron.core.pipeline_parallel.layout import loss_rank
-from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.process_groups_config import ProcessGroupCollection, resolve_groups
 from megatron.core.transformer.moe.load_balancing import finish_step_of_routers
 from megatron.core.transport import backend
 from megatron.core.transport.object_collectives import raise_on_all_ranks
@@ -39,7 +39,7 @@ def finalize_model_grads(
         names ("tp": norms under sequence parallelism); the tied embedding over `embd`; the number
         of tokens over `pp` and `dp_cp`; the load of experts over tp x cp x dp.
     """
-    groups = pg_collection or ProcessGroupCollection.current()
+    groups = resolve_groups(pg_collection)
     for chunk in model:
         if isinstance(chunk, DistributedDataParallel):
             chunk.finish_grad_sync(force_all_reduce=force_all_reduce)

@@ -17,6 +17,7 @@ from functools import partial
 from itertools import accumulate
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron.core.distributed.communication import gather_parameters
@@ -212,7 +213,7 @@ def _zeros_in_file(directory: str, numel: int, flat: FlatParams) -> CommBuffer:
     except ConfigError as error:
         problem = error
     for group in (flat.mesh.shard, flat.mesh.replicate):
-        if group is not None:
+        if isinstance(group, dist.ProcessGroup):
             try:
                 raise_on_all_ranks(problem, group)
             except MegatronError as error:

@@ -29,7 +29,7 @@ from megatron.core.distributed.parameter_shard import ParameterShard
 from megatron.core.errors import ConfigError, raise_together
 from megatron.core.initialization import fill_deferred_weights
 from megatron.core.param_meta import get_param_meta
-from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.process_groups_config import ProcessGroupCollection, resolve_groups
 from megatron.core.utils import get_pg_size
 
 
@@ -64,7 +64,7 @@ class TorchFullyShardedDataParallel(DistributedDataParallel):
         """
         nn.Module.__init__(self)
         self.config, self.ddp_config, self.module = config, ddp_config, module
-        self.pg_collection = pg_collection or ProcessGroupCollection.current()
+        self.pg_collection = resolve_groups(pg_collection)
         problems = _problems(config, ddp_config, self.pg_collection)
         raise_together(problems, summary="torch's FSDP2")
         self.gradient_buffers = []

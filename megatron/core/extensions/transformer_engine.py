@@ -22,7 +22,7 @@ from megatron.core.initialization import initialization_is_deferred
 from megatron.core.optional_imports import has, require
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.param_meta import ParamMeta, set_param_meta
-from megatron.core.process_groups_config import Group, ProcessGroupCollection
+from megatron.core.process_groups_config import Group, ProcessGroupCollection, resolve_groups
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -110,7 +110,7 @@ def _refuse(layer: str, given: Mapping[str, object]) -> None:
 def _group(tp_group: Group, pg_collection: ProcessGroupCollection | None) -> Group:
     if tp_group is not None:
         return tp_group
-    return (pg_collection or ProcessGroupCollection.current()).tp
+    return (resolve_groups(pg_collection)).tp
 
 
 class TEColumnParallelLinear(_Linear):  # type: ignore[misc,valid-type]
@@ -318,8 +318,8 @@ def _context_parallel_options(
     pg_collection: ProcessGroupCollection | None, kind: str | None
 ) -> dict[str, Any]:
     """Return how the library's attention shares a sequence between ranks; {} for one rank."""
-    groups = pg_collection or ProcessGroupCollection.current()
-    if get_pg_size(groups.cp) == 1:
+    groups = resolve_groups(pg_collection)
+    if not isinstance(groups.cp, torch.distributed.ProcessGroup) or groups.cp.size() == 1:
         return {}
     return {
         "cp_group": groups.hcp if kind == "a2a+p2p" else groups.cp,

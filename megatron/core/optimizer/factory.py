@@ -25,7 +25,7 @@ from megatron.core.optimizer.param_groups import (
     rule_of,
 )
 from megatron.core.optimizer.torch_optimizers import ModelParts, build_torch_optimizer, chunks_state
-from megatron.core.process_groups_config import Group, ProcessGroupCollection
+from megatron.core.process_groups_config import Group, ProcessGroupCollection, resolve_groups
 
 
 def get_megatron_optimizer(
@@ -52,7 +52,7 @@ def get_megatron_optimizer(
         rule="no file of the parameter groups is written",
         fix="read optimizer.param_groups",
     )
-    groups = pg_collection or ProcessGroupCollection.current()
+    groups = resolve_groups(pg_collection)
     named = [pair for chunk in model_chunks for pair in _named_parameters(chunk)]
     tables = {id(p) for chunk in model_chunks for p in _lookup_tables(chunk)}
     keys = {

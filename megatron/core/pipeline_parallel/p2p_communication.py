@@ -32,6 +32,7 @@ from megatron.core.pipeline_parallel.step_handshake import (
     encode,
     lost_neighbour,
 )
+from megatron.core.process_groups_config import Group
 from megatron.core.transport import backend
 from megatron.core.transport.work import Handle, Steps, Work
 from megatron.core.utils import get_pg_rank, get_pg_size
@@ -87,15 +88,15 @@ class P2PCommunicator:
     """Channels between this rank and the other ranks of its pipeline.
 
     Args:
-        pp_group: the pipeline group, or None for a pipeline of one rank.
+        pp_group: the pipeline group; anything but a process group is a pipeline of one rank.
         config: supplies `pipeline_dtype` (params_dtype if None) and `variable_seq_lengths`.
     Communication:
         none on construction with gloo. With NCCL the first communicator of a pipeline group
         creates one process group per channel among neighbours, and passes one element over each.
     """
 
-    def __init__(self, pp_group: dist.ProcessGroup | None, config: ModelParallelConfig) -> None:
-        self.pp_group = pp_group
+    def __init__(self, pp_group: Group, config: ModelParallelConfig) -> None:
+        self.pp_group = pp_group if isinstance(pp_group, dist.ProcessGroup) else None
         self.config = config
         self.rank = get_pg_rank(pp_group)
         self.size = get_pg_size(pp_group)
@@ -105,10 +106,10 @@ class P2PCommunicator:
         self._agreement: StepHandshake | None = None
         self._shared = _Shared()
         if self.size > 1:
-            if pp_group not in _SHARED:
+            if self.pp_group not in _SHARED:
                 channels = None if self.has_tags else self._create_channel_groups()
-                _SHARED[pp_group] = _Shared(channels)
-            self._shared = _SHARED[pp_group]
+                _SHARED[self.pp_group] = _Shared(channels)
+            self._shared = _SHARED[self.pp_group]
 
     @property
     def has_tags(self) -> bool:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megatron.core.device import default_generator_state, set_default_generator_state
 from megatron.core.errors import refuse_given
-from megatron.core.process_groups_config import Group
+from megatron.core.process_groups_config import AxisGroup, Group
 from megatron.core.rng import rng_state
 from megatron.core.step_context.context import current_step, within_step
 from megatron.core.tensor_parallel.mappings import tensor_parallel_group
@@ -91,7 +91,7 @@ def _again(scope: Any, streams: dict[str, Tensor]) -> Iterator[None]:
 
 
 def _distribute_first(
-    function: Callable[..., Any], args: tuple[Any, ...], group: Group
+    function: Callable[..., Any], args: tuple[Any, ...], group: AxisGroup
 ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """Replace the first argument by this rank's part of it."""
     size = get_pg_size(group)
@@ -112,7 +112,7 @@ class _TakePart(torch.autograd.Function):
     """[s, b, h] -> this rank's part of the flattened tensor; backward gathers."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+    def forward(ctx: Any, x: Tensor, group: AxisGroup) -> Tensor:
         ctx.group, ctx.shape = group, x.shape
         return _own_part(x, group)
 
@@ -126,7 +126,7 @@ class _Rejoin(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, part: Tensor, known: Tensor | None, shape: torch.Size, group: Group
+        ctx: Any, part: Tensor, known: Tensor | None, shape: torch.Size, group: AxisGroup
     ) -> Tensor:
         ctx.group = group
         whole = collectives.all_gather(part, group) if known is None else known
@@ -137,7 +137,7 @@ class _Rejoin(torch.autograd.Function):
         return _own_part(grad, ctx.group), None, None, None
 
 
-def _own_part(x: Tensor, group: Group) -> Tensor:
+def _own_part(x: Tensor, group: AxisGroup) -> Tensor:
     length = x.numel() // group.size()
     return x.reshape(-1).narrow(0, group.rank() * length, length).clone()
 

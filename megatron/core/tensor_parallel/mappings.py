@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.core.process_groups_config import Group, ProcessGroupCollection
+from megatron.core.process_groups_config import AxisGroup, Group, ProcessGroupCollection
 from megatron.core.step_context.overlap import yield_to_peer
 from megatron.core.transport import collectives
 from megatron.core.transport.work import Work
@@ -28,7 +28,7 @@ from megatron.core.utils import divide, get_pg_size
 Sizes = Sequence[int] | None
 
 
-def tensor_parallel_group(group: Group = None) -> Group:
+def tensor_parallel_group(group: Group = None) -> AxisGroup:
     """Return `group`, or the tensor-parallel group of the current collection."""
     return ProcessGroupCollection.current().tp if group is None else group
 
@@ -36,20 +36,20 @@ def tensor_parallel_group(group: Group = None) -> Group:
 # Without autograd ---------------------------------------------------------------------------
 
 
-def _own_piece(x: Tensor, dim: int, group: Group) -> Tensor:
+def _own_piece(x: Tensor, dim: int, group: AxisGroup) -> Tensor:
     """Cut this rank's equal piece out of `dim`, contiguous."""
     length = divide(x.shape[dim], group.size())
     return x.narrow(dim, group.rank() * length, length).contiguous()
 
 
-def _gather_last_dim(x: Tensor, group: Group) -> Tensor:
+def _gather_last_dim(x: Tensor, group: AxisGroup) -> Tensor:
     """Collect [..., h/tp] to [..., h]."""
     size = group.size()
     gathered = collectives.all_gather(x.contiguous().view(1, *x.shape), group)  # [tp, ..., h/tp]
     return gathered.movedim(0, -2).reshape(*x.shape[:-1], size * x.shape[-1])
 
 
-def _reduce_scatter_last_dim(x: Tensor, group: Group) -> Tensor:
+def _reduce_scatter_last_dim(x: Tensor, group: AxisGroup) -> Tensor:
     """Sum [..., h] over the group, each rank keeping its [..., h/tp]."""
     size = group.size()
     pieces = x.view(*x.shape[:-1], size, divide(x.shape[-1], size)).movedim(-2, 0)
@@ -61,7 +61,7 @@ def _reduce_scatter_last_dim(x: Tensor, group: Group) -> Tensor:
 
 class _Copy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+    def forward(ctx: Any, x: Tensor, group: AxisGroup) -> Tensor:
         ctx.group = group
         return x.view_as(x)
 
@@ -73,7 +73,7 @@ class _Copy(torch.autograd.Function):
 
 class _Reduce(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+    def forward(ctx: Any, x: Tensor, group: AxisGroup) -> Tensor:
         return collectives.all_reduce(x.clone(memory_format=_CONTIGUOUS), group)
 
     @staticmethod
@@ -83,7 +83,7 @@ class _Reduce(torch.autograd.Function):
 
 class _ScatterLastDim(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+    def forward(ctx: Any, x: Tensor, group: AxisGroup) -> Tensor:
         ctx.group = group
         return _own_piece(x, x.dim() - 1, group)
 
@@ -94,7 +94,7 @@ class _ScatterLastDim(torch.autograd.Function):
 
 class _GatherLastDim(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+    def forward(ctx: Any, x: Tensor, group: AxisGroup) -> Tensor:
         ctx.group = group
         return _gather_last_dim(x, group)
 
@@ -105,7 +105,7 @@ class _GatherLastDim(torch.autograd.Function):
 
 class _SumGatherLastDim(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+    def forward(ctx: Any, x: Tensor, group: AxisGroup) -> Tensor:
         ctx.group = group
         return _gather_last_dim(x, group)
 
@@ -116,7 +116,7 @@ class _SumGatherLastDim(torch.autograd.Function):
 
 class _ReduceScatterLastDim(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+    def forward(ctx: Any, x: Tensor, group: AxisGroup) -> Tensor:
         ctx.group = group
         return _reduce_scatter_last_dim(x.contiguous(), group)
 
@@ -127,7 +127,7 @@ class _ReduceScatterLastDim(torch.autograd.Function):
 
 class _ScatterSequence(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+    def forward(ctx: Any, x: Tensor, group: AxisGroup) -> Tensor:
         ctx.group = group
         return _own_piece(x, 0, group)
 
@@ -138,7 +138,9 @@ class _ScatterSequence(torch.autograd.Function):
 
 class _GatherSequence(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, is_grad_partial: bool, sizes: Sizes) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, group: AxisGroup, is_grad_partial: bool, sizes: Sizes
+    ) -> Tensor:
         ctx.group, ctx.is_grad_partial, ctx.sizes = group, is_grad_partial, sizes
         return collectives.all_gather(x, group, sizes)
 
@@ -154,7 +156,7 @@ class _GatherSequence(torch.autograd.Function):
 
 class _ReduceScatterSequence(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, sizes: Sizes) -> Tensor:
+    def forward(ctx: Any, x: Tensor, group: AxisGroup, sizes: Sizes) -> Tensor:
         ctx.group, ctx.sizes = group, sizes
         return collectives.reduce_scatter(x, group, sizes)
 
@@ -163,7 +165,7 @@ class _ReduceScatterSequence(torch.autograd.Function):
         return collectives.all_gather(grad, ctx.group, ctx.sizes), None, None
 
 
-def _exchanged(x: Tensor, group: Group, output_sizes: Sizes, input_sizes: Sizes) -> Tensor:
+def _exchanged(x: Tensor, group: AxisGroup, output_sizes: Sizes, input_sizes: Sizes) -> Tensor:
     work = collectives.start_all_to_all(x, group, output_sizes, input_sizes)
     yield_to_peer()
     return work.wait()
@@ -172,7 +174,7 @@ def _exchanged(x: Tensor, group: Group, output_sizes: Sizes, input_sizes: Sizes)
 class _AllToAll(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, group: Group, output_sizes: Sizes, input_sizes: Sizes
+        ctx: Any, x: Tensor, group: AxisGroup, output_sizes: Sizes, input_sizes: Sizes
     ) -> Tensor:
         ctx.group, ctx.output_sizes, ctx.input_sizes = group, output_sizes, input_sizes
         return _exchanged(x, group, output_sizes, input_sizes)
@@ -186,7 +188,7 @@ class _AllToAll(torch.autograd.Function):
 class _AsyncAllToAll:
     """One all-to-all that its rank does not wait for at once, neither forward nor backward."""
 
-    group: Group
+    group: AxisGroup
     output_sizes: Sizes
     input_sizes: Sizes
     work: Work[Tensor] | None = None
@@ -349,7 +351,7 @@ def all_to_all(
         overlap_fn: called while the rows are under way. The backward pass of what it computes runs
             while their gradients are.
     """
-    if get_pg_size(group) == 1:
+    if group is None or group.size() == 1:
         if overlap_fn is not None:
             overlap_fn()
         return input_

@@ -18,7 +18,11 @@ from megatron.core.param_meta import (
     set_param_meta,
     shard_of,
 )
-from megatron.core.process_groups_config import FakeGroup, Group, ProcessGroupCollection
+from megatron.core.process_groups_config import (
+    Group,
+    ProcessGroupCollection,
+    resolve_groups,
+)
 from megatron.core.utils import get_pg_rank, get_pg_size
 
 
@@ -41,12 +45,10 @@ class ParallelLayer(nn.Module):
         super().__init__()
         self.config = config
         self.is_expert = is_expert
-        collection = ProcessGroupCollection.current() if pg_collection is None else pg_collection
+        collection = resolve_groups(pg_collection)
         if tp_group is None:
             tp_group = collection.expt_tp if is_expert else collection.tp
-        # An absent axis becomes a group of one: None would mean "the current collection's" to the
-        # mappings, which may be another one than this layer was built for.
-        self.tp_group = FakeGroup(0, 1) if tp_group is None else tp_group
+        self.tp_group = tp_group
 
     @property
     def tp_rank(self) -> int:

@@ -22,7 +22,7 @@ from megatron.core.inference.contexts.static_context import StaticInferenceConte
 from megatron.core.kernels.torch_attention import kv_cache_attention
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.param_meta import get_param_meta, set_param_meta
-from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.process_groups_config import ProcessGroupCollection, resolve_groups
 from megatron.core.tensor_parallel.mappings import all_gather_last_dim_from_tensor_parallel_region
 from megatron.core.tensor_parallel.random import checkpoint
 from megatron.core.transformer.dot_product_attention import DotProductAttention
@@ -75,7 +75,7 @@ class Attention(MegatronModule):
         super().__init__(config)
         self.layer_number = layer_number
         self.attn_mask_type = attn_mask_type
-        self.pg_collection = pg_collection or ProcessGroupCollection.current()
+        self.pg_collection = resolve_groups(pg_collection)
         self.num_attention_heads_per_partition = divide(
             config.num_attention_heads, get_pg_size(self.pg_collection.tp)
         )

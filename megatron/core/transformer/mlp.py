@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron.core.errors import refuse_given
 from megatron.core.kernels.gated_activation import Gate
 from megatron.core.kernels.gated_activation import gated as gated_activation
-from megatron.core.process_groups_config import Group, ProcessGroupCollection
+from megatron.core.process_groups_config import Group, ProcessGroupCollection, resolve_groups
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -52,7 +52,7 @@ class MLP(MegatronModule):
         pg_collection: ProcessGroupCollection | None = None,
     ) -> None:
         super().__init__(config)
-        self.pg_collection = pg_collection or ProcessGroupCollection.current()
+        self.pg_collection = resolve_groups(pg_collection)
         if tp_group is None:
             tp_group = self.pg_collection.expt_tp if is_expert else self.pg_collection.tp
         self.input_size = input_size or config.hidden_size

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from megatron.core.context_parallel import rows_of_rank, shift_left
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.process_groups_config import ProcessGroupCollection, resolve_groups
 from megatron.core.transformer.module import MegatronModule, in_compute_dtype
 from megatron.core.transformer.replicated_linear import ReplicatedLinear
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
@@ -106,7 +106,7 @@ class MultiTokenPredictionBlock(MegatronModule):
         vp_stage: int | None = None,
     ) -> None:
         super().__init__(config)
-        groups = pg_collection or ProcessGroupCollection.current()
+        groups = resolve_groups(pg_collection)
         self.cp_group = groups.cp
         parts: Any = spec.submodules if isinstance(spec, ModuleSpec) else spec
         self.layers = nn.ModuleList(

@@ -7,7 +7,7 @@ state. A module with another storage form overrides `sharded_state_dict`.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 
@@ -21,7 +21,12 @@ from megatron.core.dist_checkpointing.parameter_shards import (
     sharded_tensor_for_parameter,
 )
 from megatron.core.param_meta import get_param_meta
-from megatron.core.process_groups_config import Group, ProcessGroupCollection
+from megatron.core.process_groups_config import (
+    AxisGroup,
+    Group,
+    ProcessGroupCollection,
+    resolve_groups,
+)
 from megatron.core.utils import get_pg_rank, get_pg_size
 
 
@@ -62,7 +67,7 @@ def sharded_state_dict_default(
         pg_collection: the groups; None means those of the module, else the current ones.
     """
     groups = pg_collection or getattr(module, "pg_collection", None)
-    groups = groups or ProcessGroupCollection.current()
+    groups = resolve_groups(groups)
     if tp_group is not None:
         groups = groups.with_groups(tp=tp_group)
     declared: ShardedStateDict = {}
@@ -98,7 +103,8 @@ def declare_tensor(
     is_expert = meta.split_axis == "expt_tp" or meta.is_expert
     tp = groups.expt_tp if is_expert else groups.tp
     dp = groups.expt_dp if is_expert else groups.dp_cp
-    dp = (metadata or {}).get("dp_cp_group", dp) if not is_expert else dp
+    if not is_expert and metadata and "dp_cp_group" in metadata:
+        dp = cast(AxisGroup, metadata["dp_cp_group"])
     return sharded_tensor_for_parameter(
         key,
         tensor.detach(),

@@ -17,7 +17,7 @@ from megatron.core.errors import ConfigError, refuse_given
 from megatron.core.inference.contexts.static_context import BaseInferenceContext
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel.layout import pipeline_layout
-from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.process_groups_config import ProcessGroupCollection, resolve_groups
 from megatron.core.tensor_parallel.random import checkpoint
 from megatron.core.transformer.module import GraphableMegatronModule, in_compute_dtype
 from megatron.core.transformer.rotary import cos_sin
@@ -92,7 +92,7 @@ class TransformerBlock(GraphableMegatronModule):
         vp_stage: int | None = None,
     ) -> None:
         super().__init__(config)
-        self.pg_collection = pg_collection or ProcessGroupCollection.current()
+        self.pg_collection = resolve_groups(pg_collection)
         self.pre_process, self.post_process = pre_process, post_process
         self.vp_stage = vp_stage
         self.input_tensor: Tensor | None = None

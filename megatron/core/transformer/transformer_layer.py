@@ -21,7 +21,7 @@ from megatron.core.errors import refuse_given
 from megatron.core.inference.contexts.static_context import BaseInferenceContext
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel.layout import pipeline_layout
-from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.process_groups_config import ProcessGroupCollection, resolve_groups
 from megatron.core.rng import SequenceRows, rng_state
 from megatron.core.tensor_parallel.random import CheckpointWithoutOutput, checkpoint
 from megatron.core.transformer.config.context_parallel import cp_comm_type_of_layer
@@ -91,7 +91,7 @@ class TransformerLayer(GraphableMegatronModule):
     ) -> None:
         super().__init__(config)
         self.submodules_config = submodules
-        self.pg_collection = pg_collection or ProcessGroupCollection.current()
+        self.pg_collection = resolve_groups(pg_collection)
         if not add_layer_offset:
             pp_layer_offset = 0
         elif pp_layer_offset is None:

@@ -20,7 +20,7 @@ from megatron.core.errors import CheckpointError, refuse_given
 from megatron.core.flags import from_args
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.process_groups_config import ProcessGroupCollection, resolve_groups
 from megatron.core.transport.object_collectives import SingleProcess
 from megatron.core.utils import get_pg_rank
 from megatron.training.checkpointing.checkpointer import Checkpointer
@@ -88,7 +88,7 @@ def save_checkpoint(
         ConfigError: a rank is given that is not this process's.
     """
     args = get_args() if args is None else args
-    groups = pg_collection or ProcessGroupCollection.current()
+    groups = resolve_groups(pg_collection)
     for name, said, own in (
         ("pipeline_rank", pipeline_rank, get_pg_rank(groups.pp)),
         ("tensor_rank", tensor_rank, get_pg_rank(groups.tp)),
@@ -225,7 +225,7 @@ def _checkpointer(
         model=[model] if isinstance(model, nn.Module) else list(model),
         optimizer=optimizer,
         scheduler=scheduler,
-        groups=groups or ProcessGroupCollection.current(),
+        groups=resolve_groups(groups),
         weights="all" if getattr(args, "lora_rank", None) is None else "adapters",
         args=vars(args),
     )

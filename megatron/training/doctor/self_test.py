@@ -88,8 +88,7 @@ def run_rank() -> int:
         print(f"{backend} summed two ones to {ones.tolist()}")
         return 1
     alone = _loss_and_gradient(ProcessGroupCollection.single())
-    pair = ProcessGroupCollection.single()
-    pair.tp = dist.group.WORLD
+    pair = ProcessGroupCollection.single().with_groups(tp=dist.group.WORLD)
     together = _loss_and_gradient(pair)
     errors = [_relative(a, b) for a, b in zip(together, alone, strict=True)]
     dist.destroy_process_group()

@@ -21,7 +21,7 @@ from megatron.core.flags import fields_of
 from megatron.core.initialization import parameters_without_memory
 from megatron.core.models.common.kernel_choices import KernelLine, kernel_choices
 from megatron.core.pipeline_parallel.layout import pipeline_layout
-from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.process_groups_config import ProcessGroupCollection, resolve_groups
 from megatron.core.transformer.low_rank_adapter import AdapterSettings, add_adapters
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -182,5 +182,5 @@ def get_model(
         model_type, config: accepted; there is one type, and the settings give the config.
     """
     run = run_as_in(global_vars.get_args())
-    groups = pg_collection or ProcessGroupCollection.current()
+    groups = resolve_groups(pg_collection)
     return build_model(run, model_provider_func, groups, wrap_with_ddp=wrap_with_ddp)

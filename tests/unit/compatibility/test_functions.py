@@ -11,7 +11,8 @@ import torch
 from megatron.core import parallel_state as mpu
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.errors import CheckpointError, ConfigError, NumericsError
-from megatron.core.process_groups_config import FakeGroup, ProcessGroupCollection
+from megatron.core.process_groups_config import ProcessGroupCollection
+from tests.harness.groups import FakeGroup, fake_groups
 from tests.harness.tolerances import EXACT, FP32_REORDERED_SUM, assert_close
 
 
@@ -123,7 +124,7 @@ def test_ranges_appear_in_a_trace_when_they_are_switched_on():
 
 
 def test_a_said_size_is_seen_until_it_is_taken_back():
-    ProcessGroupCollection.set_current(ProcessGroupCollection.fake(tp=(1, 2)))
+    ProcessGroupCollection.set_current(fake_groups(tp=(1, 2)))
     mpu.set_tensor_model_parallel_world_size(8)
     mpu.set_tensor_model_parallel_rank(5)
     assert (mpu.get_tensor_model_parallel_rank(), mpu.get_tensor_model_parallel_world_size()) == (
@@ -139,7 +140,7 @@ def test_a_said_size_is_seen_until_it_is_taken_back():
 
 def test_private_group_names_follow_the_current_collection():
     for rank in (0, 1):
-        ProcessGroupCollection.set_current(ProcessGroupCollection.fake(tp=(rank, 2)))
+        ProcessGroupCollection.set_current(fake_groups(tp=(rank, 2)))
         assert FakeGroup(rank, 2) == mpu._TENSOR_MODEL_PARALLEL_GROUP
         assert mpu._CONTEXT_PARALLEL_GROUP is None
 
@@ -264,7 +265,7 @@ def test_an_fp8_context_is_refused_where_it_would_be_dropped():
 def test_a_modules_state_is_declared_as_its_axes_say():
     from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
-    ProcessGroupCollection.set_current(ProcessGroupCollection.fake(tp=(1, 2), dp_cp=(3, 4)))
+    ProcessGroupCollection.set_current(fake_groups(tp=(1, 2), dp_cp=(3, 4)))
     declared = make_sharded_tensors_for_checkpoint(
         {"weight": torch.zeros(3, 5), "bias": torch.zeros(3), "x_extra_state": None},
         "layer.",

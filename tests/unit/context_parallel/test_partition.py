@@ -13,8 +13,8 @@ from megatron.core.context_parallel.partition import (
     take_rows,
 )
 from megatron.core.errors import DataError
-from megatron.core.process_groups_config import FakeGroup
 from megatron.core.rng import SequenceRows
+from tests.harness.groups import FakeGroup
 
 SIZES = (1, 2, 3, 4, 8)
 

@@ -21,6 +21,7 @@ from megatron.core.param_meta import get_param_meta, shard_of
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.rng import rng_state
 from megatron.core.transformer.transformer_config import TransformerConfig
+from tests.harness.groups import fake_groups
 from tests.harness.tolerances import EXACT, FP32_REORDERED_SUM, assert_close
 
 H, F_, N, G, D, V, P = 16, 24, 4, 2, 4, 64, 12
@@ -67,7 +68,7 @@ def make_stages(p=2, v=1, **options):
         }
         chunks.append(
             make_model(
-                ProcessGroupCollection.fake(pp=(rank, p)),
+                fake_groups(pp=(rank, p)),
                 model_options=chunk_options,
                 pipeline_model_parallel_size=p,
                 virtual_pipeline_model_parallel_size=v if v > 1 else None,
@@ -138,7 +139,7 @@ def test_names_and_shapes_are_those_of_the_format(family, qk_norm, tied):
 
 
 def test_checkpoint_keys_are_stacks_and_gated_weights_are_stored_whole():
-    declared = make_model(ProcessGroupCollection.fake(tp=(1, 2)), family="llama",
+    declared = make_model(fake_groups(tp=(1, 2)), family="llama",
                           tensor_model_parallel_size=2).sharded_state_dict()  # fmt: skip
     keys = {declaration.key for declaration in declared.values()}
     assert keys == {
@@ -183,7 +184,7 @@ def test_initial_weights_are_slices_of_the_one_device_model(family, tp):
     rng_state().set_seed(99)
     serial = dict(make_model(**options).named_parameters())
     for rank in range(tp):
-        groups = ProcessGroupCollection.fake(tp=(rank, tp))
+        groups = fake_groups(tp=(rank, tp))
         shard = make_model(groups, tensor_model_parallel_size=tp, **options)
         for name, parameter in shard.named_parameters():
             expected = shard_of(serial[name], get_param_meta(parameter), rank, tp)

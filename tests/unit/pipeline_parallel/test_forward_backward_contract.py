@@ -25,11 +25,12 @@ from megatron.core.pipeline_parallel.utils import (
     is_vp_first_stage,
     is_vp_last_stage,
 )
-from megatron.core.process_groups_config import FakeGroup, ProcessGroupCollection
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.rng import rng_state
 from megatron.core.step_context.deferred_wgrad import enable_wgrad_deferral
 from megatron.core.tensor_parallel.linear_with_overlap import LinearPlan, parallel_linear
 from megatron.core.timers import Timers
+from tests.harness.groups import FakeGroup, fake_groups
 
 WEIGHT = 3.0
 
@@ -98,7 +99,7 @@ def test_a_pair_is_multiplied_by_the_context_parallel_size():
         model,
         lambda out: (out.mean(), {}),
         DATA,
-        pg_collection=ProcessGroupCollection.fake(cp=(0, 4)),
+        pg_collection=fake_groups(cp=(0, 4)),
     )
     assert model.weight.grad == pytest.approx(4 * 3.25)
 

@@ -11,7 +11,7 @@ from megatron.core.errors import ConfigError, DataError
 from megatron.core.initialization import deferred_initialization, init_method_normal
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.param_meta import ParamMeta, get_param_meta, unshard
-from megatron.core.process_groups_config import FakeGroup, ProcessGroupCollection
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -20,6 +20,7 @@ from megatron.core.tensor_parallel.layers import (
     param_is_not_tensor_parallel_duplicate,
     set_tensor_model_parallel_attributes,
 )
+from tests.harness.groups import FakeGroup, fake_groups
 from tests.harness.tolerances import EXACT, FP32_REORDERED_SUM, assert_close
 
 NORMAL = init_method_normal(0.5)
@@ -92,7 +93,7 @@ def test_the_bias_of_a_sequence_parallel_row_layer_has_a_partial_gradient():
 
 
 def test_expert_layers_split_over_the_expert_axis():
-    groups = ProcessGroupCollection.fake(tp=(0, 4), expt_tp=(1, 2))
+    groups = fake_groups(tp=(0, 4), expt_tp=(1, 2))
     layer = column(is_expert=True, pg_collection=groups)
     meta = get_param_meta(layer.weight)
     assert (meta.split_axis, meta.is_expert, layer.tp_size) == ("expt_tp", True, 2)
@@ -108,7 +109,7 @@ def test_deferred_or_switched_off_initialisation_draws_nothing():
 
 
 def test_groups_fall_back_to_the_current_collection():
-    ProcessGroupCollection.set_current(ProcessGroupCollection.fake(tp=(1, 2)))
+    ProcessGroupCollection.set_current(fake_groups(tp=(1, 2)))
     try:
         assert column().tp_rank == 1
         assert column(pg_collection=ProcessGroupCollection.single()).tp_size == 1

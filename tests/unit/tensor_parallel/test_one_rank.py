@@ -7,8 +7,8 @@ import torch
 
 from megatron.core import tensor_parallel
 from megatron.core.errors import DataError
-from megatron.core.process_groups_config import FakeGroup
 from megatron.core.tensor_parallel.utils import VocabUtility
+from tests.harness.groups import FakeGroup
 
 MAPPINGS = [name for name in tensor_parallel.__all__ if name.endswith("_region")]
 

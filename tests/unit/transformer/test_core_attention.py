@@ -10,11 +10,11 @@ from megatron.core.kernels.attention_options import AttentionOptions
 from megatron.core.kernels.block_mask import MaskSpec, hidden_keys, key_range
 from megatron.core.kernels.cpu import block_attention as block_module
 from megatron.core.kernels.cpu.block_attention import cpu_block_attention
-from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.rng import rng_state
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnBackend, AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
+from tests.harness.groups import fake_groups
 from tests.harness.tolerances import FP32_REORDERED_SUM, assert_close
 
 SCALE = 0.3
@@ -174,7 +174,7 @@ def test_dropout_of_a_tensor_parallel_rank_is_that_of_its_heads():
 
     def run(rank, size):
         core = make_core(attention_dropout=0.3)
-        core.pg_collection = ProcessGroupCollection.fake(tp=(rank, size))
+        core.pg_collection = fake_groups(tp=(rank, size))
         heads = slice(rank * 4 // size, (rank + 1) * 4 // size)
         with rng_state().at("decoder", 1):
             return core(*(t[:, :, heads] for t in (q, k, v)), None)

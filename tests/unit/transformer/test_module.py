@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from megatron.core.param_meta import ParamMeta, set_param_meta
-from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import Float16Module, MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
+from tests.harness.groups import fake_groups
 
 
 def make_config(**fields):
@@ -66,7 +66,7 @@ def test_half_module_leaves_no_trace_in_state_dict_names():
 
 def test_default_declaration_follows_the_parameters_facts():
     module = Stage(make_config())
-    module.pg_collection = ProcessGroupCollection.fake(tp=(1, 2), dp_cp=(3, 4))
+    module.pg_collection = fake_groups(tp=(1, 2), dp_cp=(3, 4))
     set_param_meta(module.linear.weight, ParamMeta(split_dim=0, split_axis="tp"))
     declared = module.sharded_state_dict("block.", ((0, 2, 5),))
     weight, bias = declared["block.linear.weight"], declared["block.linear.bias"]

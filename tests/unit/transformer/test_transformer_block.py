@@ -10,7 +10,6 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_decoder_block_spec,
     get_gpt_layer_local_spec,
 )
-from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.rng import rng_state
 from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
@@ -25,6 +24,7 @@ from megatron.core.transformer.transformer_layer import (
     TransformerLayerSubmodules,
     get_transformer_layer_offset,
 )
+from tests.harness.groups import fake_groups
 from tests.harness.tolerances import EXACT, FP32_REORDERED_SUM, assert_close
 
 LLAMA = {
@@ -129,7 +129,7 @@ def test_stages_hold_the_layers_that_the_layout_says(fields, expected):
     for (pp_rank, vp_stage), (offset, count) in expected.items():
         assert get_transformer_layer_offset(config, vp_stage, pp_rank) == offset
         assert get_num_layers_to_build(config, vp_stage, pp_rank) == count
-        groups = ProcessGroupCollection.fake(pp=(pp_rank, 2))
+        groups = fake_groups(pp=(pp_rank, 2))
         block = TransformerBlock(
             config, get_gpt_layer_local_spec(), pg_collection=groups, vp_stage=vp_stage
         )
@@ -144,7 +144,7 @@ def test_the_layout_class_is_where_megatron_has_it():
 
 def test_a_stage_behind_the_first_runs_on_its_input_tensor_and_only_the_last_has_a_final_norm():
     config = make_config(pipeline_model_parallel_size=2)
-    groups = [ProcessGroupCollection.fake(pp=(rank, 2)) for rank in range(2)]
+    groups = [fake_groups(pp=(rank, 2)) for rank in range(2)]
     spec = get_gpt_layer_local_spec()
     first = TransformerBlock(config, spec, post_process=False, pg_collection=groups[0])
     last = TransformerBlock(config, spec, pre_process=False, pg_collection=groups[1])
@@ -157,7 +157,7 @@ def test_a_stage_behind_the_first_runs_on_its_input_tensor_and_only_the_last_has
 
 def test_checkpoint_keys_stack_the_layers_and_name_norms_after_the_linear_behind_them():
     config = make_config(pipeline_model_parallel_size=2)
-    groups = ProcessGroupCollection.fake(pp=(1, 2))
+    groups = fake_groups(pp=(1, 2))
     block = TransformerBlock(config, get_gpt_layer_local_spec(), pg_collection=groups)
     declared = block.sharded_state_dict("decoder.")
     norm = declared["decoder.layers.0.input_layernorm.weight"]

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.dist_checkpointing.mapping import RankOffset, ShardedStateDict
-from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.process_groups_config import ProcessGroupCollection, resolve_groups
 from megatron.core.transformer.mlp import MLP, MLPSubmodules, gated
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.grouped_linear import GroupedLinear, rows_with_bias
@@ -37,7 +37,7 @@ class _Experts(MegatronModule):
         pg_collection: ProcessGroupCollection | None,
     ) -> None:
         super().__init__(config)
-        self.pg_collection = pg_collection or ProcessGroupCollection.current()
+        self.pg_collection = resolve_groups(pg_collection)
         self.num_local_experts = num_local_experts
         self.first_expert = get_pg_rank(self.pg_collection.ep) * num_local_experts
         self.names_in_model: dict[str, str] = {}

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.core.errors import refuse_given
-from megatron.core.process_groups_config import FakeGroup, ProcessGroupCollection
+from megatron.core.process_groups_config import ProcessGroupCollection, resolve_groups
 from megatron.core.rng import rng_state
 from megatron.core.tensor_parallel.mappings import (
     gather_from_sequence_parallel_region,
@@ -60,7 +60,7 @@ class MoELayer(MegatronModule):
     ) -> None:
         super().__init__(config)
         assert config.num_moe_experts and submodules is not None
-        self.pg_collection = groups = pg_collection or ProcessGroupCollection.current()
+        self.pg_collection = groups = resolve_groups(pg_collection)
         self.layer_number = 0
         num_local_experts = divide(config.num_moe_experts, get_pg_size(groups.ep))
         first = get_pg_rank(groups.ep) * num_local_experts
@@ -138,7 +138,7 @@ class MoELayer(MegatronModule):
             x, mask = _with_even_rows(x, mask, get_pg_size(cut))
             x = scatter_to_sequence_parallel_region(x, cut)
         if mask is not None:
-            mask = _own_rows(mask, cut or self.pg_collection.tp or FakeGroup(0, 1))
+            mask = _own_rows(mask, cut or self.pg_collection.tp)
         probs, routing_map = self.router(x, mask)
         begin, end = (None, None) if beside is None else (beside.begin, beside.end)
         tokens = x.reshape(-1, x.shape[-1])

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.core.context_parallel import rows_of_rank
-from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.process_groups_config import ProcessGroupCollection, resolve_groups
 from megatron.core.rng import keyed_uniform
 from megatron.core.step_context.aux_loss import attach_aux_loss
 from megatron.core.tensor_parallel.activation_recompute import is_recomputing
@@ -64,7 +64,7 @@ class TopKRouter(BalancedRouter, ParallelLayer):
         super().__init__(config, pg_collection=pg_collection)
         assert config.num_moe_experts
         self.config: TransformerConfig = config
-        self.pg_collection = pg_collection or ProcessGroupCollection.current()
+        self.pg_collection = resolve_groups(pg_collection)
         self.is_mtp_layer = is_mtp_layer
         self.num_experts = config.num_moe_experts
         self.topk = config.moe_router_topk

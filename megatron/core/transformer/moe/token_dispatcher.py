@@ -17,7 +17,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from megatron.core.process_groups_config import FakeGroup, ProcessGroupCollection
+from megatron.core.process_groups_config import Group, ProcessGroupCollection, resolve_groups
 from megatron.core.tensor_parallel import mappings
 from megatron.core.transport import collectives
 from megatron.core.utils import get_pg_rank, get_pg_size
@@ -110,13 +110,10 @@ class _Dispatcher:
         local_expert_indices: Sequence[int],
         pg_collection: ProcessGroupCollection | None = None,
     ) -> None:
-        groups = pg_collection or ProcessGroupCollection.current()
+        groups = resolve_groups(pg_collection)
         self.num_local_experts = num_local_experts
         self.local_expert_indices = list(local_expert_indices)
-        # An absent axis becomes a group of one: None would mean another group to the mappings.
-        one = FakeGroup(0, 1)
-        self.ep, self.expt_tp = groups.ep or one, groups.expt_tp or one
-        self.tp_ep = groups.tp_ep or one
+        self.ep, self.expt_tp, self.tp_ep = groups.ep, groups.expt_tp, groups.tp_ep
 
 
 class MoEAllGatherTokenDispatcher(_Dispatcher):
@@ -236,21 +233,21 @@ class _ExchangePlan:
         """Rows of each local expert."""
         return [sum(column) for column in zip(*self.blocks, strict=True)]
 
-    def send(self, rows: Tensor, ep: object, meanwhile: Meanwhile = None) -> Tensor:
+    def send(self, rows: Tensor, ep: Group, meanwhile: Meanwhile = None) -> Tensor:
         """Exchange rows over `ep`."""
         return mappings.all_to_all(ep, rows, self.received, self.sent, meanwhile)
 
-    def send_back(self, rows: Tensor, ep: object, meanwhile: Meanwhile = None) -> Tensor:
+    def send_back(self, rows: Tensor, ep: Group, meanwhile: Meanwhile = None) -> Tensor:
         """Undo `send`."""
         return mappings.all_to_all(ep, rows, self.sent, self.received, meanwhile)
 
-    def gather(self, rows: Tensor, expt_tp: object) -> Tensor:
+    def gather(self, rows: Tensor, expt_tp: Group) -> Tensor:
         """Collect the rows of all ranks that hold a shard of the same experts."""
         return mappings.gather_from_sequence_parallel_region(
             rows, group=expt_tp, output_split_sizes=self.gathered
         )
 
-    def scatter(self, rows: Tensor, expt_tp: object) -> Tensor:
+    def scatter(self, rows: Tensor, expt_tp: Group) -> Tensor:
         """Sum the shards' outputs, each rank keeping the rows that it brought."""
         return mappings.reduce_scatter_to_sequence_parallel_region(rows, expt_tp, self.gathered)
 

@@ -23,10 +23,10 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.param_meta import get_param_meta, shard_of
-from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transport.object_collectives import SingleProcess
 from megatron.training.checkpointing import Checkpointer, CheckpointSettings, RunParts
+from tests.harness.groups import fake_groups
 from tests.unit.dist_checkpointing.interop import interop_files as files
 from tests.unit.dist_checkpointing.interop.payloads import Runs
 
@@ -50,7 +50,7 @@ WRITERS = {
 
 def parts_of(rank: int = 0, size: int = 1, *, dtype: str = "fp32") -> RunParts:
     """Return a llama and its optimizer, as one tensor-parallel rank holds them."""
-    groups = ProcessGroupCollection.fake(tp=(rank, size))
+    groups = fake_groups(tp=(rank, size))
     half: dict[str, Any] = {"bf16": True, "params_dtype": torch.bfloat16} if dtype == "bf16" else {}
     config = TransformerConfig(
         num_layers=files.LAYERS, hidden_size=files.HIDDEN, ffn_hidden_size=files.FFN,

@@ -11,6 +11,7 @@ from megatron.core.step_context.context import AuxLossScale
 from megatron.core.transformer.moe.load_balancing import LoadSummary, finish_step_of_routers
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.training.metrics.expert_load import first_bad_router
+from tests.harness.groups import fake_groups
 from tests.harness.tolerances import FP32_REORDERED_SUM, assert_close
 from tests.unit.transformer.moe.small_layer import E, H, K, layer, tokens
 
@@ -74,7 +75,7 @@ def test_both_forms_begin_with_the_same_weights_and_share_a_checkpoint():
 
 def test_experts_of_a_rank_are_those_of_the_whole_model():
     whole = dict(layer().named_parameters())
-    second = layer(ProcessGroupCollection.fake(ep=(1, 2)), expert_model_parallel_size=2)
+    second = layer(fake_groups(ep=(1, 2)), expert_model_parallel_size=2)
     names = canonical_names(second)
     assert len(second.experts.local_experts) == 2
     for local, parameter in second.experts.named_parameters():

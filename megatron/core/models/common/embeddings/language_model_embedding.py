@@ -13,7 +13,7 @@ from megatron.core.device import current_device
 from megatron.core.errors import ConfigError, refuse_given
 from megatron.core.initialization import initialization_is_deferred
 from megatron.core.param_meta import ParamMeta, set_param_meta
-from megatron.core.process_groups_config import Group, ProcessGroupCollection
+from megatron.core.process_groups_config import Group, ProcessGroupCollection, resolve_groups
 from megatron.core.rng import keyed_dropout, rng_state
 from megatron.core.tensor_parallel.layers import VocabParallelEmbedding
 from megatron.core.tensor_parallel.mappings import scatter_to_sequence_parallel_region
@@ -50,7 +50,7 @@ class LanguageModelEmbedding(MegatronModule):
                 rule="decoder models have no token types",
                 fix="use num_tokentypes=0",
             )
-        self.pg_collection = pg_collection or ProcessGroupCollection.current()
+        self.pg_collection = resolve_groups(pg_collection)
         self.cp_group = self.pg_collection.cp
         self.tp_group = tp_group if tp_group is not None else self.pg_collection.tp
         self.max_sequence_length = max_sequence_length

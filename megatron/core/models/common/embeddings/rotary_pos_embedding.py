@@ -96,7 +96,11 @@ class RotaryEmbedding(nn.Module):
         self._cached: tuple[tuple[int, ...], Tensor] | None = None
 
     def forward(
-        self, max_seq_len: int, offset: int = 0, packed_seq: bool = False, cp_group: Group = None
+        self,
+        max_seq_len: int,
+        offset: int = 0,
+        packed_seq: bool = False,
+        cp_group: Group = None,
     ) -> Tensor:
         """Return the angles of positions offset ... offset + max_seq_len - 1.
 

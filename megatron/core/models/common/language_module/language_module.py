@@ -17,7 +17,7 @@ from megatron.core.dist_checkpointing.mapping import RankOffset, ShardedStateDic
 from megatron.core.kernels.registry import OTHER_DEVICES, Kernel, KernelTable, Request
 from megatron.core.param_meta import get_param_meta, set_param_meta
 from megatron.core.pipeline_parallel.schedule_definitions import schedule_named
-from megatron.core.process_groups_config import FakeGroup, ProcessGroupCollection
+from megatron.core.process_groups_config import ProcessGroupCollection, resolve_groups
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron.core.tensor_parallel.linear_cross_entropy import LinearCrossEntropy
 from megatron.core.transformer.module import MegatronModule
@@ -47,10 +47,8 @@ class LanguageModule(MegatronModule):
         self, config: TransformerConfig, pg_collection: ProcessGroupCollection | None = None
     ) -> None:
         super().__init__(config)
-        self.pg_collection = pg_collection or ProcessGroupCollection.current()
-        tp = self.pg_collection.tp
-        # An explicit group: None would mean the tensor-parallel group of the process.
-        self.tp_group = FakeGroup(0, 1) if tp is None else tp
+        self.pg_collection = resolve_groups(pg_collection)
+        self.tp_group = self.pg_collection.tp
         self.vp_stage: int | None = None
         self.fused_loss = LinearCrossEntropy()
         self.mtp_process = False
