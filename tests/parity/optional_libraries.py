@@ -68,7 +68,9 @@ from megatron.training.hooks.scalars import WandbSink
 from megatron.training.setup import writers
 
 sink = WandbSink(writers.open_wandb(SimpleNamespace(
-    wandb_project="p", wandb_entity="", wandb_exp_name="name", wandb_save_dir=sys.argv[1],
+    logging=SimpleNamespace(
+        wandb_project="p", wandb_entity="", wandb_exp_name="name", wandb_save_dir=sys.argv[1]
+    ),
     config=SimpleNamespace(flat=lambda: {"num_layers": 2}),
 )))
 for step in (1, 2):
