@@ -206,7 +206,7 @@ def _where_it_ends(groups: ProcessGroupCollection, words: list[str]) -> str:
         patch.setattr(initialize, "open_tensorboard", _no_writer)
         with pytest.raises(OSError, match="no writer"):
             train_with_flags(groups, words)
-    return begun[0].where
+    return begun[0].activity
 
 
 def _no_writer(run: object) -> None:

@@ -147,6 +147,7 @@ def test_a_save_directory_that_cannot_be_written_does_not_hide_the_line(tmp_path
 
 def test_torchrun_is_told_what_to_show_as_the_root_cause(tmp_path, monkeypatch, capsys):
     """Also by a rank that fails because of the one that reports."""
+    monkeypatch.setattr(os, "getppid", lambda: 4711)  # also where these tests run as an orphan
     store = dist.HashStore()
     shown = []
     for rank, error in enumerate([DataError("broken file"), RuntimeError("Broken pipe")]):
