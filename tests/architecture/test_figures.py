@@ -22,7 +22,7 @@ BOUNDS = {
     "import circles": 0,
     "long files": 1,
     "crumbs": 21,
-    "words of our own": 32,
+    "words of our own": 16,
 }
 """Figure -> how many places it may count. A bound only falls."""
 

@@ -26,7 +26,7 @@ typedef struct {
     int held;
 } Buffers;
 
-static void let_go(Buffers *buffers) {
+static void release(Buffers *buffers) {
     while (buffers->held > 0) PyBuffer_Release(&buffers->views[--buffers->held]);
 }
 
@@ -71,14 +71,14 @@ static PyObject *sample_index(PyObject *self, PyObject *args) {
     int64_t row_bytes = wide ? 16 : 8;
     char *out = documents ? memory(&buffers, out_array, row_bytes, 1) : NULL;
     if (!out) {
-        let_go(&buffers);
+        release(&buffers);
         return NULL;
     }
     /* Products of these stay far below 2^63. */
     if (num_samples < 0 || num_samples > buffers.views[2].len / row_bytes - 1 ||
         sequence_length < 0 || extra < 0 || extra > 1 ||
         (num_samples > 0 && sequence_length > (INT64_MAX >> 1) / num_samples)) {
-        let_go(&buffers);
+        release(&buffers);
         PyErr_SetString(PyExc_ValueError, "more samples than fit, or an impossible length");
         return NULL;
     }
@@ -113,7 +113,7 @@ static PyObject *sample_index(PyObject *self, PyObject *args) {
         }
     }
     Py_END_ALLOW_THREADS;
-    let_go(&buffers);
+    release(&buffers);
     if (bad >= 0) {
         PyErr_Format(PyExc_IndexError, "no document of the number at position %lld",
                      (long long)bad);
@@ -146,7 +146,7 @@ static PyObject *walk_blend(PyObject *self, PyObject *args) {
                               start > INT64_MAX - steps || (picks && num_datasets > INT16_MAX)))
         PyErr_SetString(PyExc_ValueError, "more samples than fit, or too many datasets");
     if (PyErr_Occurred()) {
-        let_go(&buffers);
+        release(&buffers);
         return NULL;
     }
     Py_BEGIN_ALLOW_THREADS;
@@ -165,7 +165,7 @@ static PyObject *walk_blend(PyObject *self, PyObject *args) {
         if (picks) picks[step] = (int16_t)best;
     }
     Py_END_ALLOW_THREADS;
-    let_go(&buffers);
+    release(&buffers);
     Py_RETURN_NONE;
 }
 
@@ -252,7 +252,7 @@ static PyObject *gather(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
     }
     int64_t *out = PyErr_Occurred() ? NULL : memory(&buffers, args[12], 0, 1);
     if (!out) {
-        let_go(&buffers);
+        release(&buffers);
         return NULL;
     }
     const char *tokens = arrays[0], *pointers = arrays[1], *lengths = arrays[2];
@@ -313,7 +313,7 @@ static PyObject *gather(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
             filled += stop - begin;
         }
     }
-    let_go(&buffers);
+    release(&buffers);
     if (is_wrong) {
         PyErr_SetString(PyExc_IndexError, "a sample reaches outside its documents");
         return NULL;
@@ -345,7 +345,7 @@ static PyObject *copy(PyObject *self, PyObject *const *args, Py_ssize_t nargs) {
     const char *tokens = memory(&buffers, args[0], 0, 0);
     int64_t *out = tokens ? memory(&buffers, args[5], 0, 1) : NULL;
     if (!out) {
-        let_go(&buffers);
+        release(&buffers);
         return NULL;
     }
     int64_t num_tokens = buffers.views[0].len / SIZE_OF_CODE[code];
@@ -354,7 +354,7 @@ static PyObject *copy(PyObject *self, PyObject *const *args, Py_ssize_t nargs) {
     Seen seen = {0, 0, 0};
     const char *source = tokens + (is_wrong ? 0 : first * SIZE_OF_CODE[code]);
     if (!is_wrong) copy_tokens(code, source, count, numbers[3], out, &seen);
-    let_go(&buffers);
+    release(&buffers);
     if (is_wrong) {
         PyErr_SetString(PyExc_IndexError, "a sample reaches outside the file");
         return NULL;
@@ -380,7 +380,7 @@ static PyObject *index_end(PyObject *self, PyObject *args) {
     if (documents && (token_bytes < 0 || token_bytes > 16))
         PyErr_SetString(PyExc_ValueError, "no token has so many bytes");
     if (PyErr_Occurred()) {
-        let_go(&buffers);
+        release(&buffers);
         return NULL;
     }
     int64_t num_entries = buffers.views[2].len / 8, end = 0;
@@ -401,7 +401,7 @@ static PyObject *index_end(PyObject *self, PyObject *args) {
     }
     is_sound = is_sound && before == num_sequences;
     Py_END_ALLOW_THREADS;
-    let_go(&buffers);
+    release(&buffers);
     return PyLong_FromLongLong(is_sound ? end : -1);
 }
 
@@ -411,7 +411,7 @@ static PyObject *checksum(PyObject *self, PyObject *array) {
     Buffers buffers = {.held = 0};
     const char *data = memory(&buffers, array, 0, 0);
     if (!data) {
-        let_go(&buffers);
+        release(&buffers);
         return NULL;
     }
     int64_t length = buffers.views[0].len, num_words = length / 8;
@@ -427,7 +427,7 @@ static PyObject *checksum(PyObject *self, PyObject *array) {
         second += first;
     }
     Py_END_ALLOW_THREADS;
-    let_go(&buffers);
+    release(&buffers);
     return Py_BuildValue("KK", (unsigned long long)first, (unsigned long long)second);
 }
 
@@ -467,7 +467,7 @@ static PyObject *shuffle(PyObject *self, PyObject *args) {
     uint32_t *entries = memory(&buffers, entries_array, 0, 1);
     uint32_t *key = entries ? memory(&buffers, key_array, 4 * STATE_WORDS, 1) : NULL;
     if (!key || position < 0 || position > STATE_WORDS || buffers.views[0].len >> 34) {
-        let_go(&buffers);
+        release(&buffers);
         if (!PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, "no state or array to shuffle");
         return NULL;
     }
@@ -493,7 +493,7 @@ static PyObject *shuffle(PyObject *self, PyObject *args) {
         }
     }
     Py_END_ALLOW_THREADS;
-    let_go(&buffers);
+    release(&buffers);
     return PyLong_FromLong(position);
 }
 
