@@ -12,17 +12,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.core import device
 from megatron.core.context_parallel import get_batch_on_this_cp_rank
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.enums import ModelType
+from megatron.core.foundation import device
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training import get_args, get_timers, get_tokenizer, pretrain
 from megatron.training.arguments import core_transformer_config_from_args
-from megatron.training.blends import gpt_dataset_class, gpt_dataset_config
+from megatron.training.datasets.blends import gpt_dataset_class, gpt_dataset_config
 from megatron.training.setup.layer_spec import layer_spec
 from megatron.training.setup.stages import reads_data
 

@@ -15,9 +15,9 @@ from megatron.core.distributed import (
     DistributedDataParallelConfig,
     finalize_model_grads,
 )
+from megatron.core.foundation.optional_imports import has, require
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.optional_imports import has, require
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 Step = Callable[[], float]

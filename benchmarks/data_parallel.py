@@ -187,7 +187,7 @@ def step_of(name: str, rank: int, options: argparse.Namespace) -> Step:
 def become_rank(rank: int, store: str, name: str) -> None:
     """Be one of the two ranks of a candidate, in a process that has allocated nothing yet."""
     if name.startswith("torch"):
-        os.environ["THP_MEM_ALLOC_ENABLE"] = "0"  # ours only: see `megatron.core.device`
+        os.environ["THP_MEM_ALLOC_ENABLE"] = "0"  # ours only: see `megatron.core.foundation.device`
     torch.set_num_threads(1)
     torch.manual_seed(0)
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2)

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from megatron.core.optional_imports import require
+from megatron.core.foundation.optional_imports import require
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.inference.forward import CachedModel
 from megatron.inference.generate import generate

@@ -28,7 +28,7 @@ import torch
 
 from benchmarks.candidates import CANDIDATES, FAMILIES, Step, model_flops, sizes_of
 from benchmarks.plain_gpt import Sizes
-from megatron.core.device import current_device, synchronize
+from megatron.core.foundation.device import current_device, synchronize
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 

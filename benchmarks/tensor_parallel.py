@@ -28,8 +28,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.fusions.fused_bias_swiglu import swiglu
-from megatron.core.initialization import init_method_normal
 from megatron.core.model_parallel_config import ModelParallelConfig
+from megatron.core.parameters.initialization import init_method_normal
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, VocabParallelEmbedding
 from megatron.core.tensor_parallel.linear_cross_entropy import linear_cross_entropy

@@ -16,7 +16,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-from megatron.core import device
+from megatron.core.foundation import device
 from tests.harness import reaper
 from tests.harness.global_state import reset_global_state
 from tests.harness.pool import POOL

@@ -19,14 +19,14 @@ sys.path.append(os.path.join(os.path.dirname(os.path.abspath(__file__)), os.pard
 
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.utils import Split
-from megatron.core.exit_status import ExitStatus, tool
+from megatron.core.foundation.exit_status import ExitStatus, tool
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
-from megatron.training.blends import gpt_dataset_class, gpt_dataset_config
 from megatron.training.cli.dry_run import planned_world_size
 from megatron.training.cli.parser import parse_command_line
+from megatron.training.config.vocabulary import resolve_vocabulary
+from megatron.training.datasets.blends import gpt_dataset_class, gpt_dataset_config
 from megatron.training.rules import resolve_and_check
 from megatron.training.setup.data import sample_counts
-from megatron.training.vocabulary import resolve_vocabulary
 
 
 def _place() -> tuple[int, int]:

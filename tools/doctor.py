@@ -18,7 +18,7 @@ from collections.abc import Sequence
 
 sys.path.append(os.path.join(os.path.dirname(os.path.abspath(__file__)), os.pardir))
 
-from megatron.core.exit_status import ExitStatus, tool
+from megatron.core.foundation.exit_status import ExitStatus, tool
 from megatron.training.doctor import findings
 from megatron.training.doctor.findings import Finding, State
 from megatron.training.doctor.self_test import python_of, run_rank, self_test

@@ -18,10 +18,10 @@ from pathlib import Path
 
 sys.path.append(os.path.join(os.path.dirname(os.path.abspath(__file__)), os.pardir))
 
-from megatron.core.optional_imports import require
+from megatron.core.foundation.optional_imports import require
 from megatron.inference.harness import PURPOSE, harness_model
 from megatron.inference.session import open_session
-from megatron.training.printing import is_rank_0
+from megatron.training.launch.printing import is_rank_0
 from megatron.training.resilience.failure import failures_reported
 from megatron.training.resilience.status import RunStatus
 from megatron.training.setup.distributed import shut_down

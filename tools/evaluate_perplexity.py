@@ -23,10 +23,10 @@ from pathlib import Path
 sys.path.append(os.path.join(os.path.dirname(os.path.abspath(__file__)), os.pardir))
 
 from megatron.core.datasets.indexed_dataset import IndexedDataset
-from megatron.core.errors import ConfigError, DataError
+from megatron.core.foundation.errors import ConfigError, DataError
 from megatron.inference.scoring import Row, score
 from megatron.inference.session import ModelSession, open_session
-from megatron.training.printing import is_rank_0
+from megatron.training.launch.printing import is_rank_0
 from megatron.training.resilience.failure import failures_reported
 from megatron.training.resilience.status import RunStatus
 from megatron.training.setup.distributed import shut_down

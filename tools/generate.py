@@ -21,14 +21,14 @@ from pathlib import Path
 
 sys.path.append(os.path.join(os.path.dirname(os.path.abspath(__file__)), os.pardir))
 
-from megatron.core.errors import ConfigError, DataError
+from megatron.core.foundation.errors import ConfigError, DataError
 from megatron.inference.engine import Engine, Request
 from megatron.inference.forward import has_cache
 from megatron.inference.generate import generate
 from megatron.inference.sampling import Sampling
 from megatron.inference.session import ModelSession, open_session
 from megatron.inference.text import Continuation, continue_texts
-from megatron.training.printing import is_rank_0
+from megatron.training.launch.printing import is_rank_0
 from megatron.training.resilience.failure import failures_reported
 from megatron.training.resilience.status import RunStatus
 from megatron.training.setup.distributed import shut_down

@@ -34,8 +34,8 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.preprocessing.length_report import check_report_name, write_report
 from megatron.core.datasets.preprocessing.stats import CorpusStats, CorpusTally, percentiles_of
 from megatron.core.datasets.utils import get_blend_from_list
-from megatron.core.errors import DataError
-from megatron.core.exit_status import tool
+from megatron.core.foundation.errors import DataError
+from megatron.core.foundation.exit_status import tool
 from megatron.core.tokenizers.megatron_tokenizer import TOKENIZER_TYPES, make_tokenizer
 
 _SHOWN_TOKENS = 200

@@ -22,18 +22,18 @@ if str(REPOSITORY) not in sys.path:
     sys.path.insert(0, str(REPOSITORY))
 
 from megatron.core.distributed.distributed_data_parallel_config import SHARDING_STRATEGIES
-from megatron.core.errors import ConfigError
-from megatron.core.exit_status import ExitStatus, tool
+from megatron.core.foundation.errors import ConfigError
+from megatron.core.foundation.exit_status import ExitStatus, tool
 from megatron.core.pipeline_parallel.layout import pipeline_layout
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 from megatron.training.cli.dry_run import memory_of_stages, planned_world_size
 from megatron.training.cli.parser import ParsedCommand, parse_command_line
 from megatron.training.config.run import RunConfig
+from megatron.training.config.transformer_settings import transformer_config
+from megatron.training.config.vocabulary import resolve_vocabulary
 from megatron.training.metrics.memory import MemoryEstimate
 from megatron.training.metrics.model_size import ModelSize
 from megatron.training.rules import resolve_and_check
-from megatron.training.transformer_settings import transformer_config
-from megatron.training.vocabulary import resolve_vocabulary
 
 WITHOUT_A_RUN = {"train_iters": 1, "lr": 1e-3}
 """What a run must be told, and a report need not be."""

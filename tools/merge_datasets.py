@@ -33,8 +33,8 @@ from megatron.core.datasets.indexed_dataset import (
 from megatron.core.datasets.multi_file_bin import list_of_parts, parts_path, token_files
 from megatron.core.datasets.preprocessing.shards import by_kind, refuse_missing_shards
 from megatron.core.datasets.token_file import WholeFile
-from megatron.core.errors import DataError
-from megatron.core.exit_status import ExitStatus, tool
+from megatron.core.foundation.errors import DataError
+from megatron.core.foundation.exit_status import ExitStatus, tool
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:

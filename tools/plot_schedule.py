@@ -19,7 +19,7 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 if str(REPOSITORY) not in sys.path:
     sys.path.insert(0, str(REPOSITORY))
 
-from megatron.core.exit_status import ExitStatus, tool
+from megatron.core.foundation.exit_status import ExitStatus, tool
 from megatron.core.pipeline_parallel.instructions import FORWARD, WEIGHT_GRAD
 from megatron.core.pipeline_parallel.lower import lower
 from megatron.core.pipeline_parallel.plot import save, timeline_text

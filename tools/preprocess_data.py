@@ -48,7 +48,7 @@ from megatron.core.datasets.preprocessing.stats import CorpusStats, percentiles_
 from megatron.core.datasets.preprocessing.template_process import template_limits_of
 from megatron.core.datasets.preprocessing.units import read_units
 from megatron.core.datasets.preprocessing.workers import encode_in_order
-from megatron.core.exit_status import ExitStatus, tool
+from megatron.core.foundation.exit_status import ExitStatus, tool
 from megatron.core.tokenizers.base import TextTokenizer
 from megatron.core.tokenizers.gigatoken_backend import (
     CheckedEngine,

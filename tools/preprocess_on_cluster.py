@@ -24,9 +24,9 @@ ROOT = os.path.abspath(os.path.join(os.path.dirname(os.path.abspath(__file__)), 
 sys.path.append(ROOT)
 
 from megatron.core.datasets.preprocessing.flags import usable_cores
-from megatron.core.errors import ConfigError
-from megatron.core.exit_status import ExitStatus, tool
-from megatron.core.optional_imports import require
+from megatron.core.foundation.errors import ConfigError
+from megatron.core.foundation.exit_status import ExitStatus, tool
+from megatron.core.foundation.optional_imports import require
 
 
 class ShardTask:

@@ -31,8 +31,8 @@ from megatron.core.datasets.preprocessing.template_process import (
     add_template_flags,
     template_limits_of,
 )
-from megatron.core.errors import ConfigError, MegatronError
-from megatron.core.optional_imports import require
+from megatron.core.foundation.errors import ConfigError, MegatronError
+from megatron.core.foundation.optional_imports import require
 from megatron.core.transport.object_collectives import control_group, raise_on_all_ranks
 from megatron.inference.engine import Engine
 from megatron.inference.server.access import Access, host_name, is_loopback, read_keys

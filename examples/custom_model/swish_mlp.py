@@ -6,7 +6,7 @@ P. Ramachandran, B. Zoph, Q. Le, "Searching for Activation Functions", arXiv 171
 import torch
 
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron.core.param_meta import ParamMeta, set_param_meta
+from megatron.core.parameters.param_meta import ParamMeta, set_param_meta
 from megatron.core.transformer.mlp import MLP
 
 

@@ -6,7 +6,8 @@ import torch
 import torch.distributed as dist
 from swish_mlp import layer_spec
 
-from megatron.core import device, distributed, parallel_state
+from megatron.core import distributed, parallel_state
+from megatron.core.foundation import device
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.transformer.transformer_config import TransformerConfig

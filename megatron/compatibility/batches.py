@@ -12,18 +12,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.core import device, parallel_state
+from megatron.core import parallel_state
 from megatron.core.context_parallel import partition
 from megatron.core.datasets.document_masks import attention_mask, document_starts
-from megatron.core.errors import ConfigError, DataError
-from megatron.core.flags import from_args
+from megatron.core.foundation import device
+from megatron.core.foundation.errors import ConfigError, DataError
 from megatron.core.process_groups_config import Group, ProcessGroupCollection
+from megatron.core.settings.flags import from_args
 from megatron.core.tensor_parallel.data import broadcast_data
 from megatron.core.transport import backend, collectives
 from megatron.core.utils import get_pg_rank, get_pg_size
 from megatron.training.arguments import core_transformer_config_from_args
-from megatron.training.blends import blends_of
 from megatron.training.config.data import DataSettings
+from megatron.training.datasets.blends import blends_of
 from megatron.training.global_vars import get_args
 
 BATCH = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")

@@ -25,7 +25,7 @@ from megatron.core.dist_checkpointing.mapping import (
 )
 from megatron.core.dist_checkpointing.object_store import storage_path
 from megatron.core.dist_checkpointing.tree import leaves
-from megatron.core.errors import CheckpointError, ConfigError
+from megatron.core.foundation.errors import CheckpointError, ConfigError
 from megatron.core.process_groups_config import Group, ProcessGroupCollection
 from megatron.core.utils import get_pg_rank, get_pg_size
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from megatron.compatibility.state import STATE
 from megatron.core import num_microbatches_calculator
-from megatron.core.errors import ConfigError
+from megatron.core.foundation.errors import ConfigError
 from megatron.core.process_groups_config import Group, ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transport import backend

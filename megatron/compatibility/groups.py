@@ -11,15 +11,15 @@ import torch
 from torch import Tensor
 
 from megatron.compatibility.state import STATE
-from megatron.core.device import current_device
-from megatron.core.errors import ConfigError, TopologyError
+from megatron.core.foundation.device import current_device
+from megatron.core.foundation.errors import ConfigError, TopologyError
 from megatron.core.process_groups_config import (
     SINGLE_RANK,
     Group,
     ProcessGroupCollection,
     SingleRank,
 )
-from megatron.core.rank_grid import RankGrid
+from megatron.core.topology.rank_grid import RankGrid
 from megatron.core.utils import get_pg_rank
 
 _PRIVATE = {

@@ -136,8 +136,8 @@ LACKING: dict[str, dict[str, str]] = {
     },
     "megatron.core.transformer.mlp": {
         "apply_swiglu_sharded_factory": (
-            "a gated weight says of itself how it is split (megatron.core.param_meta.ParamMeta, "
-            "stride=2); no factory is needed"
+            "a gated weight says of itself how it is split "
+            "(megatron.core.parameters.param_meta.ParamMeta, stride=2); no factory is needed"
         )
     },
     "megatron.core.transformer.moe.experts": {

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from megatron.core.context_parallel import shift_left
 from megatron.core.context_parallel.partition import take_rows
-from megatron.core.errors import ConfigError
+from megatron.core.foundation.errors import ConfigError
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.fusions.fused_bias_gelu import bias_gelu_impl
 from megatron.core.fusions.fused_bias_swiglu import bias_swiglu_impl

@@ -68,7 +68,9 @@ def stand_in(module: str, name: str, reason: str) -> type:
     """Return a class that can be imported, named in annotations and derived from, and not built."""
 
     def refuse(cls: type, *_: Any, **__: Any) -> Any:
-        from megatron.core.errors import ConfigError  # needs no torch, but is not needed before
+        from megatron.core.foundation.errors import (
+            ConfigError,  # needs no torch, but is not needed before
+        )
 
         raise ConfigError(
             f"{module}.{name} is not in this framework.",

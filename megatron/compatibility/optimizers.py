@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
-from megatron.core.errors import ConfigError
+from megatron.core.foundation.errors import ConfigError
 from megatron.core.optimizer.main_param_shard import MainParamShard
 from megatron.core.optimizer.optimizer import MegatronOptimizer, StepResult, step_together
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from megatron.compatibility.state import STATE
-from megatron.core.errors import ConfigError, NumericsError
+from megatron.core.foundation.errors import ConfigError, NumericsError
 
 
 class RerunMode(enum.StrEnum):

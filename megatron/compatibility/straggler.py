@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from types import TracebackType
 
-from megatron.core.errors import ConfigError
+from megatron.core.foundation.errors import ConfigError
 
 
 class StragglerDetector:

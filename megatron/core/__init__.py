@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-_HOME = {
+_MODULE_OF = {
     "DistributedDataParallel": "distributed:DistributedDataParallel",
     "InferenceParams": "inference_params:InferenceParams",
     "ModelParallelConfig": "model_parallel_config:ModelParallelConfig",
@@ -21,12 +21,12 @@ _HOME = {
 }
 """Public name -> module of this package, and the name there."""
 
-__all__ = ["__version__", *_HOME]
+__all__ = ["__version__", *_MODULE_OF]
 
 
 def __getattr__(name: str) -> Any:
-    if name in _HOME:
-        module, _, attribute = _HOME[name].partition(":")
+    if name in _MODULE_OF:
+        module, _, attribute = _MODULE_OF[name].partition(":")
         found = importlib.import_module(f"{__name__}.{module}")
         return getattr(found, attribute) if attribute else found
     if name in ("__version__", "__package_name__", "__shortversion__"):

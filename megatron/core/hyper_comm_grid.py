@@ -8,9 +8,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron.core.errors import TopologyError, refuse_given
+from megatron.core.foundation.errors import TopologyError, refuse_given
 from megatron.core.process_groups_config import GroupFactory
-from megatron.core.rank_grid import RankGrid
+from megatron.core.topology.rank_grid import RankGrid
 
 
 class HyperCommGrid:

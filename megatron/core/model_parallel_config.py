@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from megatron.core.errors import ConfigError, MegatronError, raise_together
-from megatron.core.flags import flag, no_flag
+from megatron.core.foundation.errors import ConfigError, MegatronError, raise_together
+from megatron.core.settings.flags import flag, no_flag
 
 
 @dataclass

@@ -10,8 +10,8 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
-from megatron.core.batch_size_phases import Phases, parse_phases, size_in_phases
-from megatron.core.errors import ConfigError, MegatronError, raise_together
+from megatron.core.foundation.errors import ConfigError, MegatronError, raise_together
+from megatron.core.settings.batch_size_phases import Phases, parse_phases, size_in_phases
 
 _LOG = logging.getLogger(__name__)
 

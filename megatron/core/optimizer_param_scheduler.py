@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from megatron.core.errors import ConfigError, MegatronError, raise_together
-from megatron.core.resumed_schedule import (
+from megatron.core.foundation.errors import ConfigError, MegatronError, raise_together
+from megatron.core.settings.resumed_schedule import (
     FLAGS,
     SCHEDULED_IN_GROUPS,
     differences_of_groups,

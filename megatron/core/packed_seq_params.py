@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.core.device import check
-from megatron.core.errors import DataError, refuse_given
+from megatron.core.foundation.device import check
+from megatron.core.foundation.errors import DataError, refuse_given
 
 FALLING = "seq_idx falls: a document is in two pieces"
 

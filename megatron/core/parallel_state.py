@@ -14,7 +14,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron.core.errors import TopologyError, refuse_given
+from megatron.core.foundation.errors import TopologyError, refuse_given
 from megatron.core.process_groups_config import (
     SINGLE_RANK,
     GroupFactory,
@@ -23,7 +23,7 @@ from megatron.core.process_groups_config import (
     default_embedding_ranks,
     default_position_embedding_ranks,
 )
-from megatron.core.rank_grid import DEFAULT_ORDER, plan_layout
+from megatron.core.topology.rank_grid import DEFAULT_ORDER, plan_layout
 
 
 @dataclass

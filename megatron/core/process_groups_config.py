@@ -14,9 +14,9 @@ from typing import Any, ClassVar
 
 import torch.distributed as dist
 
-from megatron.core.device import settle_backends_at_exit
-from megatron.core.errors import TopologyError
-from megatron.core.rank_grid import Layout
+from megatron.core.foundation.device import settle_backends_at_exit
+from megatron.core.foundation.errors import TopologyError
+from megatron.core.topology.rank_grid import Layout
 from megatron.core.transport import backend
 from megatron.core.transport.object_collectives import all_gather_object
 

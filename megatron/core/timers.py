@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from megatron.core import device
+from megatron.core.foundation import device
 from megatron.core.transport import backend
 
 FINEST_LEVEL = 2

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron.core.errors import ConfigError
-from megatron.core.initialization import (  # noqa: F401  part of this module's public names
+from megatron.core.foundation.errors import ConfigError
+from megatron.core.parameters.initialization import (  # noqa: F401  part of this module's public names
     init_method_normal,
     scaled_init_method_normal,
 )

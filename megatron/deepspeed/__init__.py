@@ -13,7 +13,7 @@ below them: `megatron.core.distributed`, `megatron.core.optimizer`, `megatron.co
 `megatron.core.dist_checkpointing` do the work.
 """
 
-from megatron.core.errors import ConfigError
+from megatron.core.foundation.errors import ConfigError
 from megatron.deepspeed import checkpointing, comm, lr_schedules, ops, utils, zero
 from megatron.deepspeed.accelerator import get_accelerator
 from megatron.deepspeed.arguments import add_config_arguments

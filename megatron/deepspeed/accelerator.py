@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from megatron.core import device
+from megatron.core.foundation import device
 
 
 class Accelerator:
-    """Answers from `megatron.core.device`."""
+    """Answers from `megatron.core.foundation.device`."""
 
     def device_name(self, device_index: int | None = None) -> str:
         """Return "cpu", "cuda" or "cuda:1"."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from megatron.core.errors import ConfigError
+from megatron.core.foundation.errors import ConfigError
 
 TRAIN = "train_batch_size"
 MICRO = "train_micro_batch_size_per_gpu"

@@ -27,7 +27,7 @@ from megatron.core.dist_checkpointing.interop.opening import LATEST_NAME, open_a
 from megatron.core.dist_checkpointing.loader import Contents, load_state
 from megatron.core.dist_checkpointing.shard_file import header_of, write_shards
 from megatron.core.dist_checkpointing.tree import map_leaves
-from megatron.core.errors import CheckpointError, MegatronError
+from megatron.core.foundation.errors import CheckpointError, MegatronError
 from megatron.core.transport.object_collectives import control_group, raise_on_all_ranks
 from megatron.deepspeed.engine_state import EngineState
 from megatron.deepspeed.lr_schedules import Schedule

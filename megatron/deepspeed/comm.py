@@ -33,8 +33,8 @@ from torch.distributed import (
     send,
 )
 
-from megatron.core import device
-from megatron.core.attempts import START_TIMEOUT, store_of_attempt
+from megatron.core.foundation import device
+from megatron.core.foundation.attempts import START_TIMEOUT, store_of_attempt
 
 __all__ = [
     "ReduceOp",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron.core.errors import refuse_given
+from megatron.core.foundation.errors import refuse_given
 from megatron.deepspeed.comm import get_world_size
 from megatron.deepspeed.reading import ConfigSource, load_document
 from megatron.deepspeed.settings import engine_settings

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import Dataset
 
-from megatron.core import device
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
-from megatron.core.errors import ConfigError, ScheduleError
+from megatron.core.foundation import device
+from megatron.core.foundation.errors import ConfigError, ScheduleError
+from megatron.core.parameters.rng import rng_state
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.rng import rng_state
 from megatron.core.utils import get_pg_rank
 from megatron.deepspeed import checkpoints
 from megatron.deepspeed.engine_state import EngineState

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron.core import device
 from megatron.core.distributed import DistributedDataParallel
-from megatron.core.errors import ConfigError
+from megatron.core.foundation import device
+from megatron.core.foundation.errors import ConfigError
 from megatron.core.optimizer import DynamicGradScaler, MegatronOptimizer
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_pg_rank

@@ -11,13 +11,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from megatron.core import device
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.distributed.communication import broadcast_from_first
-from megatron.core.errors import ConfigError, MegatronError
+from megatron.core.foundation import device
+from megatron.core.foundation.errors import ConfigError, MegatronError
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.process_groups_config import ProcessGroupCollection, build_process_groups
-from megatron.core.rank_grid import plan_layout
+from megatron.core.topology.rank_grid import plan_layout
 from megatron.core.transport.object_collectives import raise_on_all_ranks
 from megatron.deepspeed import lr_schedules
 from megatron.deepspeed.comm import init_distributed

@@ -22,8 +22,8 @@ from pathlib import Path
 
 import torch
 
-from megatron.core import device
-from megatron.core.errors import ConfigError, MegatronError
+from megatron.core.foundation import device
+from megatron.core.foundation.errors import ConfigError, MegatronError
 
 DEFAULT_HOSTFILE = "/job/hostfile"
 EXPORTED = ("NCCL", "GLOO", "PYTHON", "UCX", "OMP", "LATTICE")

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from megatron.core import optional_imports
+from megatron.core.foundation import optional_imports
 from megatron.core.timers import Timers
 from megatron.deepspeed.settings import EngineSettings
 

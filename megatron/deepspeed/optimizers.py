@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.distributed import DistributedDataParallel
-from megatron.core.errors import ConfigError
+from megatron.core.foundation.errors import ConfigError
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.factory import assemble_optimizer, torch_optimizer_of_groups
 from megatron.core.optimizer.main_param_shard import MainParamShard

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from megatron.core.errors import ConfigError, MegatronError, raise_together, shown
+from megatron.core.foundation.errors import ConfigError, MegatronError, raise_together, shown
 from megatron.deepspeed.named_parts import OPTIMIZERS, REFUSED_OPTIMIZERS, REQUIRED, SCHEDULERS
 from megatron.deepspeed.schema import AUTO, RENAMED, SCHEMA, Key, Schema
 

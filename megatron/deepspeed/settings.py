@@ -11,7 +11,7 @@ import torch
 
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.distributed.distributed_data_parallel_config import SHARDING_STRATEGIES
-from megatron.core.errors import ConfigError, MegatronError, raise_together
+from megatron.core.foundation.errors import ConfigError, MegatronError, raise_together
 from megatron.core.optimizer import OptimizerConfig
 from megatron.deepspeed.batch import ACCUMULATION, MICRO, TRAIN, BatchSizes, resolve_batch
 from megatron.deepspeed.lr_schedules import BY_NAME

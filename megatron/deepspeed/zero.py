@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from megatron.core.distributed.communication import broadcast_from_first
 from megatron.core.distributed.parameter_shard import ParameterShard
-from megatron.core.errors import ConfigError, refuse_given
-from megatron.core.initialization import has_memory
+from megatron.core.foundation.errors import ConfigError, refuse_given
 from megatron.core.optimizer.state_declarations import initialize_state
+from megatron.core.parameters.initialization import has_memory
 from megatron.core.transport import backend
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ def Init(*unused: object, **settings: object) -> Iterator[None]:
     """Build a model inside: as always, in the memory of this process.
 
     `initialize` shards it layer by layer and frees the rest. Models of this library also build
-    without memory: `megatron.core.initialization.parameters_without_memory`.
+    without memory: `megatron.core.parameters.initialization.parameters_without_memory`.
     """
     rule = "parameters are built in the dtype of the model"
     refuse_given("zero.Init", {"dtype": settings.get("dtype")}, rule=rule, fix="model.to(dtype)")

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.dist_checkpointing.interop.stored_view import StoredView, ViewReader
-from megatron.core.errors import CheckpointError
-from megatron.core.initialization import canonical_names
-from megatron.core.param_meta import get_param_meta, shard_of
+from megatron.core.foundation.errors import CheckpointError
+from megatron.core.parameters.initialization import canonical_names
+from megatron.core.parameters.param_meta import get_param_meta, shard_of
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.low_rank_adapter import TARGETS, adapter_parameters
 from megatron.core.utils import get_pg_rank, get_pg_size, unwrap_model

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megatron.core.errors import ConfigError, MegatronError, raise_together
+from megatron.core.foundation.errors import ConfigError, MegatronError, raise_together
 
 WITHOUT_EFFECT = frozenset({
     # Where the file comes from.

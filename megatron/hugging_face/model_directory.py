@@ -16,7 +16,7 @@ from megatron.core.dist_checkpointing.interop.stored_view import (
     contiguous_stride,
 )
 from megatron.core.dist_checkpointing.shard_file import DTYPES
-from megatron.core.errors import CheckpointError, MegatronError, shown
+from megatron.core.foundation.errors import CheckpointError, MegatronError, shown
 from megatron.hugging_face.config_fields import ConfigFields
 from megatron.hugging_face.families import Family, family_of_config
 

@@ -26,7 +26,7 @@ from megatron.core.dist_checkpointing.interop.stored_view import (
 )
 from megatron.core.dist_checkpointing.manifest import StoredTensor
 from megatron.core.dist_checkpointing.planner import Read
-from megatron.core.errors import CheckpointError
+from megatron.core.foundation.errors import CheckpointError
 from megatron.hugging_face.families.family import Family, geometry_of
 from megatron.hugging_face.model_directory import (
     ModelDirectory,

@@ -12,7 +12,7 @@ from megatron.core.dist_checkpointing.loader import Contents, SliceReader
 from megatron.core.dist_checkpointing.manifest import StoredTensor
 from megatron.core.dist_checkpointing.planner import ShardIndex
 from megatron.core.dist_checkpointing.shard_file import DTYPES
-from megatron.core.errors import CheckpointError
+from megatron.core.foundation.errors import CheckpointError
 
 _LAYER = re.compile(r"(decoder\.layers)\.(\d+)\.(.+)", re.ASCII)
 

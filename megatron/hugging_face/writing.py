@@ -27,7 +27,7 @@ from megatron.core.dist_checkpointing.durable import (
 )
 from megatron.core.dist_checkpointing.loader import Contents
 from megatron.core.dist_checkpointing.shard_file import DTYPES, as_bytes, build_header, dtype_name
-from megatron.core.errors import CheckpointError
+from megatron.core.foundation.errors import CheckpointError
 from megatron.hugging_face.config_fields import is_without_effect
 from megatron.hugging_face.families import family_of_settings
 from megatron.hugging_face.families.family import Family, Settings, geometry_of

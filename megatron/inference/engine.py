@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from megatron.core.errors import ConfigError, NumericsError
+from megatron.core.foundation.errors import ConfigError, NumericsError
 from megatron.inference.forward import CachedModel
 from megatron.inference.sampling import NO_TOKEN, Draw, Sampling
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from megatron.core import device
+from megatron.core.foundation import device
 from megatron.core.inference.contexts import StaticInferenceContext
 from megatron.core.kernels.cpu.prepacked_weights import prepack
 from megatron.core.pipeline_parallel.instructions import Placement

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megatron.core.errors import ConfigError
-from megatron.core.optional_imports import require
+from megatron.core.foundation.errors import ConfigError
+from megatron.core.foundation.optional_imports import require
 from megatron.inference.engine import Engine, Request
 from megatron.inference.sampling import Sampling
 from megatron.inference.scoring import Row, Score, score

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron.core import device
 from megatron.core.context_parallel import get_batch_on_this_cp_rank, rows_of_rank
+from megatron.core.foundation import device
 from megatron.core.pipeline_parallel.layout import loss_rank
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron.core.errors import ConfigError
-from megatron.core.rng import derive_seed
+from megatron.core.foundation.errors import ConfigError
+from megatron.core.parameters.rng import derive_seed
 
 NO_TOKEN = -1
 """Chosen where the logits hold no largest finite number, as those of a broken model."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from megatron.core.errors import ConfigError
+from megatron.core.foundation.errors import ConfigError
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.inference.forward import CachedModel, has_cache
 from megatron.training.checkpointing import load_checkpoint

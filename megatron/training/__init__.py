@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-_HOME = {
+_MODULE_OF = {
     "pretrain": "training",
     "get_args": "global_vars",
     "get_signal_handler": "global_vars",
@@ -22,19 +22,19 @@ _HOME = {
     "train_step": "setup.third_party",
     "get_train_valid_test_num_samples": "setup.third_party",
     "build_train_valid_test_data_iterators": "setup.third_party",
-    "is_last_rank": "printing",
-    "print_rank_0": "printing",
-    "print_rank_last": "printing",
+    "is_last_rank": "launch.printing",
+    "print_rank_0": "launch.printing",
+    "print_rank_last": "launch.printing",
     "load_checkpoint": "checkpointing",
     "save_checkpoint": "checkpointing",
     "RunConfig": "config",
 }
 """Public name -> module of this package that defines it."""
 
-__all__ = list(_HOME)
+__all__ = list(_MODULE_OF)
 
 
 def __getattr__(name: str) -> Any:
-    if name in _HOME:
-        return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+    if name in _MODULE_OF:
+        return getattr(importlib.import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -7,13 +7,13 @@ import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megatron.training import launch
 from megatron.training.cli.parser import ExtraArguments, ParsedCommand, parse_command_line
+from megatron.training.config.resolve import resolve
 from megatron.training.config.resolved import Args, ResolvedRun
 from megatron.training.config.run import RunConfig, all_flags
-from megatron.training.resolve import resolve
+from megatron.training.config.transformer_settings import ConfigT, transformer_config_from_args
+from megatron.training.launch import rank_info
 from megatron.training.rules import resolve_and_check
-from megatron.training.transformer_settings import ConfigT, transformer_config_from_args
 
 
 def parse_args(
@@ -29,7 +29,7 @@ def parse_args(
     command = parse_command_line(
         args, extra_args_provider=extra_args_provider, ignore_unknown_args=ignore_unknown_args
     )
-    place = launch.place_of_this_process()
+    place = rank_info.place_of_this_process()
     return Args(
         **command.config.flat(),
         **command.extra,
@@ -102,7 +102,7 @@ def run_as_in(args: argparse.Namespace) -> ResolvedRun:
 
 
 def _world_size_of(args: argparse.Namespace) -> int:
-    return getattr(args, "world_size", None) or launch.place_of_this_process().world_size
+    return getattr(args, "world_size", None) or rank_info.place_of_this_process().world_size
 
 
 def command_of_namespace(args: argparse.Namespace, defaults: Mapping[str, object]) -> ParsedCommand:

@@ -9,7 +9,7 @@ import argparse
 from typing import Any
 
 from megatron.core import num_microbatches_calculator as calculator
-from megatron.core.errors import ConfigError
+from megatron.core.foundation.errors import ConfigError
 from megatron.core.timers import Timers
 from megatron.core.tokenizers.base import TextTokenizer
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer as make_tokenizer

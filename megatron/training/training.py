@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
-from megatron.training import launch
 from megatron.training.cli.dry_run import describe_run
 from megatron.training.cli.parser import (
     ExtraArguments,
@@ -16,10 +15,12 @@ from megatron.training.cli.parser import (
 )
 from megatron.training.config.run import RunConfig
 from megatron.training.hooks.standard import standard_hooks
-from megatron.training.loop import train
-from megatron.training.printing import print_rank_0
+from megatron.training.launch import rank_info
+from megatron.training.launch.printing import print_rank_0
 from megatron.training.resilience.failure import failures_reported
 from megatron.training.resilience.status import RunStatus
+from megatron.training.run.loop import train
+from megatron.training.run.state import StopReason
 from megatron.training.setup.assemble import assemble, load_state
 from megatron.training.setup.data import build_data
 from megatron.training.setup.distributed import shut_down
@@ -32,7 +33,6 @@ from megatron.training.setup.third_party import (
     setup_model_and_optimizer,
     train_step,
 )
-from megatron.training.state import StopReason
 
 __all__ = [
     "PretrainCall",
@@ -174,7 +174,7 @@ def run_session(session: Session, call: PretrainCall) -> None:
     if status.watch is not None:
         status.watch.answer_term()
     print_rank_0(f" > the setup is done; training begins at iteration {state.iteration}")
-    if run.logging.log_rank != 0 and launch.is_on_several_machines():
+    if run.logging.log_rank != 0 and rank_info.is_on_several_machines():
         print_rank_0(
             f" > losses are printed by rank {run.topology.world_size - 1}, on another machine than"
             " this;"

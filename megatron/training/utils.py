@@ -11,8 +11,8 @@ from megatron.core.context_parallel import get_batch_on_this_cp_rank
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transport import backend
 from megatron.core.utils import get_pg_size, unwrap_model
+from megatron.training.launch.printing import is_last_rank, is_rank_0, print_rank_0, print_rank_last
 from megatron.training.metrics.params_norm import params_norm
-from megatron.training.printing import is_last_rank, is_rank_0, print_rank_0, print_rank_last
 
 __all__ = [
     "average_losses_across_data_parallel_group",

@@ -40,7 +40,11 @@ FLAGS = Path(__file__).parents[1] / "unit" / "training" / "frozen_flags.json"
 REDEFINING = ("MLATransformerConfig",)
 """Dataclasses that only give other defaults to what they inherit."""
 
-DEVICE_ROOMS = ("megatron.core.device", "megatron.core.kernels", "megatron.core.transport")
+DEVICE_MODULES = (
+    "megatron.core.foundation.device",
+    "megatron.core.kernels",
+    "megatron.core.transport",
+)
 """Where a device may be asked for."""
 
 
@@ -86,7 +90,7 @@ def untyped_reads() -> Iterator[str]:
     answers_all = any(
         isinstance(child, Function) and child.name == "__getattr__"
         for module in modules().values()
-        if module.name == "megatron.training.resolve" or ".training.config" in module.name
+        if module.name == "megatron.training.config.resolve" or ".training.config" in module.name
         for node in module.tree.body
         if isinstance(node, ast.ClassDef)
         for child in node.body
@@ -168,7 +172,7 @@ def files_with_collectives() -> Iterator[str]:
 def device_branches() -> Iterator[str]:
     """Questions about the kind of a device, outside what is chosen by device."""
     for module in modules().values():
-        if module.name.startswith(DEVICE_ROOMS) or not module.name.startswith("megatron.core"):
+        if module.name.startswith(DEVICE_MODULES) or not module.name.startswith("megatron.core"):
             continue
         for node in ast.walk(module.tree):
             text = ast.unparse(node) if isinstance(node, ast.Attribute | ast.Compare) else ""

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from megatron.core import dist_checkpointing
-from megatron.core.device import current_device
 from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.foundation.device import current_device
 
 pytestmark = pytest.mark.gpu
 

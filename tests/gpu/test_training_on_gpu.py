@@ -11,17 +11,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.core.device import current_device
 from megatron.core.distributed import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
     finalize_model_grads,
 )
+from megatron.core.foundation.device import current_device
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.parameters.rng import rng_state
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.rng import rng_state
 from megatron.core.transformer.transformer_config import TransformerConfig
 from tests.harness.tolerances import FP32_REORDERED_SUM, assert_close
 

@@ -8,7 +8,7 @@ import sys
 import numpy
 import torch
 
-from megatron.core import rng
+from megatron.core.parameters import rng
 from megatron.core.step_context.context import StepContext, switch_to
 
 

@@ -16,7 +16,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from megatron.core.optional_imports import require
+from megatron.core.foundation.optional_imports import require
 from tests.parity.started_tool import run_tool
 
 NUM_RANKS = 2

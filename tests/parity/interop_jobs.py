@@ -12,12 +12,12 @@ from torch import Tensor
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.parameters.rng import rng_state
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.rng import rng_state
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_pg_size
 from megatron.training.checkpointing import Checkpointer, CheckpointSettings, RunParts
-from megatron.training.state import TrainState
+from megatron.training.run.state import TrainState
 from tests.parity import interop_case as case
 
 

@@ -18,7 +18,7 @@ from nltk.tokenize.punkt import PunktParameters, save_punkt_params
 
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.preprocessing.sentence_splitting import SentenceSplitter
-from megatron.core.errors import DataError
+from megatron.core.foundation.errors import DataError
 
 ROOT = Path(__file__).parents[2]
 BYTES = ["--tokenizer-type", "ByteTokenizer", "--workers", "0"]

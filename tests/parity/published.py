@@ -32,7 +32,7 @@ import transformers
 from torch import Tensor
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from megatron.core.errors import ConfigError
+from megatron.core.foundation.errors import ConfigError
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
 from megatron.core.utils import get_pg_size

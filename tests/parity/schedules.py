@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from megatron.core.errors import ScheduleError
+from megatron.core.foundation.errors import ScheduleError
 from megatron.core.pipeline_parallel.instructions import Orders
 from megatron.core.pipeline_parallel.lower import lower
 from megatron.core.pipeline_parallel.schedule_definitions.dualpipe_v import dualpipe_v_orders

@@ -16,7 +16,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from megatron.core.optional_imports import require
+from megatron.core.foundation.optional_imports import require
 from tests.parity.harness_scores import make_model, sentence
 from tests.parity.started_tool import run_tool
 

@@ -24,7 +24,6 @@ from megatron.core.distributed import (
     finalize_model_grads,
 )
 from megatron.core.distributed.distributed_data_parallel_config import SHARDING_STRATEGIES
-from megatron.core.initialization import canonical_names, parameters_without_memory
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_decoder_block_spec,
     get_gpt_mtp_block_spec,
@@ -32,11 +31,12 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.param_meta import ParamMeta, get_param_meta, unshard
+from megatron.core.parameters.initialization import canonical_names, parameters_without_memory
+from megatron.core.parameters.param_meta import ParamMeta, get_param_meta, unshard
+from megatron.core.parameters.rng import rng_state
 from megatron.core.pipeline_parallel.layout import pipeline_layout
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.rng import rng_state
 from megatron.core.transformer.moe.load_balancing import routers_of
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_pg_rank, get_pg_size

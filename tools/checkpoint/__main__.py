@@ -29,7 +29,7 @@ import argparse
 import importlib
 from collections.abc import Sequence
 
-from megatron.core.exit_status import tool
+from megatron.core.foundation.exit_status import tool
 
 COMMANDS = (
     "inspect",

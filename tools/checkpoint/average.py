@@ -20,7 +20,7 @@ from megatron.core.dist_checkpointing.loader import Contents
 from megatron.core.dist_checkpointing.object_store import storage_path
 from megatron.core.dist_checkpointing.rewrite import Produced, read_full, write_full_tensors
 from megatron.core.dist_checkpointing.shard_file import DTYPES
-from megatron.core.errors import CheckpointError
+from megatron.core.foundation.errors import CheckpointError
 from megatron.training.checkpointing.key_mapping import MAIN_WEIGHT_PREFIX
 from tools.checkpoint.opening import OPTIMIZER_PREFIX, checkpoint_in, held, opened, settings_of
 

@@ -14,7 +14,7 @@ from megatron.core.dist_checkpointing.loader import Contents
 from megatron.core.dist_checkpointing.manifest import METADATA_NAME
 from megatron.core.dist_checkpointing.object_store import StoragePath
 from megatron.core.dist_checkpointing.save_lock import SaveLock
-from megatron.core.errors import CheckpointError
+from megatron.core.foundation.errors import CheckpointError
 from megatron.core.transport.object_collectives import SingleProcess
 
 OPTIMIZER_PREFIX = "optimizer."

@@ -13,7 +13,7 @@ from megatron.core.dist_checkpointing import commit
 from megatron.core.dist_checkpointing.durable import describe_os_error
 from megatron.core.dist_checkpointing.object_store import storage_path
 from megatron.core.dist_checkpointing.verify import verify_checkpoint
-from megatron.core.errors import CheckpointError
+from megatron.core.foundation.errors import CheckpointError
 from tools.checkpoint.opening import held
 
 

@@ -19,7 +19,7 @@ from megatron.core.dist_checkpointing.rewrite import (
     read_full,
     write_full_tensors,
 )
-from megatron.core.errors import CheckpointError
+from megatron.core.foundation.errors import CheckpointError
 from tools.checkpoint.opening import OPTIMIZER_PREFIX, add_path, held, opened, size_text
 
 

@@ -26,11 +26,11 @@ from megatron.core.context_parallel.ulysses import (
     key_heads_for_ranks,
     sequence_to_heads,
 )
-from megatron.core.errors import ConfigError
+from megatron.core.foundation.errors import ConfigError
 from megatron.core.kernels.attention_options import AttentionKernel, AttentionOptions
 from megatron.core.kernels.blockwise_attention import KVExchange, blockwise_attention
+from megatron.core.parameters.rng import SequenceRows
 from megatron.core.process_groups_config import SINGLE_RANK, AxisGroup
-from megatron.core.rng import SequenceRows
 from megatron.core.utils import get_pg_rank, get_pg_size
 
 COMMUNICATION_TYPES = ("p2p", "all_gather", "a2a", "a2a+p2p")

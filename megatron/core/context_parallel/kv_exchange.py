@@ -20,8 +20,8 @@ from torch import Tensor
 
 from megatron.core.context_parallel.partition import join_zigzag, split_zigzag
 from megatron.core.kernels.blockwise_attention import KeysAndValues
+from megatron.core.parameters.rng import SequenceRows
 from megatron.core.process_groups_config import AxisGroup
-from megatron.core.rng import SequenceRows
 from megatron.core.transport import collectives
 from megatron.core.transport.work import Work
 

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.core.errors import DataError
+from megatron.core.foundation.errors import DataError
+from megatron.core.parameters.rng import SequenceRows
 from megatron.core.process_groups_config import Group, ProcessGroupCollection
-from megatron.core.rng import SequenceRows
 from megatron.core.transport import collectives
 from megatron.core.utils import get_pg_rank, get_pg_size
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.context_parallel.partition import join_zigzag, split_zigzag
-from megatron.core.errors import ConfigError
+from megatron.core.foundation.errors import ConfigError
 from megatron.core.process_groups_config import AxisGroup
 from megatron.core.transport import collectives
 

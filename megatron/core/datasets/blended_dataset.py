@@ -21,7 +21,7 @@ from megatron.core.datasets.blending import greedy_counts
 from megatron.core.datasets.index_cache import Described, Expected
 from megatron.core.datasets.megatron_dataset import MegatronDataset
 from megatron.core.datasets.utils import normalize
-from megatron.core.errors import ConfigError, DataError
+from megatron.core.foundation.errors import ConfigError, DataError
 
 logger = logging.getLogger(__name__)
 

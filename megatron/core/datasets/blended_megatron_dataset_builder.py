@@ -22,7 +22,7 @@ from megatron.core.datasets.index_building import (
 )
 from megatron.core.datasets.megatron_dataset import MegatronDataset
 from megatron.core.datasets.utils import Blend, Split, normalize
-from megatron.core.errors import ConfigError, DataError
+from megatron.core.foundation.errors import ConfigError, DataError
 
 logger = logging.getLogger(__name__)
 

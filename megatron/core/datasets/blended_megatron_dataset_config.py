@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron.core.datasets.index_building import split_boundaries
 from megatron.core.datasets.utils import Blend
-from megatron.core.errors import ConfigError
+from megatron.core.foundation.errors import ConfigError
 
 SAMPLE_ORDERS = ("megatron", "native")
 SplitMatrix = list[tuple[float, float] | None]

@@ -16,7 +16,7 @@ from __future__ import annotations
 import numpy as np
 
 from megatron.core.datasets import native
-from megatron.core.errors import DataError
+from megatron.core.foundation.errors import DataError
 
 _SMALLEST_BLOCK = 256
 _LARGEST_BLOCK = 16384

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from megatron.core.datasets.multi_file_bin import tokens_exist
-from megatron.core.errors import DataError
+from megatron.core.foundation.errors import DataError
 
 MASK_SUFFIX = "_mask"
 """Ends the name of the corpus that says which tokens of a conversation are learned."""

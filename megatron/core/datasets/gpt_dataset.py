@@ -34,7 +34,7 @@ from megatron.core.datasets.sample_order import (
     contiguous,
 )
 from megatron.core.datasets.utils import Split
-from megatron.core.errors import ConfigError, DataError
+from megatron.core.foundation.errors import ConfigError, DataError
 
 __all__ = ["GPTDataset", "GPTDatasetConfig", "MockGPTDataset", "MockTokens", "causal_mask"]
 

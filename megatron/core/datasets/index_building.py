@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from megatron.core.datasets import native
-from megatron.core.errors import DataError
+from megatron.core.foundation.errors import DataError
 
 _INT32_MAX = int(np.iinfo(np.int32).max)
 _UINT32_MAX = int(np.iinfo(np.uint32).max)

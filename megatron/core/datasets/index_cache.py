@@ -32,7 +32,7 @@ import numpy as np
 
 from megatron.core.datasets import native
 from megatron.core.datasets.token_file import WholeFile
-from megatron.core.errors import DataError
+from megatron.core.foundation.errors import DataError
 
 logger = logging.getLogger(__name__)
 

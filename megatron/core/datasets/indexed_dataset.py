@@ -44,7 +44,7 @@ from megatron.core.datasets.token_file import (
     sync_directory,
 )
 from megatron.core.datasets.validation_cache import check_once
-from megatron.core.errors import DataError
+from megatron.core.foundation.errors import DataError
 
 _WORTH_REMEMBERING = 100_000
 """Sequences below which checking an index (0.2 ms) costs less than looking up a former check."""

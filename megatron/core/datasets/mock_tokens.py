@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron.core.errors import DataError
+from megatron.core.foundation.errors import DataError
 
 
 class MockTokens:

@@ -17,8 +17,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from megatron.core.datasets.token_file import MappedTokens, PositionedTokens, TokenReader
-from megatron.core.errors import DataError, shown
-from megatron.core.json_text import parse_json
+from megatron.core.foundation.errors import DataError, shown
+from megatron.core.foundation.json_text import parse_json
 
 
 def parts_path(bin_path: str) -> str:

@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 
 from megatron.core.datasets.token_file import WholeFile
-from megatron.core.errors import ConfigError, DataError
-from megatron.core.optional_imports import require
+from megatron.core.foundation.errors import ConfigError, DataError
+from megatron.core.foundation.optional_imports import require
 
 BLOCK_BYTES = 1 << 20
 """Bytes fetched at a time: a request costs as much as transferring about this much."""

@@ -20,7 +20,7 @@ import numpy as np
 from megatron.core.datasets import native
 from megatron.core.datasets.index_file import DType
 from megatron.core.datasets.permutation import KeyedPermutation
-from megatron.core.errors import ConfigError
+from megatron.core.foundation.errors import ConfigError
 
 Fetched = tuple[int, int, int, int]
 """What `read` put into its array: the number of tokens, from the first on; the smallest id, or 0

@@ -21,7 +21,7 @@ from megatron.core.datasets.inspection import document_lengths, document_tokens
 from megatron.core.datasets.megatron_dataset import MegatronDataset
 from megatron.core.datasets.permutation import KeyedPermutation
 from megatron.core.datasets.utils import Split
-from megatron.core.errors import DataError
+from megatron.core.foundation.errors import DataError
 
 
 class Conversations:

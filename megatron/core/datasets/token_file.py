@@ -18,7 +18,7 @@ from typing import BinaryIO, Protocol
 
 import numpy as np
 
-from megatron.core.errors import DataError
+from megatron.core.foundation.errors import DataError
 
 _NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 

@@ -8,7 +8,7 @@ from enum import Enum
 import numpy as np
 
 from megatron.core.datasets.native import compile_helpers
-from megatron.core.errors import ConfigError
+from megatron.core.foundation.errors import ConfigError
 
 __all__ = ["Blend", "Split", "compile_helpers", "get_blend_from_list", "normalize"]
 

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from megatron.core.dist_checkpointing.collective import as_checkpoint_error
 from megatron.core.dist_checkpointing.saver import SaveInProgress
 from megatron.core.dist_checkpointing.snapshot import SnapshotBuffer
-from megatron.core.errors import CheckpointError
+from megatron.core.foundation.errors import CheckpointError
 
 NICENESS = 12
 """Where cores are scarce, training computes and the writer takes what is left: on Linux a thread of

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from megatron.core.dist_checkpointing.durable import describe_os_error
 from megatron.core.dist_checkpointing.object_store import StoragePath
-from megatron.core.errors import CheckpointError, MegatronError
+from megatron.core.foundation.errors import CheckpointError, MegatronError
 from megatron.core.transport.object_collectives import ControlGroup, raise_on_all_ranks
 
 Result = TypeVar("Result")

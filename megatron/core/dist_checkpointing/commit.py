@@ -39,7 +39,7 @@ from megatron.core.dist_checkpointing.manifest import (
     read_manifest_bytes,
 )
 from megatron.core.dist_checkpointing.object_store import ObjectDirectory, StoragePath
-from megatron.core.errors import CheckpointError
+from megatron.core.foundation.errors import CheckpointError
 
 TRACKER_NAME = "latest_checkpointed_iteration.txt"
 RELEASE = "release"

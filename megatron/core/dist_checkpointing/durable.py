@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Protocol
 
 from megatron.core.dist_checkpointing.object_store import ObjectDirectory, StoragePath
-from megatron.core.errors import CheckpointError
+from megatron.core.foundation.errors import CheckpointError
 
 
 class DamagedCheckpointError(CheckpointError):

@@ -13,7 +13,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from megatron.core import device
 from megatron.core.dist_checkpointing import commit, typed_json
 from megatron.core.dist_checkpointing.collective import run_collectively
 from megatron.core.dist_checkpointing.durable import DamagedCheckpointError
@@ -41,7 +40,8 @@ from megatron.core.dist_checkpointing.shard_file import DTYPES
 from megatron.core.dist_checkpointing.shard_reader import ShardReader
 from megatron.core.dist_checkpointing.tree import ABSENT, leaves, map_leaves, merge, prune
 from megatron.core.dist_checkpointing.validation import StrictHandling, apply_strictness
-from megatron.core.errors import CheckpointError, MegatronError
+from megatron.core.foundation import device
+from megatron.core.foundation.errors import CheckpointError, MegatronError
 from megatron.core.transport.object_collectives import ControlGroup
 
 logger = logging.getLogger(__name__)

@@ -35,7 +35,7 @@ from megatron.core.dist_checkpointing.shard_file import (
     hash_of,
 )
 from megatron.core.dist_checkpointing.typed_json import dump_bytes, parse_bytes
-from megatron.core.errors import CheckpointError, shown
+from megatron.core.foundation.errors import CheckpointError, shown
 
 METADATA_NAME = "metadata.json"
 MANIFEST_NAME = "manifest.json"

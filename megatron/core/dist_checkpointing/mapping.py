@@ -22,7 +22,7 @@ from megatron.core.dist_checkpointing.flat_ranges import (
     boxes_of_flat_range,
     describe_box,
 )
-from megatron.core.errors import CheckpointError
+from megatron.core.foundation.errors import CheckpointError
 
 ShardedStateDict = dict[str, Any]
 """Nested dicts and lists of declarations and plain values."""

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from megatron.core.errors import CheckpointError
-from megatron.core.optional_imports import require
+from megatron.core.foundation.errors import CheckpointError
+from megatron.core.foundation.optional_imports import require
 
 Result = TypeVar("Result")
 

@@ -18,8 +18,8 @@ from megatron.core.dist_checkpointing.mapping import (
     ShardedTensorFactory,
     bounds_of,
 )
-from megatron.core.errors import CheckpointError
-from megatron.core.param_meta import ParamMeta
+from megatron.core.foundation.errors import CheckpointError
+from megatron.core.parameters.param_meta import ParamMeta
 
 
 def sharded_tensor_for_parameter(

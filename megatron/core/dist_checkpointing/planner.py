@@ -22,7 +22,7 @@ from megatron.core.dist_checkpointing.flat_ranges import (
 from megatron.core.dist_checkpointing.manifest import Shard, StoredTensor
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, is_main_replica
 from megatron.core.dist_checkpointing.shard_file import dtype_name, element_bytes
-from megatron.core.errors import CheckpointError
+from megatron.core.foundation.errors import CheckpointError
 
 
 @dataclass(frozen=True)

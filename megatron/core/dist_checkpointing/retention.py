@@ -8,7 +8,7 @@ from megatron.core.dist_checkpointing import commit
 from megatron.core.dist_checkpointing.durable import describe_os_error
 from megatron.core.dist_checkpointing.object_store import StoragePath
 from megatron.core.dist_checkpointing.verify import verify_checkpoint
-from megatron.core.errors import MegatronError
+from megatron.core.foundation.errors import MegatronError
 from megatron.core.transport.object_collectives import ControlGroup, raise_on_all_ranks
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from megatron.core.dist_checkpointing.commit import make_directory
 from megatron.core.dist_checkpointing.durable import describe_os_error
-from megatron.core.errors import CheckpointError
+from megatron.core.foundation.errors import CheckpointError
 
 SAVE_LOCK_NAME = ".lease"
 GRACE_S = 5.0

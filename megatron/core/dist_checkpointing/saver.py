@@ -42,7 +42,7 @@ from megatron.core.dist_checkpointing.shard_file import (
 from megatron.core.dist_checkpointing.snapshot import SnapshotBuffer
 from megatron.core.dist_checkpointing.tree import ABSENT, leaves, map_leaves, prune
 from megatron.core.dist_checkpointing.writer import writer_for
-from megatron.core.errors import CheckpointError, MegatronError
+from megatron.core.foundation.errors import CheckpointError, MegatronError
 from megatron.core.transport.object_collectives import ControlGroup, raise_on_all_ranks
 
 

@@ -21,7 +21,7 @@ from megatron.core.dist_checkpointing.object_store import ObjectDirectory, stora
 from megatron.core.dist_checkpointing.saver import prepare_save
 from megatron.core.dist_checkpointing.shard_file import DTYPES
 from megatron.core.dist_checkpointing.validation import StrictHandling, parse_strict_handling
-from megatron.core.errors import CheckpointError, ConfigError
+from megatron.core.foundation.errors import CheckpointError, ConfigError
 from megatron.core.transport.object_collectives import ControlGroup, SingleProcess, control_group
 
 _CONTENT_METADATA = "content_metadata"

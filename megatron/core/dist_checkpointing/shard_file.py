@@ -32,7 +32,7 @@ from megatron.core.dist_checkpointing.durable import (
 )
 from megatron.core.dist_checkpointing.object_store import StoragePath
 from megatron.core.dist_checkpointing.work_threads import WorkThreads
-from megatron.core.errors import CheckpointError
+from megatron.core.foundation.errors import CheckpointError
 
 BLOCK_BYTES = 4 << 20
 """Unit of hashing within a shard; a multiple of every element size."""

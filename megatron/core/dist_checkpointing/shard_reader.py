@@ -9,7 +9,6 @@ from concurrent.futures import Future, wait
 import torch
 from torch import Tensor
 
-from megatron.core.device import is_host_memory
 from megatron.core.dist_checkpointing.durable import (
     DamagedCheckpointError,
     OpenFile,
@@ -27,6 +26,7 @@ from megatron.core.dist_checkpointing.shard_file import (
     start_reading,
 )
 from megatron.core.dist_checkpointing.work_threads import WorkThreads, threads_per_rank
+from megatron.core.foundation.device import is_host_memory
 
 SLAB_BYTES = 16 * BLOCK_BYTES
 """Most bytes read at once where a box is not stored as one run."""

@@ -8,8 +8,8 @@ from concurrent.futures import Future
 import torch
 from torch import Tensor
 
-from megatron.core import device
 from megatron.core.dist_checkpointing.work_threads import WorkThreads, threads_per_rank
+from megatron.core.foundation import device
 
 _CHUNK_BYTES = 16 << 20
 """Threads copy so much at a time: training waits for the copy, so all cores of a rank help."""

@@ -29,7 +29,7 @@ import torch
 
 from megatron.core.dist_checkpointing.durable import DamagedCheckpointError
 from megatron.core.dist_checkpointing.tree import Path, show_path
-from megatron.core.errors import CheckpointError, shown
+from megatron.core.foundation.errors import CheckpointError, shown
 
 MAX_TENSOR_BYTES = 1 << 20
 """Larger tensors are weights or optimizer state, and belong in a `ShardedTensor`."""

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Collection
 from enum import Enum
 
-from megatron.core.errors import CheckpointError
+from megatron.core.foundation.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
 

@@ -27,7 +27,7 @@ from megatron.core.dist_checkpointing.manifest import (
 from megatron.core.dist_checkpointing.object_store import ObjectDirectory, StoragePath, storage_path
 from megatron.core.dist_checkpointing.shard_file import BLOCK_BYTES, hash_of, read_block
 from megatron.core.dist_checkpointing.work_threads import WorkThreads, threads_per_rank
-from megatron.core.errors import CheckpointError
+from megatron.core.foundation.errors import CheckpointError
 
 
 @dataclass

@@ -21,8 +21,8 @@ from megatron.core.distributed.zero import ZeroStage
 from megatron.core.distributed.zero1 import ParamAndGradBuffer
 from megatron.core.distributed.zero2 import Zero2Buffer
 from megatron.core.distributed.zero3 import Zero3Buffer
-from megatron.core.initialization import fill_deferred_weights
-from megatron.core.param_meta import get_param_meta
+from megatron.core.parameters.initialization import fill_deferred_weights
+from megatron.core.parameters.param_meta import get_param_meta
 
 _TAGS_PER_BUFFER = 1 << 16
 

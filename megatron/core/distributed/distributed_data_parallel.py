@@ -33,10 +33,10 @@ from megatron.core.distributed.sharded_state import (
 from megatron.core.distributed.zero import ZeroStage
 from megatron.core.distributed.zero2 import Zero2Buffer
 from megatron.core.distributed.zero3 import Zero3Buffer
-from megatron.core.errors import NumericsError, refuse_given
-from megatron.core.initialization import fill_deferred_weights
+from megatron.core.foundation.errors import NumericsError, refuse_given
 from megatron.core.kernels.cpu.malloc import return_freed_blocks
-from megatron.core.param_meta import get_param_meta
+from megatron.core.parameters.initialization import fill_deferred_weights
+from megatron.core.parameters.param_meta import get_param_meta
 from megatron.core.process_groups_config import Group, ProcessGroupCollection, resolve_groups
 from megatron.core.step_context.deferred_wgrad import defer_wgrad
 from megatron.core.utils import get_pg_rank, get_pg_size
@@ -45,8 +45,9 @@ from megatron.core.utils import get_pg_rank, get_pg_size
 class DistributedDataParallel(nn.Module):
     """Wraps a model chunk: gradients gather in flat buffers and are reduced bucket by bucket.
 
-    Every parameter gets `main_grad`, a view into a buffer (see `megatron.core.param_meta`), also
-    with one replica, so that weight-gradient products write straight into it. A step is:
+    Every parameter gets `main_grad`, a view into a buffer (see
+    `megatron.core.parameters.param_meta`), also with one replica, so that weight-gradient
+    products write straight into it. A step is:
 
         ddp.zero_grad_buffer()                   # forgets the last step; writes no memory
         with ddp.no_sync(): backward of all micro batches but the last

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron.core.config_base import check_all
-from megatron.core.device import current_device, device_type, is_host_memory
-from megatron.core.errors import ConfigError, MegatronError
-from megatron.core.flags import flag, no_flag
+from megatron.core.foundation.device import current_device, device_type, is_host_memory
+from megatron.core.foundation.errors import ConfigError, MegatronError
+from megatron.core.settings.config_base import check_all
+from megatron.core.settings.flags import flag, no_flag
 
 COMPRESSIONS = ("none", "bf16", "int8", "powersgd")
 SHARDING_STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from megatron.core.distributed.communication import sum_in_place
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.distributed.model_parameters import tied_parameters
-from megatron.core.param_meta import get_param_meta
+from megatron.core.parameters.param_meta import get_param_meta
 from megatron.core.pipeline_parallel.layout import loss_rank
 from megatron.core.process_groups_config import ProcessGroupCollection, resolve_groups
 from megatron.core.transformer.moe.load_balancing import finish_step_of_routers

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from megatron.core.initialization import canonical_names
-from megatron.core.param_meta import get_param_meta
+from megatron.core.parameters.initialization import canonical_names
+from megatron.core.parameters.param_meta import get_param_meta
 from megatron.core.utils import unwrap_model
 
 

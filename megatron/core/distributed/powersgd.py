@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron.core.rng import derive_seed
+from megatron.core.parameters.rng import derive_seed
 
 
 class LowRankMatrices:

@@ -24,9 +24,9 @@ from megatron.core.distributed.communication import gather_parameters
 from megatron.core.distributed.flat_param import FlatParam, Pass
 from megatron.core.distributed.flat_params import Bucket, FlatParams
 from megatron.core.distributed.sharding_arithmetic import Piece
-from megatron.core.errors import ConfigError, MegatronError
-from megatron.core.initialization import fill_deferred_weights, without_memory
+from megatron.core.foundation.errors import ConfigError, MegatronError
 from megatron.core.offload.file_state_store import reserve_file
+from megatron.core.parameters.initialization import fill_deferred_weights, without_memory
 from megatron.core.transport.comm_buffer import CommBuffer
 from megatron.core.transport.object_collectives import raise_on_all_ranks
 from megatron.core.transport.unit_memory import UnitMemory

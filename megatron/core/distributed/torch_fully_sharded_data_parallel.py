@@ -26,9 +26,9 @@ from megatron.core.distributed.distributed_data_parallel_config import (
 )
 from megatron.core.distributed.model_parameters import names_in_model, units_of
 from megatron.core.distributed.parameter_shard import ParameterShard
-from megatron.core.errors import ConfigError, raise_together
-from megatron.core.initialization import fill_deferred_weights
-from megatron.core.param_meta import get_param_meta
+from megatron.core.foundation.errors import ConfigError, raise_together
+from megatron.core.parameters.initialization import fill_deferred_weights
+from megatron.core.parameters.param_meta import get_param_meta
 from megatron.core.process_groups_config import ProcessGroupCollection, resolve_groups
 from megatron.core.utils import get_pg_size
 

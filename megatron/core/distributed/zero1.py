@@ -16,8 +16,8 @@ from megatron.core.distributed.flat_params import Bucket, FlatParams, LayoutOpti
 from megatron.core.distributed.gathered_params import GatheredParams
 from megatron.core.distributed.grad_reducer import MAX_IN_FLIGHT, GradReducer, ReductionPolicy
 from megatron.core.distributed.parameter_shard import ShardSpan
-from megatron.core.errors import ScheduleError
-from megatron.core.param_meta import accumulate_main_grad
+from megatron.core.foundation.errors import ScheduleError
+from megatron.core.parameters.param_meta import accumulate_main_grad
 from megatron.core.transport.work import Work
 
 
@@ -25,7 +25,7 @@ class ParamAndGradBuffer:
     """Gradients of all parameters in one flat tensor; see `ZeroStage`.
 
     `parameter.main_grad` is a view into the buffer, written under the main-gradient protocol of
-    `megatron.core.param_meta`: the first writer of a step overwrites.
+    `megatron.core.parameters.param_meta`: the first writer of a step overwrites.
     """
 
     flat: FlatParams

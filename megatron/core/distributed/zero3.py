@@ -23,8 +23,8 @@ from megatron.core.distributed.grad_reducer import GradReducer, ReductionPolicy
 from megatron.core.distributed.parameter_shard import ShardSpan
 from megatron.core.distributed.sharded_gradients import ShardedGradients
 from megatron.core.distributed.sharded_params import ShardedParams
-from megatron.core.initialization import without_memory
-from megatron.core.param_meta import accumulate_main_grad
+from megatron.core.parameters.initialization import without_memory
+from megatron.core.parameters.param_meta import accumulate_main_grad
 from megatron.core.transport.work import Work
 
 _MAX_IN_FLIGHT = 1

@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron.core.device import device_type
-from megatron.core.errors import refuse_given
-from megatron.core.initialization import initialization_is_deferred
-from megatron.core.optional_imports import has, require
+from megatron.core.foundation.device import device_type
+from megatron.core.foundation.errors import refuse_given
+from megatron.core.foundation.optional_imports import has, require
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.param_meta import ParamMeta, set_param_meta
+from megatron.core.parameters.initialization import initialization_is_deferred
+from megatron.core.parameters.param_meta import ParamMeta, set_param_meta
 from megatron.core.process_groups_config import Group, ProcessGroupCollection, resolve_groups
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.transformer.enums import AttnMaskType

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.core.errors import refuse_given
+from megatron.core.foundation.errors import refuse_given
 from megatron.core.kernels.gated_activation import Gate, gated
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.kernels.block_mask import MaskSpec, hidden_keys
-from megatron.core.rng import keyed_attention_keep_mask
+from megatron.core.parameters.rng import keyed_attention_keep_mask
 
 
 @dataclass(frozen=True)

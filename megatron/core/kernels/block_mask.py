@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron.core.rng import SequenceRows
+from megatron.core.parameters.rng import SequenceRows
 
 
 @dataclass(frozen=True)

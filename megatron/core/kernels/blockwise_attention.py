@@ -24,7 +24,7 @@ from megatron.core.kernels.online_softmax import (
     attend_backward,
     sink_rows,
 )
-from megatron.core.rng import AttentionKeepMask, SequenceRows
+from megatron.core.parameters.rng import AttentionKeepMask, SequenceRows
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.core.foundation.optional_imports import has
 from megatron.core.kernels.attention_options import AttentionOptions
-from megatron.core.optional_imports import has
 
 KEPT_BLOCK_MASKS = 4
 """One for each window and each micro batch whose layers are in the middle of their work."""

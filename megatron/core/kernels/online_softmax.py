@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.kernels.block_mask import MaskSpec, Tile, hidden_in, tiles
-from megatron.core.rng import AttentionKeepMask, SequenceRows
+from megatron.core.parameters.rng import AttentionKeepMask, SequenceRows
 
 MAX_BLOCK_ROWS = 128
 """Query positions per block: smaller wastes less on the diagonal, larger feeds longer products."""

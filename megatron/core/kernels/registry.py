@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-from megatron.core.errors import ConfigError
+from megatron.core.foundation.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch

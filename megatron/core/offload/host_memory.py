@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megatron.core.errors import ConfigError
+from megatron.core.foundation.errors import ConfigError
 
 RESERVE = 0.05
 """Share of the available memory that is left alone."""

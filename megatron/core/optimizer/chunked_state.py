@@ -15,8 +15,8 @@ from megatron.core.optimizer.elementwise import ElementwiseRule, Pieces
 from megatron.core.optimizer.main_param_shard import MainParamShard
 from megatron.core.optimizer.split_main_param import join_remainder, split_remainder
 from megatron.core.optimizer.state_codec import Codec, random_bits
-from megatron.core.param_meta import get_param_meta
-from megatron.core.rng import derive_seed
+from megatron.core.parameters.param_meta import get_param_meta
+from megatron.core.parameters.rng import derive_seed
 
 MAIN = "fp32_param"
 """Name of the main weight among the state tensors."""

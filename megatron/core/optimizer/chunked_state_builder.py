@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from megatron.core.device import is_host_memory
 from megatron.core.distributed.sharding_arithmetic import BLOCK
-from megatron.core.errors import ConfigError
+from megatron.core.foundation.device import is_host_memory
+from megatron.core.foundation.errors import ConfigError
 from megatron.core.offload import FileStateStore, HostStateStore, StateStore, host_memory_problem
 from megatron.core.optimizer.chunked_state import MAIN, ChunkedState, StateField
 from megatron.core.optimizer.chunked_state_optimizer import ChunkedStateOptimizer

@@ -11,7 +11,7 @@ from megatron.core.distributed.communication import Mesh
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.distributed.model_parameters import names_in_model
 from megatron.core.distributed.parameter_shard import ParameterShard
-from megatron.core.errors import ConfigError, refuse_given
+from megatron.core.foundation.errors import ConfigError, refuse_given
 from megatron.core.optimizer.grad_scaler import ConstantGradScaler, DynamicGradScaler
 from megatron.core.optimizer.gradient_norm import GradientReader
 from megatron.core.optimizer.main_param_shard import MainParamShard, main_param_of

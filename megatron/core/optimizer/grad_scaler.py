@@ -9,7 +9,7 @@ import math
 import warnings
 from typing import Any
 
-from megatron.core.errors import CheckpointError, ConfigError, NumericsError
+from megatron.core.foundation.errors import CheckpointError, ConfigError, NumericsError
 
 
 class ConstantGradScaler:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from megatron.core.distributed.parameter_shard import ParameterShard, ShardSpan
 from megatron.core.distributed.sharding_arithmetic import BLOCK
-from megatron.core.param_meta import get_param_meta, num_elements_before_padding
+from megatron.core.parameters.param_meta import get_param_meta, num_elements_before_padding
 from megatron.core.process_groups_config import Group, ProcessGroupCollection
 from megatron.core.transport import backend
 from megatron.core.utils import get_pg_rank

@@ -23,7 +23,7 @@ from megatron.core.distributed.communication import Mesh
 from megatron.core.optimizer.main_param_shard import MainParamShard
 from megatron.core.optimizer.muon_redistribute import MuonRedistribute
 from megatron.core.optimizer.newton_schulz import orthogonalize, update_scale
-from megatron.core.param_meta import ParamMeta, get_param_meta, shard_of, unshard
+from megatron.core.parameters.param_meta import ParamMeta, get_param_meta, shard_of, unshard
 from megatron.core.process_groups_config import Group, ProcessGroupCollection
 from megatron.core.transport.collectives import all_gather
 from megatron.core.utils import get_pg_rank, get_pg_size

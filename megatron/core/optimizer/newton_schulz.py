@@ -17,7 +17,7 @@ import math
 import torch
 from torch import Tensor
 
-from megatron.core.device import computes_fast_in_bf16
+from megatron.core.foundation.device import computes_fast_in_bf16
 from megatron.core.process_groups_config import Group
 from megatron.core.transport import backend
 from megatron.core.utils import get_pg_size

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
-from megatron.core.errors import NumericsError
+from megatron.core.foundation.errors import NumericsError
 from megatron.core.optimizer.chunked_state_optimizer import ChunkedStateOptimizer
 from megatron.core.optimizer.grad_scaler import ConstantGradScaler
 from megatron.core.optimizer.gradient_norm import GradientReader, GradientReport, joint_norm

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from megatron.core.config_base import check_all
 from megatron.core.distributed.distributed_data_parallel_config import ShardedOptimizerFlags
-from megatron.core.errors import ConfigError, MegatronError
-from megatron.core.flags import flag
+from megatron.core.foundation.errors import ConfigError, MegatronError
 from megatron.core.model_parallel_config import HalfPrecision
+from megatron.core.settings.config_base import check_all
+from megatron.core.settings.flags import flag
 
 RULES = ("adam", "sgd", "lion", "muon")
 SCALE_MODES = ("spectral", "unit_rms_norm", "shape_scaling")

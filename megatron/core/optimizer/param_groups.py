@@ -10,10 +10,10 @@ from typing import Any, TypedDict
 import torch.distributed as dist
 from torch import nn
 
-from megatron.core.errors import ConfigError
+from megatron.core.foundation.errors import ConfigError
 from megatron.core.optimizer.muon import is_muon_matrix
 from megatron.core.optimizer.optimizer_config import RULES, OptimizerConfig
-from megatron.core.param_meta import get_param_meta
+from megatron.core.parameters.param_meta import get_param_meta
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transport.object_collectives import all_gather_object
 from megatron.core.utils import get_pg_size

@@ -25,14 +25,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron.core.device import current_device
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.distributed.model_parameters import names_in_model, tied_parameters
 from megatron.core.distributed.parameter_shard import ParameterShard
-from megatron.core.errors import ReplicaMismatchError
+from megatron.core.foundation.device import current_device
+from megatron.core.foundation.errors import ReplicaMismatchError
 from megatron.core.optimizer.chunked_state_optimizer import ChunkedStateOptimizer
 from megatron.core.optimizer.optimizer import MegatronOptimizer
-from megatron.core.param_meta import get_param_meta
+from megatron.core.parameters.param_meta import get_param_meta
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transport import backend
 from megatron.core.transport.object_collectives import all_gather_object

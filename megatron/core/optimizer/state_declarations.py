@@ -17,7 +17,7 @@ from megatron.core.dist_checkpointing.mapping import ReplicaId, ShardedTensor, S
 from megatron.core.dist_checkpointing.parameter_shards import (
     make_sharded_optimizer_tensor,
 )
-from megatron.core.errors import CheckpointError
+from megatron.core.foundation.errors import CheckpointError
 from megatron.core.optimizer.chunked_state_optimizer import ChunkedStateOptimizer
 from megatron.core.optimizer.main_param_shard import MainParamShard
 from megatron.core.utils import get_pg_rank

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.core.errors import ConfigError
+from megatron.core.foundation.errors import ConfigError
+from megatron.core.parameters.rng import rng_state
 from megatron.core.pipeline_parallel.grad_sync import GradSync
 from megatron.core.pipeline_parallel.instructions import Op, Placement, Step
 from megatron.core.pipeline_parallel.p2p_communication import (
@@ -24,7 +25,6 @@ from megatron.core.pipeline_parallel.p2p_communication import (
     Shape,
 )
 from megatron.core.pipeline_parallel.stage import PipelineStage
-from megatron.core.rng import rng_state
 from megatron.core.step_context.deferred_wgrad import enable_wgrad_deferral
 from megatron.core.step_context.overlap import overlap_forward_backward
 from megatron.core.transport.work import Work

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from megatron.core.errors import ConfigError
+from megatron.core.foundation.errors import ConfigError
 from megatron.core.pipeline_parallel.instructions import Placement, PlacementShape
 from megatron.core.pipeline_parallel.layout_string import parse_layout
 from megatron.core.pipeline_parallel.schedule_definitions import schedule_named

@@ -9,7 +9,7 @@ Grammar (spaces and commas are skipped):
 
 from __future__ import annotations
 
-from megatron.core.errors import ConfigError, MegatronError
+from megatron.core.foundation.errors import ConfigError, MegatronError
 
 ALPHABET = "EtmL"
 _FLAGS = ["--pipeline-model-parallel-layout"]

@@ -23,8 +23,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, _get_process_group_store
 
-from megatron.core import device
-from megatron.core.errors import TopologyError
+from megatron.core.foundation import device
+from megatron.core.foundation.errors import TopologyError
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.pipeline_parallel.step_handshake import (
     StepHandshake,

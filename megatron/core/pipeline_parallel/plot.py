@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
-from megatron.core import optional_imports
-from megatron.core.errors import ConfigError
+from megatron.core.foundation import optional_imports
+from megatron.core.foundation.errors import ConfigError
 from megatron.core.pipeline_parallel.instructions import Op, Program, Step
 from megatron.core.pipeline_parallel.trace import Trace
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron.core import device
+from megatron.core.foundation import device
 from megatron.core.pipeline_parallel.instructions import Op, Placement, Step
 from megatron.core.pipeline_parallel.simulate import Span
 from megatron.core.pipeline_parallel.stage import PipelineStage

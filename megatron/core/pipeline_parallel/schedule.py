@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from megatron.core.errors import MegatronError, ScheduleError
+from megatron.core.foundation.errors import MegatronError, ScheduleError
 from megatron.core.pipeline_parallel.instructions import Orders, PlacementShape
 
 

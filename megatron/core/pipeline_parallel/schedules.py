@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.core import device
-from megatron.core.errors import ConfigError
+from megatron.core.foundation import device
+from megatron.core.foundation.errors import ConfigError
 from megatron.core.pipeline_parallel.executor import PipelineExecutor
 from megatron.core.pipeline_parallel.grad_sync import GradSync, of_chunk
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator, Shape

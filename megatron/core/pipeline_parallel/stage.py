@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from megatron.core import device
-from megatron.core.errors import ConfigError
+from megatron.core.foundation import device
+from megatron.core.foundation.errors import ConfigError
 from megatron.core.step_context.aux_loss import set_aux_loss_scale
 from megatron.core.step_context.context import AuxLossScale, WeightGradient
 from megatron.core.step_context.deferred_wgrad import capture_wgrads

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron.core.errors import TopologyError
-from megatron.core.rng import derive_seed
+from megatron.core.foundation.errors import TopologyError
+from megatron.core.parameters.rng import derive_seed
 
 _PATIENCE = timedelta(seconds=5)
 _TAG = 0  # data messages have positive tags

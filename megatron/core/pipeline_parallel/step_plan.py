@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 
-from megatron.core.errors import ScheduleError
+from megatron.core.foundation.errors import ScheduleError
 from megatron.core.pipeline_parallel.instructions import Orders, Program, Step
 from megatron.core.pipeline_parallel.lower import lower, lower_rank
 from megatron.core.pipeline_parallel.schedule import StepPlan

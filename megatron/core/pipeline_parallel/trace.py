@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron.core.errors import DataError
-from megatron.core.json_text import parse_json
+from megatron.core.foundation.errors import DataError
+from megatron.core.foundation.json_text import parse_json
 from megatron.core.pipeline_parallel.instructions import (
     SHORT_NAME,
     Op,

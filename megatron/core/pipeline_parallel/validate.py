@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import NoReturn
 
-from megatron.core.errors import ScheduleError
+from megatron.core.foundation.errors import ScheduleError
 from megatron.core.pipeline_parallel.instructions import (
     BACKWARD,
     FORWARD,

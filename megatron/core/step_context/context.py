@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from megatron.core.rng import SequenceRows
+    from megatron.core.parameters.rng import SequenceRows
     from megatron.core.step_context.overlap import Overlap
 
 WeightGradient = Callable[[], None]

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
-from megatron.core import device
+from megatron.core.foundation import device
 from megatron.core.step_context.context import current_step, switch_to
 
 

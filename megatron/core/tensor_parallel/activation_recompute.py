@@ -17,10 +17,10 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor
 
-from megatron.core.device import default_generator_state, set_default_generator_state
-from megatron.core.errors import refuse_given
+from megatron.core.foundation.device import default_generator_state, set_default_generator_state
+from megatron.core.foundation.errors import refuse_given
+from megatron.core.parameters.rng import rng_state
 from megatron.core.process_groups_config import AxisGroup, Group
-from megatron.core.rng import rng_state
 from megatron.core.step_context.context import current_step, within_step
 from megatron.core.tensor_parallel.mappings import tensor_parallel_group
 from megatron.core.tensor_parallel.rng_tracker import (

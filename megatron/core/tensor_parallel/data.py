@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from megatron.core.device import current_device
-from megatron.core.errors import DataError
+from megatron.core.foundation.device import current_device
+from megatron.core.foundation.errors import DataError
 from megatron.core.process_groups_config import Group
 from megatron.core.tensor_parallel.mappings import tensor_parallel_group
 from megatron.core.transport import collectives

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron.core.device import host_value
+from megatron.core.foundation.device import host_value
 from megatron.core.kernels.vocab_softmax import arithmetic_dtype
-from megatron.core.param_meta import accumulate_main_grad, has_main_grad
+from megatron.core.parameters.param_meta import accumulate_main_grad, has_main_grad
 from megatron.core.process_groups_config import Group
 from megatron.core.tensor_parallel.mappings import tensor_parallel_group
 from megatron.core.tensor_parallel.vocab_parallel_softmax import (

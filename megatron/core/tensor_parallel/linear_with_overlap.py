@@ -19,9 +19,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.core.errors import ConfigError
+from megatron.core.foundation.errors import ConfigError
 from megatron.core.kernels.cpu.prepacked_weights import linear
-from megatron.core.param_meta import (
+from megatron.core.parameters.param_meta import (
     accumulate_main_grad,
     add_gradient,
     has_main_grad,

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron.core.device import current_device
-from megatron.core.initialization import full_weight, initialization_is_deferred
+from megatron.core.foundation.device import current_device
 from megatron.core.model_parallel_config import ModelParallelConfig
-from megatron.core.param_meta import (
+from megatron.core.parameters.initialization import full_weight, initialization_is_deferred
+from megatron.core.parameters.param_meta import (
     ParamMeta,
     full_shape,
     get_param_meta,

@@ -1,8 +1,8 @@
 """Megatron's module of random streams and recomputation; the parts live beside it.
 
-The framework's own draws are keyed by what they are for (`megatron.core.rng`) and have no state.
-Third-party modules that draw from torch's default generator find here Megatron's tracker of named
-streams, among them one that differs between tensor-parallel ranks.
+The framework's own draws are keyed by what they are for (`megatron.core.parameters.rng`)
+and have no state. Third-party modules that draw from torch's default generator find here
+Megatron's tracker of named streams, among them one that differs between tensor-parallel ranks.
 """
 
 from __future__ import annotations

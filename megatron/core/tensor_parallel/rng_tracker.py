@@ -10,14 +10,14 @@ from contextlib import contextmanager
 
 from torch import Tensor
 
-from megatron.core.device import (
+from megatron.core.foundation.device import (
     default_generator_state,
     seed_default_generator,
     set_default_generator_state,
 )
-from megatron.core.errors import ConfigError, refuse_given
+from megatron.core.foundation.errors import ConfigError, refuse_given
+from megatron.core.parameters.rng import rng_state
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.rng import rng_state
 from megatron.core.utils import get_pg_rank
 
 _MODEL_PARALLEL = "model-parallel-rng"

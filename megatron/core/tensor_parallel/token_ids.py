@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron.core.device import check
-from megatron.core.errors import DataError
+from megatron.core.foundation.device import check
+from megatron.core.foundation.errors import DataError
 
 
 def check_token_ids(

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron.core.kernels.registry import OTHER_DEVICES, Kernel, KernelTable, Request
 from megatron.core.model_parallel_config import ModelParallelConfig
-from megatron.core.param_meta import has_main_grad
+from megatron.core.parameters.param_meta import has_main_grad
 from megatron.core.process_groups_config import Group, ProcessGroupCollection
 from megatron.core.tensor_parallel.mappings import (
     reduce_from_tensor_model_parallel_region,

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron.core.errors import ConfigError, DataError, UntokenizableTextError
+from megatron.core.foundation.errors import ConfigError, DataError, UntokenizableTextError
 
 SMALLEST_VOCABULARY = 32
 """A text tokenizer with fewer entries was loaded from the wrong files: some loaders return an

@@ -18,8 +18,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from megatron.core.errors import ConfigError, DataError
-from megatron.core.optional_imports import has, require
+from megatron.core.foundation.errors import ConfigError, DataError
+from megatron.core.foundation.optional_imports import has, require
 from megatron.core.tokenizers.base import TextTokenizer
 
 _SHORT = 512

@@ -10,9 +10,9 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from megatron.core.errors import ConfigError, DataError
-from megatron.core.json_text import parse_json
-from megatron.core.optional_imports import require
+from megatron.core.foundation.errors import ConfigError, DataError
+from megatron.core.foundation.json_text import parse_json
+from megatron.core.foundation.optional_imports import require
 from megatron.core.tokenizers.base import TextTokenizer, digest_of_file, existing_file
 
 END_OF_TEXT = "<|endoftext|>"

@@ -7,8 +7,8 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from megatron.core.errors import ConfigError, DataError
-from megatron.core.json_text import parse_json
+from megatron.core.foundation.errors import ConfigError, DataError
+from megatron.core.foundation.json_text import parse_json
 from megatron.core.tokenizers.base import TextTokenizer, check_loaded
 from megatron.core.tokenizers.hugging_face import GPT2BPETokenizer, HuggingFaceTokenizer
 from megatron.core.tokenizers.null_and_byte import ByteTokenizer, NullTokenizer

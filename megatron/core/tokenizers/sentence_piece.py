@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from megatron.core.errors import DataError
-from megatron.core.optional_imports import require
+from megatron.core.foundation.errors import DataError
+from megatron.core.foundation.optional_imports import require
 from megatron.core.tokenizers.base import TextTokenizer, digest_of_file, existing_file
 
 

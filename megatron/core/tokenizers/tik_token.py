@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from megatron.core.errors import ConfigError, DataError, UntokenizableTextError, shown
-from megatron.core.json_text import parse_json
-from megatron.core.optional_imports import require
+from megatron.core.foundation.errors import ConfigError, DataError, UntokenizableTextError, shown
+from megatron.core.foundation.json_text import parse_json
+from megatron.core.foundation.optional_imports import require
 from megatron.core.tokenizers.base import TextTokenizer, digest_of_file
 
 DEFAULT_VOCAB_SIZE = 131072

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-_HOME = {
+_MODULE_OF = {
     "MLATransformerConfig": "transformer_config",
     "MegatronModule": "module",
     "ModuleSpec": "spec_utils",
@@ -16,10 +16,10 @@ _HOME = {
 }
 """Public name -> module of this package that defines it."""
 
-__all__ = list(_HOME)
+__all__ = list(_MODULE_OF)
 
 
 def __getattr__(name: str) -> Any:
-    if name in _HOME:
-        return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+    if name in _MODULE_OF:
+        return getattr(importlib.import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

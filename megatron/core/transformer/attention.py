@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.core.errors import ConfigError, refuse_given
+from megatron.core.foundation.errors import ConfigError, refuse_given
 from megatron.core.inference.contexts.static_context import StaticInferenceContext
 from megatron.core.kernels.torch_attention import kv_cache_attention
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.param_meta import get_param_meta, set_param_meta
+from megatron.core.parameters.param_meta import get_param_meta, set_param_meta
 from megatron.core.process_groups_config import ProcessGroupCollection, resolve_groups
 from megatron.core.tensor_parallel.mappings import all_gather_last_dim_from_tensor_parallel_region
 from megatron.core.tensor_parallel.random import checkpoint

@@ -15,13 +15,13 @@ from torch import Tensor, nn
 
 from megatron.core.context_parallel import context_parallel_attention
 from megatron.core.context_parallel.attention import ContextGroups
-from megatron.core.device import current_device
-from megatron.core.initialization import full_weight, initialization_is_deferred
+from megatron.core.foundation.device import current_device
 from megatron.core.kernels.attention import choose_attention
 from megatron.core.kernels.attention_options import AttentionOptions
 from megatron.core.kernels.block_mask import MaskSpec
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.param_meta import ParamMeta, set_param_meta, shard_of
+from megatron.core.parameters.initialization import full_weight, initialization_is_deferred
+from megatron.core.parameters.param_meta import ParamMeta, set_param_meta, shard_of
 from megatron.core.process_groups_config import ProcessGroupCollection, resolve_groups
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule

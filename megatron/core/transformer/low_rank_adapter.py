@@ -23,11 +23,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.core.context_parallel import rows_of_rank
-from megatron.core.errors import ConfigError
-from megatron.core.initialization import canonical_names, draw_parameter
-from megatron.core.param_meta import ParamMeta, get_param_meta, set_param_meta
+from megatron.core.foundation.errors import ConfigError
+from megatron.core.parameters.initialization import canonical_names, draw_parameter
+from megatron.core.parameters.param_meta import ParamMeta, get_param_meta, set_param_meta
+from megatron.core.parameters.rng import SequenceRows, keyed_dropout, keyed_keep_mask, rng_state
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.rng import SequenceRows, keyed_dropout, keyed_keep_mask, rng_state
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,

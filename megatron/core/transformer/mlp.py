@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron.core.errors import refuse_given
+from megatron.core.foundation.errors import refuse_given
 from megatron.core.kernels.gated_activation import Gate
 from megatron.core.kernels.gated_activation import gated as gated_activation
 from megatron.core.process_groups_config import Group, ProcessGroupCollection, resolve_groups

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.context_parallel import rows_of_rank
-from megatron.core.errors import refuse_given
+from megatron.core.foundation.errors import refuse_given
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.kernels.norms import LAYER_NORM, RMS_NORM, norm_request
-from megatron.core.param_meta import ParamMeta, set_param_meta
+from megatron.core.parameters.param_meta import ParamMeta, set_param_meta
 
 
 class _RowNorm(nn.Module):

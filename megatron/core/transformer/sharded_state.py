@@ -20,7 +20,7 @@ from megatron.core.dist_checkpointing.mapping import (
 from megatron.core.dist_checkpointing.parameter_shards import (
     sharded_tensor_for_parameter,
 )
-from megatron.core.param_meta import get_param_meta
+from megatron.core.parameters.param_meta import get_param_meta
 from megatron.core.process_groups_config import (
     AxisGroup,
     Group,

@@ -11,7 +11,7 @@ import types
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
-from megatron.core.errors import ConfigError
+from megatron.core.foundation.errors import ConfigError
 
 
 @dataclass

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from megatron.core.device import current_device
-from megatron.core.errors import ConfigError
+from megatron.core.foundation.device import current_device
+from megatron.core.foundation.errors import ConfigError
 from megatron.core.transformer.norm import LayerNorm, RMSNorm
 
 NORMS: dict[str, type[LayerNorm] | type[RMSNorm]] = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron.core.errors import ConfigError, MegatronError, raise_together
+from megatron.core.foundation.errors import ConfigError, MegatronError, raise_together
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.transformer.config.block import BlockConfig
 from megatron.core.transformer.config.context_parallel import context_parallel_problems

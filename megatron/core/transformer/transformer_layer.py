@@ -17,12 +17,12 @@ from torch import Tensor
 
 from megatron.core.context_parallel import rows_of_rank
 from megatron.core.dist_checkpointing.mapping import RankOffset, ShardedStateDict
-from megatron.core.errors import refuse_given
+from megatron.core.foundation.errors import refuse_given
 from megatron.core.inference.contexts.static_context import BaseInferenceContext
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.parameters.rng import SequenceRows, rng_state
 from megatron.core.pipeline_parallel.layout import pipeline_layout
 from megatron.core.process_groups_config import ProcessGroupCollection, resolve_groups
-from megatron.core.rng import SequenceRows, rng_state
 from megatron.core.tensor_parallel.random import CheckpointWithoutOutput, checkpoint
 from megatron.core.transformer.config.context_parallel import cp_comm_type_of_layer
 from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from megatron.core import device
+from megatron.core.foundation import device
 from megatron.core.transport.work import Handle, Work
 from megatron.core.utils import get_pg_size
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 import torch.distributed as dist
 
-from megatron.core.errors import MegatronError
+from megatron.core.foundation.errors import MegatronError
 from megatron.core.transport import backend
 
 if TYPE_CHECKING:

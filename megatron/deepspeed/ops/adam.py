@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.optim.optimizer import ParamsT
 
-from megatron.core.errors import ConfigError
+from megatron.core.foundation.errors import ConfigError
 
 
 def FusedAdam(

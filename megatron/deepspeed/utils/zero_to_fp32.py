@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.interop.opening import LATEST_NAME
-from megatron.core.errors import CheckpointError
+from megatron.core.foundation.errors import CheckpointError
 from megatron.deepspeed.checkpoints import write_safetensors
 
 _OPTIMIZER = "optimizer."

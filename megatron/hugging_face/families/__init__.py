@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from megatron.core.errors import ConfigError
+from megatron.core.foundation.errors import ConfigError
 from megatron.hugging_face.config_fields import ConfigFields
 from megatron.hugging_face.families import (
     deepseek,

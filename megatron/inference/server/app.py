@@ -15,7 +15,7 @@ from contextlib import suppress
 from typing import Any
 
 from megatron.core.datasets.preprocessing.documents import BadDocumentError
-from megatron.core.errors import MegatronError
+from megatron.core.foundation.errors import MegatronError
 from megatron.core.tokenizers.base import TextTokenizer
 from megatron.inference.engine import NOT_FINITE, Request, Token
 from megatron.inference.server.access import Access, check_content_type

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
-from megatron.core.optional_imports import require
+from megatron.core.foundation.optional_imports import require
 from megatron.inference.server.limits import Limits
 
 _PURPOSE = "tools/run_text_generation_server.py"

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from megatron.core.errors import MegatronError
+from megatron.core.foundation.errors import MegatronError
 from megatron.core.transport.object_collectives import ControlGroup
 from megatron.inference.engine import Engine, Request, Token
 

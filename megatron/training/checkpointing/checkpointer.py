@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from megatron.core.dist_checkpointing import async_save
 from megatron.core.dist_checkpointing.collective import print_once
-from megatron.core.errors import CheckpointError
+from megatron.core.foundation.errors import CheckpointError
 from megatron.core.transport.object_collectives import ControlGroup, control_group
 from megatron.training.checkpointing.hugging_face import (
     write_adapters_collectively,
@@ -25,7 +25,7 @@ from megatron.training.checkpointing.resume import ResumeSource
 from megatron.training.checkpointing.run_state import RunParts, describe_layout
 from megatron.training.checkpointing.saver import Saver
 from megatron.training.config.checkpoint import CheckpointSettings
-from megatron.training.state import TrainState
+from megatron.training.run.state import TrainState
 
 
 class Checkpointer:

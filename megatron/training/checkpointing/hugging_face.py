@@ -10,7 +10,7 @@ from megatron.core.dist_checkpointing.collective import run_on_coordinator
 from megatron.core.dist_checkpointing.durable import describe_os_error
 from megatron.core.dist_checkpointing.loader import open_contents
 from megatron.core.dist_checkpointing.object_store import StoragePath
-from megatron.core.errors import MegatronError
+from megatron.core.foundation.errors import MegatronError
 from megatron.core.transport.object_collectives import ControlGroup, raise_on_all_ranks
 from megatron.hugging_face import (
     ModelContents,

@@ -19,7 +19,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTe
 from megatron.core.dist_checkpointing.shard_file import DTYPES
 from megatron.core.dist_checkpointing.tree import leaves
 from megatron.core.dist_checkpointing.validation import StrictHandling
-from megatron.core.errors import CheckpointError
+from megatron.core.foundation.errors import CheckpointError
 from megatron.core.transport.object_collectives import ControlGroup
 
 MAIN_WEIGHT_PREFIX = "optimizer.state.fp32_param."

@@ -16,11 +16,11 @@ from megatron.core.dist_checkpointing import async_save
 from megatron.core.dist_checkpointing.interop.opening import open_any
 from megatron.core.dist_checkpointing.object_store import storage_path
 from megatron.core.dist_checkpointing.validation import StrictHandling, parse_strict_handling
-from megatron.core.errors import CheckpointError, refuse_given
-from megatron.core.flags import from_args
+from megatron.core.foundation.errors import CheckpointError, refuse_given
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.process_groups_config import ProcessGroupCollection, resolve_groups
+from megatron.core.settings.flags import from_args
 from megatron.core.transport.object_collectives import SingleProcess
 from megatron.core.utils import get_pg_rank
 from megatron.training.checkpointing.checkpointer import Checkpointer
@@ -28,7 +28,7 @@ from megatron.training.checkpointing.run_state import RunParts
 from megatron.training.checkpointing.selection import select_checkpoints
 from megatron.training.config.checkpoint import CheckpointSettings
 from megatron.training.global_vars import get_args
-from megatron.training.state import TrainState
+from megatron.training.run.state import TrainState
 
 MODEL_SHAPE_ARGS = (
     "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels",

@@ -28,7 +28,7 @@ from megatron.core.dist_checkpointing.local_state import as_local_state
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.dist_checkpointing.peer_replication import sendrecv_directories
 from megatron.core.dist_checkpointing.verify import verify_checkpoint
-from megatron.core.errors import CheckpointError
+from megatron.core.foundation.errors import CheckpointError
 from megatron.core.transport.object_collectives import (
     ControlGroup,
     SingleProcess,

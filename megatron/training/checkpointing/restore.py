@@ -19,7 +19,7 @@ from megatron.core.dist_checkpointing.local_state import as_local_state
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.dist_checkpointing.object_store import StoragePath
 from megatron.core.dist_checkpointing.validation import parse_strict_handling
-from megatron.core.errors import CheckpointError
+from megatron.core.foundation.errors import CheckpointError
 from megatron.core.transport.object_collectives import ControlGroup, SingleProcess
 from megatron.training.checkpointing.key_mapping import compare_heads, stored_key
 from megatron.training.checkpointing.run_state import (
@@ -34,7 +34,7 @@ from megatron.training.checkpointing.run_state import (
 )
 from megatron.training.checkpointing.upcycling import is_dense, read_from_dense
 from megatron.training.config.checkpoint import CheckpointSettings
-from megatron.training.state import TrainState
+from megatron.training.run.state import TrainState
 
 
 @dataclass

@@ -9,7 +9,7 @@ from megatron.core.dist_checkpointing.collective import print_once, run_on_coord
 from megatron.core.dist_checkpointing.durable import DamagedCheckpointError
 from megatron.core.dist_checkpointing.interop.opening import open_any
 from megatron.core.dist_checkpointing.object_store import StoragePath, storage_path
-from megatron.core.errors import CheckpointError
+from megatron.core.foundation.errors import CheckpointError
 from megatron.core.transport.object_collectives import ControlGroup
 from megatron.training.checkpointing.hugging_face import (
     load_adapters_collectively,

@@ -17,19 +17,19 @@ import numpy as np
 import torch
 from torch import nn
 
-from megatron.core import device
 from megatron.core.dist_checkpointing import typed_json
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedStateDict
-from megatron.core.errors import CheckpointError
+from megatron.core.foundation import device
+from megatron.core.foundation.errors import CheckpointError
 from megatron.core.optimizer.state_declarations import settings_of_groups
+from megatron.core.parameters.rng import rng_state
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.resumed_schedule import SCHEDULED_IN_GROUPS
-from megatron.core.rng import rng_state
+from megatron.core.settings.resumed_schedule import SCHEDULED_IN_GROUPS
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.transformer.low_rank_adapter import is_of_adapter
 from megatron.core.transformer.sharded_state import sharded_state_dict_of
 from megatron.core.utils import get_pg_rank, get_pg_size
-from megatron.training.state import TrainState
+from megatron.training.run.state import TrainState
 
 CHECKPOINT_VERSION = 4.0
 """Version of this state dict; Megatron-LM's own stop at 3.0."""

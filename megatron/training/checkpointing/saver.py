@@ -17,7 +17,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.dist_checkpointing.object_store import StoragePath, storage_path
 from megatron.core.dist_checkpointing.retention import Retention, apply_retention
 from megatron.core.dist_checkpointing.save_lock import SaveLock
-from megatron.core.errors import CheckpointError
+from megatron.core.foundation.errors import CheckpointError
 from megatron.core.transport.object_collectives import ControlGroup, raise_on_all_ranks
 from megatron.training.checkpointing.run_state import (
     RunParts,
@@ -27,7 +27,7 @@ from megatron.training.checkpointing.run_state import (
 )
 from megatron.training.checkpointing.selection import moved_away
 from megatron.training.config.checkpoint import CheckpointSettings
-from megatron.training.state import TrainState
+from megatron.training.run.state import TrainState
 
 _RUN = secrets.token_hex(6)
 

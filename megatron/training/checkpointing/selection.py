@@ -15,7 +15,7 @@ from megatron.core.dist_checkpointing.interop.opening import LATEST_NAME, find_d
 from megatron.core.dist_checkpointing.manifest import METADATA_NAME
 from megatron.core.dist_checkpointing.object_store import StoragePath
 from megatron.core.dist_checkpointing.save_lock import SAVE_LOCK_NAME
-from megatron.core.errors import CheckpointError
+from megatron.core.foundation.errors import CheckpointError
 
 _WEIGHT_FILES = (".pt", ".pth", ".ckpt", ".distcp", ".safetensors", ".safetensors.index.json")
 """Ends of names that mean weights, of whatever program."""

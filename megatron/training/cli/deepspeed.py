@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from megatron.core.errors import ConfigError, MegatronError, raise_together
+from megatron.core.foundation.errors import ConfigError, MegatronError, raise_together
 from megatron.deepspeed.batch import ACCUMULATION, MICRO, TRAIN, BatchSizes, resolve_batch
 from megatron.deepspeed.reading import ReadSettings, collect
 from megatron.deepspeed.settings import (
@@ -20,8 +20,8 @@ from megatron.deepspeed.settings import (
     data_parallel_config,
     optimizer_config,
 )
-from megatron.training import launch
 from megatron.training.config.run import all_flags
+from megatron.training.launch import rank_info
 
 _DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 _PRECISION = (
@@ -187,7 +187,7 @@ def _batch(
     problems: list[MegatronError],
 ) -> BatchSizes | None:
     """Set the batch sizes that the file decides; replicas are what the other sizes leave."""
-    world = known.get("dry_run_world_size") or launch.place_of_this_process().world_size
+    world = known.get("dry_run_world_size") or rank_info.place_of_this_process().world_size
     model = 1
     for name in (
         "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size",

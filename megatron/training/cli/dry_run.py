@@ -11,10 +11,12 @@ from megatron.core.pipeline_parallel.schedule_definitions import schedule_named
 from megatron.core.pipeline_parallel.step_plan import plan_report
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.training import launch
 from megatron.training.cli.parser import ParsedCommand
 from megatron.training.config.resolved import ResolvedRun
 from megatron.training.config.run import RunConfig, all_flags, plain
+from megatron.training.config.transformer_settings import transformer_config
+from megatron.training.config.vocabulary import resolve_vocabulary
+from megatron.training.launch import rank_info
 from megatron.training.metrics.flops import (
     FlopConvention,
     training_flops,
@@ -24,8 +26,6 @@ from megatron.training.metrics.memory import ChunkSize, MemoryEstimate, estimate
 from megatron.training.metrics.model_size import ModelSize
 from megatron.training.rules import notes, resolve_and_check
 from megatron.training.setup.model import kernels_of_run
-from megatron.training.transformer_settings import transformer_config
-from megatron.training.vocabulary import resolve_vocabulary
 
 
 def describe_run(read: Callable[[], ParsedCommand]) -> str:
@@ -62,7 +62,7 @@ def planned_world_size(config: RunConfig) -> int:
     """Return the ranks to plan for: as asked, as launched, or the fewest that fit."""
     if config.launch.dry_run_world_size is not None:
         return config.launch.dry_run_world_size
-    place = launch.place_of_this_process()
+    place = rank_info.place_of_this_process()
     if place.is_launched:
         return place.world_size
     sizes = config.parallelism

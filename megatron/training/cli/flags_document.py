@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron.core.flags import FlagSpec
+from megatron.core.settings.flags import FlagSpec
 from megatron.training.config.run import GROUP_CLASSES, all_flags, plain
 
 HEAD = """# Flags of pretrain_gpt.py

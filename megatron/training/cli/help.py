@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
-from megatron.core.errors import ConfigError
+from megatron.core.foundation.errors import ConfigError
 
 
 class HelpFormatter(argparse.HelpFormatter):

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron.core.errors import ConfigError, MegatronError
-from megatron.core.flags import kebab
+from megatron.core.foundation.errors import ConfigError, MegatronError
+from megatron.core.settings.flags import kebab
 from megatron.hugging_face import read_adapters, read_model_directory
 
 _FREE = {"max_position_embeddings", "hidden_dropout", "attention_dropout"}

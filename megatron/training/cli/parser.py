@@ -14,8 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
-from megatron.core.errors import ConfigError, MegatronError, described_together
-from megatron.core.flags import FlagSpec
+from megatron.core.foundation.errors import ConfigError, MegatronError, described_together
+from megatron.core.settings.flags import FlagSpec
 from megatron.training.cli.help import Help, HelpFormatter
 from megatron.training.cli.suggest import suggestion
 from megatron.training.cli.yaml_file import read_yaml

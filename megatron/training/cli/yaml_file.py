@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron.core import optional_imports
-from megatron.core.errors import ConfigError, MegatronError, shown
-from megatron.core.flags import FlagSpec, kebab
+from megatron.core.foundation import optional_imports
+from megatron.core.foundation.errors import ConfigError, MegatronError, shown
+from megatron.core.settings.flags import FlagSpec, kebab
 from megatron.training.cli.suggest import suggestion
 from megatron.training.config.run import all_flags, flags_by_spelling, opposites_by_spelling
 

@@ -1,6 +1,6 @@
 """Typed settings: one frozen dataclass per subject, one field per flag."""
 
-from megatron.core.flags import FlagMetadata, FlagSpec, flag
+from megatron.core.settings.flags import FlagMetadata, FlagSpec, flag
 from megatron.training.config.batch import ScheduleSettings
 from megatron.training.config.checkpoint import CheckpointSettings
 from megatron.training.config.data import DataSettings, TokenizerSettings

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.core.flags import flag
+from megatron.core.settings.flags import flag
 
 _WRITES_NATIVE = "checkpoints are written in the native sharded format in any case"
 

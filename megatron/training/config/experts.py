@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.core.flags import SettingsGroup, flag
+from megatron.core.settings.flags import SettingsGroup, flag
 from megatron.core.transformer.config.experts import ExpertConfig
 
 _NO_PADDING = "products of 16 and 32 bits take any number of tokens"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.core.flags import flag
+from megatron.core.settings.flags import flag
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.core.flags import SettingsGroup, flag, required
+from megatron.core.settings.flags import SettingsGroup, flag, required
 from megatron.core.transformer.config.block import BlockConfig
 from megatron.core.transformer.config.initialization import InitializationConfig
 from megatron.core.transformer.config.latent_attention import LatentAttentionConfig

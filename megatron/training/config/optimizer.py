@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.core.flags import SettingsGroup, flag, required
 from megatron.core.optimizer.optimizer_config import OptimizerFlags
+from megatron.core.settings.flags import SettingsGroup, flag, required
 
 _NO_OPTIMIZER = "use --optimizer muon"
 

@@ -9,9 +9,9 @@ from megatron.core.distributed.distributed_data_parallel_config import (
     DataParallelFlags,
     ShardedOptimizerFlags,
 )
-from megatron.core.flags import SettingsGroup, flag
 from megatron.core.model_parallel_config import ParallelFlags
 from megatron.core.pipeline_parallel.schedule_definitions import SCHEDULES
+from megatron.core.settings.flags import SettingsGroup, flag
 from megatron.core.transformer.config.stages import StageConfig
 
 _BF16_GRADS = "use --grad-reduce-in-bf16"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.core.flags import SettingsGroup, flag
 from megatron.core.model_parallel_config import HalfPrecision
+from megatron.core.settings.flags import SettingsGroup, flag
 from megatron.core.transformer.config.precision import PrecisionConfig
 from megatron.core.transformer.config.recompute import RecomputeConfig
 

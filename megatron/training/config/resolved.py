@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from megatron.core.flags import derived_args, flag_specs
+from megatron.core.settings.flags import derived_args, flag_specs
 from megatron.training.config.run import GROUP_CLASSES, RunConfig
 
 

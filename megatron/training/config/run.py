@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron.core.flags import FlagSpec, flag_specs
+from megatron.core.settings.flags import FlagSpec, flag_specs
 from megatron.training.config.adapters import LoraSettings
 from megatron.training.config.batch import ScheduleSettings
 from megatron.training.config.checkpoint import CheckpointSettings

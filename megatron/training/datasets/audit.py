@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron.core.errors import DataError
+from megatron.core.foundation.errors import DataError
 
 
 def audited(

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 import torch
 
-from megatron.core.errors import ConfigError, DataError
+from megatron.core.foundation.errors import ConfigError, DataError
 
 
 class _RowSampler(ABC):

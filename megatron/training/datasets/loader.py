@@ -24,16 +24,16 @@ from torch.utils.data._utils.collate import collate as collate_with
 from torch.utils.data._utils.collate import default_collate_fn_map
 from torch.utils.data._utils.pin_memory import pin_memory
 
-from megatron.core.device import device_type
-from megatron.core.errors import ConfigError, DataError, MegatronError
-from megatron.core.processes import (
+from megatron.core.foundation.device import device_type
+from megatron.core.foundation.errors import ConfigError, DataError, MegatronError
+from megatron.core.foundation.processes import (
     describe_exit,
     die_with,
     leave_stop_signals_to,
     num_killed_for_memory,
     stop_signals_held_back,
 )
-from megatron.core.rng import derive_seed
+from megatron.core.parameters.rng import derive_seed
 from megatron.training.datasets.data_samplers import (
     MegatronPretrainingRandomSampler,
     MegatronPretrainingSampler,

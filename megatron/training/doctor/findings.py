@@ -15,10 +15,10 @@ from importlib import metadata
 import torch
 import torch.distributed as dist
 
-from megatron.core import device, optional_imports
-from megatron.core.errors import MegatronError
+from megatron.core.foundation import device, optional_imports
+from megatron.core.foundation.errors import MegatronError
 from megatron.core.utils import is_torch_min_version
-from megatron.training.setup.addresses import other_interfaces
+from megatron.training.launch.addresses import other_interfaces
 
 OLDEST_TORCH = "2.7.0"
 VARIABLES = (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from megatron.training.state import StepResult, StopReason, TrainState
+from megatron.training.run.state import StepResult, StopReason, TrainState
 
 
 class Hook:

@@ -10,8 +10,8 @@ from typing import Any
 
 from megatron.core.optimizer.replica_check import check_replicas
 from megatron.training.hooks.base import Hook
-from megatron.training.parts import TrainingParts
-from megatron.training.state import StepResult, StopReason, TrainState
+from megatron.training.run.parts import TrainingParts
+from megatron.training.run.state import StepResult, StopReason, TrainState
 
 
 class CompareReplicas(Hook):

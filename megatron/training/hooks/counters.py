@@ -9,7 +9,7 @@ from pathlib import Path
 from megatron.training import global_vars
 from megatron.training.hooks.base import Hook
 from megatron.training.resilience.status import RunStatus
-from megatron.training.state import StepResult, StopReason, TrainState
+from megatron.training.run.state import StepResult, StopReason, TrainState
 
 
 class PublishCounters(Hook):

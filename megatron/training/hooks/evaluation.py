@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from megatron.training.evaluate import evaluate
 from megatron.training.hooks.base import Hook
 from megatron.training.hooks.scalars import Scalars
+from megatron.training.launch.printing import is_last_rank
 from megatron.training.metrics.log_line import validation_lines
-from megatron.training.parts import StepPlan, TrainingParts
-from megatron.training.printing import is_last_rank
 from megatron.training.resilience.status import RunStatus
-from megatron.training.state import StepResult, StopReason, TrainState
+from megatron.training.run.evaluate import evaluate
+from megatron.training.run.parts import StepPlan, TrainingParts
+from megatron.training.run.state import StepResult, StopReason, TrainState
 
 
 class Evaluate(Hook):

@@ -5,10 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from megatron.core import device
+from megatron.core.foundation import device
 from megatron.core.transport import backend
 from megatron.core.transport.object_collectives import control_group, union_across_ranks
 from megatron.training.hooks.base import Hook
+from megatron.training.launch.printing import is_last_rank, print_rank_0
 from megatron.training.metrics.expert_load import (
     balance_losses,
     collect_loads,
@@ -20,9 +21,8 @@ from megatron.training.metrics.log_line import TrainingLine, training_line
 from megatron.training.metrics.memory import gibibytes
 from megatron.training.metrics.params_norm import params_norm
 from megatron.training.metrics.peak import peak_flops
-from megatron.training.parts import TrainingParts
-from megatron.training.printing import is_last_rank, print_rank_0
-from megatron.training.state import StepResult, StopReason, TrainState
+from megatron.training.run.parts import TrainingParts
+from megatron.training.run.state import StepResult, StopReason, TrainState
 
 
 class IntervalMeans:

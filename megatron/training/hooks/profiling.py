@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from megatron.core import device
+from megatron.core.foundation import device
 from megatron.training.hooks.base import Hook
-from megatron.training.state import StepResult, TrainState
+from megatron.training.run.state import StepResult, TrainState
 
 
 class CollectGarbage(Hook):

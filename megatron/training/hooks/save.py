@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from megatron.core.errors import CheckpointError
+from megatron.core.foundation.errors import CheckpointError
 from megatron.training.checkpointing import Checkpointer
 from megatron.training.hooks.base import Hook
-from megatron.training.printing import print_rank_0
+from megatron.training.launch.printing import print_rank_0
 from megatron.training.resilience.status import RunStatus
-from megatron.training.state import StepResult, StopReason, TrainState
+from megatron.training.run.state import StepResult, StopReason, TrainState
 
 
 class SaveCheckpoints(Hook):

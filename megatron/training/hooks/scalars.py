@@ -7,15 +7,15 @@ import time
 from pathlib import Path
 from typing import Any, Protocol
 
-from megatron.core import device
+from megatron.core.foundation import device
 from megatron.core.transport import backend
 from megatron.core.transport.object_collectives import union_across_ranks
 from megatron.training.hooks.base import Hook
+from megatron.training.launch.printing import is_last_rank
 from megatron.training.metrics.expert_load import collect_loads, load_scalars
 from megatron.training.metrics.log_line import perplexity
-from megatron.training.parts import TrainingParts
-from megatron.training.printing import is_last_rank
-from megatron.training.state import StepResult, StopReason, TrainState
+from megatron.training.run.parts import TrainingParts
+from megatron.training.run.state import StepResult, StopReason, TrainState
 
 
 class ScalarSink(Protocol):

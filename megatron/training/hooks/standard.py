@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import sys
 
-from megatron.core import device, optional_imports
 from megatron.core.dist_checkpointing.object_store import is_url
+from megatron.core.foundation import device, optional_imports
 from megatron.core.transport import backend
 from megatron.core.transport.object_collectives import any_across_ranks
 from megatron.training.checkpointing import Checkpointer
+from megatron.training.config.phases import transitions_of
 from megatron.training.config.resolved import ResolvedRun
 from megatron.training.hooks.base import Hook, Hooks
 from megatron.training.hooks.checks import CompareReplicas, WatchForSpikes
@@ -25,11 +26,10 @@ from megatron.training.hooks.stop import (
     PhaseEnd,
     StepBudget,
 )
-from megatron.training.parts import StepPlan, TrainingParts
-from megatron.training.phases import transitions_of
-from megatron.training.printing import is_last_rank, is_rank_0
+from megatron.training.launch.printing import is_last_rank, is_rank_0
 from megatron.training.resilience.signals import SignalFlag
 from megatron.training.resilience.status import RunStatus
+from megatron.training.run.parts import StepPlan, TrainingParts
 
 
 class StandardHooks(Hooks):

@@ -9,7 +9,7 @@ from megatron.core.transport import backend
 from megatron.core.transport.object_collectives import any_across_ranks
 from megatron.training.hooks.base import Hook
 from megatron.training.resilience.signals import SignalFlag
-from megatron.training.state import StepResult, StopReason, TrainState
+from megatron.training.run.state import StepResult, StopReason, TrainState
 
 
 class StepBudget(Hook):

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer.gradient_norm import counts_here, without_padding
-from megatron.core.param_meta import get_param_meta, num_elements_before_padding
+from megatron.core.parameters.param_meta import get_param_meta, num_elements_before_padding
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transport.object_collectives import sum_across_ranks
 from megatron.core.utils import get_pg_rank

@@ -7,7 +7,7 @@ import time
 
 import torch
 
-from megatron.core import device
+from megatron.core.foundation import device
 
 PEAK_16_BIT_TFLOPS = {
     "A100": 312.0,

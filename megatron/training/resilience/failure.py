@@ -26,9 +26,9 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from megatron.core.attempts import hosts_store, launcher_hosts_store
 from megatron.core.dist_checkpointing.save_lock import SaveLock
-from megatron.core.errors import (
+from megatron.core.foundation.attempts import hosts_store, launcher_hosts_store
+from megatron.core.foundation.errors import (
     CheckpointError,
     ConfigError,
     DataError,
@@ -40,7 +40,7 @@ from megatron.core.errors import (
     ScheduleError,
     TopologyError,
 )
-from megatron.training import launch
+from megatron.training.launch import rank_info
 from megatron.training.resilience.status import RunStatus
 from megatron.training.resilience.watch import end_by, open_watch
 
@@ -311,7 +311,7 @@ def _let_others_report(status: RunStatus, store: Any) -> None:
         deadline = time.monotonic() + WAIT_S
         while (
             hosts_store(status.rank)
-            and num_ended < launch.place_of_this_process().world_size
+            and num_ended < rank_info.place_of_this_process().world_size
             and time.monotonic() < deadline
         ):
             time.sleep(0.05)
@@ -333,12 +333,12 @@ def failures_reported(status: RunStatus, store_slot: Sequence[object]) -> Iterat
         return store_slot[0] if store_slot else None
 
     watch = status.watch = open_watch(
-        launch.launcher_process(),
+        rank_info.launcher_process(),
         on_orphaned=lambda: _end_orphaned(status, store()),
         before_end=lambda: _report_lost_peer(status, store()),
     )
     try:
-        if launch.has_lost_its_launcher():
+        if rank_info.has_lost_its_launcher():
             raise _launcher_lost()
         yield
     except (SystemExit, GeneratorExit):

@@ -8,9 +8,9 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from megatron.core.process_identity import ProcessIdentity
-from megatron.core.processes import describe_exit, num_killed_for_memory
-from megatron.training.launch import Place
+from megatron.core.foundation.process_identity import ProcessIdentity
+from megatron.core.foundation.processes import describe_exit, num_killed_for_memory
+from megatron.training.launch.rank_info import Place
 
 MEETING_TIMEOUT = timedelta(seconds=60)
 

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from megatron.core.attempts import number_of_attempt
-from megatron.training import launch
+from megatron.core.foundation.attempts import number_of_attempt
+from megatron.training.launch import rank_info
 from megatron.training.resilience.peers import PeersHere
 from megatron.training.resilience.watch import Watch
 
@@ -40,7 +40,7 @@ class RunStatus:
     @classmethod
     def of_this_process(cls) -> RunStatus:
         """Return the status of a run that begins."""
-        place = launch.place_of_this_process()
+        place = rank_info.place_of_this_process()
         return cls(rank=place.rank, local_rank=place.local_rank, attempt=number_of_attempt())
 
     @contextmanager

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from megatron.core.errors import MegatronError, raise_together
+from megatron.core.foundation.errors import MegatronError, raise_together
 from megatron.training.cli.parser import ParsedCommand, UnreadableCommandError
+from megatron.training.config.resolve import resolve
 from megatron.training.config.resolved import ResolvedRun
 from megatron.training.config.run import RunConfig
-from megatron.training.resolve import resolve
 from megatron.training.rules import (  # noqa: F401
     adapters,
     batch,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron.core.errors import MegatronError
-from megatron.core.flags import kebab
+from megatron.core.foundation.errors import MegatronError
+from megatron.core.settings.flags import kebab
 from megatron.training.config.resolved import ResolvedRun
 from megatron.training.rules.registry import problem, rule
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron.core.batch_size_phases import parse_phases
-from megatron.core.errors import MegatronError
-from megatron.core.flags import kebab
+from megatron.core.foundation.errors import MegatronError
 from megatron.core.pipeline_parallel.schedule import StepPlan
 from megatron.core.pipeline_parallel.schedule_definitions import schedule_named
+from megatron.core.settings.batch_size_phases import parse_phases
+from megatron.core.settings.flags import kebab
+from megatron.training.config.ramp_up import batch_size_at
 from megatron.training.config.resolved import ResolvedRun
-from megatron.training.ramp_up import batch_size_at
 from megatron.training.rules.registry import problem, rule
 
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 from megatron.core.datasets.multi_file_bin import tokens_exist
 from megatron.core.datasets.object_store import is_url
-from megatron.core.errors import DataError, MegatronError
-from megatron.core.flags import kebab
+from megatron.core.foundation.errors import DataError, MegatronError
+from megatron.core.settings.flags import kebab
+from megatron.training.config.phases import transitions_of
 from megatron.training.config.resolved import ResolvedRun
-from megatron.training.phases import transitions_of
 from megatron.training.rules.registry import problem, rule
 
 PER_SPLIT = ("train_data_path", "valid_data_path", "test_data_path")

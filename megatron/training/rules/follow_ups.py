@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megatron.core.errors import MegatronError, flattened
-from megatron.core.flags import kebab
+from megatron.core.foundation.errors import MegatronError, flattened
+from megatron.core.settings.flags import kebab
 from megatron.training.cli.parser import ParsedCommand
 from megatron.training.cli.suggest import suggestion
 from megatron.training.config.run import all_flags, flags_by_spelling

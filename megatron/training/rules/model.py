@@ -6,13 +6,13 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from megatron.core.errors import ConfigError, MegatronError
-from megatron.core.flags import kebab
+from megatron.core.foundation.errors import ConfigError, MegatronError
 from megatron.core.pipeline_parallel.layout import check_prediction_stage, pipeline_layout
+from megatron.core.settings.flags import kebab
 from megatron.training.config.resolved import ResolvedRun
+from megatron.training.config.transformer_settings import transformer_fields
 from megatron.training.rules.registry import problem, rule
 from megatron.training.rules.sizes import REQUIRED
-from megatron.training.transformer_settings import transformer_fields
 
 
 @rule

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import torch
 
-from megatron.core.errors import ConfigError, MegatronError
-from megatron.core.flags import kebab
+from megatron.core.foundation.errors import ConfigError, MegatronError
 from megatron.core.optimizer.param_groups import parse_rule
+from megatron.core.settings.flags import kebab
 from megatron.training.config.resolved import ResolvedRun
 from megatron.training.rules.registry import problem, rule
 

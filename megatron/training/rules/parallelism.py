@@ -6,10 +6,10 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from megatron.core.device import device_type
-from megatron.core.errors import MegatronError, TopologyError
+from megatron.core.foundation.device import device_type
+from megatron.core.foundation.errors import MegatronError, TopologyError
 from megatron.core.pipeline_parallel.schedule_definitions import schedule_named
-from megatron.core.rank_grid import plan_layout
+from megatron.core.topology.rank_grid import plan_layout
 from megatron.training.config.resolved import ResolvedRun
 from megatron.training.rules.registry import problem, rule
 

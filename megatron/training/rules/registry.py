@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from megatron.core.errors import ConfigError, MegatronError
+from megatron.core.foundation.errors import ConfigError, MegatronError
 from megatron.training.config.resolved import ResolvedRun
 
 Rule = Callable[[ResolvedRun], Iterator[MegatronError]]

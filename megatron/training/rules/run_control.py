@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 from megatron.core.dist_checkpointing.durable import describe_os_error
 from megatron.core.dist_checkpointing.object_store import storage_path
-from megatron.core.errors import MegatronError
-from megatron.core.flags import kebab
+from megatron.core.foundation.errors import MegatronError
+from megatron.core.settings.flags import kebab
 from megatron.training.checkpointing.selection import (
     missing,
     missing_pretrained,

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
-from megatron.core.errors import ConfigError, MegatronError, TopologyError
+from megatron.core.foundation.errors import ConfigError, MegatronError, TopologyError
 from megatron.training.config.run import RunConfig, all_flags, plain
 
 MAY_DIFFER = ("local_rank", "dry_run", "memory_snapshot_path")

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from megatron.core.errors import ConfigError, MegatronError
-from megatron.core.flags import FlagSpec
+from megatron.core.foundation.errors import ConfigError, MegatronError
+from megatron.core.settings.flags import FlagSpec
 from megatron.training.config.run import RunConfig, all_flags
 
 REQUIRED = {

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron.core.errors import ConfigError, MegatronError
-from megatron.core.flags import FlagSpec
+from megatron.core.foundation.errors import ConfigError, MegatronError
+from megatron.core.settings.flags import FlagSpec
 from megatron.deepspeed.reading import ReadSettings, read_settings
 from megatron.training.config.run import RunConfig, all_flags, plain
 

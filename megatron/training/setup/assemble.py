@@ -7,21 +7,21 @@ from typing import Any
 
 from torch import nn
 
-from megatron.core.flags import FlagSpec, flag_specs
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+from megatron.core.settings.flags import FlagSpec, flag_specs
 from megatron.training.checkpointing import Checkpointer, RunParts
 from megatron.training.config.optimizer import OptimizerSettings
 from megatron.training.config.resolved import ResolvedRun
 from megatron.training.config.run import all_flags
+from megatron.training.launch.printing import print_rank_0
 from megatron.training.metrics.model_size import ModelSize
-from megatron.training.parts import MicrobatchPlanner, TrainingParts
-from megatron.training.printing import print_rank_0
 from megatron.training.resilience.status import RunStatus
+from megatron.training.run.parts import MicrobatchPlanner, TrainingParts
+from megatron.training.run.state import TrainState
 from megatron.training.setup.callbacks import install_callbacks
 from megatron.training.setup.initialize import Session
 from megatron.training.setup.model import build_model
 from megatron.training.setup.optimizer import build_optimizer, build_scheduler
-from megatron.training.state import TrainState
 
 
 def assemble(

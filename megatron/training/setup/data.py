@@ -15,13 +15,13 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transport import backend
 from megatron.core.transport.object_collectives import max_across_ranks
 from megatron.core.utils import get_pg_rank, get_pg_size
+from megatron.training.config.phases import phase_of
 from megatron.training.config.resolved import ResolvedRun
 from megatron.training.datasets.audit import audited
 from megatron.training.datasets.loader import build_pretraining_data_loader
-from megatron.training.parts import DataIterators, ValidationSet
-from megatron.training.phases import phase_of
-from megatron.training.printing import is_rank_0, print_rank_0
-from megatron.training.state import TrainState
+from megatron.training.launch.printing import is_rank_0, print_rank_0
+from megatron.training.run.parts import DataIterators, ValidationSet
+from megatron.training.run.state import TrainState
 
 DatasetProvider = Callable[..., Any]
 

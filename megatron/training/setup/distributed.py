@@ -12,13 +12,14 @@ import numpy
 import torch
 import torch.distributed as dist
 
-from megatron.core import device, parallel_state
-from megatron.core.errors import TopologyError
+from megatron.core import parallel_state
+from megatron.core.foundation import device
+from megatron.core.foundation.errors import TopologyError
+from megatron.core.parameters.rng import rng_state
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.rng import rng_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.training.config.resolved import ResolvedRun
-from megatron.training.launch import Place
+from megatron.training.launch.rank_info import Place
 from megatron.training.resilience.failure import is_lost_peer
 
 

@@ -7,27 +7,29 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.core import num_microbatches_calculator as calculator
-from megatron.core.attempts import START_TIMEOUT
 from megatron.core.dist_checkpointing.object_store import is_url, storage_path
-from megatron.core.errors import MegatronError
+from megatron.core.foundation.attempts import START_TIMEOUT
+from megatron.core.foundation.errors import MegatronError
+from megatron.core.foundation.processes import name_fatal_signals
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.processes import name_fatal_signals
 from megatron.core.timers import Timers
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 from megatron.core.transport.object_collectives import control_group
-from megatron.training import global_vars, launch
+from megatron.training import global_vars
 from megatron.training.checkpointing.saver import claim_directory
 from megatron.training.cli.parser import ParsedCommand
 from megatron.training.config.resolved import ResolvedRun
 from megatron.training.config.run import RunConfig
-from megatron.training.printing import print_rank_0
+from megatron.training.config.vocabulary import resolve_vocabulary
+from megatron.training.launch import rank_info
+from megatron.training.launch.addresses import check_addresses
+from megatron.training.launch.printing import print_rank_0
 from megatron.training.resilience.failure import set_earlier_failure_aside
 from megatron.training.resilience.peers import PeersHere
 from megatron.training.resilience.signals import SignalFlag
 from megatron.training.resilience.status import RunStatus
 from megatron.training.rules import notes, resolve_and_check
 from megatron.training.rules.same_flags import agree_on_settings, comparable
-from megatron.training.setup.addresses import check_addresses
 from megatron.training.setup.distributed import (
     create_groups,
     seed_everything,
@@ -35,7 +37,6 @@ from megatron.training.setup.distributed import (
     start_processes,
 )
 from megatron.training.setup.writers import open_tensorboard, open_wandb
-from megatron.training.vocabulary import resolve_vocabulary
 
 
 @dataclass
@@ -94,9 +95,9 @@ def start_session(
         comparison of settings through the store; creation of the process groups.
     """
     name_fatal_signals()
-    place = launch.place_of_this_process()
+    place = rank_info.place_of_this_process()
     status.rank, status.activity = place.rank, "starting the processes"
-    store = store if store is not None else launch.connect_store(place, START_TIMEOUT)
+    store = store if store is not None else rank_info.connect_store(place, START_TIMEOUT)
     store_slot.append(store)
 
     status.activity = "reading the settings"

@@ -9,19 +9,20 @@ from typing import Any
 
 from torch import nn
 
-from megatron.core import device, distributed
+from megatron.core import distributed
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.distributed.distributed_data_parallel_config import (
     DataParallelFlags,
     ShardedOptimizerFlags,
 )
 from megatron.core.enums import ModelType
-from megatron.core.errors import ConfigError
-from megatron.core.flags import fields_of
-from megatron.core.initialization import parameters_without_memory
+from megatron.core.foundation import device
+from megatron.core.foundation.errors import ConfigError
 from megatron.core.models.common.kernel_choices import KernelLine, kernel_choices
+from megatron.core.parameters.initialization import parameters_without_memory
 from megatron.core.pipeline_parallel.layout import pipeline_layout
 from megatron.core.process_groups_config import ProcessGroupCollection, resolve_groups
+from megatron.core.settings.flags import fields_of
 from megatron.core.transformer.low_rank_adapter import AdapterSettings, add_adapters
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -30,8 +31,8 @@ from megatron.training import global_vars
 from megatron.training.arguments import run_as_in
 from megatron.training.config.adapters import LoraSettings
 from megatron.training.config.resolved import ResolvedRun
-from megatron.training.printing import print_rank_0
-from megatron.training.transformer_settings import transformer_config
+from megatron.training.config.transformer_settings import transformer_config
+from megatron.training.launch.printing import print_rank_0
 
 ModelProvider = Callable[..., nn.Module]
 

@@ -8,7 +8,6 @@ from typing import Any
 from torch import nn
 
 from megatron.core.distributed.distributed_data_parallel_config import ShardedOptimizerFlags
-from megatron.core.flags import fields_of
 from megatron.core.model_parallel_config import HalfPrecision
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.optimizer import MegatronOptimizer
@@ -16,6 +15,7 @@ from megatron.core.optimizer.optimizer_config import OptimizerFlags
 from megatron.core.optimizer.param_groups import parse_rule
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.settings.flags import fields_of
 from megatron.training.config.resolved import ResolvedRun
 
 

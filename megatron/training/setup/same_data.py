@@ -6,13 +6,13 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from megatron.core.errors import DataError
+from megatron.core.foundation.errors import DataError
 from megatron.core.transport import backend
 from megatron.core.transport.object_collectives import broadcast_object
+from megatron.training.config.phases import phase_of, transitions_of
 from megatron.training.config.resolved import ResolvedRun
-from megatron.training.phases import phase_of, transitions_of
-from megatron.training.printing import print_rank_0
-from megatron.training.state import TrainState
+from megatron.training.launch.printing import print_rank_0
+from megatron.training.run.state import TrainState
 
 _MEANING = {
     "sample_order": ("--sample-order", "the kind of order"),

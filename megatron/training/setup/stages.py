@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 
-from megatron.core.flags import from_args
 from megatron.core.pipeline_parallel.layout import pipeline_layout
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.settings.flags import from_args
 from megatron.core.utils import get_pg_rank
 from megatron.training.config.data import DataSettings
-from megatron.training.transformer_settings import transformer_config_from_args
+from megatron.training.config.transformer_settings import transformer_config_from_args
 
 
 def reads_data(args: argparse.Namespace, vp_stage: int | None = None) -> bool:

@@ -20,13 +20,13 @@ from megatron.training import global_vars
 from megatron.training.arguments import run_as_in
 from megatron.training.checkpointing import load_checkpoint
 from megatron.training.metrics.model_size import ModelSize
-from megatron.training.parts import MicrobatchPlanner, StepPlan, TrainingParts
+from megatron.training.run.parts import MicrobatchPlanner, StepPlan, TrainingParts
+from megatron.training.run.state import TrainState
+from megatron.training.run.step import train_step as step
 from megatron.training.setup.callbacks import install_callbacks
 from megatron.training.setup.data import build_data, sample_counts
 from megatron.training.setup.model import build_model
 from megatron.training.setup.optimizer import build_optimizer, build_scheduler
-from megatron.training.state import TrainState
-from megatron.training.step import train_step as step
 
 
 def setup_model_and_optimizer(

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron.core import optional_imports
+from megatron.core.foundation import optional_imports
 from megatron.training.config.resolved import ResolvedRun
 from megatron.training.config.run import plain
-from megatron.training.printing import is_last_rank
+from megatron.training.launch.printing import is_last_rank
 
 
 def open_tensorboard(run: ResolvedRun) -> Any:

@@ -23,14 +23,14 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.parameters.rng import rng_state
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.rng import rng_state
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_pg_rank, get_pg_size, unwrap_model
 from megatron.training.checkpointing import Checkpointer, CheckpointSettings, Restored, RunParts
-from megatron.training.state import TrainState
+from megatron.training.run.state import TrainState
 from tests.parity.training_case import masked_loss
 
 NUM_LAYERS = 4

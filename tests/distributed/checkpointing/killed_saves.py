@@ -38,7 +38,7 @@ from typing import Any
 
 from megatron.core.dist_checkpointing import commit
 from megatron.core.dist_checkpointing.verify import verify_checkpoint
-from megatron.core.errors import CheckpointError
+from megatron.core.foundation.errors import CheckpointError
 from tests.harness.distributed import DistributedFailure, run_distributed
 from tests.harness.file_calls import (
     Action,

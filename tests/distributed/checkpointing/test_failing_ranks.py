@@ -15,7 +15,7 @@ import torch
 
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import ShardedTensor
-from megatron.core.errors import CheckpointError
+from megatron.core.foundation.errors import CheckpointError
 from tests.harness.distributed import run_distributed
 from tests.unit.dist_checkpointing.runs import load
 

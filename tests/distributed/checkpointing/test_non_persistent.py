@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.core.errors import CheckpointError
+from megatron.core.foundation.errors import CheckpointError
 from tests.distributed.checkpointing.gpt_run import Layout, Model, Run
 from tests.harness.distributed import run_distributed
 from tests.parity.resume import CASES, words_of

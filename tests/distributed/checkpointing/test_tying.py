@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron.core.dist_checkpointing import load_plain_tensors
-from megatron.core.errors import CheckpointError
+from megatron.core.foundation.errors import CheckpointError
 from megatron.training.checkpointing.key_mapping import EMBEDDING, HEAD, is_head
 from tests.distributed.checkpointing.gpt_run import (
     VOCABULARY,

@@ -9,8 +9,8 @@ from megatron.core.context_parallel.attention import ContextGroups, context_para
 from megatron.core.context_parallel.partition import take_rows
 from megatron.core.kernels.attention_options import AttentionOptions
 from megatron.core.kernels.block_mask import MaskSpec
+from megatron.core.parameters.rng import rng_state
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.rng import rng_state
 from megatron.core.utils import get_pg_rank, get_pg_size
 from tests.harness.distributed import run_distributed
 from tests.harness.tolerances import BF16_WHOLE_MODEL, FP32_REORDERED_SUM, assert_close

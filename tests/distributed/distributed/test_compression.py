@@ -15,7 +15,7 @@ from megatron.core.distributed.compressed_reduction import (
 )
 from megatron.core.distributed.compression_codecs import BFloat16Codec, BlockInt8Codec
 from megatron.core.distributed.sharding_arithmetic import BLOCK
-from megatron.core.errors import ConfigError
+from megatron.core.foundation.errors import ConfigError
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.transport.work import Work
 from tests.distributed.distributed.replicas import accumulate, wrap

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.core.errors import NumericsError, ScheduleError
+from megatron.core.foundation.errors import NumericsError, ScheduleError
 from tests.distributed.distributed.replicas import (
     Model,
     accumulate,

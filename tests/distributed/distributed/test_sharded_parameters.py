@@ -13,9 +13,9 @@ from megatron.core.distributed import (
     DistributedDataParallelConfig,
     finalize_model_grads,
 )
-from megatron.core.errors import ConfigError
-from megatron.core.initialization import has_memory, parameters_without_memory
-from megatron.core.rng import rng_state
+from megatron.core.foundation.errors import ConfigError
+from megatron.core.parameters.initialization import has_memory, parameters_without_memory
+from megatron.core.parameters.rng import rng_state
 from megatron.core.step_context.context import WeightGradient
 from megatron.core.step_context.deferred_wgrad import (
     capture_wgrads,

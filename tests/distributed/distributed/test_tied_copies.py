@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron.core.distributed import finalize_model_grads
-from megatron.core.param_meta import ParamMeta, set_param_meta
+from megatron.core.parameters.param_meta import ParamMeta, set_param_meta
 from tests.distributed.distributed.replicas import wrap
 from tests.harness.distributed import distributed
 

@@ -14,11 +14,11 @@ from megatron.core.distributed import (
     TorchFullyShardedDataParallel,
     finalize_model_grads,
 )
-from megatron.core.errors import ConfigError
-from megatron.core.initialization import parameters_without_memory
+from megatron.core.foundation.errors import ConfigError
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-from megatron.core.param_meta import ParamMeta, set_param_meta
-from megatron.core.rng import rng_state
+from megatron.core.parameters.initialization import parameters_without_memory
+from megatron.core.parameters.param_meta import ParamMeta, set_param_meta
+from megatron.core.parameters.rng import rng_state
 from tests.harness.distributed import distributed
 from tests.harness.tolerances import (
     FP32_AFTER_OPTIMIZER,

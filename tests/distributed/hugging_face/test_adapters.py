@@ -11,14 +11,14 @@ import transformers
 from safetensors.torch import load_file
 
 from megatron.core.dist_checkpointing.loader import open_contents
-from megatron.core.errors import ConfigError
+from megatron.core.foundation.errors import ConfigError
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.low_rank_adapter import add_adapters
 from megatron.core.transport.object_collectives import SingleProcess
 from megatron.hugging_face import read_adapters, read_model_directory
 from megatron.training.checkpointing import load_checkpoint
 from megatron.training.cli.parser import parse_command_line
-from megatron.training.resolve import resolve
+from megatron.training.config.resolve import resolve
 from megatron.training.rules import resolve_and_check
 from megatron.training.setup.model import adapter_settings
 from tests.distributed.hugging_face.test_layouts import train

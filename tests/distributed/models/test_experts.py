@@ -5,7 +5,7 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron.core.initialization import canonical_names
+from megatron.core.parameters.initialization import canonical_names
 from megatron.core.transport import collectives
 from megatron.core.transport.work import Work
 from tests.harness.distributed import distributed

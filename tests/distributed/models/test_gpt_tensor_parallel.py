@@ -9,9 +9,9 @@ import torch.nn.functional as F
 
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.param_meta import get_param_meta, unshard
+from megatron.core.parameters.param_meta import get_param_meta, unshard
+from megatron.core.parameters.rng import rng_state
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.rng import rng_state
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_pg_size
 from tests.harness.distributed import run_distributed

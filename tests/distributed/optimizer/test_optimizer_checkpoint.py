@@ -10,9 +10,9 @@ from megatron.core.distributed import (
     DistributedDataParallelConfig,
     TorchFullyShardedDataParallel,
 )
-from megatron.core.errors import CheckpointError
+from megatron.core.foundation.errors import CheckpointError
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-from megatron.core.param_meta import ParamMeta, get_param_meta, set_param_meta, shard_of
+from megatron.core.parameters.param_meta import ParamMeta, get_param_meta, set_param_meta, shard_of
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_pg_rank, get_pg_size
 from tests.distributed.distributed.replicas import CONFIG, wrap

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron.core.distributed.model_parameters import names_in_model
-from megatron.core.errors import ReplicaMismatchError
+from megatron.core.foundation.errors import ReplicaMismatchError
 from megatron.core.optimizer.replica_check import check_replicas
 from tests.distributed.checkpointing.gpt_run import Layout, Model, Run
 from tests.harness.distributed import run_distributed

@@ -6,9 +6,9 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron.core.distributed import finalize_model_grads
-from megatron.core.errors import NumericsError
+from megatron.core.foundation.errors import NumericsError
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-from megatron.core.param_meta import ParamMeta, set_param_meta, shard_of
+from megatron.core.parameters.param_meta import ParamMeta, set_param_meta, shard_of
 from tests.distributed.distributed.replicas import Model, accumulate, loss_of, samples, wrap
 from tests.distributed.optimizer.state_bytes import differences, expected_bytes, one_step
 from tests.harness.distributed import distributed

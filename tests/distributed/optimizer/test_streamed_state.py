@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from megatron.core.errors import ConfigError
+from megatron.core.foundation.errors import ConfigError
 from megatron.core.optimizer import OptimizerConfig, chunked_state_builder, get_megatron_optimizer
 from megatron.core.optimizer.replica_check import check_replicas
 from megatron.core.process_groups_config import ProcessGroupCollection

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-from megatron.core.param_meta import ParamMeta, set_param_meta, shard_of
+from megatron.core.parameters.param_meta import ParamMeta, set_param_meta, shard_of
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_pg_rank, get_pg_size
 from tests.distributed.checkpointing.gpt_run import Layout, Model, Run, resume_and_train

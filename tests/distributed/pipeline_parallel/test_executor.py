@@ -9,7 +9,7 @@ import weakref
 import pytest
 import torch
 
-from megatron.core.errors import ConfigError
+from megatron.core.foundation.errors import ConfigError
 from megatron.core.pipeline_parallel.recorder import PipelineRecorder
 from megatron.core.pipeline_parallel.schedule import StepPlan, register_schedule
 from megatron.core.pipeline_parallel.schedule_definitions import SCHEDULES

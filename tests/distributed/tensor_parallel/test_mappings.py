@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.core import tensor_parallel
-from megatron.core.errors import DataError
+from megatron.core.foundation.errors import DataError
 from megatron.core.tensor_parallel import mappings
 from megatron.core.transport import collectives
 from tests.harness.distributed import distributed

@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megatron.core.errors import DataError
-from megatron.core.initialization import init_method_normal
+from megatron.core.foundation.errors import DataError
 from megatron.core.model_parallel_config import ModelParallelConfig
-from megatron.core.param_meta import get_param_meta, shard_of
+from megatron.core.parameters.initialization import init_method_normal
+from megatron.core.parameters.param_meta import get_param_meta, shard_of
+from megatron.core.parameters.rng import keyed_dropout, rng_state
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.rng import keyed_dropout, rng_state
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron.core.tensor_parallel.layers import (
     ColumnParallelLinear,

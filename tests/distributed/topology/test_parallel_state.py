@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.core import parallel_state as ps
-from megatron.core.errors import DataError, TopologyError
+from megatron.core.foundation.errors import DataError, TopologyError
 from megatron.core.hyper_comm_grid import HyperCommGrid
 from megatron.core.transport.object_collectives import SingleProcess, raise_on_all_ranks
 from tests.harness.distributed import distributed

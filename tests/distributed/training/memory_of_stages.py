@@ -22,12 +22,12 @@ from megatron.core.optimizer.state_declarations import initialize_state
 from megatron.core.pipeline_parallel.layout import pipeline_layout
 from megatron.training.cli.dry_run import memory_of_stages
 from megatron.training.cli.parser import parse_command_line
+from megatron.training.config.resolve import resolve
+from megatron.training.config.transformer_settings import transformer_config
+from megatron.training.config.vocabulary import resolve_vocabulary
 from megatron.training.metrics.model_size import ModelSize
-from megatron.training.resolve import resolve
 from megatron.training.setup.model import build_model
 from megatron.training.setup.optimizer import build_optimizer
-from megatron.training.transformer_settings import transformer_config
-from megatron.training.vocabulary import resolve_vocabulary
 from tests.harness.distributed import run_distributed
 
 STATE_TOLERANCE = 0.02

@@ -15,9 +15,9 @@ from megatron.core.distributed import (
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.parameters.rng import rng_state
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.rng import rng_state
 from megatron.core.utils import get_pg_rank
 from megatron.training.metrics.params_norm import params_norm
 from tests.harness.distributed import run_distributed

@@ -7,7 +7,7 @@ import shlex
 
 import pytest
 
-from megatron.core.errors import NumericsError
+from megatron.core.foundation.errors import NumericsError
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.training.resilience.status import RunStatus
 from megatron.training.setup import initialize

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.core.errors import ConfigError
+from megatron.core.foundation.errors import ConfigError
 from tests.harness.distributed import DistributedFailure, run_distributed
 from tests.parity.training_run import read_metrics, train_with_flags
 

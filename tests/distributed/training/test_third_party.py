@@ -16,8 +16,8 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import unwrap_model
 from megatron.training.hooks.log import LinesForFirstRank
-from megatron.training.printing import is_last_rank
-from megatron.training.state import StopReason, TrainState
+from megatron.training.launch.printing import is_last_rank
+from megatron.training.run.state import StopReason, TrainState
 from tests.distributed.training.test_pretraining import SMALL, losses
 from tests.harness.distributed import run_distributed
 from tests.harness.tolerances import EXACT, FP32_REORDERED_SUM, assert_close

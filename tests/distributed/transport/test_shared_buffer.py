@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.core.errors import TopologyError
+from megatron.core.foundation.errors import TopologyError
 from megatron.core.transport.shm import shared_buffer
 from megatron.core.transport.shm.shared_buffer import PeerBuffers, SharedBuffer, round_up_to_pages
 from tests.harness.distributed import distributed

@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.core.errors import TopologyError
-from megatron.core.process_identity import ProcessIdentity
+from megatron.core.foundation.errors import TopologyError
+from megatron.core.foundation.process_identity import ProcessIdentity
 from megatron.core.transport import collectives
 from megatron.core.transport.shm import shm_collectives
 from megatron.core.transport.shm.shm_collectives import (

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core import parallel_state
-from megatron.core.errors import MegatronError
-from megatron.core.param_meta import get_param_meta
+from megatron.core.foundation.errors import MegatronError
+from megatron.core.parameters.param_meta import get_param_meta
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_pg_rank
 from pretrain_gpt import forward_step

@@ -12,7 +12,7 @@ import torch
 
 from megatron import deepspeed
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
-from megatron.core.errors import CheckpointError, ConfigError, MegatronError
+from megatron.core.foundation.errors import CheckpointError, ConfigError, MegatronError
 from megatron.core.fusions.fused_bias_swiglu import bias_swiglu_impl
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.models.gpt.gpt_layer_specs import (

@@ -10,7 +10,7 @@ import torch
 
 from megatron.core import parallel_state as mpu
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
-from megatron.core.errors import CheckpointError, ConfigError, NumericsError
+from megatron.core.foundation.errors import CheckpointError, ConfigError, NumericsError
 from megatron.core.process_groups_config import ProcessGroupCollection
 from tests.harness.groups import FakeGroup, fake_groups
 from tests.harness.tolerances import EXACT, FP32_REORDERED_SUM, assert_close

@@ -15,7 +15,7 @@ from megatron.compatibility.deepspeed_names import DEEPSPEED_ELSEWHERE, DEEPSPEE
 from megatron.compatibility.elsewhere import ELSEWHERE as MEGATRON_ELSEWHERE
 from megatron.compatibility.lacking import LACKING as MEGATRON_LACKING
 from megatron.compatibility.lookup import is_stand_in
-from megatron.core.errors import ConfigError
+from megatron.core.foundation.errors import ConfigError
 from tests.harness.pool import REPOSITORY
 
 ELSEWHERE = {**MEGATRON_ELSEWHERE, **DEEPSPEED_ELSEWHERE}

@@ -12,8 +12,8 @@ from megatron.core.context_parallel.partition import (
     split_zigzag,
     take_rows,
 )
-from megatron.core.errors import DataError
-from megatron.core.rng import SequenceRows
+from megatron.core.foundation.errors import DataError
+from megatron.core.parameters.rng import SequenceRows
 from tests.harness.groups import FakeGroup
 
 SIZES = (1, 2, 3, 4, 8)

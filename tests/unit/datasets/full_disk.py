@@ -6,7 +6,7 @@ import resource
 import numpy as np
 
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
-from megatron.core.errors import DataError
+from megatron.core.foundation.errors import DataError
 
 
 def fill_tokens(folder):

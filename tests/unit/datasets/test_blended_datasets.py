@@ -9,7 +9,7 @@ import torch
 from megatron.core.datasets.blended_dataset import BlendedDataset
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, MockGPTDataset
-from megatron.core.errors import ConfigError, DataError
+from megatron.core.foundation.errors import ConfigError, DataError
 from tests.unit.datasets import oracle
 from tests.unit.datasets.corpora import (
     Tokenizer,

@@ -18,7 +18,7 @@ from megatron.core.datasets.preprocessing.chat_template import ChatTemplate
 from megatron.core.datasets.preprocessing.conversations import pack
 from megatron.core.datasets.preprocessing.documents import BadDocumentError
 from megatron.core.datasets.preprocessing.template_process import TemplateLimits
-from megatron.core.errors import ConfigError, DataError
+from megatron.core.foundation.errors import ConfigError, DataError
 from tools import preprocess_data
 
 CHATML = (

@@ -9,7 +9,7 @@ import pytest
 
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.preprocessing.fill_in_middle import fill_in_middle
-from megatron.core.errors import ConfigError
+from megatron.core.foundation.errors import ConfigError
 from tools import preprocess_data
 
 VOCAB = {"<fim_prefix>": 300, "<fim_middle>": 301, "<fim_suffix>": 302}

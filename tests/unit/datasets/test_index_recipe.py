@@ -16,7 +16,7 @@ from megatron.core.datasets.index_building import (
     split_bounds,
 )
 from megatron.core.datasets.utils import get_blend_from_list, normalize
-from megatron.core.errors import ConfigError, DataError
+from megatron.core.foundation.errors import ConfigError, DataError
 from tests.unit.datasets import oracle, recipe_cases
 
 

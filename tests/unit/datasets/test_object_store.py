@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 
 from megatron.core.datasets import object_store
 from megatron.core.datasets.indexed_dataset import IndexedDataset
-from megatron.core.errors import ConfigError, DataError
+from megatron.core.foundation.errors import ConfigError, DataError
 from tests.unit.datasets.corpora import config, gpt_dataset, random_documents, write_corpus
 
 

@@ -22,7 +22,7 @@ from megatron.core.datasets.preprocessing.inputs import expand_inputs
 from megatron.core.datasets.preprocessing.sentence_splitting import SentenceSplitter
 from megatron.core.datasets.preprocessing.units import read_units
 from megatron.core.datasets.preprocessing.workers import encode_in_order
-from megatron.core.errors import DataError, MissingExtraError
+from megatron.core.foundation.errors import DataError, MissingExtraError
 from megatron.core.tokenizers import make_tokenizer
 from tools import merge_datasets, preprocess_data
 

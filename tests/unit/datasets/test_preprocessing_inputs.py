@@ -14,7 +14,7 @@ from megatron.core.datasets.preprocessing.inputs import expand_inputs, share_of
 from megatron.core.datasets.preprocessing.shards import rank_and_world, shards_of
 from megatron.core.datasets.preprocessing.streams import blocks_of
 from megatron.core.datasets.preprocessing.units import read_units
-from megatron.core.errors import ConfigError, DataError
+from megatron.core.foundation.errors import ConfigError, DataError
 from tools import merge_datasets, preprocess_data
 
 TEXTS = [f"Zeile {i} über 漢字 {'x' * (i % 50)}" for i in range(200)]

@@ -11,7 +11,7 @@ import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.preprocessing import job
 from megatron.core.datasets.preprocessing.resume import Journal
-from megatron.core.errors import DataError
+from megatron.core.foundation.errors import DataError
 from tests.parity.preprocessing_kills import run_until_through, write_input
 from tools import preprocess_data
 

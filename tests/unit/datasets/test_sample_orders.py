@@ -18,7 +18,7 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, MockGPTDataset
 from megatron.core.datasets.index_building import _shuffle
 from megatron.core.datasets.permutation import KeyedPermutation
 from megatron.core.datasets.utils import Split
-from megatron.core.errors import ConfigError, DataError
+from megatron.core.foundation.errors import ConfigError, DataError
 from tests.unit.datasets import oracle
 from tests.unit.datasets.corpora import (
     EOD,

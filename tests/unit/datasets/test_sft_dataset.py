@@ -7,7 +7,7 @@ import torch
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from megatron.core.datasets.sft_dataset import SFTDataset
-from megatron.core.errors import DataError
+from megatron.core.foundation.errors import DataError
 from tests.unit.datasets.corpora import config
 
 PACKS = [[[11, 12, 13, 14], [21, 22, 23]], [[31, 32]], [[41, 42, 43, 44, 45, 46, 47, 48]]]

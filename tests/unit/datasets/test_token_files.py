@@ -24,8 +24,8 @@ from megatron.core.datasets.indexed_dataset import (
 )
 from megatron.core.datasets.multi_file_bin import token_files
 from megatron.core.datasets.token_file import WholeFile
-from megatron.core.errors import DataError
-from megatron.core.processes import describe_exit
+from megatron.core.foundation.errors import DataError
+from megatron.core.foundation.processes import describe_exit
 
 DOCUMENTS = [[[1, 2, 3]], [[4], [5, 6]], [[7, 8, 9, 10]]]
 
@@ -406,7 +406,7 @@ def read():
     print(tokens[100_000])
 """
 ALONE = """
-from megatron.core.processes import name_fatal_signals
+from megatron.core.foundation.processes import name_fatal_signals
 name_fatal_signals()
 read()
 """

@@ -8,7 +8,7 @@ import pytest
 from megatron.core.datasets import indexed_dataset, validation_cache
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.validation_cache import check_once
-from megatron.core.errors import DataError
+from megatron.core.foundation.errors import DataError
 from tests.unit.datasets.corpora import write_corpus
 
 

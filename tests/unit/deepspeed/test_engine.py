@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from megatron import deepspeed
-from megatron.core.errors import CheckpointError, ConfigError, ScheduleError
+from megatron.core.foundation.errors import CheckpointError, ConfigError, ScheduleError
 from megatron.deepspeed.optimizers import check_client
 from megatron.deepspeed.settings import engine_settings
 from tests.unit.dist_checkpointing.interop import interop_files as foreign

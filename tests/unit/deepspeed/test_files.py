@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.core.errors import ConfigError
+from megatron.core.foundation.errors import ConfigError
 from megatron.deepspeed.settings import data_parallel_config, engine_settings, optimizer_config
 
 FILES = Path(__file__).parents[2] / "fixtures" / "deepspeed"

@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from megatron.core.errors import ConfigError
+from megatron.core.foundation.errors import ConfigError
 from megatron.deepspeed import launcher
 from tests.harness.pool import REPOSITORY
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron.core.errors import ConfigError
+from megatron.core.foundation.errors import ConfigError
 from megatron.deepspeed import lr_schedules
 
 CASES = {

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from megatron import deepspeed
-from megatron.core.errors import CheckpointError
+from megatron.core.foundation.errors import CheckpointError
 from megatron.training.cli.deepspeed import deepspeed_values
 from tests.harness.tolerances import EXACT, assert_close
 from tests.unit.dist_checkpointing.interop import interop_files as foreign

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from megatron.core.errors import ConfigError
+from megatron.core.foundation.errors import ConfigError
 from megatron.deepspeed.batch import resolve_batch
 from megatron.deepspeed.reading import collect, load_document, read_settings
 from megatron.deepspeed.settings import data_parallel_config, engine_settings, optimizer_config

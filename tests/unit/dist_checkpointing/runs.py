@@ -10,7 +10,7 @@ from torch import nn
 
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.training.checkpointing import Checkpointer, CheckpointSettings, RunParts
-from megatron.training.state import TrainState
+from megatron.training.run.state import TrainState
 
 
 class TinyModel(nn.Module):

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron.core.dist_checkpointing import ShardedTensor, sharded_tensor_for_parameter
 from megatron.core.dist_checkpointing.parameter_shards import make_sharded_optimizer_tensor
-from megatron.core.param_meta import ParamMeta, shard_of
+from megatron.core.parameters.param_meta import ParamMeta, shard_of
 
 
 @dataclass(frozen=True)

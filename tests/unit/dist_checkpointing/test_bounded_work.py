@@ -13,7 +13,7 @@ import pytest
 from megatron.core.dist_checkpointing import typed_json
 from megatron.core.dist_checkpointing.durable import DamagedCheckpointError
 from megatron.core.dist_checkpointing.flat_ranges import Box, coverage_problem
-from megatron.core.errors import CheckpointError, shown
+from megatron.core.foundation.errors import CheckpointError, shown
 from megatron.hugging_face.model_directory import tensors_of_file
 
 

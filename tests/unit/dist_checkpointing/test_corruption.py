@@ -14,7 +14,7 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import ShardedTensor, commit
 from megatron.core.dist_checkpointing.durable import DamagedCheckpointError
 from megatron.core.dist_checkpointing.verify import verify_checkpoint
-from megatron.core.errors import CheckpointError
+from megatron.core.foundation.errors import CheckpointError
 from tests.unit.dist_checkpointing.ranks import must_succeed, run_ranks
 from tests.unit.dist_checkpointing.runs import load, save
 

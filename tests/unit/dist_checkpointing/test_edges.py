@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron.core.errors import CheckpointError
+from megatron.core.foundation.errors import CheckpointError
 from megatron.training.checkpointing.run_state import apply_rng
 from megatron.training.checkpointing.selection import select_checkpoints
-from megatron.training.state import TrainState
+from megatron.training.run.state import TrainState
 from tests.unit.dist_checkpointing.runs import TinyModel, checkpointer, load, save
 
 

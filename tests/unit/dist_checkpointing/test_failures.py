@@ -11,7 +11,7 @@ import torch
 
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import ShardedTensor, commit
-from megatron.core.errors import CheckpointError
+from megatron.core.foundation.errors import CheckpointError
 from tests.unit.dist_checkpointing.disk import Disk, on_disk
 from tests.unit.dist_checkpointing.ranks import run_ranks
 from tests.unit.dist_checkpointing.runs import load, save

@@ -18,7 +18,7 @@ import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.manifest import metadata_bytes
 from megatron.core.dist_checkpointing.shard_file import hash_of
-from megatron.core.errors import CheckpointError
+from megatron.core.foundation.errors import CheckpointError
 from tests.unit.dist_checkpointing.runs import load, save
 from tests.unit.dist_checkpointing.states import one_tensor
 

@@ -18,7 +18,7 @@ from megatron.core.dist_checkpointing.digest import checkpoint_digest
 from megatron.core.dist_checkpointing.durable import DamagedCheckpointError
 from megatron.core.dist_checkpointing.object_store import ObjectDirectory, storage_path
 from megatron.core.dist_checkpointing.verify import verify_checkpoint
-from megatron.core.errors import CheckpointError
+from megatron.core.foundation.errors import CheckpointError
 from tests.unit.dist_checkpointing.ranks import must_succeed, run_ranks
 from tests.unit.dist_checkpointing.runs import load, save
 from tests.unit.dist_checkpointing.states import Layout, declare, global_state, values

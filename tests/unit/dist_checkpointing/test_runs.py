@@ -23,9 +23,9 @@ from megatron.core.dist_checkpointing import (
 )
 from megatron.core.dist_checkpointing.async_save import NICENESS
 from megatron.core.dist_checkpointing.save_lock import SaveLock
-from megatron.core.errors import CheckpointError, ConfigError
-from megatron.core.rng import rng_state
-from megatron.training.state import TrainState
+from megatron.core.foundation.errors import CheckpointError, ConfigError
+from megatron.core.parameters.rng import rng_state
+from megatron.training.run.state import TrainState
 from tests.unit.dist_checkpointing.ranks import must_succeed, run_ranks
 from tests.unit.dist_checkpointing.runs import TinyModel, checkpointer, load, save
 from tests.unit.dist_checkpointing.states import one_tensor

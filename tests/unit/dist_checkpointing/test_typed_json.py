@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.core.dist_checkpointing.typed_json import decode, dump_bytes, encode, parse_bytes
-from megatron.core.errors import CheckpointError
+from megatron.core.foundation.errors import CheckpointError
 
 
 def round_trip(value):

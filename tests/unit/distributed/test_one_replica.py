@@ -2,7 +2,7 @@
 
 import torch
 
-from megatron.core.param_meta import accumulate_main_grad
+from megatron.core.parameters.param_meta import accumulate_main_grad
 from megatron.core.process_groups_config import ProcessGroupCollection
 from tests.distributed.distributed.replicas import (
     Model,

@@ -9,8 +9,8 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from megatron.core.attempts import join_attempt
-from megatron.core.errors import TopologyError
+from megatron.core.foundation.attempts import join_attempt
+from megatron.core.foundation.errors import TopologyError
 
 SIZE = 4
 SOON = timedelta(seconds=20)

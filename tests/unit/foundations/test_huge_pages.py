@@ -30,7 +30,7 @@ def asks_for_huge_pages(address):
 @linux
 def test_large_tensors_of_a_process_that_imports_the_framework():
     source = (
-        "import torch, megatron.core.device\n"
+        "import torch, megatron.core.foundation.device\n"
         "from tests.unit.foundations.test_huge_pages import asks_for_huge_pages\n"
         "values = torch.ones(4 << 20)\n"
         "print(asks_for_huge_pages(values.data_ptr() + (4 << 20)))"

@@ -3,13 +3,13 @@
 import torch
 from torch import nn
 
-from megatron.core.initialization import (
+from megatron.core.parameters.initialization import (
     canonical_names,
     full_weight,
     init_method_normal,
     initialize_parameters,
 )
-from megatron.core.param_meta import ParamMeta, set_param_meta, unshard
+from megatron.core.parameters.param_meta import ParamMeta, set_param_meta, unshard
 
 
 class Layer(nn.Module):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron.core.rng import rng_state
+from megatron.core.parameters.rng import rng_state
 from megatron.core.step_context.overlap import overlap_forward_backward, yield_to_peer
 
 

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.core.param_meta import (
+from megatron.core.parameters.param_meta import (
     ParamMeta,
     accumulate_main_grad,
     full_shape,

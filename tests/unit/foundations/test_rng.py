@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron.core.rng import (
+from megatron.core.parameters.rng import (
     SequenceRows,
     derive_seed,
     keyed_attention_keep_mask,

@@ -23,7 +23,7 @@ from megatron.core.fusions.fused_bias_swiglu import (
 )
 from megatron.core.fusions.fused_softmax import FusedScaleMaskSoftmax, scaled_masked_softmax
 from megatron.core.kernels.vocab_softmax import BLOCK_BYTES
-from megatron.core.rng import SequenceRows, keyed_dropout, rng_state
+from megatron.core.parameters.rng import SequenceRows, keyed_dropout, rng_state
 from tests.harness.tolerances import BF16_WHOLE_MODEL, FP32_ROUNDED_ONCE, assert_close
 
 PLAIN_GATED = {

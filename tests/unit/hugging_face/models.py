@@ -23,8 +23,8 @@ from megatron.hugging_face import open_model, read_model_directory
 from megatron.hugging_face.families.family import geometry_of
 from megatron.hugging_face.reading import full_name
 from megatron.training.cli.parser import parse_command_line
-from megatron.training.resolve import resolve
-from megatron.training.transformer_settings import transformer_config
+from megatron.training.config.resolve import resolve
+from megatron.training.config.transformer_settings import transformer_config
 from tests.harness.tolerances import FP32_REORDERED_SUM, assert_close
 
 VOCAB, LENGTH = 97, 24

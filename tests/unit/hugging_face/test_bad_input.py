@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megatron.core.errors import CheckpointError, ConfigError, MegatronError
+from megatron.core.foundation.errors import CheckpointError, ConfigError, MegatronError
 from megatron.hugging_face import family_of_settings, open_model, read_model_directory
 from megatron.training.cli.parser import parse_command_line
 from megatron.training.rules import resolve_and_check

@@ -4,14 +4,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron.core.errors import ConfigError
+from megatron.core.foundation.errors import ConfigError
 from megatron.core.inference.contexts import StaticInferenceContext
 from megatron.core.inference_params import InferenceParams
 from megatron.core.kernels.cpu.prepacked_weights import drop_prepacked, linear, prepack
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.parameters.rng import rng_state
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.rng import rng_state
 from megatron.core.transformer.transformer_config import (
     MLATransformerConfig,
     TransformerConfig,

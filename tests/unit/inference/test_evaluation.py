@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron.core.errors import ConfigError
+from megatron.core.foundation.errors import ConfigError
 from megatron.inference.harness import check_generation, rolling_rows, row_of_pair
 from tools.evaluate_perplexity import check_windows, windows
 

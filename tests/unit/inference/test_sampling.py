@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron.core.errors import ConfigError
+from megatron.core.foundation.errors import ConfigError
 from megatron.inference.sampling import NO_TOKEN, Draw, Sampling, log_probabilities
 from megatron.inference.sampling import choose_tokens as choose_from_draws
 

@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from megatron.core.datasets.preprocessing.chat_template import ChatTemplate
-from megatron.core.errors import ConfigError, NumericsError
+from megatron.core.foundation.errors import ConfigError, NumericsError
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.parameters.rng import rng_state
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.rng import rng_state
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transport.object_collectives import SingleProcess
 from megatron.inference.engine import Engine, Request

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from megatron.core.errors import ConfigError, DataError
+from megatron.core.foundation.errors import ConfigError, DataError
 from megatron.inference.engine import Token
 from megatron.inference.text import Continuation, TextStream, take
 from tools.generate import add_arguments, described, prompts_of

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn.attention.flex_attention import flex_attention
 
-from megatron.core.errors import ConfigError
+from megatron.core.foundation.errors import ConfigError
 from megatron.core.kernels import attention as table
 from megatron.core.kernels.attention import ATTENTION, choose_attention
 from megatron.core.kernels.attention_options import AttentionOptions

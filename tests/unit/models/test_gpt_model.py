@@ -9,17 +9,17 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron.core.errors import ConfigError, DataError
-from megatron.core.initialization import canonical_names
+from megatron.core.foundation.errors import ConfigError, DataError
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.param_meta import get_param_meta, shard_of
+from megatron.core.parameters.initialization import canonical_names
+from megatron.core.parameters.param_meta import get_param_meta, shard_of
+from megatron.core.parameters.rng import rng_state
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.rng import rng_state
 from megatron.core.transformer.transformer_config import TransformerConfig
 from tests.harness.groups import fake_groups
 from tests.harness.tolerances import EXACT, FP32_REORDERED_SUM, assert_close
@@ -346,8 +346,8 @@ def test_document_borders_are_brought_into_form_once_for_all_layers(monkeypatch)
 
 
 def test_transformer_engine_specs_need_the_library_and_say_so():
-    from megatron.core.errors import MissingExtraError
-    from megatron.core.optional_imports import has
+    from megatron.core.foundation.errors import MissingExtraError
+    from megatron.core.foundation.optional_imports import has
 
     if has("transformer_engine"):
         assert get_gpt_layer_with_transformer_engine_spec().submodules.mlp

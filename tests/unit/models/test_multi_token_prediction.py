@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron.core.context_parallel import shift_left
-from megatron.core.errors import ConfigError
+from megatron.core.foundation.errors import ConfigError
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_mtp_block_spec,

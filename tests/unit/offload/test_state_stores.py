@@ -7,7 +7,7 @@ import os
 import pytest
 import torch
 
-from megatron.core.errors import ConfigError
+from megatron.core.foundation.errors import ConfigError
 from megatron.core.offload import FileStateStore, HostStateStore, available_host_bytes
 from megatron.core.offload.host_memory import host_memory_problem
 

@@ -4,7 +4,7 @@ import warnings
 
 import pytest
 
-from megatron.core.errors import NumericsError
+from megatron.core.foundation.errors import NumericsError
 from megatron.core.optimizer import DynamicGradScaler
 
 

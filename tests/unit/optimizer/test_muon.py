@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import nn
 
-from megatron.core.errors import ConfigError
+from megatron.core.foundation.errors import ConfigError
 from megatron.core.optimizer import OptimizerConfig, ParamKey, get_megatron_optimizer
 from megatron.core.optimizer.muon_redistribute import assign_owners
 from megatron.core.optimizer.newton_schulz import QUINTIC, orthogonalize, update_scale
-from megatron.core.param_meta import ParamMeta, set_param_meta
+from megatron.core.parameters.param_meta import ParamMeta, set_param_meta
 from megatron.core.process_groups_config import ProcessGroupCollection
 from tests.harness.tolerances import FP32_REORDERED_SUM, FP32_ROUNDED_ONCE, assert_close
 

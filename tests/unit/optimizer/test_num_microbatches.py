@@ -3,7 +3,7 @@
 import pytest
 
 from megatron.core import num_microbatches_calculator as calculator
-from megatron.core.errors import ConfigError
+from megatron.core.foundation.errors import ConfigError
 
 
 def start(ramp=None, batch=32, micro=2, replicas=4, **options):

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron.core.errors import ConfigError
+from megatron.core.foundation.errors import ConfigError
 from megatron.core.optimizer_param_scheduler import (
     LR_DECAY_STYLES,
     OptimizerParamScheduler,

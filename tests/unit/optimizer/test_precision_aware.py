@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron.core.distributed.sharding_arithmetic import BLOCK
-from megatron.core.errors import ConfigError
+from megatron.core.foundation.errors import ConfigError
 from megatron.core.model_parallel_config import HalfPrecision
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.chunked_state_builder import state_fields

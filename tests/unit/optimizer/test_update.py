@@ -10,13 +10,13 @@ from megatron.compatibility.optimizers import (
     Float16OptimizerWithFloat16Params,
     FP32Optimizer,
 )
-from megatron.core.errors import ConfigError, NumericsError
+from megatron.core.foundation.errors import ConfigError, NumericsError
 from megatron.core.optimizer import (
     OptimizerConfig,
     ParamKey,
     get_megatron_optimizer,
 )
-from megatron.core.param_meta import ParamMeta, set_param_meta
+from megatron.core.parameters.param_meta import ParamMeta, set_param_meta
 from megatron.core.process_groups_config import ProcessGroupCollection
 from tests.distributed.distributed.replicas import Model, accumulate, loss_of, samples, wrap
 from tests.harness.tolerances import (

@@ -28,13 +28,13 @@ from megatron.core.datasets.preprocessing.chat_template import find_chat_templat
 from megatron.core.datasets.preprocessing.inputs import expand_inputs
 from megatron.core.datasets.preprocessing.streams import blocks_of
 from megatron.core.dist_checkpointing.interop.opening import open_any
-from megatron.core.errors import MegatronError
+from megatron.core.foundation.errors import MegatronError
 from megatron.core.tokenizers.megatron_tokenizer import make_tokenizer
 from megatron.core.transport.object_collectives import SingleProcess
 from megatron.deepspeed.reading import read_settings
 from megatron.hugging_face.model_directory import read_model_directory, stored_tensors
-from megatron.training.blends import _blend_in_file
 from megatron.training.cli.yaml_file import read_yaml
+from megatron.training.datasets.blends import _blend_in_file
 from tests.unit.dist_checkpointing.interop.payloads import amplifiers
 
 PROCESSOR_SECONDS = 10

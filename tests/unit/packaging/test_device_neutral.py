@@ -16,10 +16,10 @@ RUFF = shutil.which("ruff", path=str(Path(sys.executable).parent)) or "ruff"
 @pytest.mark.parametrize(
     ("code", "path", "is_refused"),
     [
-        ("import torch\n\ntorch.cuda.synchronize()\n", "megatron/training/loop.py", True),
+        ("import torch\n\ntorch.cuda.synchronize()\n", "megatron/training/run/loop.py", True),
         ("from torch import cuda\n\ncuda.synchronize()\n", "tools/new.py", True),
         ("import torch.cuda.nvtx\n\ntorch.cuda.nvtx.mark('x')\n", "benchmarks/new.py", True),
-        ("import torch\n\ntorch.cuda.synchronize()\n", "megatron/core/device.py", False),
+        ("import torch\n\ntorch.cuda.synchronize()\n", "megatron/core/foundation/device.py", False),
         ("import torch\n\ntorch.backends.cudnn.enabled = True\n", "tools/new.py", False),
     ],
 )

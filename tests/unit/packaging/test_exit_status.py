@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from megatron.core.errors import CheckpointError, ConfigError, DataError, raise_together
-from megatron.core.exit_status import ExitStatus, tool
+from megatron.core.foundation.errors import CheckpointError, ConfigError, DataError, raise_together
+from megatron.core.foundation.exit_status import ExitStatus, tool
 from tests.harness.pool import REPOSITORY
 
 OF_THE_PROJECT = {"constraints_beside", "lowest_versions"}

@@ -11,7 +11,7 @@ import time
 import pytest
 
 import megatron
-from megatron.core.optional_imports import BUILT_FROM_SOURCE, EXTRA_OF
+from megatron.core.foundation.optional_imports import BUILT_FROM_SOURCE, EXTRA_OF
 from tests.harness.pool import REPOSITORY
 
 CORE_IMPORT_BUDGET_S = 1.0

@@ -10,7 +10,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-from megatron.core.optional_imports import BUILT_FROM_SOURCE, EXTRA_OF
+from megatron.core.foundation.optional_imports import BUILT_FROM_SOURCE, EXTRA_OF
 from tests.harness.pool import REPOSITORY
 
 PYPROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())

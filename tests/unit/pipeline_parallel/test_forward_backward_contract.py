@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megatron.core.errors import ConfigError, ScheduleError
+from megatron.core.foundation.errors import ConfigError, ScheduleError
 from megatron.core.model_parallel_config import ModelParallelConfig
+from megatron.core.parameters.rng import rng_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.pipeline_parallel import stage as stages
 from megatron.core.pipeline_parallel.grad_sync import GradSync
@@ -26,7 +27,6 @@ from megatron.core.pipeline_parallel.utils import (
     is_vp_last_stage,
 )
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.rng import rng_state
 from megatron.core.step_context.deferred_wgrad import enable_wgrad_deferral
 from megatron.core.tensor_parallel.linear_with_overlap import LinearPlan, parallel_linear
 from megatron.core.timers import Timers

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.core.errors import ConfigError
+from megatron.core.foundation.errors import ConfigError
 from megatron.core.pipeline_parallel.layout import (
     PipelineLayout,
     PipelineParallelLayerLayout,

@@ -7,7 +7,7 @@ import xml.etree.ElementTree as ElementTree
 
 import pytest
 
-from megatron.core.errors import ConfigError, DataError
+from megatron.core.foundation.errors import ConfigError, DataError
 from megatron.core.pipeline_parallel.lower import lower
 from megatron.core.pipeline_parallel.plot import save, svg, timeline_text
 from megatron.core.pipeline_parallel.schedule_definitions.interleaved import interleaved_orders

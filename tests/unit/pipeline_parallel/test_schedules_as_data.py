@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from megatron.core.errors import ScheduleError
+from megatron.core.foundation.errors import ScheduleError
 from megatron.core.pipeline_parallel.instructions import (
     COMPUTE_OPS,
     Op,

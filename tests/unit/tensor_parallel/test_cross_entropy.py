@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.core.errors import DataError
+from megatron.core.foundation.errors import DataError
 from megatron.core.kernels import vocab_softmax
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron.core.tensor_parallel.linear_cross_entropy import linear_cross_entropy

@@ -7,10 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.core.errors import ConfigError, DataError
-from megatron.core.initialization import deferred_initialization, init_method_normal
+from megatron.core.foundation.errors import ConfigError, DataError
 from megatron.core.model_parallel_config import ModelParallelConfig
-from megatron.core.param_meta import ParamMeta, get_param_meta, unshard
+from megatron.core.parameters.initialization import deferred_initialization, init_method_normal
+from megatron.core.parameters.param_meta import ParamMeta, get_param_meta, unshard
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import (
     ColumnParallelLinear,
@@ -227,7 +227,7 @@ def test_bf16_weights_accumulate_in_fp32():
 
 
 def test_large_mixed_sums_go_in_pieces(monkeypatch):
-    monkeypatch.setattr("megatron.core.param_meta.MIXED_SUM_ELEMENTS", 7)
+    monkeypatch.setattr("megatron.core.parameters.param_meta.MIXED_SUM_ELEMENTS", 7)
     test_bf16_weights_accumulate_in_fp32()
 
 

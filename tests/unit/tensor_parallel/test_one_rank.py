@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron.core import tensor_parallel
-from megatron.core.errors import DataError
+from megatron.core.foundation.errors import DataError
 from megatron.core.tensor_parallel.utils import VocabUtility
 from tests.harness.groups import FakeGroup
 

@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.core.errors import ConfigError
-from megatron.core.initialization import init_method_normal
+from megatron.core.foundation.errors import ConfigError
 from megatron.core.model_parallel_config import ModelParallelConfig
-from megatron.core.rng import keyed_dropout, rng_state
+from megatron.core.parameters.initialization import init_method_normal
+from megatron.core.parameters.rng import keyed_dropout, rng_state
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.tensor_parallel.random import (
     CheckpointWithoutOutput,

@@ -5,7 +5,7 @@ import random
 import numpy as np
 import pytest
 
-from megatron.core.errors import ConfigError, DataError
+from megatron.core.foundation.errors import ConfigError, DataError
 from megatron.core.tokenizers import gigatoken_backend, make_tokenizer
 from megatron.core.tokenizers.gigatoken_backend import (
     PROBES,

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.core.errors import ConfigError, DataError, UntokenizableTextError
+from megatron.core.foundation.errors import ConfigError, DataError, UntokenizableTextError
 from megatron.core.tokenizers import (
     TOKENIZER_TYPES,
     MegatronTokenizer,

@@ -4,8 +4,8 @@ from itertools import permutations
 
 import pytest
 
-from megatron.core.errors import TopologyError
-from megatron.core.rank_grid import RankGrid, parse_order, plan_layout
+from megatron.core.foundation.errors import TopologyError
+from megatron.core.topology.rank_grid import RankGrid, parse_order, plan_layout
 
 AXES = ("tp", "cp", "dp", "pp")
 

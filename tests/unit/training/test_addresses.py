@@ -9,10 +9,10 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from megatron.core.errors import TopologyError
+from megatron.core.foundation.errors import TopologyError
 from megatron.training.doctor.findings import State, network_findings
-from megatron.training.setup import addresses
-from megatron.training.setup.addresses import Announced, address_of, check_addresses, problem_with
+from megatron.training.launch import addresses
+from megatron.training.launch.addresses import Announced, address_of, check_addresses, problem_with
 
 
 def announced(host: str, address: str, *interfaces: str) -> Announced:

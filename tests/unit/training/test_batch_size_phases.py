@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 
 from megatron.core import num_microbatches_calculator as calculator
-from megatron.core.batch_size_phases import (
+from megatron.core.foundation.errors import ConfigError
+from megatron.core.settings.batch_size_phases import (
     parse_phases,
     samples_in_phases,
     size_in_phases,
     steps_in_phases,
 )
-from megatron.core.errors import ConfigError
 from megatron.training.cli.parser import parse_command_line
 from megatron.training.rules import resolve_and_check
 

@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from megatron.core.errors import DataError
-from megatron.training.blends import blends_of
+from megatron.core.foundation.errors import DataError
 from megatron.training.config.data import DataSettings
+from megatron.training.datasets.blends import blends_of
 
 
 def blends(**given):

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 from megatron.training.checkpointing.run_state import RunParts, apply_optimizer
 from megatron.training.cli.parser import parse_command_line
-from megatron.training.resolve import resolve
+from megatron.training.config.resolve import resolve
 from megatron.training.setup.assemble import changed_settings
 
 

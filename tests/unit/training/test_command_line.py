@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron.core.errors import ConfigError
+from megatron.core.foundation.errors import ConfigError
 from megatron.core.transformer.enums import AttnBackend
 from megatron.training.cli.parser import UnreadableCommandError, parse_command_line
 from megatron.training.cli.suggest import suggestion

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.core.errors import ConfigError
+from megatron.core.foundation.errors import ConfigError
 from megatron.training.cli.dry_run import describe_run
 from megatron.training.cli.parser import parse_command_line
 from megatron.training.rules import notes

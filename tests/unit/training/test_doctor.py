@@ -3,7 +3,7 @@
 import json
 import socket
 
-from megatron.core import optional_imports
+from megatron.core.foundation import optional_imports
 from megatron.training.doctor import findings
 from megatron.training.doctor.findings import Finding, State
 from megatron.training.doctor.self_test import python_of, self_test

@@ -4,8 +4,8 @@ import pytest
 
 from megatron.training.cli.dry_run import describe_run
 from megatron.training.cli.parser import parse_command_line
+from megatron.training.config.resolve import resolve
 from megatron.training.metrics.model_size import ModelSize
-from megatron.training.resolve import resolve
 from tests.harness.pool import REPOSITORY
 
 DIRECTORY = REPOSITORY / "examples/mixture_of_experts"

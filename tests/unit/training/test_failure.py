@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from megatron.core.errors import (
+from megatron.core.foundation.errors import (
     CheckpointError,
     ConfigError,
     DataError,
@@ -28,9 +28,9 @@ from megatron.core.errors import (
     TopologyError,
     raise_together,
 )
-from megatron.core.process_identity import ProcessIdentity
-from megatron.training import launch
-from megatron.training.launch import Place
+from megatron.core.foundation.process_identity import ProcessIdentity
+from megatron.training.launch import rank_info
+from megatron.training.launch.rank_info import Place
 from megatron.training.resilience import failure
 from megatron.training.resilience.failure import (
     LauncherLostError,
@@ -295,14 +295,14 @@ def test_an_orphan_has_lost_its_launcher_unless_process_1_may_be_the_launcher(
     is_python, monkeypatch
 ):
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", "/nowhere/error.json")
-    monkeypatch.setattr(launch.os, "getppid", lambda: 1)
-    monkeypatch.setattr(launch, "_is_python", lambda process: is_python)
-    assert launch.has_lost_its_launcher() is not is_python
-    assert launch.launcher_process() == (1 if is_python else None)
+    monkeypatch.setattr(rank_info.os, "getppid", lambda: 1)
+    monkeypatch.setattr(rank_info, "_is_python", lambda process: is_python)
+    assert rank_info.has_lost_its_launcher() is not is_python
+    assert rank_info.launcher_process() == (1 if is_python else None)
 
 
 def test_a_rank_whose_launcher_ended_while_it_imported_ends_too(monkeypatch, capsys):
-    monkeypatch.setattr(launch, "has_lost_its_launcher", lambda: True)
+    monkeypatch.setattr(rank_info, "has_lost_its_launcher", lambda: True)
     with pytest.raises(SystemExit) as ended, failures_reported(RunStatus(), []):
         raise AssertionError("training begins without a launcher")
     assert ended.value.code == 18
@@ -310,7 +310,7 @@ def test_a_rank_whose_launcher_ended_while_it_imported_ends_too(monkeypatch, cap
 
 
 def test_the_launcher_is_found_past_a_shell(tmp_path):
-    code = "from megatron.training.launch import launcher_process as f; print(f())"
+    code = "from megatron.training.launch.rank_info import launcher_process as f; print(f())"
     found = [
         subprocess.run(
             ["sh", "-c", f"'{sys.executable}' -c '{code}'; true"],

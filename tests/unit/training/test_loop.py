@@ -11,9 +11,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import megatron.training.evaluate as evaluation
 import megatron.training.hooks.evaluation as hook_module
-import megatron.training.loop as loop
+import megatron.training.run.evaluate as evaluation
+import megatron.training.run.loop as loop
 from megatron.training.config.resolved import ResolvedRun
 from megatron.training.hooks import checks
 from megatron.training.hooks.base import Hook, Hooks
@@ -23,11 +23,11 @@ from megatron.training.hooks.log import IntervalMeans, LinesForFirstRank, LogLin
 from megatron.training.hooks.profiling import CollectGarbage, Profile
 from megatron.training.hooks.scalars import JsonLinesSink, Scalars, TensorBoardSink
 from megatron.training.hooks.stop import ExitDuration, ExitInterval, ExitOnSignal, StepBudget
-from megatron.training.losses import LossTable
-from megatron.training.parts import StepPlan, ValidationSet
 from megatron.training.resilience.signals import SignalFlag
 from megatron.training.resilience.status import RunStatus
-from megatron.training.state import StepResult, StopReason, TrainState
+from megatron.training.run.loss_reduction import LossTable
+from megatron.training.run.parts import StepPlan, ValidationSet
+from megatron.training.run.state import StepResult, StopReason, TrainState
 
 
 def result(loss: float = 1.0, **changes) -> StepResult:

@@ -13,8 +13,10 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 )
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.models.gpt.presets import preset, preset_names
-from megatron.core.param_meta import get_param_meta
+from megatron.core.parameters.param_meta import get_param_meta
 from megatron.training.cli.parser import parse_command_line
+from megatron.training.config.resolve import resolve
+from megatron.training.config.transformer_settings import transformer_config
 from megatron.training.metrics.flops import (
     FlopConvention,
     forward_flops_per_token,
@@ -30,8 +32,6 @@ from megatron.training.metrics.log_line import (
 from megatron.training.metrics.memory import ChunkSize, estimate_memory
 from megatron.training.metrics.model_size import ModelSize
 from megatron.training.metrics.peak import peak_of_gpu
-from megatron.training.resolve import resolve
-from megatron.training.transformer_settings import transformer_config
 
 
 def words_of(text: str) -> list[str]:

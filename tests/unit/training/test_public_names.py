@@ -9,7 +9,7 @@ import pytest
 
 import megatron.training
 from megatron.core.enums import ModelType
-from megatron.core.errors import ConfigError
+from megatron.core.foundation.errors import ConfigError
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.arguments import (
     core_transformer_config_from_args,

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from megatron.training.cli.parser import parse_command_line
-from megatron.training.resolve import resolve
-from megatron.training.transformer_settings import transformer_config
-from megatron.training.vocabulary import pad_vocabulary, resolve_vocabulary
+from megatron.training.config.resolve import resolve
+from megatron.training.config.transformer_settings import transformer_config
+from megatron.training.config.vocabulary import pad_vocabulary, resolve_vocabulary
 
 
 def words_of(text: str) -> list[str]:
@@ -192,7 +192,7 @@ def test_a_tokenizer_adds_no_classes_to_the_loss_of_a_model_that_is_loaded():
 def test_latent_attention_takes_local_layers_beside_those_of_transformer_engine(
     words, found, monkeypatch
 ):
-    monkeypatch.setattr("megatron.training.resolve._has_engine_layers", lambda: True)
+    monkeypatch.setattr("megatron.training.config.resolve._has_engine_layers", lambda: True)
     words = [word for each in words for word in ("--transformer-impl", each)]
     assert run(*words).model.transformer_impl == found
     assert run("--multi-latent-attention", *words).model.transformer_impl == "local"

@@ -10,7 +10,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from megatron.core.errors import ConfigError, MegatronError, TopologyError
+from megatron.core.foundation.errors import ConfigError, MegatronError, TopologyError
 from megatron.training.cli.parser import parse_command_line
 from megatron.training.rules.same_flags import agree_on_settings, comparable
 

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from megatron.core.errors import ConfigError
+from megatron.core.foundation.errors import ConfigError
 from megatron.training.cli.parser import ParsedCommand, parse_command_line
 from megatron.training.config.run import RunConfig, all_flags
 from megatron.training.rules import resolve_and_check

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron.core.errors import ConfigError
+from megatron.core.foundation.errors import ConfigError
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.cli.parser import parse_command_line

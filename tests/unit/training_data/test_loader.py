@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
-from megatron.core.errors import ConfigError, DataError
+from megatron.core.foundation.errors import ConfigError, DataError
 from megatron.training.datasets.data_samplers import (
     MegatronPretrainingRandomSampler,
     MegatronPretrainingSampler,

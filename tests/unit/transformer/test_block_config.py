@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron.core.errors import ConfigError
+from megatron.core.foundation.errors import ConfigError
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 SIZES = {"num_layers": 4, "hidden_size": 32, "num_attention_heads": 4}

@@ -10,7 +10,7 @@ from megatron.core.kernels.attention_options import AttentionOptions
 from megatron.core.kernels.block_mask import MaskSpec, hidden_keys, key_range
 from megatron.core.kernels.cpu import block_attention as block_module
 from megatron.core.kernels.cpu.block_attention import cpu_block_attention
-from megatron.core.rng import rng_state
+from megatron.core.parameters.rng import rng_state
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnBackend, AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from megatron.core.param_meta import ParamMeta, set_param_meta
+from megatron.core.parameters.param_meta import ParamMeta, set_param_meta
 from megatron.core.transformer.module import Float16Module, MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from tests.harness.groups import fake_groups

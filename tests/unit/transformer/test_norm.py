@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron.core.errors import ConfigError
-from megatron.core.param_meta import get_param_meta
+from megatron.core.foundation.errors import ConfigError
+from megatron.core.parameters.param_meta import get_param_meta
 from megatron.core.transformer.norm import LayerNorm, RMSNorm
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_config import TransformerConfig

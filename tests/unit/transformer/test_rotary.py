@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron.core.errors import ConfigError
+from megatron.core.foundation.errors import ConfigError
 from megatron.core.models.common.embeddings.rotary_pos_embedding import (
     RotaryEmbedding,
     apply_rotary_pos_emb,

@@ -21,8 +21,8 @@ from megatron.core.datasets.preprocessing.template_process import (
     TemplateLimits,
     TemplateProcess,
 )
-from megatron.core.errors import ConfigError, DataError
-from megatron.core.json_text import parse_json
+from megatron.core.foundation.errors import ConfigError, DataError
+from megatron.core.foundation.json_text import parse_json
 
 _ROLES = {"human": "user", "gpt": "assistant", "system": "system", "tool": "tool"}
 """Roles of conversations that spell their messages {"from": ..., "value": ...}."""

@@ -14,8 +14,8 @@ from typing import IO, Any
 from megatron.core.datasets.preprocessing.inputs import InputFormat, unreadable
 from megatron.core.datasets.preprocessing.streams import read_document
 from megatron.core.datasets.preprocessing.units import LONGEST_LINE_BYTES, Unit
-from megatron.core.errors import DataError
-from megatron.core.optional_imports import has, require
+from megatron.core.foundation.errors import DataError
+from megatron.core.foundation.optional_imports import has, require
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 

@@ -19,7 +19,7 @@ from megatron.core.datasets.preprocessing.documents import (
     documents_of,
 )
 from megatron.core.datasets.preprocessing.units import LONGEST_LINE_BYTES, Unit
-from megatron.core.errors import DataError, MegatronError, UntokenizableTextError
+from megatron.core.foundation.errors import DataError, MegatronError, UntokenizableTextError
 
 
 class FlatEncoder(Protocol):

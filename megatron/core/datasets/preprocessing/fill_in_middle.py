@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron.core.errors import ConfigError
+from megatron.core.foundation.errors import ConfigError
 
 Encode = Callable[[Sequence[str]], tuple[np.ndarray, np.ndarray]]
 

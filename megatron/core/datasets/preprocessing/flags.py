@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from megatron.core.datasets.preprocessing.inputs import InputFile, InputFormat
 from megatron.core.datasets.preprocessing.template_process import add_template_flags
-from megatron.core.errors import ConfigError, raise_together
+from megatron.core.foundation.errors import ConfigError, raise_together
 
 DESCRIPTION = """Turn text into token files for training: PREFIX_text_document.bin and .idx.
 The same input gives the same bytes with any number of workers. A run that was killed goes on where

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from megatron.core.errors import ConfigError, DataError
-from megatron.core.optional_imports import require
+from megatron.core.foundation.errors import ConfigError, DataError
+from megatron.core.foundation.optional_imports import require
 
 COMPRESSION_SUFFIXES = (".gz", ".bz2", ".xz", ".zst")
 

@@ -13,8 +13,8 @@ from megatron.core.datasets.preprocessing.stats import (
     CorpusStats,
     CorpusTally,
 )
-from megatron.core.errors import ConfigError
-from megatron.core.optional_imports import require
+from megatron.core.foundation.errors import ConfigError
+from megatron.core.foundation.optional_imports import require
 
 _PAGE = """<!doctype html>
 <meta charset="utf-8"><title>{title}</title>

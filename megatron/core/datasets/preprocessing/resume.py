@@ -24,7 +24,7 @@ import numpy as np
 from megatron.core.datasets.index_file import write_index
 from megatron.core.datasets.preprocessing.encoder import Sequences
 from megatron.core.datasets.token_file import explain_full_disk, sync_directory
-from megatron.core.errors import DataError
+from megatron.core.foundation.errors import DataError
 
 _SUFFIX = ".unfinished"
 

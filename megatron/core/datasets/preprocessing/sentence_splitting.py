@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron.core.errors import DataError
-from megatron.core.optional_imports import require
+from megatron.core.foundation.errors import DataError
+from megatron.core.foundation.optional_imports import require
 
 
 class SentenceSplitter:

@@ -8,7 +8,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 
-from megatron.core.errors import ConfigError, DataError
+from megatron.core.foundation.errors import ConfigError, DataError
 
 _SHARD = re.compile(r"(.*)-(\d{5,})-of-(\d{5,})(_.*)")
 

@@ -16,8 +16,8 @@ from megatron.core.datasets.preprocessing.inputs import (
     remote_file_system,
     unreadable,
 )
-from megatron.core.errors import DataError
-from megatron.core.optional_imports import require
+from megatron.core.foundation.errors import DataError
+from megatron.core.foundation.optional_imports import require
 
 KEPT_OF_OVERLONG = 80
 """Bytes kept of a line or document that is too long to be held."""

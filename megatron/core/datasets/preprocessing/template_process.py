@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron.core.errors import ConfigError
-from megatron.core.optional_imports import require
+from megatron.core.foundation.errors import ConfigError
+from megatron.core.foundation.optional_imports import require
 
 _SCRIPT = Path(__file__).with_name("_template_sandbox.py")
 _LEAST_MIB = 64

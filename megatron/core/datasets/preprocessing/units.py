@@ -21,8 +21,8 @@ from megatron.core.datasets.preprocessing.streams import (
     blocks_of,
     opened_file,
 )
-from megatron.core.errors import DataError
-from megatron.core.optional_imports import require
+from megatron.core.foundation.errors import DataError
+from megatron.core.foundation.optional_imports import require
 
 UNIT_BYTES = 1 << 20
 LONGEST_LINE_BYTES = 1 << 29

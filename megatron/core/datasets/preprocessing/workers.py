@@ -17,8 +17,8 @@ from concurrent.futures.process import BrokenProcessPool
 
 from megatron.core.datasets.preprocessing.encoder import EncodedUnit
 from megatron.core.datasets.preprocessing.units import Unit
-from megatron.core.errors import DataError, MegatronError
-from megatron.core.processes import die_with
+from megatron.core.foundation.errors import DataError, MegatronError
+from megatron.core.foundation.processes import die_with
 
 Work = Callable[[Unit], EncodedUnit]
 

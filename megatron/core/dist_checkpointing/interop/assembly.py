@@ -16,7 +16,7 @@ from megatron.core.dist_checkpointing.interop.gpt_names import (
     with_layer_offset,
 )
 from megatron.core.dist_checkpointing.interop.stored_view import StoredView
-from megatron.core.errors import shown
+from megatron.core.foundation.errors import shown
 
 Tensors = Mapping[str, StoredView]
 """One rank's parameters by their name in the file, in the order of the model."""

@@ -35,7 +35,7 @@ from megatron.core.dist_checkpointing.manifest import Manifest, Shard, StoredTen
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.dist_checkpointing.planner import Read
 from megatron.core.dist_checkpointing.shard_file import dtype_name
-from megatron.core.errors import CheckpointError, shown
+from megatron.core.foundation.errors import CheckpointError, shown
 
 PADDED_KEYS = ("embedding.word_embeddings.weight", "output_layer.weight")
 """Their first dimension is padded for the tensor-parallel size."""

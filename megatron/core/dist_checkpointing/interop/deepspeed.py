@@ -41,7 +41,7 @@ from megatron.core.dist_checkpointing.interop.stored_view import (
     contiguous_stride,
 )
 from megatron.core.dist_checkpointing.interop.torch_file import read_torch_file
-from megatron.core.errors import shown
+from megatron.core.foundation.errors import shown
 
 _MODEL = re.compile(r"mp_rank_(\d{2,})_model_states\.pt", re.ASCII)
 _MODEL_PART = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d{2,})_model_states\.pt", re.ASCII)

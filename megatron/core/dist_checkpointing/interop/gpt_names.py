@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from megatron.core.dist_checkpointing.durable import DamagedCheckpointError
 from megatron.core.dist_checkpointing.interop.stored_view import StoredView
-from megatron.core.errors import shown
+from megatron.core.foundation.errors import shown
 
 MAX_NAME = 1 << 12
 """Characters of the name of a parameter, which joins the keys of nested dicts."""

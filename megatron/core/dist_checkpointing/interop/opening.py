@@ -22,7 +22,7 @@ from megatron.core.dist_checkpointing.interop.torch_dist import open_torch_dist
 from megatron.core.dist_checkpointing.loader import Contents, open_contents
 from megatron.core.dist_checkpointing.manifest import BACKEND, METADATA_NAME
 from megatron.core.dist_checkpointing.object_store import StoragePath, storage_path
-from megatron.core.errors import CheckpointError, MegatronError, shown
+from megatron.core.foundation.errors import CheckpointError, MegatronError, shown
 from megatron.core.transport.object_collectives import ControlGroup
 
 Opener = Callable[[Path], InteropContents]

@@ -17,7 +17,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megatron.core.device import is_host_memory
 from megatron.core.dist_checkpointing.durable import (
     DamagedCheckpointError,
     open_inside,
@@ -25,7 +24,8 @@ from megatron.core.dist_checkpointing.durable import (
 )
 from megatron.core.dist_checkpointing.flat_ranges import Box
 from megatron.core.dist_checkpointing.shard_file import as_bytes
-from megatron.core.errors import shown
+from megatron.core.foundation.device import is_host_memory
+from megatron.core.foundation.errors import shown
 
 MAX_DIMS = 64
 MAX_SHARED_BYTES = 1 << 20

@@ -43,7 +43,7 @@ from megatron.core.dist_checkpointing.interop.pickles import load_pickle
 from megatron.core.dist_checkpointing.interop.stored_view import MAX_DIMS
 from megatron.core.dist_checkpointing.interop.torch_file import read_torch_file, read_torch_range
 from megatron.core.dist_checkpointing.shard_file import DTYPES
-from megatron.core.errors import shown
+from megatron.core.foundation.errors import shown
 
 METADATA_LIMIT = 1 << 31
 _DATA_FILE = re.compile(r"__\d+_\d+\.distcp", re.ASCII)

@@ -48,7 +48,7 @@ from megatron.core.dist_checkpointing.loader import Contents, SliceReader
 from megatron.core.dist_checkpointing.manifest import METADATA_NAME, StoredTensor
 from megatron.core.dist_checkpointing.planner import ShardIndex
 from megatron.core.dist_checkpointing.shard_file import DTYPES
-from megatron.core.errors import CheckpointError
+from megatron.core.foundation.errors import CheckpointError
 
 CHECKPOINT_VERSION = 3.0
 _STACK = re.compile(r"(?:.*\.)?layers\.(?!\d)", re.ASCII)

@@ -23,7 +23,7 @@ from megatron.core.dist_checkpointing.durable import DamagedCheckpointError, ope
 from megatron.core.dist_checkpointing.interop.pickle_allowlist import Storage, StorageType, lookup
 from megatron.core.dist_checkpointing.interop.pickles import MAX_LINE, load_pickle
 from megatron.core.dist_checkpointing.interop.stored_view import StoredBytes, is_other_byte_order
-from megatron.core.errors import shown
+from megatron.core.foundation.errors import shown
 
 MAX_PICKLE_BYTES = 1 << 30
 MAX_MEMBERS = 1 << 22

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from megatron.core.errors import ConfigError
+from megatron.core.foundation.errors import ConfigError
 
 
 class BaseInferenceContext:

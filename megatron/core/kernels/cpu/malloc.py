@@ -8,7 +8,7 @@ import mmap
 import os
 import platform
 
-from megatron.core.device import device_type
+from megatron.core.foundation.device import device_type
 
 HUGE_PAGE_BYTES = 2 << 20
 RETURNED_BLOCK_BYTES = 2 << 20

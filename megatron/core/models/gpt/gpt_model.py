@@ -15,16 +15,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.core.errors import ConfigError
+from megatron.core.foundation.errors import ConfigError
 from megatron.core.inference.contexts.static_context import StaticInferenceContext
-from megatron.core.initialization import deferred_initialization, initialize_parameters
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.parameters.initialization import deferred_initialization, initialize_parameters
+from megatron.core.parameters.rng import rng_state
 from megatron.core.pipeline_parallel.layout import check_prediction_stage, pipeline_layout
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.rng import rng_state
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlock
 from megatron.core.transformer.spec_utils import ModuleSpec

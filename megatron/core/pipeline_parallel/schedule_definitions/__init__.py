@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import pkgutil
 
-from megatron.core.errors import ScheduleError
+from megatron.core.foundation.errors import ScheduleError
 from megatron.core.pipeline_parallel.schedule import SCHEDULES, Schedule
 
 __all__ = ["SCHEDULES", "schedule_named"]

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from megatron.core.errors import ScheduleError
+from megatron.core.foundation.errors import ScheduleError
 from megatron.core.pipeline_parallel.instructions import (
     BACKWARD,
     FORWARD,

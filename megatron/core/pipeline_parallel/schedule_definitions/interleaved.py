@@ -14,7 +14,7 @@ of each other: the two steps for each rank after this one, which plain 1F1B lack
 
 from __future__ import annotations
 
-from megatron.core.errors import ScheduleError
+from megatron.core.foundation.errors import ScheduleError
 from megatron.core.pipeline_parallel.instructions import BACKWARD, FORWARD, Orders, Placement, Step
 
 

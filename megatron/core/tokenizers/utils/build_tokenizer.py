@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron.core.errors import ConfigError
+from megatron.core.foundation.errors import ConfigError
 from megatron.core.tokenizers.base import TextTokenizer, pad_vocab_size
 from megatron.core.tokenizers.megatron_tokenizer import TOKENIZER_TYPES, make_tokenizer
 

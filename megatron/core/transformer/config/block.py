@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from megatron.core.errors import ConfigError, MegatronError
-from megatron.core.flag_expressions import int_pair, layer_pattern
-from megatron.core.flags import flag, no_flag
+from megatron.core.foundation.errors import ConfigError, MegatronError
+from megatron.core.settings.flag_expressions import int_pair, layer_pattern
+from megatron.core.settings.flags import flag, no_flag
 from megatron.core.transformer.enums import AttnBackend
 
 SOFTMAX_TYPES = ("vanilla", "off-by-one", "learnable")

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from megatron.core.context_parallel import COMMUNICATION_TYPES
-from megatron.core.errors import ConfigError, MegatronError
+from megatron.core.foundation.errors import ConfigError, MegatronError
 from megatron.core.utils import best_divisor
 
 

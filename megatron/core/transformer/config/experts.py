@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.core.errors import ConfigError, MegatronError
-from megatron.core.flag_expressions import layer_pattern
-from megatron.core.flags import flag
+from megatron.core.foundation.errors import ConfigError, MegatronError
+from megatron.core.settings.flag_expressions import layer_pattern
+from megatron.core.settings.flags import flag
 from megatron.core.utils import best_divisor
 
 BALANCE_METHODS = ("aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none")

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron.core.flags import no_flag
-from megatron.core.initialization import init_method_normal, scaled_init_method_normal
+from megatron.core.parameters.initialization import init_method_normal, scaled_init_method_normal
+from megatron.core.settings.flags import no_flag
 
 
 @dataclass

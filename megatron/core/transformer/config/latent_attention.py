@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.core.errors import ConfigError, MegatronError
-from megatron.core.flags import flag
+from megatron.core.foundation.errors import ConfigError, MegatronError
+from megatron.core.settings.flags import flag
 
 
 @dataclass

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron.core.errors import ConfigError, MegatronError
+from megatron.core.foundation.errors import ConfigError, MegatronError
 from megatron.core.pipeline_parallel.schedule_definitions import schedule_named
 
 _FLAG = "--overlap-moe-expert-parallel-comm"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.core.flag_expressions import layer_pattern
-from megatron.core.flags import flag
+from megatron.core.settings.flag_expressions import layer_pattern
+from megatron.core.settings.flags import flag
 
 
 @dataclass

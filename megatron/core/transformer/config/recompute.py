@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.core.errors import ConfigError, MegatronError
-from megatron.core.flags import flag
+from megatron.core.foundation.errors import ConfigError, MegatronError
+from megatron.core.settings.flags import flag
 
 RECOMPUTE_MODULES = ("core_attn", "mlp", "layernorm", "moe")
 """Parts of a layer that selective recomputation can drop and recompute."""

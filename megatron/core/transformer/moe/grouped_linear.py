@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.core.kernels.grouped_products import grouped_products
-from megatron.core.param_meta import add_gradient, has_main_grad, main_grad_addmm
+from megatron.core.parameters.param_meta import add_gradient, has_main_grad, main_grad_addmm
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.step_context import deferred_wgrad
 from megatron.core.tensor_parallel.parallel_parameters import ParallelLayer

@@ -14,9 +14,9 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.core.errors import refuse_given
+from megatron.core.foundation.errors import refuse_given
+from megatron.core.parameters.rng import rng_state
 from megatron.core.process_groups_config import ProcessGroupCollection, resolve_groups
-from megatron.core.rng import rng_state
 from megatron.core.tensor_parallel.mappings import (
     gather_from_sequence_parallel_region,
     scatter_to_sequence_parallel_region,

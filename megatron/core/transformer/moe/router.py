@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.core.context_parallel import rows_of_rank
+from megatron.core.parameters.rng import keyed_uniform
 from megatron.core.process_groups_config import ProcessGroupCollection, resolve_groups
-from megatron.core.rng import keyed_uniform
 from megatron.core.step_context.aux_loss import attach_aux_loss
 from megatron.core.tensor_parallel.activation_recompute import is_recomputing
 from megatron.core.tensor_parallel.parallel_parameters import ParallelLayer

@@ -39,8 +39,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.core.errors import PeerLostError
-from megatron.core.process_identity import SIZE, ProcessIdentity
+from megatron.core.foundation.errors import PeerLostError
+from megatron.core.foundation.process_identity import SIZE, ProcessIdentity
 from megatron.core.transport import backend
 from megatron.core.transport.work import Steps, Work
 

@@ -18,11 +18,11 @@ from megatron.core.dist_checkpointing.interop.contents import InteropContents
 from megatron.core.dist_checkpointing.interop.opening import open_any
 from megatron.core.dist_checkpointing.loader import load_state
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
-from megatron.core.errors import CheckpointError
+from megatron.core.foundation.errors import CheckpointError
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-from megatron.core.param_meta import get_param_meta, shard_of
+from megatron.core.parameters.param_meta import get_param_meta, shard_of
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transport.object_collectives import SingleProcess
 from megatron.training.checkpointing import Checkpointer, CheckpointSettings, RunParts

@@ -3,8 +3,8 @@
 import torch
 import torch.nn.functional as F
 
-from megatron.core.initialization import deferred_initialization, initialize_parameters
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.parameters.initialization import deferred_initialization, initialize_parameters
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig

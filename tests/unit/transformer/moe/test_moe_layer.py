@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron.core.initialization import canonical_names
+from megatron.core.parameters.initialization import canonical_names
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.step_context.aux_loss import set_aux_loss_scale
 from megatron.core.step_context.context import AuxLossScale

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron.core.errors import ConfigError
+from megatron.core.foundation.errors import ConfigError
 from megatron.core.transformer.moe.routing import (
     choose_by_assignment,
     choose_experts,

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.context_parallel import rows_of_rank
-from megatron.core.device import current_device
-from megatron.core.errors import ConfigError, refuse_given
-from megatron.core.initialization import initialization_is_deferred
-from megatron.core.param_meta import ParamMeta, set_param_meta
+from megatron.core.foundation.device import current_device
+from megatron.core.foundation.errors import ConfigError, refuse_given
+from megatron.core.parameters.initialization import initialization_is_deferred
+from megatron.core.parameters.param_meta import ParamMeta, set_param_meta
+from megatron.core.parameters.rng import keyed_dropout, rng_state
 from megatron.core.process_groups_config import Group, ProcessGroupCollection, resolve_groups
-from megatron.core.rng import keyed_dropout, rng_state
 from megatron.core.tensor_parallel.layers import VocabParallelEmbedding
 from megatron.core.tensor_parallel.mappings import scatter_to_sequence_parallel_region
 from megatron.core.transformer.module import MegatronModule

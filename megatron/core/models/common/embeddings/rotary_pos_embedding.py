@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.context_parallel import rows_of_rank
-from megatron.core.device import current_device
-from megatron.core.errors import ConfigError
+from megatron.core.foundation.device import current_device
+from megatron.core.foundation.errors import ConfigError
 from megatron.core.inference.contexts.static_context import BaseInferenceContext
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import Group

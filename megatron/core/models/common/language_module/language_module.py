@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron.core.dist_checkpointing.mapping import RankOffset, ShardedStateDict
 from megatron.core.kernels.registry import OTHER_DEVICES, Kernel, KernelTable, Request
-from megatron.core.param_meta import get_param_meta, set_param_meta
+from megatron.core.parameters.param_meta import get_param_meta, set_param_meta
 from megatron.core.pipeline_parallel.schedule_definitions import schedule_named
 from megatron.core.process_groups_config import ProcessGroupCollection, resolve_groups
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy

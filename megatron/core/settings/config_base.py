@@ -10,7 +10,7 @@ import textwrap
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from megatron.core.errors import MegatronError, raise_together
+from megatron.core.foundation.errors import MegatronError, raise_together
 
 
 def check_all(config: Any, checks: Iterable[Callable[[Any], list[MegatronError]]]) -> None:

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from megatron.core.flags import arg_name, from_args
+from megatron.core.settings.flags import arg_name, from_args
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.config.model import ModelSettings
 from megatron.training.config.precision import PrecisionSettings

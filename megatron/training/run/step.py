@@ -7,10 +7,10 @@ from contextlib import contextmanager
 
 import torch
 
-from megatron.core import device
-from megatron.core.errors import NumericsError
+from megatron.core.foundation import device
+from megatron.core.foundation.errors import NumericsError
+from megatron.core.parameters.rng import rng_state
 from megatron.core.pipeline_parallel.layout import loss_rank
-from megatron.core.rng import rng_state
 from megatron.core.transport import backend
 from megatron.core.transport.object_collectives import (
     any_across_ranks,
@@ -18,11 +18,11 @@ from megatron.core.transport.object_collectives import (
     raise_on_all_ranks,
 )
 from megatron.core.utils import get_model_config, get_pg_rank, get_pg_size
-from megatron.training.losses import LossTable, Report
 from megatron.training.metrics.expert_load import first_bad_router
 from megatron.training.metrics.flops import FlopConvention, training_flops
-from megatron.training.parts import StepPlan, TrainingParts
-from megatron.training.state import StepResult, TrainState
+from megatron.training.run.loss_reduction import LossTable, Report
+from megatron.training.run.parts import StepPlan, TrainingParts
+from megatron.training.run.state import StepResult, TrainState
 
 
 def train_step(parts: TrainingParts, state: TrainState, plan: StepPlan) -> StepResult:

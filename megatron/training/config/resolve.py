@@ -15,17 +15,17 @@ from typing import Any, TypeVar
 
 import torch
 
-from megatron.core import device, optional_imports
-from megatron.core.batch_size_phases import (
+from megatron.core.foundation import device, optional_imports
+from megatron.core.pipeline_parallel.layout import virtual_stages_of
+from megatron.core.pipeline_parallel.schedule_definitions import schedule_named
+from megatron.core.settings.batch_size_phases import (
     Phases,
     parse_phases,
     samples_in_phases,
     steps_in_phases,
 )
-from megatron.core.flag_expressions import expand_layer_pattern
-from megatron.core.flags import arg_name
-from megatron.core.pipeline_parallel.layout import virtual_stages_of
-from megatron.core.pipeline_parallel.schedule_definitions import schedule_named
+from megatron.core.settings.flag_expressions import expand_layer_pattern
+from megatron.core.settings.flags import arg_name
 from megatron.core.transformer.yarn import yarn_softmax_scale
 from megatron.training.config.batch import ScheduleSettings
 from megatron.training.config.data import DataSettings, TokenizerSettings
@@ -33,9 +33,9 @@ from megatron.training.config.model import LatentAttentionSettings, ModelSetting
 from megatron.training.config.optimizer import OptimizerSettings
 from megatron.training.config.parallelism import DataParallelSettings, ParallelismSettings
 from megatron.training.config.precision import PrecisionSettings
+from megatron.training.config.ramp_up import samples_for_steps, steps_for_samples
 from megatron.training.config.resolved import Derivation, ResolvedRun, Topology
 from megatron.training.config.run import RunConfig
-from megatron.training.ramp_up import samples_for_steps, steps_for_samples
 
 GroupT = TypeVar(
     "GroupT",

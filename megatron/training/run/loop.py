@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from megatron.training.hooks.base import Hooks
-from megatron.training.parts import TrainingParts
-from megatron.training.state import StopReason, TrainState
-from megatron.training.step import train_step
+from megatron.training.run.parts import TrainingParts
+from megatron.training.run.state import StopReason, TrainState
+from megatron.training.run.step import train_step
 
 
 def train(parts: TrainingParts, state: TrainState, hooks: Hooks) -> tuple[TrainState, StopReason]:

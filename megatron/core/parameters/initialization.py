@@ -17,9 +17,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from megatron.core.device import seeded_generators
-from megatron.core.param_meta import ParamMeta, full_shape, get_param_meta, local_ranges, shard_of
-from megatron.core.rng import derive_seed
+from megatron.core.foundation.device import seeded_generators
+from megatron.core.parameters.param_meta import (
+    ParamMeta,
+    full_shape,
+    get_param_meta,
+    local_ranges,
+    shard_of,
+)
+from megatron.core.parameters.rng import derive_seed
 
 ROWS_PER_BLOCK = 128
 """Rows drawn under one seed. Fixed, so a longer (padded) tensor begins with the same rows."""

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable, Sequence
 from enum import IntEnum
 
-from megatron.core.errors import ConfigError, MegatronError, ScheduleError, TopologyError
+from megatron.core.foundation.errors import ConfigError, MegatronError, ScheduleError, TopologyError
 
 
 class ExitStatus(IntEnum):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from megatron.core.errors import ConfigError
+from megatron.core.foundation.errors import ConfigError
 
 FLAGS = {
     "init_lr": "--lr-warmup-init",

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from megatron.training.losses import Report
-from megatron.training.parts import StepPlan, TrainingParts
-from megatron.training.step import forward_backward, loss_table
+from megatron.training.run.loss_reduction import Report
+from megatron.training.run.parts import StepPlan, TrainingParts
+from megatron.training.run.step import forward_backward, loss_table
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.core.config_base import field_docs
+from megatron.core.settings.config_base import field_docs
 
 _KEY = "flag"
 _SAME: Any = object()

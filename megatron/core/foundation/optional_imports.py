@@ -11,7 +11,7 @@ import importlib
 import importlib.util
 from types import ModuleType
 
-from megatron.core.errors import MissingExtraError
+from megatron.core.foundation.errors import MissingExtraError
 
 EXTRA_OF = {
     "tokenizers": "tokenizers",

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
-from megatron.training import launch
+from megatron.training.launch import rank_info
 
 
 def _rank_and_size() -> tuple[int, int]:
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
-    place = launch.place_of_this_process()
+    place = rank_info.place_of_this_process()
     return place.rank, place.world_size
 
 

@@ -10,9 +10,9 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, Moc
 from megatron.core.datasets.megatron_dataset import MegatronDataset
 from megatron.core.datasets.sft_dataset import SFTDataset
 from megatron.core.datasets.utils import Blend, Split, get_blend_from_list
-from megatron.core.errors import DataError, shown
-from megatron.core.flags import from_args
-from megatron.core.json_text import parse_json
+from megatron.core.foundation.errors import DataError, shown
+from megatron.core.foundation.json_text import parse_json
+from megatron.core.settings.flags import from_args
 from megatron.core.tokenizers.base import TextTokenizer
 from megatron.training.arguments import run_as_in
 from megatron.training.config.data import DataSettings

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import product
 from math import prod
 
-from megatron.core.errors import TopologyError
+from megatron.core.foundation.errors import TopologyError
 
 DEFAULT_ORDER = "tp-cp-ep-dp-pp"
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron.core.device import passes_by_cache_blocks
+from megatron.core.foundation.device import passes_by_cache_blocks
 
 _ATTRIBUTE = "_param_meta"
 

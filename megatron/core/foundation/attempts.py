@@ -17,7 +17,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron.core.errors import TopologyError
+from megatron.core.foundation.errors import TopologyError
 
 START_TIMEOUT = timedelta(minutes=10)
 """How long ranks wait for each other before anything is known, also of the timeout's flag."""

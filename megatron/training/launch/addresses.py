@@ -14,8 +14,8 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any
 
-from megatron.core.errors import TopologyError
-from megatron.core.process_identity import ProcessIdentity
+from megatron.core.foundation.errors import TopologyError
+from megatron.core.foundation.process_identity import ProcessIdentity
 
 VARIABLE = "GLOO_SOCKET_IFNAME"
 

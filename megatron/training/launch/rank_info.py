@@ -10,7 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron.core.attempts import store_of_attempt
+from megatron.core.foundation.attempts import store_of_attempt
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,1 @@
+"""What all else stands on: errors and exit codes, devices, processes, optional libraries."""

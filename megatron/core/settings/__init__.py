@@ -1,0 +1,1 @@
+"""Settings: dataclasses that become flags, and schedules written as text."""

@@ -1,0 +1,1 @@
+"""Which rank stands where in the grid of parallel axes."""
