@@ -15,7 +15,10 @@ import time
 
 import torch
 
-from megatron.core.context_parallel.attention import ContextGroups, context_parallel_attention
+from megatron.core.context_parallel.attention import (
+    ContextParallelGroups,
+    context_parallel_attention,
+)
 from megatron.core.kernels.attention_options import AttentionOptions
 from megatron.core.kernels.block_mask import MaskSpec
 from megatron.core.utils import get_pg_size
@@ -43,7 +46,7 @@ def seconds_of_attention(groups, kind: str, length: int, share: int = 1) -> tupl
             *inputs,
             AttentionOptions(0.2, MaskSpec((-1, 0))),
             kind=kind,
-            groups=ContextGroups(groups.cp),
+            groups=ContextParallelGroups(groups.cp),
         )
         out.sum().backward()
         best = min(best, (time.perf_counter() - started, time.process_time() - used))

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.core.context_parallel import shift_left
-from megatron.core.context_parallel.partition import take_rows
+from megatron.core.context_parallel.partition import shard_sequence
 from megatron.core.foundation.errors import ConfigError
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.fusions.fused_bias_gelu import bias_gelu_impl
@@ -121,7 +121,7 @@ def get_pos_emb_on_this_cp_rank(pos_emb: Tensor, seq_dim: int, cp_group: Group =
     group = cp_group or ProcessGroupCollection.current().cp
     if get_pg_size(group) == 1:
         return pos_emb
-    return take_rows(pos_emb, seq_dim, get_pg_rank(group), get_pg_size(group), "pos_emb")
+    return shard_sequence(pos_emb, seq_dim, get_pg_rank(group), get_pg_size(group), "pos_emb")
 
 
 def _apply_rotary_pos_emb_bshd(

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron.core.context_parallel import get_batch_on_this_cp_rank, rows_of_rank
+from megatron.core.context_parallel import get_batch_on_this_cp_rank, sequence_shard_of_rank
 from megatron.core.foundation import device
 from megatron.core.pipeline_parallel.layout import loss_rank
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
@@ -86,7 +86,7 @@ def _last_logits(
 ) -> Tensor | None:
     """Return the logits [b, v] that follow `position`, on ranks of the last stage only."""
     parts = tokens.chunk(num_parts)
-    held = rows_of_rank(tokens.shape[1] // get_pg_size(groups.cp), groups.cp)
+    held = sequence_shard_of_rank(tokens.shape[1] // get_pg_size(groups.cp), groups.cp)
     index = held.index_of(position)
 
     def collect(output: Tensor, **_options: bool) -> Tensor:

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron.core.context_parallel import get_batch_on_this_cp_rank, rows_of_rank
+from megatron.core.context_parallel import get_batch_on_this_cp_rank, sequence_shard_of_rank
 from megatron.core.foundation import device
 from megatron.core.pipeline_parallel.layout import loss_rank
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
@@ -113,7 +113,7 @@ def _run(
     groups: ProcessGroupCollection,
 ) -> list[Tensor]:
     """Return [2, b, s] per micro batch on the last stage, this rank's positions filled."""
-    held = rows_of_rank(width // get_pg_size(groups.cp), groups.cp)
+    held = sequence_shard_of_rank(width // get_pg_size(groups.cp), groups.cp)
     where = device.current_device()
     positions = held.positions(where)
     labels_of_next: list[Tensor] = []

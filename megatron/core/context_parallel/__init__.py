@@ -1,19 +1,19 @@
 """The sequence split over ranks everywhere, attention included."""
 
 from megatron.core.context_parallel.attention import (
-    COMMUNICATION_TYPES,
+    CP_COMM_TYPES,
     context_parallel_attention,
 )
 from megatron.core.context_parallel.partition import (
     get_batch_on_this_cp_rank,
-    rows_of_rank,
+    sequence_shard_of_rank,
     shift_left,
 )
 
 __all__ = [
-    "COMMUNICATION_TYPES",
+    "CP_COMM_TYPES",
     "context_parallel_attention",
     "get_batch_on_this_cp_rank",
-    "rows_of_rank",
+    "sequence_shard_of_rank",
     "shift_left",
 ]

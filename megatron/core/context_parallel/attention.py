@@ -29,24 +29,24 @@ from megatron.core.context_parallel.ulysses import (
 from megatron.core.foundation.errors import ConfigError
 from megatron.core.kernels.attention_options import AttentionKernel, AttentionOptions
 from megatron.core.kernels.blockwise_attention import KVExchange, blockwise_attention
-from megatron.core.parameters.rng import SequenceRows
+from megatron.core.parameters.rng import SequenceShard
 from megatron.core.process_groups_config import SINGLE_RANK, AxisGroup
 from megatron.core.utils import get_pg_rank, get_pg_size
 
-COMMUNICATION_TYPES = ("p2p", "all_gather", "a2a", "a2a+p2p")
+CP_COMM_TYPES = ("p2p", "all_gather", "a2a", "a2a+p2p")
 
 
 @dataclass(frozen=True)
-class ContextGroups:
+class ContextParallelGroups:
     """Ranks that share a sequence.
 
     Attributes:
         cp: all of them.
-        levels: the same ranks in nested groups, innermost first, for `a2a+p2p`.
+        hierarchical: the same ranks in nested groups, innermost first, for `a2a+p2p`.
     """
 
     cp: AxisGroup = SINGLE_RANK
-    levels: tuple[AxisGroup, ...] = ()
+    hierarchical: tuple[AxisGroup, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -58,28 +58,28 @@ class _Plan:
 
     heads: AxisGroup
     exchange: KVExchange | None
-    rows: SequenceRows
+    rows: SequenceShard
 
 
-def _plan(kind: str, groups: ContextGroups, num_local_rows: int) -> _Plan:
+def _plan(cp_comm_type: str, groups: ContextParallelGroups, num_local_rows: int) -> _Plan:
     total = num_local_rows * get_pg_size(groups.cp)
-    if get_pg_size(groups.cp) == 1 or kind == "a2a":
-        return _Plan(groups.cp, None, SequenceRows.whole(total))
+    if get_pg_size(groups.cp) == 1 or cp_comm_type == "a2a":
+        return _Plan(groups.cp, None, SequenceShard.full(total))
     heads: AxisGroup = SINGLE_RANK
     ring = groups.cp
-    if kind == "a2a+p2p":
-        if len(groups.levels) != 2:
+    if cp_comm_type == "a2a+p2p":
+        if len(groups.hierarchical) != 2:
             raise ConfigError(
-                f"a2a+p2p over {len(groups.levels)} levels of context-parallel groups.",
+                f"a2a+p2p over {len(groups.hierarchical)} levels of context-parallel groups.",
                 rule="it exchanges heads inside one level and keys round a ring in the other",
                 flags=["--hierarchical-context-parallel-sizes", "--cp-comm-type"],
                 fix="give two sizes whose product is the context-parallel size",
             )
-        heads, ring = groups.levels
-    rows = SequenceRows.zigzag(total, get_pg_rank(ring), get_pg_size(ring))
+        heads, ring = groups.hierarchical
+    rows = SequenceShard.zigzag(total, get_pg_rank(ring), get_pg_size(ring))
     if get_pg_size(ring) == 1:
         return _Plan(heads, None, rows)
-    if kind == "all_gather":
+    if cp_comm_type == "all_gather":
         return _Plan(heads, AllGatherExchange(ring, total), rows)
     return _Plan(heads, RingExchange(ring, total), rows)
 
@@ -90,8 +90,8 @@ def context_parallel_attention(
     value: Tensor,
     options: AttentionOptions,
     *,
-    kind: str,
-    groups: ContextGroups,
+    cp_comm_type: str,
+    groups: ContextParallelGroups,
     kernel: AttentionKernel = blockwise_attention,
 ) -> Tensor:
     """Attend to the whole sequence, of which this rank holds its zigzag part.
@@ -100,7 +100,7 @@ def context_parallel_attention(
         query: [s/cp, b, n, d]; key: [s/cp, b, g, d]; value: [s/cp, b, g, e]; query head i uses
             key head i // (n/g).
         options: of the whole sequence; heads are this tensor-parallel rank's.
-        kind: one of `COMMUNICATION_TYPES`.
+        cp_comm_type: one of `CP_COMM_TYPES`.
         kernel: attends to the whole sequence while ranks hold heads instead of positions ("a2a");
             keys that come in parts are for the blockwise kernel alone.
     Returns:
@@ -111,7 +111,7 @@ def context_parallel_attention(
         ConfigError: heads cannot be split over the ranks of an all-to-all.
     """
     num_heads = query.shape[2]
-    plan = _plan(kind, groups, query.shape[0])
+    plan = _plan(cp_comm_type, groups, query.shape[0])
     ranks, rank = get_pg_size(plan.heads), get_pg_rank(plan.heads)
     if ranks > 1:
         picked = key_heads_for_ranks(num_heads, key.shape[2], ranks)

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from megatron.core.context_parallel.partition import join_zigzag, split_zigzag
-from megatron.core.kernels.blockwise_attention import KeysAndValues
-from megatron.core.parameters.rng import SequenceRows
+from megatron.core.kernels.blockwise_attention import KVBlock
+from megatron.core.parameters.rng import SequenceShard
 from megatron.core.process_groups_config import AxisGroup
 from megatron.core.transport import collectives
 from megatron.core.transport.work import Work
@@ -38,28 +38,30 @@ class AllGatherExchange:
     group: AxisGroup
     total: int
 
-    def _gathered(self, own: KeysAndValues) -> KeysAndValues:
+    def _gathered(self, local: KVBlock) -> KVBlock:
         size = self.group.size()
-        pieces = collectives.all_gather(own.flat, self.group).view(size, -1)
-        cut = own.keys.numel()
-        keys = join_zigzag(pieces[:, :cut].view(size, *own.keys.shape), dim=2)
-        values = join_zigzag(pieces[:, cut:].reshape(size, *own.values.shape), dim=2)
-        return KeysAndValues(pieces, keys, values)
+        pieces = collectives.all_gather(local.flat, self.group).view(size, -1)
+        cut = local.keys.numel()
+        keys = join_zigzag(pieces[:, :cut].view(size, *local.keys.shape), dim=2)
+        values = join_zigzag(pieces[:, cut:].reshape(size, *local.values.shape), dim=2)
+        return KVBlock(pieces, keys, values)
 
-    def visit(self, own: KeysAndValues) -> Iterator[tuple[KeysAndValues, SequenceRows]]:
+    def blocks(self, local: KVBlock) -> Iterator[tuple[KVBlock, SequenceShard]]:
         """Yield the keys of all ranks in one set."""
-        yield self._gathered(own), SequenceRows.whole(self.total)
+        yield self._gathered(local), SequenceShard.full(self.total)
 
-    def visit_backward(
-        self, own: KeysAndValues, gradient: KeysAndValues
-    ) -> Iterator[tuple[KeysAndValues, SequenceRows, KeysAndValues]]:
+    def blocks_backward(
+        self, local: KVBlock, gradient: KVBlock
+    ) -> Iterator[tuple[KVBlock, SequenceShard, KVBlock]]:
         """Yield that set again; then sum the gradients and keep the own part."""
-        size, held = self.group.size(), self._gathered(own)
-        grad_keys = torch.zeros_like(held.keys, dtype=torch.float32)
-        grad_values = torch.zeros_like(held.values, dtype=torch.float32)
-        buffer = KeysAndValues(held.flat, grad_keys, grad_values)
-        yield held, SequenceRows.whole(self.total), buffer
-        parts = [split_zigzag(g.to(own.flat.dtype), size, dim=1) for g in (grad_keys, grad_values)]
+        size, block = self.group.size(), self._gathered(local)
+        grad_keys = torch.zeros_like(block.keys, dtype=torch.float32)
+        grad_values = torch.zeros_like(block.values, dtype=torch.float32)
+        buffer = KVBlock(block.flat, grad_keys, grad_values)
+        yield block, SequenceShard.full(self.total), buffer
+        parts = [
+            split_zigzag(g.to(local.flat.dtype), size, dim=1) for g in (grad_keys, grad_values)
+        ]
         message = torch.cat([part.reshape(size, -1) for part in parts], dim=1)
         gradient.flat.copy_(collectives.reduce_scatter(message.flatten(), self.group))
 
@@ -76,38 +78,38 @@ class RingExchange:
     group: AxisGroup
     total: int
 
-    def visit(self, own: KeysAndValues) -> Iterator[tuple[KeysAndValues, SequenceRows]]:
+    def blocks(self, local: KVBlock) -> Iterator[tuple[KVBlock, SequenceShard]]:
         """Yield own keys, then those of the ranks before, nearest first."""
-        for held, source in self._travel(own):
-            yield held, SequenceRows.zigzag(self.total, source, self.group.size())
+        for block, source in self._ring(local):
+            yield block, SequenceShard.zigzag(self.total, source, self.group.size())
 
-    def visit_backward(
-        self, own: KeysAndValues, gradient: KeysAndValues
-    ) -> Iterator[tuple[KeysAndValues, SequenceRows, KeysAndValues]]:
+    def blocks_backward(
+        self, local: KVBlock, gradient: KVBlock
+    ) -> Iterator[tuple[KVBlock, SequenceShard, KVBlock]]:
         """Yield them again; the gradient of a set follows it and ends at its owner."""
         size = self.group.size()
         coming: Work[Tensor] | None = None
-        for step, (held, source) in enumerate(self._travel(own)):
-            rows = SequenceRows.zigzag(self.total, source, size)
+        for step, (block, source) in enumerate(self._ring(local)):
+            rows = SequenceShard.zigzag(self.total, source, size)
             if step == 0:
-                yield held, rows, gradient
+                yield block, rows, gradient
                 continue
-            buffer = own.zeros()
-            yield held, rows, buffer
+            buffer = local.zeros()
+            yield block, rows, buffer
             if coming is not None:
                 # What the ranks before found for this set.
                 buffer.flat.add_(coming.wait())
-            coming = collectives.start_ring_shift(buffer.flat.to(own.flat.dtype), self.group)
+            coming = collectives.start_ring_shift(buffer.flat.to(local.flat.dtype), self.group)
         if coming is not None:
             gradient.flat.add_(coming.wait())
 
-    def _travel(self, own: KeysAndValues) -> Iterator[tuple[KeysAndValues, int]]:
+    def _ring(self, local: KVBlock) -> Iterator[tuple[KVBlock, int]]:
         """Yield (set, owner); the next set is in flight while one is worked on."""
         size, rank = self.group.size(), self.group.rank()
-        held = own
+        block = local
         for step in range(size):
             is_last = step + 1 == size
-            coming = None if is_last else collectives.start_ring_shift(held.flat, self.group)
-            yield held, (rank - step) % size
+            coming = None if is_last else collectives.start_ring_shift(block.flat, self.group)
+            yield block, (rank - step) % size
             if coming is not None:
-                held = own.like(coming.wait())
+                block = local.like(coming.wait())

@@ -17,18 +17,18 @@ import torch
 from torch import Tensor
 
 from megatron.core.foundation.errors import DataError
-from megatron.core.parameters.rng import SequenceRows
+from megatron.core.parameters.rng import SequenceShard
 from megatron.core.process_groups_config import Group, ProcessGroupCollection
 from megatron.core.transport import collectives
 from megatron.core.utils import get_pg_rank, get_pg_size
 
-SEQUENCE_DIMENSION = {"attention_mask": 2}
+SEQUENCE_DIM = {"attention_mask": 2}
 """Where the rows of a batch entry lie if not in dimension 1."""
-WHOLE_ENTRIES = frozenset({"document_starts"})
+UNSHARDED_ENTRIES = frozenset({"document_starts"})
 """Batch entries that every rank keeps whole: attention compares local rows with all others."""
 
 
-def rows_of_rank(num_local_rows: int, cp: Group, sp: Group = None) -> SequenceRows:
+def sequence_shard_of_rank(num_local_rows: int, cp: Group, sp: Group = None) -> SequenceShard:
     """Return which positions of the whole sequence this rank's activations hold.
 
     Args:
@@ -37,7 +37,7 @@ def rows_of_rank(num_local_rows: int, cp: Group, sp: Group = None) -> SequenceRo
         sp: tensor-parallel group, if sequence parallelism cuts the rows once more.
     """
     size, cuts = get_pg_size(cp), get_pg_size(sp)
-    rows = SequenceRows.zigzag(num_local_rows * size * cuts, get_pg_rank(cp), size)
+    rows = SequenceShard.zigzag(num_local_rows * size * cuts, get_pg_rank(cp), size)
     return rows.shard(get_pg_rank(sp), cuts)
 
 
@@ -59,13 +59,13 @@ def get_batch_on_this_cp_rank(batch: Mapping[str, Any], cp_group: Group = None) 
         return dict(batch)
     return {
         name: value
-        if value is None or name in WHOLE_ENTRIES
-        else take_rows(value, SEQUENCE_DIMENSION.get(name, 1), get_pg_rank(group), size, name)
+        if value is None or name in UNSHARDED_ENTRIES
+        else shard_sequence(value, SEQUENCE_DIM.get(name, 1), get_pg_rank(group), size, name)
         for name, value in batch.items()
     }
 
 
-def take_rows(x: Tensor, dim: int, rank: int, size: int, name: str = "tensor") -> Tensor:
+def shard_sequence(x: Tensor, dim: int, rank: int, size: int, name: str = "tensor") -> Tensor:
     """Return the rows of rank `rank`: [.., s, ..] -> [.., s/cp, ..], the sequence being `dim`."""
     length = x.shape[dim]
     if length % (2 * size):
@@ -76,27 +76,27 @@ def take_rows(x: Tensor, dim: int, rank: int, size: int, name: str = "tensor") -
             fix=f"use a sequence length that divides by {2 * size}, for example"
             f" {-(-length // (2 * size)) * 2 * size}",
         )
-    ranges = SequenceRows.zigzag(length, rank, size).ranges
+    ranges = SequenceShard.zigzag(length, rank, size).ranges
     return torch.cat([x.narrow(dim, begin, end - begin) for begin, end in ranges], dim)
 
 
-def join_zigzag(parts: Tensor, dim: int = 1) -> Tensor:
+def join_zigzag(chunks: Tensor, dim: int = 1) -> Tensor:
     """Put the pieces of consecutive ranks in ascending order of position.
 
     Args:
-        parts: [ranks, ...], the rows of each rank in dimension `dim` (counted with the first).
+        chunks: [ranks, ...], the rows of each rank in dimension `dim` (counted with the first).
             All ranks of the group, or a run of neighbours.
     Returns:
         without the first dimension, with as many times the rows in dimension dim - 1.
     """
-    early, late = parts.chunk(2, dim)
+    early, late = chunks.chunk(2, dim)
     pieces = [*early.unbind(0), *late.flip(0).unbind(0)]
     return torch.cat(pieces, dim - 1)
 
 
-def split_zigzag(whole: Tensor, size: int, dim: int = 0) -> Tensor:
+def split_zigzag(full: Tensor, size: int, dim: int = 0) -> Tensor:
     """Undo `join_zigzag`: rows in ascending order to [size, ...], one piece per rank."""
-    pieces = whole.chunk(2 * size, dim)
+    pieces = full.chunk(2 * size, dim)
     return torch.stack([torch.cat((pieces[i], pieces[2 * size - 1 - i]), dim) for i in range(size)])
 
 
@@ -111,11 +111,11 @@ def shift_left(x: Tensor, distance: int, cp: Group) -> Tensor:
         an all-gather on `cp`: for token ids, not for activations.
     """
     size = get_pg_size(cp)
-    whole = x
+    full = x
     if size > 1:
         pieces = collectives.all_gather(x.contiguous().unsqueeze(0), cp)
-        whole = join_zigzag(pieces, dim=2)
-    shifted = torch.zeros_like(whole)
-    if distance < whole.shape[1]:
-        shifted[:, : whole.shape[1] - distance] = whole[:, distance:]
-    return shifted if size == 1 else take_rows(shifted, 1, get_pg_rank(cp), size)
+        full = join_zigzag(pieces, dim=2)
+    shifted = torch.zeros_like(full)
+    if distance < full.shape[1]:
+        shifted[:, : full.shape[1] - distance] = full[:, distance:]
+    return shifted if size == 1 else shard_sequence(shifted, 1, get_pg_rank(cp), size)

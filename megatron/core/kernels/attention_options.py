@@ -13,7 +13,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from megatron.core.kernels.block_mask import MaskSpec, hidden_keys
+from megatron.core.kernels.block_mask import MaskSpec, masked_keys
 from megatron.core.parameters.rng import keyed_attention_keep_mask
 
 
@@ -31,7 +31,7 @@ class AttentionOptions:
         first_head: index in the whole model of this rank's first query head, by which it is drawn.
         sink: [n], scores of a key without value that every query sees.
         softcap: bound c of the scaled scores, c * tanh(score / c).
-        damping: divides the scores while they are in the activations' dtype.
+        layer_scaling: divides the scores while they are in the activations' dtype.
         softmax_in_fp32: for the kernel that holds all scores.
     """
 
@@ -44,7 +44,7 @@ class AttentionOptions:
     first_head: int = 0
     sink: Tensor | None = None
     softcap: float | None = None
-    damping: int = 1
+    layer_scaling: int = 1
     softmax_in_fp32: bool = True
 
     def keep_mask(self, query: Tensor, num_keys: int) -> Tensor | None:
@@ -65,13 +65,13 @@ class AttentionOptions:
             device=query.device,
         ).div_(keep)
 
-    def hidden(self, num_queries: int, num_keys: int, device: torch.device) -> Tensor | None:
+    def masked_keys(self, num_queries: int, num_keys: int, device: torch.device) -> Tensor | None:
         """Return bool [sq, sk] or [b, 1, sq, sk], True where position or document hide a key.
 
         None where they hide nothing. Documents are of a sequence that attends to itself.
         """
         end = self.first_query + num_queries
-        hidden = hidden_keys(self.first_query, end, 0, num_keys, self.mask.window, device)
+        hidden = masked_keys(self.first_query, end, 0, num_keys, self.mask.window, device)
         ids = self.mask.document_ids
         if ids is None:
             return hidden

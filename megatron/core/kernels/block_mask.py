@@ -1,6 +1,6 @@
 """Which pieces of the attention matrix have to be computed, and what is hidden inside them.
 
-Integers and masks only. Rows are described by `SequenceRows` with ascending ranges, so the keys
+Integers and masks only. Rows are described by `SequenceShard` with ascending ranges, so the keys
 that a run of queries may see under a causal mask or a window are one run of local keys, whatever
 chunks a rank happens to hold.
 
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron.core.parameters.rng import SequenceRows
+from megatron.core.parameters.rng import SequenceShard
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ def key_range(begin: int, end: int, num_keys: int, window: tuple[int, int]) -> t
     return first, last
 
 
-def hidden_keys(
+def masked_keys(
     begin: int, end: int, first: int, last: int, window: tuple[int, int], device: torch.device
 ) -> Tensor | None:
     """Return [end-begin, last-first], True where a key lies outside the query's window.
@@ -74,33 +74,33 @@ class Tile:
     Attributes:
         query: [begin, end) in local rows; key: the same of local keys.
         first_query: absolute position of the first query; the others follow it.
-        far_until, ahead_from: local keys before the one may lie left of a query's window, from the
-            other on right of it.
+        left_masked_end, right_masked_begin: local keys before the first may be left of a query's
+            window, those from the second on right of it.
         may_be_fully_masked: whether a query may see none of these keys.
     """
 
     query: slice
     key: slice
     first_query: int
-    far_until: int
-    ahead_from: int
+    left_masked_end: int
+    right_masked_begin: int
     may_be_fully_masked: bool
 
 
 def tiles(
-    queries: SequenceRows, keys: SequenceRows, mask: MaskSpec, most_rows: int, most_keys: int
+    queries: SequenceShard, keys: SequenceShard, mask: MaskSpec, max_rows: int, max_keys: int
 ) -> Iterator[Tile]:
     """Yield the tiles of a pair of row sets; pairs that see nothing of each other yield none.
 
     Args:
-        most_rows, most_keys: size of a tile.
+        max_rows, max_keys: size of a tile.
     """
     left, right = mask.window
-    reach = _DocumentReach(mask.document_ids)
+    reach = _DocumentExtent(mask.document_ids)
     local = 0
     for begin, end in queries.ranges:
-        for first in range(begin, end, most_rows):
-            last = min(first + most_rows, end)
+        for first in range(begin, end, max_rows):
+            last = min(first + max_rows, end)
             from_position, to_position = reach.of(first, last)
             if left >= 0:
                 from_position = max(from_position, first - left)
@@ -109,30 +109,30 @@ def tiles(
             key = slice(num_below(keys, from_position), num_below(keys, to_position))
             query = slice(local, local + last - first)
             local = query.stop
-            far_until = num_below(keys, last - 1 - left) if left >= 0 else key.start
-            ahead_from = num_below(keys, first + right + 1) if right >= 0 else key.stop
+            left_masked_end = num_below(keys, last - 1 - left) if left >= 0 else key.start
+            right_masked_begin = num_below(keys, first + right + 1) if right >= 0 else key.stop
             are_here = _covers(keys, first, last)
             own = slice(num_below(keys, first), num_below(keys, last))
-            for start in range(key.start, key.stop, most_keys):
-                stop = min(start + most_keys, key.stop)
-                far = min(max(far_until, start), stop)
-                ahead = min(max(ahead_from, start), stop)
+            for start in range(key.start, key.stop, max_keys):
+                stop = min(start + max_keys, key.stop)
+                far = min(max(left_masked_end, start), stop)
+                ahead = min(max(right_masked_begin, start), stop)
                 all_see_some = mask.document_ids is None and far < ahead
                 all_see_themselves = are_here and start <= own.start and own.stop <= stop
                 may_be_fully_masked = not (all_see_some or all_see_themselves)
                 yield Tile(query, slice(start, stop), first, far, ahead, may_be_fully_masked)
 
 
-def num_below(rows: SequenceRows, position: int) -> int:
+def num_below(rows: SequenceShard, position: int) -> int:
     """Return how many of the rows lie before `position`."""
     return sum(min(max(position - begin, 0), end - begin) for begin, end in rows.ranges)
 
 
-def _covers(rows: SequenceRows, first: int, last: int) -> bool:
+def _covers(rows: SequenceShard, first: int, last: int) -> bool:
     return any(begin <= first and last <= end for begin, end in rows.ranges)
 
 
-def hidden_in(tile: Tile, mask: MaskSpec, keys: Tensor) -> Iterator[tuple[slice, Tensor]]:
+def masks_in_tile(tile: Tile, mask: MaskSpec, keys: Tensor) -> Iterator[tuple[slice, Tensor]]:
     """Yield (run of the tile's keys, mask) pairs: what is hidden there.
 
     Args:
@@ -145,19 +145,19 @@ def hidden_in(tile: Tile, mask: MaskSpec, keys: Tensor) -> Iterator[tuple[slice,
     start = tile.key.start
     count = tile.query.stop - tile.query.start
     query = torch.arange(tile.first_query, tile.first_query + count, device=keys.device)
-    if right >= 0 and tile.ahead_from < tile.key.stop:
-        run = keys[tile.ahead_from : tile.key.stop]
-        part = slice(tile.ahead_from - start, tile.key.stop - start)
+    if right >= 0 and tile.right_masked_begin < tile.key.stop:
+        run = keys[tile.right_masked_begin : tile.key.stop]
+        part = slice(tile.right_masked_begin - start, tile.key.stop - start)
         yield part, run.unsqueeze(0) > query.unsqueeze(1) + right
-    if left >= 0 and tile.far_until > start:
-        run = keys[start : tile.far_until]
-        yield slice(0, tile.far_until - start), run.unsqueeze(0) < query.unsqueeze(1) - left
+    if left >= 0 and tile.left_masked_end > start:
+        run = keys[start : tile.left_masked_end]
+        yield slice(0, tile.left_masked_end - start), run.unsqueeze(0) < query.unsqueeze(1) - left
     if mask.document_ids is not None:
         of_query = mask.document_ids[:, tile.first_query : tile.first_query + count]
         of_key = mask.document_ids[:, keys[tile.key]]
         if not keys.is_cpu or not _is_one_document(of_query, of_key):
-            whole = slice(0, tile.key.stop - start)
-            yield whole, of_query.unsqueeze(2) != of_key.unsqueeze(1)
+            full = slice(0, tile.key.stop - start)
+            yield full, of_query.unsqueeze(2) != of_key.unsqueeze(1)
 
 
 def _is_one_document(of_query: Tensor, of_key: Tensor) -> bool:
@@ -166,7 +166,7 @@ def _is_one_document(of_query: Tensor, of_key: Tensor) -> bool:
     return bool((lowest == torch.maximum(highest, of_key[:, -1])).all())
 
 
-class _DocumentReach:
+class _DocumentExtent:
     """From where to where the documents of a run of queries extend.
 
     On accelerators it would cost a wait per block to know: there, the mask alone hides.

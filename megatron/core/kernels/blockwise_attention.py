@@ -18,17 +18,17 @@ from torch import Tensor
 
 from megatron.core.kernels.attention_options import AttentionOptions
 from megatron.core.kernels.online_softmax import (
-    AttentionRule,
+    AttentionSpec,
     PartialAttention,
-    attend,
-    attend_backward,
-    sink_rows,
+    attend_block,
+    attend_block_backward,
+    expand_sinks,
 )
-from megatron.core.parameters.rng import AttentionKeepMask, SequenceRows
+from megatron.core.parameters.rng import AttentionKeepMask, SequenceShard
 
 
 @dataclass(frozen=True)
-class KeysAndValues:
+class KVBlock:
     """Keys [z, n, d] and values [z, n, e] of n positions, in one piece of memory.
 
     One message moves both.
@@ -39,22 +39,22 @@ class KeysAndValues:
     values: Tensor
 
     @staticmethod
-    def of(keys: Tensor, values: Tensor) -> KeysAndValues:
+    def of(keys: Tensor, values: Tensor) -> KVBlock:
         """Copy keys and values into one piece."""
         flat = torch.cat((keys.flatten(), values.flatten()))
-        return KeysAndValues.over(flat, keys.shape, values.shape)
+        return KVBlock.over(flat, keys.shape, values.shape)
 
     @staticmethod
-    def over(flat: Tensor, key_shape: torch.Size, value_shape: torch.Size) -> KeysAndValues:
+    def over(flat: Tensor, key_shape: torch.Size, value_shape: torch.Size) -> KVBlock:
         """View a piece of memory as keys and values."""
         cut = key_shape.numel()
-        return KeysAndValues(flat, flat[:cut].view(key_shape), flat[cut:].view(value_shape))
+        return KVBlock(flat, flat[:cut].view(key_shape), flat[cut:].view(value_shape))
 
-    def like(self, flat: Tensor) -> KeysAndValues:
+    def like(self, flat: Tensor) -> KVBlock:
         """View other memory in the same shapes."""
         return self.over(flat, self.keys.shape, self.values.shape)
 
-    def zeros(self) -> KeysAndValues:
+    def zeros(self) -> KVBlock:
         """Return a buffer for gradients, fp32."""
         return self.like(torch.zeros_like(self.flat, dtype=torch.float32))
 
@@ -62,16 +62,16 @@ class KeysAndValues:
 class KVExchange(Protocol):
     """Brings the keys of all ranks to this rank's queries, and their gradients home."""
 
-    def visit(self, own: KeysAndValues) -> Iterator[tuple[KeysAndValues, SequenceRows]]:
+    def blocks(self, local: KVBlock) -> Iterator[tuple[KVBlock, SequenceShard]]:
         """Yield all sets of keys and which positions they are."""
 
-    def visit_backward(
-        self, own: KeysAndValues, gradient: KeysAndValues
-    ) -> Iterator[tuple[KeysAndValues, SequenceRows, KeysAndValues]]:
+    def blocks_backward(
+        self, local: KVBlock, gradient: KVBlock
+    ) -> Iterator[tuple[KVBlock, SequenceShard, KVBlock]]:
         """Yield all sets again, each with an fp32 buffer to add its gradient to.
 
         Args:
-            gradient: zeros; when the iterator ends it holds the gradient of `own` from all ranks.
+            gradient: zeros; when the iterator ends it holds the gradient of `local` from all ranks.
         """
 
 
@@ -79,17 +79,17 @@ class KVExchange(Protocol):
 class LocalKV:
     """This rank holds all keys; no communication."""
 
-    rows: SequenceRows
+    rows: SequenceShard
 
-    def visit(self, own: KeysAndValues) -> Iterator[tuple[KeysAndValues, SequenceRows]]:
+    def blocks(self, local: KVBlock) -> Iterator[tuple[KVBlock, SequenceShard]]:
         """Yield the rank's own keys."""
-        yield own, self.rows
+        yield local, self.rows
 
-    def visit_backward(
-        self, own: KeysAndValues, gradient: KeysAndValues
-    ) -> Iterator[tuple[KeysAndValues, SequenceRows, KeysAndValues]]:
+    def blocks_backward(
+        self, local: KVBlock, gradient: KVBlock
+    ) -> Iterator[tuple[KVBlock, SequenceShard, KVBlock]]:
         """Yield them again with the gradient itself."""
-        yield own, self.rows, gradient
+        yield local, self.rows, gradient
 
 
 def blockwise_attention(
@@ -98,7 +98,7 @@ def blockwise_attention(
     value: Tensor,
     options: AttentionOptions,
     exchange: KVExchange | None = None,
-    rows: SequenceRows | None = None,
+    rows: SequenceShard | None = None,
 ) -> Tensor:
     """Attend, a block of queries and a run of keys at a time.
 
@@ -115,11 +115,11 @@ def blockwise_attention(
     s, b, n, d = query.shape
     g, e = key.shape[2], value.shape[3]
     r = n // g
-    rows = rows or SequenceRows.whole(s)
+    rows = rows or SequenceShard.full(s)
     keep_mask = None
     if options.dropout:
         keep_mask = AttentionKeepMask.next(1.0 - options.dropout, rows.total)
-    rule = AttentionRule(
+    spec = AttentionSpec(
         mask=options.mask,
         scale=options.scale,
         batch=b,
@@ -133,7 +133,7 @@ def blockwise_attention(
     keys = key.permute(1, 2, 0, 3).reshape(b * g, s, d)
     values = value.permute(1, 2, 0, 3).reshape(b * g, s, e)
     exchange = exchange or LocalKV(rows)
-    out = _BlockwiseAttention.apply(queries, keys, values, options.sink, rule, exchange, rows)
+    out = _BlockwiseAttention.apply(queries, keys, values, options.sink, spec, exchange, rows)
     return out.view(b, g, s, r, e).permute(2, 0, 1, 3, 4).reshape(s, b, n * e)
 
 
@@ -147,40 +147,40 @@ class _BlockwiseAttention(torch.autograd.Function):
         keys: Tensor,
         values: Tensor,
         sink: Tensor | None,
-        rule: AttentionRule,
+        spec: AttentionSpec,
         exchange: KVExchange,
-        rows: SequenceRows,
+        rows: SequenceShard,
     ) -> Tensor:
-        own = KeysAndValues.of(keys, values)
+        local = KVBlock.of(keys, values)
         result = PartialAttention.empty(queries, values.shape[2])
-        for held, key_rows in exchange.visit(own):
-            attend(result, queries, held.keys, held.values, rows, key_rows, rule)
+        for block, key_rows in exchange.blocks(local):
+            attend_block(result, queries, block.keys, block.values, rows, key_rows, spec)
         if sink is not None:
-            result.add_sink(sink, rule)
+            result.add_sink(sink, spec)
         out = result.out.to(queries.dtype)
-        ctx.rule, ctx.exchange, ctx.rows = rule, exchange, rows
+        ctx.spec, ctx.exchange, ctx.rows = spec, exchange, rows
         ctx.key_shape, ctx.value_shape = keys.shape, values.shape
-        ctx.save_for_backward(queries, own.flat, out, result.lse, sink)
+        ctx.save_for_backward(queries, local.flat, out, result.lse, sink)
         return out
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Any, ...]:
         queries, flat, out, lse, sink = ctx.saved_tensors
-        own = KeysAndValues.over(flat, ctx.key_shape, ctx.value_shape)
+        local = KVBlock.over(flat, ctx.key_shape, ctx.value_shape)
         delta = (out.float() * grad_out.float()).sum(-1)
         # A query that saw nothing has probabilities exp(-inf - lowest) = 0.
         lse = lse.clamp_min(torch.finfo(torch.float32).min)
         grad_queries = torch.zeros_like(queries, dtype=torch.float32)
-        gradient = own.zeros()
-        for held, key_rows, buffer in ctx.exchange.visit_backward(own, gradient):
-            attend_backward(
-                grad_out, lse, delta, queries, held.keys, held.values, ctx.rows, key_rows,
-                ctx.rule, (grad_queries, buffer.keys, buffer.values),
+        gradient = local.zeros()
+        for block, key_rows, buffer in ctx.exchange.blocks_backward(local, gradient):
+            attend_block_backward(
+                grad_out, lse, delta, queries, block.keys, block.values, ctx.rows, key_rows,
+                ctx.spec, (grad_queries, buffer.keys, buffer.values),
             )  # fmt: skip
         grad_sink = None
         if sink is not None:
-            weight = (sink_rows(sink, ctx.rule, lse) - lse).exp_().mul_(delta)
-            by_head = weight.view(ctx.rule.batch, ctx.rule.groups, -1, ctx.rule.heads_per_group)
+            weight = (expand_sinks(sink, ctx.spec, lse) - lse).exp_().mul_(delta)
+            by_head = weight.view(ctx.spec.batch, ctx.spec.groups, -1, ctx.spec.heads_per_group)
             grad_sink = by_head.sum((0, 2)).flatten().neg_().to(sink.dtype)
         return (
             grad_queries.to(queries.dtype),

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron.core.kernels.block_mask import MaskSpec, Tile, hidden_in, tiles
-from megatron.core.parameters.rng import AttentionKeepMask, SequenceRows
+from megatron.core.kernels.block_mask import MaskSpec, Tile, masks_in_tile, tiles
+from megatron.core.parameters.rng import AttentionKeepMask, SequenceShard
 
 MAX_BLOCK_ROWS = 128
 """Query positions per block: smaller wastes less on the diagonal, larger feeds longer products."""
@@ -31,7 +31,7 @@ MAX_TILE_ELEMENTS = 2**20
 
 
 @dataclass(frozen=True)
-class AttentionRule:
+class AttentionSpec:
     """What does not change between the pieces of one attention.
 
     Attributes:
@@ -82,27 +82,27 @@ class PartialAttention:
         out = torch.zeros((*shape, width), dtype=torch.float32, device=where)
         return PartialAttention(out, lse)
 
-    def add(self, here: slice, out: Tensor, lse: Tensor) -> None:
-        """Merge what the queries `here` found among other keys.
+    def add(self, query_slice: slice, out: Tensor, lse: Tensor) -> None:
+        """Merge what the queries `query_slice` found among other keys.
 
         out: [z, rows, e], normalised; lse: fp32 [z, rows].
         """
-        before = self.lse[:, here]
+        before = self.lse[:, query_slice]
         joined = torch.logaddexp(before, lse)
         # Where nothing was seen on either side both weights are zero, not exp(inf - inf).
         base = joined.clamp_min(_LOWEST)
-        held = self.out[:, here]
+        held = self.out[:, query_slice]
         held.mul_((before - base).exp_().unsqueeze(-1))
         held.addcmul_(out.float(), (lse - base).exp_().unsqueeze(-1))
-        self.lse[:, here] = joined
+        self.lse[:, query_slice] = joined
 
-    def add_sink(self, sink: Tensor, rule: AttentionRule) -> None:
+    def add_sink(self, sink: Tensor, spec: AttentionSpec) -> None:
         """Count one more key, of score `sink` [g*r] and value zero, for every query.
 
         G. Xiao et al., "Efficient Streaming Language Models with Attention Sinks", section 3.2,
         arXiv 2309.17453, as a learned score per head.
         """
-        joined = torch.logaddexp(self.lse, sink_rows(sink, rule, self.lse))
+        joined = torch.logaddexp(self.lse, expand_sinks(sink, spec, self.lse))
         self.out.mul_((self.lse - joined).exp_().unsqueeze(-1))
         self.lse = joined
 
@@ -110,21 +110,21 @@ class PartialAttention:
 _LOWEST = torch.finfo(torch.float32).min
 
 
-def sink_rows(sink: Tensor, rule: AttentionRule, lse: Tensor) -> Tensor:
+def expand_sinks(sink: Tensor, spec: AttentionSpec, lse: Tensor) -> Tensor:
     """Lay the sinks [g*r] out like an lse [z, sq*r]."""
-    by_group = sink.float().view(1, rule.groups, 1, rule.heads_per_group)
-    rows = lse.shape[1] // rule.heads_per_group
-    return by_group.expand(rule.batch, rule.groups, rows, rule.heads_per_group).reshape(lse.shape)
+    by_group = sink.float().view(1, spec.groups, 1, spec.heads_per_group)
+    rows = lse.shape[1] // spec.heads_per_group
+    return by_group.expand(spec.batch, spec.groups, rows, spec.heads_per_group).reshape(lse.shape)
 
 
-def attend(
+def attend_block(
     result: PartialAttention,
     queries: Tensor,
     keys: Tensor,
     values: Tensor,
-    query_rows: SequenceRows,
-    key_rows: SequenceRows,
-    rule: AttentionRule,
+    query_rows: SequenceShard,
+    key_rows: SequenceShard,
+    spec: AttentionSpec,
 ) -> None:
     """Let the queries see one more set of keys.
 
@@ -133,32 +133,32 @@ def attend(
         queries: [z, sq*r, d]; keys: [z, sk, d]; values: [z, sk, e].
         query_rows, key_rows: which positions these are.
     """
-    r = rule.heads_per_group
+    r = spec.heads_per_group
     positions = key_rows.positions(keys.device)
-    for tile in tiles(query_rows, key_rows, rule.mask, *rule.tile_size(key_rows.length)):
-        here = slice(tile.query.start * r, tile.query.stop * r)
-        scores = _scores(queries[:, here], keys[:, tile.key], tile, positions, rule)
+    for tile in tiles(query_rows, key_rows, spec.mask, *spec.tile_size(key_rows.length)):
+        query_slice = slice(tile.query.start * r, tile.query.stop * r)
+        scores = _scores(queries[:, query_slice], keys[:, tile.key], tile, positions, spec)
         highest = scores.amax(-1)
         p = torch.softmax(scores, -1)
         if tile.may_be_fully_masked:
             p.masked_fill_((highest == float("-inf")).unsqueeze(-1), 0.0)
         # The largest probability is exp(highest score - lse), and never tiny: at least 1 / keys.
         lse = highest - p.amax(-1).log().nan_to_num_(neginf=0.0)
-        if rule.dropout is not None:
-            p = _dropped(p, tile, positions, rule)
-        result.add(here, torch.bmm(p.to(values.dtype), values[:, tile.key]), lse)
+        if spec.dropout is not None:
+            p = _dropped(p, tile, positions, spec)
+        result.add(query_slice, torch.bmm(p.to(values.dtype), values[:, tile.key]), lse)
 
 
-def attend_backward(
+def attend_block_backward(
     grad_out: Tensor,
     lse: Tensor,
     delta: Tensor,
     queries: Tensor,
     keys: Tensor,
     values: Tensor,
-    query_rows: SequenceRows,
-    key_rows: SequenceRows,
-    rule: AttentionRule,
+    query_rows: SequenceShard,
+    key_rows: SequenceShard,
+    spec: AttentionSpec,
     gradients: tuple[Tensor, Tensor, Tensor],
 ) -> None:
     """Add the gradients that flow through one set of keys.
@@ -168,30 +168,30 @@ def attend_backward(
             sum over e of out * grad_out.
         gradients: of queries, keys and values, fp32, added to.
     """
-    r = rule.heads_per_group
+    r = spec.heads_per_group
     grad_queries, grad_keys, grad_values = gradients
     positions = key_rows.positions(keys.device)
-    for tile in tiles(query_rows, key_rows, rule.mask, *rule.tile_size(key_rows.length)):
-        here = slice(tile.query.start * r, tile.query.stop * r)
-        block, seen = queries[:, here], keys[:, tile.key]
-        p = _scores(block, seen, tile, positions, rule)
+    for tile in tiles(query_rows, key_rows, spec.mask, *spec.tile_size(key_rows.length)):
+        query_slice = slice(tile.query.start * r, tile.query.stop * r)
+        block, seen = queries[:, query_slice], keys[:, tile.key]
+        p = _scores(block, seen, tile, positions, spec)
         slope = None
-        if rule.softcap is not None:
+        if spec.softcap is not None:
             # tanh' = 1 - tanh^2; hidden scores are minus infinity, and pass no gradient anyway.
-            slope = p.div(rule.softcap).square_().neg_().add_(1).clamp_min_(0)
-        p = p.sub_(lse[:, here].unsqueeze(-1)).exp_()
-        block_grad = grad_out[:, here]
+            slope = p.div(spec.softcap).square_().neg_().add_(1).clamp_min_(0)
+        p = p.sub_(lse[:, query_slice].unsqueeze(-1)).exp_()
+        block_grad = grad_out[:, query_slice]
         grad_p = torch.bmm(block_grad, values[:, tile.key].transpose(1, 2)).float()
         dropped = p
-        if rule.dropout is not None:
-            factors = _dropped(torch.ones_like(p), tile, positions, rule)
+        if spec.dropout is not None:
+            factors = _dropped(torch.ones_like(p), tile, positions, spec)
             dropped = p * factors
             grad_p.mul_(factors)
         half = keys.dtype
         _add_product(grad_values[:, tile.key], dropped.to(half).transpose(1, 2), block_grad)
-        grad_scores = grad_p.sub_(delta[:, here].unsqueeze(-1)).mul_(p).mul_(rule.scale)
+        grad_scores = grad_p.sub_(delta[:, query_slice].unsqueeze(-1)).mul_(p).mul_(spec.scale)
         grad_scores = (grad_scores if slope is None else grad_scores.mul_(slope)).to(half)
-        _add_product(grad_queries[:, here], grad_scores, seen)
+        _add_product(grad_queries[:, query_slice], grad_scores, seen)
         _add_product(grad_keys[:, tile.key], grad_scores.transpose(1, 2), block)
 
 
@@ -204,35 +204,35 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def _scores(
-    block: Tensor, seen: Tensor, tile: Tile, positions: Tensor, rule: AttentionRule
+    block: Tensor, seen: Tensor, tile: Tile, positions: Tensor, spec: AttentionSpec
 ) -> Tensor:
     """Return the scaled scores of a tile in fp32, minus infinity where hidden: [z, rows*r, run]."""
     z, count, run = block.shape[0], block.shape[1], seen.shape[1]
     unused = block.new_empty(1).expand(z, count, run)
-    scores = torch.baddbmm(unused, block, seen.transpose(1, 2), beta=0, alpha=rule.scale).float()
-    if rule.softcap is not None:
-        scores.div_(rule.softcap).tanh_().mul_(rule.softcap)
-    r = rule.heads_per_group
-    by_head = scores.view(rule.batch, rule.groups, count // r, r, run)
-    for part, mask in hidden_in(tile, rule.mask, positions):
+    scores = torch.baddbmm(unused, block, seen.transpose(1, 2), beta=0, alpha=spec.scale).float()
+    if spec.softcap is not None:
+        scores.div_(spec.softcap).tanh_().mul_(spec.softcap)
+    r = spec.heads_per_group
+    by_head = scores.view(spec.batch, spec.groups, count // r, r, run)
+    for part, mask in masks_in_tile(tile, spec.mask, positions):
         # Window masks [rows, run] hold for all samples, document masks [b, rows, run] for one.
         spread = mask.view(-1, 1, mask.shape[-2], 1, mask.shape[-1])
         by_head[..., part].masked_fill_(spread, float("-inf"))
     return scores
 
 
-def _dropped(p: Tensor, tile: Tile, positions: Tensor, rule: AttentionRule) -> Tensor:
+def _dropped(p: Tensor, tile: Tile, positions: Tensor, spec: AttentionSpec) -> Tensor:
     """Return the probabilities with dropout: draws of whole rows, cut to the tile's keys."""
-    assert rule.dropout is not None
+    assert spec.dropout is not None
     count = tile.query.stop - tile.query.start
-    total = rule.dropout.num_keys
-    rows = SequenceRows(((tile.first_query, tile.first_query + count),), total)
+    total = spec.dropout.num_keys
+    rows = SequenceShard(((tile.first_query, tile.first_query + count),), total)
     seen = positions[tile.key]
-    r = rule.heads_per_group
-    by_head = p.view(rule.batch, rule.groups, count, r, p.shape[-1]).clone()
-    for sample in range(rule.batch):
-        for head in range(rule.groups * r):
-            draw = rule.dropout.draw(sample, rule.first_head + head, rows, p.dtype, p.device)
-            factors = draw[:, seen].div_(rule.dropout.keep_probability)
+    r = spec.heads_per_group
+    by_head = p.view(spec.batch, spec.groups, count, r, p.shape[-1]).clone()
+    for sample in range(spec.batch):
+        for head in range(spec.groups * r):
+            draw = spec.dropout.draw(sample, spec.first_head + head, rows, p.dtype, p.device)
+            factors = draw[:, seen].div_(spec.dropout.keep_probability)
             by_head[sample, head // r, :, head % r].mul_(factors)
     return by_head.view(p.shape)

@@ -30,7 +30,7 @@ def sdpa_with_mask(query: Tensor, key: Tensor, value: Tensor, options: Attention
     [sq, b, n, d], [sk, b, g, d], [sk, b, g, e] -> [sq, b, n*e].
     """
     mask = options.attention_mask
-    hidden = options.hidden(query.shape[0], key.shape[0], query.device)
+    hidden = options.masked_keys(query.shape[0], key.shape[0], query.device)
     if hidden is not None:
         mask = hidden if mask is None else mask | hidden
     if options.attention_bias is not None:
@@ -74,23 +74,23 @@ def unfused(query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
     if g != n:
         key, value = (t.repeat_interleave(n // g, dim=2) for t in (key, value))
     # Division by the layer number keeps fp16 scores in range; the softmax, in fp32, undoes it.
-    damping = options.damping
+    layer_scaling = options.layer_scaling
     q, k, v = (
         t.permute(1, 2, 0, 3).reshape(b * n, t.shape[0], t.shape[3]) for t in (query, key, value)
     )
     unused = q.new_empty(1).expand(b * n, sq, sk)
     scores = torch.baddbmm(
-        unused, q, k.transpose(1, 2), beta=0, alpha=options.scale / damping
+        unused, q, k.transpose(1, 2), beta=0, alpha=options.scale / layer_scaling
     ).view(b, n, sq, sk)
-    if options.softmax_in_fp32 or damping != 1:
+    if options.softmax_in_fp32 or layer_scaling != 1:
         scores = scores.float()
-    if damping != 1:
-        scores = scores * damping
+    if layer_scaling != 1:
+        scores = scores * layer_scaling
     if options.softcap is not None:
         scores = torch.tanh(scores / options.softcap) * options.softcap
     if options.attention_bias is not None:
         scores = scores + options.attention_bias
-    hidden = options.hidden(sq, sk, query.device)
+    hidden = options.masked_keys(sq, sk, query.device)
     for mask in (hidden, options.attention_mask):
         if mask is not None:
             scores = scores.masked_fill(mask, torch.finfo(scores.dtype).min)

@@ -42,7 +42,7 @@ def derive_seed(*key: int | str) -> int:
 
 
 @dataclass(frozen=True)
-class SequenceRows:
+class SequenceShard:
     """Which rows of the full sequence a rank's activation holds, in local order.
 
     ranges: [begin, end) pairs of absolute positions; total: length of the full sequence.
@@ -52,12 +52,12 @@ class SequenceRows:
     total: int
 
     @staticmethod
-    def whole(total: int) -> SequenceRows:
+    def full(total: int) -> SequenceShard:
         """All rows: no sequence or context parallelism."""
-        return SequenceRows(((0, total),), total)
+        return SequenceShard(((0, total),), total)
 
     @staticmethod
-    def zigzag(total: int, rank: int, size: int) -> SequenceRows:
+    def zigzag(total: int, rank: int, size: int) -> SequenceShard:
         """Rank `rank`'s part under context parallelism: chunks rank and 2 * size - 1 - rank.
 
         The sequence is cut into 2 * size chunks. Under a causal mask the early chunk sees little
@@ -65,10 +65,10 @@ class SequenceRows:
         2 * size.
         """
         if size == 1:
-            return SequenceRows.whole(total)
+            return SequenceShard.full(total)
         chunk, last = total // (2 * size), 2 * size - 1
         pair = ((i * chunk, (i + 1) * chunk) for i in (rank, last - rank))
-        return SequenceRows(tuple(pair), total)
+        return SequenceShard(tuple(pair), total)
 
     def index_of(self, position: int) -> int | None:
         """Return the local row of an absolute position, None where another rank holds it."""
@@ -89,12 +89,12 @@ class SequenceRows:
         parts = [torch.arange(begin, end, device=device) for begin, end in self.ranges]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def shard(self, rank: int, size: int) -> SequenceRows:
+    def shard(self, rank: int, size: int) -> SequenceShard:
         """The rank-th of `size` equal consecutive pieces (sequence parallelism)."""
         length = self.length // size
         return self if size == 1 else self.run(rank * length, (rank + 1) * length)
 
-    def run(self, first: int, last: int) -> SequenceRows:
+    def run(self, first: int, last: int) -> SequenceShard:
         """Rows [first, last) of the local ones."""
         skip, need, kept = first, last - first, []
         for begin, end in self.ranges:
@@ -106,7 +106,7 @@ class SequenceRows:
             need, skip = need - taken, 0
             if need == 0:
                 break
-        return SequenceRows(tuple(kept), self.total)
+        return SequenceShard(tuple(kept), self.total)
 
     def blocks(self, most: int) -> list[tuple[int, int, int, int]]:
         """Cut into fixed blocks: (block index, rows per block, first row in block, rows used)."""
@@ -161,8 +161,8 @@ class RandomState:
         first = self._consumed_samples + row * self._micro_batch_size
         current_step().random_scope = RandomScope(first_sample=first)
 
-    def at(
-        self, *path: int | str, rows: SequenceRows | None = None
+    def in_scope(
+        self, *path: int | str, rows: SequenceShard | None = None
     ) -> AbstractContextManager[None]:
         """Name a part of the model, for example `at("decoder", layer_number, rows=...)`.
 
@@ -173,11 +173,11 @@ class RandomState:
         inner = replace(outer, path=path, rows=rows or outer.rows, num_calls=0)
         return within_step(random_scope=inner)
 
-    def in_run(self, first: int, last: int, num_rows: int) -> AbstractContextManager[None]:
+    def in_rows(self, first: int, last: int, num_rows: int) -> AbstractContextManager[None]:
         """Compute rows [first, last) of the local ones alone."""
         return within_step(random_scope=replace(self.scope, run=(first, last, num_rows)))
 
-    def restored(self, scope: RandomScope) -> AbstractContextManager[None]:
+    def in_saved_scope(self, scope: RandomScope) -> AbstractContextManager[None]:
         """Draw again from a place remembered earlier: activation recomputation uses it."""
         return within_step(random_scope=scope)
 
@@ -220,7 +220,7 @@ def keyed_keep_mask(x: Tensor, keep_probability: float) -> Tensor:
     """Draw a keep mask for activations x [rows, b, ...]: 1 where kept, 0 where dropped.
 
     Blocks are keyed by (seed, scope, call, sample, block of rows). Rows follow the current
-    scope's `SequenceRows`; without one, dimension 0 is taken as the whole sequence.
+    scope's `SequenceShard`; without one, dimension 0 is taken as the whole sequence.
     """
 
     def draw(block: Tensor, generator: torch.Generator) -> None:
@@ -229,7 +229,7 @@ def keyed_keep_mask(x: Tensor, keep_probability: float) -> Tensor:
     return _keyed_draw(x, rng_state().scope.rows, draw)
 
 
-def keyed_uniform(x: Tensor, rows: SequenceRows | None) -> Tensor:
+def keyed_uniform(x: Tensor, rows: SequenceShard | None) -> Tensor:
     """Draw uniform numbers in [0, 1) shaped like activations x [rows, b, ...], keyed the same.
 
     Args:
@@ -243,14 +243,14 @@ def keyed_uniform(x: Tensor, rows: SequenceRows | None) -> Tensor:
 
 
 def _keyed_draw(
-    x: Tensor, rows: SequenceRows | None, draw: Callable[[Tensor, torch.Generator], None]
+    x: Tensor, rows: SequenceShard | None, draw: Callable[[Tensor, torch.Generator], None]
 ) -> Tensor:
     """Fill a tensor shaped like x [rows, b, ...] block by block, each from its own seed."""
     state = rng_state()
     first_sample = state.first_sample
     key = state.next_key()
     if rows is None or rows.length != x.shape[0]:
-        rows = SequenceRows.whole(x.shape[0])
+        rows = SequenceShard.full(x.shape[0])
     drawn = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     tail = x.shape[2:]
     for sample in range(x.shape[1]):
@@ -293,7 +293,7 @@ class AttentionKeepMask:
         return most
 
     def draw(
-        self, sample: int, head: int, rows: SequenceRows, dtype: torch.dtype, device: torch.device
+        self, sample: int, head: int, rows: SequenceShard, dtype: torch.dtype, device: torch.device
     ) -> Tensor:
         """Return [rows, num_keys], 1 where kept, 0 where dropped.
 
@@ -314,7 +314,7 @@ def keyed_attention_keep_mask(
     keep_probability: float,
     *,
     first_head: int,
-    query_rows: SequenceRows | None = None,
+    query_rows: SequenceShard | None = None,
     dtype: torch.dtype,
     device: torch.device,
 ) -> Tensor:
@@ -324,7 +324,7 @@ def keyed_attention_keep_mask(
         first_head: global index of the first local head.
     """
     batch, heads, num_queries, num_keys = shape
-    rows = query_rows or SequenceRows.whole(num_queries)
+    rows = query_rows or SequenceShard.full(num_queries)
     draws = AttentionKeepMask.next(keep_probability, num_keys)
     mask = torch.empty(shape, dtype=dtype, device=device)
     for sample in range(batch):

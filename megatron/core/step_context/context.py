@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from megatron.core.parameters.rng import SequenceRows
+    from megatron.core.parameters.rng import SequenceShard
     from megatron.core.step_context.overlap import Overlap
 
 WeightGradient = Callable[[], None]
@@ -33,7 +33,7 @@ class RandomScope:
 
     first_sample: int = 0
     path: tuple[int | str, ...] = ()
-    rows: SequenceRows | None = None
+    rows: SequenceShard | None = None
     num_calls: int = 0
     run: tuple[int, int, int] | None = None
     """(first, last, of how many) local rows are computed now, where a module is called on one run

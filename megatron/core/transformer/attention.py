@@ -158,7 +158,7 @@ class Attention(MegatronModule):
         self,
         query: Tensor,
         key: Tensor,
-        angles: Tensor | tuple[Tensor, Tensor] | None,
+        rotary_pos_emb: Tensor | tuple[Tensor, Tensor] | None,
         cos: Tensor | None,
         sin: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
@@ -170,13 +170,13 @@ class Attention(MegatronModule):
         hidden_states: Tensor,
         key_value_states: Tensor | None,
         positions: Tensor | None,
-        angles: tuple[Tensor | tuple[Tensor, Tensor] | None, Tensor | None, Tensor | None],
+        rotary_pos_emb: tuple[Tensor | tuple[Tensor, Tensor] | None, Tensor | None, Tensor | None],
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Project [s, b, h] to query [s, b, n/tp, d], key and value, and rotate the first two."""
         query, key, value = self.get_query_key_value_tensors(
             hidden_states, key_value_states, positions
         )
-        return *self.apply_rotary_pos_emb_to_qk(query, key, *angles), value
+        return *self.apply_rotary_pos_emb_to_qk(query, key, *rotary_pos_emb), value
 
     def forward(
         self,
@@ -257,7 +257,7 @@ class Attention(MegatronModule):
             keys,
             values,
             scale=core.softmax_scale,
-            hidden=context.hidden_keys(left),
+            hidden=context.masked_keys(left),
             sink=core.softmax_offset,
             softcap=self.config.attn_logit_softcapping,
         )
@@ -325,15 +325,17 @@ class SelfAttention(Attention):
         hidden_states: Tensor,
         key_value_states: Tensor | None,
         positions: Tensor | None,
-        angles: tuple[Tensor | tuple[Tensor, Tensor] | None, Tensor | None, Tensor | None],
+        rotary_pos_emb: tuple[Tensor | tuple[Tensor, Tensor] | None, Tensor | None, Tensor | None],
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Project [s, b, h] and rotate; without gradients a group's heads [r+2, d] in one go."""
-        _, cos, sin = angles
+        _, cos, sin = rotary_pos_emb
         has_norms = self.q_layernorm is not None or self.k_layernorm is not None
         in_parts = has_norms or not self.uses_rotary or key_value_states is not None
         shares_group = get_pg_size(self.pg_collection.tp) > (self.config.num_query_groups or 1)
         if torch.is_grad_enabled() or in_parts or shares_group or cos is None or sin is None:
-            return super().get_rotated_qkv(hidden_states, key_value_states, positions, angles)
+            return super().get_rotated_qkv(
+                hidden_states, key_value_states, positions, rotary_pos_emb
+            )
         packed, _ = self.linear_qkv(hidden_states)
         s, b, _ = packed.shape
         d, r = self.hidden_size_per_attention_head, self.queries_per_group
@@ -374,15 +376,17 @@ class SelfAttention(Attention):
         self,
         query: Tensor,
         key: Tensor,
-        angles: Tensor | tuple[Tensor, Tensor] | None,
+        rotary_pos_emb: Tensor | tuple[Tensor, Tensor] | None,
         cos: Tensor | None,
         sin: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         """Rotate query and key, [s, b, n/tp, d], unless this layer has no positions."""
-        if angles is None or not self.uses_rotary:
+        if rotary_pos_emb is None or not self.uses_rotary:
             return query, key
         if cos is None or sin is None:
-            angles = angles[0] if isinstance(angles, tuple) else angles
-            cos, sin = cos_sin(angles, query.dtype)
+            rotary_pos_emb = (
+                rotary_pos_emb[0] if isinstance(rotary_pos_emb, tuple) else rotary_pos_emb
+            )
+            cos, sin = cos_sin(rotary_pos_emb, query.dtype)
         interleaved = self.config.rotary_interleaved
         return rotate(query, cos, sin, interleaved), rotate(key, cos, sin, interleaved)

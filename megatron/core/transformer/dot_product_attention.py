@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.context_parallel import context_parallel_attention
-from megatron.core.context_parallel.attention import ContextGroups
+from megatron.core.context_parallel.attention import ContextParallelGroups
 from megatron.core.foundation.device import current_device
 from megatron.core.kernels.attention import choose_attention
 from megatron.core.kernels.attention_options import AttentionOptions
@@ -74,7 +74,7 @@ class DotProductAttention(MegatronModule):
         )
         scale = softmax_scale if softmax_scale is not None else config.softmax_scale
         self.cp_comm_type = cp_comm_type or "p2p"
-        self.context_groups = ContextGroups(
+        self.context_groups = ContextParallelGroups(
             self.pg_collection.cp, tuple(self.pg_collection.hcp or ())
         )
         self.backend = asked_backend(config)
@@ -120,7 +120,7 @@ class DotProductAttention(MegatronModule):
             key,
             value,
             options,
-            kind=comm_type,
+            cp_comm_type=comm_type,
             groups=self.context_groups,
             kernel=kernel.run,
         )
@@ -148,7 +148,7 @@ class DotProductAttention(MegatronModule):
             first_head=get_pg_rank(self.pg_collection.tp) * heads,
             sink=self.softmax_offset,
             softcap=config.attn_logit_softcapping,
-            damping=self.layer_number if config.apply_query_key_layer_scaling else 1,
+            layer_scaling=self.layer_number if config.apply_query_key_layer_scaling else 1,
             softmax_in_fp32=config.attention_softmax_in_fp32,
         )
 

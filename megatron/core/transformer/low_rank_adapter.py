@@ -22,11 +22,11 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.core.context_parallel import rows_of_rank
+from megatron.core.context_parallel import sequence_shard_of_rank
 from megatron.core.foundation.errors import ConfigError
 from megatron.core.parameters.initialization import canonical_names, draw_parameter
 from megatron.core.parameters.param_meta import ParamMeta, get_param_meta, set_param_meta
-from megatron.core.parameters.rng import SequenceRows, keyed_dropout, keyed_keep_mask, rng_state
+from megatron.core.parameters.rng import SequenceShard, keyed_dropout, keyed_keep_mask, rng_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.mappings import (
@@ -138,7 +138,7 @@ class LowRankAdapter(nn.Module):
         if not (self.training and probability):
             return x
         state = rng_state()
-        with state.at(*state.scope.path, ATTRIBUTE, self.name, rows=self._rows(x.shape[0])):
+        with state.in_scope(*state.scope.path, ATTRIBUTE, self.name, rows=self._rows(x.shape[0])):
             if self.is_column:
                 return keyed_dropout(x, probability)
             # The inputs of all ranks are drawn, of which these are some columns.
@@ -147,21 +147,23 @@ class LowRankAdapter(nn.Module):
             mask = keyed_keep_mask(whole, 1.0 - probability)[..., begin : begin + x.shape[-1]]
             return x * mask.div_(1.0 - probability)
 
-    def _rows(self, num_rows: int) -> SequenceRows:
+    def _rows(self, num_rows: int) -> SequenceShard:
         """Return which positions the input holds."""
         holds_shard = self.is_column and self.sequence_parallel
         run = rng_state().scope.run
         if run is None:
-            return rows_of_rank(num_rows, self.groups.cp, self.tp if holds_shard else None)
+            return sequence_shard_of_rank(
+                num_rows, self.groups.cp, self.tp if holds_shard else None
+            )
         first, last, num_rows = run
         if not self.sequence_parallel:
-            return rows_of_rank(num_rows, self.groups.cp).run(first, last)
+            return sequence_shard_of_rank(num_rows, self.groups.cp).run(first, last)
         # Where a run is gathered it is the same run of every rank's shard.
         size = get_pg_size(self.tp)
-        whole = rows_of_rank(num_rows * size, self.groups.cp)
+        whole = sequence_shard_of_rank(num_rows * size, self.groups.cp)
         shards = [get_pg_rank(self.tp)] if holds_shard else range(size)
         runs = [whole.shard(rank, size).run(first, last) for rank in shards]
-        return SequenceRows(tuple(pair for part in runs for pair in part.ranges), whole.total)
+        return SequenceShard(tuple(pair for part in runs for pair in part.ranges), whole.total)
 
 
 def _add_adapter_output(layer: Any, arguments: tuple[Tensor, ...], output: Any) -> Any:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.core.context_parallel import rows_of_rank
+from megatron.core.context_parallel import sequence_shard_of_rank
 from megatron.core.foundation.errors import refuse_given
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
@@ -122,8 +122,10 @@ class MLASelfAttention(Attention):
         query = query.view(s, b, heads, d + p)
         key, value = keys_and_values.view(s, b, heads, d + e).split([d, e], -1)
         if positions is None:
-            positions = rows_of_rank(s, self.pg_collection.cp).positions(query.device)[:, None]
-        cos, sin = self._angles(positions, query)
+            positions = sequence_shard_of_rank(s, self.pg_collection.cp).positions(query.device)[
+                :, None
+            ]
+        cos, sin = self._cos_sin(positions, query)
         interleaved = config.rotary_interleaved
         rotated = rotate(query[..., d:], cos, sin, interleaved)
         shared_key = rotate(shared_key.unsqueeze(2), cos, sin, interleaved)
@@ -140,16 +142,16 @@ class MLASelfAttention(Attention):
             return gather_from_sequence_parallel_region(shared_key, group=tp)
         return copy_to_tensor_model_parallel_region(shared_key, group=tp)
 
-    def _angles(self, positions: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
+    def _cos_sin(self, positions: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
         """Return cosine and sine [s, b, 1, p] of positions [s, b]."""
         if self.inverse_frequencies.device != like.device:
             self.inverse_frequencies = self.inverse_frequencies.to(like.device)
-        angles = positions.float()[:, :, None, None] * self.inverse_frequencies
+        freqs = positions.float()[:, :, None, None] * self.inverse_frequencies
         if self.config.rotary_interleaved:
-            angles = angles.repeat_interleave(2, dim=-1)
+            freqs = freqs.repeat_interleave(2, dim=-1)
         else:
-            angles = torch.cat((angles, angles), dim=-1)
-        cos, sin = cos_sin(angles, torch.float32)
+            freqs = torch.cat((freqs, freqs), dim=-1)
+        cos, sin = cos_sin(freqs, torch.float32)
         return (cos * self.rotary_factor).to(like.dtype), (sin * self.rotary_factor).to(like.dtype)
 
 

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron.core.context_parallel import rows_of_rank, shift_left
+from megatron.core.context_parallel import sequence_shard_of_rank, shift_left
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection, resolve_groups
 from megatron.core.transformer.module import MegatronModule, in_compute_dtype
@@ -139,7 +139,7 @@ class MultiTokenPredictionBlock(MegatronModule):
             per depth an all-gather of b * s token ids on `cp`, besides that of a layer.
         """
         cp = self.cp_group
-        rows = rows_of_rank(labels.shape[1], cp)
+        rows = sequence_shard_of_rank(labels.shape[1], cp)
         positions = rows.positions(labels.device)
         documents = None if packed_seq_params is None else packed_seq_params.seq_idx
         tokens, weight = labels, self.config.mtp_loss_scaling_factor / len(self.layers)

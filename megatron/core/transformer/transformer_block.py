@@ -177,8 +177,8 @@ class TransformerBlock(GraphableMegatronModule):
         hidden_states = make_viewless_tensor(hidden_states, requires_grad=True, keep_graph=True)
         if rotary_pos_emb is not None and rotary_pos_cos is None:
             # Once for all layers, in the dtype of queries and keys.
-            angles = rotary_pos_emb[0] if isinstance(rotary_pos_emb, tuple) else rotary_pos_emb
-            rotary_pos_cos, rotary_pos_sin = cos_sin(angles, self.config.params_dtype)
+            freqs = rotary_pos_emb[0] if isinstance(rotary_pos_emb, tuple) else rotary_pos_emb
+            rotary_pos_cos, rotary_pos_sin = cos_sin(freqs, self.config.params_dtype)
         local: dict[str, Any] = {}
         if local_rotary_pos_emb is not None:
             cos, sin = cos_sin(local_rotary_pos_emb, self.config.params_dtype)

@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.core.context_parallel import rows_of_rank
+from megatron.core.context_parallel import sequence_shard_of_rank
 from megatron.core.dist_checkpointing.mapping import RankOffset, ShardedStateDict
 from megatron.core.foundation.errors import refuse_given
 from megatron.core.inference.contexts.static_context import BaseInferenceContext
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.parameters.rng import SequenceRows, rng_state
+from megatron.core.parameters.rng import SequenceShard, rng_state
 from megatron.core.pipeline_parallel.layout import pipeline_layout
 from megatron.core.process_groups_config import ProcessGroupCollection, resolve_groups
 from megatron.core.tensor_parallel.random import CheckpointWithoutOutput, checkpoint
@@ -223,12 +223,12 @@ class TransformerLayer(GraphableMegatronModule):
         if not (self.training or self.config.moe_router_force_load_balancing):
             return nullcontext()
         rows = self._rows(hidden_states)
-        return rng_state().at("decoder", self.layer_number, rows=rows)
+        return rng_state().in_scope("decoder", self.layer_number, rows=rows)
 
-    def _rows(self, hidden_states: Tensor) -> SequenceRows:
+    def _rows(self, hidden_states: Tensor) -> SequenceShard:
         """Return which positions of the sequence the local rows are."""
         sp = self.pg_collection.tp if self.config.sequence_parallel else None
-        return rows_of_rank(hidden_states.shape[0], self.pg_collection.cp, sp)
+        return sequence_shard_of_rank(hidden_states.shape[0], self.pg_collection.cp, sp)
 
     def _add(self, bda: Any, output_with_bias: Any, residual: Tensor) -> Tensor:
         """Return residual + dropout(output + bias)."""
@@ -298,7 +298,7 @@ class TransformerLayer(GraphableMegatronModule):
         """Run the MLP on one run of rows after the other; backward recomputes each run."""
         outputs, begin, num_rows = [], 0, normed.shape[0]
         for run in normed.chunk(self.config.mlp_chunks_for_training):
-            with rng_state().in_run(begin, begin + len(run), num_rows):
+            with rng_state().in_rows(begin, begin + len(run), num_rows):
                 outputs.append(checkpoint(self.mlp, False, run))
             begin += len(run)
         return torch.cat([output for output, _ in outputs]), outputs[0][1]

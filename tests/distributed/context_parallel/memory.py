@@ -18,7 +18,10 @@ from pathlib import Path
 
 import torch
 
-from megatron.core.context_parallel.attention import ContextGroups, context_parallel_attention
+from megatron.core.context_parallel.attention import (
+    ContextParallelGroups,
+    context_parallel_attention,
+)
 from megatron.core.kernels.attention_options import AttentionOptions
 from megatron.core.kernels.block_mask import MaskSpec
 from megatron.core.kernels.cpu.malloc import return_free_pages
@@ -31,7 +34,7 @@ ALLOWED_GROWTH = 2.2
 KINDS = (("p2p", 2), ("all_gather", 2), ("a2a", 2), ("a2a+p2p", 4))
 
 
-def peak_of_attention(groups, kind: str, length: int) -> int:
+def peak_of_attention(groups, cp_comm_type: str, length: int) -> int:
     """Return by how many bytes forward and backward of one attention raise this rank's peak."""
     local = length // get_pg_size(groups.cp)
     shapes = ((HEADS, WIDTH), (KEY_HEADS, WIDTH), (KEY_HEADS, WIDTH))
@@ -43,8 +46,8 @@ def peak_of_attention(groups, kind: str, length: int) -> int:
     out = context_parallel_attention(
         *inputs,
         AttentionOptions(0.25, MaskSpec((-1, 0))),
-        kind=kind,
-        groups=ContextGroups(groups.cp, tuple(groups.hcp or ())),
+        cp_comm_type=cp_comm_type,
+        groups=ContextParallelGroups(groups.cp, tuple(groups.hcp or ())),
     )
     out.backward(torch.ones_like(out))
     return resident_bytes("VmHWM") - before
@@ -54,7 +57,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--longest", type=int, default=65536, help="longest sequence")
     parser.add_argument("--shortest", type=int, default=8192, help="shortest sequence")
-    kinds = [kind for kind, _ in KINDS]
+    kinds = [cp_comm_type for cp_comm_type, _ in KINDS]
     parser.add_argument("--kinds", nargs="+", default=kinds, choices=kinds, metavar="KIND")
     options = parser.parse_args()
     lengths = []
@@ -66,20 +69,20 @@ def main() -> int:
     matrix = "".join(f"{4 * length**2 / 2**20:>10.0f}" for length in lengths)
     print(f"{'one [s, s] matrix':<17}{matrix}")
     failed = False
-    for kind, cp in KINDS:
-        if kind not in options.kinds:
+    for cp_comm_type, cp in KINDS:
+        if cp_comm_type not in options.kinds:
             continue
         started = time.time()
-        layout = {"cp": cp} | ({"hierarchical_cp": [2, 2]} if kind == "a2a+p2p" else {})
+        layout = {"cp": cp} | ({"hierarchical_cp": [2, 2]} if cp_comm_type == "a2a+p2p" else {})
         peaks = [
-            max(run_distributed(peak_of_attention, cp, kind, n, timeout_s=600, **layout))
+            max(run_distributed(peak_of_attention, cp, cp_comm_type, n, timeout_s=600, **layout))
             for n in lengths
         ]
         shown = "".join(f"{peak / 2**20:>10.0f}" for peak in peaks)
         grows = [b / a for a, b in zip(peaks, peaks[1:], strict=False)]
         verdict = "" if all(ratio <= ALLOWED_GROWTH for ratio in grows) else "  NOT LINEAR"
         failed |= bool(verdict)
-        name = f"{kind} cp {cp}"
+        name = f"{cp_comm_type} cp {cp}"
         print(f"{name:<17}{shown}{time.time() - started:>10.0f}{verdict}", flush=True)
     return 1 if failed else 0
 

@@ -5,8 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron.core.context_parallel.attention import ContextGroups, context_parallel_attention
-from megatron.core.context_parallel.partition import take_rows
+from megatron.core.context_parallel.attention import (
+    ContextParallelGroups,
+    context_parallel_attention,
+)
+from megatron.core.context_parallel.partition import shard_sequence
 from megatron.core.kernels.attention_options import AttentionOptions
 from megatron.core.kernels.block_mask import MaskSpec
 from megatron.core.parameters.rng import rng_state
@@ -45,19 +48,21 @@ def attention_case(
     return tensors, draw(LENGTH, BATCH, heads * 6), options
 
 
-def output_and_gradients(groups, kind, case):
+def output_and_gradients(groups, cp_comm_type, case):
     """Attend with this rank's rows; return rows of output and gradients, and the sink's."""
     rng_state().set_seed(11)
     tensors, grad, options = attention_case(*case)
     rank, size = get_pg_rank(groups.cp), get_pg_size(groups.cp)
     if size > 1:
-        tensors = {name: take_rows(t, 0, rank, size) for name, t in tensors.items()}
-        grad = take_rows(grad, 0, rank, size)
+        tensors = {name: shard_sequence(t, 0, rank, size) for name, t in tensors.items()}
+        grad = shard_sequence(grad, 0, rank, size)
     for tensor in tensors.values():
         tensor.requires_grad_()
-    context = ContextGroups(groups.cp, tuple(groups.hcp or ()))
-    with rng_state().at("test"):
-        out = context_parallel_attention(**tensors, options=options, kind=kind, groups=context)
+    context = ContextParallelGroups(groups.cp, tuple(groups.hcp or ()))
+    with rng_state().in_scope("test"):
+        out = context_parallel_attention(
+            **tensors, options=options, cp_comm_type=cp_comm_type, groups=context
+        )
     out.backward(grad)
     found = {name: tensor.grad for name, tensor in tensors.items()} | {"output": out.detach()}
     return found, None if options.sink is None else options.sink.grad
@@ -81,15 +86,15 @@ LAYOUTS = [
 ]  # fmt: skip
 
 
-def assert_equals_whole(kind, layout, case, tolerance=FP32_REORDERED_SUM):
+def assert_equals_whole(cp_comm_type, layout, case, tolerance=FP32_REORDERED_SUM):
     """Compare every rank's rows with those of one process."""
     serial = ProcessGroupCollection.single()
-    expected, expected_sink = output_and_gradients(serial, kind, case)
+    expected, expected_sink = output_and_gradients(serial, cp_comm_type, case)
     size = layout["cp"]
-    results = run_distributed(output_and_gradients, size, kind, case, **layout)
+    results = run_distributed(output_and_gradients, size, cp_comm_type, case, **layout)
     for rank, (found, _) in enumerate(results):
         for name, whole in expected.items():
-            rows = take_rows(whole, 0, rank, size)
+            rows = shard_sequence(whole, 0, rank, size)
             assert_close(found[name], rows, tolerance, f"{name} {rank}")
     if expected_sink is not None:
         total = sum(sink for _, sink in results)
@@ -99,16 +104,16 @@ def assert_equals_whole(kind, layout, case, tolerance=FP32_REORDERED_SUM):
 @pytest.mark.distributed
 @pytest.mark.parametrize("case", list(CASES))
 @pytest.mark.parametrize(("kind", "layout"), LAYOUTS, ids=[f"{k}-{v['cp']}" for k, v in LAYOUTS])
-def test_every_rank_holds_its_rows_of_the_whole_attention(kind, layout, case):
-    assert_equals_whole(kind, layout, CASES[case])
+def test_every_rank_holds_its_rows_of_the_whole_attention(cp_comm_type, layout, case):
+    assert_equals_whole(cp_comm_type, layout, CASES[case])
 
 
 @pytest.mark.distributed
 @pytest.mark.parametrize(("kind", "layout"), [LAYOUTS[1], LAYOUTS[3], LAYOUTS[6]])
-def test_half_precision_is_merged_in_full(kind, layout):
+def test_half_precision_is_merged_in_full(cp_comm_type, layout):
     """Sums over ranks are fp32; what is rounded to bf16 on the way is a chain as in one process:
 
     scores, probabilities, output, and from it the sum that gradients of scores cancel against.
     """
     case = (4, 2, CAUSAL, True, 0.0, False, torch.bfloat16)
-    assert_equals_whole(kind, layout, case, BF16_WHOLE_MODEL)
+    assert_equals_whole(cp_comm_type, layout, case, BF16_WHOLE_MODEL)

@@ -9,7 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.core.context_parallel.attention import ContextGroups, context_parallel_attention
+from megatron.core.context_parallel.attention import (
+    ContextParallelGroups,
+    context_parallel_attention,
+)
 from megatron.core.kernels.attention_options import AttentionOptions
 from megatron.core.kernels.block_mask import MaskSpec
 from megatron.core.transport import collectives
@@ -64,7 +67,7 @@ class SentBytes:
         return stack
 
 
-def bytes_of_a_layer(groups, kind, heads, key_heads):
+def bytes_of_a_layer(groups, cp_comm_type, heads, key_heads):
     """Return (bytes sent forward, bytes sent backward)."""
     shapes = ((heads, WIDTH), (key_heads, WIDTH), (key_heads, VALUE_WIDTH))
     inputs = [torch.randn(LOCAL, BATCH, *shape, requires_grad=True) for shape in shapes]
@@ -73,21 +76,21 @@ def bytes_of_a_layer(groups, kind, heads, key_heads):
         out = context_parallel_attention(
             *inputs,
             AttentionOptions(1.0, MaskSpec((-1, 0))),
-            kind=kind,
-            groups=ContextGroups(groups.cp, tuple(groups.hcp or ())),
+            cp_comm_type=cp_comm_type,
+            groups=ContextParallelGroups(groups.cp, tuple(groups.hcp or ())),
         )
         forward = sent.total
         out.sum().backward()
     return forward, sent.total - forward
 
 
-def theory(kind, cp, levels, heads, key_heads):
+def theory(cp_comm_type, cp, levels, heads, key_heads):
     """Return (forward, backward) in bytes: what docs/context_parallelism.md says."""
     tokens = 4 * LOCAL * BATCH
     keys = tokens * key_heads * (WIDTH + VALUE_WIDTH)
-    if kind in ("p2p", "all_gather"):
+    if cp_comm_type in ("p2p", "all_gather"):
         return (cp - 1) * keys, 2 * (cp - 1) * keys
-    u, ring = (cp, 1) if kind == "a2a" else levels
+    u, ring = (cp, 1) if cp_comm_type == "a2a" else levels
     keys = max(1, u // key_heads) * keys  # replicated to where they are used
     exchanged = keys + tokens * heads * (WIDTH + VALUE_WIDTH)  # keys, values, queries, output
     through_heads = exchanged * (u - 1) // u
@@ -106,9 +109,10 @@ def theory(kind, cp, levels, heads, key_heads):
         ("a2a+p2p", 4, [2, 2], 4, 1),
     ],
 )
-def test_bytes_of_a_layer_are_those_of_theory(kind, cp, levels, heads, key_heads):
+def test_bytes_of_a_layer_are_those_of_theory(cp_comm_type, cp, levels, heads, key_heads):
     layout = {"cp": cp} | ({"hierarchical_cp": levels} if levels else {})
-    expected = theory(kind, cp, levels, heads, key_heads)
+    expected = theory(cp_comm_type, cp, levels, heads, key_heads)
     assert (
-        run_distributed(bytes_of_a_layer, cp, kind, heads, key_heads, **layout) == [expected] * cp
+        run_distributed(bytes_of_a_layer, cp, cp_comm_type, heads, key_heads, **layout)
+        == [expected] * cp
     )

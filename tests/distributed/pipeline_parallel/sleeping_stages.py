@@ -89,16 +89,16 @@ class Exchange(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, exchange_s: float) -> Tensor:
         ctx.exchange_s = exchange_s
-        _travel(exchange_s)
+        _ring(exchange_s)
         return x.clone()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        _travel(ctx.exchange_s)
+        _ring(ctx.exchange_s)
         return grad, None
 
 
-def _travel(exchange_s: float) -> None:
+def _ring(exchange_s: float) -> None:
     arrival = time.perf_counter() + exchange_s
     yield_to_peer()
     time.sleep(max(0.0, arrival - time.perf_counter()))

@@ -320,7 +320,7 @@ def test_recomputation_under_tensor_parallelism_changes_no_bit(groups, distribut
     mlp = ParallelMLP(config, groups)
 
     def block(x):
-        with rng_state().at("block", 3):
+        with rng_state().in_scope("block", 3):
             return x + keyed_dropout(mlp(x), 0.3)
 
     results = []

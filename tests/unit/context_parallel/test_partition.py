@@ -8,12 +8,12 @@ import torch
 from megatron.core.context_parallel.partition import (
     get_batch_on_this_cp_rank,
     join_zigzag,
-    rows_of_rank,
+    sequence_shard_of_rank,
+    shard_sequence,
     split_zigzag,
-    take_rows,
 )
 from megatron.core.foundation.errors import DataError
-from megatron.core.parameters.rng import SequenceRows
+from megatron.core.parameters.rng import SequenceShard
 from tests.harness.groups import FakeGroup
 
 SIZES = (1, 2, 3, 4, 8)
@@ -21,7 +21,7 @@ SIZES = (1, 2, 3, 4, 8)
 
 @pytest.mark.parametrize("size", SIZES)
 def test_ranks_hold_every_position_once_and_as_many_as_each_other(size):
-    rows = [SequenceRows.zigzag(48, rank, size) for rank in range(size)]
+    rows = [SequenceShard.zigzag(48, rank, size) for rank in range(size)]
     held = torch.cat([part.positions() for part in rows])
     assert held.sort().values.tolist() == list(range(48))
     assert {part.length for part in rows} == {48 // size}
@@ -30,29 +30,29 @@ def test_ranks_hold_every_position_once_and_as_many_as_each_other(size):
 @pytest.mark.parametrize("size", SIZES)
 def test_every_rank_has_the_same_causal_work(size):
     work = {
-        int((SequenceRows.zigzag(96, rank, size).positions() + 1).sum()) for rank in range(size)
+        int((SequenceShard.zigzag(96, rank, size).positions() + 1).sum()) for rank in range(size)
     }
     assert len(work) == 1
 
 
 def test_local_rows_and_positions_are_inverse():
-    rows = SequenceRows.zigzag(16, 1, 2)
+    rows = SequenceShard.zigzag(16, 1, 2)
     assert rows.positions().tolist() == [4, 5, 6, 7, 8, 9, 10, 11]
-    rows = SequenceRows.zigzag(16, 0, 2)
+    rows = SequenceShard.zigzag(16, 0, 2)
     assert rows.positions().tolist() == [0, 1, 2, 3, 12, 13, 14, 15]
     assert [rows.index_of(p) for p in (0, 3, 4, 11, 12, 15)] == [0, 3, None, None, 4, 7]
 
 
 def test_sequence_parallel_ranks_cut_the_zigzag_part():
     group = [FakeGroup(rank, 2) for rank in range(2)]
-    parts = [rows_of_rank(4, group[0], sp).positions().tolist() for sp in group]
+    parts = [sequence_shard_of_rank(4, group[0], sp).positions().tolist() for sp in group]
     assert parts == [[0, 1, 2, 3], [12, 13, 14, 15]]
 
 
 @pytest.mark.parametrize("size", SIZES)
 def test_joining_the_ranks_pieces_gives_the_sequence_back(size):
     whole = torch.randn(48, 2, 5)
-    parts = torch.stack([take_rows(whole, 0, rank, size) for rank in range(size)])
+    parts = torch.stack([shard_sequence(whole, 0, rank, size) for rank in range(size)])
     assert torch.equal(join_zigzag(parts), whole)
     assert torch.equal(split_zigzag(whole, size), parts)
 
@@ -60,8 +60,8 @@ def test_joining_the_ranks_pieces_gives_the_sequence_back(size):
 def test_neighbours_together_hold_the_zigzag_part_of_a_smaller_group():
     whole = torch.arange(32)
     for outer in range(2):
-        pair = torch.stack([take_rows(whole, 0, 2 * outer + inner, 4) for inner in range(2)])
-        assert torch.equal(join_zigzag(pair), take_rows(whole, 0, outer, 2))
+        pair = torch.stack([shard_sequence(whole, 0, 2 * outer + inner, 4) for inner in range(2)])
+        assert torch.equal(join_zigzag(pair), shard_sequence(whole, 0, outer, 2))
 
 
 def test_a_batch_is_cut_by_position_and_documents_stay_whole():

@@ -50,14 +50,14 @@ def test_each_draws_from_its_own_place():
 
     def draw(name):
         def run():
-            with rng_state().at(name):
+            with rng_state().in_scope(name):
                 for _ in range(3):
                     keys[name].append(rng_state().next_key()[1:])
                     yield_to_peer()
 
         return run
 
-    with rng_state().at("outside"):
+    with rng_state().in_scope("outside"):
         overlap_forward_backward(draw("a"), draw("b"))
         assert rng_state().scope.path == ("outside",)
     assert keys == {name: [(name, call) for call in range(3)] for name in "ab"}

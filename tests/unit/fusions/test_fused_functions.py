@@ -23,7 +23,7 @@ from megatron.core.fusions.fused_bias_swiglu import (
 )
 from megatron.core.fusions.fused_softmax import FusedScaleMaskSoftmax, scaled_masked_softmax
 from megatron.core.kernels.vocab_softmax import BLOCK_BYTES
-from megatron.core.parameters.rng import SequenceRows, keyed_dropout, rng_state
+from megatron.core.parameters.rng import SequenceShard, keyed_dropout, rng_state
 from tests.harness.tolerances import BF16_WHOLE_MODEL, FP32_ROUNDED_ONCE, assert_close
 
 PLAIN_GATED = {
@@ -116,11 +116,11 @@ def test_bias_dropout_add_equals_its_parts(training, has_bias, probability):
     fused = get_bias_dropout_add(training, True)
 
     def ours(x, residual, bias=None):
-        with rng_state().at("test", 1, rows=SequenceRows.whole(6)):
+        with rng_state().in_scope("test", 1, rows=SequenceShard.full(6)):
             return fused((x, bias), residual, probability)
 
     def plain(x, residual, bias=None):
-        with rng_state().at("test", 1, rows=SequenceRows.whole(6)):
+        with rng_state().in_scope("test", 1, rows=SequenceShard.full(6)):
             y = x if bias is None else x + bias
             return residual + keyed_dropout(y, probability, training)
 

@@ -13,7 +13,7 @@ from megatron.core.kernels import online_softmax
 from megatron.core.kernels.attention_options import AttentionOptions
 from megatron.core.kernels.block_mask import MaskSpec, tiles
 from megatron.core.kernels.blockwise_attention import blockwise_attention
-from megatron.core.parameters.rng import SequenceRows, keyed_attention_keep_mask, rng_state
+from megatron.core.parameters.rng import SequenceShard, keyed_attention_keep_mask, rng_state
 from tests.harness.tolerances import BF16_WHOLE_MODEL, FP32_REORDERED_SUM, assert_close
 
 S, B, N, G, D, E = 40, 2, 4, 2, 8, 6
@@ -68,13 +68,13 @@ def test_output_and_gradients_are_those_of_the_formula(
         inputs.append(torch.randn(N, requires_grad=True))
     keep_mask = None
     if dropout:
-        with rng_state().at("here"):
+        with rng_state().in_scope("here"):
             keep_mask = keyed_attention_keep_mask(
                 (B, N, S, S), 1 - dropout, first_head=0, dtype=torch.float32,
                 device=torch.device("cpu"),
             ) / (1 - dropout)  # fmt: skip
     sink = inputs[3] if with_sink else None
-    with rng_state().at("here"):
+    with rng_state().in_scope("here"):
         options = AttentionOptions(SCALE, MaskSpec(window, documents), dropout=dropout, sink=sink)
         out = blockwise_attention(*inputs[:3], options)
     expected = formula(*inputs[:3], hidden_pairs(window, documents), sink, keep_mask)
@@ -137,8 +137,8 @@ def test_causal_tiles_of_a_ring_step_leave_out_what_lies_ahead():
     for step in range(1, size):
         work = set()
         for rank in range(size):
-            mine = SequenceRows.zigzag(total, rank, size)
-            theirs = SequenceRows.zigzag(total, (rank - step) % size, size)
+            mine = SequenceShard.zigzag(total, rank, size)
+            theirs = SequenceShard.zigzag(total, (rank - step) % size, size)
             work.add(
                 sum(
                     (t.query.stop - t.query.start) * (t.key.stop - t.key.start)

@@ -37,7 +37,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, shift: Tensor | None = None, factor: float = 1.0) -> Tensor:
         self.calls += 1
-        with rng_state().at("block", self.number):
+        with rng_state().in_scope("block", self.number):
             y = keyed_dropout(torch.tanh(self.first(x)), 0.4)
             with get_cuda_rng_tracker().fork():
                 y = F.dropout(y, 0.3)

@@ -7,7 +7,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatron.core.kernels.attention_options import AttentionOptions
-from megatron.core.kernels.block_mask import MaskSpec, hidden_keys, key_range
+from megatron.core.kernels.block_mask import MaskSpec, key_range, masked_keys
 from megatron.core.kernels.cpu import block_attention as block_module
 from megatron.core.kernels.cpu.block_attention import cpu_block_attention
 from megatron.core.parameters.rng import rng_state
@@ -89,7 +89,7 @@ def test_recomputed_probabilities_give_the_same_bits_as_kept_ones(monkeypatch):
     results = []
     for kept in (64, 8):
         monkeypatch.setattr(block_module, "MAX_KEPT_KEYS", kept)
-        with rng_state().at("decoder", 1):
+        with rng_state().in_scope("decoder", 1):
             out = cpu_block_attention(q, k, v, options)
         results.append((out, *gradients(out, (q, k, v), weight)))
     for first, second in zip(*results, strict=True):
@@ -100,7 +100,7 @@ def test_a_window_touches_only_the_keys_it_sees():
     assert key_range(128, 256, 1024, (-1, 0)) == (0, 256)
     assert key_range(128, 256, 1024, (100, 0)) == (28, 256)
     assert key_range(128, 256, 1024, (100, 50)) == (28, 306)
-    assert hidden_keys(128, 256, 0, 128, (-1, 0), torch.device("cpu")) is None
+    assert masked_keys(128, 256, 0, 128, (-1, 0), torch.device("cpu")) is None
 
 
 @pytest.mark.parametrize("backend", [AttnBackend.auto, AttnBackend.flash, AttnBackend.unfused])
@@ -159,7 +159,7 @@ def test_dropout_drops_the_same_probabilities_on_every_path(n, g):
     results = []
     for backend in (AttnBackend.auto, AttnBackend.unfused):
         core = make_core(backend, n=n, g=g, attention_dropout=0.3)
-        with rng_state().at("decoder", 1):
+        with rng_state().in_scope("decoder", 1):
             out = core(q, k, v, None)
         results.append((out, *gradients(out, (q, k, v), weight)))
         core.eval()
@@ -176,7 +176,7 @@ def test_dropout_of_a_tensor_parallel_rank_is_that_of_its_heads():
         core = make_core(attention_dropout=0.3)
         core.pg_collection = fake_groups(tp=(rank, size))
         heads = slice(rank * 4 // size, (rank + 1) * 4 // size)
-        with rng_state().at("decoder", 1):
+        with rng_state().in_scope("decoder", 1):
             return core(*(t[:, :, heads] for t in (q, k, v)), None)
 
     halves = torch.cat([run(0, 2), run(1, 2)], -1)

@@ -57,7 +57,7 @@ def test_scores_depend_on_the_distance_of_positions_only():
 
     def score(query_position: int, key_position: int) -> float:
         rotated = [
-            rotate(t, *cos_sin(embedding.angles(torch.tensor([p])), torch.float32))
+            rotate(t, *cos_sin(embedding.freqs_of(torch.tensor([p])), torch.float32))
             for t, p in ((q, query_position), (k, key_position))
         ]
         return float((rotated[0] * rotated[1]).sum())

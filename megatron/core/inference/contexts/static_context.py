@@ -158,7 +158,7 @@ class StaticInferenceContext(BaseInferenceContext):
             self._slots[groups] = (heads + self.positions.t().unsqueeze(1)).reshape(-1)
         return self._slots[groups]
 
-    def hidden_keys(self, left: int) -> Tensor | None:
+    def masked_keys(self, left: int) -> Tensor | None:
         """Return [b, 1, s, 1, k], True where a key comes after its query or too long before it.
 
         Args:

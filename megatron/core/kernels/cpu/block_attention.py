@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.kernels.attention_options import AttentionOptions
-from megatron.core.kernels.block_mask import hidden_keys, key_range
+from megatron.core.kernels.block_mask import key_range, masked_keys
 
 BLOCK_ROWS = 128
 """Query positions per block: smaller wastes less on the diagonal, larger feeds longer products."""
@@ -142,7 +142,7 @@ def _probabilities(
     """Return the softmax of one block, [z, (end-begin)*r, last-first]."""
     block, seen = rows[:, begin * r : end * r], keys[:, first:last].transpose(1, 2)
     scores = torch.baddbmm(_not_read(block, last - first), block, seen, beta=0, alpha=scale)
-    hidden = hidden_keys(begin, end, first, last, window, rows.device)
+    hidden = masked_keys(begin, end, first, last, window, rows.device)
     if hidden is not None:
         by_head = scores.view(scores.shape[0], end - begin, r, last - first)
         if window[0] < 0 and window[1] == 0:

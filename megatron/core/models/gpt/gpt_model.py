@@ -221,23 +221,23 @@ class GPTModel(LanguageModule):
             self._check_cache()
         if decoder_input is None and self.pre_process:
             decoder_input = self.embedding(input_ids=input_ids, position_ids=position_ids)
-        angles: dict[str, Tensor] = {}
+        rotary_args: dict[str, Tensor] = {}
         if context is not None:
-            angles = self._begin_cached_pass(context, decoder_input)
+            rotary_args = self._begin_cached_pass(context, decoder_input)
         elif packed_seq_params is not None or self.has_rotary:
             length = RotaryEmbedding.get_rotary_seq_len(
                 inference_context, self.decoder, decoder_input, self.config, packed_seq_params
             )
             if packed_seq_params is not None:
                 packed_seq_params = self._documents(packed_seq_params, decoder_input, length)
-            angles = self._angles(length)
+            rotary_args = self._rotary_args(length)
         hidden_states = self.decoder(
             hidden_states=decoder_input,
             attention_mask=attention_mask,
             inference_context=context,
             packed_seq_params=packed_seq_params,
             padding_mask=padding_mask,
-            **angles,
+            **rotary_args,
             **(extra_block_kwargs or {}),
         )
         if not self.post_process:
@@ -258,7 +258,7 @@ class GPTModel(LanguageModule):
                 embed=self.embedding.embed_words,
                 loss_of=lambda states, tokens: self.compute_loss(states, tokens, weight),
                 attention_mask=attention_mask,
-                rotary_pos_emb=angles.get("rotary_pos_emb"),
+                rotary_pos_emb=rotary_args.get("rotary_pos_emb"),
                 packed_seq_params=packed_seq_params,
                 padding_mask=padding_mask,
                 **(extra_block_kwargs or {}),
@@ -269,14 +269,14 @@ class GPTModel(LanguageModule):
         logits = self.softcap_logits(logits).transpose(0, 1).contiguous()
         return logits if self.logit_dtype is None else logits.to(self.logit_dtype)
 
-    def _angles(self, length: int) -> dict[str, Tensor]:
+    def _rotary_args(self, length: int) -> dict[str, Tensor]:
         """Return the angles of this rank's rows of a sequence, as arguments of the layers."""
         if not self.has_rotary:
             return {}
-        angles = {"rotary_pos_emb": self.rotary_pos_emb(length)}
+        rotary_args = {"rotary_pos_emb": self.rotary_pos_emb(length)}
         if self.config.rotary_base_local is not None:
-            angles["local_rotary_pos_emb"] = self.local_rotary_pos_emb(length)
-        return angles
+            rotary_args["local_rotary_pos_emb"] = self.local_rotary_pos_emb(length)
+        return rotary_args
 
     def _check_cache(self) -> None:
         """Raise if this model cannot keep keys and values."""
@@ -294,7 +294,7 @@ class GPTModel(LanguageModule):
         if states is None:
             raise RuntimeError("a stage without embedding has no input: call set_input_tensor()")
         context.enter(states.shape[0], states.shape[1], states.device)
-        tables = self._angles(context.max_sequence_length)
+        tables = self._rotary_args(context.max_sequence_length)
         return {name: table.squeeze(1)[context.positions] for name, table in tables.items()}
 
     def _documents(

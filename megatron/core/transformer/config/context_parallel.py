@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from megatron.core.context_parallel import COMMUNICATION_TYPES
+from megatron.core.context_parallel import CP_COMM_TYPES
 from megatron.core.foundation.errors import ConfigError, MegatronError
 from megatron.core.utils import best_divisor
 
@@ -34,10 +34,10 @@ def context_parallel_problems(config: Any) -> Iterator[MegatronError]:
             fix=f"give one type, or {config.num_layers}",
         )
     used = {kinds} if isinstance(kinds, str) else set(kinds or ["p2p"])
-    for kind in sorted(used - set(COMMUNICATION_TYPES)):
+    for kind in sorted(used - set(CP_COMM_TYPES)):
         yield ConfigError(
             f"communication type {kind!r} is unknown.",
-            rule=f"known types are {', '.join(COMMUNICATION_TYPES)}",
+            rule=f"known types are {', '.join(CP_COMM_TYPES)}",
             flags=["--cp-comm-type"],
             fix="use --cp-comm-type p2p",
         )

@@ -115,7 +115,7 @@ class MoELayer(MegatronModule):
         beside = None
         if self.shared_experts is not None and self.config.moe_shared_expert_overlap:
             beside = SharedExpertOverlap(self.shared_experts, hidden_states)
-        with rng_state().at("experts", self.layer_number):
+        with rng_state().in_scope("experts", self.layer_number):
             output = self._route_and_compute(hidden_states, padding_mask, beside)
         if beside is not None:
             assert beside.output is not None

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.core.context_parallel import rows_of_rank
+from megatron.core.context_parallel import sequence_shard_of_rank
 from megatron.core.parameters.rng import keyed_uniform
 from megatron.core.process_groups_config import ProcessGroupCollection, resolve_groups
 from megatron.core.step_context.aux_loss import attach_aux_loss
@@ -155,7 +155,7 @@ class TopKRouter(BalancedRouter, ParallelLayer):
     def _logits(self, x: Tensor) -> Tensor:
         """Return logits [s, b, e], in fp32 at least."""
         config = self.config
-        rows = rows_of_rank(x.shape[0], self.pg_collection.cp, self.pg_collection.tp)
+        rows = sequence_shard_of_rank(x.shape[0], self.pg_collection.cp, self.pg_collection.tp)
         if config.moe_input_jitter_eps and self.training:
             eps = config.moe_input_jitter_eps
             x = x * keyed_uniform(x, rows).mul_(2 * eps).add_(1.0 - eps).to(x.dtype)
@@ -197,7 +197,7 @@ class TopKRouter(BalancedRouter, ParallelLayer):
         if get_pg_size(group) == 1:
             kept = within_capacity(priorities, chosen, capacity, config.moe_token_drop_policy)
             return kept.flatten(0, 1)
-        rows = rows_of_rank(shape[0], self.pg_collection.cp, self.pg_collection.tp)
+        rows = sequence_shard_of_rank(shape[0], self.pg_collection.cp, self.pg_collection.tp)
         own = rows.positions(priorities.device)
         # A weight may be rounded to zero where an expert is chosen: two values in one message.
         marked = torch.where(chosen, priorities, -1.0)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from megatron.core.context_parallel import rows_of_rank
+from megatron.core.context_parallel import sequence_shard_of_rank
 from megatron.core.foundation.device import current_device
 from megatron.core.foundation.errors import ConfigError, refuse_given
 from megatron.core.parameters.initialization import initialization_is_deferred
@@ -117,7 +117,7 @@ class LanguageModelEmbedding(MegatronModule):
         rule = "tokens have words and positions, no types"
         given = {"tokentype_ids": tokentype_ids}
         refuse_given("LanguageModelEmbedding", given, rule=rule, fix="leave it out")
-        rows = rows_of_rank(input_ids.shape[1], self.cp_group)
+        rows = sequence_shard_of_rank(input_ids.shape[1], self.cp_group)
         length = rows.total
         hidden = self._words(input_ids)
         if self.add_position_embedding:
@@ -142,5 +142,5 @@ class LanguageModelEmbedding(MegatronModule):
             rows = rows.shard(get_pg_rank(self.tp_group), get_pg_size(self.tp_group))
             if not self.reduce_scatter_embeddings:
                 hidden = scatter_to_sequence_parallel_region(hidden, group=self.tp_group)
-        with rng_state().at("embedding", rows=rows):
+        with rng_state().in_scope("embedding", rows=rows):
             return keyed_dropout(hidden, self.config.hidden_dropout, self.training)

@@ -13,7 +13,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from megatron.core.context_parallel import rows_of_rank
+from megatron.core.context_parallel import sequence_shard_of_rank
 from megatron.core.foundation.device import current_device
 from megatron.core.foundation.errors import ConfigError
 from megatron.core.inference.contexts.static_context import BaseInferenceContext
@@ -114,22 +114,22 @@ class RotaryEmbedding(nn.Module):
         group = None if packed_seq else cp_group or self.cp_group
         wanted = (max_seq_len, offset, get_pg_rank(group), get_pg_size(group))
         if self._cached is None or self._cached[0] != wanted:
-            rows = rows_of_rank(max_seq_len // get_pg_size(group), group)
+            rows = sequence_shard_of_rank(max_seq_len // get_pg_size(group), group)
             positions = rows.positions(self.inv_freq.device) + offset
-            self._cached = (wanted, self.angles(positions))
+            self._cached = (wanted, self.freqs_of(positions))
         return self._cached[1]
 
-    def angles(self, positions: Tensor) -> Tensor:
+    def freqs_of(self, positions: Tensor) -> Tensor:
         """Return the angles of any positions [s]: [s, 1, 1, r] fp32."""
         positions = positions.float()
         if self.seq_len_interpolation_factor is not None:
             positions = positions / self.seq_len_interpolation_factor
-        angles = torch.outer(positions, self.inv_freq)
+        freqs = torch.outer(positions, self.inv_freq)
         if self.rotary_interleaved:
-            angles = angles.repeat_interleave(2, dim=1)
+            freqs = freqs.repeat_interleave(2, dim=1)
         else:
-            angles = torch.cat((angles, angles), dim=1)
-        return angles[:, None, None, :]
+            freqs = torch.cat((freqs, freqs), dim=1)
+        return freqs[:, None, None, :]
 
     @staticmethod
     def get_rotary_seq_len(
@@ -166,7 +166,7 @@ def apply_rotary_pos_emb(
         raise ConfigError(
             "packed sequences (cu_seqlens) reached the rotary embedding.",
             rule="rotary positions are those of one sequence",
-            fix="pass angles per row, from RotaryEmbedding.angles(positions)",
+            fix="pass angles per row, from RotaryEmbedding.freqs_of(positions)",
         )
     cos, sin = cos_sin(freqs, t.dtype)
     if mscale != 1.0:
