@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 import torch.distributed as dist
 
-from megatron.core.foundation.device import settle_backends_at_exit
+from megatron.core.foundation.device import settle_backends, settle_backends_at_exit
 from megatron.core.foundation.errors import TopologyError
 from megatron.core.topology.rank_grid import Layout
 from megatron.core.transport import backend
@@ -187,6 +187,7 @@ class GroupFactory:
 
     def destroy(self) -> None:
         """Destroy every group this factory created."""
+        settle_backends()
         for group in self._made.values():
             if group is not None:
                 dist.destroy_process_group(group)

@@ -62,6 +62,15 @@ def settle_backends_at_exit() -> None:
     atexit.register(time.sleep, _SETTLING_SECONDS)
 
 
+def settle_backends() -> None:
+    """Let a backend's threads finish before groups are destroyed in the middle of a process.
+
+    torch 2.7 holds the interpreter while the destructor of a group joins the thread that waits
+    for the interpreter to drop its last tensor: a deadlock.
+    """
+    time.sleep(_SETTLING_SECONDS / 10)
+
+
 def synchronize() -> None:
     """Wait for all work queued on this rank's accelerator; no effect on CPU."""
     if device_type() != "cpu":
