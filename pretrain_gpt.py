@@ -24,7 +24,7 @@ from megatron.training import get_args, get_timers, get_tokenizer, pretrain
 from megatron.training.arguments import core_transformer_config_from_args
 from megatron.training.datasets.blends import gpt_dataset_class, gpt_dataset_config
 from megatron.training.setup.layer_spec import layer_spec
-from megatron.training.setup.stages import reads_data
+from megatron.training.setup.stages import is_dataset_built_on_rank
 
 BATCH = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids", "document_starts")
 """Entries of a micro batch; those that the data lack are None."""
@@ -114,7 +114,7 @@ def datasets_provider(num_samples: Sequence[int | None], vp_stage: int | None = 
     config = gpt_dataset_config(args, get_tokenizer())
     kind = gpt_dataset_class(args)
     return BlendedMegatronDatasetBuilder(
-        kind, num_samples, partial(reads_data, args, vp_stage), config
+        kind, num_samples, partial(is_dataset_built_on_rank, args, vp_stage), config
     ).build()
 
 

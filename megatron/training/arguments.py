@@ -29,12 +29,12 @@ def parse_args(
     command = parse_command_line(
         args, extra_args_provider=extra_args_provider, ignore_unknown_args=ignore_unknown_args
     )
-    place = rank_info.place_of_this_process()
+    info = rank_info.read_rank_info()
     return Args(
         **command.config.flat(),
         **command.extra,
-        rank=place.rank,
-        world_size=place.world_size,
+        rank=info.rank,
+        world_size=info.world_size,
     )
 
 
@@ -102,7 +102,7 @@ def run_as_in(args: argparse.Namespace) -> ResolvedRun:
 
 
 def _world_size_of(args: argparse.Namespace) -> int:
-    return getattr(args, "world_size", None) or rank_info.place_of_this_process().world_size
+    return getattr(args, "world_size", None) or rank_info.read_rank_info().world_size
 
 
 def command_of_namespace(args: argparse.Namespace, defaults: Mapping[str, object]) -> ParsedCommand:

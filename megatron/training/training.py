@@ -155,16 +155,16 @@ def run_session(session: Session, call: PretrainCall) -> None:
     run, status = session.run, session.status
     with nullcontext() if session.signal is None else session.signal.paused():
         status.activity = "building the model"
-        parts, checkpointer = assemble(session, call.model_provider, call.forward_step)
-        parts.process_non_loss_data = call.options.get("process_non_loss_data_func")
-        parts.non_loss_data = call.options.get("non_loss_data_func")
+        context, checkpointer = assemble(session, call.model_provider, call.forward_step)
+        context.process_non_loss_data = call.options.get("process_non_loss_data_func")
+        context.non_loss_data = call.options.get("non_loss_data_func")
         status.activity = "loading a checkpoint"
         state = load_state(run, checkpointer, status)
         status.activity = "building data"
-        parts.data = build_data(run, call.dataset_provider, session.groups, state)
-        state = with_data_order(run, state, parts.data.train_order)
+        context.data = build_data(run, call.dataset_provider, session.groups, state)
+        state = with_data_order(run, state, context.data.train_order)
     hooks = standard_hooks(
-        parts,
+        context,
         status,
         checkpointer,
         signal=session.signal,
@@ -184,7 +184,7 @@ def run_session(session: Session, call: PretrainCall) -> None:
         if run.schedule.skip_train:
             hooks.evaluate.after_training(state, StopReason.FINISHED)
         else:
-            train(parts, state, hooks)
+            train(context, state, hooks)
     finally:
         hooks.close()
-        parts.data.close()
+        context.data.close()

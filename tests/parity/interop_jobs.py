@@ -16,7 +16,7 @@ from megatron.core.parameters.rng import rng_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_pg_size
-from megatron.training.checkpointing import Checkpointer, CheckpointSettings, RunParts
+from megatron.training.checkpointing import CheckpointContext, Checkpointer, CheckpointSettings
 from megatron.training.run.state import TrainState
 from tests.parity import interop_case as case
 
@@ -36,7 +36,7 @@ class Exchange:
         return f"{self.family}, there tp {self.tp} pp {self.pp}, here tp {self.own_tp}{stored}"
 
 
-def build(family: str, groups: ProcessGroupCollection, *, seed: int) -> RunParts:
+def build(family: str, groups: ProcessGroupCollection, *, seed: int) -> CheckpointContext:
     """Return this program's model of a family, with an optimizer."""
     rng_state().set_seed(seed)
     kind, values = case.FAMILIES[family], case.config_values(family)
@@ -57,7 +57,7 @@ def build(family: str, groups: ProcessGroupCollection, *, seed: int) -> RunParts
         pg_collection=groups,
     )
     optimizer = get_megatron_optimizer(OptimizerConfig(lr=1e-3), [model], pg_collection=groups)
-    return RunParts(model=[model], optimizer=optimizer, groups=groups, args={"lr": 1e-3})
+    return CheckpointContext(model=[model], optimizer=optimizer, groups=groups, args={"lr": 1e-3})
 
 
 def logits_of(model: Any, groups: ProcessGroupCollection) -> Tensor:
@@ -84,7 +84,7 @@ def load_here(groups: ProcessGroupCollection, exchange: Exchange, directory: str
     return state_of(parts, exchange)
 
 
-def state_of(parts: RunParts, exchange: Exchange) -> dict:
+def state_of(parts: CheckpointContext, exchange: Exchange) -> dict:
     """Return the logits and, where they are exchanged, moments by name and number of updates."""
     found = {"logits": logits_of(parts.model[0], parts.groups)}
     for item in parts.optimizer.shards if exchange.optimizer else ():

@@ -9,14 +9,14 @@ from megatron.training.checkpointing.megatron_functions import (
     stored_args,
 )
 from megatron.training.checkpointing.restore import Restored
-from megatron.training.checkpointing.run_state import RunParts
+from megatron.training.checkpointing.run_state import CheckpointContext
 from megatron.training.config.checkpoint import CheckpointSettings
 
 __all__ = [
+    "CheckpointContext",
     "CheckpointSettings",
     "Checkpointer",
     "Restored",
-    "RunParts",
     "load_args_from_checkpoint",
     "load_checkpoint",
     "maybe_finalize_async_save",

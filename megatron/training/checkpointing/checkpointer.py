@@ -22,7 +22,7 @@ from megatron.training.checkpointing.hugging_face import (
 from megatron.training.checkpointing.non_persistent import open_non_persistent
 from megatron.training.checkpointing.restore import Restored
 from megatron.training.checkpointing.resume import ResumeSource
-from megatron.training.checkpointing.run_state import RunParts, describe_layout
+from megatron.training.checkpointing.run_state import CheckpointContext, describe_layout
 from megatron.training.checkpointing.saver import Saver
 from megatron.training.config.checkpoint import CheckpointSettings
 from megatron.training.run.state import TrainState
@@ -34,15 +34,15 @@ class Checkpointer:
     def __init__(
         self,
         settings: CheckpointSettings,
-        parts: RunParts,
+        context: CheckpointContext,
         *,
         process_group: dist.ProcessGroup | ControlGroup | None = None,
     ) -> None:
         self.settings = settings
-        self.parts = parts
+        self.context = context
         self.peers: ControlGroup = control_group(process_group)
-        self.non_persistent = open_non_persistent(settings, describe_layout(parts), self.peers)
-        self._saver = Saver(settings, parts, self.peers)
+        self.non_persistent = open_non_persistent(settings, describe_layout(context), self.peers)
+        self._saver = Saver(settings, context, self.peers)
 
     def claim(self) -> None:
         """Lock the save directory and delete what interrupted runs left there.
@@ -108,7 +108,7 @@ class Checkpointer:
     def load(self) -> Restored | None:
         """Load the newest intact checkpoint of `--load`, or the weights of `--load-hf` or
         `--pretrained-checkpoint`; see `ResumeSource.load`."""
-        return ResumeSource(self.settings, self.parts, self.peers, self.non_persistent).load()
+        return ResumeSource(self.settings, self.context, self.peers, self.non_persistent).load()
 
     def export_model(self, directory: Path) -> None:
         """Write the newest checkpoint of this run as a Hugging Face model.
@@ -120,7 +120,7 @@ class Checkpointer:
             self._saver.newest(),
             directory,
             companion=None if began_with is None else Path(began_with),
-            has_adapters=self.parts.weights == "adapters",
+            has_adapters=self.context.weights == "adapters",
             dtype=self.settings.save_hf_dtype,
             peers=self.peers,
         )

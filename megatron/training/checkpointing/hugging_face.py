@@ -22,7 +22,7 @@ from megatron.hugging_face import (
     write_adapters,
     write_model,
 )
-from megatron.training.checkpointing.run_state import RunParts
+from megatron.training.checkpointing.run_state import CheckpointContext
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -87,7 +87,7 @@ def write_adapters_collectively(
 
 
 def load_adapters_collectively(
-    path: Path, base: Path, parts: RunParts, peers: ControlGroup
+    path: Path, base: Path, context: CheckpointContext, peers: ControlGroup
 ) -> None:
     """Fill the adapters of a run from a directory of PEFT's. All ranks call it.
 
@@ -99,7 +99,7 @@ def load_adapters_collectively(
     problem: MegatronError | None = None
     try:
         adapter = read_adapters(path, read_model_directory(base))
-        load_adapters(adapter, list(parts.model), parts.groups)
+        load_adapters(adapter, list(context.model), context.groups)
     except OSError as error:
         problem = describe_os_error(error, path=str(path), doing="reading")
     except MegatronError as error:

@@ -24,7 +24,7 @@ from megatron.core.settings.flags import from_args
 from megatron.core.transport.object_collectives import SingleProcess
 from megatron.core.utils import get_pg_rank
 from megatron.training.checkpointing.checkpointer import Checkpointer
-from megatron.training.checkpointing.run_state import RunParts
+from megatron.training.checkpointing.run_state import CheckpointContext
 from megatron.training.checkpointing.selection import select_checkpoints
 from megatron.training.config.checkpoint import CheckpointSettings
 from megatron.training.global_vars import get_args
@@ -221,7 +221,7 @@ def _checkpointer(
     groups: ProcessGroupCollection | None,
     **overrides: Any,
 ) -> Checkpointer:
-    parts = RunParts(
+    context = CheckpointContext(
         model=[model] if isinstance(model, nn.Module) else list(model),
         optimizer=optimizer,
         scheduler=scheduler,
@@ -229,4 +229,4 @@ def _checkpointer(
         weights="all" if getattr(args, "lora_rank", None) is None else "adapters",
         args=vars(args),
     )
-    return Checkpointer(from_args(CheckpointSettings, vars(args) | overrides), parts)
+    return Checkpointer(from_args(CheckpointSettings, vars(args) | overrides), context)

@@ -23,7 +23,7 @@ from megatron.core.foundation.errors import CheckpointError
 from megatron.core.transport.object_collectives import ControlGroup, SingleProcess
 from megatron.training.checkpointing.key_mapping import compare_heads, stored_key
 from megatron.training.checkpointing.run_state import (
-    RunParts,
+    CheckpointContext,
     apply_model,
     apply_optimizer,
     apply_rng,
@@ -53,8 +53,10 @@ class Restored:
 class Restorer:
     """Fills the parts of one run. Every method is a collective."""
 
-    def __init__(self, settings: CheckpointSettings, parts: RunParts, peers: ControlGroup) -> None:
-        self.settings, self.parts, self.peers = settings, parts, peers
+    def __init__(
+        self, settings: CheckpointSettings, context: CheckpointContext, peers: ControlGroup
+    ) -> None:
+        self.settings, self.context, self.peers = settings, context, peers
 
     def restore(self, contents: Contents, *, is_finetuning: bool) -> Restored:
         """Load a checkpoint of any layout into the parts.
@@ -67,7 +69,7 @@ class Restorer:
         is_finetuning = is_finetuning or is_upcycling
         with_optimizer = not (is_finetuning or settings.no_load_optim)
         with_rng = not (is_finetuning or settings.no_load_rng)
-        has_optimizer = self.parts.optimizer is not None
+        has_optimizer = self.context.optimizer is not None
         if isinstance(contents, InteropContents):
             for line in check_interop(contents, needs_moments=with_optimizer and has_optimizer):
                 print_once(self.peers, f"  {line}")
@@ -90,7 +92,7 @@ class Restorer:
             key_mapping=stored_key,
         )
         if isinstance(contents, InteropContents) and with_optimizer and has_optimizer:
-            complete_interop_state(self.parts, loaded.state, template["optimizer"], contents)
+            complete_interop_state(self.context, loaded.state, template["optimizer"], contents)
         flags = {"with_optimizer": with_optimizer, "with_rng": with_rng}
         return self._apply(contents, loaded, **flags, is_finetuning=is_finetuning)
 
@@ -113,7 +115,7 @@ class Restorer:
             self.peers,
             "declaring the state to load",
             lambda: declare_run(
-                self.parts, with_optimizer=with_optimizer, with_rng=with_rng, is_loading=True
+                self.context, with_optimizer=with_optimizer, with_rng=with_rng, is_loading=True
             ),
         )
 
@@ -130,8 +132,8 @@ class Restorer:
         state, info = loaded.state, contents.manifest.info
 
         def apply() -> None:
-            apply_model(self.parts, state, strict=not loaded.unexpected)
-            apply_optimizer(self.parts, state, was_loaded=with_optimizer)
+            apply_model(self.context, state, strict=not loaded.unexpected)
+            apply_optimizer(self.context, state, was_loaded=with_optimizer)
             if with_rng:
                 apply_rng(state)
 
@@ -144,7 +146,7 @@ class Restorer:
             extra if isinstance(extra, dict) and not is_finetuning else {},
             layout if isinstance(layout, dict) else {},
         )
-        before, now = show_layout(restored.layout), show_layout(describe_layout(self.parts))
+        before, now = show_layout(restored.layout), show_layout(describe_layout(self.context))
         if before != now:
             print_once(self.peers, f"  layout of the checkpoint: {before}; of this run: {now}")
         return restored
@@ -172,7 +174,7 @@ def check_interop(contents: InteropContents, *, needs_moments: bool) -> list[str
 
 
 def complete_interop_state(
-    parts: RunParts, state: dict[str, Any], template: object, contents: InteropContents
+    context: CheckpointContext, state: dict[str, Any], template: object, contents: InteropContents
 ) -> None:
     """Fill in, in place, the plain values that optimizer and schedule expect.
 
@@ -181,5 +183,5 @@ def complete_interop_state(
         template: the declaration of the optimizer's.
     """
     contents.complete_optimizer(state["optimizer"], template)
-    if parts.scheduler is not None and "opt_param_scheduler" not in state:
-        parts.scheduler.step(increment=int(state.get("consumed_train_samples", 0)))
+    if context.scheduler is not None and "opt_param_scheduler" not in state:
+        context.scheduler.step(increment=int(state.get("consumed_train_samples", 0)))

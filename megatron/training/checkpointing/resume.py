@@ -18,7 +18,7 @@ from megatron.training.checkpointing.hugging_face import (
 )
 from megatron.training.checkpointing.non_persistent import NonPersistentCheckpoints
 from megatron.training.checkpointing.restore import Restored, Restorer
-from megatron.training.checkpointing.run_state import RunParts
+from megatron.training.checkpointing.run_state import CheckpointContext
 from megatron.training.checkpointing.selection import (
     Selection,
     missing,
@@ -35,13 +35,13 @@ class ResumeSource:
     def __init__(
         self,
         settings: CheckpointSettings,
-        parts: RunParts,
+        context: CheckpointContext,
         peers: ControlGroup,
         non_persistent: NonPersistentCheckpoints | None = None,
     ) -> None:
-        self.settings, self.parts, self.peers = settings, parts, peers
+        self.settings, self.context, self.peers = settings, context, peers
         self.non_persistent = non_persistent
-        self.restorer = Restorer(settings, parts, peers)
+        self.restorer = Restorer(settings, context, peers)
 
     def load(self) -> Restored | None:
         """Load the newest intact checkpoint of `--load`, or the weights of `--load-hf` or
@@ -54,7 +54,7 @@ class ResumeSource:
             CheckpointError: on every rank, if what is there cannot be used.
         """
         settings = self.settings
-        base = self._load_base() if self.parts.weights == "adapters" else None
+        base = self._load_base() if self.context.weights == "adapters" else None
         if settings.load is not None:
             restored = self._load_from(
                 storage_path(settings.load), settings.ckpt_step, is_finetuning=settings.finetune
@@ -64,7 +64,7 @@ class ResumeSource:
         if base is not None:
             if settings.load_adapter is not None and settings.load_hf is not None:
                 load_adapters_collectively(
-                    Path(settings.load_adapter), Path(settings.load_hf), self.parts, self.peers
+                    Path(settings.load_adapter), Path(settings.load_hf), self.context, self.peers
                 )
                 print_once(
                     self.peers, f"  successfully loaded adapters from {settings.load_adapter}"
@@ -91,9 +91,9 @@ class ResumeSource:
 
     def _load_base(self) -> Restored | None:
         """Load the frozen weights that the adapters are added to."""
-        parts = dataclasses.replace(self.parts, weights="base", optimizer=None, scheduler=None)
+        context = dataclasses.replace(self.context, weights="base", optimizer=None, scheduler=None)
         settings = dataclasses.replace(self.settings, load=None, save=None)
-        return ResumeSource(settings, parts, self.peers).load()
+        return ResumeSource(settings, context, self.peers).load()
 
     def _load_from(
         self, directory: StoragePath, ckpt_step: int | None, *, is_finetuning: bool
@@ -135,7 +135,7 @@ class ResumeSource:
         )
         print_once(self.peers, f"  successfully loaded weights from {directory}")
         if self.peers.rank == 0:
-            dtype = next(self.parts.model[0].parameters()).dtype
+            dtype = next(self.context.model[0].parameters()).dtype
             if note := note_on_precision(directory, dtype):
                 print_once(self.peers, note)
         return restored

@@ -41,7 +41,7 @@ _PER_RANK_ARGS = {"rank", "local_rank", "world_size"}
 
 
 @dataclasses.dataclass
-class RunParts:
+class CheckpointContext:
     """What of a run is saved. `None` stands for a part that does not exist."""
 
     model: Sequence[nn.Module]
@@ -63,36 +63,36 @@ def model_key(index: int, num_chunks: int) -> str:
     return "model" if num_chunks == 1 else f"model{index}"
 
 
-def declare_model(parts: RunParts) -> ShardedStateDict:
+def declare_model(context: CheckpointContext) -> ShardedStateDict:
     """Declare the weights of all chunks that are meant."""
     declared = {}
-    for index, chunk in enumerate(parts.model):
-        state = sharded_state_dict_of(chunk, pg_collection=parts.groups)
-        if parts.weights != "all":
-            wants_adapters = parts.weights == "adapters"
+    for index, chunk in enumerate(context.model):
+        state = sharded_state_dict_of(chunk, pg_collection=context.groups)
+        if context.weights != "all":
+            wants_adapters = context.weights == "adapters"
             state = {k: v for k, v in state.items() if is_of_adapter(k) == wants_adapters}
-        declared[model_key(index, len(parts.model))] = state
+        declared[model_key(index, len(context.model))] = state
     return declared
 
 
 def declare_run(
-    parts: RunParts,
+    context: CheckpointContext,
     *,
     with_optimizer: bool,
     with_rng: bool,
     is_loading: bool = False,
 ) -> ShardedStateDict:
     """Declare weights and, as asked, optimizer with schedule, and random state."""
-    state = declare_model(parts)
-    if with_optimizer and parts.optimizer is not None:
-        state["optimizer"] = parts.optimizer.sharded_state_dict(state, is_loading=is_loading)
+    state = declare_model(context)
+    if with_optimizer and context.optimizer is not None:
+        state["optimizer"] = context.optimizer.sharded_state_dict(state, is_loading=is_loading)
     if with_rng:
-        state["generators"] = declare_generators(parts.groups)
+        state["generators"] = declare_generators(context.groups)
     return state
 
 
 def plain_run_state(
-    parts: RunParts, train_state: TrainState, *, with_optimizer: bool, with_rng: bool
+    context: CheckpointContext, train_state: TrainState, *, with_optimizer: bool, with_rng: bool
 ) -> dict[str, Any]:
     """Return what is saved beside the declarations: counters, schedule, seed, settings."""
     state: dict[str, Any] = {
@@ -103,10 +103,10 @@ def plain_run_state(
         "consumed_valid_samples": train_state.consumed_valid_samples,
         "skipped_train_samples": train_state.skipped_train_samples,
         "data_order": train_state.data_order,
-        "args": plain_args(parts.args),
+        "args": plain_args(context.args),
     }
-    if with_optimizer and parts.scheduler is not None:
-        state["opt_param_scheduler"] = parts.scheduler.state_dict()
+    if with_optimizer and context.scheduler is not None:
+        state["opt_param_scheduler"] = context.scheduler.state_dict()
     if with_rng:
         state["rng_state"] = rng_state().state_dict()
     return state
@@ -138,32 +138,34 @@ def train_state_of(state: Mapping[str, Any]) -> TrainState:
     )
 
 
-def apply_model(parts: RunParts, state: Mapping[str, Any], *, strict: bool) -> None:
+def apply_model(context: CheckpointContext, state: Mapping[str, Any], *, strict: bool) -> None:
     """Give the loaded weights to the chunks.
 
     Declared tensors are the parameters themselves and are filled already; modules that store
     another form get it through their own `load_state_dict`.
     """
-    for index, chunk in enumerate(parts.model):
-        loaded = state[model_key(index, len(parts.model))]
-        chunk.load_state_dict(loaded, strict=strict and parts.weights == "all")
+    for index, chunk in enumerate(context.model):
+        loaded = state[model_key(index, len(context.model))]
+        chunk.load_state_dict(loaded, strict=strict and context.weights == "all")
 
 
-def apply_optimizer(parts: RunParts, state: Mapping[str, object], *, was_loaded: bool) -> None:
+def apply_optimizer(
+    context: CheckpointContext, state: Mapping[str, object], *, was_loaded: bool
+) -> None:
     """Give optimizer and schedule their state, or start them from the loaded weights."""
-    if parts.optimizer is None:
+    if context.optimizer is None:
         return
     if was_loaded:
-        own = settings_of_groups(parts.optimizer.param_groups)
-        parts.optimizer.load_state_dict(state["optimizer"])
+        own = settings_of_groups(context.optimizer.param_groups)
+        context.optimizer.load_state_dict(state["optimizer"])
         # Constants of the update rule (betas, eps, momentum) are this run's.
-        for group, settings in zip(parts.optimizer.param_groups, own, strict=True):
+        for group, settings in zip(context.optimizer.param_groups, own, strict=True):
             group.update({n: v for n, v in settings.items() if n not in _SCHEDULED})
-        if parts.scheduler is not None and "opt_param_scheduler" in state:
-            parts.scheduler.load_state_dict(state["opt_param_scheduler"], own)
-    elif hasattr(parts.optimizer, "reload_model_params"):
+        if context.scheduler is not None and "opt_param_scheduler" in state:
+            context.scheduler.load_state_dict(state["opt_param_scheduler"], own)
+    elif hasattr(context.optimizer, "reload_model_params"):
         # Main weights were made from the random model; they must follow the loaded one.
-        parts.optimizer.reload_model_params()
+        context.optimizer.reload_model_params()
 
 
 def apply_rng(state: Mapping[str, Any]) -> None:
@@ -182,15 +184,15 @@ def apply_rng(state: Mapping[str, Any]) -> None:
         ) from error
 
 
-def describe_layout(parts: RunParts) -> dict[str, Any]:
+def describe_layout(context: CheckpointContext) -> dict[str, Any]:
     """Return the sizes of all axes and what else depends on them."""
-    groups = parts.groups
+    groups = context.groups
     layout = {
         axis: get_pg_size(getattr(groups, axis))
         for axis in ("tp", "pp", "cp", "dp", "ep", "expt_tp")
     }
-    layout["vp"] = len(parts.model)
-    vocabulary = parts.args.get("unpadded_vocab_size")
+    layout["vp"] = len(context.model)
+    vocabulary = context.args.get("unpadded_vocab_size")
     if isinstance(vocabulary, int):
         layout["unpadded_vocab_size"] = vocabulary
     return layout

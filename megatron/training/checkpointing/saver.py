@@ -20,7 +20,7 @@ from megatron.core.dist_checkpointing.save_lock import SaveLock
 from megatron.core.foundation.errors import CheckpointError
 from megatron.core.transport.object_collectives import ControlGroup, raise_on_all_ranks
 from megatron.training.checkpointing.run_state import (
-    RunParts,
+    CheckpointContext,
     declare_run,
     describe_layout,
     plain_run_state,
@@ -57,8 +57,10 @@ def claim_directory(directory: StoragePath, peers: ControlGroup) -> SaveLock | N
 class Saver:
     """Saves the parts of one run into `settings.save`. Every method is a collective."""
 
-    def __init__(self, settings: CheckpointSettings, parts: RunParts, peers: ControlGroup) -> None:
-        self.settings, self.parts, self.peers = settings, parts, peers
+    def __init__(
+        self, settings: CheckpointSettings, context: CheckpointContext, peers: ControlGroup
+    ) -> None:
+        self.settings, self.context, self.peers = settings, context, peers
         self.last_committed: int | None = None
         """Iteration of the newest checkpoint of this run that is on the disk, complete."""
         self._lock: SaveLock | None = None
@@ -97,8 +99,8 @@ class Saver:
         }
 
         def declare() -> ShardedStateDict:
-            plain = plain_run_state(self.parts, train_state, **flags)
-            return declare_run(self.parts, **flags) | plain | {"extra": dict(extra or {})}
+            plain = plain_run_state(self.context, train_state, **flags)
+            return declare_run(self.context, **flags) | plain | {"extra": dict(extra or {})}
 
         return run_collectively(self.peers, "declaring the state to save", declare)
 
@@ -113,7 +115,7 @@ class Saver:
             directory / commit.iteration_directory(iteration),
             async_sharded_save=self.settings.async_save,
             process_group=self.peers,
-            info={"layout": describe_layout(self.parts)},
+            info={"layout": describe_layout(self.context)},
             spread_over_replicas=self.settings.ckpt_fully_parallel_save,
         )
         if saving is None:

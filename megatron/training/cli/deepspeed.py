@@ -187,7 +187,7 @@ def _batch(
     problems: list[MegatronError],
 ) -> BatchSizes | None:
     """Set the batch sizes that the file decides; replicas are what the other sizes leave."""
-    world = known.get("dry_run_world_size") or rank_info.place_of_this_process().world_size
+    world = known.get("dry_run_world_size") or rank_info.read_rank_info().world_size
     model = 1
     for name in (
         "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size",

@@ -62,9 +62,9 @@ def planned_world_size(config: RunConfig) -> int:
     """Return the ranks to plan for: as asked, as launched, or the fewest that fit."""
     if config.launch.dry_run_world_size is not None:
         return config.launch.dry_run_world_size
-    place = rank_info.place_of_this_process()
-    if place.is_launched:
-        return place.world_size
+    info = rank_info.read_rank_info()
+    if info.is_launched:
+        return info.world_size
     sizes = config.parallelism
     tp, pp = sizes.tensor_model_parallel_size, sizes.pipeline_model_parallel_size
     expert_tp = sizes.expert_tensor_parallel_size or tp

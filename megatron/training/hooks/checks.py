@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron.core.optimizer.replica_check import check_replicas
 from megatron.training.hooks.base import Hook
-from megatron.training.run.parts import TrainingParts
+from megatron.training.run.context import TrainingContext
 from megatron.training.run.state import StepResult, StopReason, TrainState
 
 
@@ -23,9 +23,9 @@ class CompareReplicas(Hook):
     """
 
     def __init__(
-        self, parts: TrainingParts, interval: int, save_intervals: Iterable[int | None]
+        self, context: TrainingContext, interval: int, save_intervals: Iterable[int | None]
     ) -> None:
-        self.parts = parts
+        self.context = context
         self.intervals = [interval, *(every for every in save_intervals if every)]
         self._last_compared = -1
 
@@ -42,8 +42,8 @@ class CompareReplicas(Hook):
         return state
 
     def _compare(self, iteration: int) -> None:
-        parts: Any = self.parts
-        check_replicas(parts.model, parts.optimizer, parts.groups, iteration)
+        context: Any = self.context
+        check_replicas(context.model, context.optimizer, context.groups, iteration)
         self._last_compared = iteration
 
 

@@ -10,8 +10,8 @@ from megatron.training.hooks.scalars import Scalars
 from megatron.training.launch.printing import is_last_rank
 from megatron.training.metrics.log_line import validation_lines
 from megatron.training.resilience.status import RunStatus
+from megatron.training.run.context import StepPlan, TrainingContext
 from megatron.training.run.evaluate import evaluate
-from megatron.training.run.parts import StepPlan, TrainingParts
 from megatron.training.run.state import StepResult, StopReason, TrainState
 
 
@@ -24,24 +24,24 @@ class Evaluate(Hook):
 
     def __init__(
         self,
-        parts: TrainingParts,
+        context: TrainingContext,
         *,
         plan: StepPlan,
         status: RunStatus,
         scalars: Scalars,
         write: Callable[[str], None],
-        must_leave: Callable[[], bool] = lambda: False,
+        should_exit: Callable[[], bool] = lambda: False,
     ) -> None:
-        self.parts = parts
+        self.context = context
         self.plan = plan
         self.status = status
         self.scalars = scalars
         self.write = write
-        self.must_leave = must_leave
+        self.should_exit = should_exit
 
     def after_step(self, state: TrainState, result: StepResult) -> TrainState:
         """Evaluate when it is time."""
-        interval = self.parts.run.schedule.eval_interval
+        interval = self.context.run.schedule.eval_interval
         if interval is None or state.iteration % interval:
             return state
         return self._validate(state, f"iteration {state.iteration}")
@@ -52,8 +52,8 @@ class Evaluate(Hook):
             return state
         state = self._validate(state, f"iteration {state.iteration} on validation set")
         self._report(
-            self.parts.data.test,
-            self._num_rows(self.parts.data.num_test_rows),
+            self.context.data.test,
+            self._num_rows(self.context.data.num_test_rows),
             state,
             f"iteration {state.iteration} on test set",
             kind="test",
@@ -62,7 +62,7 @@ class Evaluate(Hook):
 
     def _validate(self, state: TrainState, where: str) -> TrainState:
         num_samples = 0
-        for each in self.parts.data.valid:
+        for each in self.context.data.valid:
             kind = f"validation {each.name}" if each.name else "validation"
             of_set = f"{where} of {each.name}" if each.name else where
             rows = self._num_rows(each.num_rows)
@@ -73,9 +73,9 @@ class Evaluate(Hook):
 
     def _num_rows(self, available: int) -> int:
         """Return the micro batches of one evaluation; 0 if there are no data."""
-        if self.parts.run.schedule.full_validation:
+        if self.context.run.schedule.full_validation:
             return available
-        return self.parts.run.schedule.eval_iters * self.plan.num_microbatches if available else 0
+        return self.context.run.schedule.eval_iters * self.plan.num_microbatches if available else 0
 
     def _report(self, data: Any, num_rows: int, state: TrainState, where: str, kind: str) -> None:
         """Evaluate on `data`, print the result and send it to the scalars."""
@@ -83,12 +83,12 @@ class Evaluate(Hook):
             return
         with self.status.doing("evaluating"):
             found = evaluate(
-                self.parts,
+                self.context,
                 data,
                 num_rows,
                 self.plan,
                 with_non_loss=True,
-                must_leave=self.must_leave,
+                should_exit=self.should_exit,
             )
         if found is None:
             if is_last_rank():
@@ -96,6 +96,6 @@ class Evaluate(Hook):
         elif is_last_rank():
             self.write(validation_lines(where, found.losses))
             self.scalars.write_evaluation(kind, dict(found.losses), state.iteration)
-            if self.parts.process_non_loss_data is not None:
+            if self.context.process_non_loss_data is not None:
                 writer = next((s.writer for s in self.scalars.sinks if hasattr(s, "writer")), None)
-                self.parts.process_non_loss_data(found.non_loss_data, state.iteration, writer)
+                self.context.process_non_loss_data(found.non_loss_data, state.iteration, writer)

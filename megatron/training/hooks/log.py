@@ -21,7 +21,7 @@ from megatron.training.metrics.log_line import TrainingLine, training_line
 from megatron.training.metrics.memory import gibibytes
 from megatron.training.metrics.params_norm import params_norm
 from megatron.training.metrics.peak import peak_flops
-from megatron.training.run.parts import TrainingParts
+from megatron.training.run.context import TrainingContext
 from megatron.training.run.state import StepResult, StopReason, TrainState
 
 
@@ -60,12 +60,12 @@ class LogLine(Hook):
     """
 
     def __init__(
-        self, parts: TrainingParts, write: Callable[[str], None], train_iters: int
+        self, context: TrainingContext, write: Callable[[str], None], train_iters: int
     ) -> None:
-        self.parts = parts
+        self.context = context
         self.write = write
         self.train_iters = train_iters
-        self.interval = parts.run.logging.log_interval
+        self.interval = context.run.logging.log_interval
         self._means = IntervalMeans()
         self._started_at = time.perf_counter()
         self._has_reported_memory = False
@@ -74,8 +74,8 @@ class LogLine(Hook):
 
     def before_training(self, state: TrainState) -> TrainState:
         """Find the peak rate of the device, if throughput is to be shown."""
-        if self.parts.run.logging.log_throughput and is_last_rank():
-            self._peak = peak_flops(self.parts.run.precision.params_dtype)
+        if self.context.run.logging.log_throughput and is_last_rank():
+            self._peak = peak_flops(self.context.run.precision.params_dtype)
         return state
 
     def before_step(self, state: TrainState) -> None:
@@ -104,35 +104,41 @@ class LogLine(Hook):
         return state
 
     def _report(self, state: TrainState, result: StepResult) -> None:
-        parts, means = self.parts, self._means
-        norm = params_norm(parts.model, parts.groups) if parts.run.logging.log_params_norm else None
+        context, means = self.context, self._means
+        norm = (
+            params_norm(context.model, context.groups)
+            if context.run.logging.log_params_norm
+            else None
+        )
         loads = (
-            collect_loads(parts.model, parts.groups) if parts.run.experts.num_moe_experts else []
+            collect_loads(context.model, context.groups)
+            if context.run.experts.num_moe_experts
+            else []
         )
         if is_last_rank():
             self.write(training_line(self._line(state, result, norm, balance_losses(loads))))
             if loads:
                 self.write(load_line(state.iteration, loads))
             for line in (
-                layer_lines(state.iteration, loads) * parts.run.experts.moe_per_layer_logging
+                layer_lines(state.iteration, loads) * context.run.experts.moe_per_layer_logging
             ):
                 self.write(line)
         if not self._has_reported_memory:
             self._has_reported_memory = True
             print_rank_0(f" peak memory after {state.iteration} iterations on rank 0:"
                          f" {gibibytes(device.peak_memory_bytes())}")  # fmt: skip
-        if parts.run.logging.timing_log_level > 0:
-            names = union_across_ranks(parts.timers.names, backend.world())
-            parts.timers.log(names, normalizer=means.num_steps)
+        if context.run.logging.timing_log_level > 0:
+            names = union_across_ranks(context.timers.names, backend.world())
+            context.timers.log(names, normalizer=means.num_steps)
         self._means = IntervalMeans()
 
     def _line(
         self, state: TrainState, result: StepResult, norm: float | None, balance: dict[str, float]
     ) -> TrainingLine:
-        run, means = self.parts.run, self._means
+        run, means = self.context.run, self._means
         per_device_s = means.seconds * run.topology.world_size
         tokens_per_s = means.num_samples * run.model.seq_length / per_device_s
-        causal = training_flops_per_token(self.parts.size, FlopConvention.CAUSAL)
+        causal = training_flops_per_token(self.context.size, FlopConvention.CAUSAL)
         return TrainingLine(
             iteration=state.iteration,
             train_iters=self.train_iters,

@@ -14,7 +14,7 @@ from megatron.training.hooks.base import Hook
 from megatron.training.launch.printing import is_last_rank
 from megatron.training.metrics.expert_load import collect_loads, load_scalars
 from megatron.training.metrics.log_line import perplexity
-from megatron.training.run.parts import TrainingParts
+from megatron.training.run.context import TrainingContext
 from megatron.training.run.state import StepResult, StopReason, TrainState
 
 
@@ -103,8 +103,8 @@ class Scalars(Hook):
     Names are those that Megatron uses in TensorBoard, so dashboards carry over.
     """
 
-    def __init__(self, parts: TrainingParts, sinks: list[ScalarSink], interval: int) -> None:
-        self.parts = parts
+    def __init__(self, context: TrainingContext, sinks: list[ScalarSink], interval: int) -> None:
+        self.context = context
         self.sinks = sinks
         self.interval = interval
         self._started_at = time.perf_counter()
@@ -118,13 +118,13 @@ class Scalars(Hook):
         seconds = time.perf_counter() - self._started_at
         if state.iteration % self.interval:
             return state
-        run = self.parts.run
+        run = self.context.run
         if run.logging.log_timers_to_tensorboard:
             # A collective: all ranks come here.
-            names = union_across_ranks(self.parts.timers.names, backend.world())
-            timers = self.parts.timers.seconds_of_all_ranks(names, reset=False)
+            names = union_across_ranks(self.context.timers.names, backend.world())
+            timers = self.context.timers.seconds_of_all_ranks(names, reset=False)
         loads = (
-            collect_loads(self.parts.model, self.parts.groups)
+            collect_loads(self.context.model, self.context.groups)
             if run.experts.num_moe_experts
             else []
         )
@@ -137,7 +137,7 @@ class Scalars(Hook):
         return state
 
     def _of_step(self, state: TrainState, result: StepResult, seconds: float) -> dict[str, float]:
-        run = self.parts.run
+        run = self.context.run
         scalars: dict[str, float] = dict(result.losses)
         if run.logging.log_learning_rate_to_tensorboard:
             scalars["learning-rate"] = result.learning_rate
@@ -168,7 +168,7 @@ class Scalars(Hook):
     def write_evaluation(self, kind: str, losses: dict[str, float], step: int) -> None:
         """Send the losses of an evaluation, under Megatron's names."""
         scalars = {f"{name} {kind}": value for name, value in losses.items()}
-        if self.parts.run.logging.log_validation_ppl_to_tensorboard:
+        if self.context.run.logging.log_validation_ppl_to_tensorboard:
             scalars |= {f"{name} {kind} ppl": perplexity(v) for name, v in losses.items()}
         self.write(scalars, step)
 
@@ -221,7 +221,7 @@ class ProgressBar(Hook):
             self._bar = None
 
 
-def sinks_here(
+def local_sinks(
     tensorboard: ScalarWriter | None, wandb: WandbRun | None, jsonl_path: str | None
 ) -> list[ScalarSink]:
     """Return the sinks of this rank: all on the last, none elsewhere."""

@@ -18,7 +18,13 @@ from megatron.training.hooks.evaluation import Evaluate
 from megatron.training.hooks.log import LinesForFirstRank, LogLine
 from megatron.training.hooks.profiling import CollectGarbage, MemoryHistory, Profile
 from megatron.training.hooks.save import Export, SaveCheckpoints
-from megatron.training.hooks.scalars import ProgressBar, Scalars, ScalarWriter, WandbRun, sinks_here
+from megatron.training.hooks.scalars import (
+    ProgressBar,
+    Scalars,
+    ScalarWriter,
+    WandbRun,
+    local_sinks,
+)
 from megatron.training.hooks.stop import (
     ExitDuration,
     ExitInterval,
@@ -29,7 +35,7 @@ from megatron.training.hooks.stop import (
 from megatron.training.launch.printing import is_last_rank, is_rank_0
 from megatron.training.resilience.signals import SignalFlag
 from megatron.training.resilience.status import RunStatus
-from megatron.training.run.parts import StepPlan, TrainingParts
+from megatron.training.run.context import StepPlan, TrainingContext
 
 
 class StandardHooks(Hooks):
@@ -41,7 +47,7 @@ class StandardHooks(Hooks):
 
 
 def standard_hooks(
-    parts: TrainingParts,
+    context: TrainingContext,
     status: RunStatus,
     checkpointer: Checkpointer | None,
     *,
@@ -54,7 +60,7 @@ def standard_hooks(
     A step is first counted, then logged, then judged (evaluation), then saved; reasons to stop are
     asked before the next step.
     """
-    run = parts.run
+    run = context.run
     bar = _progress_bar(run.logging.progress_bar, run.schedule.train_iters)
     write = bar.print if bar is not None else lambda text: print(text, flush=True)
     relay = None
@@ -62,32 +68,32 @@ def standard_hooks(
         relay = LinesForFirstRank([run.logging.log_interval, run.schedule.eval_interval])
         write = relay.write
     scalars = Scalars(
-        parts,
-        sinks_here(tensorboard, wandb, run.logging.metrics_jsonl),
+        context,
+        local_sinks(tensorboard, wandb, run.logging.metrics_jsonl),
         run.logging.tensorboard_log_interval,
     )
     evaluate = Evaluate(
-        parts,
-        plan=evaluation_plan(parts),
+        context,
+        plan=evaluation_plan(context),
         status=status,
         scalars=scalars,
         write=write,
-        must_leave=lambda: signal is not None and any_across_ranks(signal.is_set, backend.world()),
+        should_exit=lambda: signal is not None and any_across_ranks(signal.is_set, backend.world()),
     )
     hooks: list[Hook] = [PublishCounters(status)]
     hooks += [bar] if bar is not None else []
-    hooks += [LogLine(parts, write, run.schedule.train_iters), scalars]
+    hooks += [LogLine(context, write, run.schedule.train_iters), scalars]
     if run.schedule.check_weight_hash_across_dp_replicas_interval:
         hooks.append(
             CompareReplicas(
-                parts,
+                context,
                 run.schedule.check_weight_hash_across_dp_replicas_interval,
                 [run.checkpoint.save_interval, run.checkpoint.non_persistent_save_interval],
             )
         )
     if run.schedule.check_for_spiky_loss:
         hooks.append(WatchForSpikes(write))
-    hooks += _profilers(parts)
+    hooks += _profilers(context)
     if run.schedule.manual_gc:
         hooks.append(CollectGarbage(run.schedule.manual_gc_interval))
     if run.schedule.eval_interval is not None and run.schedule.eval_iters > 0:
@@ -130,9 +136,9 @@ def local_save_directory(run: ResolvedRun) -> str | None:
     )
 
 
-def evaluation_plan(parts: TrainingParts) -> StepPlan:
+def evaluation_plan(context: TrainingContext) -> StepPlan:
     """Evaluate on full batches, also while the training batch still grows."""
-    run = parts.run
+    run = context.run
     return StepPlan(
         num_microbatches=run.schedule.global_batch_size
         // (run.schedule.micro_batch_size * run.topology.data_parallel_size),
@@ -150,8 +156,8 @@ def _progress_bar(is_wanted: bool, train_iters: int) -> ProgressBar | None:
     )
 
 
-def _profilers(parts: TrainingParts) -> list[Hook]:
-    run = parts.run
+def _profilers(context: TrainingContext) -> list[Hook]:
+    run = context.run
     hooks: list[Hook] = []
     if run.logging.profile and run.topology.rank in (run.logging.profile_ranks or [0]):
         directory = run.logging.tensorboard_dir or local_save_directory(run) or "."

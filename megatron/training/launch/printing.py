@@ -10,8 +10,8 @@ from megatron.training.launch import rank_info
 def _rank_and_size() -> tuple[int, int]:
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
-    place = rank_info.place_of_this_process()
-    return place.rank, place.world_size
+    info = rank_info.read_rank_info()
+    return info.rank, info.world_size
 
 
 def is_rank_0() -> bool:

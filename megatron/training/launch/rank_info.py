@@ -14,7 +14,7 @@ from megatron.core.foundation.attempts import store_of_attempt
 
 
 @dataclass(frozen=True)
-class Place:
+class RankInfo:
     """Rank of this process, and the size of the job."""
 
     rank: int
@@ -26,11 +26,11 @@ class Place:
     """Ranks on this node, as far as the launcher says."""
 
 
-def place_of_this_process() -> Place:
+def read_rank_info() -> RankInfo:
     """Read RANK, LOCAL_RANK and WORLD_SIZE; without them the process is the whole job."""
     env = os.environ
     is_launched = "RANK" in env and "WORLD_SIZE" in env
-    return Place(
+    return RankInfo(
         rank=int(env.get("RANK", "0")) if is_launched else 0,
         local_rank=int(env.get("LOCAL_RANK", "0")) if is_launched else 0,
         world_size=int(env.get("WORLD_SIZE", "1")) if is_launched else 1,
@@ -91,7 +91,7 @@ def _is_python(process: int) -> bool:
     return b"python" in command.split(b"\0")[0] or b"torchrun" in command
 
 
-def connect_store(place: Place, timeout: timedelta) -> Any:
+def connect_store(info: RankInfo, timeout: timedelta) -> Any:
     """Return the key-value store that all ranks of the job share, before any process group.
 
     Ranks meet in it to compare their settings, and after a failure to decide who reports it. It
@@ -100,6 +100,6 @@ def connect_store(place: Place, timeout: timedelta) -> Any:
     Raises:
         TopologyError: it cannot be reached, or ranks are missing.
     """
-    if not place.is_launched or place.world_size == 1:
+    if not info.is_launched or info.world_size == 1:
         return dist.HashStore()  # type: ignore[attr-defined]
-    return store_of_attempt(place.rank, place.world_size, timeout)
+    return store_of_attempt(info.rank, info.world_size, timeout)

@@ -311,7 +311,7 @@ def _let_others_report(status: RunStatus, store: Any) -> None:
         deadline = time.monotonic() + WAIT_S
         while (
             hosts_store(status.rank)
-            and num_ended < rank_info.place_of_this_process().world_size
+            and num_ended < rank_info.read_rank_info().world_size
             and time.monotonic() < deadline
         ):
             time.sleep(0.05)

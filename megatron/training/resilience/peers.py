@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron.core.foundation.process_identity import ProcessIdentity
 from megatron.core.foundation.processes import describe_exit, num_killed_for_memory
-from megatron.training.launch.rank_info import Place
+from megatron.training.launch.rank_info import RankInfo
 
 MEETING_TIMEOUT = timedelta(seconds=60)
 
@@ -57,7 +57,7 @@ class Peer:
         return f"{who} {describe_exit(self._ended_with)}"
 
 
-class PeersHere:
+class LocalPeers:
     """The other ranks of this rank's node."""
 
     def __init__(self, peers: list[Peer]) -> None:
@@ -65,22 +65,22 @@ class PeersHere:
         self._killed_before = num_killed_for_memory()
 
     @classmethod
-    def meet(cls, store: Any, place: Place) -> PeersHere:
+    def meet(cls, store: Any, info: RankInfo) -> LocalPeers:
         """Tell the other ranks of this node which process this is, and learn theirs.
 
         Without a launcher that says which ranks share a node, nobody is known.
         """
-        if place.local_rank >= place.local_world_size:
+        if info.local_rank >= info.local_world_size:
             return cls([])  # the launcher tells where a rank is, not how many share its node
-        first = place.rank - place.local_rank
-        others = [r for r in range(first, first + place.local_world_size) if r != place.rank]
+        first = info.rank - info.local_rank
+        others = [r for r in range(first, first + info.local_world_size) if r != info.rank]
         try:
             mine = ProcessIdentity.own()
         except OSError:
             return cls([])
         if not others:
             return cls([])
-        store.set(f"process/{place.rank}", mine.pack().hex())
+        store.set(f"process/{info.rank}", mine.pack().hex())
         try:
             store.wait([f"process/{rank}" for rank in others], MEETING_TIMEOUT)
         except RuntimeError:  # they are on the way out: this rank will hear why

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from megatron.core.foundation.attempts import number_of_attempt
 from megatron.training.launch import rank_info
-from megatron.training.resilience.peers import PeersHere
+from megatron.training.resilience.peers import LocalPeers
 from megatron.training.resilience.watch import Watch
 
 
@@ -30,7 +30,7 @@ class RunStatus:
     save_directory: str | None = None
     has_claimed: bool = False
     """Whether the save directory is this run's own; no other run may save there, nor report."""
-    peers: PeersHere | None = None
+    peers: LocalPeers | None = None
     """The ranks of this node, once they are known."""
     watch: Watch | None = None
     """Of a rank that torchrun started."""
@@ -40,8 +40,8 @@ class RunStatus:
     @classmethod
     def of_this_process(cls) -> RunStatus:
         """Return the status of a run that begins."""
-        place = rank_info.place_of_this_process()
-        return cls(rank=place.rank, local_rank=place.local_rank, attempt=number_of_attempt())
+        info = rank_info.read_rank_info()
+        return cls(rank=info.rank, local_rank=info.local_rank, attempt=number_of_attempt())
 
     @contextmanager
     def doing(self, activity: str) -> Iterator[None]:

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
+from megatron.training.run.context import StepPlan, TrainingContext
 from megatron.training.run.loss_reduction import Report
-from megatron.training.run.parts import StepPlan, TrainingParts
 from megatron.training.run.step import forward_backward, loss_table
 
 
@@ -26,13 +26,13 @@ class Evaluation:
 
 
 def evaluate(
-    parts: TrainingParts,
+    context: TrainingContext,
     data: object,
     num_rows: int,
     plan: StepPlan,
     *,
     with_non_loss: bool = False,
-    must_leave: Callable[[], bool] = lambda: False,
+    should_exit: Callable[[], bool] = lambda: False,
 ) -> Evaluation | None:
     """Evaluate on `num_rows` micro batches of all replicas from `data`.
 
@@ -42,40 +42,40 @@ def evaluate(
         plan: how many micro batches run through the pipeline at a time; the last pass may have
             fewer.
         with_non_loss: also collect what `parts.process_non_loss_data` asks for.
-        must_leave: asked before every pass; all ranks must give the same answer.
+        should_exit: asked before every pass; all ranks must give the same answer.
     Returns:
         None if it was left.
     """
     reports: list[Report] = []
     non_loss_data = None
-    with _evaluating(parts):
+    with _evaluating(context):
         for begin in range(0, num_rows, plan.num_microbatches):
-            if must_leave():
+            if should_exit():
                 return None
             rows = min(plan.num_microbatches, num_rows - begin)
             reports += forward_backward(
-                parts,
+                context,
                 data,
                 begin * plan.row_size,
                 dataclasses.replace(plan, num_microbatches=rows),
                 forward_only=True,
                 first_val_step=begin == 0,
             )
-        if with_non_loss and parts.process_non_loss_data is not None:
-            non_loss_data = _non_loss_data(parts, data, plan)
+        if with_non_loss and context.process_non_loss_data is not None:
+            non_loss_data = _non_loss_data(context, data, plan)
     return Evaluation(
-        losses=loss_table(parts, reports).means(parts.groups.dp_cp),
+        losses=loss_table(context, reports).means(context.groups.dp_cp),
         num_samples=num_rows * plan.row_size,
         non_loss_data=non_loss_data,
     )
 
 
-def _non_loss_data(parts: TrainingParts, data: Any, plan: StepPlan) -> Any:
+def _non_loss_data(context: TrainingContext, data: Any, plan: StepPlan) -> Any:
     """Run once more and collect what `loss_func(output, non_loss_data=True)` returns."""
-    if parts.non_loss_data is not None:
-        return parts.non_loss_data(parts.model)
+    if context.non_loss_data is not None:
+        return context.non_loss_data(context.model)
     return forward_backward(
-        parts,
+        context,
         data,
         0,
         dataclasses.replace(plan, num_microbatches=1),
@@ -85,13 +85,13 @@ def _non_loss_data(parts: TrainingParts, data: Any, plan: StepPlan) -> Any:
 
 
 @contextmanager
-def _evaluating(parts: TrainingParts) -> Iterator[None]:
+def _evaluating(context: TrainingContext) -> Iterator[None]:
     """Switch the model to evaluation for a while."""
-    for chunk in parts.model:
+    for chunk in context.model:
         chunk.eval()
     try:
         with torch.no_grad():
             yield
     finally:
-        for chunk in parts.model:
+        for chunk in context.model:
             chunk.train()

@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 from megatron.training.hooks.base import Hooks
-from megatron.training.run.parts import TrainingParts
+from megatron.training.run.context import TrainingContext
 from megatron.training.run.state import StopReason, TrainState
 from megatron.training.run.step import train_step
 
 
-def train(parts: TrainingParts, state: TrainState, hooks: Hooks) -> tuple[TrainState, StopReason]:
+def train(
+    context: TrainingContext, state: TrainState, hooks: Hooks
+) -> tuple[TrainState, StopReason]:
     """Run steps until a hook says stop, the step budget being one of them.
 
     Args:
-        parts: model, optimizer, data: what a step works with.
+        context: model, optimizer, data: what a step works with.
         state: where the run stands; a resumed run begins in the middle.
         hooks: what happens around steps: logs, evaluation, checkpoints, the end.
     """
     state = hooks.before_training(state)
     while (stop := hooks.should_stop(state)) is None:
-        plan = parts.microbatches.plan(state.consumed_train_samples)
+        plan = context.microbatches.plan(state.consumed_train_samples)
         hooks.before_step(state)
-        result = train_step(parts, state, plan)
+        result = train_step(context, state, plan)
         state = hooks.after_step(state.advanced(result), result)
     return hooks.after_training(state, stop), stop

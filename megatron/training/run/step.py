@@ -20,12 +20,12 @@ from megatron.core.transport.object_collectives import (
 from megatron.core.utils import get_model_config, get_pg_rank, get_pg_size
 from megatron.training.metrics.expert_load import first_bad_router
 from megatron.training.metrics.flops import FlopConvention, training_flops
+from megatron.training.run.context import StepPlan, TrainingContext
 from megatron.training.run.loss_reduction import LossTable, Report
-from megatron.training.run.parts import StepPlan, TrainingParts
 from megatron.training.run.state import StepResult, TrainState
 
 
-def train_step(parts: TrainingParts, state: TrainState, plan: StepPlan) -> StepResult:
+def train_step(context: TrainingContext, state: TrainState, plan: StepPlan) -> StepResult:
     """Train on one global batch.
 
     The update happens only if loss and gradients are finite on all ranks; otherwise weights and
@@ -34,42 +34,42 @@ def train_step(parts: TrainingParts, state: TrainState, plan: StepPlan) -> StepR
     Raises:
         NumericsError: on all ranks, naming iteration, rank and micro batch.
     """
-    if state.iteration + 1 in parts.iterations_to_skip:
-        return _pass_over(parts, plan)
-    for chunk in parts.model:
+    if state.iteration + 1 in context.iterations_to_skip:
+        return _skip_step(context, plan)
+    for chunk in context.model:
         chunk.zero_grad_buffer()  # type: ignore[operator]  # a DistributedDataParallel
-    parts.optimizer.zero_grad()
-    reports = forward_backward(parts, parts.data.train, state.consumed_train_samples, plan)
-    losses = loss_table(parts, reports)
-    was_nan = _check_losses(parts, state, plan, losses)
-    if parts.run.precision.empty_unused_memory_level >= 1:
+    context.optimizer.zero_grad()
+    reports = forward_backward(context, context.data.train, state.consumed_train_samples, plan)
+    losses = loss_table(context, reports)
+    was_nan = _check_losses(context, state, plan, losses)
+    if context.run.precision.empty_unused_memory_level >= 1:
         _return_cached_memory()
 
-    rates = _learning_rates(parts)
-    with _timed(parts, "optimizer"):
-        was_updated, grad_norm, num_zeros = _update(parts, state)
+    rates = _learning_rates(context)
+    with _timed(context, "optimizer"):
+        was_updated, grad_norm, num_zeros = _update(context, state)
     if was_updated:
-        parts.scheduler.step(increment=plan.global_batch_size)
-    if parts.run.precision.empty_unused_memory_level >= 2:
+        context.scheduler.step(increment=plan.global_batch_size)
+    if context.run.precision.empty_unused_memory_level >= 2:
         _return_cached_memory()
     return StepResult(
-        losses=losses.means(parts.groups.dp_cp),
+        losses=losses.means(context.groups.dp_cp),
         grad_norm=grad_norm,
         num_zeros=num_zeros,
         learning_rate=rates[0],
         decoupled_learning_rate=rates[1],
-        loss_scale=_loss_scale(parts),
+        loss_scale=_loss_scale(context),
         num_samples=plan.global_batch_size,
         num_microbatches=plan.num_microbatches,
         was_skipped=not was_updated,
-        skip_reason=None if was_updated else parts.optimizer.nonfinite,
+        skip_reason=None if was_updated else context.optimizer.nonfinite,
         was_nan=was_nan,
-        flops=training_flops(parts.size, plan.global_batch_size, FlopConvention.FULL_SQUARE),
+        flops=training_flops(context.size, plan.global_batch_size, FlopConvention.FULL_SQUARE),
     )
 
 
 def forward_backward(
-    parts: TrainingParts,
+    context: TrainingContext,
     data: object,
     first_sample: int,
     plan: StepPlan,
@@ -87,54 +87,54 @@ def forward_backward(
     rng_state().begin_step(
         first_sample,
         micro_batch_size=plan.micro_batch_size,
-        dp_rank=get_pg_rank(parts.groups.dp),
-        dp_size=get_pg_size(parts.groups.dp),
+        dp_rank=get_pg_rank(context.groups.dp),
+        dp_size=get_pg_size(context.groups.dp),
     )
-    model = parts.model if len(parts.model) > 1 else parts.model[0]
-    return parts.forward_backward(
-        forward_step_func=parts.forward_step,
+    model = context.model if len(context.model) > 1 else context.model[0]
+    return context.forward_backward(
+        forward_step_func=context.forward_step,
         data_iterator=data,
         model=model,
         num_microbatches=plan.num_microbatches,
-        seq_length=parts.run.model.seq_length,
+        seq_length=context.run.model.seq_length,
         micro_batch_size=plan.micro_batch_size,
-        decoder_seq_length=parts.run.extra.get("decoder_seq_length"),
+        decoder_seq_length=context.run.extra.get("decoder_seq_length"),
         forward_only=forward_only,
-        pg_collection=parts.groups,
+        pg_collection=context.groups,
         **options,
     )
 
 
-def loss_table(parts: TrainingParts, reports: Sequence[Report]) -> LossTable:
+def loss_table(context: TrainingContext, reports: Sequence[Report]) -> LossTable:
     """Return the table of losses on the last pipeline rank, which logs them.
 
     Communication:
         where another stage computes them (a pipeline in a V), a broadcast on the pipeline group.
     """
-    table, group = LossTable.of(reports), parts.groups.pp
-    source = loss_rank(get_model_config(parts.model[0]))
+    table, group = LossTable.of(reports), context.groups.pp
+    source = loss_rank(get_model_config(context.model[0]))
     return table if source == get_pg_size(group) - 1 else broadcast_object(table, source, group)
 
 
 def _check_losses(
-    parts: TrainingParts, state: TrainState, plan: StepPlan, losses: LossTable
+    context: TrainingContext, state: TrainState, plan: StepPlan, losses: LossTable
 ) -> bool:
     """Raise on all ranks if any loss of the step is not finite; return it if that is allowed.
 
     Under fp16 the loss scaler decides: an overflow is expected now and then, and is skipped.
     """
     found = losses.first_not_finite()
-    stops = parts.run.schedule.check_for_nan_in_loss_and_grad and not parts.run.precision.fp16
+    stops = context.run.schedule.check_for_nan_in_loss_and_grad and not context.run.precision.fp16
     if not stops:
         return found is not None
     if not any_across_ranks(found is not None, backend.world()):
         return False
     problem, routers = None, ""
-    if parts.run.experts.num_moe_experts:
-        routers = first_bad_router(parts.model, parts.groups)
+    if context.run.experts.num_moe_experts:
+        routers = first_bad_router(context.model, context.groups)
     if found is not None:
         microbatch, name, value = found
-        row = microbatch * get_pg_size(parts.groups.dp) + get_pg_rank(parts.groups.dp)
+        row = microbatch * get_pg_size(context.groups.dp) + get_pg_rank(context.groups.dp)
         first = state.consumed_train_samples + row * plan.micro_batch_size
         problem = NumericsError(
             f"iteration {state.iteration + 1}: {name} is {value} in micro batch"
@@ -148,10 +148,10 @@ def _check_losses(
     return True
 
 
-def _update(parts: TrainingParts, state: TrainState) -> tuple[bool, float | None, float | None]:
+def _update(context: TrainingContext, state: TrainState) -> tuple[bool, float | None, float | None]:
     """Step the optimizer; a problem that it finds is told with the iteration."""
     try:
-        was_updated, grad_norm, num_zeros = parts.optimizer.step()
+        was_updated, grad_norm, num_zeros = context.optimizer.step()
     except NumericsError as error:
         raise NumericsError(
             f"iteration {state.iteration + 1}: {error.found}",
@@ -166,30 +166,30 @@ def _update(parts: TrainingParts, state: TrainState) -> tuple[bool, float | None
     )
 
 
-def _pass_over(parts: TrainingParts, plan: StepPlan) -> StepResult:
+def _skip_step(context: TrainingContext, plan: StepPlan) -> StepResult:
     """Take the samples of a step from the data and leave the model as it is."""
-    iterators = parts.data.train if isinstance(parts.data.train, list) else [parts.data.train]
+    iterators = context.data.train if isinstance(context.data.train, list) else [context.data.train]
     for iterator in iterators:
         for _ in range(plan.num_microbatches if iterator is not None else 0):
             next(iterator)
-    rates = _learning_rates(parts)
+    rates = _learning_rates(context)
     return StepResult(
         losses={},
         grad_norm=None,
         num_zeros=None,
         learning_rate=rates[0],
         decoupled_learning_rate=rates[1],
-        loss_scale=_loss_scale(parts),
+        loss_scale=_loss_scale(context),
         num_samples=plan.global_batch_size,
         num_microbatches=plan.num_microbatches,
         was_skipped=True,
     )
 
 
-def _learning_rates(parts: TrainingParts) -> tuple[float, float | None]:
+def _learning_rates(context: TrainingContext) -> tuple[float, float | None]:
     """Return the rate of the main parameters, and that of embedding and head if it differs."""
     main, decoupled = 0.0, None
-    for group in parts.optimizer.param_groups:
+    for group in context.optimizer.param_groups:
         if group.get("is_decoupled_lr", False):
             decoupled = float(group["lr"])
         else:
@@ -197,8 +197,8 @@ def _learning_rates(parts: TrainingParts) -> tuple[float, float | None]:
     return main, decoupled
 
 
-def _loss_scale(parts: TrainingParts) -> float:
-    scale = parts.optimizer.get_loss_scale()
+def _loss_scale(context: TrainingContext) -> float:
+    scale = context.optimizer.get_loss_scale()
     return float(scale.item() if hasattr(scale, "item") else scale)
 
 
@@ -208,8 +208,8 @@ def _return_cached_memory() -> None:
 
 
 @contextmanager
-def _timed(parts: TrainingParts, name: str) -> Iterator[None]:
-    parts.timers(name, log_level=1).start()
+def _timed(context: TrainingContext, name: str) -> Iterator[None]:
+    context.timers(name, log_level=1).start()
     with torch.profiler.record_function(name):
         yield
-    parts.timers(name, log_level=1).stop()
+    context.timers(name, log_level=1).stop()

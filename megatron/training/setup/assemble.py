@@ -9,14 +9,14 @@ from torch import nn
 
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.settings.flags import FlagSpec, flag_specs
-from megatron.training.checkpointing import Checkpointer, RunParts
+from megatron.training.checkpointing import CheckpointContext, Checkpointer
 from megatron.training.config.optimizer import OptimizerSettings
 from megatron.training.config.resolved import ResolvedRun
 from megatron.training.config.run import all_flags
 from megatron.training.launch.printing import print_rank_0
 from megatron.training.metrics.model_size import ModelSize
 from megatron.training.resilience.status import RunStatus
-from megatron.training.run.parts import MicrobatchPlanner, TrainingParts
+from megatron.training.run.context import MicrobatchPlanner, TrainingContext
 from megatron.training.run.state import TrainState
 from megatron.training.setup.callbacks import install_callbacks
 from megatron.training.setup.initialize import Session
@@ -26,7 +26,7 @@ from megatron.training.setup.optimizer import build_optimizer, build_scheduler
 
 def assemble(
     session: Session, model_provider: Callable[..., nn.Module], forward_step: Callable[..., Any]
-) -> tuple[TrainingParts, Checkpointer]:
+) -> tuple[TrainingContext, Checkpointer]:
     """Build model, optimizer and schedule; the data come later, as they depend on a checkpoint."""
     run, groups = session.run, session.groups
     model = build_model(run, model_provider, groups)
@@ -35,7 +35,7 @@ def assemble(
         optimizer = build_optimizer(run, model, groups)
         scheduler = build_scheduler(run, optimizer)
     config = install_callbacks(run, model, optimizer, groups, session.timers)
-    parts = TrainingParts(
+    context = TrainingContext(
         run=run,
         groups=groups,
         model=model,
@@ -49,7 +49,7 @@ def assemble(
         size=ModelSize.from_settings(run),
         iterations_to_skip=frozenset(run.schedule.iterations_to_skip),
     )
-    saved = RunParts(
+    saved = CheckpointContext(
         model=model,
         optimizer=optimizer,
         scheduler=scheduler,
@@ -57,7 +57,7 @@ def assemble(
         weights="all" if run.lora.lora_rank is None else "adapters",
         args={**run.values, **run.extra},
     )
-    return parts, Checkpointer(run.checkpoint, saved)
+    return context, Checkpointer(run.checkpoint, saved)
 
 
 def load_state(run: ResolvedRun, checkpointer: Checkpointer, status: RunStatus) -> TrainState:

@@ -20,7 +20,7 @@ from megatron.training.config.resolved import ResolvedRun
 from megatron.training.datasets.audit import audited
 from megatron.training.datasets.loader import build_pretraining_data_loader
 from megatron.training.launch.printing import is_rank_0, print_rank_0
-from megatron.training.run.parts import DataIterators, ValidationSet
+from megatron.training.run.context import DataIterators, ValidationSet
 from megatron.training.run.state import TrainState
 
 DatasetProvider = Callable[..., Any]

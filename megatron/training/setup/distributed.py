@@ -19,27 +19,27 @@ from megatron.core.parameters.rng import rng_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.training.config.resolved import ResolvedRun
-from megatron.training.launch.rank_info import Place
+from megatron.training.launch.rank_info import RankInfo
 from megatron.training.resilience.failure import is_lost_peer
 
 
-def start_processes(run: ResolvedRun, place: Place, store: Any) -> None:
+def start_processes(run: ResolvedRun, info: RankInfo, store: Any) -> None:
     """Bind the device and create the world process group; nothing to do if it exists."""
-    device.set_local_device(place.local_rank)
+    device.set_local_device(info.local_rank)
     if not dist.is_initialized():
         try:
             dist.init_process_group(
                 backend=run.parallelism.distributed_backend,
                 store=dist.PrefixStore("world", store),  # type: ignore[attr-defined]
-                rank=place.rank,
-                world_size=place.world_size,
+                rank=info.rank,
+                world_size=info.world_size,
                 timeout=timedelta(minutes=run.parallelism.distributed_timeout_minutes),
             )
         except RuntimeError as error:
             if is_lost_peer(error):
                 raise
             raise TopologyError(
-                f"rank {place.rank} of {place.world_size} cannot connect to the others: "
+                f"rank {info.rank} of {info.world_size} cannot connect to the others: "
                 f"{str(error).splitlines()[0]}",
                 rule="every rank reaches every other at the address that it announces",
                 flags=["--distributed-backend"],

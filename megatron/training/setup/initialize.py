@@ -25,7 +25,7 @@ from megatron.training.launch import rank_info
 from megatron.training.launch.addresses import check_addresses
 from megatron.training.launch.printing import print_rank_0
 from megatron.training.resilience.failure import set_earlier_failure_aside
-from megatron.training.resilience.peers import PeersHere
+from megatron.training.resilience.peers import LocalPeers
 from megatron.training.resilience.signals import SignalFlag
 from megatron.training.resilience.status import RunStatus
 from megatron.training.rules import notes, resolve_and_check
@@ -95,36 +95,36 @@ def start_session(
         comparison of settings through the store; creation of the process groups.
     """
     name_fatal_signals()
-    place = rank_info.place_of_this_process()
-    status.rank, status.activity = place.rank, "starting the processes"
-    store = store if store is not None else rank_info.connect_store(place, START_TIMEOUT)
+    info = rank_info.read_rank_info()
+    status.rank, status.activity = info.rank, "starting the processes"
+    store = store if store is not None else rank_info.connect_store(info, START_TIMEOUT)
     store_slot.append(store)
 
     status.activity = "reading the settings"
     run: ResolvedRun | None = None
     mine: dict[str, Any] | MegatronError
     try:
-        run = read_settings(read, place.world_size, status)
+        run = read_settings(read, info.world_size, status)
         mine = comparable(run.config, run.extra)
     except MegatronError as error:
         mine = error
-    agree_on_settings(store, place.rank, place.world_size, mine, timeout=START_TIMEOUT)
+    agree_on_settings(store, info.rank, info.world_size, mine, timeout=START_TIMEOUT)
     assert run is not None
     status.has_begun = True
     announce(run)
-    status.peers = PeersHere.meet(store, place)
+    status.peers = LocalPeers.meet(store, info)
     if status.watch is not None:
         status.watch.follow(status.peers.peers)
 
     status.activity = "connecting the ranks"
     if "gloo" in run.parallelism.distributed_backend:
-        check_addresses(store, place.rank, place.world_size, START_TIMEOUT)
-    start_processes(run, place, store)
+        check_addresses(store, info.rank, info.world_size, START_TIMEOUT)
+    start_processes(run, info, store)
     if claims_save_directory and run.checkpoint.save is not None and not run.schedule.skip_train:
         status.activity = "claiming the save directory"
         claim_directory(storage_path(run.checkpoint.save), control_group(None))
         status.has_claimed = True
-        if place.rank == 0 and status.save_directory is not None:
+        if info.rank == 0 and status.save_directory is not None:
             set_earlier_failure_aside(status.save_directory)
     status.activity = "creating process groups"
     groups = create_groups(

@@ -12,7 +12,7 @@ from megatron.training.config.data import DataSettings
 from megatron.training.config.transformer_settings import transformer_config_from_args
 
 
-def reads_data(args: argparse.Namespace, vp_stage: int | None = None) -> bool:
+def is_dataset_built_on_rank(args: argparse.Namespace, vp_stage: int | None = None) -> bool:
     """Return whether this rank's chunk needs micro batches.
 
     The first stage needs tokens and the last one labels. Masks that follow the documents

@@ -20,7 +20,7 @@ from megatron.training import global_vars
 from megatron.training.arguments import run_as_in
 from megatron.training.checkpointing import load_checkpoint
 from megatron.training.metrics.model_size import ModelSize
-from megatron.training.run.parts import MicrobatchPlanner, StepPlan, TrainingParts
+from megatron.training.run.context import MicrobatchPlanner, StepPlan, TrainingContext
 from megatron.training.run.state import TrainState
 from megatron.training.run.step import train_step as step
 from megatron.training.setup.callbacks import install_callbacks
@@ -68,7 +68,7 @@ def train_step(
     """
     args = global_vars.get_args()
     run = run_as_in(args)
-    parts = TrainingParts(
+    context = TrainingContext(
         run=run,
         groups=ProcessGroupCollection.current(),
         model=model,
@@ -81,7 +81,7 @@ def train_step(
         timers=global_vars.get_timers(),
         size=ModelSize.from_settings(run),
     )
-    parts.data.train = data_iterator
+    context.data.train = data_iterator
     state = TrainState(
         iteration=args.iteration if iteration is None else iteration,
         consumed_train_samples=args.consumed_train_samples,
@@ -91,7 +91,7 @@ def train_step(
         micro_batch_size=run.schedule.micro_batch_size,
         global_batch_size=calculator.get_current_running_global_batch_size(),
     )
-    result = step(parts, state, plan)
+    result = step(context, state, plan)
     return (
         dict(result.losses),
         int(result.was_skipped),

@@ -29,7 +29,12 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_pg_rank, get_pg_size, unwrap_model
-from megatron.training.checkpointing import Checkpointer, CheckpointSettings, Restored, RunParts
+from megatron.training.checkpointing import (
+    CheckpointContext,
+    Checkpointer,
+    CheckpointSettings,
+    Restored,
+)
 from megatron.training.run.state import TrainState
 from tests.parity.training_case import masked_loss
 
@@ -149,7 +154,7 @@ class Run:
         self.norms: list[float] = []
         self.scales: list[float] = []
         """Loss scale after each step."""
-        parts = RunParts(
+        parts = CheckpointContext(
             model=self.chunks,
             optimizer=self.optimizer,
             scheduler=self.scheduler,

@@ -103,13 +103,15 @@ def assert_equals_whole(cp_comm_type, layout, case, tolerance=FP32_REORDERED_SUM
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("case", list(CASES))
-@pytest.mark.parametrize(("kind", "layout"), LAYOUTS, ids=[f"{k}-{v['cp']}" for k, v in LAYOUTS])
+@pytest.mark.parametrize(
+    ("cp_comm_type", "layout"), LAYOUTS, ids=[f"{k}-{v['cp']}" for k, v in LAYOUTS]
+)
 def test_every_rank_holds_its_rows_of_the_whole_attention(cp_comm_type, layout, case):
     assert_equals_whole(cp_comm_type, layout, CASES[case])
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize(("kind", "layout"), [LAYOUTS[1], LAYOUTS[3], LAYOUTS[6]])
+@pytest.mark.parametrize(("cp_comm_type", "layout"), [LAYOUTS[1], LAYOUTS[3], LAYOUTS[6]])
 def test_half_precision_is_merged_in_full(cp_comm_type, layout):
     """Sums over ranks are fp32; what is rounded to bf16 on the way is a chain as in one process:
 

@@ -99,7 +99,7 @@ def theory(cp_comm_type, cp, levels, heads, key_heads):
 
 @pytest.mark.distributed
 @pytest.mark.parametrize(
-    ("kind", "cp", "levels", "heads", "key_heads"),
+    ("cp_comm_type", "cp", "levels", "heads", "key_heads"),
     [
         ("p2p", 4, None, 4, 2),
         ("all_gather", 4, None, 4, 2),

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.training.checkpointing import Checkpointer, CheckpointSettings, RunParts
+from megatron.training.checkpointing import CheckpointContext, Checkpointer, CheckpointSettings
 from megatron.training.run.state import TrainState
 
 
@@ -49,7 +49,7 @@ def checkpointer(
         groups: where the ranks of a process group hold replicas of the model.
     """
     groups = groups or ProcessGroupCollection.single()
-    parts = RunParts(model=[model], groups=groups, args={"lr": 0.1})
+    parts = CheckpointContext(model=[model], groups=groups, args={"lr": 0.1})
     both = {"save": str(directory), "load": str(directory)} | settings
     return Checkpointer(CheckpointSettings(**both), parts, process_group=peers)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-from megatron.training.checkpointing.run_state import RunParts, apply_optimizer
+from megatron.training.checkpointing.run_state import CheckpointContext, apply_optimizer
 from megatron.training.cli.parser import parse_command_line
 from megatron.training.config.resolve import resolve
 from megatron.training.setup.assemble import changed_settings
@@ -23,7 +23,7 @@ class LoadedOptimizer:
 def test_constants_of_the_update_rule_are_those_of_the_command_line():
     optimizer = LoadedOptimizer(betas=(0.9, 0.5), eps=1e-6, lr=1.0)
     stored = {"betas": (0.9, 0.999), "eps": 1e-8, "lr": 0.5}
-    parts = RunParts(model=[], optimizer=optimizer, groups=SimpleNamespace())
+    parts = CheckpointContext(model=[], optimizer=optimizer, groups=SimpleNamespace())
     apply_optimizer(parts, {"optimizer": stored}, was_loaded=True)
     assert optimizer.param_groups == [{"params": [], "betas": (0.9, 0.5), "eps": 1e-6, "lr": 0.5}]
 

@@ -30,7 +30,7 @@ from megatron.core.foundation.errors import (
 )
 from megatron.core.foundation.process_identity import ProcessIdentity
 from megatron.training.launch import rank_info
-from megatron.training.launch.rank_info import Place
+from megatron.training.launch.rank_info import RankInfo
 from megatron.training.resilience import failure
 from megatron.training.resilience.failure import (
     LauncherLostError,
@@ -38,7 +38,7 @@ from megatron.training.resilience.failure import (
     failures_reported,
     set_earlier_failure_aside,
 )
-from megatron.training.resilience.peers import Peer, PeersHere
+from megatron.training.resilience.peers import LocalPeers, Peer
 from megatron.training.resilience.status import RunStatus
 from megatron.training.resilience.watch import Watch
 from tests.harness.save_lock_holder import held_by_another_run
@@ -212,14 +212,14 @@ def test_a_store_that_does_not_answer_keeps_no_rank_from_ending(
 
 
 def test_a_rank_waits_for_nobody_whom_its_launcher_does_not_count():
-    place = Place(rank=1, local_rank=1, world_size=2, is_launched=True)
-    assert PeersHere.meet(store=None, place=place).peers == []
+    info = RankInfo(rank=1, local_rank=1, world_size=2, is_launched=True)
+    assert LocalPeers.meet(store=None, info=info).peers == []
 
 
 def test_a_lost_rank_is_named_where_it_can_be(capsys):
     sleeper = subprocess.Popen(["sleep", "60"])
     peer = Peer(5, identity_of(sleeper.pid))
-    status = RunStatus(has_begun=True, peers=PeersHere([peer]))
+    status = RunStatus(has_begun=True, peers=LocalPeers([peer]))
     os.kill(sleeper.pid, signal.SIGSTOP)
     wait_for(lambda: peer.look() == "T")
     fail(PeerLostError("no answer"), status)

@@ -25,8 +25,8 @@ from megatron.training.hooks.scalars import JsonLinesSink, Scalars, TensorBoardS
 from megatron.training.hooks.stop import ExitDuration, ExitInterval, ExitOnSignal, StepBudget
 from megatron.training.resilience.signals import SignalFlag
 from megatron.training.resilience.status import RunStatus
+from megatron.training.run.context import StepPlan, ValidationSet
 from megatron.training.run.loss_reduction import LossTable
-from megatron.training.run.parts import StepPlan, ValidationSet
 from megatron.training.run.state import StepResult, StopReason, TrainState
 
 
@@ -145,7 +145,7 @@ def test_a_signal_leaves_an_evaluation_between_two_batches(monkeypatch):
         status=RunStatus(),
         scalars=None,
         write=lines.append,
-        must_leave=lambda: len(passes) == 3,
+        should_exit=lambda: len(passes) == 3,
     )
     state = hook.after_step(TrainState(iteration=5), result(1.0))
     assert passes == [0, 8, 16]

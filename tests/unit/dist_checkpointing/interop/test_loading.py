@@ -25,7 +25,7 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.parameters.param_meta import get_param_meta, shard_of
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transport.object_collectives import SingleProcess
-from megatron.training.checkpointing import Checkpointer, CheckpointSettings, RunParts
+from megatron.training.checkpointing import CheckpointContext, Checkpointer, CheckpointSettings
 from tests.harness.groups import fake_groups
 from tests.unit.dist_checkpointing.interop import interop_files as files
 from tests.unit.dist_checkpointing.interop.payloads import Runs
@@ -48,7 +48,7 @@ WRITERS = {
 }
 
 
-def parts_of(rank: int = 0, size: int = 1, *, dtype: str = "fp32") -> RunParts:
+def parts_of(rank: int = 0, size: int = 1, *, dtype: str = "fp32") -> CheckpointContext:
     """Return a llama and its optimizer, as one tensor-parallel rank holds them."""
     groups = fake_groups(tp=(rank, size))
     half: dict[str, Any] = {"bf16": True, "params_dtype": torch.bfloat16} if dtype == "bf16" else {}
@@ -64,7 +64,7 @@ def parts_of(rank: int = 0, size: int = 1, *, dtype: str = "fp32") -> RunParts:
     )  # fmt: skip
     settings = OptimizerConfig(lr=1e-3, bf16=dtype == "bf16")
     optimizer = get_megatron_optimizer(settings, [model], pg_collection=groups)
-    return RunParts(model=[model], optimizer=optimizer, groups=groups)
+    return CheckpointContext(model=[model], optimizer=optimizer, groups=groups)
 
 
 def canonical(name: str) -> str:
@@ -73,7 +73,7 @@ def canonical(name: str) -> str:
     return name.replace("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_")
 
 
-def check(parts: RunParts, rank: int, size: int) -> None:
+def check(parts: CheckpointContext, rank: int, size: int) -> None:
     """Compare weights, main weights and moments with the tensors that were stored."""
     kinds = files.moments()
     for item in parts.optimizer.shards:

@@ -86,7 +86,7 @@ class MicrobatchPlanner:
 
 
 @dataclass
-class TrainingParts:
+class TrainingContext:
     """Everything that steps and evaluations use."""
 
     run: ResolvedRun
