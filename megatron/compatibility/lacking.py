@@ -151,7 +151,7 @@ LACKING: dict[str, dict[str, str]] = {
             "each router counts its own step (moe.load_balancing.ExpertLoad)"
         ),
         "reduce_aux_losses_tracker_across_ranks": (
-            "call megatron.core.transformer.moe.load_balancing.finish_step_of_routers"
+            "call megatron.core.transformer.moe.load_balancing.finish_router_step"
         ),
         "track_moe_metrics": "balance losses are among the logged scalars without a call",
         "apply_random_logits": "set moe_router_force_load_balancing=True",

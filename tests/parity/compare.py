@@ -22,7 +22,7 @@ class Errors:
     """max over parameters of max|w - serial| after the steps, absolute."""
     worst_weight: str
     routers: float = 0.0
-    """max over figures of the routers and steps, relative: visits of experts, balance losses."""
+    """max over figures of the routers and steps, relative: tokens of experts, balance losses."""
 
 
 def compare(run: Run, serial: Run) -> Errors:

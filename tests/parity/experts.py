@@ -7,7 +7,7 @@ experts and later tokens, balanced assignment of documents, multi-latent attenti
 By default a sample in which every two values of two axes meet, models counting as an axis; no claim
 is made for three at a time. `--layouts all` is every product. Compared are the loss of every step,
 every gradient of the first and last step, the gradient norm, the weights at the end, and what
-routers say in every step: visits of each expert, dropped visits, balance losses, biases. Exits with
+routers say in every step: tokens of each expert, dropped tokens, balance losses, biases. Exits with
 status 1 if any error exceeds its tolerance.
 """
 
@@ -23,7 +23,7 @@ from tests.parity.pairwise import pairwise
 from tests.parity.table import every_model_in, run_command
 
 MODELS = (
-    ModelCase("llama", True, 0.0, experts="dropless", padded=True),
+    ModelCase("llama", True, 0.0, experts="dropless", pad_to_capacity=True),
     ModelCase("gpt2", True, 0.1, experts="capacity", sink=True),
     ModelCase("llama", False, 0.1, experts="deepseek", later_tokens=1),
     ModelCase("gpt2", False, 0.0, experts="sinkhorn", packed=True),

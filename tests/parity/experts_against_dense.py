@@ -45,7 +45,7 @@ class Curve:
     losses: list[float]
     validation: float
     loads: dict[int, tuple[float, float, float]]
-    """layer -> (lowest, median, highest) visits of an expert, over the even share."""
+    """layer -> (lowest, median, highest) tokens of an expert, over the even share."""
     seconds: float
 
 
@@ -97,7 +97,7 @@ def main() -> int:
     print(f"{'seconds':<16}{dense.seconds:>10.0f}{experts.seconds:>10.0f}")
     for layer, (lowest, median, highest) in experts.loads.items():
         print(
-            f"layer {layer}: visits of an expert over the even share, last step: lowest"
+            f"layer {layer}: tokens of an expert over the even share, last step: lowest"
             f" {lowest:.2f}, median {median:.2f}, highest {highest:.2f}"
         )
     last = [fmean(curve.losses[-window:]) for curve in (dense, experts)]

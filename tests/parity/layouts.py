@@ -139,7 +139,7 @@ class ModelCase:
     experts: str = ""
     """A kind of `EXPERTS`, or none."""
     padded: bool = False
-    """The ends of sequences are padding, which visits no expert."""
+    """The ends of sequences are padding, which is routed to no expert."""
 
     @property
     def num_layers(self) -> int:

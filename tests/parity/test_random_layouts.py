@@ -45,7 +45,7 @@ def test_the_figures_of_a_log_are_those_that_a_layout_may_not_change():
         " [2026-11-22 10:00:00] iteration        2/       3 | elapsed time per iteration (ms): 13.5"
         " | lm loss: 4.525173E+00 | grad norm: 1.153 | tokens/s/device: 944.6 | ETA: 00:00:01 |\n"
         " > sequence_parallel = False\n"
-        " iteration        2 | visits of experts, lowest/median/p90/highest of even"
+        " iteration        2 | tokens of experts, lowest/median/p90/highest of even"
         " | 1: 0.75/1.00/1.10/1.20 (12.5% dropped) |"
     )
     found = [(f.name, f.value, f.unit) for f in figures_of_log(line)]

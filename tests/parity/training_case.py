@@ -68,7 +68,7 @@ class RankReport:
     metas: dict[str, tuple[int | None, int, bool]]
     """canonical name -> (split_dim, stride, is_expert)."""
     routers: dict[str, list[float]]
-    """figure of a router -> its value in each step: visits of its experts, balance losses."""
+    """figure of a router -> its value in each step: tokens of its experts, balance losses."""
 
 
 @dataclass
@@ -328,7 +328,9 @@ def train(
 
 def _note_router(figures: dict[str, list[float]], router) -> None:
     load = router.load
-    seen = {f"visits {expert}": count for expert, count in enumerate(load.step_visits.tolist())}
+    seen = {
+        f"tokens {expert}": count for expert, count in enumerate(load.step_assignments.tolist())
+    }
     seen |= load.step_losses | {"dropped": load.step_dropped}
     if router.expert_bias is not None:
         seen["bias"] = router.expert_bias.abs().sum().item()

@@ -13,7 +13,7 @@ from megatron.core.distributed.model_parameters import tied_parameters
 from megatron.core.parameters.param_meta import get_param_meta
 from megatron.core.pipeline_parallel.layout import loss_rank
 from megatron.core.process_groups_config import ProcessGroupCollection, resolve_groups
-from megatron.core.transformer.moe.load_balancing import finish_step_of_routers
+from megatron.core.transformer.moe.load_balancing import finish_router_step
 from megatron.core.transport import backend
 from megatron.core.transport.object_collectives import raise_on_all_ranks
 from megatron.core.utils import get_model_config, get_pg_size
@@ -48,7 +48,7 @@ def finalize_model_grads(
     _sum_tied_gradients(model, groups)
     if num_tokens is not None:
         _divide_by_tokens(model, num_tokens, groups)
-    finish_step_of_routers(model, groups)
+    finish_router_step(model, groups)
 
 
 def raise_if_nonfinite(model: Sequence[nn.Module]) -> None:

@@ -184,7 +184,7 @@ class TransformerLayer(GraphableMegatronModule):
 
         Args:
             context: what cross attention attends to; returned unchanged.
-            padding_mask: bool [b, s/cp], True where there is no token: experts are not visited.
+            padding_mask: bool [b, s/cp], True where there is no token, and nothing to route.
         Returns:
             (hidden states of the input's shape, context).
         """

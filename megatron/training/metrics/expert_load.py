@@ -1,4 +1,4 @@
-"""How evenly the experts of a run are visited: one line in the log, and numbers for dashboards."""
+"""How evenly tokens are routed to experts: a line in the log, and numbers for dashboards."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer.moe.load_balancing import BALANCE_LOSS_NAMES, LoadSummary, routers_of
+from megatron.core.transformer.moe.load_balancing import AUX_LOSS_NAMES, LoadSummary, routers_of
 from megatron.core.transport.object_collectives import all_gather_object
 
 Loads = list[tuple[LoadSummary, dict[str, float]]]
@@ -53,7 +53,7 @@ def balance_losses(loads: Loads) -> dict[str, float]:
     sums: dict[str, list[float]] = {}
     for _, losses in loads:
         for name, value in losses.items():
-            sums.setdefault(BALANCE_LOSS_NAMES[name], []).append(value)
+            sums.setdefault(AUX_LOSS_NAMES[name], []).append(value)
     return {name: sum(values) / len(values) for name, values in sums.items()}
 
 
@@ -66,7 +66,7 @@ def load_scalars(loads: Loads) -> dict[str, float]:
         scalars[f"{name} median load"] = load.median
         scalars[f"{name} highest load"] = load.highest
         scalars[f"{name} dropped"] = load.dropped
-        scalars |= {f"{name} {BALANCE_LOSS_NAMES[n]}": value for n, value in losses.items()}
+        scalars |= {f"{name} {AUX_LOSS_NAMES[n]}": value for n, value in losses.items()}
     return scalars
 
 
@@ -77,7 +77,7 @@ def load_line(iteration: int, loads: Loads) -> str:
         figures = load.lowest, load.median, load.p90, load.highest
         lost = f" ({100 * load.dropped:.1f}% dropped)" if load.dropped else ""
         layers.append(f"{load.layer_number}: " + "/".join(f"{x:.2f}" for x in figures) + lost)
-    head = f" iteration {iteration:8d} | visits of experts, lowest/median/p90/highest of even"
+    head = f" iteration {iteration:8d} | tokens of experts, lowest/median/p90/highest of even"
     return " | ".join([head, *layers]) + " |"
 
 
@@ -86,7 +86,7 @@ def layer_lines(iteration: int, loads: Loads) -> list[str]:
     lines = []
     for load, losses in loads:
         cells = [f" iteration {iteration:8d} | layer {load.layer_number}"]
-        cells += [f"{BALANCE_LOSS_NAMES[name]}: {value:.6E}" for name, value in losses.items()]
+        cells += [f"{AUX_LOSS_NAMES[name]}: {value:.6E}" for name, value in losses.items()]
         cells.append(f"lowest load: {load.lowest:.3f} | median: {load.median:.3f}")
         cells.append(f"p90: {load.p90:.3f} | highest: {load.highest:.3f}")
         cells.append(f"dropped: {100 * load.dropped:.2f}%")

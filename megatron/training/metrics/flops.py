@@ -11,7 +11,7 @@ and no recomputation, so they are properties of the model. They differ in the at
 
 The same speed prints up to twice the TFLOP/s in one as in the other: never compare figures of
 unnamed conventions. Norms, activations, softmax and the embedding lookup are not counted. Of the
-routed experts those count that a token visits, as if none were ever full.
+routed experts those count that a token is routed to, as if none were ever full.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def forward_flops_per_token(size: ModelSize, convention: FlopConvention) -> floa
 
 
 def _layer_matrices(num_layers: int, num_expert_layers: int, size: ModelSize) -> int:
-    """Return the elements that one token is multiplied with: of the experts, those it visits."""
+    """Return the elements that one token is multiplied with: of the experts, its own."""
     count = (num_layers - num_expert_layers) * size.layer_matrices
     return count + num_expert_layers * (
         size.active_expert_layer_matrices if num_expert_layers else 0

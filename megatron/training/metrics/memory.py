@@ -98,9 +98,9 @@ def layer_activation_bytes(
     mlp = (3 if size.is_gated else 2) * size.ffn_hidden_size / h * item / tp
     if has_experts and size.experts is not None:
         sizes, kept = size.experts, 3 if size.is_gated else 2
-        # Each visit keeps its token beside the activations of the expert.
-        visits = sizes.topk * (h + kept * sizes.width) / h * item / tp
-        mlp = visits + kept * sizes.shared_width / h * item / tp
+        # Each assignment keeps its token beside the activations of the expert.
+        routed = sizes.topk * (h + kept * sizes.width) / h * item / tp
+        mlp = routed + kept * sizes.shared_width / h * item / tp
         if run.experts.moe_layer_recompute:
             mlp = 0.0
     scores = 0.0

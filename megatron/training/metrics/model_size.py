@@ -54,7 +54,7 @@ class ExpertSizes:
     topk: int
     width: int
     shared_width: int = 0
-    """Width of the expert that every token visits; 0 if there is none."""
+    """Width of the expert that every token uses; 0 if there is none."""
     has_shared_gate: bool = False
     pattern: tuple[bool, ...] = ()
     """For each layer of the model, whether it has experts."""
@@ -167,11 +167,11 @@ class ModelSize:
         """Elements that one token is multiplied with in a layer with experts."""
         sizes = self.experts
         assert sizes is not None
-        visited = sizes.topk * self._mlp_matrices(sizes.width)
-        return self._attention_matrices + self._always_visited + visited
+        routed = sizes.topk * self._mlp_matrices(sizes.width)
+        return self._attention_matrices + self._shared_matrices + routed
 
     @property
-    def _always_visited(self) -> int:
+    def _shared_matrices(self) -> int:
         """Elements of router, shared expert and its gate."""
         sizes = self.experts
         assert sizes is not None
@@ -222,7 +222,7 @@ class ModelSize:
         """All parameters of one layer with experts, but those of the routed experts."""
         sizes = self.experts
         assert sizes is not None
-        shared = self._always_visited + self._mlp_biases(sizes.shared_width)
+        shared = self._shared_matrices + self._mlp_biases(sizes.shared_width)
         return self._attention_parameters + shared + sizes.num_experts * self.has_linear_bias
 
     @property
@@ -267,7 +267,7 @@ class ModelSize:
 
     @property
     def active_parameters(self) -> int:
-        """Parameters that one token meets: all but the routed experts that it does not visit."""
+        """Parameters that one token meets: all but the routed experts that it is not routed to."""
         if self.experts is None:
             return self.total_parameters
         layers = self.num_expert_layers + self.num_later_expert_layers

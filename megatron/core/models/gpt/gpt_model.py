@@ -211,7 +211,7 @@ class GPTModel(LanguageModule):
             labels: [b, s/cp]; with them the last stage returns the loss.
             loss_mask: [b, s/cp], the weights with which the caller will sum the losses. It changes
                 no number here; the fused loss saves work by knowing it.
-            padding_mask: bool [b, s/cp], True where there is no token: experts are not visited.
+            padding_mask: bool [b, s/cp], True where there is no token, and nothing to route.
         Returns:
             the stage's hidden states [s/cp, b, h]; on the last stage the loss of every token
             [b, s/cp] in fp32, or logits [b, s/cp, v/tp] without labels.

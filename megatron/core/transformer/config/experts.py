@@ -1,4 +1,4 @@
-"""Mixture-of-experts layers: how many experts, who visits them, how their load is evened out."""
+"""Mixture-of-experts layers: experts, routing, load balancing, capacity."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class ExpertConfig:
     """Drop the activations of expert layers and recompute them in backward."""
 
     moe_router_topk: int = flag(2, part_of="num_experts")
-    """Experts that each token visits."""
+    """Experts per token."""
     moe_router_score_function: str = flag(
         "softmax", choices=("softmax", "sigmoid", "sqrtsoftplus"), part_of="num_experts"
     )
@@ -44,9 +44,9 @@ class ExpertConfig:
     moe_router_topk_scaling_factor: float | None = flag(None, part_of="num_experts")
     """Factor on the weights of the chosen experts."""
     moe_router_num_groups: int | None = flag(None, part_of="num_experts")
-    """Groups of experts, of which a token visits `moe_router_group_topk` (arXiv 2412.19437)."""
+    """Groups of experts, of which a token may use `moe_router_group_topk` (arXiv 2412.19437)."""
     moe_router_group_topk: int | None = flag(None, part_of="num_experts")
-    """Groups that a token may visit."""
+    """Groups that a token may be routed to."""
     moe_router_group_score_topk: int | None = flag(None, part_of="num_experts")
     """Experts of a group whose scores, summed, are the group's; 1 as in DeepSeek-V2. Default
     moe-router-topk / moe-router-group-topk."""
@@ -95,7 +95,7 @@ class ExpertConfig:
     moe_pad_expert_input_to_capacity: bool = flag(False, part_of="num_experts")
     """Give every expert an input of the same length: its capacity in each sequence."""
     moe_shared_expert_intermediate_size: int | None = flag(None, part_of="num_experts")
-    """Width of the expert that every token visits; None is none."""
+    """Width of the expert that every token uses; None is none."""
     moe_shared_expert_gate: bool = flag(False, part_of="moe_shared_expert_intermediate_size")
     """Weigh the shared expert's output by a sigmoid gate of the token."""
     moe_shared_expert_overlap: bool = flag(False, part_of="moe_shared_expert_intermediate_size")
@@ -282,7 +282,7 @@ class ExpertConfig:
         if not 1 <= topk <= experts:
             refuse(
                 f"moe_router_topk={topk} of {experts} experts.",
-                "a token visits at least one expert, and each once",
+                "a token is routed to at least one expert, and to each once",
                 "--moe-router-topk",
                 "--num-experts",
                 fix=f"use --moe-router-topk {min(2, experts)}",
@@ -322,8 +322,8 @@ class ExpertConfig:
             per_group = experts // groups if groups > 0 else 0
             if per_group < 1 or experts % groups or not 1 <= kept <= groups:
                 refuse(
-                    f"{experts} experts in {groups} groups, of which a token visits {kept}.",
-                    "groups are equal, and a token visits some of them",
+                    f"{experts} experts in {groups} groups, of which a token is routed to {kept}.",
+                    "groups are equal, and a token is routed to some of them",
                     "--moe-router-num-groups",
                     "--moe-router-group-topk",
                     "--num-experts",
@@ -337,7 +337,7 @@ class ExpertConfig:
                         f"moe_router_topk={topk} from {kept} groups of {per_group} experts, judged"
                         f" by {judges} of them.",
                         "a group is judged by some of the experts that it has, and the groups that"
-                        " a token visits hold all that it visits",
+                        " a token is routed to hold all of its experts",
                         "--moe-router-group-score-topk",
                         "--moe-router-group-topk",
                         fix=f"use --moe-router-group-score-topk 1 --moe-router-group-topk {groups}",

@@ -71,12 +71,12 @@ class _Experts(MegatronModule):
         declared: ShardedStateDict = {}
         for name, parameter in self.named_parameters():
             index, kind = self.expert_and_kind(name)
-            place = (len(sharded_offsets), self.first_expert + index, total)
+            position = (len(sharded_offsets), self.first_expert + index, total)
             declared[prefix + name] = declare_tensor(
                 f"{prefix}experts.{kind}",
                 parameter,
                 self.pg_collection,
-                (*sharded_offsets, place),
+                (*sharded_offsets, position),
                 metadata,
             )
         return declared

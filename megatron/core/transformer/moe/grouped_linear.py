@@ -35,7 +35,7 @@ class GroupedLinear(ParallelLayer):
 
     def __init__(
         self,
-        num_maps: int,
+        num_gemms: int,
         input_size: int,
         output_size: int,
         *,
@@ -50,12 +50,12 @@ class GroupedLinear(ParallelLayer):
         shape = [output_size, input_size]
         shape[split_dim] = divide(shape[split_dim], self.tp_size)
         splits_output = split_dim == 0
-        for index in range(num_maps):
+        for index in range(num_gemms):
             weight = self.new_parameter(
                 *shape, init_method=init_method, split_dim=split_dim, stride=stride
             )
             self.register_parameter(f"weight{index}", weight)
-        for index in range(num_maps if bias else 0):
+        for index in range(num_gemms if bias else 0):
             added = self.new_parameter(
                 shape[0],
                 init_method=None,
@@ -65,24 +65,29 @@ class GroupedLinear(ParallelLayer):
                 grad_sum_axes=() if splits_output or self.tp_size == 1 else (self.split_axis,),
             )
             self.register_parameter(f"bias{index}", added)
-        self.num_maps, self.uses_bias = num_maps, bias
+        self.num_gemms, self.uses_bias = num_gemms, bias
 
     def weights(self) -> list[nn.Parameter]:
         """Return the weights [o, i], expert by expert."""
-        return [getattr(self, f"weight{index}") for index in range(self.num_maps)]
+        return [getattr(self, f"weight{index}") for index in range(self.num_gemms)]
 
     def biases(self) -> list[nn.Parameter]:
         """Return the biases [o], expert by expert; none without bias."""
-        count = self.num_maps if self.uses_bias else 0
+        count = self.num_gemms if self.uses_bias else 0
         return [getattr(self, f"bias{index}") for index in range(count)]
 
-    def forward(self, x: Tensor, num_rows: Sequence[int]) -> Tensor:
+    def forward(self, x: Tensor, tokens_per_expert: Sequence[int]) -> Tensor:
         """Apply map i to its `num_rows[i]` rows of x [n, i]: [n, o]. Biases are not added."""
-        return grouped_linear(x, num_rows, self.weights(), self.config.gradient_accumulation_fusion)
+        return grouped_linear(
+            x, tokens_per_expert, self.weights(), self.config.gradient_accumulation_fusion
+        )
 
 
 def grouped_linear(
-    x: Tensor, num_rows: Sequence[int], weights: Sequence[Tensor], fuses_main_grad: bool = True
+    x: Tensor,
+    tokens_per_expert: Sequence[int],
+    weights: Sequence[Tensor],
+    fuses_main_grad: bool = True,
 ) -> Tensor:
     """Multiply the rows of each expert with the transpose of its weight.
 
@@ -93,27 +98,33 @@ def grouped_linear(
         [n, o].
     """
     if torch.is_autocast_enabled(x.device.type):
-        pieces = zip(x.split(list(num_rows)), weights, strict=True)
+        pieces = zip(x.split(list(tokens_per_expert)), weights, strict=True)
         return torch.cat([F.linear(rows, weight) for rows, weight in pieces])
-    return _GroupedLinear.apply(x, list(num_rows), fuses_main_grad, *weights)
+    return _GroupedLinear.apply(x, list(tokens_per_expert), fuses_main_grad, *weights)
 
 
 class _GroupedLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, num_rows: list[int], fuses: bool, *weights: Tensor) -> Tensor:
-        ctx.num_rows, ctx.fuses = num_rows, fuses
+    def forward(
+        ctx: Any, x: Tensor, tokens_per_expert: list[int], fuses: bool, *weights: Tensor
+    ) -> Tensor:
+        ctx.tokens_per_expert, ctx.fuses = tokens_per_expert, fuses
         # The main gradients hang on the parameter objects, which saved-tensor hooks would replace.
         ctx.weights = weights
         ctx.save_for_backward(x, *weights)
-        return grouped_products(x, num_rows, [weight.t() for weight in weights])
+        return grouped_products(x, tokens_per_expert, [weight.t() for weight in weights])
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, *weights = ctx.saved_tensors
         grad = grad.contiguous()
-        grad_x = grouped_products(grad, ctx.num_rows, weights) if ctx.needs_input_grad[0] else None
+        grad_x = (
+            grouped_products(grad, ctx.tokens_per_expert, weights)
+            if ctx.needs_input_grad[0]
+            else None
+        )
         weight_grads: list[Tensor | None] = [None] * len(weights)
-        pieces = zip(grad.split(ctx.num_rows), x.split(ctx.num_rows), strict=True)
+        pieces = zip(grad.split(ctx.tokens_per_expert), x.split(ctx.tokens_per_expert), strict=True)
         for index, (parameter, (grad_rows, rows)) in enumerate(
             zip(ctx.weights, pieces, strict=True)
         ):
@@ -144,9 +155,12 @@ def _add_weight_gradient(weight: Tensor, grad: Tensor, rows: Tensor, fuses: bool
 
 
 def rows_with_bias(
-    x: Tensor, num_rows: Sequence[int], biases: Sequence[Tensor], scale: Tensor | None = None
+    x: Tensor,
+    tokens_per_expert: Sequence[int],
+    biases: Sequence[Tensor],
+    scale: Tensor | None = None,
 ) -> Tensor:
     """Add to the rows [n, o] of each expert its bias [o], times `scale` [n] if given."""
-    counts = torch.tensor(num_rows, device=x.device)
+    counts = torch.tensor(tokens_per_expert, device=x.device)
     added = torch.stack(list(biases)).repeat_interleave(counts, 0, output_size=x.shape[0])
     return x + (added if scale is None else (added * scale[:, None]).to(x.dtype))

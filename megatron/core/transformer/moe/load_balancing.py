@@ -1,4 +1,4 @@
-"""How evenly experts are visited: losses that even the load out, and the load of a step.
+"""How evenly tokens are routed to experts: losses that even the load out, and the load of a step.
 
 Balance loss: W. Fedus et al., "Switch Transformers", section 2.2, arXiv 2101.03961. z-loss: B. Zoph
 et al., "ST-MoE", section 3.1, arXiv 2202.08906. Balance over the global batch: Z. Qiu et al.,
@@ -23,7 +23,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transport import backend
 from megatron.core.utils import get_pg_size
 
-BALANCE_LOSS_NAMES = {
+AUX_LOSS_NAMES = {
     "aux_loss": "load_balancing_loss",
     "seq_aux_loss": "seq_load_balancing_loss",
     "global_aux_loss": "global_load_balancing_loss",
@@ -32,20 +32,22 @@ BALANCE_LOSS_NAMES = {
 """Method -> name in logs."""
 
 
-def balance_loss(scores: Tensor, shares: Tensor, num_tokens: Tensor | float) -> Tensor:
-    """Return this rank's part of e * sum over experts of (share of visits) * (mean score).
+def load_balancing_loss(scores: Tensor, shares: Tensor, num_tokens: Tensor | float) -> Tensor:
+    """Return this rank's part of e * sum over experts of (share of tokens) * (mean score).
 
-    1 where the load is even; it grows with the scores of experts that are visited much.
+    1 where the load is even; it grows with the scores of experts with many tokens.
 
     Args:
         scores: [t, e] of this rank's tokens, zero for padding.
-        shares: [e], each expert's share of all visits; they add up to 1.
+        shares: [e], each expert's share of all assignments; they add up to 1.
         num_tokens: tokens that the mean is over, of all ranks.
     """
     return shares.numel() * (scores.sum(0) * shares.to(scores.dtype)).sum() / num_tokens
 
 
-def sequence_balance_loss(scores: Tensor, shares: Tensor, num_tokens: Tensor | float) -> Tensor:
+def sequence_load_balancing_loss(
+    scores: Tensor, shares: Tensor, num_tokens: Tensor | float
+) -> Tensor:
     """Return this rank's part of the mean over sequences of their balance losses.
 
     Args:
@@ -69,23 +71,23 @@ class ExpertLoad:
     """What one router counted: of the running step on this rank, then of the whole last step.
 
     Attributes:
-        visits: int64 [e], how often tokens of this rank chose each expert in the running step.
+        assignments: int64 [e], how often tokens of this rank chose each expert in the running step.
         dropped: int64 [], how many of those choices were beyond an expert's capacity.
         losses: name -> sum over micro batches of this rank's part of a balance loss.
-        step_visits, step_dropped, step_losses: the same of all ranks, after `finish_step`; losses
-            are means over micro batches.
+        step_assignments, step_dropped, step_losses: the same of all ranks, after `finish_step`;
+            losses are means over micro batches.
         step_is_finite: whether all logits of the last step were finite numbers, on all ranks.
     """
 
     def __init__(self, num_experts: int, layer_number: int) -> None:
         self.num_experts = num_experts
         self.layer_number = layer_number
-        self.step_visits: Tensor | None = None
+        self.step_assignments: Tensor | None = None
         self.step_dropped = 0
         self.step_losses: dict[str, float] = {}
         self.step_is_finite = True
         self._bad_batches: Tensor | None = None
-        self._visits: Tensor | None = None
+        self._assignments: Tensor | None = None
         self._dropped: Tensor | None = None
         self._losses: dict[str, Tensor] = {}
         self.num_microbatches = 0
@@ -96,8 +98,10 @@ class ExpertLoad:
         """Add the choices [t, e] of one micro batch, and whether its logits were finite."""
         is_bad = is_finite.logical_not()
         self._bad_batches = is_bad if self._bad_batches is None else self._bad_batches + is_bad
-        visits = routing_map.sum(0)
-        self._visits = visits if self._visits is None else self._visits + visits
+        assignments = routing_map.sum(0)
+        self._assignments = (
+            assignments if self._assignments is None else self._assignments + assignments
+        )
         if dropped is not None:
             self._dropped = dropped if self._dropped is None else self._dropped + dropped
         self.num_microbatches += 1
@@ -113,20 +117,22 @@ class ExpertLoad:
         fp64 holds counts exactly up to 2^53.
         """
         zero = torch.zeros((), device=device)
-        visits = self._visits if self._visits is not None else zero.expand(self.num_experts)
+        assignments = (
+            self._assignments if self._assignments is not None else zero.expand(self.num_experts)
+        )
         dropped = self._dropped if self._dropped is not None else zero
         losses = [self._losses.get(name, zero) for name in names]
         bad = self._bad_batches if self._bad_batches is not None else zero
         count = torch.tensor(self.num_microbatches, device=device)
-        self._visits, self._dropped, self._losses, self.num_microbatches = None, None, {}, 0
+        self._assignments, self._dropped, self._losses, self.num_microbatches = None, None, {}, 0
         self._bad_batches = None
         rest = torch.stack([x.double() for x in (dropped, bad, count, *losses)])
-        return torch.cat([visits.double(), rest])
+        return torch.cat([assignments.double(), rest])
 
     def finish_step(self, packed: Tensor, names: Sequence[str], ranks_per_sample: int) -> None:
         """Take the sums over all ranks of what `packed` returned."""
-        visits, rest = packed[: self.num_experts], packed[self.num_experts :].tolist()
-        self.step_visits = visits.clone()
+        assignments, rest = packed[: self.num_experts], packed[self.num_experts :].tolist()
+        self.step_assignments = assignments.clone()
         self.step_dropped = int(rest[0])
         self.step_is_finite = rest[1] == 0
         num_microbatches = rest[2] / ranks_per_sample
@@ -151,17 +157,17 @@ class LoadSummary:
     @staticmethod
     def of(load: ExpertLoad) -> LoadSummary | None:
         """Summarise the last step; None before the first."""
-        if load.step_visits is None:
+        if load.step_assignments is None:
             return None
-        total = float(load.step_visits.sum())
-        ratios = load.step_visits * (load.num_experts / max(total, 1.0))
+        total = float(load.step_assignments.sum())
+        ratios = load.step_assignments * (load.num_experts / max(total, 1.0))
         points = torch.tensor([0.0, 0.5, 0.9, 1.0], dtype=ratios.dtype, device=ratios.device)
         lowest, median, p90, highest = torch.quantile(ratios, points).tolist()
         dropped = load.step_dropped / max(total, 1.0)
         return LoadSummary(load.layer_number, lowest, median, p90, highest, dropped)
 
 
-class BalancedRouter(nn.Module):
+class LoadTrackingRouter(nn.Module):
     """What the end of a step asks of a router."""
 
     load: ExpertLoad
@@ -170,20 +176,20 @@ class BalancedRouter(nn.Module):
         """Return the names of the losses that this router adds."""
         raise NotImplementedError
 
-    def take_over_load(self) -> None:
+    def apply_load(self) -> None:
         """Use the load of the step that has ended, for the steps that follow."""
         raise NotImplementedError
 
 
-def routers_of(model: Sequence[nn.Module]) -> Iterator[BalancedRouter]:
+def routers_of(model: Sequence[nn.Module]) -> Iterator[LoadTrackingRouter]:
     """Yield the routers of model chunks, in order."""
     for chunk in model:
         for module in chunk.modules():
-            if isinstance(module, BalancedRouter):
+            if isinstance(module, LoadTrackingRouter):
                 yield module
 
 
-def finish_step_of_routers(model: Sequence[nn.Module], groups: ProcessGroupCollection) -> None:
+def finish_router_step(model: Sequence[nn.Module], groups: ProcessGroupCollection) -> None:
     """Sum what routers counted over all ranks of this stage, and let them act on it.
 
     Communication: one all-reduce over tp x cp x dp, where the stage has experts.
@@ -199,4 +205,4 @@ def finish_step_of_routers(model: Sequence[nn.Module], groups: ProcessGroupColle
     parts = everything.split([part.numel() for part in packed])
     for router, own, part in zip(routers, names, parts, strict=True):
         router.load.finish_step(part, own, get_pg_size(groups.tp) * get_pg_size(groups.cp))
-        router.take_over_load()
+        router.apply_load()

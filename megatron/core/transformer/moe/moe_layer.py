@@ -25,7 +25,11 @@ from megatron.core.tensor_parallel.random import checkpoint
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.router import TopKRouter, expert_capacity
 from megatron.core.transformer.moe.shared_experts import SharedExpertOverlap
-from megatron.core.transformer.moe.token_dispatcher import DISPATCHERS, TokenDispatcher, padded
+from megatron.core.transformer.moe.token_dispatcher import (
+    DISPATCHERS,
+    TokenDispatcher,
+    pad_to_capacity,
+)
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import divide, get_pg_rank, get_pg_size
@@ -112,14 +116,14 @@ class MoELayer(MegatronModule):
         return self._compute(hidden_states, padding_mask), None
 
     def _compute(self, hidden_states: Tensor, padding_mask: Tensor | None) -> Tensor:
-        beside = None
+        shared_overlap = None
         if self.shared_experts is not None and self.config.moe_shared_expert_overlap:
-            beside = SharedExpertOverlap(self.shared_experts, hidden_states)
+            shared_overlap = SharedExpertOverlap(self.shared_experts, hidden_states)
         with rng_state().in_scope("experts", self.layer_number):
-            output = self._route_and_compute(hidden_states, padding_mask, beside)
-        if beside is not None:
-            assert beside.output is not None
-            return output + beside.output
+            output = self._route_and_compute(hidden_states, padding_mask, shared_overlap)
+        if shared_overlap is not None:
+            assert shared_overlap.output is not None
+            return output + shared_overlap.output
         if self.shared_experts is not None:
             shared, _ = self.shared_experts(hidden_states)
             output = output + shared
@@ -129,29 +133,31 @@ class MoELayer(MegatronModule):
         self,
         hidden_states: Tensor,
         padding_mask: Tensor | None,
-        beside: SharedExpertOverlap | None,
+        shared_overlap: SharedExpertOverlap | None,
     ) -> Tensor:
         mask = None if padding_mask is None else padding_mask.t()  # [s/cp, b]
         x, rows = hidden_states, hidden_states.shape[0]
         cut = self._cut if get_pg_size(self._cut) > 1 else None
         if cut is not None:
-            x, mask = _with_even_rows(x, mask, get_pg_size(cut))
+            x, mask = _pad_tokens(x, mask, get_pg_size(cut))
             x = scatter_to_sequence_parallel_region(x, cut)
         if mask is not None:
-            mask = _own_rows(mask, cut or self.pg_collection.tp)
+            mask = _shard_of_mask(mask, cut or self.pg_collection.tp)
         probs, routing_map = self.router(x, mask)
-        begin, end = (None, None) if beside is None else (beside.begin, beside.end)
+        begin, end = (
+            (None, None) if shared_overlap is None else (shared_overlap.begin, shared_overlap.end)
+        )
         tokens = x.reshape(-1, x.shape[-1])
         sent = self.token_dispatcher.dispatch(tokens, probs, routing_map, begin)
         if self.config.moe_pad_expert_input_to_capacity:
-            sent = padded(sent, self._most_rows(x))
-        output, _ = self.experts(sent.tokens, sent.num_rows, sent.probs)
+            sent = pad_to_capacity(sent, self._max_tokens_per_expert(x))
+        output, _ = self.experts(sent.tokens, sent.tokens_per_expert, sent.probs)
         output = sent.combine(output, end).view(x.shape)
         if cut is not None:
             output = gather_from_sequence_parallel_region(output, False, cut)[:rows]
         return output
 
-    def _most_rows(self, x: Tensor) -> int:
+    def _max_tokens_per_expert(self, x: Tensor) -> int:
         """Return how many rows an expert gets at most: its capacity in every sequence at hand."""
         groups = self.pg_collection
         parts = get_pg_size(groups.tp) * get_pg_size(groups.cp)
@@ -161,7 +167,7 @@ class MoELayer(MegatronModule):
         return x.shape[1] * capacity * (senders // max(len(of_my_sequences), 1))
 
 
-def _with_even_rows(x: Tensor, mask: Tensor | None, parts: int) -> tuple[Tensor, Tensor | None]:
+def _pad_tokens(x: Tensor, mask: Tensor | None, parts: int) -> tuple[Tensor, Tensor | None]:
     """Append rows that are no tokens, so that [s, b, h] can be cut into equal parts."""
     missing = -x.shape[0] % parts
     if not missing:
@@ -171,7 +177,7 @@ def _with_even_rows(x: Tensor, mask: Tensor | None, parts: int) -> tuple[Tensor,
     return F.pad(x, (0, 0, 0, 0, 0, missing)), F.pad(mask, (0, 0, 0, missing), value=True)
 
 
-def _own_rows(mask: Tensor, group: Any) -> Tensor:
+def _shard_of_mask(mask: Tensor, group: Any) -> Tensor:
     """Return this rank's piece of the rows [s, b]."""
     length = mask.shape[0] // get_pg_size(group)
     return mask.narrow(0, get_pg_rank(group) * length, length)

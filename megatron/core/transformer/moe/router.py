@@ -1,4 +1,4 @@
-"""The router of a mixture-of-experts layer: which experts each token visits.
+"""The router of a mixture-of-experts layer: which experts each token is routed to.
 
 Legend: s sequence, b micro batch, h hidden, e experts; t = s*b tokens of this rank.
 """
@@ -19,18 +19,18 @@ from megatron.core.step_context.aux_loss import attach_aux_loss
 from megatron.core.tensor_parallel.activation_recompute import is_recomputing
 from megatron.core.tensor_parallel.parallel_parameters import ParallelLayer
 from megatron.core.transformer.moe.load_balancing import (
-    BalancedRouter,
     ExpertLoad,
-    balance_loss,
-    sequence_balance_loss,
+    LoadTrackingRouter,
+    load_balancing_loss,
+    sequence_load_balancing_loss,
     z_loss,
 )
 from megatron.core.transformer.moe.routing import (
-    Choice,
-    choose_by_assignment,
-    choose_experts,
+    RoutingResult,
+    apply_capacity,
     sinkhorn,
-    within_capacity,
+    sinkhorn_routing,
+    topk_routing,
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transport import collectives
@@ -39,7 +39,7 @@ from megatron.core.utils import get_pg_size
 ROUTER_DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 
 
-class TopKRouter(BalancedRouter, ParallelLayer):
+class TopKRouter(LoadTrackingRouter, ParallelLayer):
     """Scores every expert for every token and chooses k of them.
 
     The ranks of tp x cp share the sequences of a micro batch, each holding other tokens of them,
@@ -48,7 +48,7 @@ class TopKRouter(BalancedRouter, ParallelLayer):
     Attributes:
         weight: [e, h]; bias: [e], in models with biases (None in others).
         expert_bias: [e] fp32, added to the scores for the choice; None without it.
-        global_shares: [e] fp32, each expert's share of the last step's visits; None without a
+        global_shares: [e] fp32, each expert's share of the last step's assignments; None without a
             balance loss over the global batch.
     """
 
@@ -96,10 +96,10 @@ class TopKRouter(BalancedRouter, ParallelLayer):
         """Choose experts for the tokens [s, b, h] of this rank.
 
         Args:
-            padding_mask: bool [s, b], True where there is no token: it visits no expert and takes
-                no part in any loss.
+            padding_mask: bool [s, b], True where there is no token: it is routed to no expert and
+                takes no part in any loss.
         Returns:
-            (weights [t, e], zero where an expert is not visited; visits, bool [t, e]).
+            (weights [t, e], zero where an expert is not chosen; routing map, bool [t, e]).
         Communication:
             with balance losses, sums of e (or b * e) counts over tp x cp; with a capacity, an
             all-gather of s * b * e scores over tp x cp.
@@ -112,11 +112,13 @@ class TopKRouter(BalancedRouter, ParallelLayer):
         if padding_mask is not None:
             is_token = ~padding_mask[..., None]
             flat = is_token.flatten(0, 1)
-            choice = Choice(choice.probs * flat, choice.routing_map & flat, choice.scores * flat)
+            choice = RoutingResult(
+                choice.probs * flat, choice.routing_map & flat, choice.scores * flat
+            )
         demanded, routing_map, probs = choice.routing_map, choice.routing_map, choice.probs
         dropped = None
         if config.moe_expert_capacity_factor is not None:
-            routing_map = self._within_capacity(choice, shape)
+            routing_map = self._apply_capacity(choice, shape)
             dropped = demanded.sum() - routing_map.sum()
             probs = probs * routing_map
         if self.training and torch.is_grad_enabled():
@@ -131,16 +133,16 @@ class TopKRouter(BalancedRouter, ParallelLayer):
         return methods + ["z_loss"] * bool(self.config.moe_z_loss_coeff)
 
     @torch.no_grad()
-    def take_over_load(self) -> None:
-        """Move the bias towards the experts with too few visits; remember the shares."""
-        visits = self.load.step_visits
-        if visits is None or not float(visits.sum()):
+    def apply_load(self) -> None:
+        """Move the bias towards the experts with too few tokens; remember the shares."""
+        assignments = self.load.step_assignments
+        if assignments is None or not float(assignments.sum()):
             return
         if self.expert_bias is not None:
-            direction = torch.sign(visits.mean() - visits).to(self.expert_bias.dtype)
+            direction = torch.sign(assignments.mean() - assignments).to(self.expert_bias.dtype)
             self.expert_bias += self.config.moe_router_bias_update_rate * direction
         if self.global_shares is not None:
-            self.global_shares.copy_(visits / visits.sum())
+            self.global_shares.copy_(assignments / assignments.sum())
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         """Move and convert the module, leaving its fp32 state fp32: a bias moves by tiny steps."""
@@ -169,12 +171,12 @@ class TopKRouter(BalancedRouter, ParallelLayer):
             logits = logits + (keyed_uniform(logits, rows) - logits).detach()
         return logits
 
-    def _choose(self, logits: Tensor) -> Choice:
+    def _choose(self, logits: Tensor) -> RoutingResult:
         if not self.config.routes_by_sinkhorn:
-            return choose_experts(logits, self.config, self.expert_bias)
+            return topk_routing(logits, self.config, self.expert_bias)
         total = partial(sinkhorn, sum_over_ranks=self._sum_over_sequences)
         balanced = total if self.training else None
-        return choose_by_assignment(logits, self.config, balanced)
+        return sinkhorn_routing(logits, self.config, balanced)
 
     def _sum_over_sequences(self, x: Tensor) -> Tensor:
         """Sum a small tensor over the ranks that hold the tokens of the micro batch."""
@@ -185,7 +187,7 @@ class TopKRouter(BalancedRouter, ParallelLayer):
     def _ranks_per_sample(self) -> int:
         return get_pg_size(self.pg_collection.tp) * get_pg_size(self.pg_collection.cp)
 
-    def _within_capacity(self, choice: Choice, shape: torch.Size) -> Tensor:
+    def _apply_capacity(self, choice: RoutingResult, shape: torch.Size) -> Tensor:
         """Return the choices [t, e] within the capacity of the experts.
 
         The capacity is that of a whole sequence, of which this rank holds a part.
@@ -195,7 +197,7 @@ class TopKRouter(BalancedRouter, ParallelLayer):
         capacity = expert_capacity(config, length)
         priorities, chosen = choice.probs.detach().view(shape), choice.routing_map.view(shape)
         if get_pg_size(group) == 1:
-            kept = within_capacity(priorities, chosen, capacity, config.moe_token_drop_policy)
+            kept = apply_capacity(priorities, chosen, capacity, config.moe_token_drop_policy)
             return kept.flatten(0, 1)
         rows = sequence_shard_of_rank(shape[0], self.pg_collection.cp, self.pg_collection.tp)
         own = rows.positions(priorities.device)
@@ -205,11 +207,11 @@ class TopKRouter(BalancedRouter, ParallelLayer):
         positions = collectives.all_gather(own, group)
         whole = torch.empty_like(everyone)
         whole[positions] = everyone
-        kept = within_capacity(whole, whole >= 0, capacity, config.moe_token_drop_policy)
+        kept = apply_capacity(whole, whole >= 0, capacity, config.moe_token_drop_policy)
         return kept[own].flatten(0, 1)
 
     def _with_losses(
-        self, probs: Tensor, logits: Tensor, choice: Choice, is_token: Tensor | None
+        self, probs: Tensor, logits: Tensor, choice: RoutingResult, is_token: Tensor | None
     ) -> Tensor:
         """Attach the balance losses to the weights."""
         config, losses = self.config, self.config.balance_losses()
@@ -219,22 +221,22 @@ class TopKRouter(BalancedRouter, ParallelLayer):
         num_tokens: Tensor | float = float(shape[0] * shape[1] * self._ranks_per_sample)
         if is_token is not None:
             num_tokens = self._sum_over_sequences(is_token.sum().float()).clamp(min=1)
-        scores, visits = choice.scores, choice.routing_map
+        scores, assignments = choice.scores, choice.routing_map
         parts: dict[str, tuple[float, Tensor]] = {}
         if "aux_loss" in losses or "seq_aux_loss" in losses:
-            counts = self._sum_over_sequences(visits.view(shape).sum(0))  # [b, e]
+            counts = self._sum_over_sequences(assignments.view(shape).sum(0))  # [b, e]
         if "aux_loss" in losses:
-            part = balance_loss(scores, _shares(counts.sum(0)), num_tokens)
+            part = load_balancing_loss(scores, _shares(counts.sum(0)), num_tokens)
             parts["aux_loss"] = losses["aux_loss"], part
         if "seq_aux_loss" in losses:
             lengths: Tensor | float = float(shape[0] * self._ranks_per_sample)
             if is_token is not None:
                 lengths = self._sum_over_sequences(is_token.sum((0, 2)).float()).clamp(min=1)
-            part = sequence_balance_loss(scores.view(shape), _shares(counts), lengths)
+            part = sequence_load_balancing_loss(scores.view(shape), _shares(counts), lengths)
             parts["seq_aux_loss"] = losses["seq_aux_loss"], part
         if "global_aux_loss" in losses:
             assert self.global_shares is not None
-            part = balance_loss(scores, self.global_shares, num_tokens)
+            part = load_balancing_loss(scores, self.global_shares, num_tokens)
             parts["global_aux_loss"] = losses["global_aux_loss"], part
         if config.moe_z_loss_coeff:
             mask = None if is_token is None else is_token[..., 0]

@@ -1,4 +1,4 @@
-"""Which experts a token visits, and with what weights: pure functions of the router's logits.
+"""Which experts a token is routed to, and with what weights: pure functions of the router's logits.
 
 Top-k gating: N. Shazeer et al., "Outrageously Large Neural Networks: The Sparsely-Gated
 Mixture-of-Experts Layer", section 2.1, arXiv 1701.06538. Groups of experts, sigmoid scores and the
@@ -28,7 +28,7 @@ MAX_SINKHORN_ROUNDS = 100
 
 
 @dataclass(frozen=True)
-class Choice:
+class RoutingResult:
     """The experts of every token.
 
     probs: [t, e], the weight of each chosen expert, 0 elsewhere; differentiable.
@@ -41,9 +41,9 @@ class Choice:
     scores: Tensor
 
 
-def choose_experts(
+def topk_routing(
     logits: Tensor, config: TransformerConfig, expert_bias: Tensor | None = None
-) -> Choice:
+) -> RoutingResult:
     """Choose k experts for every token.
 
     Args:
@@ -55,24 +55,24 @@ def choose_experts(
     if kind == "softmax":
         scores = torch.softmax(logits, -1)
         ranked = scores if config.moe_router_pre_softmax else logits
-        indices = _best(ranked.detach(), k, config)
+        indices = _topk_experts(ranked.detach(), k, config)
         chosen = ranked.gather(-1, indices)
         weights = chosen if config.moe_router_pre_softmax else torch.softmax(chosen, -1)
     else:
         raw = torch.sigmoid(logits) if kind == "sigmoid" else F.softplus(logits).sqrt()
         ranked = raw.detach() if expert_bias is None else raw.detach() + expert_bias
-        indices = _best(ranked, k, config)
+        indices = _topk_experts(ranked, k, config)
         chosen = raw.gather(-1, indices)
         weights = chosen / (chosen.sum(-1, keepdim=True) + 1e-20) if k > 1 else chosen
         scores = raw / (raw.sum(-1, keepdim=True) + 1e-20)
     if config.moe_router_topk_scaling_factor:
         weights = weights * config.moe_router_topk_scaling_factor
-    return _spread(weights, indices, scores)
+    return _scatter_probs(weights, indices, scores)
 
 
-def choose_by_assignment(
+def sinkhorn_routing(
     logits: Tensor, config: TransformerConfig, balanced: Callable[[Tensor], Tensor] | None
-) -> Choice:
+) -> RoutingResult:
     """Choose by a balanced assignment, and weigh by the logits' own scores.
 
     Args:
@@ -84,7 +84,7 @@ def choose_by_assignment(
     with torch.no_grad():
         ranked = weights if balanced is None else balanced(logits.float())
         indices = ranked.topk(k, -1).indices
-    return _spread(weights.gather(-1, indices), indices, scores)
+    return _scatter_probs(weights.gather(-1, indices), indices, scores)
 
 
 @torch.no_grad()
@@ -113,7 +113,7 @@ def sinkhorn(logits: Tensor, sum_over_ranks: Callable[[Tensor], Tensor]) -> Tens
     return cost * by_expert * by_token[:, None]
 
 
-def _best(ranked: Tensor, k: int, config: TransformerConfig) -> Tensor:
+def _topk_experts(ranked: Tensor, k: int, config: TransformerConfig) -> Tensor:
     """Return the indices [t, k] of the best experts, in the best groups where there are groups."""
     groups, kept = config.moe_router_num_groups, config.moe_router_group_topk
     if groups and kept and kept < groups:
@@ -126,14 +126,14 @@ def _best(ranked: Tensor, k: int, config: TransformerConfig) -> Tensor:
     return ranked.topk(k, -1).indices
 
 
-def _spread(weights: Tensor, indices: Tensor, scores: Tensor) -> Choice:
+def _scatter_probs(weights: Tensor, indices: Tensor, scores: Tensor) -> RoutingResult:
     """Write the weights [t, k] of the chosen experts into a map of all of them."""
     probs = torch.zeros_like(scores).scatter(-1, indices, weights)
     chosen = torch.zeros_like(scores, dtype=torch.bool).scatter(-1, indices, True)
-    return Choice(probs, chosen, scores)
+    return RoutingResult(probs, chosen, scores)
 
 
-def within_capacity(priorities: Tensor, chosen: Tensor, capacity: int, policy: str) -> Tensor:
+def apply_capacity(priorities: Tensor, chosen: Tensor, capacity: int, policy: str) -> Tensor:
     """Return which choices stay when an expert takes at most `capacity` tokens of a sequence.
 
     Args:

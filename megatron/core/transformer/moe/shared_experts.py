@@ -1,4 +1,4 @@
-"""The expert that every token visits.
+"""The expert that every token uses.
 
 D. Dai et al., "DeepSeekMoE", section 3.2, arXiv 2401.06066. The gate is that of Qwen2-MoE.
 """

@@ -22,32 +22,32 @@ from megatron.core.tensor_parallel import mappings
 from megatron.core.transport import collectives
 from megatron.core.utils import get_pg_rank, get_pg_size
 
-Meanwhile = Callable[[], None] | None
+OverlapFn = Callable[[], None] | None
 """What a rank computes while its tokens are in flight."""
 
 
 class Combine(Protocol):
     """The way back from the experts."""
 
-    def __call__(self, output: Tensor, meanwhile: Meanwhile = None) -> Tensor:
+    def __call__(self, output: Tensor, overlap_fn: OverlapFn = None) -> Tensor:
         """Return the weighted sums [t, h] of what the experts made [n, h]."""
 
 
 @dataclass(frozen=True)
-class Dispatched:
+class DispatchedTokens:
     """What reached the experts of this rank.
 
     Attributes:
         tokens: [n, h], those of the first local expert first.
         probs: [n], the weight of each row in its token's output.
-        num_rows: rows of each local expert.
+        tokens_per_expert: rows of each local expert.
         combine: from the experts' output [n, h] (partial over `expt_tp`) to the weighted sums
-            [t, h] of this rank's own tokens; it takes `meanwhile` as `dispatch` does.
+            [t, h] of this rank's own tokens; it takes `overlap_fn` as `dispatch` does.
     """
 
     tokens: Tensor
     probs: Tensor
-    num_rows: list[int]
+    tokens_per_expert: list[int]
     combine: Combine
 
 
@@ -55,43 +55,43 @@ class TokenDispatcher(Protocol):
     """The interface between a router and its experts."""
 
     def dispatch(
-        self, tokens: Tensor, probs: Tensor, routing_map: Tensor, meanwhile: Meanwhile = None
-    ) -> Dispatched:
+        self, tokens: Tensor, probs: Tensor, routing_map: Tensor, overlap_fn: OverlapFn = None
+    ) -> DispatchedTokens:
         """Bring tokens [t, h] to their experts.
 
         Args:
-            probs: [t, e], weights; routing_map: bool [t, e], visits.
-            meanwhile: called once, while the tokens travel where the dispatcher can, else before.
+            probs: [t, e], weights; routing_map: bool [t, e], which experts each token is routed to.
+            overlap_fn: called once, while the tokens travel where the dispatcher can, else before.
         """
 
 
-def padded(sent: Dispatched, num_rows: int) -> Dispatched:
-    """Give every expert `num_rows` rows, zeros after its own: shapes that do not change.
+def pad_to_capacity(sent: DispatchedTokens, capacity: int) -> DispatchedTokens:
+    """Give every expert `capacity` rows, zeros after its own: shapes that do not change.
 
     Args:
-        num_rows: as many as an expert can get, at least.
+        capacity: as many as an expert can get, at least.
     """
-    counts = torch.tensor(sent.num_rows, device=sent.tokens.device)
-    experts = torch.arange(len(sent.num_rows), device=counts.device)
-    begins = experts * num_rows - (counts.cumsum(0) - counts)
+    counts = torch.tensor(sent.tokens_per_expert, device=sent.tokens.device)
+    experts = torch.arange(len(sent.tokens_per_expert), device=counts.device)
+    begins = experts * capacity - (counts.cumsum(0) - counts)
     shift = begins.repeat_interleave(counts, output_size=sent.tokens.shape[0])
-    place = shift + torch.arange(sent.tokens.shape[0], device=counts.device)
-    total = len(sent.num_rows) * num_rows
-    return Dispatched(
-        sent.tokens.new_zeros((total, sent.tokens.shape[1])).index_copy(0, place, sent.tokens),
-        sent.probs.new_zeros(total).index_copy(0, place, sent.probs),
-        [num_rows] * len(sent.num_rows),
-        lambda output, meanwhile=None: sent.combine(output.index_select(0, place), meanwhile),
+    position = shift + torch.arange(sent.tokens.shape[0], device=counts.device)
+    total = len(sent.tokens_per_expert) * capacity
+    return DispatchedTokens(
+        sent.tokens.new_zeros((total, sent.tokens.shape[1])).index_copy(0, position, sent.tokens),
+        sent.probs.new_zeros(total).index_copy(0, position, sent.probs),
+        [capacity] * len(sent.tokens_per_expert),
+        lambda output, overlap_fn=None: sent.combine(output.index_select(0, position), overlap_fn),
     )
 
 
-def rows_by_expert(routing_map: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (expert, token) of every visit, int64 [n] each: by expert, then by token."""
-    visits = routing_map.t().nonzero()
-    return visits[:, 0], visits[:, 1]
+def expert_assignments(routing_map: Tensor) -> tuple[Tensor, Tensor]:
+    """Return (expert, token) of every assignment, int64 [n] each: by expert, then by token."""
+    assignments = routing_map.t().nonzero()
+    return assignments[:, 0], assignments[:, 1]
 
 
-def sum_by_token(rows: Tensor, token_of_row: Tensor, num_tokens: int) -> Tensor:
+def unpermute(rows: Tensor, token_of_row: Tensor, num_tokens: int) -> Tensor:
     """Add rows [n, h] of the same token: [t, h], zeros where a token has none."""
     return rows.new_zeros((num_tokens, rows.shape[1])).index_add(0, token_of_row, rows)
 
@@ -124,11 +124,11 @@ class MoEAllGatherTokenDispatcher(_Dispatcher):
     """
 
     def dispatch(
-        self, tokens: Tensor, probs: Tensor, routing_map: Tensor, meanwhile: Meanwhile = None
-    ) -> Dispatched:
+        self, tokens: Tensor, probs: Tensor, routing_map: Tensor, overlap_fn: OverlapFn = None
+    ) -> DispatchedTokens:
         """See `TokenDispatcher`; computes nothing while tokens travel."""
-        if meanwhile is not None:
-            meanwhile()
+        if overlap_fn is not None:
+            overlap_fn()
         group = self.tp_ep
         tokens = mappings.gather_from_sequence_parallel_region(tokens, group=group)
         probs = mappings.gather_from_sequence_parallel_region(probs, group=group)
@@ -137,16 +137,16 @@ class MoEAllGatherTokenDispatcher(_Dispatcher):
             routing_map = marks.bool()
         first = self.local_expert_indices[0]
         local_map = routing_map[:, first : first + self.num_local_experts]
-        expert, token = rows_by_expert(local_map)
+        expert, token = expert_assignments(local_map)
         num_tokens = tokens.shape[0]
 
-        def combine(output: Tensor, meanwhile: Meanwhile = None) -> Tensor:
-            if meanwhile is not None:
-                meanwhile()
-            summed = sum_by_token(output, token, num_tokens)
+        def combine(output: Tensor, overlap_fn: OverlapFn = None) -> Tensor:
+            if overlap_fn is not None:
+                overlap_fn()
+            summed = unpermute(output, token, num_tokens)
             return mappings.reduce_scatter_to_sequence_parallel_region(summed, group)
 
-        return Dispatched(
+        return DispatchedTokens(
             tokens.index_select(0, token),
             probs[token, expert + first],
             local_map.sum(0).tolist(),
@@ -157,36 +157,36 @@ class MoEAllGatherTokenDispatcher(_Dispatcher):
 class MoEAlltoAllTokenDispatcher(_Dispatcher):
     """Each rank sends a token once for each of its experts, to the rank that holds it.
 
-    Communication: an all-gather of e counts over `tp_ep`; all-to-alls of the visits' activations
+    Communication: an all-gather of e counts over `tp_ep`; all-to-alls of the rows' activations
     and weights over `ep`, an all-gather over `expt_tp`, and both reversed for the output.
     """
 
     def dispatch(
-        self, tokens: Tensor, probs: Tensor, routing_map: Tensor, meanwhile: Meanwhile = None
-    ) -> Dispatched:
+        self, tokens: Tensor, probs: Tensor, routing_map: Tensor, overlap_fn: OverlapFn = None
+    ) -> DispatchedTokens:
         """See `TokenDispatcher`."""
-        expert, token = rows_by_expert(routing_map)
+        expert, token = expert_assignments(routing_map)
         num_tokens = tokens.shape[0]
         plan = _ExchangePlan.of(self, routing_map.sum(0))
 
-        def bring(values: Tensor, meanwhile: Meanwhile = None) -> Tensor:
-            received = plan.gather(plan.send(values, self.ep, meanwhile), self.expt_tp)
+        def send_to_experts(values: Tensor, overlap_fn: OverlapFn = None) -> Tensor:
+            received = plan.gather(plan.send(values, self.ep, overlap_fn), self.expt_tp)
             return plan.by_expert(received)
 
-        def combine(output: Tensor, meanwhile: Meanwhile = None) -> Tensor:
+        def combine(output: Tensor, overlap_fn: OverlapFn = None) -> Tensor:
             summed = plan.scatter(plan.by_source(output), self.expt_tp)
-            back = plan.send_back(summed, self.ep, meanwhile)
-            return sum_by_token(back, token, num_tokens)
+            back = plan.send_back(summed, self.ep, overlap_fn)
+            return unpermute(back, token, num_tokens)
 
         weights: list[Tensor] = []
 
-        def beside_rows() -> None:
-            weights.append(bring(probs[token, expert]))
-            if meanwhile is not None:
-                meanwhile()
+        def overlapped() -> None:
+            weights.append(send_to_experts(probs[token, expert]))
+            if overlap_fn is not None:
+                overlap_fn()
 
-        rows = bring(tokens.index_select(0, token), beside_rows)
-        return Dispatched(rows, weights[0], plan.num_rows, combine)
+        rows = send_to_experts(tokens.index_select(0, token), overlapped)
+        return DispatchedTokens(rows, weights[0], plan.tokens_per_expert, combine)
 
 
 @dataclass(frozen=True)
@@ -204,11 +204,11 @@ class _ExchangePlan:
     blocks: list[list[int]]
 
     @staticmethod
-    def of(dispatcher: _Dispatcher, visits: Tensor) -> _ExchangePlan:
-        """Plan the exchange of a rank whose tokens make [e] visits. Communication: see above."""
+    def of(dispatcher: _Dispatcher, assignments: Tensor) -> _ExchangePlan:
+        """Plan the exchange of a rank with [e] assignments. Communication: see above."""
         ep, expt_tp, local = dispatcher.ep, dispatcher.expt_tp, dispatcher.num_local_experts
         ep_size, tp_size = get_pg_size(ep), get_pg_size(expt_tp)
-        counts = visits.view(1, -1)
+        counts = assignments.view(1, -1)
         # The counts travel the way of the rows, so that the order of the ranks is the same.
         if ep_size > 1:
             counts = collectives.all_gather(counts, ep)
@@ -219,8 +219,8 @@ class _ExchangePlan:
         blocks = [row[own : own + local] for row in table]
         mine = get_pg_rank(expt_tp) * ep_size
         sums = [sum(row) for row in blocks]
-        visits_of_me = table[mine + get_pg_rank(ep)]
-        sent = [sum(visits_of_me[r * local : (r + 1) * local]) for r in range(ep_size)]
+        local_assignments = table[mine + get_pg_rank(ep)]
+        sent = [sum(local_assignments[r * local : (r + 1) * local]) for r in range(ep_size)]
         return _ExchangePlan(
             sent,
             sums[mine : mine + ep_size],
@@ -229,17 +229,17 @@ class _ExchangePlan:
         )
 
     @property
-    def num_rows(self) -> list[int]:
+    def tokens_per_expert(self) -> list[int]:
         """Rows of each local expert."""
         return [sum(column) for column in zip(*self.blocks, strict=True)]
 
-    def send(self, rows: Tensor, ep: Group, meanwhile: Meanwhile = None) -> Tensor:
+    def send(self, rows: Tensor, ep: Group, overlap_fn: OverlapFn = None) -> Tensor:
         """Exchange rows over `ep`."""
-        return mappings.all_to_all(ep, rows, self.received, self.sent, meanwhile)
+        return mappings.all_to_all(ep, rows, self.received, self.sent, overlap_fn)
 
-    def send_back(self, rows: Tensor, ep: Group, meanwhile: Meanwhile = None) -> Tensor:
+    def send_back(self, rows: Tensor, ep: Group, overlap_fn: OverlapFn = None) -> Tensor:
         """Undo `send`."""
-        return mappings.all_to_all(ep, rows, self.sent, self.received, meanwhile)
+        return mappings.all_to_all(ep, rows, self.sent, self.received, overlap_fn)
 
     def gather(self, rows: Tensor, expt_tp: Group) -> Tensor:
         """Collect the rows of all ranks that hold a shard of the same experts."""
@@ -253,14 +253,14 @@ class _ExchangePlan:
 
     def by_expert(self, rows: Tensor) -> Tensor:
         """Put rows that lie by source and expert in order of the experts."""
-        return _inner_first(rows, self.blocks)
+        return _transpose_blocks(rows, self.blocks)
 
     def by_source(self, rows: Tensor) -> Tensor:
         """Undo `by_expert`."""
-        return _inner_first(rows, list(zip(*self.blocks, strict=True)))
+        return _transpose_blocks(rows, list(zip(*self.blocks, strict=True)))
 
 
-def _inner_first(rows: Tensor, counts: Sequence[Sequence[int]]) -> Tensor:
+def _transpose_blocks(rows: Tensor, counts: Sequence[Sequence[int]]) -> Tensor:
     """Reorder rows that lie by (outer, inner) to lie by (inner, outer).
 
     Args:

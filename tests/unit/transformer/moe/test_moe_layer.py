@@ -8,7 +8,7 @@ from megatron.core.parameters.initialization import canonical_names
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.step_context.aux_loss import set_aux_loss_scale
 from megatron.core.step_context.context import AuxLossScale
-from megatron.core.transformer.moe.load_balancing import LoadSummary, finish_step_of_routers
+from megatron.core.transformer.moe.load_balancing import LoadSummary, finish_router_step
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.training.metrics.expert_load import first_bad_router
 from tests.harness.groups import fake_groups
@@ -117,10 +117,10 @@ def test_side_losses_are_weighted_like_the_micro_batch_and_leave_the_output_alon
 def test_the_bias_moves_towards_experts_with_too_few_visits():
     moe = layer(moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True)
     moe(tokens())[0].sum().backward()
-    finish_step_of_routers([moe], ProcessGroupCollection.single())
-    visits = moe.router.load.step_visits
-    assert int(visits.sum()) == 6 * 2 * K
-    assert moe.router.expert_bias.equal(1e-3 * torch.sign(visits.mean() - visits).float())
+    finish_router_step([moe], ProcessGroupCollection.single())
+    assignments = moe.router.load.step_assignments
+    assert int(assignments.sum()) == 6 * 2 * K
+    assert moe.router.expert_bias.equal(1e-3 * torch.sign(assignments.mean() - assignments).float())
     assert "router.expert_bias" in moe.sharded_state_dict()
 
 
@@ -145,8 +145,8 @@ def test_recomputation_counts_each_visit_once_and_changes_no_gradient(options):
     assert again.config.moe_layer_recompute
     for moe in (plain, again):
         moe(tokens())[0].square().sum().backward()
-        finish_step_of_routers([moe], ProcessGroupCollection.single())
-    assert again.router.load.step_visits.equal(plain.router.load.step_visits)
+        finish_router_step([moe], ProcessGroupCollection.single())
+    assert again.router.load.step_assignments.equal(plain.router.load.step_assignments)
     for a, b in zip(again.parameters(), plain.parameters(), strict=True):
         assert_close(a.grad, b.grad, FP32_REORDERED_SUM, "moe")
 
@@ -155,7 +155,7 @@ def test_forced_balance_spreads_tokens_whatever_the_router_says():
     moe = layer(moe_router_force_load_balancing=True)
     torch.nn.init.zeros_(moe.router.weight)
     moe(tokens(s=400))[0].sum().backward()
-    finish_step_of_routers([moe], ProcessGroupCollection.single())
+    finish_router_step([moe], ProcessGroupCollection.single())
     summary = LoadSummary.of(moe.router.load)
     assert 0.8 < summary.lowest <= summary.median <= summary.p90 <= summary.highest < 1.2
 
@@ -165,34 +165,37 @@ def test_a_router_that_meets_what_is_not_finite_is_named():
     moe, x = layer(), tokens()
     moe.set_layer_number(7)
     moe(x)[0].sum().backward()
-    finish_step_of_routers([moe], groups)
+    finish_router_step([moe], groups)
     assert first_bad_router([moe], groups) == ""
     with torch.no_grad():
         moe.router.weight[1, 2] = float("nan")
     moe(x)[0].sum().backward()
-    finish_step_of_routers([moe], groups)
+    finish_router_step([moe], groups)
     assert "The router of layer 7 is the first" in first_bad_router([moe], groups)
 
 
 @pytest.mark.parametrize("grouped", [False, True])
 def test_inputs_padded_to_the_capacity_have_one_length_and_change_nothing(grouped, monkeypatch):
     options = {"moe_expert_capacity_factor": 0.75, "moe_grouped_gemm": grouped}
-    plain, padded = layer(**options), layer(**options, moe_pad_expert_input_to_capacity=True)
-    padded.load_state_dict(plain.state_dict())
+    plain, pad_to_capacity = (
+        layer(**options),
+        layer(**options, moe_pad_expert_input_to_capacity=True),
+    )
+    pad_to_capacity.load_state_dict(plain.state_dict())
     lengths = []
-    compute = padded.experts.forward
+    compute = pad_to_capacity.experts.forward
 
     def watch(rows, counts, probs):
         lengths.append(list(counts))
         return compute(rows, counts, probs)
 
-    monkeypatch.setattr(padded.experts, "forward", watch)
+    monkeypatch.setattr(pad_to_capacity.experts, "forward", watch)
     x, y = tokens(s=8), tokens(s=8)
     plain(x)[0].square().sum().backward()
-    padded(y)[0].square().sum().backward()
+    pad_to_capacity(y)[0].square().sum().backward()
     assert lengths == [[6] * E]  # two sequences, each of 8 * 2 / 4 * 0.75
     assert_close(y.grad, x.grad, FP32_REORDERED_SUM, "gradient of the input")
-    for p, q in zip(padded.parameters(), plain.parameters(), strict=True):
+    for p, q in zip(pad_to_capacity.parameters(), plain.parameters(), strict=True):
         assert_close(p.grad, q.grad, FP32_REORDERED_SUM, "gradient")
 
 

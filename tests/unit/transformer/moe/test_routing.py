@@ -1,14 +1,14 @@
-"""Which experts a token visits."""
+"""Which experts a token is routed to."""
 
 import pytest
 import torch
 
 from megatron.core.foundation.errors import ConfigError
 from megatron.core.transformer.moe.routing import (
-    choose_by_assignment,
-    choose_experts,
+    apply_capacity,
     sinkhorn,
-    within_capacity,
+    sinkhorn_routing,
+    topk_routing,
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
 from tests.harness.tolerances import FP32_ROUNDED_ONCE, assert_close
@@ -38,7 +38,7 @@ SCORES = [
 
 @pytest.mark.parametrize("options", SCORES)
 def test_each_token_visits_k_experts_with_positive_weights(options):
-    chosen = choose_experts(logits(), config(**options))
+    chosen = topk_routing(logits(), config(**options))
     assert chosen.routing_map.sum(-1).eq(3).all()
     assert (chosen.probs > 0).equal(chosen.routing_map)
     assert_close(chosen.scores.sum(-1), torch.ones(50), FP32_ROUNDED_ONCE, "moe")
@@ -48,21 +48,21 @@ def test_each_token_visits_k_experts_with_positive_weights(options):
 def test_weights_of_normalised_routers_add_up_to_the_scaling_factor(options):
     if options.get("moe_router_pre_softmax"):
         options = options | {"moe_router_topk": 8}
-    total = choose_experts(logits(), config(**options)).probs.sum(-1)
+    total = topk_routing(logits(), config(**options)).probs.sum(-1)
     expected = options.get("moe_router_topk_scaling_factor", 1.0)
     assert_close(total, torch.full_like(total, expected), FP32_ROUNDED_ONCE, "moe")
 
 
 def test_without_groups_the_best_experts_are_visited():
     x = logits()
-    best = choose_experts(x, config()).routing_map
+    best = topk_routing(x, config()).routing_map
     assert best.equal(torch.zeros(50, 8).scatter(1, x.topk(3).indices, 1).bool())
 
 
 def test_a_token_visits_no_more_groups_than_allowed():
     limited = config(moe_router_num_groups=4, moe_router_group_topk=2, moe_router_topk=4)
-    visits = choose_experts(logits(), limited).routing_map
-    groups = visits.unflatten(-1, (4, 2)).any(-1)
+    assignments = topk_routing(logits(), limited).routing_map
+    groups = assignments.unflatten(-1, (4, 2)).any(-1)
     assert groups.sum(-1).eq(2).all()
 
 
@@ -70,7 +70,7 @@ def test_groups_are_judged_by_as_many_of_their_experts_as_asked():
     x = torch.tensor([[9.0, 0, 0, 0, 6, 6, 5, 5]])  # the best expert, and the best pair
     groups = {"moe_router_num_groups": 2, "moe_router_group_topk": 1, "moe_router_topk": 2}
     visited = [
-        choose_experts(x, config(**groups, moe_router_group_score_topk=n)).routing_map[0, 0]
+        topk_routing(x, config(**groups, moe_router_group_score_topk=n)).routing_map[0, 0]
         for n in (1, 2)
     ]
     assert visited == [True, False]
@@ -81,17 +81,17 @@ def test_an_expert_bias_changes_the_choice_and_not_the_scores():
     x = logits()
     bias = torch.zeros(8)
     bias[5] = 10.0
-    chosen = choose_experts(x, settings, bias)
+    chosen = topk_routing(x, settings, bias)
     assert chosen.routing_map[:, 5].all()
-    assert chosen.scores.equal(choose_experts(x, settings).scores)
+    assert chosen.scores.equal(topk_routing(x, settings).scores)
 
 
 def test_a_balanced_assignment_gives_tokens_and_experts_equal_shares():
     balanced = sinkhorn(logits(400), lambda x: x)
     assert balanced.sum(0).sub(1 / 8).abs().max() < 1e-3 / 8
     settings = config(moe_router_topk=1, moe_router_load_balancing_type="sinkhorn")
-    loads = choose_by_assignment(logits(400), settings, lambda _: balanced)
-    plain = choose_experts(logits(400), config(moe_router_topk=1, moe_router_pre_softmax=True))
+    loads = sinkhorn_routing(logits(400), settings, lambda _: balanced)
+    plain = topk_routing(logits(400), config(moe_router_topk=1, moe_router_pre_softmax=True))
     assert loads.routing_map.sum(0).float().std() < plain.routing_map.sum(0).float().std()
 
 
@@ -99,9 +99,9 @@ def test_a_full_expert_keeps_the_likeliest_or_the_first():
     priorities = torch.tensor([0.1, 0.5, 0.5, 0.9, 0.2]).view(5, 1, 1)
     chosen = torch.ones(5, 1, 1, dtype=torch.bool)
     chosen[4] = False
-    kept = within_capacity(priorities, chosen, 2, "probs")
+    kept = apply_capacity(priorities, chosen, 2, "probs")
     assert kept.flatten().tolist() == [False, True, False, True, False]
-    kept = within_capacity(priorities, chosen, 2, "position")
+    kept = apply_capacity(priorities, chosen, 2, "position")
     assert kept.flatten().tolist() == [True, True, False, False, False]
 
 
@@ -109,7 +109,7 @@ def test_of_equal_tokens_the_first_is_kept_however_their_weights_were_rounded():
     chosen = torch.ones(3, 1, 1, dtype=torch.bool)
     for noise in (-1e-7, 0.0, 1e-7):
         priorities = torch.tensor([0.3, 0.3 + noise, 0.3 - noise]).view(3, 1, 1)
-        kept = within_capacity(priorities, chosen, 1, "probs")
+        kept = apply_capacity(priorities, chosen, 1, "probs")
         assert kept.flatten().tolist() == [True, False, False]
 
 
