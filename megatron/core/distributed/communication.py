@@ -1,6 +1,6 @@
 """Reductions of gradients and gathers of parameters over the replicas of a model.
 
-The sum of an element is computed in rank order (`transport.bucket_transport`), so it depends
+The sum of an element is computed in rank order (`transport.transport`), so it depends
 neither on the bucket it travels in nor on whether the state is sharded: every ZeRO stage gives the
 same bits. Half-precision gradients are added in fp32.
 """
@@ -15,13 +15,13 @@ from torch import Tensor
 
 from megatron.core.process_groups_config import Group
 from megatron.core.transport import backend
-from megatron.core.transport.bucket_transport import (
-    P2PBucketTransport,
-    has_tags,
-    select_bucket_transport,
-)
 from megatron.core.transport.comm_buffer import BucketSlot
 from megatron.core.transport.ordered_sum import piece_of
+from megatron.core.transport.transport import (
+    has_tags,
+    message_transport,
+    select_bucket_transport,
+)
 from megatron.core.transport.work import Steps, Work
 from megatron.core.utils import get_pg_rank, get_pg_size
 
@@ -92,17 +92,12 @@ def gather_parameters(
         shard: [n / size], this rank's contribution; None is `mesh.own(bucket)`.
         slot: of the shard. It may not change before `slot.memory.wait_for_readers()`.
     """
-    own = mesh.own(bucket)
-    if shard is not None:
-        own.copy_(shard)
     transport = select_bucket_transport(mesh.shard, tag, slot)
-
-    def steps() -> Steps[Tensor]:
-        if transport is not None:
-            yield from transport.all_gather(bucket, own if shard is None else shard)
-        return bucket
-
-    return Work(steps())
+    if transport is not None:
+        return transport.all_gather(mesh.own(bucket) if shard is None else shard, out=bucket)
+    if shard is not None:
+        bucket.copy_(shard)
+    return Work.completed(bucket)
 
 
 def sum_in_place(flat: Tensor, group: Group) -> None:
@@ -112,8 +107,7 @@ def sum_in_place(flat: Tensor, group: Group) -> None:
     if flat.numel() % get_pg_size(group) or not has_tags(group):
         backend.all_reduce(flat, group)
         return
-    transport = P2PBucketTransport(group, SUM_TAG)
-    Work(transport.all_reduce(flat, 1.0, is_first_step=True)).wait()
+    message_transport(group, SUM_TAG, is_in_order=True).all_reduce(flat).wait()
 
 
 def broadcast_from_first(copies: Sequence[tuple[Tensor, Group]]) -> None:
@@ -160,8 +154,9 @@ def reduce_gradients(
         yield from compression.reduce(bucket, mesh, factor, tag)
         return mesh.own(bucket)
     # Both at the start: to share memory for the first time is a collective.
+    is_in_order = len(groups) == 1  # ranks reach a second step in different orders
     shard, replicate = (
-        select_bucket_transport(axis, tag, slot, averages=average)
+        select_bucket_transport(axis, tag, slot, averages=average, is_in_order=is_in_order)
         for axis in (mesh.shard, mesh.replicate)
     )
     if shard is None and replicate is None:
@@ -172,8 +167,9 @@ def reduce_gradients(
     first, last = (1.0, factor) if sums_in_order else (factor, 1.0)
     if shard is None:
         assert replicate is not None
-        return (yield from replicate.all_reduce(bucket, factor, is_first_step=True))
+        return (yield from replicate.all_reduce(bucket, factor))
+    own = mesh.own(bucket)
     if replicate is None:
-        return (yield from shard.reduce_scatter(bucket, factor, into))
-    own = yield from shard.reduce_scatter(bucket, first)
-    return (yield from replicate.all_reduce(own, last, is_first_step=False))
+        return (yield from shard.reduce_scatter(bucket, factor, out=own if into is None else into))
+    yield from shard.reduce_scatter(bucket, first, out=own)
+    return (yield from replicate.all_reduce(own, last))

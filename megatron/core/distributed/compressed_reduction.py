@@ -16,8 +16,8 @@ from megatron.core.distributed.communication import Mesh
 from megatron.core.distributed.compression_codecs import BFloat16Codec, BlockInt8Codec, Codec
 from megatron.core.distributed.powersgd import LowRankMatrices
 from megatron.core.process_groups_config import Group
-from megatron.core.transport.bucket_transport import message_transport
 from megatron.core.transport.ordered_sum import piece_of
+from megatron.core.transport.transport import message_transport
 from megatron.core.transport.work import Steps
 from megatron.core.utils import get_pg_rank, get_pg_size
 
@@ -121,8 +121,7 @@ class CompressedReduction:
         packed = self._format.pack(own)
         self._keep_error(own, packed, "sum")
         received = packed.new_empty(packed.numel() * size)
-        piece_of(received, rank, size).copy_(packed)
-        yield from message_transport(group, tag).all_gather(received, packed)
+        yield from message_transport(group, tag).all_gather(packed, out=received)
         self.traffic.sent += packed.numel() * (size - 1)
         values.copy_(self._format.unpack(received))
 
@@ -134,12 +133,12 @@ class CompressedReduction:
         groups = [g for g in (mesh.shard, mesh.replicate) if get_pg_size(g) > 1]
         message = matrices.project(values, mesh.size)
         for group in groups:
-            yield from _sum(message, group, tag)
+            yield from message_transport(group, tag).all_reduce(message)
             self._count_all_reduce(message, group)
         left = matrices.project_back(values, message, mesh.size)
         # What this rank failed to say: its own gradient less its part of the approximation.
         for group in groups:
-            yield from _sum(left, group, tag)
+            yield from message_transport(group, tag).all_reduce(left)
             self._count_all_reduce(left, group)
         before = values.clone()
         matrices.rebuild(values, message, left)
@@ -165,10 +164,6 @@ class CompressedReduction:
             torch.sub(values, self._format.unpack(packed), out=error)
             # After an overflow under loss scaling the step is skipped; nothing of it must remain.
             error.nan_to_num_(0.0, 0.0, 0.0)
-
-
-def _sum(flat: Tensor, group: Group, tag: int) -> Steps[Tensor]:
-    return message_transport(group, tag).all_reduce(flat, 1.0, is_first_step=False)
 
 
 def _plain_bytes(bucket: Tensor, mesh: Mesh) -> int:

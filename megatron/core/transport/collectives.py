@@ -16,27 +16,13 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from megatron.core.transport import backend
-from megatron.core.transport.shm.shm_collectives import open_shm_group
-from megatron.core.transport.shm.shm_transport import ShmTransport
-from megatron.core.transport.tensor_transport import (
-    GlooTransport,
-    NativeTransport,
-    Sizes,
-    TensorTransport,
-)
+from megatron.core.transport import backend, torch_transport
+from megatron.core.transport.torch_transport import Sizes
+from megatron.core.transport.transport import select_transport
 from megatron.core.transport.work import Work
 
 if TYPE_CHECKING:
     from megatron.core.process_groups_config import Group
-
-
-def select_transport(x: Tensor, group: Group) -> TensorTransport:
-    """Return how the ranks of `group` exchange tensors like `x` [...]."""
-    if not x.is_cpu:
-        return NativeTransport(group)
-    shm = open_shm_group(group) if group.size() > 1 else None
-    return GlooTransport(group) if shm is None else ShmTransport(group, shm)
 
 
 def all_reduce(x: Tensor, group: Group) -> Tensor:
@@ -60,7 +46,9 @@ def all_gather(x: Tensor, group: Group, sizes: Sizes = None) -> Tensor:
 
 def start_all_gather(x: Tensor, group: Group, sizes: Sizes = None) -> Work[Tensor]:
     """Start `all_gather` of [t/tp, ...] to [t, ...]."""
-    return select_transport(x, group).all_gather(x.contiguous(), sizes)
+    if sizes is not None:
+        return torch_transport.all_gather_uneven(x.contiguous(), group, sizes)
+    return select_transport(x, group).all_gather(x.contiguous())
 
 
 def reduce_scatter(x: Tensor, group: Group, sizes: Sizes = None) -> Tensor:
@@ -74,9 +62,11 @@ def reduce_scatter(x: Tensor, group: Group, sizes: Sizes = None) -> Tensor:
 
 def start_reduce_scatter(x: Tensor, group: Group, sizes: Sizes = None) -> Work[Tensor]:
     """Start `reduce_scatter` of [t, ...] to [t/tp, ...]."""
-    even = sizes is not None or x.shape[0] % group.size() == 0
-    assert even, f"{x.shape[0]} rows do not split over {group.size()} ranks"
-    return select_transport(x, group).reduce_scatter(x.contiguous(), sizes)
+    if sizes is not None:
+        return torch_transport.reduce_scatter_uneven(x.contiguous(), group, sizes)
+    is_even = x.shape[0] % group.size() == 0
+    assert is_even, f"{x.shape[0]} rows do not split over {group.size()} ranks"
+    return select_transport(x, group).reduce_scatter(x.contiguous())
 
 
 def all_to_all(
@@ -94,14 +84,13 @@ def start_all_to_all(
     x: Tensor, group: Group, output_sizes: Sizes = None, input_sizes: Sizes = None
 ) -> Work[Tensor]:
     """Start `all_to_all` of [t, ...]."""
-    transport = NativeTransport(group)  # the same on every device
-    return transport.all_to_all(x.contiguous(), output_sizes, input_sizes)
+    return torch_transport.all_to_all(x.contiguous(), group, output_sizes, input_sizes)
 
 
 def start_ring_shift(x: Tensor, group: Group) -> Work[Tensor]:
     """Start to send `x` [...] to the next rank of `group`, and to receive as much from the one
     before; `x` may be overwritten when the work has ended."""
-    return NativeTransport(group).ring_shift(x)
+    return torch_transport.ring_shift(x, group)
 
 
 def broadcast(x: Tensor, group: Group) -> Tensor:

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
-from megatron.core.transport.bucket_transport import has_tags
 from megatron.core.transport.comm_buffer import CommBuffer
 from megatron.core.transport.shm.mapped_gather import map_gather
 from megatron.core.transport.shm.page_pool import PagePool
+from megatron.core.transport.transport import has_tags
 from megatron.core.transport.work import Work
 
 if TYPE_CHECKING:

@@ -75,14 +75,31 @@ class Work(Generic[Result]):
         """Wait for what is in flight, compute on it, and start the next step."""
         if self._handles is None:
             return
+        problem = None
         try:
             for handle in self._handles:
                 handle.wait()
         except Exception as error:
             problem = error
-            self._resume(lambda: self._steps.throw(problem))
-        else:
+        self._go_on(problem)
+
+    def __iter__(self) -> Steps[Result]:
+        """Continue inside another operation: `result = yield from work`."""
+        while self._handles is not None:
+            problem = None
+            try:
+                yield self._handles
+            except Exception as error:
+                problem = error
+            self._go_on(problem)
+        return self._result
+
+    def _go_on(self, problem: Exception | None) -> None:
+        """Take the next step, after what waiting raised."""
+        if problem is None:
             self._resume(lambda: next(self._steps))
+        else:
+            self._resume(lambda: self._steps.throw(problem))
         self.num_steps_done += 1
 
     def _resume(self, step: Callable[[], Sequence[Handle]]) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megatron.core.transport.ordered_sum import STRETCH, ordered_sum, piece_of
 from megatron.core.transport.shm.shared_buffer import PeerBuffers, SharedBuffer
-from megatron.core.transport.work import Handle, Steps
+from megatron.core.transport.work import Handle, Steps, Work
 
 WINDOW = 16 * STRETCH
 """Elements that are mapped of another rank at a time."""
@@ -37,10 +37,26 @@ class ShmBucketTransport:
         self._base = slot.memory.begin(slot.index)
         self._keeps_pages = slot.keeps_pages
 
+    def all_reduce(self, x: Tensor, scale: float = 1.0) -> Work[Tensor]:
+        """[t, ...] in place; see `Transport`."""
+        return Work(self._all_reduce(x, scale))
+
     def reduce_scatter(
-        self, bucket: Tensor, scale: float, into: Tensor | None = None
-    ) -> Steps[Tensor]:
-        """[n] -> [n / size]; see `BucketTransport`."""
+        self, x: Tensor, scale: float = 1.0, *, out: Tensor | None = None
+    ) -> Work[Tensor]:
+        """[t, ...] -> [t/tp, ...]; see `Transport`."""
+        size = self._peers.size
+        sums = x.new_empty((x.shape[0] // size, *x.shape[1:])) if out is None else out
+        return Work(self._reduce_scatter(x, scale, sums))
+
+    def all_gather(self, x: Tensor, *, out: Tensor | None = None) -> Work[Tensor]:
+        """[t/tp, ...] -> [t, ...]; see `Transport`. The others may read `x` afterwards still."""
+        size = self._peers.size
+        gathered = x.new_empty((x.shape[0] * size, *x.shape[1:])) if out is None else out
+        return Work(self._all_gather(x, gathered))
+
+    def _reduce_scatter(self, x: Tensor, scale: float, sums: Tensor) -> Steps[Tensor]:
+        bucket = x.view(-1)
         yield self._publish(1, bucket)
         rank, size = self._peers.rank, self._peers.size
         own = piece_of(bucket, rank, size)
@@ -50,26 +66,30 @@ class ShmBucketTransport:
                 part if other == rank else self._read(other, first + begin, part)
                 for other in range(size)
             ]
-            sums = part if into is None else into[begin : begin + part.numel()]
-            ordered_sum(terms, sums, scale)
+            ordered_sum(terms, sums.view(-1)[begin : begin + part.numel()], scale)
             for other, term in enumerate(terms):
                 self._unmap(other, term)
         # The others' pieces of this bucket have been read when all have got here.
         yield self._publish(2, bucket)
-        return own if into is None else into
+        return sums
 
-    def all_reduce(self, bucket: Tensor, scale: float, *, is_first_step: bool) -> Steps[Tensor]:
-        """[n] -> [n]; see `BucketTransport`."""
-        yield from self.reduce_scatter(bucket, scale)
+    def _all_reduce(self, x: Tensor, scale: float) -> Steps[Tensor]:
+        bucket = x.view(-1)
+        own = piece_of(bucket, self._peers.rank, self._peers.size)
+        yield from self._reduce_scatter(bucket, scale, own)
         self._copy(bucket, are_shards=False)
         yield self._publish(3, bucket)
-        return bucket
+        return x
 
-    def all_gather(self, bucket: Tensor, shard: Tensor) -> Steps[None]:
-        """See `BucketTransport`. The others may still be reading `shard` afterwards."""
+    def _all_gather(self, x: Tensor, gathered: Tensor) -> Steps[Tensor]:
+        shard, bucket = x.view(-1), gathered.view(-1)
+        own = piece_of(bucket, self._peers.rank, self._peers.size)
+        if own.data_ptr() != shard.data_ptr():
+            own.copy_(shard)
         yield self._publish(1, shard)
         self._copy(bucket, are_shards=True)
         self._memory.publish_progress(self._index, self._base + 2, shard)
+        return gathered
 
     def _publish(self, step: int, shown: Tensor) -> Sequence[Handle]:
         self._memory.publish_progress(self._index, self._base + step, shown)

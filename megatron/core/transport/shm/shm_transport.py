@@ -9,34 +9,30 @@ import torch
 from torch import Tensor
 
 from megatron.core.transport.shm.shm_collectives import ShmGroup
-from megatron.core.transport.tensor_transport import GlooTransport, Sizes
 from megatron.core.transport.work import Work
 
 if TYPE_CHECKING:
     from megatron.core.process_groups_config import Group
 
 
-class ShmTransport(GlooTransport):
-    """What is the same for all ranks goes through shared memory; sizes that differ through gloo."""
+class ShmTransport:
+    """Ranks of one machine copy their tensors into slots that the others read."""
 
     def __init__(self, group: Group, shm: ShmGroup) -> None:
-        super().__init__(group)
-        self._shm = shm
+        self.group, self.size, self._shm = group, group.size(), shm
 
-    def all_reduce(self, x: Tensor) -> Work[Tensor]:
-        """Sum [...]; see `TensorTransport`."""
+    def all_reduce(self, x: Tensor, scale: float = 1.0) -> Work[Tensor]:
+        """[t, ...] in place; see `Transport`."""
         flat = x.view(-1)
 
         def add(part: slice, theirs: list[Tensor]) -> None:
-            _ordered_sum(theirs, out=flat[part])
+            _ordered_sum(theirs, scale, out=flat[part])
 
         return self._shm.exchange(x, add, x)
 
-    def all_gather(self, x: Tensor, sizes: Sizes) -> Work[Tensor]:
-        """[t/tp, ...] -> [t, ...]; see `TensorTransport`."""
-        if sizes is not None:
-            return super().all_gather(x, sizes)
-        gathered = x.new_empty((x.shape[0] * self.size, *x.shape[1:]))
+    def all_gather(self, x: Tensor, *, out: Tensor | None = None) -> Work[Tensor]:
+        """[t/tp, ...] -> [t, ...]; see `Transport`."""
+        gathered = x.new_empty((x.shape[0] * self.size, *x.shape[1:])) if out is None else out
         rows = gathered.view(self.size, x.numel())
 
         def copy(part: slice, theirs: list[Tensor]) -> None:
@@ -45,11 +41,11 @@ class ShmTransport(GlooTransport):
 
         return self._shm.exchange(x, copy, gathered)
 
-    def reduce_scatter(self, x: Tensor, sizes: Sizes) -> Work[Tensor]:
-        """[t, ...] -> [t/tp, ...]; see `TensorTransport`."""
-        if sizes is not None:
-            return super().reduce_scatter(x, sizes)
-        result = x.new_empty((x.shape[0] // self.size, *x.shape[1:]))
+    def reduce_scatter(
+        self, x: Tensor, scale: float = 1.0, *, out: Tensor | None = None
+    ) -> Work[Tensor]:
+        """[t, ...] -> [t/tp, ...]; see `Transport`."""
+        result = x.new_empty((x.shape[0] // self.size, *x.shape[1:])) if out is None else out
         own = result.view(-1)
         first = self.group.rank() * own.numel()
 
@@ -57,13 +53,16 @@ class ShmTransport(GlooTransport):
             low, high = max(part.start, first), min(part.stop, first + own.numel())
             if low < high:
                 within = slice(low - part.start, high - part.start)
-                _ordered_sum([t[within] for t in theirs], out=own[low - first : high - first])
+                sums = own[low - first : high - first]
+                _ordered_sum([t[within] for t in theirs], scale, out=sums)
 
         return self._shm.exchange(x, add_own, result)
 
 
-def _ordered_sum(pieces: Sequence[Tensor], *, out: Tensor) -> None:
-    """Add `pieces` into `out`, which may be none of them."""
+def _ordered_sum(pieces: Sequence[Tensor], scale: float, *, out: Tensor) -> None:
+    """Leave scale * the sum of `pieces` in `out`, which may be none of them, in their dtype."""
     torch.add(pieces[0], pieces[1], out=out)
     for piece in pieces[2:]:
         out.add_(piece)
+    if scale != 1.0:
+        out.mul_(scale)
