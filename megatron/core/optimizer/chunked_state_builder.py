@@ -14,10 +14,10 @@ from megatron.core.foundation.errors import ConfigError
 from megatron.core.offload import FileStateStore, HostStateStore, StateStore, host_memory_problem
 from megatron.core.optimizer.chunked_state import MAIN, ChunkedState, StateField
 from megatron.core.optimizer.chunked_state_optimizer import ChunkedStateOptimizer
-from megatron.core.optimizer.elementwise import ElementwiseRule, elementwise_rule
 from megatron.core.optimizer.main_param_shard import MainParamShard
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer.state_codec import Brain16, codec_of
+from megatron.core.optimizer.update_rule import ElementwiseRule
 from megatron.core.transport.object_collectives import raise_on_all_ranks
 
 CHUNK_BLOCKS = 2048
@@ -25,18 +25,17 @@ CHUNK_BLOCKS = 2048
 
 
 def build_chunked_state_optimizer(
-    name: str,
+    rule: ElementwiseRule,
     config: OptimizerConfig,
     param_groups: Sequence[dict[str, Any]],
     shards: Sequence[MainParamShard],
 ) -> ChunkedStateOptimizer:
-    """Return the rule `name` over `shards`, with state as the config wants it.
+    """Return the rule over `shards`, with state as the config wants it.
 
     Raises:
         ConfigError: on all ranks, if host memory or disk space does not suffice on any.
     Communication: one agreement over all processes if anything is offloaded.
     """
-    rule = elementwise_rule(name, config)
     problem: ConfigError | None = None
     offloaded = choose_offloaded(shards, config)
     try:

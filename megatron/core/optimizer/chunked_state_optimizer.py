@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from megatron.core.optimizer.chunked_state import MAIN, ChunkedState
-from megatron.core.optimizer.elementwise import ElementwiseRule
 from megatron.core.optimizer.main_param_shard import MainParamShard
+from megatron.core.optimizer.update_rule import ElementwiseRule
 
 
 class ChunkedStateOptimizer:
@@ -38,9 +38,8 @@ class ChunkedStateOptimizer:
                 change them.
         """
         for group in param_groups:
-            for name in ("betas", "eps", "momentum"):
-                if hasattr(rule, name):
-                    group.setdefault(name, getattr(rule, name))
+            for name, value in rule.constants.items():
+                group.setdefault(name, value)
         self.rule, self.param_groups, self.parts = rule, list(param_groups), list(parts)
         self.num_steps = 0
         """Updates so far."""

@@ -24,7 +24,8 @@ from megatron.core.optimizer.param_groups import (
     group_key,
     rule_of,
 )
-from megatron.core.optimizer.torch_optimizers import ModelParts, build_torch_optimizer, chunks_state
+from megatron.core.optimizer.torch_optimizers import build_torch_optimizer, chunks_state
+from megatron.core.optimizer.update_rule import ModelParts
 from megatron.core.process_groups_config import Group, ProcessGroupCollection, resolve_groups
 
 

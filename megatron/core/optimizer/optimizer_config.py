@@ -10,10 +10,10 @@ import torch
 from megatron.core.distributed.distributed_data_parallel_config import ShardedOptimizerFlags
 from megatron.core.foundation.errors import ConfigError, MegatronError
 from megatron.core.model_parallel_config import HalfPrecision
+from megatron.core.optimizer.update_rules import UPDATE_RULES
 from megatron.core.settings.config_base import check_all
 from megatron.core.settings.flags import flag
 
-RULES = ("adam", "sgd", "lion", "muon")
 SCALE_MODES = ("spectral", "unit_rms_norm", "shape_scaling")
 TP_MODES = ("duplicated", "distributed", "blockwise")
 STATE_DTYPES = {
@@ -31,7 +31,9 @@ DTYPES = {
     "fp8": torch.uint8,
 }
 """What flags call the dtypes of optimizer state."""
+_MEGATRON_RULES = ("adam", "sgd", "muon", "dist_muon", "lion", "soap", "adaptive_muon")
 _NO_OPTIMIZER = "use --optimizer muon"
+_SCALAR_RULES = tuple(sorted(name for name, rule in UPDATE_RULES.items() if rule.update))
 
 
 @dataclass
@@ -40,7 +42,7 @@ class OptimizerFlags:
 
     optimizer: str = flag(
         "adam",
-        choices=("adam", "sgd", "muon", "dist_muon", "lion", "soap", "adaptive_muon"),
+        choices=tuple(dict.fromkeys((*_MEGATRON_RULES, *UPDATE_RULES))),
         refuse_values={
             "dist_muon": "use --optimizer muon --use-distributed-optimizer: its work is shared",
             "soap": _NO_OPTIMIZER,
@@ -150,7 +152,7 @@ class OptimizerFlags:
         part_of="optimizer",
     )
     """Treat stacked matrices (q, k, v; gate and up) one by one."""
-    muon_scalar_optimizer: str = flag("adam", choices=("adam", "lion", "sgd"), part_of="optimizer")
+    muon_scalar_optimizer: str = flag("adam", choices=_SCALAR_RULES, part_of="optimizer")
     """Rule of what is no hidden matrix under Muon: embeddings, head, norms, biases."""
 
     optimizer_cpu_offload: bool = False
@@ -229,10 +231,10 @@ def _check_update(config: OptimizerConfig) -> list[MegatronError]:
                 )
             )
     for name, known in (
-        ("optimizer", RULES),
+        ("optimizer", tuple(UPDATE_RULES)),
         ("muon_scale_mode", SCALE_MODES),
         ("muon_tp_mode", TP_MODES),
-        ("muon_scalar_optimizer", ("adam", "lion", "sgd")),
+        ("muon_scalar_optimizer", _SCALAR_RULES),
         ("on_nonfinite_grad", NONFINITE_POLICIES),
         ("on_loss_scale_floor", FLOOR_POLICIES),
     ):
@@ -318,20 +320,20 @@ def _check_state(config: OptimizerConfig) -> list[MegatronError]:
         (
             config.use_precision_aware_optimizer,
             "use_precision_aware_optimizer",
-            "Muon orthogonalises fp32 momentum; only elementwise rules work in few bytes",
+            "only rules that update each element by itself work in few bytes",
             ["--use-precision-aware-optimizer"],
             "drop --use-precision-aware-optimizer, or use --optimizer lion",
         ),
         (
             config.offloads_optimizer,
             "offloaded optimizer state",
-            "matrices are orthogonalised on the device, where their momentum must be",
+            "only rules that update each element by itself have their state elsewhere",
             ["--optimizer-cpu-offload", "--optimizer-offload-path"],
             "use --use-distributed-optimizer to shard it over data-parallel ranks",
         ),
     ):
-        if is_on and config.optimizer == "muon":
-            found = f"{what} with optimizer='muon'."
+        if is_on and config.optimizer not in _SCALAR_RULES:
+            found = f"{what} with optimizer={config.optimizer!r}."
             problems.append(ConfigError(found, rule=rule, flags=[*flags, "--optimizer"], fix=fix))
     if not 0.0 <= config.optimizer_offload_fraction <= 1.0:
         problems.append(

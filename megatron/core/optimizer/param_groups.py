@@ -12,7 +12,8 @@ from torch import nn
 
 from megatron.core.foundation.errors import ConfigError
 from megatron.core.optimizer.muon import is_muon_matrix
-from megatron.core.optimizer.optimizer_config import RULES, OptimizerConfig
+from megatron.core.optimizer.optimizer_config import OptimizerConfig
+from megatron.core.optimizer.update_rules import UPDATE_RULES
 from megatron.core.parameters.param_meta import get_param_meta
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transport.object_collectives import all_gather_object
@@ -68,12 +69,12 @@ def parse_rule(text: str) -> tuple[ParamKey, ParamGroupOverride]:
         except ValueError:
             values[name.strip()] = None
     bad = [n for n, v in values.items() if n not in known or v is None]
-    bad += [v for n, v in values.items() if n == "optimizer" and v not in RULES]
+    bad += [v for n, v in values.items() if n == "optimizer" and v not in UPDATE_RULES]
     if bad or not pattern:
         raise ConfigError(
             f"--param-rules {text!r}: " + (f"{bad[0]!r}" if bad else "no pattern") + ".",
             rule=f"a rule is PATTERN:NAME=VALUE,... with names {', '.join(known)}; rules of"
-            f" update are {', '.join(RULES)}",
+            f" update are {', '.join(UPDATE_RULES)}",
             flags=["--param-rules"],
             fix='write for example "*.mlp.*.weight:lr_mult=0.5,wd_mult=0"',
         )
@@ -133,9 +134,9 @@ def group_key(
 
 
 def _check_rule(name: str, parameter: nn.Parameter, rule: str) -> None:
-    if rule not in RULES:
+    if rule not in UPDATE_RULES:
         found = f"the rule {rule!r} for parameter {name}"
-        fix = f"use one of {', '.join(RULES)}"
+        fix = f"use one of {', '.join(UPDATE_RULES)}"
     elif rule == "muon" and parameter.dim() != 2:
         found = f"Muon for parameter {name} of shape {tuple(parameter.shape)}"
         fix = 'give it {"optimizer": "adam"}'

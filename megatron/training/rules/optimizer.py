@@ -10,6 +10,7 @@ import torch
 
 from megatron.core.foundation.errors import ConfigError, MegatronError
 from megatron.core.optimizer.param_groups import parse_rule
+from megatron.core.optimizer.update_rules import UPDATE_RULES
 from megatron.core.settings.flags import kebab
 from megatron.training.config.resolved import ResolvedRun
 from megatron.training.rules.registry import problem, rule
@@ -42,12 +43,13 @@ def optimizer_state_has_a_place(run: ResolvedRun) -> Iterator[MegatronError]:
     optimizer, precision = run.optimizer, run.precision
     offloads = optimizer.optimizer_cpu_offload or optimizer.optimizer_offload_path is not None
     compact = optimizer.use_precision_aware_optimizer
-    if optimizer.optimizer == "muon" and (offloads or compact):
+    if UPDATE_RULES[optimizer.optimizer].update is None and (offloads or compact):
         given = [("use_precision_aware_optimizer", compact), ("optimizer_cpu_offload", offloads)]
         names = [kebab(name) for name, is_on in given if is_on]
         yield problem(
-            f"{names[0]} with --optimizer muon.",
-            "Muon orthogonalises fp32 momentum where the weights are",
+            f"{names[0]} with --optimizer {optimizer.optimizer}.",
+            "only rules that update each element by itself have their state in few bytes or"
+            " elsewhere",
             *names,
             "--optimizer",
             fix="use --use-distributed-optimizer to shard its state, or --optimizer lion",

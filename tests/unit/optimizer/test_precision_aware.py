@@ -12,7 +12,7 @@ from megatron.core.foundation.errors import ConfigError
 from megatron.core.model_parallel_config import HalfPrecision
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.chunked_state_builder import state_fields
-from megatron.core.optimizer.elementwise import elementwise_rule
+from megatron.core.optimizer.update_rules import UPDATE_RULES
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.training.metrics.memory import state_bytes
 from tests.distributed.distributed.replicas import accumulate, wrap
@@ -95,7 +95,7 @@ BYTES = [
 @pytest.mark.parametrize(("model", "settings", "expected"), BYTES)
 def test_bytes_per_parameter_are_those_of_the_table(model, settings, expected):
     config = OptimizerConfig(bf16=model == BF16, **settings)
-    rule = elementwise_rule("adam", config)
+    rule = UPDATE_RULES["adam"].elementwise(config)
     fields = state_fields(rule, config, model, keeps_main=model != FP32)
     assert sum(field.codec.block_bytes for field in fields) / BLOCK == expected
     precision = HalfPrecision(bf16=model == BF16)
@@ -116,3 +116,9 @@ def test_what_does_not_go_together_is_refused_in_one_message():
     message = str(caught.value)
     for part in ("4 problems", "without use_precision_aware", "float64", "offloaded", "=1.5"):
         assert part in message
+
+
+def test_a_rule_whose_elements_depend_on_each_other_has_no_state_in_few_bytes():
+    config = OptimizerConfig(**compact(BF16, BF16))
+    with pytest.raises(ConfigError, match="muon with optimizer state in few bytes"):
+        UPDATE_RULES["muon"].elementwise(config)

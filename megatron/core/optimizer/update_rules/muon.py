@@ -1,0 +1,37 @@
+"""Muon as an update rule; its arithmetic is in `optimizer/muon.py`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from megatron.core.optimizer.muon import Muon, MuonSettings
+from megatron.core.optimizer.update_rule import ModelParts, UpdateRule
+
+if TYPE_CHECKING:
+    from megatron.core.optimizer.optimizer_config import OptimizerConfig
+
+
+def _build(config: OptimizerConfig, param_groups: list[dict[str, Any]], parts: ModelParts) -> Any:
+    mine = {id(tensor) for group in param_groups for tensor in group["params"]}
+    settings = MuonSettings(
+        momentum=config.muon_momentum,
+        uses_nesterov=config.muon_use_nesterov,
+        num_ns_steps=config.muon_num_ns_steps,
+        scale_mode=config.muon_scale_mode,
+        extra_scale=config.muon_extra_scale_factor,
+        tp_mode=config.muon_tp_mode,
+        splits_stacked=config.muon_split_qkv,
+    )
+    return Muon(
+        param_groups,
+        [item for item in parts.shards if id(item.main_param) in mine],
+        parts.matrices,
+        parts.groups,
+        parts.meshes,
+        settings,
+        lr=config.lr or 0.0,
+        weight_decay=config.weight_decay,
+    )
+
+
+RULE = UpdateRule(name="muon", state_names=("momentum_buffer",), build=_build)

@@ -1,0 +1,54 @@
+"""Stochastic gradient descent with momentum, by torch's kernels."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.optim.sgd import sgd
+
+from megatron.core.optimizer.update_rule import (
+    ModelParts,
+    Pieces,
+    UpdateRule,
+    has_fused_kernel,
+)
+
+if TYPE_CHECKING:
+    from megatron.core.optimizer.optimizer_config import OptimizerConfig
+
+
+def update_sgd(pieces: Pieces) -> None:
+    """Update `pieces` in place."""
+    sgd(
+        pieces.weights,
+        pieces.gradients,
+        list(pieces.states["momentum_buffer"]),
+        fused=True,
+        weight_decay=pieces.settings["weight_decay"],
+        momentum=pieces.settings["momentum"],
+        lr=pieces.settings["lr"],
+        dampening=0.0,
+        nesterov=False,
+        maximize=False,
+        **pieces.scaling(),
+    )
+
+
+def _build(config: OptimizerConfig, param_groups: list[dict[str, Any]], _: ModelParts) -> Any:
+    return torch.optim.SGD(
+        param_groups,
+        lr=config.lr or 0.0,
+        momentum=config.sgd_momentum,
+        weight_decay=config.weight_decay,
+        fused=has_fused_kernel(param_groups),
+    )
+
+
+RULE = UpdateRule(
+    name="sgd",
+    state_names=("momentum_buffer",),
+    constants=lambda config: {"momentum": config.sgd_momentum},
+    update=lambda _config: update_sgd,
+    build=_build,
+)
