@@ -107,6 +107,12 @@ def _refuse(layer: str, given: Mapping[str, object]) -> None:
     )
 
 
+def _refuse_norm(layer: str, config: TransformerConfig) -> None:
+    """Raise `ConfigError` if the library does not have the norm of the config."""
+    norm = config.normalization
+    _refuse(layer, {f"normalization={norm!r}": norm not in _NORMS})
+
+
 def _group(tp_group: Group, pg_collection: ProcessGroupCollection | None) -> Group:
     if tp_group is not None:
         return tp_group
@@ -169,6 +175,7 @@ class TELayerNormColumnParallelLinear(_LayerNormLinear):  # type: ignore[misc,va
     ) -> None:
         given = {"gather_output": gather_output, "is_expert": is_expert} | options_of_others
         _refuse(type(self).__name__, given)
+        _refuse_norm(type(self).__name__, config)
         tp = _group(tp_group, pg_collection)
         super().__init__(
             input_size,
@@ -235,6 +242,7 @@ class TENorm:
         cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5
     ) -> nn.Module:
         """Build the norm."""
+        _refuse_norm(cls.__name__, config)
         norm = _NORMS[config.normalization](
             hidden_size,
             eps=eps,

@@ -3,22 +3,30 @@
 LayerNorm: J. L. Ba, J. R. Kiros, G. E. Hinton, "Layer Normalization", arXiv 1607.06450.
 RMSNorm: B. Zhang, R. Sennrich, "Root Mean Square Layer Normalization", arXiv 1910.07467.
 
-The kernels are chosen from `megatron.core.kernels.norms`.
+A norm is a class that names its parameters and its table of kernels, and an entry in `NORMS`.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from megatron.core.kernels.norms import LAYER_NORM, RMS_NORM, norm_request
+from megatron.core.kernels.registry import KernelTable
 from megatron.core.parameters.param_meta import ParamMeta, set_param_meta
 
 
-class _RowNorm(nn.Module):
-    """What both norms share: a weight over the last dimension, and its metadata."""
+class Norm(nn.Module):
+    """A norm over the last dimension of x [..., h], computed by a kernel of its table."""
+
+    kernels: ClassVar[KernelTable[Callable[..., Tensor]]]
+    """Functions of (x, parameters in the order of `initial`, eps)."""
+    initial: ClassVar[dict[str, float]] = {"weight": 1.0}
+    """First value of each parameter; "weight" is the factor on what is normalised."""
+    weight: nn.Parameter
 
     def __init__(
         self,
@@ -35,17 +43,24 @@ class _RowNorm(nn.Module):
         self.eps = eps
         self.zero_centered_gamma = zero_centered_gamma
         self.sequence_parallel = sequence_parallel
-        self.weight = nn.Parameter(torch.empty(hidden_size, dtype=dtype, device=device))
+        # Under sequence parallelism a rank normalises s/tp rows: its gradient is a partial sum.
+        meta = ParamMeta(grad_sum_axes=("tp",) if sequence_parallel else ())
+        for name, size in self.sizes(hidden_size).items():
+            parameter = nn.Parameter(torch.empty(size, dtype=dtype, device=device))
+            self.register_parameter(name, parameter)
+            set_param_meta(parameter, meta)
+        self.reset_parameters()
+
+    @classmethod
+    def sizes(cls, hidden_size: int) -> dict[str, int]:
+        """Return the number of elements of each parameter."""
+        return dict.fromkeys(cls.initial, hidden_size)
 
     def reset_parameters(self) -> None:
         """Make the norm a pure normalisation: weight 1 (stored as 0 if zero-centred), bias 0."""
-        nn.init.constant_(self.weight, 0.0 if self.zero_centered_gamma else 1.0)
-
-    def _attach_metadata(self) -> None:
-        # Under sequence parallelism a rank normalises s/tp rows: its gradient is a partial sum.
-        axes = ("tp",) if self.sequence_parallel else ()
-        for parameter in self.parameters(recurse=False):
-            set_param_meta(parameter, ParamMeta(grad_sum_axes=axes))
+        for name, parameter in self.named_parameters(recurse=False):
+            is_centered = self.zero_centered_gamma and name == "weight"
+            nn.init.constant_(parameter, self.initial[name] - is_centered)
 
     def scale(self) -> Tensor:
         """Return the factor on the normalised activations, [hidden_size].
@@ -54,42 +69,30 @@ class _RowNorm(nn.Module):
         """
         return self.weight.float() + 1.0 if self.zero_centered_gamma else self.weight
 
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise x [..., h]; the result has the dtype and shape of x."""
+        weight = self.scale()
+        others = [getattr(self, name) for name in self.initial if name != "weight"]
+        kernel = self.kernels.choose(norm_request(x, weight, self.training)).kernel
+        return kernel.run(x, weight, *others, self.eps)
+
     def extra_repr(self) -> str:
         """Return size and epsilon."""
         return f"{self.hidden_size}, eps={self.eps:g}"
 
 
-class LayerNorm(_RowNorm):
+class LayerNorm(Norm):
     """(x - mean) / sqrt(var + eps) * weight + bias over the last dimension of x [..., h]."""
 
-    def __init__(self, hidden_size: int, eps: float = 1e-5, **options: Any) -> None:
-        super().__init__(hidden_size, eps, **options)
-        self.bias = nn.Parameter(torch.empty_like(self.weight))
-        self.reset_parameters()
-        self._attach_metadata()
-
-    def reset_parameters(self) -> None:
-        """Make the norm a pure normalisation."""
-        super().reset_parameters()
-        nn.init.zeros_(self.bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Normalise x [..., h]; the result has the dtype and shape of x."""
-        weight = self.scale()
-        kernel = LAYER_NORM.choose(norm_request(x, weight, self.training)).kernel
-        return kernel.run(x, weight, self.bias, self.eps)
+    kernels = LAYER_NORM
+    initial: ClassVar = {"weight": 1.0, "bias": 0.0}
 
 
-class RMSNorm(_RowNorm):
+class RMSNorm(Norm):
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension of x [..., h]."""
 
-    def __init__(self, hidden_size: int, eps: float = 1e-5, **options: Any) -> None:
-        super().__init__(hidden_size, eps, **options)
-        self.reset_parameters()
-        self._attach_metadata()
+    kernels = RMS_NORM
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Normalise x [..., h]; the result has the dtype and shape of x."""
-        weight = self.scale()
-        kernel = RMS_NORM.choose(norm_request(x, weight, self.training)).kernel
-        return kernel.run(x, weight, self.eps)
+
+NORMS: dict[str, type[Norm]] = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}
+"""The norms by name: the values of `--normalization`."""

@@ -8,13 +8,11 @@ import torch
 
 from megatron.core.foundation.device import current_device
 from megatron.core.foundation.errors import ConfigError
-from megatron.core.transformer.norm import LayerNorm, RMSNorm
-
-NORMS: dict[str, type[LayerNorm] | type[RMSNorm]] = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}
+from megatron.core.transformer.norm import NORMS, Norm
 
 
 class WrappedTorchNorm:
-    """Factory with the call of Megatron's norms; building it gives a `LayerNorm` or `RMSNorm`."""
+    """Factory with the call of Megatron's norms; building it gives a `Norm`."""
 
     def __new__(  # type: ignore[misc]
         cls,
@@ -24,7 +22,7 @@ class WrappedTorchNorm:
         persist_layer_norm: bool = False,
         zero_centered_gamma: bool = False,
         normalization: str = "LayerNorm",
-    ) -> LayerNorm | RMSNorm:
+    ) -> Norm:
         """Build the norm named by `config.normalization`.
 
         Args:

@@ -1,4 +1,4 @@
-"""How many parameters a GPT has, and where. Pure arithmetic on settings, no torch.
+"""How many parameters a GPT has, and where. Pure arithmetic on settings.
 
 Legend: h hidden, n query heads, g key/value heads, d width of a head, f width of the MLP,
 v rows of the vocabulary, s sequence.
@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from megatron.core.transformer.norm import NORMS
 
 if TYPE_CHECKING:
     from megatron.training.config.resolved import ResolvedRun
@@ -76,7 +78,7 @@ class ModelSize:
     """Rows of a learned position table; 0 if there is none."""
     is_gated: bool = False
     is_tied: bool = True
-    norm_has_bias: bool = True
+    normalization: str = "LayerNorm"
     has_linear_bias: bool = True
     has_qkv_bias: bool = True
     has_qk_norm: bool = False
@@ -111,7 +113,7 @@ class ModelSize:
             max_position_embeddings=run.model.max_position_embeddings if learned else 0,
             is_gated=run.model.swiglu or run.model.geglu or run.model.quick_geglu,
             is_tied=not run.model.untie_embeddings_and_output_weights,
-            norm_has_bias=run.model.normalization == "LayerNorm",
+            normalization=run.model.normalization,
             has_linear_bias=run.model.add_bias_linear,
             has_qkv_bias=run.model.add_bias_linear or run.model.add_qkv_bias,
             has_qk_norm=run.model.qk_layernorm,
@@ -209,7 +211,10 @@ class ModelSize:
     @property
     def norm_parameters(self) -> int:
         """Parameters of one norm over the hidden size."""
-        return self.hidden_size * (2 if self.norm_has_bias else 1)
+        return self._norm_parameters(self.hidden_size)
+
+    def _norm_parameters(self, width: int) -> int:
+        return sum(NORMS[self.normalization].sizes(width).values())
 
     @property
     def layer_parameters(self) -> int:
@@ -243,12 +248,12 @@ class ModelSize:
         if self.has_linear_bias:
             count += h
         if self.latent is not None:
-            norms = self.latent.latent + self.latent.query_latent
-            return count + norms * self.has_qk_norm * (2 if self.norm_has_bias else 1)
+            widths = [self.latent.latent, self.latent.query_latent]
+            return count + self.has_qk_norm * sum(map(self._norm_parameters, filter(None, widths)))
         if self.has_qkv_bias:
             count += self.qkv_width
         if self.has_qk_norm:
-            count += 2 * self.kv_channels * (2 if self.norm_has_bias else 1)
+            count += 2 * self._norm_parameters(self.kv_channels)
         return count
 
     @property

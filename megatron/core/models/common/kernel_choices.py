@@ -10,7 +10,7 @@ from megatron.core.kernels import attention
 from megatron.core.kernels.attention import ASKED, ATTENTION
 from megatron.core.kernels.gated_activation import GATED, Gate
 from megatron.core.kernels.grouped_products import GROUPED_PRODUCTS
-from megatron.core.kernels.norms import LAYER_NORM, RMS_NORM, TRAINING, WEIGHT_DTYPE
+from megatron.core.kernels.norms import TRAINING, WEIGHT_DTYPE
 from megatron.core.kernels.registry import Choice, Request, dtype_name
 from megatron.core.models.common.language_module.language_module import (
     LOSS,
@@ -19,6 +19,7 @@ from megatron.core.models.common.language_module.language_module import (
 )
 from megatron.core.transformer.config.context_parallel import cp_comm_type_of_layer
 from megatron.core.transformer.dot_product_attention import asked_backend
+from megatron.core.transformer.norm import NORMS
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 
@@ -107,9 +108,7 @@ def _norm(config: TransformerConfig, device: str, dtype: str, is_planned: bool) 
     if weight != stream:
         needs.add(WEIGHT_DTYPE)
     request = Request(device, stream, frozenset(needs), is_planned)
-    if config.normalization == "RMSNorm":
-        return RMS_NORM.choose(request)
-    return LAYER_NORM.choose(request)
+    return NORMS[config.normalization].kernels.choose(request)
 
 
 def _runs(choices: list[Choice]) -> Iterator[tuple[str, Choice]]:

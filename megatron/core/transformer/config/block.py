@@ -12,6 +12,7 @@ from megatron.core.foundation.errors import ConfigError, MegatronError
 from megatron.core.settings.flag_expressions import int_pair, layer_pattern
 from megatron.core.settings.flags import flag, no_flag
 from megatron.core.transformer.enums import AttnBackend
+from megatron.core.transformer.norm import NORMS
 
 SOFTMAX_TYPES = ("vanilla", "off-by-one", "learnable")
 
@@ -20,7 +21,7 @@ SOFTMAX_TYPES = ("vanilla", "off-by-one", "learnable")
 class BlockConfig:
     """Norms, MLP, attention and dropout of a layer."""
 
-    normalization: str = flag("LayerNorm", choices=("LayerNorm", "RMSNorm"))
+    normalization: str = flag("LayerNorm", choices=tuple(NORMS))
     """"LayerNorm" or "RMSNorm" (arXiv 1910.07467)."""
     layernorm_epsilon: float = flag(1e-05, name="norm_epsilon")
     """Added to the variance inside the norm."""
@@ -98,11 +99,11 @@ class BlockConfig:
     def check_block(self) -> list[MegatronError]:
         """Return the problems of the layer's composition."""
         problems: list[MegatronError] = []
-        if self.normalization not in ("LayerNorm", "RMSNorm"):
+        if self.normalization not in NORMS:
             problems.append(
                 ConfigError(
                     f"normalization={self.normalization!r} is unknown.",
-                    rule="known norms are LayerNorm and RMSNorm",
+                    rule=f"known norms are {', '.join(NORMS)}",
                     flags=["--normalization"],
                     fix="use --normalization RMSNorm",
                 )
