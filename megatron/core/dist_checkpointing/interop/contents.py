@@ -93,7 +93,16 @@ class InteropShard(Shard):
 
 
 @dataclass
-class InteropContents(Contents):
+class ViewContents(Contents):
+    """State of this program, with its keys and plain values, in files of another format; opened."""
+
+    def open_reader(self) -> InteropReader:
+        """Return a reader of its shards."""
+        return InteropReader()
+
+
+@dataclass
+class InteropContents(ViewContents):
     """A checkpoint of another program, opened."""
 
     kind: str = ""
@@ -103,10 +112,6 @@ class InteropContents(Contents):
     optimizer_step: int = 0
     no_optimizer: str | None = None
     """Why the optimizer state cannot be read, if so."""
-
-    def open_reader(self) -> InteropReader:
-        """Return a reader of its shards."""
-        return InteropReader()
 
     @property
     def has_optimizer(self) -> bool:
@@ -262,18 +267,7 @@ class ContentsBuilder:
             state: plain values of the checkpoint to keep, in this program's names.
             run: the settings (args) of the run that saved it.
         """
-        self._check_amount()
-        tensors: dict[str, StoredTensor] = {}
-        for key, (dtype, shape, shards) in self._tensors.items():
-            problem = coverage_problem(shape, [shard.box for shard in shards])
-            if problem is not None:
-                raise DamagedCheckpointError(
-                    f"{self.directory} is incomplete or damaged: {shown(key, 120)}: {problem}.",
-                    rule="the pieces of a tensor make it up exactly once",
-                    fix="use another checkpoint, or fetch the files that are missing",
-                )
-            tensors[key] = StoredTensor(dtype, shape, tuple(shards), key.endswith(PADDED_KEYS))
-        tensors = _with_stacks(tensors)
+        tensors = _with_stacks(self._complete())
         args = plain_values(run)
         common = plain_values(state) | {"args": Namespace(**args)}
         return InteropContents(
@@ -286,6 +280,31 @@ class ContentsBuilder:
             optimizer_step=self.optimizer_step,
             no_optimizer=self.no_optimizer,
         )
+
+    def finish_own(self, plain: Mapping[str, Any], info: Mapping[str, Any]) -> ViewContents:
+        """Return the contents of a checkpoint whose keys and plain values are this program's.
+
+        Args:
+            plain: see `rewrite.plain_form`.
+            info: of the manifest that it was written from.
+        """
+        manifest = Manifest(self.directory.name, "", {}, self._complete(), info)
+        return ViewContents(self.directory, manifest, plain["common"], plain["objects"])
+
+    def _complete(self) -> dict[str, StoredTensor]:
+        """Return all tensors; every element of each is stored once."""
+        self._check_amount()
+        tensors: dict[str, StoredTensor] = {}
+        for key, (dtype, shape, shards) in self._tensors.items():
+            problem = coverage_problem(shape, [shard.box for shard in shards])
+            if problem is not None:
+                raise DamagedCheckpointError(
+                    f"{self.directory} is incomplete or damaged: {shown(key, 120)}: {problem}.",
+                    rule="the pieces of a tensor make it up exactly once",
+                    fix="use another checkpoint, or fetch the files that are missing",
+                )
+            tensors[key] = StoredTensor(dtype, shape, tuple(shards), key.endswith(PADDED_KEYS))
+        return tensors
 
     def _check_amount(self) -> None:
         """Refuse tensors of far more bytes than the files have: views that share their storage."""

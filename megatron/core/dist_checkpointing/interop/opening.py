@@ -1,34 +1,76 @@
-"""Recognise the program that wrote a checkpoint by its files, and open it."""
+"""The formats of checkpoints besides our own: recognise one by its files, open it, write it.
+
+A format is one entry in `FORMATS`. Whoever loads reads that entry: `--load`, the functions of
+`dist_checkpointing`, the tools; `tools/checkpoint export --format NAME` writes it.
+"""
 
 from __future__ import annotations
 
-import json
 import os
 import re
+import shutil
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
+from megatron.core.dist_checkpointing import commit
 from megatron.core.dist_checkpointing.collective import as_checkpoint_error
 from megatron.core.dist_checkpointing.commit import RELEASE, Found
-from megatron.core.dist_checkpointing.durable import read_inside
+from megatron.core.dist_checkpointing.durable import read_inside, rename_durably, sync_directory
 from megatron.core.dist_checkpointing.interop.contents import (
-    InteropContents,
     listed,
     not_readable,
 )
 from megatron.core.dist_checkpointing.interop.deepspeed import is_deepspeed, open_deepspeed
 from megatron.core.dist_checkpointing.interop.legacy import is_legacy, open_legacy
-from megatron.core.dist_checkpointing.interop.torch_dist import open_torch_dist
+from megatron.core.dist_checkpointing.interop.torch_dist import (
+    is_torch_dist,
+    megatron_format,
+    open_torch_dist,
+)
 from megatron.core.dist_checkpointing.loader import Contents, open_contents
-from megatron.core.dist_checkpointing.manifest import BACKEND, METADATA_NAME
+from megatron.core.dist_checkpointing.manifest import METADATA_NAME
 from megatron.core.dist_checkpointing.object_store import StoragePath, storage_path
 from megatron.core.foundation.errors import CheckpointError, MegatronError, shown
 from megatron.core.transport.object_collectives import ControlGroup
 
-Opener = Callable[[Path], InteropContents]
+Opener = Callable[[Path], Contents]
 
-MEGATRON_FORMATS = ("torch_dist", "zarr", "torch_dcp", "fsdp_dtensor")
-"""Names in Megatron-LM's metadata.json."""
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointFormat:
+    """Files of a checkpoint, as another program or an extension of this one arranges them."""
+
+    name: str
+    """Value of `tools/checkpoint export --format`."""
+    recognises: Callable[[Path], bool]
+    """Says by the names in a directory whether it holds such a checkpoint."""
+    open: Opener
+    """Reads what is there; tensors are read later, slice by slice."""
+    write: Callable[[Contents, Path, bool], None] | None = None
+    """Writes into an empty directory; the last argument is whether the optimizer state goes
+    along."""
+
+
+def _write_torch_dist(contents: Contents, directory: Path, with_optimizer: bool) -> None:
+    # torch's distributed checkpoints take half a second to import, and only this writer needs them.
+    from megatron.core.dist_checkpointing.interop.torch_dist_writer import write_torch_dist
+
+    write_torch_dist(contents, directory, with_optimizer=with_optimizer)
+
+
+FORMATS = (
+    CheckpointFormat(
+        name="torch_dist",
+        recognises=is_torch_dist,
+        open=open_torch_dist,
+        write=_write_torch_dist,
+    ),
+    CheckpointFormat(name="torch", recognises=is_legacy, open=open_legacy),
+    CheckpointFormat(name="deepspeed", recognises=is_deepspeed, open=open_deepspeed),
+)
+"""In the order in which they are looked for."""
+
 LATEST_NAME = "latest"
 """DeepSpeed's tracker: the name of a directory."""
 _TAG = re.compile(r"[\w.-]{1,200}", re.ASCII)
@@ -44,22 +86,20 @@ def recognise(directory: StoragePath) -> Opener | None:
     """
     if not isinstance(directory, Path):
         return None
-    names = set(listed(directory))
-    backend = _backend(directory) if METADATA_NAME in names else None
-    if backend == "torch_dist" or (backend is None and ".metadata" in names):
-        if ".metadata" not in names:
-            raise not_readable(directory, ".metadata is missing", "fetch it, or save it again")
-        return open_torch_dist
-    if backend is not None and backend != BACKEND:
+    backend = None
+    if METADATA_NAME in listed(directory):
+        backend = megatron_format(directory)
+        if backend is None:
+            return None
+    for form in FORMATS:
+        if form.recognises(directory):
+            return form.open
+    if backend is not None:
         raise not_readable(
             directory,
             f"it is a Megatron-LM checkpoint of the format {shown(backend, 40)}",
             "convert it there: --ckpt-convert-format torch_dist",
         )
-    if backend is None and is_legacy(directory):
-        return open_legacy
-    if backend is None and is_deepspeed(directory):
-        return open_deepspeed
     return None
 
 
@@ -86,16 +126,6 @@ def find_deepspeed(directory: StoragePath) -> list[Found]:
     )
 
 
-def _backend(directory: Path) -> str | None:
-    try:
-        form = json.loads(read_inside(directory, METADATA_NAME, limit_bytes=1 << 16))
-    except (CheckpointError, ValueError, RecursionError):
-        return BACKEND  # the native reader says what is wrong with it
-    backend = form.get("sharded_backend") if isinstance(form, dict) else None
-    # A name that nobody uses is damage, of which the native reader speaks, too.
-    return backend if backend in MEGATRON_FORMATS else BACKEND
-
-
 def open_any(directory: str | os.PathLike[str] | StoragePath, *, peers: ControlGroup) -> Contents:
     """Open a checkpoint, whoever wrote it: collective.
 
@@ -119,3 +149,41 @@ def open_any(directory: str | os.PathLike[str] | StoragePath, *, peers: ControlG
     if problem is not None:
         raise problem
     return open_contents(directory, peers=peers) if contents is None else contents
+
+
+def write_format(
+    contents: Contents, save: Path, form: CheckpointFormat, *, with_optimizer: bool = True
+) -> Path:
+    """Write `contents` as SAVE/iter_N and name it in SAVE's tracker; this process alone.
+
+    Args:
+        contents: any checkpoint that can be opened.
+        save: directory to write into; a checkpoint of the same iteration must not be there.
+        with_optimizer: also write the optimizer state, where there is any.
+    Returns:
+        the directory of the checkpoint.
+    Raises:
+        CheckpointError: it exists already, or cannot be written.
+    """
+    assert form.write is not None, form.name
+    iteration = int(contents.common_state().get("iteration", 0))
+    final = save / commit.iteration_directory(iteration)
+    if final.exists():
+        raise CheckpointError(
+            f"{final} exists already.",
+            rule="an export never overwrites a checkpoint",
+            fix="give another directory",
+        )
+    commit.make_directory(save)
+    staging = commit.staging_directory(final, "0")
+    shutil.rmtree(staging, ignore_errors=True)
+    try:
+        staging.mkdir()
+        form.write(contents, staging, with_optimizer)
+        sync_directory(staging)
+        rename_durably(staging, final)
+    except BaseException:
+        shutil.rmtree(staging, ignore_errors=True)
+        raise
+    commit.write_tracker(save, iteration)
+    return final

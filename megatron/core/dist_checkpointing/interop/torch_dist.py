@@ -11,6 +11,7 @@ MLP layer is [gate; up]. So a chunk is a box of the tensor that this program sto
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,6 +31,7 @@ from megatron.core.dist_checkpointing.interop.contents import (
     InteropContents,
     SavedTensor,
     listed,
+    not_readable,
 )
 from megatron.core.dist_checkpointing.interop.megatron_state import (
     common_values,
@@ -42,9 +44,12 @@ from megatron.core.dist_checkpointing.interop.pickled_values import Record
 from megatron.core.dist_checkpointing.interop.pickles import load_pickle
 from megatron.core.dist_checkpointing.interop.stored_view import MAX_DIMS
 from megatron.core.dist_checkpointing.interop.torch_file import read_torch_file, read_torch_range
+from megatron.core.dist_checkpointing.manifest import METADATA_NAME
 from megatron.core.dist_checkpointing.shard_file import DTYPES
-from megatron.core.foundation.errors import shown
+from megatron.core.foundation.errors import CheckpointError, shown
 
+MEGATRON_FORMATS = ("torch_dist", "zarr", "torch_dcp", "fsdp_dtensor")
+"""Names in Megatron-LM's metadata.json."""
 METADATA_LIMIT = 1 << 31
 _DATA_FILE = re.compile(r"__\d+_\d+\.distcp", re.ASCII)
 _CHAIN = re.compile(r"(?:optimizer\.)?chained_\d+\.", re.ASCII)
@@ -57,6 +62,33 @@ _LAYOUT_ARGS = (
 )
 _COMMON_ENTRY = "common_state/shard_0_1"
 _BY_BUFFER = "optimizer.distributed."
+
+
+def megatron_format(directory: Path) -> str | None:
+    """Return the format that a metadata.json names; None if it is not one of Megatron-LM's."""
+    try:
+        form = json.loads(read_inside(directory, METADATA_NAME, limit_bytes=1 << 16))
+    except (CheckpointError, ValueError, RecursionError):
+        return None  # the native reader says what is wrong with it
+    backend = form.get("sharded_backend") if isinstance(form, dict) else None
+    # A name that nobody uses is damage, of which the native reader speaks, too.
+    return backend if backend in MEGATRON_FORMATS else None
+
+
+def is_torch_dist(directory: Path) -> bool:
+    """Return whether the directory has the files of such a checkpoint.
+
+    Raises:
+        CheckpointError: it has some of them.
+    """
+    names = listed(directory)
+    if METADATA_NAME not in names:
+        return ".metadata" in names
+    if megatron_format(directory) != "torch_dist":
+        return False
+    if ".metadata" not in names:
+        raise not_readable(directory, ".metadata is missing", "fetch it, or save it again")
+    return True
 
 
 def open_torch_dist(directory: Path) -> InteropContents:

@@ -12,7 +12,6 @@ import contextlib
 import io
 import json
 import re
-import shutil
 import warnings
 from argparse import Namespace
 from collections.abc import Iterator, Mapping
@@ -37,18 +36,12 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.state_dict_saver import save as save_state_dict
 
-from megatron.core.dist_checkpointing import commit
-from megatron.core.dist_checkpointing.durable import (
-    rename_durably,
-    sync_directory,
-    write_durably,
-)
+from megatron.core.dist_checkpointing.durable import write_durably
 from megatron.core.dist_checkpointing.flat_ranges import Box
 from megatron.core.dist_checkpointing.loader import Contents, SliceReader
 from megatron.core.dist_checkpointing.manifest import METADATA_NAME, StoredTensor
 from megatron.core.dist_checkpointing.planner import ShardIndex
 from megatron.core.dist_checkpointing.shard_file import DTYPES
-from megatron.core.foundation.errors import CheckpointError
 
 CHECKPOINT_VERSION = 3.0
 _STACK = re.compile(r"(?:.*\.)?layers\.(?!\d)", re.ASCII)
@@ -69,51 +62,25 @@ class _Chunk:
     box: Box
 
 
-def write_torch_dist(contents: Contents, save: Path, *, with_optimizer: bool = True) -> Path:
-    """Write `contents` as SAVE/iter_N and name it in SAVE's tracker; this process alone.
+def write_torch_dist(contents: Contents, directory: Path, *, with_optimizer: bool = True) -> None:
+    """Write the files of a checkpoint into an empty directory; this process alone.
 
     Args:
-        contents: any checkpoint this program can open.
-        save: directory to write into; a checkpoint of the same iteration must not be there.
         with_optimizer: also write moments and main weights, where there are any, as the
             distributed optimizer stores them by parameter ("fully_reshardable").
-    Returns:
-        the directory of the checkpoint.
-    Raises:
-        CheckpointError: it exists already, or cannot be written.
     """
-    state = contents.common_state()
-    iteration = int(state.get("iteration", 0))
-    final = save / commit.iteration_directory(iteration)
-    if final.exists():
-        raise CheckpointError(
-            f"{final} exists already.",
-            rule="an export never overwrites a checkpoint",
-            fix="give another directory",
-        )
     chunks = _chunks(contents.manifest.tensors, with_optimizer=with_optimizer)
-    commit.make_directory(save)
-    staging = commit.staging_directory(final, "0")
-    shutil.rmtree(staging, ignore_errors=True)
-    try:
-        with contents.open_reader() as reader:
-            planner = _ChunkPlanner(chunks, reader)
-            writer = FileSystemWriter(staging, single_file_per_rank=True, sync_files=True)
-            with _quiet():
-                save_state_dict(
-                    planner.declared(), storage_writer=writer, planner=planner, no_dist=True
-                )
-        common = io.BytesIO()
-        torch.save(_common_state(state, chunks), common)
-        write_durably(staging / "common.pt", common.getvalue())
-        write_durably(staging / METADATA_NAME, json.dumps(_METADATA).encode())
-        sync_directory(staging)
-        rename_durably(staging, final)
-    except BaseException:
-        shutil.rmtree(staging, ignore_errors=True)
-        raise
-    commit.write_tracker(save, iteration)
-    return final
+    with contents.open_reader() as reader:
+        planner = _ChunkPlanner(chunks, reader)
+        writer = FileSystemWriter(directory, single_file_per_rank=True, sync_files=True)
+        with _quiet():
+            save_state_dict(
+                planner.declared(), storage_writer=writer, planner=planner, no_dist=True
+            )
+    common = io.BytesIO()
+    torch.save(_common_state(contents.common_state(), chunks), common)
+    write_durably(directory / "common.pt", common.getvalue())
+    write_durably(directory / METADATA_NAME, json.dumps(_METADATA).encode())
 
 
 @contextlib.contextmanager
