@@ -108,7 +108,7 @@ def build_optimizer(
         (config.adam_beta1, config.adam_beta2), config.adam_eps = first["betas"], first["eps"]
         config.lr, client = first["lr"], None
 
-    def build_rule(shards: list[MainParamShard]) -> Any:
+    def make_torch_optimizer(shards: list[MainParamShard]) -> Any:
         if client is not None:
             return _on_shards(client, shards)
         section = settings.read.sections.get("optimizer")
@@ -122,7 +122,7 @@ def build_optimizer(
             group["params"] = _mains(group["params"], shards)
         return torch_optimizer_of_groups(config, ours, shards, matrices, [replica], pg_collection)
 
-    return assemble_optimizer(config, [replica], pg_collection, build_rule)
+    return assemble_optimizer(config, [replica], pg_collection, make_torch_optimizer)
 
 
 def _named_groups(

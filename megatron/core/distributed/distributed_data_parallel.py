@@ -28,7 +28,7 @@ from megatron.core.distributed.plain_optimizers import watch_plain_optimizers
 from megatron.core.distributed.sharded_state import (
     declare_replicated,
     declare_shards,
-    take_over_state,
+    load_full_state,
 )
 from megatron.core.distributed.zero import ZeroStage
 from megatron.core.distributed.zero2 import Zero2Buffer
@@ -184,15 +184,15 @@ class DistributedDataParallel(nn.Module):
             node = view.grad_fn.next_functions[0][0]
         buffer, index = self._param_index[parameter]
 
-        def gradient_arrived(*_: Any) -> None:
-            arrived = partial(buffer.gradient_arrived, index, self._syncs_in_backward)
+        def register_grad_ready(*_: Any) -> None:
+            arrived = partial(buffer.register_grad_ready, index, self._syncs_in_backward)
             if isinstance(buffer, Zero2Buffer | Zero3Buffer) and defer_wgrad(arrived):
                 # Behind the weight gradients of this backward pass that wait.
-                buffer.gradient_deferred(index)
+                buffer.register_grad_deferred(index)
             else:
                 arrived()
 
-        node.register_hook(gradient_arrived)
+        node.register_hook(register_grad_ready)
         return node
 
     def _install_gather_hooks(self) -> None:
@@ -285,7 +285,7 @@ class DistributedDataParallel(nn.Module):
         for buffer in self.gradient_buffers:
             buffer.wait_for_readers()
         if sharded := self._sharded():
-            return take_over_state(self.module, state_dict, sharded, strict=strict)
+            return load_full_state(self.module, state_dict, sharded, strict=strict)
         return self.module.load_state_dict(state_dict, strict=strict)
 
     def set_input_tensor(self, input_tensor: Tensor | Sequence[Tensor] | None) -> None:
@@ -371,7 +371,7 @@ class DistributedDataParallel(nn.Module):
         """Return what this rank updates, with reduced gradients, buffer by buffer."""
         return self._spans
 
-    def loose_shards(self) -> list[ParameterShard]:
+    def unbucketed_shards(self) -> list[ParameterShard]:
         """Return what this rank updates outside of buffers: nothing."""
         return []
 

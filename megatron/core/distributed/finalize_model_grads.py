@@ -35,7 +35,7 @@ def finalize_model_grads(
     Raises:
         NumericsError: on all ranks, if `check_for_nan_in_grad` found something on any.
     Communication, in this order:
-        reduction over data-parallel ranks; sums over the axes that `ParamMeta.grad_sum_axes`
+        reduction over data-parallel ranks; sums over the axes that `ParamMeta.partial_grad_axes`
         names ("tp": norms under sequence parallelism); the tied embedding over `embd`; the number
         of tokens over `pp` and `dp_cp`; the load of experts over tp x cp x dp.
     """
@@ -78,7 +78,7 @@ def _sum_partial_gradients(model: Sequence[nn.Module], groups: ProcessGroupColle
     partial: dict[tuple[str, torch.dtype], list[Tensor]] = {}
     for chunk in model:
         for parameter in chunk.parameters():
-            for axis in get_param_meta(parameter).grad_sum_axes:
+            for axis in get_param_meta(parameter).partial_grad_axes:
                 if parameter.requires_grad and get_pg_size(getattr(groups, axis)) > 1:
                     for gradient in _reduced(chunk, parameter):
                         partial.setdefault((axis, gradient.dtype), []).append(gradient)

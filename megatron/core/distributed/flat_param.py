@@ -24,7 +24,7 @@ class FlatParam:
 
     def __init__(self, buckets: list[Bucket], unsharded: UnitTensor) -> None:
         self.buckets = buckets
-        self.members = sorted({index for bucket in buckets for index in bucket.members})
+        self.param_indices = sorted({index for bucket in buckets for index in bucket.param_indices})
         """Numbers of the parameters; none is in another one."""
         self.unsharded = unsharded
         """[n]; with memory from `start_gather` to the last `release` only."""
@@ -37,14 +37,14 @@ class FlatParam:
         """In flight."""
 
     @property
-    def is_cut(self) -> bool:
+    def is_sharded(self) -> bool:
         """Whether the gradients go out in several buckets."""
         return len(self.buckets) > 1
 
     @property
     def is_complete(self) -> bool:
         """Whether all gradients of a backward pass have arrived."""
-        return not any(bucket.num_missing for bucket in self.buckets)
+        return not any(bucket.num_pending for bucket in self.buckets)
 
     def part_of(self, bucket: Bucket) -> Tensor:
         """Return the values [n] of a bucket in `unsharded`."""

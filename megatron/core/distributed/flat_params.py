@@ -39,13 +39,13 @@ class LayoutOptions:
 class Bucket:
     """One unit of communication: a range of the layout and the parameters in it."""
 
-    def __init__(self, number: int, begin: int, end: int, members: list[int]) -> None:
+    def __init__(self, number: int, begin: int, end: int, param_indices: list[int]) -> None:
         self.number = number
         self.begin, self.end = begin, end
-        self.members = members
+        self.param_indices = param_indices
         """Parameter numbers, in the order in which backward finishes them."""
         self.is_launched = False
-        self.num_missing = len(members)
+        self.num_pending = len(param_indices)
         """Members whose gradient has not arrived."""
         self.reduction: AnyWork | None = None
         """The last one, which may still run when another backward pass has begun."""
@@ -53,7 +53,7 @@ class Bucket:
     def reset(self) -> None:
         """Wait for all members again."""
         self.is_launched = False
-        self.num_missing = len(self.members)
+        self.num_pending = len(self.param_indices)
 
 
 class FlatParams:
@@ -75,19 +75,19 @@ class FlatParams:
             [p.numel() for p in self.parameters],
             bucket_numel=options.bucket_numel,
             num_shards=options.mesh.size,
-            apart={i for i, p in enumerate(self.parameters) if id(p) in separate},
-            apart_numel=options.separate_numel,
+            separate={i for i, p in enumerate(self.parameters) if id(p) in separate},
+            separate_numel=options.separate_numel,
             units=options.units,
-            single_bucket=options.single_bucket_units,
-            granule=options.alignment,
+            single_bucket_units=options.single_bucket_units,
+            alignment=options.alignment,
         )
         self.buckets: list[Bucket] = []
         self.buckets_of: list[list[Bucket]] = [[] for _ in self.parameters]
         for number, (begin, end) in enumerate(self.plan.buckets):
-            members = [slot.index for slot in self.plan.slots_in(begin, end)]
-            bucket = Bucket(number, begin, end, members)
+            param_indices = [slot.index for slot in self.plan.slots_in(begin, end)]
+            bucket = Bucket(number, begin, end, param_indices)
             self.buckets.append(bucket)
-            for index in members:
+            for index in param_indices:
                 self.buckets_of[index].append(bucket)
 
     def shard_ranges(self) -> list[tuple[int, int]]:

@@ -23,9 +23,9 @@ class GatheredParams:
         self._buffer = flat.zeros(flat.plan.numel, flat.dtype)
         for slot in flat.plan.slots:
             parameter = flat.parameters[slot.index]
-            place = self._buffer.values[slot.begin : slot.end].view(parameter.shape)
-            place.copy_(parameter.detach())
-            parameter.data = place
+            buffer = self._buffer.values[slot.begin : slot.end].view(parameter.shape)
+            buffer.copy_(parameter.detach())
+            parameter.data = buffer
 
     def start(self) -> None:
         """Start to gather the shards of all ranks, first layers first."""

@@ -112,15 +112,15 @@ class GradReducer:
             bucket.reset()
         self._num_launched = 0
 
-    def mark_arrived(self, bucket: Bucket) -> None:
+    def mark_grad_ready(self, bucket: Bucket) -> None:
         """Note that a gradient in a bucket is complete; reduce the buckets that are.
 
         Buckets are launched in their order, whatever the order of completion: ranks may use
         different parameters, but must send the same messages.
         """
-        bucket.num_missing -= 1
+        bucket.num_pending -= 1
         while self._num_launched < len(self._flat.buckets):
-            if self._flat.buckets[self._num_launched].num_missing:
+            if self._flat.buckets[self._num_launched].num_pending:
                 break
             self._launch_next()
 

@@ -52,8 +52,8 @@ class ShardedGradients:
         for piece in self.pieces[bucket.number]:
             if piece.index == index:
                 begin = piece.offset - bucket.begin
-                place = full[begin : begin + piece.end - piece.begin]
-                place.copy_(flat[piece.begin : piece.end])
+                buffer = full[begin : begin + piece.end - piece.begin]
+                buffer.copy_(flat[piece.begin : piece.end])
         self.filled[bucket.number].add(index)
 
     def memory_of(self, bucket: Bucket) -> Tensor:

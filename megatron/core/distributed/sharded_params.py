@@ -66,7 +66,9 @@ class ShardedParams:
             FlatParam([flat.buckets[number] for number in numbers], tensor)
             for numbers, tensor in zip(flat.plan.sections, self._memory.tensors, strict=True)
         ]
-        self.unit_of = {i: number for number, unit in enumerate(self.units) for i in unit.members}
+        self.unit_of = {
+            i: number for number, unit in enumerate(self.units) for i in unit.param_indices
+        }
         """Number of each parameter's unit."""
         self.absent: list[Tensor] = [without_memory(p.detach()) for p in flat.parameters]
         """What each parameter shows while it is sharded."""
@@ -77,7 +79,7 @@ class ShardedParams:
     def _shard(self, unit: FlatParam, model: nn.Module) -> None:
         """Keep the own shard of a unit's values, and free the rest."""
         flat = self._flat
-        fill_deferred_weights(model, [flat.parameters[index] for index in unit.members])
+        fill_deferred_weights(model, [flat.parameters[index] for index in unit.param_indices])
         for bucket in unit.buckets:
             begin, end = self._ranges[bucket.number]
             shard = self.shards[bucket.number]
@@ -172,7 +174,7 @@ class ShardedParams:
         elif not unit.is_unsharded:
             return
         unit.is_unsharded = False
-        for index in unit.members:
+        for index in unit.param_indices:
             self._flat.parameters[index].data = self.absent[index]
         unit.unsharded.free()
 

@@ -50,7 +50,7 @@ def declare_shards(
     return found
 
 
-def take_over_state(
+def load_full_state(
     module: nn.Module, state_dict: Mapping[str, object], sharded: Sharded, *, strict: bool
 ) -> Any:
     """Load whole tensors or what `declare_shards` declared; the shards are written in place."""

@@ -96,11 +96,11 @@ def plan_buffer(
     *,
     bucket_numel: int | None,
     num_shards: int,
-    apart: Collection[int] = (),
-    apart_numel: int | None = None,
+    separate: Collection[int] = (),
+    separate_numel: int | None = None,
     units: Sequence[int] | None = None,
-    single_bucket: Collection[int] = (),
-    granule: int = BLOCK,
+    single_bucket_units: Collection[int] = (),
+    alignment: int = BLOCK,
 ) -> BufferPlan:
     """Lay out parameters of the given sizes, the last one first.
 
@@ -109,19 +109,19 @@ def plan_buffer(
         bucket_numel: most elements of a bucket before padding; None is one bucket for all.
         num_shards: number of ranks that share a bucket. Every bucket is a multiple of
             `granule * num_shards`.
-        apart: parameters that get buckets of their own, so that their shards do not depend on
+        separate: parameters that get buckets of their own, so that their shards do not depend on
             the rest of the buffer: two pipeline stages that hold the same tied weight must cut it
             at the same places to add their gradients shard by shard.
-        apart_numel: most elements of a bucket of those; it may not depend on the others.
+        separate_numel: most elements of a bucket of those; it may not depend on the others.
         units: number of the unit of each parameter; neighbours with the same number are kept in
             one section, apart from the others. ZeRO-3 gathers and frees a section at a time.
-        single_bucket: units that are one bucket, whatever their size.
-        granule: elements that a shard is a multiple of, a multiple of `BLOCK`.
+        single_bucket_units: units that are one bucket, whatever their size.
+        alignment: elements that a shard is a multiple of, a multiple of `BLOCK`.
     """
     assert num_shards >= 1 and (bucket_numel is None or bucket_numel >= 1)
     assert all(n >= 1 for n in numels), numels
-    assert granule % BLOCK == 0, granule
-    unit = granule * num_shards
+    assert alignment % BLOCK == 0, alignment
+    unit = alignment * num_shards
     slots: list[Slot] = []
     buckets: list[tuple[int, int]] = []
     sections: list[range] = []
@@ -133,8 +133,8 @@ def plan_buffer(
             return
         length, first = position - section, len(buckets)
         index = slots[-1].index
-        most = apart_numel if index in apart else bucket_numel
-        if units is not None and units[index] in single_bucket:
+        most = separate_numel if index in separate else bucket_numel
+        if units is not None and units[index] in single_bucket_units:
             most = None
         count = 1 if most is None else _ceil_div(length, most)
         step = _round_up(_ceil_div(length, count), unit)
@@ -148,11 +148,11 @@ def plan_buffer(
         ends_unit = (
             units is not None and index + 1 < len(units) and units[index] != units[index + 1]
         )
-        if index in apart or ends_unit:
+        if index in separate or ends_unit:
             close_section()
         slots.append(Slot(index, position, position + numels[index]))
         position = _round_up(position + numels[index], BLOCK)
-        if index in apart:
+        if index in separate:
             close_section()
     close_section()
     return BufferPlan(position, tuple(slots), tuple(buckets), tuple(sections))

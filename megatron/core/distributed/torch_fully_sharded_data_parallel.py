@@ -141,7 +141,7 @@ class TorchFullyShardedDataParallel(DistributedDataParallel):
         groups = self.pg_collection
         return Mesh(shard=groups.expt_dp if is_expert else groups.dp_cp)
 
-    def loose_shards(self) -> list[ParameterShard]:
+    def unbucketed_shards(self) -> list[ParameterShard]:
         """Return what this rank updates: every shard has its gradient in `.grad`."""
         return [shard for shards in self._shards_of.values() for shard in shards]
 
@@ -172,13 +172,13 @@ class TorchFullyShardedDataParallel(DistributedDataParallel):
                 parameter.grad = torch.zeros_like(parameter)
         counts_tokens = getattr(self.config, "calculate_per_token_loss", False)
         num_replicas = 1 if counts_tokens else self.mesh().size
-        for shard in self.loose_shards():
+        for shard in self.unbucketed_shards():
             if shard.mesh.size != num_replicas:
                 _scale(shard, shard.mesh.size / num_replicas)
 
     def scale_gradients(self, scaling_factor: float | Tensor) -> None:
         """Multiply all reduced gradients."""
-        for shard in self.loose_shards():
+        for shard in self.unbucketed_shards():
             _scale(shard, scaling_factor)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]

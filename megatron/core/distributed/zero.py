@@ -26,7 +26,7 @@ class ZeroStage(Protocol):
         """Declare the gradients of the last step void; no memory is written."""
         ...
 
-    def gradient_arrived(self, index: int, is_final: bool) -> None:
+    def register_grad_ready(self, index: int, is_final: bool) -> None:
         """Take over what backward left in `.grad` of a parameter, if anything.
 
         Args:

@@ -57,7 +57,7 @@ class ParamAndGradBuffer:
         for parameter in self.flat.parameters:
             parameter.main_grad_is_fresh = True
 
-    def gradient_arrived(self, index: int, is_final: bool) -> None:
+    def register_grad_ready(self, index: int, is_final: bool) -> None:
         """Add `.grad`, unless a fused backward wrote `main_grad` itself."""
         parameter = self.flat.parameters[index]
         if parameter.grad is not None:
@@ -67,7 +67,7 @@ class ParamAndGradBuffer:
         if not is_final or self.flat.mesh.size == 1:
             return
         buckets = self.flat.buckets_of[index]
-        if any(b.is_launched or b.num_missing == 0 for b in buckets):
+        if any(b.is_launched or b.num_pending == 0 for b in buckets):
             raise ScheduleError(
                 f"a second gradient of {self.flat.names[index]} after its reduction had begun.",
                 rule="only the backward pass of the last micro batch may start the reduction",
@@ -75,7 +75,7 @@ class ParamAndGradBuffer:
                 " zero_grad_buffer()",
             )
         for bucket in buckets:
-            self.reducer.mark_arrived(bucket)
+            self.reducer.mark_grad_ready(bucket)
 
     def end_backward(self) -> None:
         """Nothing: the schedule says which micro batch is the last one."""
@@ -91,7 +91,7 @@ class ParamAndGradBuffer:
         return len(self.flat.buckets) if self._buffer.is_read_in_place else MAX_IN_FLIGHT
 
     def _reduce(self, bucket: Bucket) -> Work[Tensor]:
-        for index in bucket.members:
+        for index in bucket.param_indices:
             parameter: Any = self.flat.parameters[index]
             if parameter.main_grad_is_fresh:
                 parameter.main_grad.zero_()

@@ -57,7 +57,7 @@ class Zero2Buffer:
         self._arrived.clear()
         self.grads.begin_step()
 
-    def gradient_arrived(self, index: int, is_final: bool) -> None:
+    def register_grad_ready(self, index: int, is_final: bool) -> None:
         """Move `.grad` into the buckets that the parameter lies in, and reduce full ones."""
         if index in self._arrived:
             # Another backward pass has begun without an end of the last one being seen.
@@ -66,10 +66,10 @@ class Zero2Buffer:
         # A large parameter never needs the memory of all its buckets at a time.
         for bucket in self.flat.buckets_of[index]:
             self.grads.take(index, bucket)
-            self.reducer.mark_arrived(bucket)
+            self.reducer.mark_grad_ready(bucket)
         self.flat.parameters[index].grad = None
 
-    def gradient_deferred(self, index: int) -> None:
+    def register_grad_deferred(self, index: int) -> None:
         """Nothing: parameters stay when a gradient is computed later."""
 
     def end_backward(self) -> None:

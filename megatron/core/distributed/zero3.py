@@ -70,7 +70,7 @@ class Zero3Buffer:
         """Parameters that a backward pass is done with, but for deferred gradients."""
         self._no_gradient: list[Tensor | None] = [
             None
-            if self.params.units[self.params.unit_of[index]].is_cut
+            if self.params.units[self.params.unit_of[index]].is_sharded
             else without_memory(absent.to(grad_dtype))
             for index, absent in enumerate(self.params.absent)
         ]
@@ -78,8 +78,8 @@ class Zero3Buffer:
         self._hide_gradients()
 
     def _hide_gradients(self) -> None:
-        for parameter, place in zip(self.flat.parameters, self._no_gradient, strict=True):
-            _show_gradient(parameter, place)
+        for parameter, buffer in zip(self.flat.parameters, self._no_gradient, strict=True):
+            _show_gradient(parameter, buffer)
 
     # Parameters -----------------------------------------------------------------------------
 
@@ -98,7 +98,7 @@ class Zero3Buffer:
     def release(self, number: int, user: Pass, *, keep: bool = False) -> None:
         """Free a unit that no pass uses any more; see `ShardedParams`."""
         if user is Pass.BACKWARD:
-            self._deferred.difference_update(self.params.units[number].members)
+            self._deferred.difference_update(self.params.units[number].param_indices)
         self.params.release(number, user, keep=keep)
 
     def start_gathers(self) -> None:
@@ -127,30 +127,30 @@ class Zero3Buffer:
         """Give the parameters of a layer memory for their gradients, if they have none."""
         unit = self.params.units[number]
         bucket = unit.buckets[0]
-        if unit.is_cut or bucket.number in self.grads.full:
+        if unit.is_sharded or bucket.number in self.grads.full:
             return
         memory = self.grads.memory_of(bucket)
         for piece in self.grads.pieces[bucket.number]:
             parameter = self.flat.parameters[piece.index]
-            place = memory[piece.offset - bucket.begin :][: parameter.numel()]
-            _show_gradient(parameter, place.view(parameter.shape))
+            buffer = memory[piece.offset - bucket.begin :][: parameter.numel()]
+            _show_gradient(parameter, buffer.view(parameter.shape))
 
     def withhold_gradients(self, number: int) -> None:
         """Let the gradients of a unit's parameters go to `.grad`: most of them are computed later,
         and only then there shall be memory for the bucket."""
         parameter: Any
-        for index in self.params.units[number].members:
+        for index in self.params.units[number].param_indices:
             parameter = self.flat.parameters[index]
             parameter.main_grad = None
 
-    def gradient_deferred(self, index: int) -> None:
+    def register_grad_deferred(self, index: int) -> None:
         """Free the parameters of a unit when a backward pass has used the last of them."""
         self._deferred.add(index)
         number = self.unit_of(index)
-        if self._deferred.issuperset(self.params.units[number].members):
+        if self._deferred.issuperset(self.params.units[number].param_indices):
             self.release(number, Pass.BACKWARD)
 
-    def gradient_arrived(self, index: int, is_final: bool) -> None:
+    def register_grad_ready(self, index: int, is_final: bool) -> None:
         """Reduce a unit when its last gradient has arrived, and free its parameters."""
         if index in self._arrived:
             # Another backward pass has begun without an end of the last one being seen.
@@ -159,11 +159,11 @@ class Zero3Buffer:
         number, buckets = self.unit_of(index), self.flat.buckets_of[index]
         parameter, unit = self.flat.parameters[index], self.params.units[number]
         for bucket in buckets:
-            if parameter.grad is not None and not unit.is_cut:
+            if parameter.grad is not None and not unit.is_sharded:
                 self.prepare_gradients(number)
                 accumulate_main_grad(parameter, parameter.grad)
                 parameter.grad = None
-            self.reducer.mark_arrived(bucket)
+            self.reducer.mark_grad_ready(bucket)
         self._drop_reduced(index)
         if unit.is_complete:
             self.release(number, Pass.BACKWARD)
@@ -174,13 +174,13 @@ class Zero3Buffer:
             self.flat.parameters[index].grad = None
 
     def _reduce(self, bucket: Bucket) -> Work[None]:
-        if self.params.units[self.unit_of(bucket.members[0])].is_cut:
+        if self.params.units[self.unit_of(bucket.param_indices[0])].is_sharded:
             # Not before: a norm is done when backward begins, and its bucket would be in the way.
-            for index in bucket.members:
+            for index in bucket.param_indices:
                 self.grads.take(index, bucket)
                 self._drop_reduced(index)
         elif bucket.number in self.grads.full:
-            for index in bucket.members:
+            for index in bucket.param_indices:
                 parameter: Any = self.flat.parameters[index]
                 if not parameter.main_grad_is_fresh:
                     self.grads.filled[bucket.number].add(index)
@@ -215,7 +215,7 @@ class Zero3Buffer:
         return [self.flat.span(begin, end, total, values_of) for (begin, end), total in pairs]
 
 
-def _show_gradient(parameter: Any, place: Tensor | None) -> None:
-    """Let `main_grad` be `place`, to be overwritten by the first writer."""
-    parameter.main_grad = place
+def _show_gradient(parameter: Any, buffer: Tensor | None) -> None:
+    """Let `main_grad` be `buffer`, to be overwritten by the first writer."""
+    parameter.main_grad = buffer
     parameter.main_grad_is_fresh = True

@@ -93,7 +93,7 @@ def _describe(
         elif name == "bias" and split_dim == 0:
             meta = ParamMeta(split_dim=0, split_axis="tp", stride=stride)
         else:  # a replicated bias, or the parameters of a fused norm
-            meta = ParamMeta(grad_sum_axes=partial)
+            meta = ParamMeta(partial_grad_axes=partial)
         set_param_meta(parameter, meta)
 
 
@@ -252,7 +252,7 @@ class TENorm:
         )
         for parameter in norm.parameters():
             axes = ("tp",) if config.sequence_parallel else ()
-            set_param_meta(parameter, ParamMeta(grad_sum_axes=axes))
+            set_param_meta(parameter, ParamMeta(partial_grad_axes=axes))
         return norm
 
 

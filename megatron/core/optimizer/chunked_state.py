@@ -11,10 +11,10 @@ from torch import Tensor
 
 from megatron.core.distributed.sharding_arithmetic import BLOCK
 from megatron.core.offload.host_state_store import StateStore
+from megatron.core.optimizer.definition import ElementwiseUpdate, Pieces
 from megatron.core.optimizer.main_param_shard import MainParamShard
 from megatron.core.optimizer.split_main_param import join_remainder, split_remainder
 from megatron.core.optimizer.state_codec import Codec, random_bits
-from megatron.core.optimizer.update_rule import ElementwiseRule, Pieces
 from megatron.core.parameters.param_meta import get_param_meta
 from megatron.core.parameters.rng import derive_seed
 
@@ -67,14 +67,14 @@ class ChunkedState:
     ) -> None:
         """
         Args:
-            fields: those of the rule, and `MAIN` if model weights are not updated in place.
+            fields: those of the optimizer, and `MAIN` if model weights are not updated in place.
             make_store: called with the bytes of a block in each column and the number of blocks.
         """
         self.shards, self.fields = list(shards), list(fields)
         self.has_main = any(field.name == MAIN for field in fields)
         self._starts: dict[int, int] = {}
         """id of the main tensor -> first block."""
-        num_blocks, places = 0, []
+        num_blocks, positions = 0, []
         for item in shards:
             length = -(-item.main_param.numel() // BLOCK)
             self._starts[id(item.main_param)] = num_blocks
@@ -83,8 +83,8 @@ class ChunkedState:
             # weight on every stage that holds it.
             name = get_param_meta(item.shard.parameter).tied_to or item.shard.name
             first = item.shard.begin // BLOCK + derive_seed("rounding", name) % (1 << 24)
-            places.append(torch.arange(first, first + length, dtype=torch.int32))
-        self._places = torch.cat(places)
+            positions.append(torch.arange(first, first + length, dtype=torch.int32))
+        self._places = torch.cat(positions)
         self.store = make_store([field.codec.block_bytes for field in fields], num_blocks)
         self._segments = [self._segments_of(begin, end) for begin, end in self.store.chunks]
         if self.has_main:
@@ -104,7 +104,7 @@ class ChunkedState:
 
     def update(
         self,
-        rule: ElementwiseRule,
+        update: ElementwiseUpdate,
         gradient_of: Mapping[int, Tensor],
         settings_of: Mapping[int, Mapping[str, object]],
         step: int,
@@ -124,20 +124,24 @@ class ChunkedState:
                     group = settings_of[id(segment.item.main_param)]
                     by_group.setdefault(id(group), []).append(segment)
             for segments in by_group.values():
-                self._update_segments(rule, segments, works, gradient_of, settings_of, step, factor)
+                self._update_segments(
+                    update, segments, works, gradient_of, settings_of, step, factor
+                )
             noise: Tensor | None = None
-            for place, (field, column) in enumerate(zip(self.fields, columns, strict=True)):
+            for field_index, (field, column) in enumerate(zip(self.fields, columns, strict=True)):
                 if field.is_remainder:
                     self._write_remainder(number, works[field.name], column)
                 elif not field.codec.is_exact:
                     noise = self._noise(begin, end, step) if noise is None else noise
-                    field.codec.encode(works[field.name], column, noise >> NOISE_SHIFTS[place])
+                    field.codec.encode(
+                        works[field.name], column, noise >> NOISE_SHIFTS[field_index]
+                    )
             if self.has_main:
                 self._publish(number, works[MAIN])
 
     def _update_segments(
         self,
-        rule: ElementwiseRule,
+        update: ElementwiseUpdate,
         segments: Sequence[_Segment],
         works: Mapping[str, Tensor],
         gradient_of: Mapping[int, Tensor],
@@ -157,10 +161,11 @@ class ChunkedState:
             for s in segments
         ]
         states = {
-            name: [s.of_chunk(works[name].view(-1)) for s in segments] for name in rule.state_names
+            name: [s.of_chunk(works[name].view(-1)) for s in segments]
+            for name in update.state_names
         }
         settings = settings_of[id(segments[0].item.main_param)]
-        rule.update(Pieces(weights, gradients, states, settings, step, factor))
+        update.update(Pieces(weights, gradients, states, settings, step, factor))
 
     def _decode(self, number: int, columns: Sequence[Tensor]) -> dict[str, Tensor]:
         """Return the fp32 values [blocks, BLOCK] of a chunk by name."""
@@ -205,17 +210,17 @@ class ChunkedState:
 
     def reload_main(self) -> None:
         """Take the main weights from the model."""
-        place = [field.name for field in self.fields].index(MAIN)
-        field = self.fields[place]
+        field_index = [field.name for field in self.fields].index(MAIN)
+        field = self.fields[field_index]
         for number, columns in self.store.sweep():
             if field.is_remainder:
-                columns[place].zero_()
+                columns[field_index].zero_()
                 continue
             begin, end = self.store.chunks[number]
             main = torch.zeros((end - begin) * BLOCK, device=self.store.device)
             for segment in self._segments[number]:
                 segment.of_chunk(main).copy_(segment.of_shard(segment.item.shard.values.detach()))
-            field.codec.encode(main.view(-1, BLOCK), columns[place], None)
+            field.codec.encode(main.view(-1, BLOCK), columns[field_index], None)
 
     # State ----------------------------------------------------------------------------------
 
@@ -228,30 +233,32 @@ class ChunkedState:
         for item in self.shards:
             yield item, {field.name: self._state(item, i) for i, field in enumerate(self.fields)}
 
-    def put_state(self, item: MainParamShard, values: Mapping[str, Tensor]) -> None:
+    def set_state(self, item: MainParamShard, values: Mapping[str, Tensor]) -> None:
         """Store state tensors of a shard, by name, and publish its main weight."""
-        for place, field in enumerate(self.fields):
+        for field_index, field in enumerate(self.fields):
             if field.name not in values:
                 continue
             value = values[field.name]
             if field.is_remainder:
                 upper, lower = split_remainder(value.reshape(-1))
                 item.shard.values.detach().view(-1).copy_(upper)
-                self._rows(item, place).view(torch.int16).view(-1)[: lower.numel()].copy_(lower)
+                self._rows(item, field_index).view(torch.int16).view(-1)[: lower.numel()].copy_(
+                    lower
+                )
                 continue
-            rows = self._rows(item, place)
+            rows = self._rows(item, field_index)
             padded = torch.zeros(rows.shape[0] * BLOCK, device=rows.device)
             padded[: value.numel()].copy_(value.reshape(-1))
             field.codec.encode(padded.view(-1, BLOCK), rows, None)
             if field.name == MAIN:
                 item.shard.values.detach().copy_(value.view_as(item.shard.values))
 
-    def _rows(self, item: MainParamShard, place: int) -> Tensor:
+    def _rows(self, item: MainParamShard, field_index: int) -> Tensor:
         first = self._starts[id(item.main_param)]
-        return self.store.column(place)[first : first + -(-item.main_param.numel() // BLOCK)]
+        return self.store.column(field_index)[first : first + -(-item.main_param.numel() // BLOCK)]
 
-    def _state(self, item: MainParamShard, place: int) -> Tensor:
-        field, rows = self.fields[place], self._rows(item, place)
+    def _state(self, item: MainParamShard, field_index: int) -> Tensor:
+        field, rows = self.fields[field_index], self._rows(item, field_index)
         if field.is_remainder:
             values = item.shard.values.detach().view(-1).to(rows.device)
             low = rows.view(torch.int16).view(-1)[: values.numel()]

@@ -1,4 +1,4 @@
-"""Decide in which bytes and where streamed optimizer state lies, and build it."""
+"""Decide in which bytes and where chunked optimizer state lies, and build it."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from megatron.core.foundation.errors import ConfigError
 from megatron.core.offload import FileStateStore, HostStateStore, StateStore, host_memory_problem
 from megatron.core.optimizer.chunked_state import MAIN, ChunkedState, StateField
 from megatron.core.optimizer.chunked_state_optimizer import ChunkedStateOptimizer
+from megatron.core.optimizer.definition import ElementwiseUpdate
 from megatron.core.optimizer.main_param_shard import MainParamShard
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
-from megatron.core.optimizer.state_codec import Brain16, codec_of
-from megatron.core.optimizer.update_rule import ElementwiseRule
+from megatron.core.optimizer.state_codec import BFloat16Codec, codec_of
 from megatron.core.transport.object_collectives import raise_on_all_ranks
 
 CHUNK_BLOCKS = 2048
@@ -25,12 +25,12 @@ CHUNK_BLOCKS = 2048
 
 
 def build_chunked_state_optimizer(
-    rule: ElementwiseRule,
+    update: ElementwiseUpdate,
     config: OptimizerConfig,
     param_groups: Sequence[dict[str, Any]],
     shards: Sequence[MainParamShard],
 ) -> ChunkedStateOptimizer:
-    """Return the rule over `shards`, with state as the config wants it.
+    """Return the optimizer over `shards`, with state as the config wants it.
 
     Raises:
         ConfigError: on all ranks, if host memory or disk space does not suffice on any.
@@ -39,10 +39,10 @@ def build_chunked_state_optimizer(
     problem: ConfigError | None = None
     offloaded = choose_offloaded(shards, config)
     try:
-        _check_memory(offloaded, rule, config)
+        _check_memory(offloaded, update, config)
         parts = [
-            *_parts(rule, config, offloaded, is_offloaded=True),
-            *_parts(rule, config, [s for s in shards if s not in offloaded], is_offloaded=False),
+            *_parts(update, config, offloaded, is_offloaded=True),
+            *_parts(update, config, [s for s in shards if s not in offloaded], is_offloaded=False),
         ]
     except ConfigError as error:
         problem = error
@@ -50,7 +50,7 @@ def build_chunked_state_optimizer(
         raise_on_all_ranks(problem)
     elif problem is not None:
         raise problem
-    return ChunkedStateOptimizer(rule, param_groups, parts)
+    return ChunkedStateOptimizer(update, param_groups, parts)
 
 
 def choose_offloaded(
@@ -72,7 +72,7 @@ def choose_offloaded(
 
 
 def state_fields(
-    rule: ElementwiseRule, config: OptimizerConfig, dtype: torch.dtype, *, keeps_main: bool
+    update: ElementwiseUpdate, config: OptimizerConfig, dtype: torch.dtype, *, keeps_main: bool
 ) -> list[StateField]:
     """Return the columns of shards whose model weights have `dtype`.
 
@@ -80,7 +80,7 @@ def state_fields(
         keeps_main: model weights are not what is updated: they are half precision, or elsewhere.
     """
     fields = []
-    for name in rule.state_names:
+    for name in update.state_names:
         is_second = name == "exp_avg_sq"
         kind = config.exp_avg_sq_dtype if is_second else config.exp_avg_dtype
         fields.append(StateField(name, codec_of(kind, is_second_moment=is_second)))
@@ -91,14 +91,14 @@ def state_fields(
             and dtype == torch.bfloat16
             and config.main_params_dtype == torch.float32
         ):
-            fields.append(StateField(MAIN, Brain16(), is_remainder=True))
+            fields.append(StateField(MAIN, BFloat16Codec(), is_remainder=True))
         else:
             fields.append(StateField(MAIN, codec_of(config.main_params_dtype)))
     return fields
 
 
 def _parts(
-    rule: ElementwiseRule,
+    update: ElementwiseUpdate,
     config: OptimizerConfig,
     shards: Sequence[MainParamShard],
     *,
@@ -133,13 +133,13 @@ def _parts(
             )  # fmt: skip
 
         keeps_main = dtype != torch.float32 or (is_offloaded and on_accelerator)
-        fields = state_fields(rule, config, dtype, keeps_main=keeps_main)
+        fields = state_fields(update, config, dtype, keeps_main=keeps_main)
         parts.append(ChunkedState(members, fields, make_store))
     return parts
 
 
 def _check_memory(
-    shards: Sequence[MainParamShard], rule: ElementwiseRule, config: OptimizerConfig
+    shards: Sequence[MainParamShard], update: ElementwiseUpdate, config: OptimizerConfig
 ) -> None:
     """Raise if the ranks of this machine together want more host memory than there is."""
     if config.optimizer_offload_path is not None or not shards:
@@ -148,7 +148,7 @@ def _check_memory(
     for item in shards:
         values = item.shard.values
         keeps_main = values.dtype != torch.float32 or not is_host_memory(values.device)
-        fields = state_fields(rule, config, values.dtype, keeps_main=keeps_main)
+        fields = state_fields(update, config, values.dtype, keeps_main=keeps_main)
         needed += -(-item.main_param.numel() // BLOCK) * sum(f.codec.block_bytes for f in fields)
     # torchrun says how many of its ranks share this machine.
     num_local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

@@ -1,4 +1,4 @@
-"""An update rule whose state is visited chunk by chunk: in few bytes, in host memory or in files.
+"""An optimizer that updates its state chunk by chunk: in few bytes, in host memory or in files.
 
 Optimizer states in host memory: J. Ren et al., "ZeRO-Offload: Democratizing Billion-Scale Model
 Training", section 4, arXiv 2101.06840. State stays where it is and the update is computed there;
@@ -14,44 +14,44 @@ import torch
 from torch import Tensor
 
 from megatron.core.optimizer.chunked_state import MAIN, ChunkedState
+from megatron.core.optimizer.definition import ElementwiseUpdate
 from megatron.core.optimizer.main_param_shard import MainParamShard
-from megatron.core.optimizer.update_rule import ElementwiseRule
 
 
 class ChunkedStateOptimizer:
     """The interface of a `torch.optim.Optimizer`, as far as `MegatronOptimizer` uses it.
 
-    Gradients come through `take_gradient`, because they need not have the dtype of the tensors
+    Gradients come through `set_gradient`, because they need not have the dtype of the tensors
     that they belong to: those are the model's own weights.
     """
 
     def __init__(
         self,
-        rule: ElementwiseRule,
+        update: ElementwiseUpdate,
         param_groups: Sequence[dict[str, Any]],
         parts: Sequence[ChunkedState],
     ) -> None:
         """
         Args:
             param_groups: "params" are the `main` tensors of the parts' shards. They are given the
-                rule's constants, as the groups of torch's optimizers have them: a schedule may
+                optimizer's constants, as the groups of torch's optimizers have them: a schedule may
                 change them.
         """
         for group in param_groups:
-            for name, value in rule.constants.items():
+            for name, value in update.constants.items():
                 group.setdefault(name, value)
-        self.rule, self.param_groups, self.parts = rule, list(param_groups), list(parts)
+        self.update, self.param_groups, self.parts = update, list(param_groups), list(parts)
         self.num_steps = 0
         """Updates so far."""
         self._gradients: dict[int, Tensor] = {}
         self._part_of = {id(item.main_param): part for part in parts for item in part.shards}
 
     @property
-    def mains(self) -> set[int]:
-        """Ids of the tensors that this rule updates."""
+    def main_params(self) -> set[int]:
+        """Ids of the tensors that this optimizer updates."""
         return set(self._part_of)
 
-    def take_gradient(self, main: Tensor, gradient: Tensor) -> None:
+    def set_gradient(self, main: Tensor, gradient: Tensor) -> None:
         """Keep a gradient for the next update."""
         self._gradients[id(main)] = gradient
 
@@ -60,7 +60,7 @@ class ChunkedStateOptimizer:
         """Update with `factor` times the gradients taken, and forget them."""
         settings_of = {id(main): group for group in self.param_groups for main in group["params"]}
         for part in self.parts:
-            part.update(self.rule, self._gradients, settings_of, self.num_steps, factor)
+            part.update(self.update, self._gradients, settings_of, self.num_steps, factor)
         self._gradients.clear()
         self.num_steps += 1
 
@@ -73,9 +73,9 @@ class ChunkedStateOptimizer:
         for part in self.parts:
             yield from part.states()
 
-    def put_state(self, item: MainParamShard, values: Mapping[str, Tensor]) -> None:
+    def set_state(self, item: MainParamShard, values: Mapping[str, Tensor]) -> None:
         """Store state tensors of one shard."""
-        self._part_of[id(item.main_param)].put_state(item, values)
+        self._part_of[id(item.main_param)].set_state(item, values)
 
     def reload_main(self) -> None:
         """Take the main weights from the model."""
@@ -107,4 +107,4 @@ class ChunkedStateOptimizer:
                 part.store.column(number).copy_(column)
             if part.has_main:
                 for item, values in part.states():
-                    part.put_state(item, {MAIN: values[MAIN]})
+                    part.set_state(item, {MAIN: values[MAIN]})

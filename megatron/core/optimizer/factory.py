@@ -12,6 +12,7 @@ from megatron.core.distributed.distributed_data_parallel import DistributedDataP
 from megatron.core.distributed.model_parameters import names_in_model
 from megatron.core.distributed.parameter_shard import ParameterShard
 from megatron.core.foundation.errors import ConfigError, refuse_given
+from megatron.core.optimizer.definition import ModelTensors
 from megatron.core.optimizer.grad_scaler import ConstantGradScaler, DynamicGradScaler
 from megatron.core.optimizer.gradient_norm import GradientReader
 from megatron.core.optimizer.main_param_shard import MainParamShard, main_param_of
@@ -22,10 +23,9 @@ from megatron.core.optimizer.param_groups import (
     agree_on_keys,
     build_param_groups,
     group_key,
-    rule_of,
+    optimizer_name_of,
 )
 from megatron.core.optimizer.torch_optimizers import build_torch_optimizer, chunks_state
-from megatron.core.optimizer.update_rule import ModelParts
 from megatron.core.process_groups_config import Group, ProcessGroupCollection, resolve_groups
 
 
@@ -63,18 +63,18 @@ def get_megatron_optimizer(
         for name, parameter in named
     }
 
-    def build_rule(shards: list[MainParamShard]) -> Any:
+    def make_torch_optimizer(shards: list[MainParamShard]) -> Any:
         param_groups = build_param_groups(
             [(item.main_param, keys[id(item.shard.parameter)]) for item in shards],
             agree_on_keys(set(keys.values()), groups),
             config,
         )
-        matrices = [p for _, p in named if rule_of(keys[id(p)], config) == "muon"]
+        matrices = [p for _, p in named if optimizer_name_of(keys[id(p)], config) == "muon"]
         return torch_optimizer_of_groups(
             config, param_groups, shards, matrices, model_chunks, groups
         )
 
-    return assemble_optimizer(config, model_chunks, groups, build_rule)
+    return assemble_optimizer(config, model_chunks, groups, make_torch_optimizer)
 
 
 def torch_optimizer_of_groups(
@@ -85,34 +85,41 @@ def torch_optimizer_of_groups(
     model_chunks: Sequence[nn.Module],
     groups: ProcessGroupCollection,
 ) -> Any:
-    """Return the rule of the config over torch parameter groups of main tensors.
+    """Return the optimizer of the config over torch parameter groups of main tensors.
 
     Args:
         matrices: the parameters of Muon, also those of which this rank owns no piece.
     Communication: see `build_torch_optimizer`.
     """
     meshes = (_mesh(model_chunks, False), _mesh(model_chunks, True))
-    return build_torch_optimizer(config, param_groups, ModelParts(shards, matrices, groups, meshes))
+    return build_torch_optimizer(
+        config, param_groups, ModelTensors(shards, matrices, groups, meshes)
+    )
 
 
 def assemble_optimizer(
     config: OptimizerConfig,
     model_chunks: Sequence[nn.Module],
     groups: ProcessGroupCollection,
-    build_rule: Callable[[list[MainParamShard]], Any],
+    make_torch_optimizer: Callable[[list[MainParamShard]], Any],
 ) -> MegatronOptimizer:
-    """Build the optimizer of this rank around an update rule of the caller.
+    """Build the optimizer of this rank around a torch optimizer of the caller.
 
     Args:
-        build_rule: given the shards that this rank updates, returns a torch optimizer (or what
-            `build_torch_optimizer` returns) over their main tensors.
+        make_torch_optimizer: given the shards that this rank updates, returns a torch optimizer
+            (or what `build_torch_optimizer` returns) over their main tensors.
     Raises:
         ConfigError: the config and the model chunks disagree on what is sharded.
     """
     _check_agreement(config, model_chunks)
-    shards, reader = _collect_shards(model_chunks, groups, is_streamed=chunks_state(config))
+    shards, reader = _collect_shards(model_chunks, groups, is_chunked=chunks_state(config))
     return MegatronOptimizer(
-        build_rule(shards), config, shards, reader, model_chunks, build_grad_scaler(config)
+        make_torch_optimizer(shards),
+        config,
+        shards,
+        reader,
+        model_chunks,
+        build_grad_scaler(config),
     )
 
 
@@ -132,25 +139,27 @@ def build_grad_scaler(config: OptimizerConfig) -> ConstantGradScaler | None:
 
 
 def _collect_shards(
-    model_chunks: Sequence[nn.Module], groups: ProcessGroupCollection, *, is_streamed: bool
+    model_chunks: Sequence[nn.Module], groups: ProcessGroupCollection, *, is_chunked: bool
 ) -> tuple[list[MainParamShard], GradientReader]:
-    spans, loose, parameters = [], [], []
+    spans, unbucketed, parameters = [], [], []
     shard_groups: tuple[Group, Group] = (None, None)
-    place: dict[int, tuple[int, int]] = {}
+    param_index: dict[int, tuple[int, int]] = {}
     for number, chunk in enumerate(model_chunks):
         named = list(_named_parameters(chunk))
         parameters += [parameter for _, parameter in named]
-        place |= {id(p): (number, index) for index, (_, p) in enumerate(named)}
+        param_index |= {id(p): (number, index) for index, (_, p) in enumerate(named)}
         if isinstance(chunk, DistributedDataParallel):
             spans += chunk.spans()
-            loose += chunk.loose_shards()
+            unbucketed += chunk.unbucketed_shards()
             shard_groups = (chunk.mesh(False).shard, chunk.mesh(True).shard)
         else:
-            loose += [ParameterShard(name, p, 0, p.numel(), p, None, Mesh()) for name, p in named]
-    reader = GradientReader(spans, loose, parameters, groups, shard_groups)
+            unbucketed += [
+                ParameterShard(name, p, 0, p.numel(), p, None, Mesh()) for name, p in named
+            ]
+    reader = GradientReader(spans, unbucketed, parameters, groups, shard_groups)
     shards = [
         MainParamShard(
-            shard, main_param_of(shard, is_streamed=is_streamed), place[id(shard.parameter)]
+            shard, main_param_of(shard, is_chunked=is_chunked), param_index[id(shard.parameter)]
         )
         for shard in reader.shards
     ]

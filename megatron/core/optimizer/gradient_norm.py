@@ -30,7 +30,7 @@ SMALLEST_FAST_NORM = 1e-15
 """Below it, squares of fp32 elements underflow: the exact path is taken."""
 
 
-def counts_here(parameter: Tensor, groups: ProcessGroupCollection) -> bool:
+def is_counted_on_rank(parameter: Tensor, groups: ProcessGroupCollection) -> bool:
     """Return whether this rank is the one that counts its piece of the parameter.
 
     Copies do not count: of a tied weight on another stage, and of a parameter that is not split
@@ -87,7 +87,7 @@ class GradientReader:
     def __init__(
         self,
         spans: Sequence[ShardSpan],
-        loose: Sequence[ParameterShard],
+        unbucketed: Sequence[ParameterShard],
         parameters: Sequence[nn.Parameter],
         groups: ProcessGroupCollection,
         shard_groups: tuple[Group, Group] = (None, None),
@@ -95,15 +95,15 @@ class GradientReader:
         """
         Args:
             spans: shards in gradient buffers.
-            loose: whole parameters outside of buffers, whose gradient is in `.grad`.
+            unbucketed: whole parameters outside of buffers, whose gradient is in `.grad`.
             parameters: all parameters of this model-parallel rank, in one order on all its
                 replicas, also those of which this rank owns no piece.
             shard_groups: the ranks over which dense and expert gradients are sharded.
         """
-        self.spans, self.loose = list(spans), list(loose)
-        self.shards = [shard for span in self.spans for shard in span.shards] + self.loose
+        self.spans, self.unbucketed = list(spans), list(unbucketed)
+        self.shards = [shard for span in self.spans for shard in span.shards] + self.unbucketed
         device = parameters[0].device if parameters else torch.device("cpu")
-        counted = [counts_here(shard.parameter, groups) for shard in self.shards]
+        counted = [is_counted_on_rank(shard.parameter, groups) for shard in self.shards]
         self._counts = torch.tensor(counted, dtype=torch.bool, device=device)
         self._lengths = [torch.tensor(s.num_blocks, device=device) for s in self.spans if s.shards]
         self.groups, self._device = groups, device
@@ -141,7 +141,7 @@ class GradientReader:
             for span, lengths in zip(occupied, self._lengths, strict=True)
         ]
         parts += [
-            _sum_of_squares(shard.reduced_gradient(), exactly).view(1) for shard in self.loose
+            _sum_of_squares(shard.reduced_gradient(), exactly).view(1) for shard in self.unbucketed
         ]
         if not parts:
             sums = torch.zeros(0, dtype=torch.float64, device=self._counts.device)

@@ -1,4 +1,4 @@
-"""A shard of a parameter, and the fp32 tensor that an update rule changes for it."""
+"""A shard of a parameter, and the fp32 tensor that the optimizer updates for it."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from megatron.core.distributed.parameter_shard import ParameterShard
 
 @dataclass(frozen=True, eq=False)
 class MainParamShard:
-    """A shard of a parameter and the fp32 tensor that the update rule changes for it."""
+    """A shard of a parameter and the fp32 tensor that the optimizer updates for it."""
 
     shard: ParameterShard
     main_param: nn.Parameter
     """The model's own values if they are fp32 (a view if only a part is owned), else a copy. With
-    streamed state the model's own values in any case: a main weight is a part of the state."""
-    place: tuple[int, int]
+    chunked state the model's own values in any case: a main weight is a part of the state."""
+    param_index: tuple[int, int]
     """(model chunk, number of the parameter in it)."""
 
     @property
@@ -27,9 +27,9 @@ class MainParamShard:
         return self.main_param.data_ptr() != self.shard.values.data_ptr()
 
 
-def main_param_of(shard: ParameterShard, *, is_streamed: bool = False) -> nn.Parameter:
+def main_param_of(shard: ParameterShard, *, is_chunked: bool = False) -> nn.Parameter:
     """Return the tensor to be optimized for a shard."""
-    if shard.values.dtype != torch.float32 and not is_streamed:
+    if shard.values.dtype != torch.float32 and not is_chunked:
         return nn.Parameter(shard.values.detach().float())
     if shard.values is shard.parameter:
         return shard.parameter

@@ -6,7 +6,7 @@ J. Liu et al., "Muon is Scalable for LLM Training", section 2, arXiv 2502.16982.
 The momentum is elementwise and stays where Adam's moments would be: on the owner of the shard.
 Only the update of a step must be seen as a whole matrix, so that is what travels: each matrix is
 assembled on one of the data-parallel ranks, orthogonalised there, and its pieces go back to the
-owners of the weights. State is sharded and checkpointed as that of any other rule, the work is
+owners of the weights. State is sharded and checkpointed as that of any other optimizer, the work is
 divided over the replicas at every ZeRO stage, and every stage gives the same bits.
 """
 
@@ -42,7 +42,7 @@ class MuonSettings:
     """A matrix that is split over tensor-parallel ranks: every rank forms the whole one
     ("duplicated"), each step of the iteration adds Gram matrices ("distributed"), or each rank
     orthogonalises its own part ("blockwise", which is another update and needs no messages)."""
-    splits_stacked: bool = True
+    splits_fused: bool = True
     """Treat q, k and v, and the two halves of a gated layer, as matrices of their own."""
 
 
@@ -102,7 +102,7 @@ class Muon(torch.optim.Optimizer):
         self.initialize_state()
         settings_of = {id(main): g for g in self.param_groups for main in g["params"]}
         for exchange in self._exchanges:
-            for shard, update in exchange.run(self._direction, self._whole_update):
+            for shard, update in exchange.run(self._direction, self._full_update):
                 group = settings_of[id(shard.main_param)]
                 shard.main_param.mul_(1.0 - group["lr"] * group["weight_decay"])
                 shard.main_param.view(-1).add_(update, alpha=-group["lr"])
@@ -118,19 +118,19 @@ class Muon(torch.optim.Optimizer):
             return torch.lerp(gradient, momentum, self.settings.momentum).view(-1)
         return momentum.clone().view(-1)
 
-    def _whole_update(self, parameter: nn.Parameter, direction: Tensor) -> Tensor:
+    def _full_update(self, parameter: nn.Parameter, direction: Tensor) -> Tensor:
         """Turn the direction of a parameter, of its shape, into its update."""
         meta = get_param_meta(parameter)
         tp = self._groups.expt_tp if meta.is_expert else self._groups.tp
         if meta.split_dim is None or get_pg_size(tp) == 1:
-            return self._stacked_update(direction, meta, None)
+            return self._fused_update(direction, meta, None)
         if self.settings.tp_mode != "duplicated":
-            return self._stacked_update(direction, meta, tp)
+            return self._fused_update(direction, meta, tp)
         parts = all_gather(direction.contiguous(), tp).chunk(get_pg_size(tp))
-        update = self._stacked_update(unshard(parts, meta), meta, None)
+        update = self._fused_update(unshard(parts, meta), meta, None)
         return shard_of(update, meta, get_pg_rank(tp), get_pg_size(tp))
 
-    def _stacked_update(self, direction: Tensor, meta: ParamMeta, tp: Group) -> Tensor:
+    def _fused_update(self, direction: Tensor, meta: ParamMeta, tp: Group) -> Tensor:
         """Orthogonalise each of the matrices that are stacked in one.
 
         Args:
@@ -165,11 +165,11 @@ class Muon(torch.optim.Optimizer):
     ) -> tuple[list[int], Tensor]:
         """Return the heights of the stacked matrices, and to which one each local row belongs."""
         rows = torch.arange(num_local)
-        if not self.settings.splits_stacked:
+        if not self.settings.splits_fused:
             return [num_rows], torch.zeros_like(rows)
         if meta.stride > 1 and meta.split_dim == 0:
             return [num_rows // meta.stride] * meta.stride, rows // (num_local // meta.stride)
-        pattern = meta.stacked_rows or (num_rows,)
+        pattern = meta.fused_row_sizes or (num_rows,)
         ends = torch.tensor(pattern).cumsum(0)
         period = int(ends[-1])
         owners = torch.searchsorted(ends, (rows + first_row) % period, right=True)

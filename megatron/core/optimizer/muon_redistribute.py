@@ -1,6 +1,6 @@
 """Whole matrices out of shards, each on one rank, and back.
 
-A matrix whose state is sharded lies in pieces on several data-parallel ranks. An update rule that
+A matrix whose state is sharded lies in pieces on several data-parallel ranks. An optimizer that
 needs all of it at once (Muon) runs here: matrices are dealt out to the ranks by the cost of their
 orthogonalisation, pieces travel to the matrix's rank and its result travels back. Where every
 rank holds whole matrices anyway, only results travel.
@@ -81,13 +81,13 @@ class MuonRedistribute:
     def run(
         self,
         direction_of: Callable[[MainParamShard], Tensor],
-        whole_update: Callable[[nn.Parameter, Tensor], Tensor],
+        full_update: Callable[[nn.Parameter, Tensor], Tensor],
     ) -> Iterator[tuple[MainParamShard, Tensor]]:
         """Yield (shard, its part [n] of the update) for all shards of this rank.
 
         Args:
             direction_of: what a shard contributes, flat [n].
-            whole_update: turns an assembled direction of the parameter's shape into its update.
+            full_update: turns an assembled direction of the parameter's shape into its update.
         Communication: two all-to-alls per round; one where every rank holds whole matrices.
         """
         for matrices in self._rounds:
@@ -104,7 +104,7 @@ class MuonRedistribute:
                     parts = [arrived[p] for p in sent if p.matrix == matrix]
                     parameter = self._matrices[matrix]
                     whole = torch.cat(parts).view(parameter.shape)
-                    updates[matrix] = whole_update(parameter, whole).reshape(-1)
+                    updates[matrix] = full_update(parameter, whole).reshape(-1)
             results = {p: updates[p.matrix][p.begin : p.end] for p in pieces if p.matrix in updates}
             returned = self._exchange(
                 [(p, self._owners[p.matrix], p.holder) for p in pieces], results

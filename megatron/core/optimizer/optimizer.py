@@ -1,8 +1,8 @@
 """Optimizers of a training step: main weights, loss scale, finite check, clipping, update.
 
-The update rule itself is torch's (one fused pass over weights, gradients and moments, which also
-applies the loss scale and the clipping factor). What it works on are shards of parameters: whole
-parameters without sharding, the owned ranges with ZeRO. Nothing here asks which.
+The update itself is that of a torch optimizer (one fused pass over weights, gradients and moments,
+which also applies the loss scale and the clipping factor). It works on shards of parameters: all of
+a parameter without sharding, the owned ranges with ZeRO. Nothing here asks which.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ StepResult = tuple[bool, float | None, int | None]
 
 
 class MegatronOptimizer:
-    """One update rule over the shards that this rank owns.
+    """A torch optimizer over the shards that this rank owns.
 
     step(): the loss scale is taken out, the gradient checked on all ranks, clipped by its global
     norm, and applied; half-precision weights are written from the main weights, sharded ones
@@ -68,14 +68,14 @@ class MegatronOptimizer:
         """What the last step found in the gradient, if it was not finite."""
         self.num_updates = step_count(optimizer)
         """Updates that the weights have seen; equal on all ranks, also on those without shards."""
-        self._rules = getattr(optimizer, "rules", [optimizer])
+        self._optimizers = getattr(optimizer, "optimizers", [optimizer])
         self._streamed = {
-            main: rule
-            for rule in self._rules
-            if isinstance(rule, ChunkedStateOptimizer)
-            for main in rule.mains
+            main: optimizer
+            for optimizer in self._optimizers
+            if isinstance(optimizer, ChunkedStateOptimizer)
+            for main in optimizer.main_params
         }
-        """id of a main tensor -> the rule that takes its gradient in any dtype."""
+        """id of a main tensor -> the optimizer that takes its gradient in any dtype."""
         copies = [item for item in self.shards if item.is_copy]
         self._copies = [(item.shard.values.detach(), item.main_param) for item in copies]
 
@@ -83,7 +83,7 @@ class MegatronOptimizer:
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The groups of the update rule: tensors, learning rate, weight decay."""
+        """The groups of the torch optimizer: tensors, learning rate, weight decay."""
         groups: list[dict[str, Any]] = self.optimizer.param_groups
         return groups
 
@@ -94,7 +94,7 @@ class MegatronOptimizer:
         return state
 
     def get_parameters(self) -> list[nn.Parameter]:
-        """Return the tensors that the update rule changes."""
+        """Return the tensors that the torch optimizer updates."""
         return [p for group in self.param_groups for p in group["params"]]
 
     # Loss scale -----------------------------------------------------------------------------
@@ -133,13 +133,13 @@ class MegatronOptimizer:
             # A parameter that no forward pass has read may still be on its way.
             chunk.finish_param_sync()
         self._attach_gradients()
-        for rule in self._rules:
-            _update(rule, factor)
+        for optimizer in self._optimizers:
+            _update(optimizer, factor)
         self.num_updates += 1
         self._detach_gradients()
         if self._copies:
-            values, mains = zip(*self._copies, strict=True)
-            torch._foreach_copy_(values, mains)
+            values, main_params = zip(*self._copies, strict=True)
+            torch._foreach_copy_(values, main_params)
         for chunk in self._replicated_chunks():
             chunk.start_param_sync()
 
@@ -152,7 +152,7 @@ class MegatronOptimizer:
             streamed = self._streamed.get(id(item.main_param))
             if streamed is not None:
                 if gradient is not None:
-                    streamed.take_gradient(item.main_param, gradient)
+                    streamed.set_gradient(item.main_param, gradient)
             elif gradient is not None and item.main_param.grad is not gradient:
                 item.main_param.grad = gradient.to(item.main_param.dtype)
 
@@ -164,11 +164,11 @@ class MegatronOptimizer:
 
     def nonfinite_parameters(self, report: GradientReport) -> list[tuple[int, int, int, str]]:
         """Return (chunk, stage, number, name) of the local parameters with a bad gradient."""
-        place = {id(item.shard): item.place for item in self.shards}
+        param_index = {id(item.shard): item.param_index for item in self.shards}
         stage = get_pg_rank(self.reader.groups.pp)
         found = set()
         for shard in (self.reader.shards[i] for i in report.bad_shards):
-            chunk, number = place[id(shard)]
+            chunk, number = param_index[id(shard)]
             found.add((chunk, stage, number, shard.name))
         return sorted(found)
 
@@ -176,14 +176,14 @@ class MegatronOptimizer:
         """Take the main weights from the model: after it was loaded without optimizer state."""
         for values, main in self._copies:
             main.data.copy_(values)
-        for rule in self._rules:
-            if isinstance(rule, ChunkedStateOptimizer):
-                rule.reload_main()
+        for optimizer in self._optimizers:
+            if isinstance(optimizer, ChunkedStateOptimizer):
+                optimizer.reload_main()
 
     # State ----------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's state: update rule, loss scale, main weights.
+        """Return this rank's state: torch optimizer, loss scale, main weights.
 
         For the same layout only; checkpoints use `sharded_state_dict`.
         """
@@ -267,29 +267,29 @@ def step_together(
     return True, norm, num_zeros
 
 
-def _update(rule: Any, factor: float) -> None:
-    """Let one rule update from `factor` times the gradients."""
-    if isinstance(rule, ChunkedStateOptimizer):
-        rule.step(factor)
+def _update(optimizer: Any, factor: float) -> None:
+    """Let one optimizer update from `factor` times the gradients."""
+    if isinstance(optimizer, ChunkedStateOptimizer):
+        optimizer.step(factor)
         return
     if factor == 1.0:
-        rule.step()
+        optimizer.step()
         return
-    tensors = [p for group in rule.param_groups for p in group["params"]]
-    if not getattr(rule, "_step_supports_amp_scaling", False):
+    tensors = [p for group in optimizer.param_groups for p in group["params"]]
+    if not getattr(optimizer, "_step_supports_amp_scaling", False):
         gradients = [p.grad for p in tensors if p.grad is not None]
         if gradients:
             torch._foreach_mul_(gradients, factor)
-        rule.step()
+        optimizer.step()
         return
     # The protocol of torch.amp.GradScaler: the fused kernel divides as it reads.
     device = next((p.device for p in tensors), None)
-    rule.grad_scale = torch.tensor(1.0 / factor, device=device)
-    rule.found_inf = torch.tensor(0.0, device=device)
+    optimizer.grad_scale = torch.tensor(1.0 / factor, device=device)
+    optimizer.found_inf = torch.tensor(0.0, device=device)
     try:
-        rule.step()
+        optimizer.step()
     finally:
-        del rule.grad_scale, rule.found_inf
+        del optimizer.grad_scale, optimizer.found_inf
 
 
 def clip_factor(norm: float, max_norm: float) -> float:
@@ -315,7 +315,9 @@ def describe_nonfinite(
     rank = get_pg_rank(backend.world())
     everyone: list[Any] = all_gather_object(bad, backend.world())
     # Of several ranks that hold the parameter, the first one is named.
-    found = [(*place, -r, name) for r, its in enumerate(everyone) for *place, name in its]
+    found = [
+        (*param_index, -r, name) for r, its in enumerate(everyone) for *param_index, name in its
+    ]
     if not found:
         return f"the global gradient norm is not finite (seen by rank {rank})"
     *_, negative_rank, name = max(found)

@@ -10,7 +10,7 @@ import torch
 from megatron.core.distributed.distributed_data_parallel_config import ShardedOptimizerFlags
 from megatron.core.foundation.errors import ConfigError, MegatronError
 from megatron.core.model_parallel_config import HalfPrecision
-from megatron.core.optimizer.update_rules import UPDATE_RULES
+from megatron.core.optimizer.definitions import OPTIMIZERS
 from megatron.core.settings.config_base import check_all
 from megatron.core.settings.flags import flag
 
@@ -31,18 +31,18 @@ DTYPES = {
     "fp8": torch.uint8,
 }
 """What flags call the dtypes of optimizer state."""
-_MEGATRON_RULES = ("adam", "sgd", "muon", "dist_muon", "lion", "soap", "adaptive_muon")
+_MEGATRON_OPTIMIZERS = ("adam", "sgd", "muon", "dist_muon", "lion", "soap", "adaptive_muon")
 _NO_OPTIMIZER = "use --optimizer muon"
-_SCALAR_RULES = tuple(sorted(name for name, rule in UPDATE_RULES.items() if rule.update))
+_ELEMENTWISE_OPTIMIZERS = tuple(sorted(name for name, each in OPTIMIZERS.items() if each.update))
 
 
 @dataclass
 class OptimizerFlags:
-    """Update rule, learning rate, clipping, loss scale, and how state is kept."""
+    """Optimizer, learning rate, clipping, loss scale, and how state is kept."""
 
     optimizer: str = flag(
         "adam",
-        choices=tuple(dict.fromkeys((*_MEGATRON_RULES, *UPDATE_RULES))),
+        choices=tuple(dict.fromkeys((*_MEGATRON_OPTIMIZERS, *OPTIMIZERS))),
         refuse_values={
             "dist_muon": "use --optimizer muon --use-distributed-optimizer: its work is shared",
             "soap": _NO_OPTIMIZER,
@@ -152,7 +152,7 @@ class OptimizerFlags:
         part_of="optimizer",
     )
     """Treat stacked matrices (q, k, v; gate and up) one by one."""
-    muon_scalar_optimizer: str = flag("adam", choices=_SCALAR_RULES, part_of="optimizer")
+    muon_scalar_optimizer: str = flag("adam", choices=_ELEMENTWISE_OPTIMIZERS, part_of="optimizer")
     """Rule of what is no hidden matrix under Muon: embeddings, head, norms, biases."""
 
     optimizer_cpu_offload: bool = False
@@ -231,10 +231,10 @@ def _check_update(config: OptimizerConfig) -> list[MegatronError]:
                 )
             )
     for name, known in (
-        ("optimizer", tuple(UPDATE_RULES)),
+        ("optimizer", tuple(OPTIMIZERS)),
         ("muon_scale_mode", SCALE_MODES),
         ("muon_tp_mode", TP_MODES),
-        ("muon_scalar_optimizer", _SCALAR_RULES),
+        ("muon_scalar_optimizer", _ELEMENTWISE_OPTIMIZERS),
         ("on_nonfinite_grad", NONFINITE_POLICIES),
         ("on_loss_scale_floor", FLOOR_POLICIES),
     ):
@@ -320,19 +320,19 @@ def _check_state(config: OptimizerConfig) -> list[MegatronError]:
         (
             config.use_precision_aware_optimizer,
             "use_precision_aware_optimizer",
-            "only rules that update each element by itself work in few bytes",
+            "only optimizers that update each element by itself work in few bytes",
             ["--use-precision-aware-optimizer"],
             "drop --use-precision-aware-optimizer, or use --optimizer lion",
         ),
         (
             config.offloads_optimizer,
             "offloaded optimizer state",
-            "only rules that update each element by itself have their state elsewhere",
+            "only optimizers that update each element by itself have their state elsewhere",
             ["--optimizer-cpu-offload", "--optimizer-offload-path"],
             "use --use-distributed-optimizer to shard it over data-parallel ranks",
         ),
     ):
-        if is_on and config.optimizer not in _SCALAR_RULES:
+        if is_on and config.optimizer not in _ELEMENTWISE_OPTIMIZERS:
             found = f"{what} with optimizer={config.optimizer!r}."
             problems.append(ConfigError(found, rule=rule, flags=[*flags, "--optimizer"], fix=fix))
     if not 0.0 <= config.optimizer_offload_fraction <= 1.0:

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron.core.foundation.errors import ConfigError
+from megatron.core.optimizer.definitions import OPTIMIZERS
 from megatron.core.optimizer.muon import is_muon_matrix
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
-from megatron.core.optimizer.update_rules import UPDATE_RULES
 from megatron.core.parameters.param_meta import get_param_meta
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transport.object_collectives import all_gather_object
@@ -69,12 +69,12 @@ def parse_rule(text: str) -> tuple[ParamKey, ParamGroupOverride]:
         except ValueError:
             values[name.strip()] = None
     bad = [n for n, v in values.items() if n not in known or v is None]
-    bad += [v for n, v in values.items() if n == "optimizer" and v not in UPDATE_RULES]
+    bad += [v for n, v in values.items() if n == "optimizer" and v not in OPTIMIZERS]
     if bad or not pattern:
         raise ConfigError(
             f"--param-rules {text!r}: " + (f"{bad[0]!r}" if bad else "no pattern") + ".",
-            rule=f"a rule is PATTERN:NAME=VALUE,... with names {', '.join(known)}; rules of"
-            f" update are {', '.join(UPDATE_RULES)}",
+            rule=f"a rule is PATTERN:NAME=VALUE,... with names {', '.join(known)}; optimizers"
+            f" are {', '.join(OPTIMIZERS)}",
             flags=["--param-rules"],
             fix='write for example "*.mlp.*.weight:lr_mult=0.5,wd_mult=0"',
         )
@@ -94,8 +94,8 @@ def has_no_weight_decay(name: str, parameter: nn.Parameter, config: OptimizerCon
     return name.endswith(".bias") or parameter.dim() <= 1
 
 
-def rule_of(key: GroupKey, config: OptimizerConfig) -> str:
-    """Return the name of the update rule of a group."""
+def optimizer_name_of(key: GroupKey, config: OptimizerConfig) -> str:
+    """Return the name of the optimizer of a group."""
     return str(dict(key).get("optimizer", config.optimizer))
 
 
@@ -129,22 +129,22 @@ def group_key(
     for key, override in (overrides or {}).items():
         if key.matches(name, parameter):
             settings.update(override)
-    _check_rule(name, parameter, settings.get("optimizer", config.optimizer))
+    _check_optimizer(name, parameter, settings.get("optimizer", config.optimizer))
     return tuple(sorted(settings.items()))
 
 
-def _check_rule(name: str, parameter: nn.Parameter, rule: str) -> None:
-    if rule not in UPDATE_RULES:
-        found = f"the rule {rule!r} for parameter {name}"
-        fix = f"use one of {', '.join(UPDATE_RULES)}"
-    elif rule == "muon" and parameter.dim() != 2:
+def _check_optimizer(name: str, parameter: nn.Parameter, optimizer: str) -> None:
+    if optimizer not in OPTIMIZERS:
+        found = f"the optimizer {optimizer!r} for parameter {name}"
+        fix = f"use one of {', '.join(OPTIMIZERS)}"
+    elif optimizer == "muon" and parameter.dim() != 2:
         found = f"Muon for parameter {name} of shape {tuple(parameter.shape)}"
         fix = 'give it {"optimizer": "adam"}'
     else:
         return
     raise ConfigError(
         f"config_overrides ask for {found}.",
-        rule="Muon updates matrices; every other rule updates anything",
+        rule="Muon updates matrices; every other optimizer updates anything",
         flags=["--optimizer"],
         fix=fix,
     )

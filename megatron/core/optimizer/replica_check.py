@@ -119,7 +119,9 @@ def copies_of_model(
 def copies_of_state(optimizer: MegatronOptimizer) -> Copies:
     """Return fp32 weights and moments of which other ranks hold copies."""
     copies: Copies = {}
-    if any(isinstance(rule, ChunkedStateOptimizer) for rule in getattr(optimizer, "_rules", [])):
+    if any(
+        isinstance(each, ChunkedStateOptimizer) for each in getattr(optimizer, "_optimizers", [])
+    ):
         return copies
     state = optimizer.state
     for item in optimizer.shards:

@@ -55,7 +55,7 @@ class Codec(Protocol):
 
 
 @dataclass(frozen=True)
-class Exact:
+class Float32Codec:
     """fp32: the bytes are the values."""
 
     block_bytes: int = 4 * BLOCK
@@ -73,7 +73,7 @@ class Exact:
 
 
 @dataclass(frozen=True)
-class Brain16:
+class BFloat16Codec:
     """bf16, which has the exponents of fp32 and needs no scale."""
 
     block_bytes: int = 2 * BLOCK
@@ -91,7 +91,7 @@ class Brain16:
 
 
 @dataclass(frozen=True)
-class Scaled:
+class BlockScaledCodec:
     """A small type with a power of two per block, in four bytes after the block's values."""
 
     dtype: torch.dtype
@@ -148,21 +148,21 @@ class Scaled:
 def codec_of(dtype: torch.dtype, *, is_second_moment: bool = False) -> Codec:
     """Return the codec of state kept in `dtype`; uint8 stands for fp8 in Megatron's configs."""
     if dtype == torch.float32:
-        return Exact()
+        return Float32Codec()
     if dtype == torch.bfloat16:
-        return Brain16()
+        return BFloat16Codec()
     if dtype == torch.float16:
-        return Scaled(torch.float16, 13, 2.0**-14, 65504.0, is_second_moment)
+        return BlockScaledCodec(torch.float16, 13, 2.0**-14, 65504.0, is_second_moment)
     assert dtype in (torch.uint8, torch.float8_e4m3fn), dtype
-    return Scaled(torch.float8_e4m3fn, 20, 2.0**-6, 448.0, is_second_moment)
+    return BlockScaledCodec(torch.float8_e4m3fn, 20, 2.0**-6, 448.0, is_second_moment)
 
 
-def random_bits(places: Tensor, step: int) -> Tensor:
+def random_bits(positions: Tensor, step: int) -> Tensor:
     """Hash int32 places [...] to int32 random bits [...], another set for each step.
 
     Rounds of multiply and shift, with constants from C. Wellons' search for such functions.
     """
-    mixed = places * _as_int32(0x9E3779B1) + _as_int32(step * 0x85EBCA6B)
+    mixed = positions * _as_int32(0x9E3779B1) + _as_int32(step * 0x85EBCA6B)
     for shift, factor in ((16, 0x21F0AAAD), (15, 0x735A2D97)):
         mixed ^= (mixed >> shift) & ((1 << (32 - shift)) - 1)
         mixed *= _as_int32(factor)

@@ -29,7 +29,7 @@ NOT_STORED_IN_GROUPS = ("params", "foreach", "fused", "capturable", "differentia
 
 
 def declare_state(
-    rule: Any,
+    optimizer: Any,
     shards: Sequence[MainParamShard],
     model_sharded_state_dict: Mapping[str, object],
     *,
@@ -41,8 +41,8 @@ def declare_state(
         num_updates: the step count. Rank 0 stores it, also where it owns no shard whose state
             would tell.
     """
-    initialize_state(rule)
-    state_of = rule.state
+    initialize_state(optimizer)
+    state_of = optimizer.state
     of_parameter = {id(d.data): d for d in _declarations(model_sharded_state_dict)}
     by_address = {d.data.data_ptr(): d for d in of_parameter.values() if d.data is not None}
     declared: dict[str, Any] = {"step": num_updates}
@@ -67,24 +67,24 @@ def declare_state(
 
 
 def load_declared_state(
-    rule: Any, shards: Sequence[MainParamShard], state_dict: Mapping[str, Any]
+    optimizer: Any, shards: Sequence[MainParamShard], state_dict: Mapping[str, Any]
 ) -> None:
     """Take loaded declarations (plain tensors in their places) over into the state."""
-    initialize_state(rule)
+    initialize_state(optimizer)
     state = state_dict["state"]
-    state_of = rule.state
+    state_of = optimizer.state
     streamed = {
         main: each
-        for each in getattr(rule, "rules", [rule])
+        for each in getattr(optimizer, "optimizers", [optimizer])
         if isinstance(each, ChunkedStateOptimizer)
-        for main in each.mains
+        for main in each.main_params
     }
     for number, item in enumerate(shards):
         loaded = state.get(str(number), {})
         tensors = _tensors(state_of, item)
         if id(item.main_param) in streamed:
             found = {n: t for n, t in loaded.items() if n in tensors and isinstance(t, Tensor)}
-            streamed[id(item.main_param)].put_state(item, found)
+            streamed[id(item.main_param)].set_state(item, found)
             continue
         for name, tensor in tensors.items():
             stored = loaded.get(name)
@@ -98,7 +98,7 @@ def load_declared_state(
     for entry in state_of.values():
         if "step" in entry:
             entry["step"] = torch.full_like(torch.as_tensor(entry["step"]), float(step))
-    here, there = len(rule.param_groups), len(state_dict["param_groups"])
+    here, there = len(optimizer.param_groups), len(state_dict["param_groups"])
     if here != there:
         raise CheckpointError(
             f"the checkpoint has {there} groups of parameters with settings of their own, this run"
@@ -108,7 +108,7 @@ def load_declared_state(
             fix="give the flags of the run that saved it, or --no-load-optim to begin with fresh"
             " optimizer state",
         )
-    for group, stored in zip(rule.param_groups, state_dict["param_groups"], strict=True):
+    for group, stored in zip(optimizer.param_groups, state_dict["param_groups"], strict=True):
         group.update({name: value for name, value in stored.items() if name in group})
 
 
@@ -120,10 +120,10 @@ def settings_of_groups(param_groups: Sequence[Mapping[str, object]]) -> list[dic
     ]
 
 
-def step_count(rule: object) -> int:
+def step_count(optimizer: object) -> int:
     """Return how many updates the state has seen."""
     counts = [0]
-    for each in getattr(rule, "rules", [rule]):
+    for each in getattr(optimizer, "optimizers", [optimizer]):
         if isinstance(each, ChunkedStateOptimizer):
             counts.append(each.num_steps)
         else:
@@ -131,30 +131,30 @@ def step_count(rule: object) -> int:
     return max(counts)
 
 
-def initialize_state(rule: object) -> None:
+def initialize_state(optimizer: object) -> None:
     """Allocate the state that the first update would allocate."""
-    for each in getattr(rule, "rules", [rule]):
+    for each in getattr(optimizer, "optimizers", [optimizer]):
         if hasattr(each, "initialize_state"):
             each.initialize_state()
         elif not isinstance(each, ChunkedStateOptimizer):
-            _initialize_torch_rule(each)
+            _initialize_torch_optimizer(each)
 
 
-def _initialize_torch_rule(rule: torch.optim.Optimizer) -> None:
-    if not isinstance(rule, (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)):
-        _take_void_step(rule)
+def _initialize_torch_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    if not isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)):
+        _take_empty_step(optimizer)
         return
-    for group in rule.param_groups:
+    for group in optimizer.param_groups:
         for tensor in group["params"]:
-            if rule.state[tensor]:
+            if optimizer.state[tensor]:
                 continue
-            if isinstance(rule, torch.optim.SGD):
+            if isinstance(optimizer, torch.optim.SGD):
                 if group["momentum"]:
-                    rule.state[tensor]["momentum_buffer"] = torch.zeros_like(tensor)
+                    optimizer.state[tensor]["momentum_buffer"] = torch.zeros_like(tensor)
             else:
                 # The fused kernel counts on the device, the others on the host.
                 device = tensor.device if group.get("fused") else torch.device("cpu")
-                rule.state[tensor] = {
+                optimizer.state[tensor] = {
                     "step": torch.zeros((), dtype=torch.float32, device=device),
                     "exp_avg": torch.zeros_like(tensor),
                     "exp_avg_sq": torch.zeros_like(tensor),
@@ -162,21 +162,21 @@ def _initialize_torch_rule(rule: torch.optim.Optimizer) -> None:
 
 
 @torch.no_grad()
-def _take_void_step(rule: torch.optim.Optimizer) -> None:
-    """Let a rule that we do not know allocate its state in a step without gradient."""
-    tensors = [tensor for group in rule.param_groups for tensor in group["params"]]
-    if not tensors or any(rule.state.get(tensor) for tensor in tensors):
+def _take_empty_step(optimizer: torch.optim.Optimizer) -> None:
+    """Let an optimizer that we do not know allocate its state in a step without gradient."""
+    tensors = [tensor for group in optimizer.param_groups for tensor in group["params"]]
+    if not tensors or any(optimizer.state.get(tensor) for tensor in tensors):
         return
     values, gradients = [t.detach().clone() for t in tensors], [t.grad for t in tensors]
     for tensor in tensors:
         tensor.grad = torch.zeros_like(tensor)
-    rule.step()
+    optimizer.step()
     for tensor, value, gradient in zip(tensors, values, gradients, strict=True):
         tensor.copy_(value)
         tensor.grad = gradient
-        if "step" in rule.state[tensor]:
-            rule.state[tensor]["step"] = torch.zeros_like(
-                torch.as_tensor(rule.state[tensor]["step"])
+        if "step" in optimizer.state[tensor]:
+            optimizer.state[tensor]["step"] = torch.zeros_like(
+                torch.as_tensor(optimizer.state[tensor]["step"])
             )
 
 

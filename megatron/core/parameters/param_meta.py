@@ -33,7 +33,7 @@ class ParamMeta:
     the axis by itself. A gated first MLP layer has 2: every rank holds [gate_shard; up_shard]."""
     init_method: Callable[[Tensor], object] | None = None
     """Fills the *full* tensor in place; None if the owning module resets itself."""
-    grad_sum_axes: tuple[str, ...] = ()
+    partial_grad_axes: tuple[str, ...] = ()
     """Axes over which the gradient is a partial sum after backward. Norm weights under sequence
     parallelism see s/tp of the tokens, so theirs is ("tp",)."""
     is_expert: bool = False
@@ -42,7 +42,7 @@ class ParamMeta:
     """Canonical name of the parameter that this one is a copy of (a tied head on another stage)."""
     is_embedding_or_output: bool = False
     """Input embedding or output head: some optimizers treat these apart."""
-    stacked_rows: tuple[int, ...] = ()
+    fused_row_sizes: tuple[int, ...] = ()
     """Rows of the matrices that are stacked in this one, in a pattern that repeats over the rows of
     the full tensor: (rows of q, k, v) of one query group. Empty: one matrix, or one per block of
     `stride`."""
@@ -61,7 +61,7 @@ def set_param_meta(parameter: Tensor, meta: ParamMeta) -> None:
     parameter.partition_dim = -1 if meta.split_dim is None else meta.split_dim
     parameter.partition_stride = meta.stride
     parameter.allreduce = not meta.is_expert
-    parameter.sequence_parallel = "tp" in meta.grad_sum_axes
+    parameter.sequence_parallel = "tp" in meta.partial_grad_axes
     if meta.tied_to is not None:
         parameter.shared_embedding = True
     if meta.is_embedding_or_output:
@@ -91,8 +91,8 @@ def get_param_meta(parameter: Tensor) -> ParamMeta:
     meta = getattr(parameter, _ATTRIBUTE, None)
     if meta is not None:
         # The one attribute that custom modules commonly set after construction.
-        if getattr(parameter, "sequence_parallel", False) and not meta.grad_sum_axes:
-            return ParamMeta(**{**meta.__dict__, "grad_sum_axes": ("tp",)})
+        if getattr(parameter, "sequence_parallel", False) and not meta.partial_grad_axes:
+            return ParamMeta(**{**meta.__dict__, "partial_grad_axes": ("tp",)})
         return meta
     is_split = getattr(parameter, "tensor_model_parallel", False)
     is_expert = not getattr(parameter, "allreduce", True)
@@ -103,7 +103,7 @@ def get_param_meta(parameter: Tensor) -> ParamMeta:
         split_dim=getattr(parameter, "partition_dim", 0) if is_split else None,
         split_axis=("expt_tp" if is_expert else "tp") if is_split else None,
         stride=getattr(parameter, "partition_stride", 1),
-        grad_sum_axes=("tp",) if is_sequence_parallel else (),
+        partial_grad_axes=("tp",) if is_sequence_parallel else (),
         is_expert=is_expert,
     )
 

@@ -271,7 +271,7 @@ class RowParallelLinear(ParallelLinear):
                 output_size,
                 init_method=None,
                 split_dim=None,
-                grad_sum_axes=(self.split_axis,)
+                partial_grad_axes=(self.split_axis,)
                 if self.tp_size > 1 and (self.sequence_parallel or self.explicit_expert_comm)
                 else (),
             )

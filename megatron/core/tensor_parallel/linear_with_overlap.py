@@ -185,7 +185,7 @@ class _ParallelLinear(torch.autograd.Function):
             grad_weight = _weight_gradient(ctx.weight, grad_rows, x, plan)
         if needs_bias:
             # Under a scattered output each rank sees its own rows: the sum is partial over the
-            # group, and the parameter's `grad_sum_axes` says so.
+            # group, and the parameter's `partial_grad_axes` says so.
             grad_bias = _bias_gradient(ctx.bias, bias_rows, plan)
         if reducing is not None:
             grad_x = reducing.wait()

@@ -71,7 +71,7 @@ class ParallelLayer(nn.Module):
         init_method: Callable[[Tensor], object] | None,
         split_dim: int | None,
         stride: int = 1,
-        grad_sum_axes: tuple[str, ...] = (),
+        partial_grad_axes: tuple[str, ...] = (),
         is_embedding_or_output: bool = False,
         num_rows: int | None = None,
     ) -> nn.Parameter:
@@ -91,7 +91,7 @@ class ParallelLayer(nn.Module):
             split_axis=None if split_dim is None else self.split_axis,
             stride=stride,
             init_method=init_method,
-            grad_sum_axes=grad_sum_axes,
+            partial_grad_axes=partial_grad_axes,
             is_expert=self.is_expert,
             is_embedding_or_output=is_embedding_or_output,
             num_rows=num_rows,

@@ -138,7 +138,7 @@ class Attention(MegatronModule):
         if is_sharded:
             for parameter in norm.parameters():
                 meta = get_param_meta(parameter)
-                set_param_meta(parameter, replace(meta, grad_sum_axes=("tp",)))
+                set_param_meta(parameter, replace(meta, partial_grad_axes=("tp",)))
         return norm
 
     def get_query_key_value_tensors(
@@ -289,7 +289,7 @@ class SelfAttention(Attention):
         weight = getattr(self.linear_qkv, "weight", None)
         if weight is not None:
             rows = (self.queries_per_group * head, head, head)
-            set_param_meta(weight, replace(get_param_meta(weight), stacked_rows=rows))
+            set_param_meta(weight, replace(get_param_meta(weight), fused_row_sizes=rows))
         # Each tensor-parallel rank normalises its own heads, with or without sequence parallelism.
         self.q_layernorm = self.norm(submodules.q_layernorm, head, is_sharded=True)
         self.k_layernorm = self.norm(submodules.k_layernorm, head, is_sharded=True)

@@ -102,11 +102,11 @@ class LowRankAdapter(nn.Module):
         # The replicated one sees this rank's part of the sequence, under sequence parallelism.
         partial_axes: tuple[str, ...] = ("tp",) if layer.sequence_parallel else ()
         if self.is_column:
-            set_param_meta(self.down, ParamMeta(init_method=draw, grad_sum_axes=partial_axes))
+            set_param_meta(self.down, ParamMeta(init_method=draw, partial_grad_axes=partial_axes))
             set_param_meta(self.up, ParamMeta(split_dim=0, split_axis="tp", stride=meta.stride))
         else:
             set_param_meta(self.down, ParamMeta(split_dim=1, split_axis="tp", init_method=draw))
-            set_param_meta(self.up, ParamMeta(grad_sum_axes=partial_axes))
+            set_param_meta(self.up, ParamMeta(partial_grad_axes=partial_axes))
 
     def forward(self, x: Tensor) -> Tensor:
         """Return what is added to the layer's output, in its shape.

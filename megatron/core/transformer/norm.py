@@ -44,7 +44,7 @@ class Norm(nn.Module):
         self.zero_centered_gamma = zero_centered_gamma
         self.sequence_parallel = sequence_parallel
         # Under sequence parallelism a rank normalises s/tp rows: its gradient is a partial sum.
-        meta = ParamMeta(grad_sum_axes=("tp",) if sequence_parallel else ())
+        meta = ParamMeta(partial_grad_axes=("tp",) if sequence_parallel else ())
         for name, size in self.sizes(hidden_size).items():
             parameter = nn.Parameter(torch.empty(size, dtype=dtype, device=device))
             self.register_parameter(name, parameter)

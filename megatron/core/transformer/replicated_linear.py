@@ -31,7 +31,7 @@ class ReplicatedLinear(ParallelLayer):
         super().__init__(config, tp_group=tp_group, pg_collection=pg_collection)
         axes = ("tp",) if config.sequence_parallel else ()
         self.weight = self.new_parameter(
-            output_size, input_size, init_method=init_method, split_dim=None, grad_sum_axes=axes
+            output_size, input_size, init_method=init_method, split_dim=None, partial_grad_axes=axes
         )
 
     def forward(self, x: Tensor) -> tuple[Tensor, None]:

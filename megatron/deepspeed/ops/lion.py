@@ -1,5 +1,5 @@
 """`deepspeed.ops.lion`: the library's own Lion."""
 
-from megatron.core.optimizer.update_rules.lion import Lion as FusedLion
+from megatron.core.optimizer.definitions.lion import Lion as FusedLion
 
 __all__ = ["FusedLion"]

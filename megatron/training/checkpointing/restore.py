@@ -1,7 +1,7 @@
 """Restore a run from an opened checkpoint, of this program or another.
 
 Of another program weights, moments and main weights are tensors under our keys already; settings
-of the update rule (learning rate, weight decay, ...) stay those of this run, since the other
+of the optimizer (learning rate, weight decay, ...) stay those of this run, since the other
 program groups its parameters in another way.
 """
 

@@ -158,7 +158,7 @@ def apply_optimizer(
     if was_loaded:
         own = settings_of_groups(context.optimizer.param_groups)
         context.optimizer.load_state_dict(state["optimizer"])
-        # Constants of the update rule (betas, eps, momentum) are this run's.
+        # Constants of the optimizer (betas, eps, momentum) are this run's.
         for group, settings in zip(context.optimizer.param_groups, own, strict=True):
             group.update({n: v for n, v in settings.items() if n not in _SCHEDULED})
         if context.scheduler is not None and "opt_param_scheduler" in state:

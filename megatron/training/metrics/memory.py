@@ -16,8 +16,8 @@ import torch
 from megatron.core.distributed.distributed_data_parallel_config import SHARDING_STRATEGIES
 from megatron.core.distributed.grad_reducer import MAX_IN_FLIGHT
 from megatron.core.model_parallel_config import HalfPrecision
+from megatron.core.optimizer.definitions import OPTIMIZERS
 from megatron.core.optimizer.optimizer_config import OptimizerFlags
-from megatron.core.optimizer.update_rules import UPDATE_RULES
 from megatron.training.config.resolved import ResolvedRun
 from megatron.training.metrics.model_size import ModelSize
 
@@ -133,7 +133,7 @@ def state_bytes(
     if optimizer.use_precision_aware_optimizer and precision.bf16 and main == 4.0:
         main = 2.0  # what the weights lack of fp32
     # The parameters of Muon that another rule updates are few.
-    names = UPDATE_RULES[optimizer.optimizer].state_names
+    names = OPTIMIZERS[optimizer.optimizer].state_names
     moments = sum(second if name == "exp_avg_sq" else first for name in names)
     kept = 1.0
     if optimizer.optimizer_cpu_offload or optimizer.optimizer_offload_path:

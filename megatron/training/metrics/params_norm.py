@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.distributed import DistributedDataParallel
-from megatron.core.optimizer.gradient_norm import counts_here, without_padding
+from megatron.core.optimizer.gradient_norm import is_counted_on_rank, without_padding
 from megatron.core.parameters.param_meta import get_param_meta, num_elements_before_padding
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transport.object_collectives import sum_across_ranks
@@ -40,7 +40,7 @@ def _of_chunk(chunk: nn.Module, groups: ProcessGroupCollection, *, is_expert: bo
     whole = sharded = 0.0
     for parameter in chunk.parameters():
         meta = get_param_meta(parameter)
-        if meta.is_expert != is_expert or not counts_here(parameter, groups):
+        if meta.is_expert != is_expert or not is_counted_on_rank(parameter, groups):
             continue
         if wrapper is not None and parameter in are_sharded:
             for shard in wrapper.shards_of(parameter):

@@ -1,4 +1,4 @@
-"""Rules about update rules, the state of the optimizer, and loss scaling."""
+"""Rules about optimizers, their state, and loss scaling."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 
 from megatron.core.foundation.errors import ConfigError, MegatronError
+from megatron.core.optimizer.definitions import OPTIMIZERS
 from megatron.core.optimizer.param_groups import parse_rule
-from megatron.core.optimizer.update_rules import UPDATE_RULES
 from megatron.core.settings.flags import kebab
 from megatron.training.config.resolved import ResolvedRun
 from megatron.training.rules.registry import problem, rule
@@ -43,12 +43,12 @@ def optimizer_state_has_a_place(run: ResolvedRun) -> Iterator[MegatronError]:
     optimizer, precision = run.optimizer, run.precision
     offloads = optimizer.optimizer_cpu_offload or optimizer.optimizer_offload_path is not None
     compact = optimizer.use_precision_aware_optimizer
-    if UPDATE_RULES[optimizer.optimizer].update is None and (offloads or compact):
+    if OPTIMIZERS[optimizer.optimizer].update is None and (offloads or compact):
         given = [("use_precision_aware_optimizer", compact), ("optimizer_cpu_offload", offloads)]
         names = [kebab(name) for name, is_on in given if is_on]
         yield problem(
             f"{names[0]} with --optimizer {optimizer.optimizer}.",
-            "only rules that update each element by itself have their state in few bytes or"
+            "only optimizers that update each element by itself have their state in few bytes or"
             " elsewhere",
             *names,
             "--optimizer",

@@ -304,7 +304,7 @@ def test_a_table_whose_gradient_goes_out_in_buckets_has_the_same_gradient(groups
     numbers = [
         buffer.unit_of(i) for i, p in enumerate(buffer.flat.parameters) if id(p) in in_layers
     ]
-    assert numbers and not any(buffer.params.units[number].is_cut for number in numbers)
+    assert numbers and not any(buffer.params.units[number].is_sharded for number in numbers)
     # The two uses of a tied table meet in `.grad`, before they are added to the main gradient.
     apart = train_alike(groups, cut, whole, FP32_AFTER_OPTIMIZER if is_tied else EXACT)
     assert apart and not any("layers" in name for name, _ in apart)

@@ -62,7 +62,7 @@ def gradients_of_a_step(groups, family, tied, options):
     gradients = {}
     for name, parameter in model.named_parameters():
         meta, grad = get_param_meta(parameter), parameter.grad
-        if tp > 1 and "tp" in meta.grad_sum_axes:
+        if tp > 1 and "tp" in meta.partial_grad_axes:
             dist.all_reduce(grad, group=groups.tp)
         if tp > 1:
             shards = [torch.empty_like(grad) for _ in range(tp)]

@@ -241,7 +241,7 @@ class SplitLayer(nn.Module):
         self.matrix = nn.Parameter(shard_of(full, meta, rank, size).clone())
         self.norm = nn.Parameter(torch.randn(40, generator=generator))
         set_param_meta(self.matrix, meta)
-        set_param_meta(self.norm, ParamMeta(grad_sum_axes=("tp",)))
+        set_param_meta(self.norm, ParamMeta(partial_grad_axes=("tp",)))
 
 
 @distributed(world_size=4, tp=2)

@@ -59,7 +59,7 @@ def test_muon_is_that_of_one_process(layout: LayoutCase, mode, serial_muon) -> N
 
 
 FACTS = {
-    "qkv": ((24, 10), ParamMeta(split_dim=0, split_axis="tp", stacked_rows=(6, 3, 3))),
+    "qkv": ((24, 10), ParamMeta(split_dim=0, split_axis="tp", fused_row_sizes=(6, 3, 3))),
     "gated": ((32, 6), ParamMeta(split_dim=0, split_axis="tp", stride=2)),
     "row": ((10, 24), ParamMeta(split_dim=1, split_axis="tp")),
     "whole": ((7, 9), ParamMeta()),

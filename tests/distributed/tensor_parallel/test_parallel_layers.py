@@ -75,8 +75,8 @@ def assert_same_gradients(parallel: nn.Module, serial: nn.Module, group, toleran
     for (name, ours), whole in zip(parallel.named_parameters(), serial.parameters(), strict=True):
         meta = get_param_meta(ours)
         grad = ours.main_grad if ours.grad is None else ours.grad
-        if meta.grad_sum_axes:
-            assert meta.grad_sum_axes == ("tp",)
+        if meta.partial_grad_axes:
+            assert meta.partial_grad_axes == ("tp",)
             grad = collectives.all_reduce(grad.clone(), group)
         expected = shard_of(whole.grad, meta, group.rank(), group.size())
         assert_close(grad, expected, tolerance, f"gradient of {name}")

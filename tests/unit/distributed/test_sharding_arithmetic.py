@@ -14,11 +14,13 @@ def random_plan(seed):
     ]
     bucket = draw.choice([None, 1, 500, 3000, 10**6])
     shards = draw.choice([1, 2, 3, 4, 7, 8])
-    apart = {i for i in range(len(numels)) if draw.random() < 0.2}
+    separate = {i for i in range(len(numels)) if draw.random() < 0.2}
     units = None
     if seed % 2:  # stage 3: buckets are units
         units = sorted(draw.randint(0, 4) for _ in numels)
-    plan = plan_buffer(numels, bucket_numel=bucket, num_shards=shards, apart=apart, units=units)
+    plan = plan_buffer(
+        numels, bucket_numel=bucket, num_shards=shards, separate=separate, units=units
+    )
     return numels, shards, plan
 
 
@@ -74,8 +76,8 @@ def test_a_parameter_set_apart_is_cut_the_same_in_any_company(seed):
             [*before, tied, *after],
             bucket_numel=draw.choice([None, 300, 5000]),
             num_shards=size,
-            apart={index},
-            apart_numel=most,
+            separate={index},
+            separate_numel=most,
         )
         return [
             [

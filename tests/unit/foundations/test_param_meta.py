@@ -44,14 +44,14 @@ def test_attributes_of_third_parties_are_read():
     parameter.tensor_model_parallel, parameter.partition_dim = True, 1
     parameter.sequence_parallel = True
     meta = get_param_meta(parameter)
-    assert (meta.split_dim, meta.split_axis, meta.grad_sum_axes) == (1, "tp", ("tp",))
+    assert (meta.split_dim, meta.split_axis, meta.partial_grad_axes) == (1, "tp", ("tp",))
 
 
 def test_sequence_parallel_set_later_is_seen():
     parameter = torch.nn.Parameter(torch.ones(2))
     set_param_meta(parameter, ParamMeta())
     parameter.sequence_parallel = True
-    assert get_param_meta(parameter).grad_sum_axes == ("tp",)
+    assert get_param_meta(parameter).partial_grad_axes == ("tp",)
 
 
 def test_first_writer_of_a_step_overwrites_and_later_ones_add():

@@ -2,7 +2,7 @@
 
 import torch
 
-from megatron.core.optimizer.update_rules.lion import Lion
+from megatron.core.optimizer.definitions.lion import Lion
 from tests.harness.tolerances import EXACT, FP32_ROUNDED_ONCE, assert_close
 
 LR, DECAY, BETAS = 1e-2, 0.3, (0.9, 0.99)

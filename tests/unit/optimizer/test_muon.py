@@ -67,7 +67,7 @@ class Layers(nn.Module):
         self.gated = nn.Linear(6, 16, bias=False)
         self.head = nn.Linear(6, 11, bias=False)
         set_param_meta(self.head.weight, ParamMeta(is_embedding_or_output=True))
-        set_param_meta(self.qkv.weight, ParamMeta(split_dim=0, stacked_rows=(6, 3, 3)))
+        set_param_meta(self.qkv.weight, ParamMeta(split_dim=0, fused_row_sizes=(6, 3, 3)))
         set_param_meta(self.gated.weight, ParamMeta(split_dim=0, stride=2))
 
 

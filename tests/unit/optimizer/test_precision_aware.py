@@ -12,7 +12,7 @@ from megatron.core.foundation.errors import ConfigError
 from megatron.core.model_parallel_config import HalfPrecision
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.chunked_state_builder import state_fields
-from megatron.core.optimizer.update_rules import UPDATE_RULES
+from megatron.core.optimizer.definitions import OPTIMIZERS
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.training.metrics.memory import state_bytes
 from tests.distributed.distributed.replicas import accumulate, wrap
@@ -43,13 +43,13 @@ def train(dtype: torch.dtype, num_steps: int, **settings: Any) -> tuple[list[flo
 
 
 def test_fp32_state_is_the_plain_optimizer_to_the_bit():
-    for rule in ("adam", "sgd", "lion"):
+    for update in ("adam", "sgd", "lion"):
         plain, ours = (
-            train(FP32, 5, optimizer=rule, **settings) for settings in ({}, compact(FP32, FP32))
+            train(FP32, 5, optimizer=update, **settings) for settings in ({}, compact(FP32, FP32))
         )
         assert ours[0] == plain[0]
         for name, tensor in plain[1].items():
-            assert_close(ours[1][name], tensor, EXACT, f"{rule} {name}")
+            assert_close(ours[1][name], tensor, EXACT, f"{update} {name}")
 
 
 @pytest.fixture(scope="module")
@@ -95,8 +95,8 @@ BYTES = [
 @pytest.mark.parametrize(("model", "settings", "expected"), BYTES)
 def test_bytes_per_parameter_are_those_of_the_table(model, settings, expected):
     config = OptimizerConfig(bf16=model == BF16, **settings)
-    rule = UPDATE_RULES["adam"].elementwise(config)
-    fields = state_fields(rule, config, model, keeps_main=model != FP32)
+    update = OPTIMIZERS["adam"].elementwise(config)
+    fields = state_fields(update, config, model, keeps_main=model != FP32)
     assert sum(field.codec.block_bytes for field in fields) / BLOCK == expected
     precision = HalfPrecision(bf16=model == BF16)
     state = state_bytes(config, precision, grads_in_fp32=True)
@@ -121,4 +121,4 @@ def test_what_does_not_go_together_is_refused_in_one_message():
 def test_a_rule_whose_elements_depend_on_each_other_has_no_state_in_few_bytes():
     config = OptimizerConfig(**compact(BF16, BF16))
     with pytest.raises(ConfigError, match="muon with optimizer state in few bytes"):
-        UPDATE_RULES["muon"].elementwise(config)
+        OPTIMIZERS["muon"].elementwise(config)

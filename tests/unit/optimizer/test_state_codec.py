@@ -26,8 +26,8 @@ def values(second: bool, num_blocks: int = 40) -> torch.Tensor:
 
 
 def noise_of(shape: torch.Size, step: int = 1) -> torch.Tensor:
-    places = torch.arange(shape.numel(), dtype=torch.int32).view(shape)
-    return random_bits(places, step)
+    positions = torch.arange(shape.numel(), dtype=torch.int32).view(shape)
+    return random_bits(positions, step)
 
 
 def store(codec, tensor, noise=None):
@@ -90,10 +90,10 @@ def test_a_second_moment_that_is_not_zero_never_becomes_zero(dtype):
 
 
 def test_random_bits_are_a_function_of_place_and_step():
-    places = torch.arange(1 << 16, dtype=torch.int32)
-    first = random_bits(places, 3)
-    assert torch.equal(first[500:600], random_bits(places[500:600], 3))
-    assert (first == random_bits(places, 4)).float().mean() < 1e-3
+    positions = torch.arange(1 << 16, dtype=torch.int32)
+    first = random_bits(positions, 3)
+    assert torch.equal(first[500:600], random_bits(positions[500:600], 3))
+    assert (first == random_bits(positions, 4)).float().mean() < 1e-3
     for bit in range(32):
         share = float(((first >> bit) & 1).float().mean())
         # 5 standard deviations of a fair coin.

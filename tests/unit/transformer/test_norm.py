@@ -114,7 +114,7 @@ def test_norm_gradients_are_partial_sums_only_under_sequence_parallelism(name, s
     assert norm.eps == 1e-6
     for parameter in norm.parameters():
         meta = get_param_meta(parameter)
-        assert meta.grad_sum_axes == (("tp",) if sequence_parallel else ())
+        assert meta.partial_grad_axes == (("tp",) if sequence_parallel else ())
         assert parameter.sequence_parallel is sequence_parallel
 
 

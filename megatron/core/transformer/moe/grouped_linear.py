@@ -62,7 +62,7 @@ class GroupedLinear(ParallelLayer):
                 split_dim=0 if splits_output else None,
                 stride=stride if splits_output else 1,
                 # Added on the first rank alone.
-                grad_sum_axes=() if splits_output or self.tp_size == 1 else (self.split_axis,),
+                partial_grad_axes=() if splits_output or self.tp_size == 1 else (self.split_axis,),
             )
             self.register_parameter(f"bias{index}", added)
         self.num_gemms, self.uses_bias = num_gemms, bias

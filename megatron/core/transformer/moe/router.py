@@ -75,12 +75,12 @@ class TopKRouter(LoadTrackingRouter, ParallelLayer):
             config.hidden_size,
             init_method=config.init_method,
             split_dim=None,
-            grad_sum_axes=axes,
+            partial_grad_axes=axes,
         )
         self.bias: nn.Parameter | None = None
         if config.add_bias_linear:
             self.bias = self.new_parameter(
-                self.num_experts, init_method=None, split_dim=None, grad_sum_axes=axes
+                self.num_experts, init_method=None, split_dim=None, partial_grad_axes=axes
             )
         even = torch.full((self.num_experts,), 1.0 / self.num_experts, device=self.weight.device)
         uses_bias = config.moe_router_enable_expert_bias

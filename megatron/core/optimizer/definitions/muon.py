@@ -1,17 +1,17 @@
-"""Muon as an update rule; its arithmetic is in `optimizer/muon.py`."""
+"""Muon; its arithmetic is in `optimizer/muon.py`."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from megatron.core.optimizer.definition import ModelTensors, OptimizerDefinition
 from megatron.core.optimizer.muon import Muon, MuonSettings
-from megatron.core.optimizer.update_rule import ModelParts, UpdateRule
 
 if TYPE_CHECKING:
     from megatron.core.optimizer.optimizer_config import OptimizerConfig
 
 
-def _build(config: OptimizerConfig, param_groups: list[dict[str, Any]], parts: ModelParts) -> Any:
+def _build(config: OptimizerConfig, param_groups: list[dict[str, Any]], parts: ModelTensors) -> Any:
     mine = {id(tensor) for group in param_groups for tensor in group["params"]}
     settings = MuonSettings(
         momentum=config.muon_momentum,
@@ -20,7 +20,7 @@ def _build(config: OptimizerConfig, param_groups: list[dict[str, Any]], parts: M
         scale_mode=config.muon_scale_mode,
         extra_scale=config.muon_extra_scale_factor,
         tp_mode=config.muon_tp_mode,
-        splits_stacked=config.muon_split_qkv,
+        splits_fused=config.muon_split_qkv,
     )
     return Muon(
         param_groups,
@@ -34,4 +34,4 @@ def _build(config: OptimizerConfig, param_groups: list[dict[str, Any]], parts: M
     )
 
 
-RULE = UpdateRule(name="muon", state_names=("momentum_buffer",), build=_build)
+OPTIMIZER = OptimizerDefinition(name="muon", state_names=("momentum_buffer",), build=_build)

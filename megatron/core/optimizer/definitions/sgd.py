@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim.sgd import sgd
 
-from megatron.core.optimizer.update_rule import (
-    ModelParts,
+from megatron.core.optimizer.definition import (
+    ModelTensors,
+    OptimizerDefinition,
     Pieces,
-    UpdateRule,
     has_fused_kernel,
 )
 
@@ -35,7 +35,7 @@ def update_sgd(pieces: Pieces) -> None:
     )
 
 
-def _build(config: OptimizerConfig, param_groups: list[dict[str, Any]], _: ModelParts) -> Any:
+def _build(config: OptimizerConfig, param_groups: list[dict[str, Any]], _: ModelTensors) -> Any:
     return torch.optim.SGD(
         param_groups,
         lr=config.lr or 0.0,
@@ -45,7 +45,7 @@ def _build(config: OptimizerConfig, param_groups: list[dict[str, Any]], _: Model
     )
 
 
-RULE = UpdateRule(
+OPTIMIZER = OptimizerDefinition(
     name="sgd",
     state_names=("momentum_buffer",),
     constants=lambda config: {"momentum": config.sgd_momentum},

@@ -10,11 +10,11 @@ from __future__ import annotations
 import torch
 from torch.optim.optimizer import ParamsT
 
-from megatron.core.optimizer.update_rule import (
+from megatron.core.optimizer.definition import (
     ElementwiseOptimizer,
-    ElementwiseRule,
+    ElementwiseUpdate,
+    OptimizerDefinition,
     Pieces,
-    UpdateRule,
 )
 
 
@@ -31,7 +31,7 @@ def update_lion(pieces: Pieces) -> None:
         moment.lerp_(gradient, 1.0 - beta2)
 
 
-RULE = UpdateRule(
+OPTIMIZER = OptimizerDefinition(
     name="lion",
     state_names=("exp_avg",),
     constants=lambda config: {"betas": (config.lion_beta1, config.lion_beta2)},
@@ -55,5 +55,5 @@ class Lion(ElementwiseOptimizer):
                 the paper uses for language models.
             weight_decay: decoupled, as in AdamW.
         """
-        rule = ElementwiseRule(RULE.state_names, update_lion, {"betas": betas})
-        super().__init__(params, rule, lr=lr, weight_decay=weight_decay)
+        update = ElementwiseUpdate(OPTIMIZER.state_names, update_lion, {"betas": betas})
+        super().__init__(params, update, lr=lr, weight_decay=weight_decay)

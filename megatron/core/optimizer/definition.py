@@ -1,9 +1,9 @@
-"""What an update rule is: one record that says its state, its constants and its update.
+"""What an optimizer is: one record that says its state, its constants and its update.
 
-Each file of `update_rules/` holds one as `RULE`. The flags, the checks of a run, the estimate of
-memory and the builders read it; nothing asks for a name. A rule whose elements do not depend on
-each other is one function on pieces of tensors: whole ones, shards of any ZeRO stage, and chunks
-of state that is kept in few bytes, in host memory or in files.
+Each file of `definitions/` holds one as `OPTIMIZER`. The flags, the checks of a run, the estimate
+of memory and the builders read it; nothing asks for a name. An optimizer whose elements do not
+depend on each other is one function on pieces of tensors: full ones, shards of any ZeRO stage, and
+chunks of state that is kept in few bytes, in host memory or in files.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Pieces:
     """Both fp32 and of one shape; gradients may be changed."""
     states: States
     settings: Mapping[str, Any]
-    """ "lr" and "weight_decay" of the group, and the constants of the rule."""
+    """ "lr" and "weight_decay" of the group, and the constants of the optimizer."""
     step: int
     """Updates before this one."""
     factor: float = 1.0
@@ -54,7 +54,7 @@ class Pieces:
         }
 
     def scaled_gradients(self) -> list[Tensor]:
-        """Return the gradients times the factor, for a rule that has no fused kernel."""
+        """Return the gradients times the factor, for an optimizer without a fused kernel."""
         if self.factor == 1.0:
             return self.gradients
         return [gradient.mul_(self.factor) for gradient in self.gradients]
@@ -65,7 +65,7 @@ Update = Callable[[Pieces], None]
 
 
 @dataclass(frozen=True)
-class ElementwiseRule:
+class ElementwiseUpdate:
     """An update with the constants of a run."""
 
     state_names: tuple[str, ...]
@@ -74,8 +74,8 @@ class ElementwiseRule:
 
 
 @dataclass(frozen=True)
-class ModelParts:
-    """What rules may need to know of this rank's model besides the tensors they update."""
+class ModelTensors:
+    """What optimizers may need to know of this rank's model besides the tensors they update."""
 
     shards: Sequence[MainParamShard]
     matrices: Sequence[nn.Parameter]
@@ -90,8 +90,8 @@ def _no_constants(_config: OptimizerConfig) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class UpdateRule:
-    """An update rule."""
+class OptimizerDefinition:
+    """An optimizer, as `--optimizer` names it."""
 
     name: str
     """Value of `--optimizer`, `OptimizerConfig.optimizer` and "optimizer" of a parameter group."""
@@ -102,13 +102,13 @@ class UpdateRule:
     """Settings that parameter groups have beside "lr" and "weight_decay": a schedule may change
     them, and checkpoints keep them."""
     update: Callable[[OptimizerConfig], Update] | None = None
-    """Returns the update of pieces; None for a rule whose elements depend on each other, so that
+    """Returns the update of pieces; None for one whose elements depend on each other, so that
     its state stays in fp32 on the device."""
-    build: Callable[[OptimizerConfig, list[dict[str, Any]], ModelParts], Any] | None = None
+    build: Callable[[OptimizerConfig, list[dict[str, Any]], ModelTensors], Any] | None = None
     """Returns a `torch.optim.Optimizer` over parameter groups of main tensors, where another than
     `ElementwiseOptimizer` is faster or needed."""
 
-    def elementwise(self, config: OptimizerConfig) -> ElementwiseRule:
+    def elementwise(self, config: OptimizerConfig) -> ElementwiseUpdate:
         """Return the update with the constants of a run.
 
         Raises:
@@ -117,22 +117,22 @@ class UpdateRule:
         if self.update is None:
             raise ConfigError(
                 f"{self.name} with optimizer state in few bytes or off the device.",
-                rule="only rules that update each element by itself work on chunks of state",
+                rule="only optimizers that update each element by itself work on chunks of state",
                 flags=["--optimizer", "--param-rules", "--use-precision-aware-optimizer",
                        "--optimizer-cpu-offload", "--optimizer-offload-path"],
                 fix="use --use-distributed-optimizer to shard its state, or --optimizer lion",
             )  # fmt: skip
-        return ElementwiseRule(self.state_names, self.update(config), self.constants(config))
+        return ElementwiseUpdate(self.state_names, self.update(config), self.constants(config))
 
 
 class ElementwiseOptimizer(torch.optim.Optimizer):
-    """Runs an elementwise rule on whole tensors, or on any shards of them."""
+    """Runs an elementwise update on whole tensors, or on any shards of them."""
 
     def __init__(
-        self, params: ParamsT, rule: ElementwiseRule, *, lr: float, weight_decay: float
+        self, params: ParamsT, update: ElementwiseUpdate, *, lr: float, weight_decay: float
     ) -> None:
-        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, **rule.constants})
-        self.rule = rule
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, **update.constants})
+        self.update = update
 
     def initialize_state(self) -> None:
         """Allocate the state that the first update would allocate."""
@@ -150,14 +150,14 @@ class ElementwiseOptimizer(torch.optim.Optimizer):
                 if parameter.grad is None:
                     continue
                 state = self._state_of(parameter)
-                states = {name: [state[name]] for name in self.rule.state_names}
+                states = {name: [state[name]] for name in self.update.state_names}
                 step = int(state["step"])
-                self.rule.update(Pieces([parameter], [parameter.grad], states, group, step))
+                self.update.update(Pieces([parameter], [parameter.grad], states, group, step))
                 state["step"] += 1
 
     def _state_of(self, parameter: Tensor) -> dict[str, Tensor]:
         state: dict[str, Tensor] = self.state[parameter]
-        for name in self.rule.state_names:
+        for name in self.update.state_names:
             if name not in state:
                 state[name] = torch.zeros_like(parameter)
         state.setdefault("step", torch.zeros((), dtype=torch.float32))

@@ -13,10 +13,10 @@ import torch
 from torch.optim.adam import adam
 from torch.optim.adamw import adamw
 
-from megatron.core.optimizer.update_rule import (
-    ModelParts,
+from megatron.core.optimizer.definition import (
+    ModelTensors,
+    OptimizerDefinition,
     Pieces,
-    UpdateRule,
     has_fused_kernel,
 )
 
@@ -51,7 +51,7 @@ def _constants(config: OptimizerConfig) -> dict[str, Any]:
     return {"betas": (config.adam_beta1, config.adam_beta2), "eps": config.adam_eps}
 
 
-def _build(config: OptimizerConfig, param_groups: list[dict[str, Any]], _: ModelParts) -> Any:
+def _build(config: OptimizerConfig, param_groups: list[dict[str, Any]], _: ModelTensors) -> Any:
     kind = torch.optim.AdamW if config.decoupled_weight_decay else torch.optim.Adam
     return kind(
         param_groups,
@@ -62,7 +62,7 @@ def _build(config: OptimizerConfig, param_groups: list[dict[str, Any]], _: Model
     )
 
 
-RULE = UpdateRule(
+OPTIMIZER = OptimizerDefinition(
     name="adam",
     state_names=("exp_avg", "exp_avg_sq"),
     constants=_constants,
