@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from megatron.core.kernels import flex_attention
+from megatron.core.kernels import flex_attention, library_attention
 from megatron.core.kernels.attention_options import AttentionKernel, AttentionOptions
 from megatron.core.kernels.blockwise_attention import blockwise_attention
 from megatron.core.kernels.cpu.block_attention import cpu_block_attention
 from megatron.core.kernels.registry import OTHER_DEVICES, Choice, Kernel, KernelTable, Request
 from megatron.core.kernels.torch_attention import sdpa, sdpa_with_mask, unfused
+
+WIDEST_FLASH = 256
+"""Elements of a head in the kernels of flash-attention and Transformer Engine."""
 
 # What an attention may need beyond plain causal or full attention of a sequence to itself.
 MASK = "an attention_mask"
@@ -24,44 +27,69 @@ DOCUMENTS = "documents"
 WIDTHS = "two head widths"
 SOFTCAP = "soft-capping"
 SINK = "a sink"
-DROPOUT = "dropout"
+DROPOUT = "dropout independent of the layout"
+OWN_DROPOUT = "dropout"  # drawn by the kernel as it likes
+WIDE_HEADS = f"heads wider than {WIDEST_FLASH}"
 HEAD_EXCHANGE = "context parallelism by all-to-all"
 PARTIAL_KEYS = "context parallelism by a ring or gathered keys"
 
 _MATRICES = frozenset({MASK, BIAS, LENGTHS, WINDOW})
 _POSITIONS = frozenset({WINDOW, DOCUMENTS, WIDTHS})
 _SCORES = frozenset({SOFTCAP, SINK})
+_DROPOUTS = frozenset({DROPOUT, OWN_DROPOUT})
 _BLOCKWISE = Kernel(
     "blockwise",
     blockwise_attention,
-    _POSITIONS | _SCORES | {DROPOUT, HEAD_EXCHANGE, PARTIAL_KEYS},
+    _POSITIONS | _SCORES | _DROPOUTS | {HEAD_EXCHANGE, PARTIAL_KEYS, WIDE_HEADS},
 )
+_LIBRARY_DTYPES = frozenset({"bfloat16", "float16"})
 
 ATTENTION: KernelTable[AttentionKernel] = KernelTable(
     "attention",
     {
         "cpu": (
-            Kernel("cpu-blocks", cpu_block_attention, frozenset({WINDOW, DROPOUT})),
+            Kernel("cpu-blocks", cpu_block_attention, _DROPOUTS | {WINDOW, WIDE_HEADS}),
             _BLOCKWISE,
             # torch computes two head widths on the CPU from the full matrix of scores.
-            Kernel("sdpa", sdpa),
-            Kernel("sdpa-mask", sdpa_with_mask, _MATRICES),
-            Kernel("unfused", unfused, _MATRICES | {DROPOUT}),
+            Kernel("sdpa", sdpa, frozenset({WIDE_HEADS})),
+            Kernel("sdpa-mask", sdpa_with_mask, _MATRICES | {WIDE_HEADS}),
+            Kernel("unfused", unfused, _MATRICES | _DROPOUTS | {WIDE_HEADS}),
         ),
         OTHER_DEVICES: (
-            Kernel("sdpa", sdpa, frozenset({WIDTHS, HEAD_EXCHANGE})),
+            Kernel("sdpa", sdpa, frozenset({WIDTHS, OWN_DROPOUT, HEAD_EXCHANGE, WIDE_HEADS})),
+            Kernel(
+                "flash-attn",
+                library_attention.flash_attn,
+                _POSITIONS | {SOFTCAP, OWN_DROPOUT, HEAD_EXCHANGE},
+                dtypes=_LIBRARY_DTYPES,
+                missing=library_attention.flash_attn_missing,
+                library=True,
+                excludes=(frozenset({SOFTCAP, OWN_DROPOUT}),),
+            ),
+            Kernel(
+                "transformer-engine",
+                library_attention.transformer_engine,
+                _POSITIONS | {OWN_DROPOUT, HEAD_EXCHANGE},
+                dtypes=_LIBRARY_DTYPES,
+                missing=library_attention.transformer_engine_missing,
+                library=True,
+            ),
             Kernel(
                 "flex",
                 flex_attention.flex,
-                _POSITIONS | _SCORES | {HEAD_EXCHANGE},
+                _POSITIONS | _SCORES | {HEAD_EXCHANGE, WIDE_HEADS},
                 dtypes=frozenset({"bfloat16", "float16", "float32"}),
                 missing=flex_attention.missing,
             ),
-            Kernel("sdpa-mask", sdpa_with_mask, _MATRICES | _POSITIONS | {HEAD_EXCHANGE}),
+            Kernel(
+                "sdpa-mask",
+                sdpa_with_mask,
+                _MATRICES | _POSITIONS | {OWN_DROPOUT, HEAD_EXCHANGE, WIDE_HEADS},
+            ),
             Kernel(
                 "unfused",
                 unfused,
-                _MATRICES | _POSITIONS | _SCORES | {DROPOUT, HEAD_EXCHANGE},
+                _MATRICES | _POSITIONS | _SCORES | _DROPOUTS | {HEAD_EXCHANGE, WIDE_HEADS},
             ),
             _BLOCKWISE,
         ),
@@ -76,17 +104,26 @@ ATTENTION: KernelTable[AttentionKernel] = KernelTable(
 )
 
 ASKED: dict[str, tuple[str, ...]] = {
-    "flash": ("sdpa", "flex", "sdpa-mask", "unfused"),
-    "fused": ("sdpa", "flex", "sdpa-mask", "unfused"),
+    "flash": ("flash-attn", "sdpa", "flex", "sdpa-mask", "unfused"),
+    "fused": ("transformer-engine", "sdpa", "flex", "sdpa-mask", "unfused"),
     "unfused": ("unfused",),
     "local": ("unfused",),
     "auto": (),
 }
 """Value of `--attention-backend` -> kernels that go before all others."""
 
+DRAWS_DROPOUT = ("flash", "fused")
+"""Values of `--attention-backend` with which kernels may draw dropout as they like: what is dropped
+then depends on the layout. Otherwise a faster kernel that does is passed over."""
 
-def attention_needs(options: AttentionOptions) -> set[str]:
-    """Return what is needed according to the options alone."""
+
+def dropout_need(backend: str) -> str:
+    """Return what dropout needs with a value of `--attention-backend`."""
+    return OWN_DROPOUT if backend in DRAWS_DROPOUT else DROPOUT
+
+
+def attention_needs(options: AttentionOptions, backend: str) -> set[str]:
+    """Return what is needed according to the options and `--attention-backend` alone."""
     given = {
         MASK: options.attention_mask is not None,
         BIAS: options.attention_bias is not None,
@@ -94,7 +131,7 @@ def attention_needs(options: AttentionOptions) -> set[str]:
         DOCUMENTS: options.mask.document_ids is not None,
         SOFTCAP: options.softcap is not None,
         SINK: options.sink is not None,
-        DROPOUT: options.dropout > 0.0,
+        dropout_need(backend): options.dropout > 0.0,
     }
     return {need for need, is_given in given.items() if is_given}
 
@@ -124,9 +161,11 @@ def choose_attention(
     Raises:
         ConfigError: no kernel can do what is needed.
     """
-    needs = attention_needs(options) | context_parallel_need(comm_type)
+    needs = attention_needs(options, backend) | context_parallel_need(comm_type)
     if query.shape[0] != key.shape[0]:
         needs.add(LENGTHS)
     if query.shape[-1] != value.shape[-1]:
         needs.add(WIDTHS)
+    if max(query.shape[-1], value.shape[-1]) > WIDEST_FLASH:
+        needs.add(WIDE_HEADS)
     return ATTENTION.choose(Request.of(query, needs), ASKED[backend])

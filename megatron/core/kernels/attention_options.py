@@ -6,7 +6,8 @@ of key and value heads.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -14,7 +15,11 @@ import torch
 from torch import Tensor
 
 from megatron.core.kernels.block_mask import MaskSpec, masked_keys
-from megatron.core.parameters.rng import keyed_attention_keep_mask
+from megatron.core.parameters.rng import (
+    keyed_attention_keep_mask,
+    rng_state,
+    seeded_default_generator,
+)
 
 
 @dataclass(frozen=True)
@@ -27,7 +32,8 @@ class AttentionOptions:
         attention_mask: bool, True where a key is hidden too, broadcastable to [b, n, sq, sk].
         attention_bias: added to the scaled scores, broadcastable to [b, n, sq, sk].
         first_query: position of the first query among the keys.
-        dropout: probability of dropping a probability; drawn independently of the layout.
+        dropout: probability of dropping a probability. `keep_mask` draws it independently of the
+            layout, `seeded_dropout` lets the kernel draw.
         first_head: index in the whole model of this rank's first query head, by which it is drawn.
         sink: [n], scores of a key without value that every query sees.
         softcap: bound c of the scaled scores, c * tanh(score / c).
@@ -64,6 +70,23 @@ class AttentionOptions:
             dtype=query.dtype,
             device=query.device,
         ).div_(keep)
+
+    @contextmanager
+    def seeded_dropout(self, query: Tensor) -> Iterator[None]:
+        """Let a kernel draw dropout by itself: what it drops depends on the layout.
+
+        Recomputation and a resumed run drop the same again.
+
+        Args:
+            query: [sq, b, n, d], whose device draws.
+        """
+        if not self.dropout:
+            yield
+            return
+        state = rng_state()
+        key = (*state.next_key(), state.first_sample, self.first_head)
+        with seeded_default_generator(query.device, *key):
+            yield
 
     def masked_keys(self, num_queries: int, num_keys: int, device: torch.device) -> Tensor | None:
         """Return bool [sq, sk] or [b, 1, sq, sk], True where position or document hide a key.

@@ -41,7 +41,8 @@ class Request:
         device: torch's name of the device type ("cpu", "cuda").
         dtype: torch's name of the activations' dtype ("bfloat16").
         needs: what goes beyond the plain case, in the words of the operation.
-        is_planned: the device is not here: what this installation lacks does not count.
+        is_planned: the device is not here: what this installation lacks does not count, and
+            whether a library will be there is left open.
     """
 
     device: str
@@ -65,6 +66,8 @@ class Kernel(Generic[Run]):
         supports: needs that it can meet.
         dtypes: dtypes that it computes in; None is all.
         missing: returns what this installation lacks to run it, or None.
+        library: it belongs to a library that not every installation has.
+        excludes: needs that it can meet, but not together.
     """
 
     name: str
@@ -72,12 +75,17 @@ class Kernel(Generic[Run]):
     supports: frozenset[str] = frozenset()
     dtypes: frozenset[str] | None = None
     missing: Callable[[], str | None] | None = None
+    library: bool = False
+    excludes: tuple[frozenset[str], ...] = ()
 
     def refusal(self, request: Request) -> str | None:
         """Return why it cannot compute what is requested; None if it can."""
         lacking = sorted(request.needs - self.supports)
         if lacking:
             return f"does not support {', '.join(lacking)}"
+        for together in self.excludes:
+            if together <= request.needs:
+                return f"does not support {' with '.join(sorted(together))}"
         if self.dtypes is not None and request.dtype not in self.dtypes:
             return f"computes in {', '.join(sorted(self.dtypes))}, not in {request.dtype}"
         return None if self.missing is None or request.is_planned else self.missing()
@@ -85,10 +93,21 @@ class Kernel(Generic[Run]):
 
 @dataclass(frozen=True)
 class Choice(Generic[Run]):
-    """A kernel, and (name, reason) of those that are preferred to it."""
+    """A kernel, and (name, reason) of those that are preferred to it.
+
+    Attributes:
+        if_installed: kernels of libraries that would be taken before it; for a planned device.
+    """
 
     kernel: Kernel[Run]
     passed_over: tuple[tuple[str, str], ...] = ()
+    if_installed: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """The kernel's name, after those that would take its place where they are installed."""
+        libraries = (f"{name} if installed" for name in self.if_installed)
+        return ", else ".join((*libraries, self.kernel.name))
 
     @property
     def reasons(self) -> str:
@@ -137,11 +156,15 @@ class KernelTable(Generic[Run]):
         listed = self.of_device(request.device)
         first = [kernel for name in asked for kernel in listed if kernel.name == name]
         passed_over: list[tuple[str, str]] = []
+        if_installed: list[str] = []
         for kernel in (*first, *(kernel for kernel in listed if kernel not in first)):
             reason = kernel.refusal(request)
-            if reason is None:
-                return Choice(kernel, tuple(passed_over))
-            passed_over.append((kernel.name, reason))
+            if reason is not None:
+                passed_over.append((kernel.name, reason))
+            elif kernel.library and request.is_planned:
+                if_installed.append(kernel.name)
+            else:
+                return Choice(kernel, tuple(passed_over), tuple(if_installed))
         raise ConfigError(
             f"no kernel for {self.operation} on {request.device} supports"
             f" {', '.join(sorted(request.needs)) or request.dtype} together.",

@@ -21,7 +21,7 @@ def sdpa(query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -
     Returns:
         [s, b, n * e].
     """
-    return _sdpa(query, key, value, options.scale, None, is_causal=options.mask.window == (-1, 0))
+    return _sdpa(query, key, value, options, None, is_causal=options.mask.window == (-1, 0))
 
 
 def sdpa_with_mask(query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
@@ -38,28 +38,30 @@ def sdpa_with_mask(query: Tensor, key: Tensor, value: Tensor, options: Attention
         mask = bias if mask is None else bias.masked_fill(mask, float("-inf"))
     elif mask is not None:
         mask = ~mask  # torch: True takes part
-    return _sdpa(query, key, value, options.scale, mask, is_causal=False)
+    return _sdpa(query, key, value, options, mask, is_causal=False)
 
 
 def _sdpa(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    scale: float,
+    options: AttentionOptions,
     mask: Tensor | None,
     *,
     is_causal: bool,
 ) -> Tensor:
-    # torch takes any strides: [s, b, n, d] is not copied.
-    out = F.scaled_dot_product_attention(
-        query.permute(1, 2, 0, 3),
-        key.permute(1, 2, 0, 3),
-        value.permute(1, 2, 0, 3),
-        attn_mask=mask,
-        is_causal=is_causal,
-        scale=scale,
-        enable_gqa=query.shape[2] != key.shape[2],
-    )
+    with options.seeded_dropout(query):
+        # torch takes any strides: [s, b, n, d] is not copied.
+        out = F.scaled_dot_product_attention(
+            query.permute(1, 2, 0, 3),
+            key.permute(1, 2, 0, 3),
+            value.permute(1, 2, 0, 3),
+            attn_mask=mask,
+            dropout_p=options.dropout,
+            is_causal=is_causal,
+            scale=options.scale,
+            enable_gqa=query.shape[2] != key.shape[2],
+        )
     return out.permute(2, 0, 1, 3).reshape(*query.shape[:2], -1)
 
 

@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -214,6 +214,18 @@ def seeded_generator(device: torch.device, *key: int | str) -> torch.Generator:
     generator = _generator(device)
     generator.manual_seed(derive_seed(*key))
     return generator
+
+
+@contextmanager
+def seeded_default_generator(device: torch.device, *key: int | str) -> Iterator[None]:
+    """Seed the generator from which kernels draw that take none; it has its state back afterwards.
+
+    The numbers of such a kernel belong to `key`, but their places to this rank's tensors.
+    """
+    devices = [] if device.index is None else [device.index]
+    with torch.random.fork_rng(devices, device_type=device.type):
+        torch.manual_seed(derive_seed(*key))
+        yield
 
 
 def keyed_keep_mask(x: Tensor, keep_probability: float) -> Tensor:

@@ -54,11 +54,22 @@ def has_triton(monkeypatch, answer):
     monkeypatch.setattr("megatron.core.kernels.flex_attention.has", lambda name: answer)
 
 
+def has_libraries(monkeypatch, *names):
+    """Let the table believe that of the attention libraries these are installed."""
+    for kernel in ATTENTION.of_device("cuda"):
+        if kernel.library:
+            lacks = None if kernel.name in names else "is not installed"
+            monkeypatch.setitem(vars(kernel), "missing", lambda lacks=lacks: lacks)
+
+
 CHOICES = [
-    # needs, on a CPU, on an accelerator with Triton
+    # needs, on a CPU, on an accelerator with Triton and without libraries
     ((), "cpu-blocks", "sdpa"),
     ((table.WINDOW,), "cpu-blocks", "flex"),
     ((table.DROPOUT,), "cpu-blocks", "unfused"),
+    ((table.OWN_DROPOUT,), "cpu-blocks", "sdpa"),
+    ((table.OWN_DROPOUT, table.WINDOW), "cpu-blocks", "sdpa-mask"),
+    ((table.WIDE_HEADS,), "cpu-blocks", "sdpa"),
     ((table.WIDTHS,), "blockwise", "sdpa"),
     ((table.DOCUMENTS,), "blockwise", "flex"),
     ((table.SOFTCAP,), "blockwise", "flex"),
@@ -77,9 +88,71 @@ CHOICES = [
 @pytest.mark.parametrize(("needs", "on_cpu", "on_gpu"), CHOICES)
 def test_each_device_has_its_own_preference(monkeypatch, needs, on_cpu, on_gpu):
     has_triton(monkeypatch, True)
+    has_libraries(monkeypatch)
     for device, wanted in (("cpu", on_cpu), ("cuda", on_gpu)):
         request = Request(device, "bfloat16", frozenset(needs))
         assert ATTENTION._choose(request, ()).kernel.name == wanted
+
+
+LIBRARIES = [
+    # needs, backend asked for, with both libraries installed
+    ((), "auto", "sdpa"),
+    ((), "flash", "flash-attn"),
+    ((), "fused", "transformer-engine"),
+    ((table.WINDOW, table.DOCUMENTS), "auto", "flash-attn"),
+    ((table.WINDOW, table.DOCUMENTS, table.OWN_DROPOUT), "fused", "transformer-engine"),
+    ((table.WINDOW, table.OWN_DROPOUT), "flash", "flash-attn"),
+    ((table.SOFTCAP,), "fused", "flex"),
+    ((table.SOFTCAP,), "flash", "flash-attn"),
+    ((table.SOFTCAP, table.OWN_DROPOUT), "flash", "unfused"),
+    ((table.WIDE_HEADS, table.WINDOW), "flash", "flex"),
+    ((table.SINK,), "flash", "flex"),
+    ((table.DROPOUT,), "auto", "unfused"),
+]
+
+
+@pytest.mark.parametrize(("needs", "backend", "wanted"), LIBRARIES)
+def test_an_installed_library_is_taken_where_it_can(monkeypatch, needs, backend, wanted):
+    has_triton(monkeypatch, True)
+    has_libraries(monkeypatch, "flash-attn", "transformer-engine")
+    request = Request("cuda", "bfloat16", frozenset(needs))
+    assert ATTENTION._choose(request, table.ASKED[backend]).kernel.name == wanted
+
+
+def test_libraries_compute_in_half_precision_only(monkeypatch):
+    has_triton(monkeypatch, True)
+    has_libraries(monkeypatch, "flash-attn", "transformer-engine")
+    request = Request("cuda", "float32", frozenset({table.WINDOW}))
+    choice = ATTENTION._choose(request, ())
+    assert choice.kernel.name == "flex"
+    assert dict(choice.passed_over)["flash-attn"] == "computes in bfloat16, float16, not in float32"
+
+
+def test_a_planned_device_leaves_open_whether_it_has_the_libraries():
+    request = Request("cuda", "bfloat16", frozenset({table.WINDOW}), is_planned=True)
+    choice = ATTENTION.choose(request)
+    assert choice.name == (
+        "flash-attn if installed, else transformer-engine if installed, else flex"
+    )
+    assert choice.reasons == "sdpa does not support windows"
+
+
+@pytest.mark.parametrize("backend", table.ASKED)
+def test_only_an_explicit_request_lets_a_kernel_drop_by_layout(backend):
+    options = AttentionOptions(1.0, MaskSpec((-1, 0)), dropout=0.1)
+    needs = table.attention_needs(options, backend)
+    request = Request("cuda", "bfloat16", frozenset(needs), is_planned=True)
+    choice = ATTENTION.choose(request, table.ASKED[backend])
+    if backend in ("flash", "fused"):
+        assert choice.kernel.name == "sdpa"
+        assert choice.if_installed == (("flash-attn",) if backend == "flash" else (
+            "transformer-engine",
+        ))  # fmt: skip
+    else:
+        assert choice.kernel.name == "unfused"
+        assert backend != "auto" or ("sdpa does not support dropout independent of the layout") in (
+            choice.reasons
+        )
 
 
 def test_without_triton_documents_on_an_accelerator_become_a_mask(monkeypatch):

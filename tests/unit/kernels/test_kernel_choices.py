@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -62,12 +64,30 @@ def test_the_report_names_the_kernels_that_run(monkeypatch, name, has_documents)
 
 def test_layers_of_one_choice_share_a_line():
     model = make_model(num_layers=5, window_size=(4, 0), window_attn_skip_freq=2)
-    lines = [
-        str(line)
-        for line in kernel_choices(model.config, "cuda", is_planned=True)
-        if line.operation.startswith("attention")
-    ]
-    assert lines == [
-        "attention, layers 1, 3, 5: flex (sdpa does not support windows)",
+    assert attention_on_a_planned_gpu(replace(model.config, params_dtype=torch.bfloat16)) == [
+        "attention, layers 1, 3, 5: flash-attn if installed, else transformer-engine if installed,"
+        " else flex (sdpa does not support windows)",
         "attention, layers 2, 4: sdpa",
     ]
+
+
+def attention_on_a_planned_gpu(config, **options):
+    lines = kernel_choices(config, "cuda", is_planned=True, **options)
+    return [str(line) for line in lines if line.operation.startswith("attention")]
+
+
+@pytest.mark.parametrize("backend", [AttnBackend.auto, AttnBackend.flash])
+def test_the_report_says_what_dropout_costs_or_gives_up(backend):
+    config = make_model(attention_dropout=0.1, attention_backend=backend).config
+    (line,) = attention_on_a_planned_gpu(replace(config, params_dtype=torch.bfloat16))
+    if backend is AttnBackend.flash:
+        assert line == (
+            "attention: flash-attn if installed, else sdpa"
+            " (the kernel draws dropout: what is dropped depends on the layout)"
+        )
+    else:
+        assert line.startswith(
+            "attention: unfused (sdpa does not support dropout independent of the layout;"
+        )
+    (line,) = attention_on_a_planned_gpu(config, backend="transformer_engine")
+    assert line.endswith("(the kernel draws dropout: what is dropped depends on the layout)")

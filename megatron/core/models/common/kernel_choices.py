@@ -60,15 +60,22 @@ def kernel_choices(
 
     lines = []
     if backend == "local":
-        asked = ASKED[asked_backend(config)]
+        attention_backend = asked_backend(config)
+        asked = ASKED[attention_backend]
         chosen = [
-            ATTENTION.choose(request(_attention_needs(config, layer, has_documents)), asked)
+            ATTENTION.choose(
+                request(_attention_needs(config, layer, has_documents, attention_backend)), asked
+            )
             for layer in range(1, config.num_layers + 1)
         ]
-        lines += [_line(f"attention{layers}", choice) for layers, choice in _runs(chosen)]
+        lines += [
+            _line(f"attention{layers}", choice, _dropout_note(config, choice))
+            for layers, choice in _runs(chosen)
+        ]
         lines.append(_line(config.normalization, _norm(config, device, dtype, is_planned)))
     else:
-        lines.append(KernelLine(f"attention, {config.normalization}", backend))
+        note = _dropout_note(config, None)
+        lines.append(KernelLine(f"attention, {config.normalization}", backend, note))
     if config.gated_linear_unit:
         gate = Gate(
             config.activation_func, config.activation_func_clamp_value, config.glu_linear_offset
@@ -82,21 +89,34 @@ def kernel_choices(
     return lines
 
 
-def _line(operation: str, choice: Choice) -> KernelLine:
-    return KernelLine(operation, choice.kernel.name, choice.reasons)
+def _line(operation: str, choice: Choice, note: str = "") -> KernelLine:
+    reasons = "; ".join(filter(None, (choice.reasons, note)))
+    return KernelLine(operation, choice.name, reasons)
+
+
+def _dropout_note(config: TransformerConfig, choice: Choice | None) -> str:
+    """Return that a kernel drops by layout, where it does; None is a library's attention."""
+    if not config.attention_dropout:
+        return ""
+    if choice is not None and attention.DROPOUT in choice.kernel.supports:
+        return ""
+    return "the kernel draws dropout: what is dropped depends on the layout"
 
 
 def _attention_needs(
-    config: TransformerConfig, layer_number: int, has_documents: bool
+    config: TransformerConfig, layer_number: int, has_documents: bool, backend: str
 ) -> Iterator[str]:
+    widths = [config.kv_channels or 0]
+    if config.multi_latent_attention:
+        widths = [config.qk_head_dim + config.qk_pos_emb_head_dim, config.v_head_dim]
     given = {
         attention.WINDOW: (config.window_of(layer_number) or (-1, 0))[0] >= 0,
         attention.DOCUMENTS: has_documents,
-        attention.WIDTHS: config.multi_latent_attention
-        and config.qk_head_dim + config.qk_pos_emb_head_dim != config.v_head_dim,
+        attention.WIDTHS: len(set(widths)) > 1,
+        attention.WIDE_HEADS: max(widths) > attention.WIDEST_FLASH,
         attention.SOFTCAP: config.attn_logit_softcapping is not None,
         attention.SINK: config.softmax_type != "vanilla",
-        attention.DROPOUT: config.attention_dropout > 0.0,
+        attention.dropout_need(backend): config.attention_dropout > 0.0,
     }
     yield from (need for need, is_given in given.items() if is_given)
     yield from attention.context_parallel_need(cp_comm_type_of_layer(config, layer_number))

@@ -84,7 +84,8 @@ class BlockConfig:
     """Bound c of the scaled attention scores, c * tanh(score / c) (Gemma 2, arXiv 2408.00118,
     section 2). None is no bound."""
     attention_backend: AttnBackend = AttnBackend.auto
-    """Kernel of the core attention."""
+    """Kernel of the core attention. With flash and fused it may draw dropout by itself: what is
+    dropped then depends on the layout."""
 
     def window_of(self, layer_number: int) -> tuple[int, int] | None:
         """Return the window of a layer, by its 1-based number in the whole model."""
