@@ -11,7 +11,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from megatron.core.dist_checkpointing.interop.opening import FORMATS, write_format
+from megatron.core.dist_checkpointing.interop.formats import FORMATS
+from megatron.core.dist_checkpointing.interop.opening import write_format
 from tools.checkpoint.opening import add_path, opened
 
 WRITABLE = {form.name: form for form in FORMATS if form.write is not None}

@@ -6,7 +6,7 @@ One process, and as much memory as the largest file: for tools that change files
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.dist_checkpointing.flat_ranges import describe_box
-from megatron.core.dist_checkpointing.loader import Contents
+from megatron.core.dist_checkpointing.loader import Contents, SliceReader
 from megatron.core.dist_checkpointing.manifest import (
     COMMON_NAME,
     ManifestFile,
@@ -30,7 +30,6 @@ from megatron.core.dist_checkpointing.shard_file import (
     hash_of,
     storage_order,
 )
-from megatron.core.dist_checkpointing.shard_reader import ShardReader
 from megatron.core.dist_checkpointing.typed_json import dump_bytes
 from megatron.core.dist_checkpointing.writer import writer_for
 
@@ -50,7 +49,7 @@ class Produced:
         return torch.Size(self.shape).numel() * element_bytes(self.dtype)
 
 
-def read_full(tensor: StoredTensor, reader: ShardReader) -> Tensor:
+def read_full(tensor: StoredTensor, reader: SliceReader) -> Tensor:
     """Return a stored tensor, joined to its full shape [...] and verified; on the CPU."""
     whole = torch.empty(tensor.shape, dtype=DTYPES[tensor.dtype])
     zero = (0,) * len(tensor.shape)
@@ -66,6 +65,21 @@ def read_full(tensor: StoredTensor, reader: ShardReader) -> Tensor:
 def plain_form(contents: Contents) -> dict[str, Any]:
     """Return the JSON form of all that is not a tensor, as common.json holds it."""
     return {"common": contents.common, "objects": contents.objects}
+
+
+def full_tensors(
+    contents: Contents, *, with_optimizer: bool = True
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the key and the full tensor [...], on the CPU, of all that is stored, one by one."""
+    with contents.open_reader() as reader:
+        for key, stored in contents.manifest.tensors.items():
+            if with_optimizer or not key.startswith("optimizer."):
+                yield key, read_full(stored, reader)
+
+
+def state_bytes(contents: Contents) -> bytes:
+    """Return all that is not a tensor as JSON; `ContentsBuilder.finish_own` reads it."""
+    return dump_bytes({**plain_form(contents), "info": dict(contents.manifest.info)})
 
 
 def write_full_tensors(

@@ -16,6 +16,7 @@ from megatron.core.kernels.registry import OTHER_DEVICES, Kernel, KernelTable, R
 
 TRAINING = "training"
 WEIGHT_DTYPE = "a weight of another dtype"
+ALL_NEEDS = frozenset({TRAINING, WEIGHT_DTYPE})
 
 
 def torch_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -35,9 +36,9 @@ RMS_NORM: KernelTable[Callable[[Tensor, Tensor, float], Tensor]] = KernelTable(
             # Half the time for a row. Not in training: a layer that is computed again there must
             # give the same bits with and without gradients.
             Kernel("torch", torch_rms_norm, dtypes=frozenset({"float32"})),
-            Kernel("cpu-three-pass", cpu_rms_norm, frozenset({TRAINING, WEIGHT_DTYPE})),
+            Kernel("cpu-three-pass", cpu_rms_norm, ALL_NEEDS),
         ),
-        OTHER_DEVICES: (Kernel("torch", torch_rms_norm, frozenset({TRAINING, WEIGHT_DTYPE})),),
+        OTHER_DEVICES: (Kernel("torch", torch_rms_norm, ALL_NEEDS),),
     },
 )
 
@@ -48,12 +49,12 @@ LAYER_NORM: KernelTable[Callable[[Tensor, Tensor, Tensor, float], Tensor]] = Ker
             Kernel(
                 "cpu-fp32-sums",
                 half_layer_norm,
-                frozenset({TRAINING, WEIGHT_DTYPE}),
+                ALL_NEEDS,
                 dtypes=frozenset({"bfloat16", "float16"}),
             ),
-            Kernel("torch", torch_layer_norm, frozenset({TRAINING, WEIGHT_DTYPE})),
+            Kernel("torch", torch_layer_norm, ALL_NEEDS),
         ),
-        OTHER_DEVICES: (Kernel("torch", torch_layer_norm, frozenset({TRAINING, WEIGHT_DTYPE})),),
+        OTHER_DEVICES: (Kernel("torch", torch_layer_norm, ALL_NEEDS),),
     },
 )
 

@@ -281,15 +281,17 @@ class ContentsBuilder:
             no_optimizer=self.no_optimizer,
         )
 
-    def finish_own(self, plain: Mapping[str, Any], info: Mapping[str, Any]) -> ViewContents:
+    def finish_own(self, state: bytes) -> ViewContents:
         """Return the contents of a checkpoint whose keys and plain values are this program's.
 
         Args:
-            plain: see `rewrite.plain_form`.
-            info: of the manifest that it was written from.
+            state: see `rewrite.state_bytes`.
         """
-        manifest = Manifest(self.directory.name, "", {}, self._complete(), info)
-        return ViewContents(self.directory, manifest, plain["common"], plain["objects"])
+        form = typed_json.parse_bytes(state, what=str(self.directory))
+        if type(form) is not dict or form.keys() != {"common", "objects", "info"}:
+            raise DamagedCheckpointError(f"{self.directory} lacks its plain state.")
+        manifest = Manifest(self.directory.name, "", {}, self._complete(), form["info"])
+        return ViewContents(self.directory, manifest, form["common"], form["objects"])
 
     def _complete(self) -> dict[str, StoredTensor]:
         """Return all tensors; every element of each is stored once."""

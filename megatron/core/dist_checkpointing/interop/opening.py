@@ -1,8 +1,4 @@
-"""The formats of checkpoints besides our own: recognise one by its files, open it, write it.
-
-A format is one entry in `FORMATS`. Whoever loads reads that entry: `--load`, the functions of
-`dist_checkpointing`, the tools; `tools/checkpoint export --format NAME` writes it.
-"""
+"""Recognise the program that wrote a checkpoint by its files, open it, and write its format."""
 
 from __future__ import annotations
 
@@ -10,7 +6,6 @@ import os
 import re
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.core.dist_checkpointing import commit
@@ -21,13 +16,10 @@ from megatron.core.dist_checkpointing.interop.contents import (
     listed,
     not_readable,
 )
-from megatron.core.dist_checkpointing.interop.deepspeed import is_deepspeed, open_deepspeed
-from megatron.core.dist_checkpointing.interop.legacy import is_legacy, open_legacy
-from megatron.core.dist_checkpointing.interop.torch_dist import (
-    is_torch_dist,
-    megatron_format,
-    open_torch_dist,
-)
+from megatron.core.dist_checkpointing.interop.format import CheckpointFormat
+from megatron.core.dist_checkpointing.interop.formats import FORMATS
+from megatron.core.dist_checkpointing.interop.formats.deepspeed import is_deepspeed
+from megatron.core.dist_checkpointing.interop.formats.torch_dist import megatron_format
 from megatron.core.dist_checkpointing.loader import Contents, open_contents
 from megatron.core.dist_checkpointing.manifest import METADATA_NAME
 from megatron.core.dist_checkpointing.object_store import StoragePath, storage_path
@@ -35,42 +27,6 @@ from megatron.core.foundation.errors import CheckpointError, MegatronError, show
 from megatron.core.transport.object_collectives import ControlGroup
 
 Opener = Callable[[Path], Contents]
-
-
-@dataclass(frozen=True, kw_only=True)
-class CheckpointFormat:
-    """Files of a checkpoint, as another program or an extension of this one arranges them."""
-
-    name: str
-    """Value of `tools/checkpoint export --format`."""
-    recognises: Callable[[Path], bool]
-    """Says by the names in a directory whether it holds such a checkpoint."""
-    open: Opener
-    """Reads what is there; tensors are read later, slice by slice."""
-    write: Callable[[Contents, Path, bool], None] | None = None
-    """Writes into an empty directory; the last argument is whether the optimizer state goes
-    along."""
-
-
-def _write_torch_dist(contents: Contents, directory: Path, with_optimizer: bool) -> None:
-    # torch's distributed checkpoints take half a second to import, and only this writer needs them.
-    from megatron.core.dist_checkpointing.interop.torch_dist_writer import write_torch_dist
-
-    write_torch_dist(contents, directory, with_optimizer=with_optimizer)
-
-
-FORMATS = (
-    CheckpointFormat(
-        name="torch_dist",
-        recognises=is_torch_dist,
-        open=open_torch_dist,
-        write=_write_torch_dist,
-    ),
-    CheckpointFormat(name="torch", recognises=is_legacy, open=open_legacy),
-    CheckpointFormat(name="deepspeed", recognises=is_deepspeed, open=open_deepspeed),
-)
-"""In the order in which they are looked for."""
-
 LATEST_NAME = "latest"
 """DeepSpeed's tracker: the name of a directory."""
 _TAG = re.compile(r"[\w.-]{1,200}", re.ASCII)
@@ -86,21 +42,17 @@ def recognise(directory: StoragePath) -> Opener | None:
     """
     if not isinstance(directory, Path):
         return None
-    backend = None
     if METADATA_NAME in listed(directory):
         backend = megatron_format(directory)
         if backend is None:
             return None
-    for form in FORMATS:
-        if form.recognises(directory):
-            return form.open
-    if backend is not None:
-        raise not_readable(
-            directory,
-            f"it is a Megatron-LM checkpoint of the format {shown(backend, 40)}",
-            "convert it there: --ckpt-convert-format torch_dist",
-        )
-    return None
+        if backend != "torch_dist":
+            raise not_readable(
+                directory,
+                f"it is a Megatron-LM checkpoint of the format {shown(backend, 40)}",
+                "convert it there: --ckpt-convert-format torch_dist",
+            )
+    return next((form.open for form in FORMATS if form.recognises(directory)), None)
 
 
 def find_deepspeed(directory: StoragePath) -> list[Found]:

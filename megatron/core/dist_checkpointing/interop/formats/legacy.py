@@ -22,6 +22,7 @@ from megatron.core.dist_checkpointing.interop.contents import (
     listed,
     not_readable,
 )
+from megatron.core.dist_checkpointing.interop.format import CheckpointFormat
 from megatron.core.dist_checkpointing.interop.gpt_names import flatten
 from megatron.core.dist_checkpointing.interop.megatron_state import (
     common_values,
@@ -184,3 +185,6 @@ def _moments(
                     return None
                 found[chunk].setdefault(kind, {})[name] = tensor
     return found
+
+
+FORMAT = CheckpointFormat(name="torch", recognises=is_legacy, open=open_legacy)

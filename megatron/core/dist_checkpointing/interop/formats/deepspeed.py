@@ -32,6 +32,7 @@ from megatron.core.dist_checkpointing.interop.contents import (
     not_readable,
     plain_values,
 )
+from megatron.core.dist_checkpointing.interop.format import CheckpointFormat
 from megatron.core.dist_checkpointing.interop.gpt_names import flatten, split_of
 from megatron.core.dist_checkpointing.interop.megatron_state import common_values
 from megatron.core.dist_checkpointing.interop.stored_view import (
@@ -353,3 +354,6 @@ def _damaged(directory: Path, what: str) -> NoReturn:
         rule="a ZeRO checkpoint has the files of all ranks",
         fix="fetch the missing files, or use another tag",
     )
+
+
+FORMAT = CheckpointFormat(name="deepspeed", recognises=is_deepspeed, open=open_deepspeed)

@@ -33,6 +33,7 @@ from megatron.core.dist_checkpointing.interop.contents import (
     listed,
     not_readable,
 )
+from megatron.core.dist_checkpointing.interop.format import CheckpointFormat
 from megatron.core.dist_checkpointing.interop.megatron_state import (
     common_values,
     describe_layout,
@@ -44,6 +45,7 @@ from megatron.core.dist_checkpointing.interop.pickled_values import Record
 from megatron.core.dist_checkpointing.interop.pickles import load_pickle
 from megatron.core.dist_checkpointing.interop.stored_view import MAX_DIMS
 from megatron.core.dist_checkpointing.interop.torch_file import read_torch_file, read_torch_range
+from megatron.core.dist_checkpointing.loader import Contents
 from megatron.core.dist_checkpointing.manifest import METADATA_NAME
 from megatron.core.dist_checkpointing.shard_file import DTYPES
 from megatron.core.foundation.errors import CheckpointError, shown
@@ -270,3 +272,15 @@ def _sizes(value: Any) -> tuple[int, ...]:
     ):
         raise DamagedCheckpointError(f"{shown(value)} is not a shape or offset.")
     return value
+
+
+def _write(contents: Contents, directory: Path, with_optimizer: bool) -> None:
+    # torch's distributed checkpoints take half a second to import, and only this writer needs them.
+    from megatron.core.dist_checkpointing.interop.torch_dist_writer import write_torch_dist
+
+    write_torch_dist(contents, directory, with_optimizer=with_optimizer)
+
+
+FORMAT = CheckpointFormat(
+    name="torch_dist", recognises=is_torch_dist, open=open_torch_dist, write=_write
+)
