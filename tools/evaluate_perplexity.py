@@ -139,8 +139,8 @@ def main() -> None:
                 batch_size=batch_size,
                 groups=session.groups,
             ):
-                total -= math.fsum(found.log_probabilities)
-                count += len(found.log_probabilities)
+                total -= math.fsum(found.logprobs)
+                count += len(found.logprobs)
             if is_rank_0() and begin + chunk < len(rows):
                 print(f" {count} tokens, perplexity {math.exp(total / count):.4f}", flush=True)
         if is_rank_0():

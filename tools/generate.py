@@ -127,7 +127,7 @@ def continuations(session: ModelSession, prompts: Sequence[Sequence[int]]) -> li
                 sampling=sampling,
                 sequence=number,
                 stop_tokens=frozenset({tokenizer.eod}),
-                num_best=options.log_probs,
+                num_top_logprobs=options.log_probs,
             )
             for number, prompt in enumerate(prompts)
         ]
@@ -162,9 +162,9 @@ def described(prompt: str, found: Continuation) -> str:
     """Return one JSON line."""
     shown: dict[str, object] = {"prompt": prompt, "text": found.text}
     shown |= {"finish_reason": found.finish_reason, "tokens": found.tokens}
-    if found.logs:
-        shown["log_probs"] = [logs[0][1] for logs in found.logs]
-        shown["top_log_probs"] = [dict(logs[1:]) for logs in found.logs]
+    if found.logprobs:
+        shown["log_probs"] = [logprobs[0][1] for logprobs in found.logprobs]
+        shown["top_log_probs"] = [dict(logprobs[1:]) for logprobs in found.logprobs]
     return json.dumps(shown, ensure_ascii=False)
 
 

@@ -1,8 +1,8 @@
 """Read low-rank adapters from a directory of PEFT's.
 
-Several projections of theirs are one of ours (queries, keys and values; gate and up), and each may
-have an A of its own. Then ours is those A above each other, and each B has the columns of its own:
-the product is the same, of a rank as large as all of them together. An adapter that
+Several projections of Hugging Face are one of Megatron (queries, keys and values; gate and up), and
+each may have an A of its own. Then Megatron's is those A concatenated, and each B has the columns
+of its own: the product is the same, of a rank as large as all of them together. An adapter that
 `adapters.write_adapters` wrote has one A for all, and comes back as it was.
 """
 
@@ -54,35 +54,35 @@ class PeftAdapter:
 
     path: Path
     rank: int
-    """Of ours: that of theirs times the number of different A that one of our layers needs."""
+    """PEFT's rank times the number of different A that one layer of Megatron needs."""
     alpha: float
     dropout: float
-    places: Mapping[str, tuple[_Source, ...]]
+    adapted: Mapping[str, tuple[_Source, ...]]
     """Our name of a weight -> the adapters of their layers in it."""
 
     @property
     def targets(self) -> list[str]:
         """Names of our layers that have one."""
-        found = {name.split(".")[-2] for name in self.places}
+        found = {name.split(".")[-2] for name in self.adapted}
         return [name for name in TARGETS if name in found]
 
-    def pair(self, ours: str, height: int, width: int) -> tuple[Tensor, Tensor]:
+    def pair(self, megatron_name: str, height: int, width: int) -> tuple[Tensor, Tensor]:
         """Return A [r, width] and B [height, r] beside a weight; zeros where there is none."""
         down, up = torch.zeros(self.rank, width), torch.zeros(height, self.rank)
         with ViewReader() as reader:
             columns: list[tuple[Tensor, slice]] = []
-            for source in self.places.get(ours, ()):
-                theirs = reader.read_full(source.down).float()
-                place = next((where for known, where in columns if known.equal(theirs)), None)
+            for source in self.adapted.get(megatron_name, ()):
+                hf_down = reader.read_full(source.down).float()
+                place = next((where for known, where in columns if known.equal(hf_down)), None)
                 if place is None:
                     begin = sum(len(known) for known, _ in columns)
-                    place = slice(begin, begin + len(theirs))
-                    columns.append((theirs, place))
-                    down[place] = theirs
+                    place = slice(begin, begin + len(hf_down))
+                    columns.append((hf_down, place))
+                    down[place] = hf_down
                 wide = reader.read_full(source.up).float()
                 for rows in source.rows:
                     part = wide[rows.begin : rows.begin + rows.length]
-                    up[rows.place : rows.place + rows.length, place] = part
+                    up[rows.megatron_begin : rows.megatron_begin + rows.length, place] = part
         return down, up
 
 
@@ -100,13 +100,13 @@ def read_adapters(path: Path, model: ModelDirectory) -> PeftAdapter:
     rank, scale, dropout = _strength(path, fields)
     stored, used = tensors_of_file(path / WEIGHTS_NAME), set()
     geometry, prefix = geometry_of(model.settings), model.family.prefixes[0]
-    places, needed = {}, rank
+    adapted, needed = {}, rank
     for rule in model.family.rules(model.settings):
-        for ours, theirs in rule.names(geometry):
-            if not ours.endswith(".weight") or ours.split(".")[-2] not in TARGETS:
+        for megatron_name, hf_names in rule.names(geometry):
+            if not megatron_name.endswith(".weight") or megatron_name.split(".")[-2] not in TARGETS:
                 continue
             found: dict[int, tuple[StoredView, StoredView]] = {}
-            for index, name in enumerate(theirs):
+            for index, name in enumerate(hf_names):
                 layer = PREFIX + full_name(name, prefix).removesuffix(".weight")
                 names = [f"{layer}.lora_{part}.weight" for part in "AB"]
                 if all(name in stored for name in names):
@@ -115,9 +115,9 @@ def read_adapters(path: Path, model: ModelDirectory) -> PeftAdapter:
             if not found:
                 continue
             height = next(iter(found.values()))[1].shape[0]
-            heights = [found[i][1].shape[0] if i in found else height for i in range(len(theirs))]
+            heights = [found[i][1].shape[0] if i in found else height for i in range(len(hf_names))]
             rows = rule.row_map(geometry, heights)
-            places[ours] = tuple(
+            adapted[megatron_name] = tuple(
                 _Source(down, up, tuple(r for r in rows if r.source == index))
                 for index, (down, up) in found.items()
             )
@@ -125,7 +125,7 @@ def read_adapters(path: Path, model: ModelDirectory) -> PeftAdapter:
     unknown = sorted(set(stored) - used)
     if unknown:
         raise _problem(path, f"{unknown[0]!r} is no adapter of a layer here ({len(unknown)} such)")
-    return PeftAdapter(path, needed, scale * needed, dropout, places)
+    return PeftAdapter(path, needed, scale * needed, dropout, adapted)
 
 
 def load_adapters(

@@ -1,7 +1,7 @@
 """Write low-rank adapters as a directory of PEFT's (`adapter_config.json`, safetensors).
 
-One projection of ours is several of theirs (queries, keys and values; gate and up). These get the
-same A, and their own rows of B, by the family's rules; so the product is the same to the bit.
+One projection of Megatron is several of Hugging Face (queries, keys and values; gate and up). These
+get the same A, and their own rows of B, by the family's rules; so the product is the same to the bit.
 """
 
 from __future__ import annotations
@@ -40,28 +40,30 @@ def write_adapters(contents: Contents, target: Path, *, base: str | None) -> Non
     family, geometry = family_of_settings(settings), geometry_of(settings)
     adapters = stored_adapters(contents)
     tensors: dict[str, Tensor] = {}
-    places: set[str] = set()
+    target_modules: set[str] = set()
     is_transposed = False
     for rule in family.rules(settings):
-        for ours, theirs in rule.names(geometry):
-            pair = adapters.of(ours)
+        for megatron_name, hf_names in rule.names(geometry):
+            pair = adapters.of(megatron_name)
             if pair is None:
                 continue
             down, up = pair
             is_transposed |= rule.is_transposed
-            heights = [up.shape[0] // len(theirs)] * len(theirs)
+            heights = [up.shape[0] // len(hf_names)] * len(hf_names)
             row_map = rule.row_map(geometry, heights)
-            for index, name in enumerate(theirs):
+            for index, name in enumerate(hf_names):
                 rows = sorted((r for r in row_map if r.source == index), key=lambda r: r.begin)
                 height = sum(r.length for r in rows)
                 part = up.new_empty(height, up.shape[1])
                 for r in rows:
-                    part[r.begin : r.begin + r.length] = up[r.place : r.place + r.length]
+                    part[r.begin : r.begin + r.length] = up[
+                        r.megatron_begin : r.megatron_begin + r.length
+                    ]
                 layer = full_name(name, family.prefixes[0]).removesuffix(".weight")
                 tensors[f"{PREFIX}{layer}.lora_A.weight"] = down.contiguous()
                 tensors[f"{PREFIX}{layer}.lora_B.weight"] = part
                 # Two words: some families have layers of one name in attention and MLP.
-                places.add(".".join(layer.split(".")[-2:]))
+                target_modules.add(".".join(layer.split(".")[-2:]))
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -69,7 +71,7 @@ def write_adapters(contents: Contents, target: Path, *, base: str | None) -> Non
         "r": adapters.rank,
         "lora_alpha": adapters.alpha,
         "lora_dropout": adapters.dropout,
-        "target_modules": sorted(places),
+        "target_modules": sorted(target_modules),
         "fan_in_fan_out": is_transposed,
         "bias": "none",
         "inference_mode": True,

@@ -88,12 +88,14 @@ def stored_tensors(path: Path) -> dict[str, StoredView]:
     """
     index = path / INDEX_NAME
     if index.is_file():
-        places = read_json(index).get("weight_map")
-        if not isinstance(places, dict) or not all(isinstance(n, str) for n in places.values()):
+        weight_map = read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict) or not all(
+            isinstance(n, str) for n in weight_map.values()
+        ):
             raise _damaged(index, "it has no weight_map from tensors to files")
-        names = sorted(set(places.values()))
+        names = sorted(set(weight_map.values()))
     elif (path / SINGLE_NAME).is_file():
-        names, places = [SINGLE_NAME], None
+        names, weight_map = [SINGLE_NAME], None
     else:
         raise CheckpointError(
             f"{path} holds neither {SINGLE_NAME} nor {INDEX_NAME}.",
@@ -106,7 +108,7 @@ def stored_tensors(path: Path) -> dict[str, StoredView]:
         if name != Path(name).name:
             raise _damaged(index, f"it names the file {shown(name)}, which has a path in it")
         found.update(tensors_of_file(path / name))
-    missing = sorted(set(places or ()) - set(found))
+    missing = sorted(set(weight_map or ()) - set(found))
     if missing:
         raise _damaged(index, f"it names {shown(missing[0])}, which no file holds")
     return found

@@ -1,4 +1,4 @@
-"""A model of Hugging Face's as a checkpoint of ours: the same boxes, in other files.
+"""A Hugging Face model as a native checkpoint: the same tensors, in other files.
 
 The loader asks for the slices that a rank needs, in whatever layout; a slice is found in their
 files by the family's rules. Nothing is converted beforehand, and at most one tensor is held.
@@ -132,8 +132,8 @@ def arranged(
     found, used = [], set()
     for rule in rules:
         shapes: list[tuple[int, ...]] | None = None
-        for ours, theirs in rule.names(geometry):
-            names = [full_name(name, prefix) for name in theirs]
+        for megatron_name, hf_names in rule.names(geometry):
+            names = [full_name(name, prefix) for name in hf_names]
             missing = [name for name in names if name not in stored]
             if missing:
                 raise _not_as_expected(model.path, f"there is no tensor {missing[0]!r}")
@@ -145,7 +145,7 @@ def arranged(
                     model.path,
                     f"{odd[0]!r} has the shape {stored[odd[0]].shape}, unlike other layers",
                 )
-            found.append((ours, *_pieces(model, rule, names, stored, geometry)))
+            found.append((megatron_name, *_pieces(model, rule, names, stored, geometry)))
     meaningless = [prefix + pattern for pattern in family.without_meaning]
     meaningless += _left_out(model)
     if not model.settings["untie_embeddings_and_output_weights"]:
@@ -168,7 +168,7 @@ def full_name(name: str, prefix: str) -> str:
 
 
 def _prefix(family: Family, rules: list[WeightRule], stored: dict[str, StoredView]) -> str:
-    first = rules[0].theirs[0]
+    first = rules[0].hf_names[0]
     known = [prefix for prefix in family.prefixes if full_name(first, prefix) in stored]
     return known[0] if known else family.prefixes[0]
 
@@ -197,8 +197,8 @@ def _pieces(
                 model.path, f"{names[rows.source]!r} has {view.shape[0]} rows, too few"
             )
         box = ((rows.begin, *(0 for _ in rest)), (rows.length, *rest))
-        pieces.append(((rows.place, *(0 for _ in rest)), view.narrow(box)))
-        height = max(height, rows.place + rows.length)
+        pieces.append(((rows.megatron_begin, *(0 for _ in rest)), view.narrow(box)))
+        height = max(height, rows.megatron_begin + rows.length)
     if sum(piece.shape[0] for _, piece in pieces) != sum(view.shape[0] for view in views):
         raise _not_as_expected(
             model.path, f"{', '.join(names)} have more rows than the config says"

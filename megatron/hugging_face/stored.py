@@ -1,4 +1,4 @@
-"""Where parameters of ours lie in an opened checkpoint, and reading one of them whole."""
+"""Find parameters in an opened checkpoint, and read one of them unsharded."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ class Source:
     shape: tuple[int, ...]
 
 
-def find_source(contents: Contents, ours: str) -> Source:
+def find_source(contents: Contents, megatron_name: str) -> Source:
     tensors = contents.manifest.tensors
-    if ours in tensors:
-        return Source(tensors[ours], None, tensors[ours].shape)
-    match = _LAYER.fullmatch(ours)
+    if megatron_name in tensors:
+        return Source(tensors[megatron_name], None, tensors[megatron_name].shape)
+    match = _LAYER.fullmatch(megatron_name)
     stack = None if match is None else tensors.get(f"{match[1]}.{match[3]}")
     if match is None or stack is None or int(match[2]) >= stack.shape[0]:
         raise CheckpointError(
-            f"{contents.directory} has no {ours}.",
+            f"{contents.directory} has no {megatron_name}.",
             rule="an export needs all weights of the model",
             fix="export a complete checkpoint",
         )
@@ -64,20 +64,22 @@ class StoredAdapters:
     alpha: float
     dropout: float
 
-    def of(self, ours: str) -> tuple[Tensor, Tensor] | None:
+    def of(self, megatron_name: str) -> tuple[Tensor, Tensor] | None:
         """Return A [r, i] and B [o, r] beside a weight; None if it has none."""
-        names = [f"{ours.removesuffix('.weight')}.adapter.{part}" for part in ("down", "up")]
+        names = [
+            f"{megatron_name.removesuffix('.weight')}.adapter.{part}" for part in ("down", "up")
+        ]
         stored = self.contents.manifest.tensors
         stack = _LAYER.sub(r"\1.\3", names[0])
-        if not ours.endswith(".weight") or not (names[0] in stored or stack in stored):
+        if not megatron_name.endswith(".weight") or not (names[0] in stored or stack in stored):
             return None
         with self.contents.open_reader() as reader:
             down, up = (read_source(find_source(self.contents, name), reader) for name in names)
         return down, up
 
-    def merged(self, ours: str, weight: Tensor) -> Tensor:
+    def merged(self, megatron_name: str, weight: Tensor) -> Tensor:
         """Return the weight with its adapter's product added, formed in fp32."""
-        pair = self.of(ours)
+        pair = self.of(megatron_name)
         if pair is None:
             return weight
         down, up = (part.float() for part in pair)

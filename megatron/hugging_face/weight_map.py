@@ -1,6 +1,6 @@
-"""Which rows of their tensors make which parameter of ours.
+"""Which rows of Hugging Face's tensors make which parameter of a Megatron model.
 
-Both programs hold the same numbers, in other arrangements: a rule names a parameter of ours (with
+Both hold the same numbers in different arrangements: a rule names a parameter of Megatron (with
 `{}` for the layer), the tensors it is made of, and the ranges of rows that correspond. Nothing is
 computed, so the way back is the same list read the other way, and bit-identical.
 
@@ -28,112 +28,114 @@ class Geometry:
 
 @dataclass(frozen=True)
 class RowRange:
-    """A range of rows, in one of their tensors and in ours."""
+    """A range of rows, in a tensor of Hugging Face and in Megatron's parameter."""
 
     source: int
     """Index into the rule's tensors."""
     begin: int
-    """First row there."""
-    place: int
-    """First row here."""
+    """First row in that tensor."""
+    megatron_begin: int
+    """First row in Megatron's parameter."""
     length: int
 
 
 RowMap = Callable[[Geometry, Sequence[int]], list[RowRange]]
-"""(geometry, number of rows of each of their tensors) -> the ranges, in the order of our rows."""
+"""(geometry, rows of each Hugging Face tensor) -> the ranges, in the order of Megatron's rows."""
 
 
-def _whole(_geometry: Geometry, heights: Sequence[int]) -> list[RowRange]:
-    """Their tensors above each other."""
-    found, place = [], 0
+def _concatenated(_geometry: Geometry, heights: Sequence[int]) -> list[RowRange]:
+    """Concatenate the tensors along dimension 0."""
+    found, megatron_begin = [], 0
     for source, height in enumerate(heights):
-        found.append(RowRange(source, 0, place, height))
-        place += height
+        found.append(RowRange(source, 0, megatron_begin, height))
+        megatron_begin += height
     return found
 
 
 @dataclass(frozen=True)
 class WeightRule:
-    """One parameter of ours."""
+    """One parameter of Megatron."""
 
-    ours: str
-    theirs: tuple[str, ...]
-    row_map: RowMap = _whole
+    megatron_name: str
+    hf_names: tuple[str, ...]
+    row_map: RowMap = _concatenated
     is_transposed: bool = False
-    """Theirs are [in, out], ours [out, in]."""
+    """Hugging Face's are [in, out], Megatron's [out, in]."""
     has_vocabulary_rows: bool = False
-    """RowRange are those of the vocabulary; ours may have more, which are padding."""
+    """RowRange are those of the vocabulary; Megatron's may have more, which are padding."""
     num_experts: int | None = None
-    """Ours has an axis of so many experts before its rows, which are counted through all of them:
-    row i of expert e is e * rows + i."""
+    """Megatron's has an axis of so many experts before its rows, counted through all of them: row i
+    of expert e is e * rows + i."""
     num_blocks: int | None = None
-    """Theirs is one tensor of all experts, [e, ...], whose rows belong to so many blocks in turn;
-    ours has the blocks of an expert above each other."""
+    """Hugging Face's is one tensor of all experts, [e, ...], its rows alternating between so many
+    blocks; Megatron's has the blocks of an expert one after another."""
     layers: tuple[int, ...] | None = None
     """Layers that have it; None is all."""
 
     def names(self, geometry: Geometry) -> list[tuple[str, tuple[str, ...]]]:
-        """Return (our name, their names), for every layer."""
-        if "{}" not in self.ours:
-            return [(self.ours, self.theirs)]
+        """Return (Megatron's name, Hugging Face's names), for every layer."""
+        if "{}" not in self.megatron_name:
+            return [(self.megatron_name, self.hf_names)]
         layers = range(geometry.num_layers) if self.layers is None else self.layers
         return [
-            (self.ours.format(layer), tuple(name.format(layer) for name in self.theirs))
+            (self.megatron_name.format(layer), tuple(name.format(layer) for name in self.hf_names))
             for layer in layers
         ]
 
 
-def identity(ours: str, theirs: str) -> WeightRule:
+def identity(megatron_name: str, hf_name: str) -> WeightRule:
     """One tensor is the other."""
-    return WeightRule(ours, (theirs,))
+    return WeightRule(megatron_name, (hf_name,))
 
 
-def transposed(ours: str, theirs: str) -> WeightRule:
+def transposed(megatron_name: str, hf_name: str) -> WeightRule:
     """[in, out] there, [out, in] here."""
-    return WeightRule(ours, (theirs,), is_transposed=True)
+    return WeightRule(megatron_name, (hf_name,), is_transposed=True)
 
 
-def vocabulary(ours: str, theirs: str) -> WeightRule:
+def vocabulary(megatron_name: str, hf_name: str) -> WeightRule:
     """RowRange of the vocabulary."""
-    return WeightRule(ours, (theirs,), has_vocabulary_rows=True)
+    return WeightRule(megatron_name, (hf_name,), has_vocabulary_rows=True)
 
 
-def concat(ours: str, *theirs: str) -> WeightRule:
-    """Tensors above each other: gate and up of a gated MLP."""
-    return WeightRule(ours, theirs)
+def concat(megatron_name: str, *hf_names: str) -> WeightRule:
+    """Concatenated tensors: gate and up of a gated MLP."""
+    return WeightRule(megatron_name, hf_names)
 
 
-def experts(ours: str, num_experts: int, *theirs: str) -> WeightRule:
-    """Tensors of every expert above each other; `{expert}` in their names is its number."""
+def experts(megatron_name: str, num_experts: int, *hf_names: str) -> WeightRule:
+    """Concatenated tensors of every expert; `{expert}` in their names is its number."""
     names = tuple(
-        name.replace("{expert}", str(number)) for number in range(num_experts) for name in theirs
+        name.replace("{expert}", str(number)) for number in range(num_experts) for name in hf_names
     )
-    return WeightRule(ours, names, num_experts=num_experts)
+    return WeightRule(megatron_name, names, num_experts=num_experts)
 
 
 def alternating_experts(
-    ours: str, theirs: str, *, num_experts: int, num_blocks: int, is_transposed: bool
+    megatron_name: str, hf_name: str, *, num_experts: int, num_blocks: int, is_transposed: bool
 ) -> WeightRule:
     """One tensor of all experts, whose rows are gate, up, gate, up, ... for two blocks."""
     return WeightRule(
-        ours,
-        (theirs,),
+        megatron_name,
+        (hf_name,),
         is_transposed=is_transposed,
         num_experts=num_experts,
         num_blocks=num_blocks,
     )
 
 
-def query_key_value(ours: str, query: str, key: str, value: str) -> WeightRule:
+def query_key_value(megatron_name: str, query: str, key: str, value: str) -> WeightRule:
     """Separate projections there; here rows by group: q/g query heads, one key, one value head."""
 
     def row_map(geometry: Geometry, _heights: Sequence[int]) -> list[RowRange]:
         return _by_group(geometry, [(0, 0), (1, 0), (2, 0)])
 
-    return WeightRule(ours, (query, key, value), row_map)
+    return WeightRule(megatron_name, (query, key, value), row_map)
 
 
-def fused_query_key_value(ours: str, theirs: str, *, is_transposed: bool = False) -> WeightRule:
+def fused_query_key_value(
+    megatron_name: str, hf_name: str, *, is_transposed: bool = False
+) -> WeightRule:
     """All queries, then all keys, then all values in one tensor there."""
 
     def row_map(geometry: Geometry, _heights: Sequence[int]) -> list[RowRange]:
@@ -141,16 +143,16 @@ def fused_query_key_value(ours: str, theirs: str, *, is_transposed: bool = False
         values = keys + geometry.num_groups * geometry.head_dim
         return _by_group(geometry, [(0, 0), (0, keys), (0, values)])
 
-    return WeightRule(ours, (theirs,), row_map, is_transposed)
+    return WeightRule(megatron_name, (hf_name,), row_map, is_transposed)
 
 
 def _by_group(geometry: Geometry, starts: Sequence[tuple[int, int]]) -> list[RowRange]:
     """Interleave queries, keys and values, which begin at `starts`: (source, row)."""
     width = geometry.head_dim
     heights = (geometry.num_heads // geometry.num_groups * width, width, width)
-    found, place = [], 0
+    found, megatron_begin = [], 0
     for group in range(geometry.num_groups):
         for (source, start), height in zip(starts, heights, strict=True):
-            found.append(RowRange(source, start + group * height, place, height))
-            place += height
+            found.append(RowRange(source, start + group * height, megatron_begin, height))
+            megatron_begin += height
     return found

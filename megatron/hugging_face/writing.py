@@ -1,6 +1,6 @@
 """Write a checkpoint as a model of Hugging Face's, one tensor at a time.
 
-The source is any opened checkpoint: of ours, in whatever layout it was saved, or of another
+The source is any opened checkpoint: native, in whatever layout it was saved, or of another
 program. The directory gets its name when all of it is on the disk.
 """
 
@@ -54,9 +54,9 @@ CARRIED_ALONG = (
 
 @dataclass(frozen=True)
 class Group:
-    """Tensors of theirs that one parameter of ours makes."""
+    """Hugging Face tensors that one parameter of Megatron makes."""
 
-    ours: str
+    megatron_name: str
     rule: WeightRule
     source: Source
     names: tuple[str, ...]
@@ -142,33 +142,33 @@ def new_directory(target: Path) -> Iterator[Path]:
 
 
 def _plan(contents: Contents, family: Family, settings: Settings) -> list[Group]:
-    """Find the source of every tensor of theirs."""
+    """Find the source of every Hugging Face tensor."""
     geometry = geometry_of(settings)
     vocabulary = settings["unpadded_vocab_size"]
     groups = []
     for rule in family.rules(settings):
-        for ours, theirs in rule.names(geometry):
-            source = find_source(contents, ours)
+        for megatron_name, hf_names in rule.names(geometry):
+            source = find_source(contents, megatron_name)
             shape = source.shape
             if rule.num_blocks is not None:
-                theirs_shape = (*shape[:1], *shape[:0:-1]) if rule.is_transposed else shape
-                names = tuple(full_name(name, family.prefixes[0]) for name in theirs)
-                groups.append(Group(ours, rule, source, names, (), (theirs_shape,)))
+                hf_shape = (*shape[:1], *shape[:0:-1]) if rule.is_transposed else shape
+                names = tuple(full_name(name, family.prefixes[0]) for name in hf_names)
+                groups.append(Group(megatron_name, rule, source, names, (), (hf_shape,)))
                 continue
             if rule.num_experts is not None:
                 shape = (shape[0] * shape[1], *shape[2:])
             if rule.has_vocabulary_rows:
                 shape = (vocabulary, *shape[1:])
                 source = Source(source.tensor, source.layer, shape)
-            rows = rule.row_map(geometry, [shape[0] // len(theirs)] * len(theirs))
+            rows = rule.row_map(geometry, [shape[0] // len(hf_names)] * len(hf_names))
             heights = [
-                max(r.begin + r.length for r in rows if r.source == i) for i in range(len(theirs))
+                max(r.begin + r.length for r in rows if r.source == i) for i in range(len(hf_names))
             ]
             shapes = [(height, *shape[1:]) for height in heights]
             if rule.is_transposed:
                 shapes = [shape[::-1] for shape in shapes]
-            names = tuple(full_name(name, family.prefixes[0]) for name in theirs)
-            groups.append(Group(ours, rule, source, names, tuple(rows), tuple(shapes)))
+            names = tuple(full_name(name, family.prefixes[0]) for name in hf_names)
+            groups.append(Group(megatron_name, rule, source, names, tuple(rows), tuple(shapes)))
     return groups
 
 
@@ -178,42 +178,44 @@ def _tensors(
     merge: StoredAdapters | None,
     dtype: torch.dtype | None,
 ) -> Iterator[Tensor]:
-    """Yield all tensors of theirs, in order; those of one group are in memory at a time."""
+    """Yield all Hugging Face tensors, in order; those of one group are in memory at a time."""
     with contents.open_reader() as reader:
         for group in groups:
-            ours = read_source(group.source, reader)
+            weight = read_source(group.source, reader)
             if group.rule.num_blocks is not None:
-                ours = ours.unflatten(1, (group.rule.num_blocks, -1)).transpose(1, 2).flatten(1, 2)
-                ours = ours.transpose(1, 2) if group.rule.is_transposed else ours
-                yield ours.to(dtype or ours.dtype).contiguous()
-                del ours
+                weight = (
+                    weight.unflatten(1, (group.rule.num_blocks, -1)).transpose(1, 2).flatten(1, 2)
+                )
+                weight = weight.transpose(1, 2) if group.rule.is_transposed else weight
+                yield weight.to(dtype or weight.dtype).contiguous()
+                del weight
                 continue
             if group.rule.num_experts is not None:
-                ours = ours.flatten(0, 1)
+                weight = weight.flatten(0, 1)
             if merge is not None:
-                ours = merge.merged(group.ours, ours)
+                weight = merge.merged(group.megatron_name, weight)
             for index, shape in enumerate(group.shapes):
                 whole = _one_run(group, index, shape)
                 if whole is not None:
-                    part = ours.narrow(0, whole.place, whole.length)
+                    part = weight.narrow(0, whole.megatron_begin, whole.length)
                     yield part.to(dtype or part.dtype)
                     del part
                     continue
                 by_rows = shape[::-1] if group.rule.is_transposed else shape
-                theirs = torch.empty(by_rows, dtype=ours.dtype)
+                hf_weight = torch.empty(by_rows, dtype=weight.dtype)
                 for rows in group.rows:
                     if rows.source == index:
-                        part = ours.narrow(0, rows.place, rows.length)
-                        theirs.narrow(0, rows.begin, rows.length).copy_(part)
+                        part = weight.narrow(0, rows.megatron_begin, rows.length)
+                        hf_weight.narrow(0, rows.begin, rows.length).copy_(part)
                 if group.rule.is_transposed:
-                    theirs = theirs.t()
-                yield theirs.to(dtype or theirs.dtype).contiguous()
-                del theirs
-            del ours  # before the next one is read
+                    hf_weight = hf_weight.t()
+                yield hf_weight.to(dtype or hf_weight.dtype).contiguous()
+                del hf_weight
+            del weight  # before the next one is read
 
 
 def _one_run(group: Group, index: int, shape: tuple[int, ...]) -> RowRange | None:
-    """Return where a tensor of theirs lies in ours as it is; None if it is made of pieces."""
+    """Return the one range that a Hugging Face tensor is; None if it is made of pieces."""
     runs = [rows for rows in group.rows if rows.source == index]
     is_full = len(runs) == 1 and runs[0].begin == 0 and runs[0].length == shape[0]
     return runs[0] if is_full and not group.rule.is_transposed else None
@@ -251,8 +253,8 @@ def _write_weights(
     for file, part in zip(files, parts, strict=True):
         write_tensors(draft / file, part, tensors)
     if count > 1:
-        places = {e[0]: file for file, part in zip(files, parts, strict=True) for e in part}
-        index = {"metadata": {"total_size": total}, "weight_map": places}
+        weight_map = {e[0]: file for file, part in zip(files, parts, strict=True) for e in part}
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         write_durably(draft / INDEX_NAME, json.dumps(index, indent=2).encode())
     return files, total
 

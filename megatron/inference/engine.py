@@ -35,7 +35,7 @@ class Request:
     """Key of its draws besides the seed."""
     stop_tokens: frozenset[int] = frozenset()
     """It ends with any of these."""
-    num_best: int | None = None
+    num_top_logprobs: int | None = None
     """How many of the best tokens to list with log-probabilities; None: not even the chosen."""
 
 
@@ -49,7 +49,7 @@ class Token:
     finish_reason: str | None
     """"stop" or "length" with the last token, "error" where there is none because the logits are
     not finite. A stop token is part of no text."""
-    logs: list[tuple[int, float]] | None = None
+    logprobs: list[tuple[int, float]] | None = None
     """(id, log-probability): of the chosen token, then of the best ones."""
 
 
@@ -132,8 +132,8 @@ class Engine:
             rows = [[row.last] for row in admitted]
         else:
             return []
-        listed = [n for row in admitted if (n := row.request.num_best) is not None]
-        chosen, logs = self.model.next_tokens(
+        listed = [n for row in admitted if (n := row.request.num_top_logprobs) is not None]
+        chosen, logprobs = self.model.next_tokens(
             rows,
             [
                 Draw(row.request.sampling, row.request.sequence, row.length + len(new))
@@ -141,11 +141,11 @@ class Engine:
             ],
             first_row=first,
             offsets=[row.length for row in admitted],
-            num_best=max(listed) if listed else None,
+            num_top_logprobs=max(listed) if listed else None,
         )
         tokens, ended = [], []
-        for place, (row, token) in enumerate(zip(admitted, chosen, strict=True)):
-            row.length += len(rows[place])
+        for index, (row, token) in enumerate(zip(admitted, chosen, strict=True)):
+            row.length += len(rows[index])
             row.num_new += 1
             row.last = token
             reason = None
@@ -155,11 +155,15 @@ class Engine:
                 reason = "stop"
             elif row.num_new == row.request.max_new_tokens:
                 reason = "length"
-            wanted = row.request.num_best
-            mine = logs[place][: 1 + wanted] if logs is not None and wanted is not None else None
+            wanted = row.request.num_top_logprobs
+            mine = (
+                logprobs[index][: 1 + wanted]
+                if logprobs is not None and wanted is not None
+                else None
+            )
             tokens.append(Token(row.number, token, reason, mine))
             if reason is not None:
-                ended.append(first + place)
+                ended.append(first + index)
         for index in reversed(ended):
             self._remove(index)
         return tokens

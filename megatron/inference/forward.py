@@ -22,7 +22,7 @@ from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_para
 from megatron.core.tensor_parallel.parallel_parameters import ParallelLinear
 from megatron.core.transport import backend
 from megatron.core.utils import as_list, get_model_config, get_pg_rank, get_pg_size, unwrap_model
-from megatron.inference.sampling import Draw, choose_tokens, log_probabilities
+from megatron.inference.sampling import Draw, choose_tokens, gather_logprobs
 
 
 def has_cache(model: object) -> bool:
@@ -86,7 +86,7 @@ class CachedModel:
         *,
         first_row: int,
         offsets: Sequence[int],
-        num_best: int | None = None,
+        num_top_logprobs: int | None = None,
     ) -> tuple[list[int], list[list[tuple[int, float]]] | None]:
         """Let the rows continue what the cache holds, and choose the token after each.
 
@@ -95,7 +95,7 @@ class CachedModel:
             draws: how to choose.
             first_row: row of the cache of the first row; the others follow.
             offsets: tokens that each row of the cache holds already.
-            num_best: with log-probabilities of the chosen and of so many of the best tokens.
+            num_top_logprobs: also return log-probabilities of the chosen and of so many top tokens.
         Returns:
             ids, and lists of (id, log-probability), the chosen one first, or None; the same on
             every rank.
@@ -108,29 +108,30 @@ class CachedModel:
         where = device.current_device()
         padded = [[*row, *[0] * (width - len(row))] for row in rows]
         tokens = torch.tensor(padded, device=where)
-        places = torch.tensor(offsets, device=where).unsqueeze(1)
-        places = places if width == 1 else places + torch.arange(width, device=where)
+        positions = torch.tensor(offsets, device=where).unsqueeze(1)
+        positions = positions if width == 1 else positions + torch.arange(width, device=where)
         self.context.set_rows(first_row, offsets, lengths)
-        logits = self._run(tokens, places)
-        shape = (len(rows), 1 if num_best is None else 1 + num_best)
+        logits = self._run(tokens, positions)
+        shape = (len(rows), 1 if num_top_logprobs is None else 1 + num_top_logprobs)
         ids = torch.zeros(shape, dtype=torch.long, device=where)
-        logs = torch.zeros(shape, dtype=torch.float32, device=where)
+        logprobs = torch.zeros(shape, dtype=torch.float32, device=where)
         if logits is not None:
             chosen = choose_tokens(logits, draws)
-            if num_best is None:
+            if num_top_logprobs is None:
                 ids = chosen.unsqueeze(1)
             else:
-                ids, logs = log_probabilities(logits, chosen, num_best)
+                ids, logprobs = gather_logprobs(logits, chosen, num_top_logprobs)
         self._broadcast(ids)
-        if num_best is None:
+        if num_top_logprobs is None:
             return ids[:, 0].tolist(), None
-        self._broadcast(logs)
+        self._broadcast(logprobs)
         listed = [
-            list(zip(*pair, strict=True)) for pair in zip(ids.tolist(), logs.tolist(), strict=True)
+            list(zip(*pair, strict=True))
+            for pair in zip(ids.tolist(), logprobs.tolist(), strict=True)
         ]
         return ids[:, 0].tolist(), listed
 
-    def _run(self, tokens: Tensor, places: Tensor) -> Tensor | None:
+    def _run(self, tokens: Tensor, positions: Tensor) -> Tensor | None:
         """Return the logits [b, v] after each row on the ranks of the last stage."""
         shape = (tokens.shape[1], tokens.shape[0], self.config.hidden_size)
         hidden_states = tokens
@@ -142,7 +143,7 @@ class CachedModel:
                 if previous[0] != self._rank:
                     hidden_states = self._receive(shape, previous[0], stage)
                 chunk.set_input_tensor(hidden_states)
-            output = chunk(tokens, places, None, inference_context=self.context)
+            output = chunk(tokens, positions, None, inference_context=self.context)
             if following is None:
                 logits = gather_from_tensor_model_parallel_region(output[:, 0], self.groups.tp)
                 return logits[:, : self.vocab_size]

@@ -71,16 +71,16 @@ def harness_model(session: ModelSession, *, batch_size: int) -> Any:
     def scored(rows: Sequence[Row]) -> list[Score]:
         # Rows of like length share a micro batch; the longest come first, so that memory that
         # does not suffice shows at once.
-        order = sorted(range(len(rows)), key=lambda place: -len(rows[place].tokens))
+        order = sorted(range(len(rows)), key=lambda index: -len(rows[index].tokens))
         found = score(
             session.model,
-            [rows[place] for place in order],
+            [rows[index] for index in order],
             vocab_size=tokenizer.vocab_size,
             batch_size=batch_size,
             groups=session.groups,
         )
         placed = dict(zip(order, found, strict=True))
-        return [placed[place] for place in range(len(rows))]
+        return [placed[index] for index in range(len(rows))]
 
     def pair(context: str, continuation: str) -> Row:
         # A space between the two belongs to the word that follows, as tokenizers have it.
@@ -101,7 +101,7 @@ def harness_model(session: ModelSession, *, batch_size: int) -> Any:
             if not requests:
                 return []
             found = scored([pair(*request.args) for request in requests])
-            return [(sum(one.log_probabilities), all(one.is_greedy)) for one in found]
+            return [(sum(one.logprobs), all(one.is_greedy)) for one in found]
 
         def loglikelihood_rolling(self, requests: Any, **_options: Any) -> list[float]:
             """Score whole texts."""
@@ -111,7 +111,7 @@ def harness_model(session: ModelSession, *, batch_size: int) -> Any:
             ]
             rows = [row for part in parts for row in part]
             found = iter(scored(rows) if rows else [])
-            return [sum(sum(next(found).log_probabilities) for _ in part) for part in parts]
+            return [sum(sum(next(found).logprobs) for _ in part) for part in parts]
 
         def generate_until(self, requests: Any, **_options: Any) -> list[str]:
             """Continue prompts until one of their stop words."""

@@ -122,20 +122,20 @@ def _sample(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
     return torch.searchsorted(reached, target, right=True).squeeze(1).clamp_(max=v - 1)
 
 
-def log_probabilities(logits: Tensor, chosen: Tensor, num_best: int) -> tuple[Tensor, Tensor]:
+def gather_logprobs(logits: Tensor, chosen: Tensor, num_top_logprobs: int) -> tuple[Tensor, Tensor]:
     """Return what the model itself thinks, whatever the sampling.
 
     Args:
         logits: [b, v].
         chosen: ids [b].
-        num_best: how many of the most likely tokens to list besides.
+        num_top_logprobs: how many of the most likely tokens to list besides.
     Returns:
-        ids [b, 1 + num_best] and their natural logarithms of probability, fp32; the chosen first.
+        ids [b, 1 + num_top_logprobs] and their log-probabilities, fp32; the chosen first.
     """
-    logs = logits.float().log_softmax(dim=-1)
-    best = logs.topk(min(num_best, logs.shape[-1]), dim=-1)
+    logprobs = logits.float().log_softmax(dim=-1)
+    best = logprobs.topk(min(num_top_logprobs, logprobs.shape[-1]), dim=-1)
     chosen = chosen.unsqueeze(1)
     return (
         torch.cat((chosen, best.indices), dim=1),
-        torch.cat((logs.gather(1, chosen.clamp(min=0)), best.values), dim=1),
+        torch.cat((logprobs.gather(1, chosen.clamp(min=0)), best.values), dim=1),
     )

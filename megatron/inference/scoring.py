@@ -38,7 +38,7 @@ class Row(NamedTuple):
 class Score(NamedTuple):
     """Of each scored token: its log-probability (natural), and whether no other is likelier."""
 
-    log_probabilities: list[float]
+    logprobs: list[float]
     is_greedy: list[bool]
 
 
@@ -81,7 +81,7 @@ def score(
         for (first, _), one in zip(mine, scored, strict=False):
             table[:, first : first + batch_size] = one
         _share(table, loss_rank(get_model_config(chunks[0])), groups)
-        found += [_score_of(row, table[:, place]) for place, row in enumerate(part)]
+        found += [_score_of(row, table[:, index]) for index, row in enumerate(part)]
     return found
 
 
@@ -96,10 +96,10 @@ def _batch(rows: Sequence[Row], num_rows: int, width: int) -> dict[str, Tensor]:
     """Return tokens and labels [b, s] of rows, padded in both directions."""
     tokens = torch.zeros(num_rows, width, dtype=torch.long)
     labels = torch.full((num_rows, width), UNSCORED)
-    for place, row in enumerate(rows):
+    for index, row in enumerate(rows):
         ids = torch.tensor(row.tokens)
-        tokens[place, : len(ids) - 1] = ids[:-1]
-        labels[place, row.first_scored - 1 : len(ids) - 1] = ids[row.first_scored :]
+        tokens[index, : len(ids) - 1] = ids[:-1]
+        labels[index, row.first_scored - 1 : len(ids) - 1] = ids[row.first_scored :]
     return {"tokens": tokens, "labels": labels}
 
 
@@ -183,5 +183,5 @@ def _share(table: Tensor, last_rank: int, groups: ProcessGroupCollection) -> Non
 
 
 def _score_of(row: Row, table: Tensor) -> Score:
-    logs, greedy = table[:, row.first_scored - 1 : len(row.tokens) - 1].tolist()
-    return Score(logs, [flag == 1.0 for flag in greedy])
+    logprobs, greedy = table[:, row.first_scored - 1 : len(row.tokens) - 1].tolist()
+    return Score(logprobs, [flag == 1.0 for flag in greedy])

@@ -78,7 +78,7 @@ class Continuation:
     """Without the token that ended it."""
     finish_reason: str = "length"
     """"stop" at a stop word or stop token, "length" at the limit."""
-    logs: list[list[tuple[int, float]]] = field(default_factory=list)
+    logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
     """Per token, if asked for: (id, log-probability) of it and of the best ones."""
 
 
@@ -117,8 +117,8 @@ def take(token: Token, stream: TextStream, result: Continuation) -> str:
         piece = stream.finish()
     else:
         result.tokens.append(token.token)
-        if token.logs is not None:
-            result.logs.append(token.logs)
+        if token.logprobs is not None:
+            result.logprobs.append(token.logprobs)
         piece = stream.push(token.token)
         if token.finish_reason is not None and not stream.stopped:
             piece += stream.finish()

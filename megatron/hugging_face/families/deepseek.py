@@ -21,7 +21,7 @@ from megatron.hugging_face.families.family import (
 from megatron.hugging_face.families.llama import LLAMA, gated_settings
 from megatron.hugging_face.weight_map import WeightRule, concat, identity
 
-_OURS, _THEIRS = "decoder.layers.{}.", "model.layers.{}."
+_MEGATRON, _HF = "decoder.layers.{}.", "model.layers.{}."
 _OF_TRAINING = ("aux_loss_alpha", "seq_aux", "ep_size", "output_router_logits")
 _FOLLOWING = ("head_dim", "qk_head_dim")
 """Written by Transformers beside the widths that they follow from."""
@@ -29,7 +29,7 @@ _WIDTHS = {
     "q_lora_rank": "q_lora_rank", "kv_lora_rank": "kv_lora_rank", "qk_head_dim": "qk_nope_head_dim",
     "qk_pos_emb_head_dim": "qk_rope_head_dim", "v_head_dim": "v_head_dim",
 }  # fmt: skip
-"""Our name -> theirs."""
+"""Megatron's name -> Hugging Face's."""
 _LATENT_EPSILON = 1e-6
 """Of the norms of latents, whatever the config says of the others."""
 
@@ -153,7 +153,7 @@ def _v3_fields(settings: Settings) -> dict[str, Any]:
 
 
 def _attention(settings: Settings) -> list[WeightRule]:
-    ours, theirs = _OURS + "self_attention.", _THEIRS + "self_attn."
+    megatron_prefix, hf_prefix = _MEGATRON + "self_attention.", _HF + "self_attn."
     pairs = {
         "linear_kv_down_proj": "kv_a_proj_with_mqa",
         "kv_layernorm": "kv_a_layernorm",
@@ -165,8 +165,14 @@ def _attention(settings: Settings) -> list[WeightRule]:
     else:
         pairs |= {"linear_q_down_proj": "q_a_proj", "q_layernorm": "q_a_layernorm",
                   "linear_q_up_proj": "q_b_proj"}  # fmt: skip
-    norm = identity(_OURS + "input_layernorm.weight", _THEIRS + "input_layernorm.weight")
-    return [norm, *(identity(f"{ours}{a}.weight", f"{theirs}{b}.weight") for a, b in pairs.items())]
+    norm = identity(_MEGATRON + "input_layernorm.weight", _HF + "input_layernorm.weight")
+    return [
+        norm,
+        *(
+            identity(f"{megatron_prefix}{a}.weight", f"{hf_prefix}{b}.weight")
+            for a, b in pairs.items()
+        ),
+    ]
 
 
 def _rules(settings: Settings) -> list[WeightRule]:
@@ -174,17 +180,23 @@ def _rules(settings: Settings) -> list[WeightRule]:
     sparse, dense = (
         tuple(n for n, has in enumerate(has_experts) if has == wanted) for wanted in (True, False)
     )
-    others = [rule for rule in LLAMA.rules(settings) if ".self_attention." not in rule.ours]
-    mlp = [rule for rule in others if ".mlp." in rule.ours]
-    ours, theirs = _OURS + "mlp.shared_experts.", _THEIRS + "mlp.shared_experts."
+    others = [
+        rule for rule in LLAMA.rules(settings) if ".self_attention." not in rule.megatron_name
+    ]
+    mlp = [rule for rule in others if ".mlp." in rule.megatron_name]
+    megatron_prefix, hf_prefix = _MEGATRON + "mlp.shared_experts.", _HF + "mlp.shared_experts."
     experts = [
         *expert_rules(settings, "mlp", "gate_proj", "up_proj", "down_proj"),
-        concat(ours + "linear_fc1.weight", theirs + "gate_proj.weight", theirs + "up_proj.weight"),
-        identity(ours + "linear_fc2.weight", theirs + "down_proj.weight"),
+        concat(
+            megatron_prefix + "linear_fc1.weight",
+            hf_prefix + "gate_proj.weight",
+            hf_prefix + "up_proj.weight",
+        ),
+        identity(megatron_prefix + "linear_fc2.weight", hf_prefix + "down_proj.weight"),
     ]
     if settings.get("moe_router_enable_expert_bias"):
-        bias = _THEIRS + "mlp.gate.e_score_correction_bias"
-        experts.append(identity(_OURS + "mlp.router.expert_bias", bias))
+        bias = _HF + "mlp.gate.e_score_correction_bias"
+        experts.append(identity(_MEGATRON + "mlp.router.expert_bias", bias))
     return [
         *(rule for rule in others if rule not in mlp),
         *_attention(settings),

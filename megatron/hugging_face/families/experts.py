@@ -10,7 +10,7 @@ from megatron.hugging_face.families.family import Family, Settings, experts_widt
 from megatron.hugging_face.families.llama import MISTRAL, QWEN3
 from megatron.hugging_face.weight_map import WeightRule, experts, identity
 
-_OURS, _THEIRS = "decoder.layers.{}.", "model.layers.{}."
+_MEGATRON, _HF = "decoder.layers.{}.", "model.layers.{}."
 _WITHOUT_EFFECT = ("router_aux_loss_coef", "output_router_logits")
 """The balance loss of training, which has flags of its own here."""
 
@@ -74,7 +74,7 @@ def _rules(dense: Family, block: str, gate: str, up: str, down: str) -> Any:
     """Return the function that gives the rules of a dense family with experts in its MLP."""
 
     def rules(settings: Settings) -> list[WeightRule]:
-        found = [rule for rule in dense.rules(settings) if ".mlp." not in rule.ours]
+        found = [rule for rule in dense.rules(settings) if ".mlp." not in rule.megatron_name]
         return [*found, *expert_rules(settings, block, gate, up, down)]
 
     return rules
@@ -83,14 +83,20 @@ def _rules(dense: Family, block: str, gate: str, up: str, down: str) -> Any:
 def expert_rules(settings: Settings, block: str, gate: str, up: str, down: str) -> list[WeightRule]:
     """Return the rules of a layer's experts, their router and the norm before them."""
     count = settings.get("num_experts") or 1
-    theirs, ours = f"{_THEIRS}{block}.experts.{{expert}}.", f"{_OURS}mlp.experts.experts."
+    hf_prefix, megatron_prefix = (
+        f"{_HF}{block}.experts.{{expert}}.",
+        f"{_MEGATRON}mlp.experts.experts.",
+    )
     return [
-        identity(_OURS + "pre_mlp_layernorm.weight", _THEIRS + "post_attention_layernorm.weight"),
-        identity(_OURS + "mlp.router.weight", f"{_THEIRS}{block}.gate.weight"),
+        identity(_MEGATRON + "pre_mlp_layernorm.weight", _HF + "post_attention_layernorm.weight"),
+        identity(_MEGATRON + "mlp.router.weight", f"{_HF}{block}.gate.weight"),
         experts(
-            ours + "linear_fc1.weight", count, f"{theirs}{gate}.weight", f"{theirs}{up}.weight"
+            megatron_prefix + "linear_fc1.weight",
+            count,
+            f"{hf_prefix}{gate}.weight",
+            f"{hf_prefix}{up}.weight",
         ),
-        experts(ours + "linear_fc2.weight", count, f"{theirs}{down}.weight"),
+        experts(megatron_prefix + "linear_fc2.weight", count, f"{hf_prefix}{down}.weight"),
     ]
 
 

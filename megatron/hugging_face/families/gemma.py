@@ -25,7 +25,7 @@ from megatron.hugging_face.families.windows import (
 )
 from megatron.hugging_face.weight_map import WeightRule, identity
 
-_OURS, _THEIRS = "decoder.layers.{}.", "model.layers.{}."
+_MEGATRON, _HF = "decoder.layers.{}.", "model.layers.{}."
 _GEMMA3_GLOBAL_BASE, _GEMMA3_LOCAL_BASE, _GEMMA3_PERIOD = 1_000_000.0, 10_000.0, 6
 
 
@@ -101,14 +101,14 @@ def _gemma3_fields(settings: Settings) -> dict[str, Any]:
 
 def _rules(settings: Settings) -> list[WeightRule]:
     """Those of Llama; its second norm is here after the attention, and two more follow."""
-    before_mlp = _OURS + "mlp.linear_fc1.layer_norm_weight"
-    rules = [rule for rule in LLAMA.rules(settings) if rule.ours != before_mlp]
+    before_mlp = _MEGATRON + "mlp.linear_fc1.layer_norm_weight"
+    rules = [rule for rule in LLAMA.rules(settings) if rule.megatron_name != before_mlp]
     for here, there in (
         (before_mlp, "pre_feedforward_layernorm"),
-        (_OURS + "post_self_attn_layernorm.weight", "post_attention_layernorm"),
-        (_OURS + "post_mlp_layernorm.weight", "post_feedforward_layernorm"),
+        (_MEGATRON + "post_self_attn_layernorm.weight", "post_attention_layernorm"),
+        (_MEGATRON + "post_mlp_layernorm.weight", "post_feedforward_layernorm"),
     ):
-        rules.append(identity(here, f"{_THEIRS}{there}.weight"))
+        rules.append(identity(here, f"{_HF}{there}.weight"))
     return rules
 
 

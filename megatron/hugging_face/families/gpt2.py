@@ -61,27 +61,29 @@ def _fields(settings: Settings) -> dict[str, Any]:
 
 
 def _rules(settings: Settings) -> list[WeightRule]:
-    ours, theirs = "decoder.layers.{}.", "h.{}."
+    megatron_prefix, hf_prefix = "decoder.layers.{}.", "h.{}."
     rules = [
         vocabulary("embedding.word_embeddings.weight", "wte.weight"),
         identity("embedding.position_embeddings.weight", "wpe.weight"),
         fused_query_key_value(
-            ours + "self_attention.linear_qkv.weight",
-            theirs + "attn.c_attn.weight",
+            megatron_prefix + "self_attention.linear_qkv.weight",
+            hf_prefix + "attn.c_attn.weight",
             is_transposed=True,
         ),
-        fused_query_key_value(ours + "self_attention.linear_qkv.bias", theirs + "attn.c_attn.bias"),
+        fused_query_key_value(
+            megatron_prefix + "self_attention.linear_qkv.bias", hf_prefix + "attn.c_attn.bias"
+        ),
     ]
     for here, there in (
         ("self_attention.linear_proj", "attn.c_proj"),
         ("mlp.linear_fc1", "mlp.c_fc"),
         ("mlp.linear_fc2", "mlp.c_proj"),
     ):
-        rules.append(transposed(f"{ours}{here}.weight", f"{theirs}{there}.weight"))
-        rules.append(identity(f"{ours}{here}.bias", f"{theirs}{there}.bias"))
+        rules.append(transposed(f"{megatron_prefix}{here}.weight", f"{hf_prefix}{there}.weight"))
+        rules.append(identity(f"{megatron_prefix}{here}.bias", f"{hf_prefix}{there}.bias"))
     for here, there in (
-        (ours + "self_attention.linear_qkv.layer_norm_", theirs + "ln_1"),
-        (ours + "mlp.linear_fc1.layer_norm_", theirs + "ln_2"),
+        (megatron_prefix + "self_attention.linear_qkv.layer_norm_", hf_prefix + "ln_1"),
+        (megatron_prefix + "mlp.linear_fc1.layer_norm_", hf_prefix + "ln_2"),
         ("decoder.final_layernorm.", "ln_f"),
     ):
         rules += [identity(f"{here}{kind}", f"{there}.{kind}") for kind in ("weight", "bias")]

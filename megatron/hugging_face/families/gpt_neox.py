@@ -58,16 +58,16 @@ def _fields(settings: Settings) -> dict[str, Any]:
 
 
 def _rules(settings: Settings) -> list[WeightRule]:
-    ours, theirs = "decoder.layers.{}.", "layers.{}."
+    megatron_prefix, hf_prefix = "decoder.layers.{}.", "layers.{}."
     rules = [vocabulary("embedding.word_embeddings.weight", "embed_in.weight")]
     for here, there in (
-        (ours + "self_attention.linear_qkv.layer_norm_", theirs + "input_layernorm."),
+        (megatron_prefix + "self_attention.linear_qkv.layer_norm_", hf_prefix + "input_layernorm."),
         # Their fused projection has a query, a key and a value for head after head, as ours.
-        (ours + "self_attention.linear_qkv.", theirs + "attention.query_key_value."),
-        (ours + "self_attention.linear_proj.", theirs + "attention.dense."),
-        (ours + "mlp.linear_fc1.layer_norm_", theirs + "post_attention_layernorm."),
-        (ours + "mlp.linear_fc1.", theirs + "mlp.dense_h_to_4h."),
-        (ours + "mlp.linear_fc2.", theirs + "mlp.dense_4h_to_h."),
+        (megatron_prefix + "self_attention.linear_qkv.", hf_prefix + "attention.query_key_value."),
+        (megatron_prefix + "self_attention.linear_proj.", hf_prefix + "attention.dense."),
+        (megatron_prefix + "mlp.linear_fc1.layer_norm_", hf_prefix + "post_attention_layernorm."),
+        (megatron_prefix + "mlp.linear_fc1.", hf_prefix + "mlp.dense_h_to_4h."),
+        (megatron_prefix + "mlp.linear_fc2.", hf_prefix + "mlp.dense_4h_to_h."),
         ("decoder.final_layernorm.", "final_layer_norm."),
     ):
         rules += [identity(here + kind, there + kind) for kind in ("weight", "bias")]

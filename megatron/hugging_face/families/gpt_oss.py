@@ -14,7 +14,7 @@ from megatron.hugging_face.families.llama import LLAMA, gated_settings, projecti
 from megatron.hugging_face.families.windows import window_fields, window_settings
 from megatron.hugging_face.weight_map import WeightRule, alternating_experts, identity
 
-_OURS, _THEIRS = "decoder.layers.{}.", "model.layers.{}."
+_MEGATRON, _HF = "decoder.layers.{}.", "model.layers.{}."
 _BASE, _GAIN, _BOUND = 150_000.0, 1.702, 7.0
 
 
@@ -63,26 +63,26 @@ def _fields(settings: Settings) -> dict[str, Any]:
 
 
 def _rules(settings: Settings) -> list[WeightRule]:
-    attention, theirs = _OURS + "self_attention.", _THEIRS + "self_attn."
-    experts, router = _OURS + "mlp.experts.experts.", _OURS + "mlp.router."
+    attention, hf_prefix = _MEGATRON + "self_attention.", _HF + "self_attn."
+    experts, router = _MEGATRON + "mlp.experts.experts.", _MEGATRON + "mlp.router."
     count = settings.get("num_experts") or 1
-    found = [rule for rule in LLAMA.rules(settings) if ".mlp." not in rule.ours]
+    found = [rule for rule in LLAMA.rules(settings) if ".mlp." not in rule.megatron_name]
     found += [
         projections("bias"),
-        identity(attention + "linear_proj.bias", theirs + "o_proj.bias"),
-        identity(attention + "core_attention.softmax_offset", theirs + "sinks"),
-        identity(_OURS + "pre_mlp_layernorm.weight", _THEIRS + "post_attention_layernorm.weight"),
+        identity(attention + "linear_proj.bias", hf_prefix + "o_proj.bias"),
+        identity(attention + "core_attention.softmax_offset", hf_prefix + "sinks"),
+        identity(_MEGATRON + "pre_mlp_layernorm.weight", _HF + "post_attention_layernorm.weight"),
     ]
     for kind in ("weight", "bias"):
         name = {"weight": "", "bias": "_bias"}[kind]
-        found.append(identity(router + kind, f"{_THEIRS}mlp.router.{kind}"))
+        found.append(identity(router + kind, f"{_HF}mlp.router.{kind}"))
         for layer, part, blocks in (
             ("linear_fc1", "gate_up_proj", 2),
             ("linear_fc2", "down_proj", 1),
         ):
             rule = alternating_experts(
                 f"{experts}{layer}.{kind}",
-                f"{_THEIRS}mlp.experts.{part}{name}",
+                f"{_HF}mlp.experts.{part}{name}",
                 num_experts=count,
                 num_blocks=blocks,
                 is_transposed=kind == "weight",

@@ -18,7 +18,7 @@ from megatron.hugging_face.weight_map import (
     vocabulary,
 )
 
-_LAYER, _THEIRS = "decoder.layers.{}.", "model.layers.{}."
+_LAYER, _HF = "decoder.layers.{}.", "model.layers.{}."
 
 
 def gated_settings(config: ConfigFields) -> dict[str, Any]:
@@ -73,29 +73,29 @@ def _common_fields(settings: Settings) -> dict[str, Any]:
 
 
 def _rules(settings: Settings) -> list[WeightRule]:
-    attention, theirs = _LAYER + "self_attention.", _THEIRS + "self_attn."
+    attention, hf_prefix = _LAYER + "self_attention.", _HF + "self_attn."
     rules = [
         vocabulary("embedding.word_embeddings.weight", "model.embed_tokens.weight"),
-        identity(attention + "linear_qkv.layer_norm_weight", _THEIRS + "input_layernorm.weight"),
+        identity(attention + "linear_qkv.layer_norm_weight", _HF + "input_layernorm.weight"),
         projections("weight"),
-        identity(attention + "linear_proj.weight", theirs + "o_proj.weight"),
+        identity(attention + "linear_proj.weight", hf_prefix + "o_proj.weight"),
         identity(
             _LAYER + "mlp.linear_fc1.layer_norm_weight",
-            _THEIRS + "post_attention_layernorm.weight",
+            _HF + "post_attention_layernorm.weight",
         ),
         concat(
             _LAYER + "mlp.linear_fc1.weight",
-            _THEIRS + "mlp.gate_proj.weight",
-            _THEIRS + "mlp.up_proj.weight",
+            _HF + "mlp.gate_proj.weight",
+            _HF + "mlp.up_proj.weight",
         ),
-        identity(_LAYER + "mlp.linear_fc2.weight", _THEIRS + "mlp.down_proj.weight"),
+        identity(_LAYER + "mlp.linear_fc2.weight", _HF + "mlp.down_proj.weight"),
         identity("decoder.final_layernorm.weight", "model.norm.weight"),
     ]
     if settings.get("add_qkv_bias"):
         rules.append(projections("bias"))
     if settings.get("qk_layernorm"):
-        rules.append(identity(attention + "q_layernorm.weight", theirs + "q_norm.weight"))
-        rules.append(identity(attention + "k_layernorm.weight", theirs + "k_norm.weight"))
+        rules.append(identity(attention + "q_layernorm.weight", hf_prefix + "q_norm.weight"))
+        rules.append(identity(attention + "k_layernorm.weight", hf_prefix + "k_norm.weight"))
     if settings["untie_embeddings_and_output_weights"]:
         rules.append(vocabulary("output_layer.weight", "lm_head.weight"))
     return rules
@@ -103,7 +103,7 @@ def _rules(settings: Settings) -> list[WeightRule]:
 
 def projections(kind: str) -> WeightRule:
     """Return the rule of the weights or biases of queries, keys and values."""
-    names = [f"{_THEIRS}self_attn.{part}_proj.{kind}" for part in "qkv"]
+    names = [f"{_HF}self_attn.{part}_proj.{kind}" for part in "qkv"]
     return query_key_value(f"{_LAYER}self_attention.linear_qkv.{kind}", *names)
 
 

@@ -10,13 +10,13 @@ from megatron.hugging_face.families.family import Settings
 from megatron.hugging_face.families.llama import MISTRAL
 from megatron.hugging_face.weight_map import WeightRule, fused_query_key_value, identity
 
-_OURS, _THEIRS = "decoder.layers.{}.", "model.layers.{}."
+_MEGATRON, _HF = "decoder.layers.{}.", "model.layers.{}."
 _FUSED = {
-    _OURS + "self_attention.linear_qkv.weight": fused_query_key_value(
-        _OURS + "self_attention.linear_qkv.weight", _THEIRS + "self_attn.qkv_proj.weight"
+    _MEGATRON + "self_attention.linear_qkv.weight": fused_query_key_value(
+        _MEGATRON + "self_attention.linear_qkv.weight", _HF + "self_attn.qkv_proj.weight"
     ),
-    _OURS + "mlp.linear_fc1.weight": identity(
-        _OURS + "mlp.linear_fc1.weight", _THEIRS + "mlp.gate_up_proj.weight"
+    _MEGATRON + "mlp.linear_fc1.weight": identity(
+        _MEGATRON + "mlp.linear_fc1.weight", _HF + "mlp.gate_up_proj.weight"
     ),
 }
 
@@ -41,7 +41,7 @@ def _fields(settings: Settings) -> dict[str, Any]:
 
 
 def _rules(settings: Settings) -> list[WeightRule]:
-    return [_FUSED.get(rule.ours, rule) for rule in MISTRAL.rules(settings)]
+    return [_FUSED.get(rule.megatron_name, rule) for rule in MISTRAL.rules(settings)]
 
 
 PHI3 = replace(

@@ -19,7 +19,6 @@ from megatron.core.foundation.errors import MegatronError
 from megatron.core.tokenizers.base import TextTokenizer
 from megatron.inference.engine import NOT_FINITE, Request, Token
 from megatron.inference.server.access import Access, check_content_type
-from megatron.inference.server.answers import Answer
 from megatron.inference.server.client import Client, ClientGone, Receive, Send
 from megatron.inference.server.counters import Counters
 from megatron.inference.server.limits import Limits
@@ -29,7 +28,8 @@ from megatron.inference.server.protocol import (
     parse_json,
     read_request,
 )
-from megatron.inference.server.serving import Service, ServiceError, Ticket
+from megatron.inference.server.responses import Response
+from megatron.inference.server.serving import Service, ServiceError, Submission
 from megatron.inference.text import Continuation, TextStream, take
 
 _ENDS = (asyncio.CancelledError, GeneratorExit, KeyboardInterrupt, SystemExit)
@@ -78,20 +78,20 @@ class App:
                 await self._route(method, path, client)
             except (BadRequest, ServiceError) as problem:
                 shown = _shown(problem)
-                await client.answer(shown.status, shown.body())
+                await client.respond(shown.status, shown.body())
         except (ClientGone, ConnectionError):
             pass
         except BaseException as error:  # a panic of a tokenizer's Rust code is no Exception
             if isinstance(error, _ENDS):
                 raise
             _LOG.exception("%s %s failed", method, path)
-            await client.answer_if_possible(500, BadRequest("internal error", status=500).body())
+            await client.respond_if_possible(500, BadRequest("internal error", status=500).body())
         finally:
-            place = path if path in _PLACES else "other"
-            self.counters.count_request(place, client.status)
+            index = path if path in _PLACES else "other"
+            self.counters.count_request(index, client.status)
             if self.log is not None and path not in _WATCHED:
                 self.log(
-                    f"{method[:8]} {place} {client.status or 'left'} {client.used} "
+                    f"{method[:8]} {index} {client.status or 'left'} {client.used} "
                     f"{time.monotonic() - begin:.2f} s"
                 )
 
@@ -119,7 +119,7 @@ class App:
             found = {"model": self.model, "paths": sorted(_PLACES - {"/"})}
         elif path == "/metrics":
             text = self.counters.text(self.service.engine.num_running, self.service.num_unfinished)
-            await client.answer_text(text)
+            await client.respond_text(text)
             return
         elif path == "/v1/models":
             found = {"object": "list", "data": [self._described()]}
@@ -129,7 +129,7 @@ class App:
             raise BadRequest(f"there is nothing at {path[:80]!r}", status=404)
         if method not in ("GET", "HEAD"):
             raise BadRequest(f"{path[:80]} is called with GET", status=405)
-        await client.answer(200, found)
+        await client.respond(200, found)
 
     def _described(self) -> dict[str, Any]:
         return {
@@ -154,7 +154,7 @@ class App:
                 raise BadRequest(problem.found, param="prompt", code="context_length_exceeded")
         if not self.service.has_capacity_for(len(requests)):
             raise BadRequest("too many requests are waiting", status=429, code="queue_full")
-        answer = Answer(request, self.model, self.tokenizer, sum(map(len, prompts)))
+        response = Response(request, self.model, self.tokenizer, sum(map(len, prompts)))
         work = _Work(self.service, requests, self.tokenizer, request.stop, self.limits)
         prefixes = [""] * len(requests)
         if request.echoes:
@@ -162,21 +162,21 @@ class App:
         watching = asyncio.ensure_future(client.gone())
         try:
             if request.streams:
-                await self._stream(answer, work, prefixes, client, watching)
+                await self._stream(response, work, prefixes, client, watching)
             else:
                 async for _ in work.pieces(watching):
                     pass
-                await client.answer(200, answer.whole(work.found, prefixes))
+                await client.respond(200, response.whole(work.found, prefixes))
         finally:
             watching.cancel()
             work.give_up()
             num_new = sum(len(one.tokens) for one in work.found)
-            client.used = f"{answer.num_prompt_tokens} + {num_new} tokens"
-            self.counters.count_tokens(answer.num_prompt_tokens, num_new)
+            client.used = f"{response.num_prompt_tokens} + {num_new} tokens"
+            self.counters.count_tokens(response.num_prompt_tokens, num_new)
 
     async def _stream(
         self,
-        answer: Answer,
+        response: Response,
         work: _Work,
         prefixes: list[str],
         client: Client,
@@ -185,21 +185,21 @@ class App:
         await client.begin_stream()
         begun = [False] * len(prefixes)
         try:
-            async for place, text, logs, reason in work.pieces(watching):
-                if not text and not logs and reason is None and begun[place]:
+            async for index, text, logprobs, reason in work.pieces(watching):
+                if not text and not logprobs and reason is None and begun[index]:
                     continue
-                text = text if begun[place] else prefixes[place] + text
-                chunk = answer.chunk(place, text, logs, reason, is_first=not begun[place])
-                begun[place] = True
+                text = text if begun[index] else prefixes[index] + text
+                chunk = response.chunk(index, text, logprobs, reason, is_first=not begun[index])
+                begun[index] = True
                 await client.event(json.dumps(chunk))
         except (BadRequest, ServiceError) as problem:
             # The status is sent already: the error comes as an event.
             await client.event(json.dumps(_shown(problem).body()))
             await client.end_stream()
             return
-        if answer.request.includes_usage:
+        if response.request.includes_usage:
             num_new = sum(len(one.tokens) for one in work.found)
-            await client.event(json.dumps(answer.usage_chunk(num_new)))
+            await client.event(json.dumps(response.usage_chunk(num_new)))
         await client.event("[DONE]")
         await client.end_stream()
 
@@ -231,7 +231,7 @@ class App:
             sampling=request.sampling,
             sequence=number,
             stop_tokens=frozenset({eod} if (eod := self.tokenizer.eod) is not None else ()),
-            num_best=request.num_best,
+            num_top_logprobs=request.num_top_logprobs,
         )
 
 
@@ -255,11 +255,11 @@ class _Work:
         # Bounded by itself: a sequence brings no more tokens than it may have.
         self._arrived: asyncio.Queue[tuple[int, Token | ServiceError]] = asyncio.Queue()
 
-        def deliver(place: int, what: Token | ServiceError) -> None:
+        def deliver(index: int, what: Token | ServiceError) -> None:
             with suppress(RuntimeError):  # the server has stopped; nobody listens
-                loop.call_soon_threadsafe(self._arrived.put_nowait, (place, what))
+                loop.call_soon_threadsafe(self._arrived.put_nowait, (index, what))
 
-        self._ticket: Ticket = service.submit(requests, deliver)
+        self._submission: Submission = service.submit(requests, deliver)
 
     async def pieces(
         self, watching: asyncio.Future[None]
@@ -272,23 +272,23 @@ class _Work:
             ServiceError: the engine has ended.
         """
         while self._open:
-            place, what = await self._next(watching)
+            index, what = await self._next(watching)
             if isinstance(what, ServiceError):
                 self._open.clear()
                 raise what
-            if place not in self._open:
+            if index not in self._open:
                 continue  # came after a stop word
-            stream, result = self._streams[place], self.found[place]
-            known = len(result.logs)
+            stream, result = self._streams[index], self.found[index]
+            known = len(result.logprobs)
             if what.finish_reason == "error":
                 raise BadRequest(NOT_FINITE, status=500, code="not_finite")
             text = take(what, stream, result)
             ended = what.finish_reason is not None or stream.stopped
             if ended:
-                self._open.discard(place)
+                self._open.discard(index)
                 if what.finish_reason is None:
-                    self._service.cancel(self._ticket, place)
-            yield place, text, result.logs[known:], result.finish_reason if ended else None
+                    self._service.cancel(self._submission, index)
+            yield index, text, result.logprobs[known:], result.finish_reason if ended else None
 
     async def _next(self, watching: asyncio.Future[None]) -> tuple[int, Token | ServiceError]:
         if not self._arrived.empty():
@@ -310,8 +310,8 @@ class _Work:
 
     def give_up(self) -> None:
         """Tell the engine that nobody waits for what is left."""
-        for place in self._open:
-            self._service.cancel(self._ticket, place)
+        for index in self._open:
+            self._service.cancel(self._submission, index)
         self._open.clear()
 
 

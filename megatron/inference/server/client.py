@@ -88,20 +88,20 @@ class Client:
             if (await self._receive())["type"] == "http.disconnect":
                 return
 
-    async def answer(self, status: int, content: Mapping[str, object]) -> None:
+    async def respond(self, status: int, content: Mapping[str, object]) -> None:
         """Send a JSON object.
 
         A client that is still sending does not see an answer if the connection ends with bytes of
         its own unread. What is left of its body is thrown away first, for as long as a body may
         take; then the connection ends.
         """
-        await self._answer(status, b"application/json", json.dumps(content).encode())
+        await self._respond(status, b"application/json", json.dumps(content).encode())
 
-    async def answer_text(self, text: str) -> None:
+    async def respond_text(self, text: str) -> None:
         """Send plain text."""
-        await self._answer(200, b"text/plain; version=0.0.4; charset=utf-8", text.encode())
+        await self._respond(200, b"text/plain; version=0.0.4; charset=utf-8", text.encode())
 
-    async def _answer(self, status: int, kind: bytes, body: bytes) -> None:
+    async def _respond(self, status: int, kind: bytes, body: bytes) -> None:
         headers = [(b"content-type", kind), (b"content-length", b"%d" % len(body))]
         sends_on = not self._has_sent_all
         if sends_on:
@@ -121,10 +121,10 @@ class Client:
                         pass
             await self._send({"type": "http.response.body", "body": b""})
 
-    async def answer_if_possible(self, status: int, content: Mapping[str, object]) -> None:
+    async def respond_if_possible(self, status: int, content: Mapping[str, object]) -> None:
         """Send a JSON object, unless another answer has begun."""
         if self.status is None:
-            await self.answer(status, content)
+            await self.respond(status, content)
 
     async def begin_stream(self) -> None:
         """Send the head of a stream of events."""

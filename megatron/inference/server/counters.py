@@ -12,9 +12,9 @@ class Counters:
         self._requests: Counter[tuple[str, str]] = Counter()
         self._prompt_tokens = self._new_tokens = 0
 
-    def count_request(self, place: str, status: int | None) -> None:
+    def count_request(self, path: str, status: int | None) -> None:
         """Count a request that has ended; `status` None: the client left before an answer."""
-        self._requests[place, "none" if status is None else str(status)] += 1
+        self._requests[path, "none" if status is None else str(status)] += 1
 
     def count_tokens(self, prompt: int, new: int) -> None:
         """Count the tokens of a request."""
@@ -30,8 +30,8 @@ class Counters:
         """
         lines = ["# TYPE lattice_requests_total counter"]
         lines += [
-            f'lattice_requests_total{{path="{place}",status="{status}"}} {count}'
-            for (place, status), count in sorted(self._requests.items())
+            f'lattice_requests_total{{path="{path}",status="{status}"}} {count}'
+            for (path, status), count in sorted(self._requests.items())
         ]
         for name, kind, value in (
             ("prompt_tokens_total", "counter", self._prompt_tokens),

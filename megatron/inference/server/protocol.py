@@ -54,7 +54,7 @@ class TextRequest:
     sampling: Sampling
     count: int
     stop: tuple[str, ...]
-    num_best: int | None
+    num_top_logprobs: int | None
     streams: bool
     includes_usage: bool
     echoes: bool = False
@@ -163,7 +163,7 @@ def read_request(body: dict[str, Any], *, is_chat: bool, model: str, limits: Lim
         most = fields.integer("max_completion_tokens", most, 1, 1 << 31)
         wants = fields.flag("logprobs")
         best = fields.integer("top_logprobs", 0, 0, limits.log_probs)
-        num_best = best if wants else None
+        num_top_logprobs = best if wants else None
         for name in ("tools", "functions"):
             fields.refuse(name, [])
         fields.refuse("tool_choice", "none", "auto")
@@ -171,10 +171,10 @@ def read_request(body: dict[str, Any], *, is_chat: bool, model: str, limits: Lim
     else:
         prompts = _prompts(fields.take("prompt"))
         most = fields.integer("max_tokens", 16, 1, 1 << 31)
-        num_best = fields.integer("logprobs", None, 0, limits.log_probs)
+        num_top_logprobs = fields.integer("logprobs", None, 0, limits.log_probs)
         fields.refuse("suffix", "")
     echoes = not is_chat and fields.flag("echo")
-    if echoes and num_best is not None:
+    if echoes and num_top_logprobs is not None:
         raise BadRequest("log-probabilities of an echoed prompt are not supported", param="echo")
     count = fields.integer("n", 1, 1, limits.sequences)
     assert count is not None
@@ -193,7 +193,7 @@ def read_request(body: dict[str, Any], *, is_chat: bool, model: str, limits: Lim
         sampling=_sampling(fields),
         count=count,
         stop=_stop(fields.take("stop"), limits),
-        num_best=num_best,
+        num_top_logprobs=num_top_logprobs,
         streams=streams,
         includes_usage=_includes_usage(fields.take("stream_options"), streams),
         echoes=echoes,

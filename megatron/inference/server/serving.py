@@ -20,7 +20,7 @@ HEARTBEAT_S = 5.0
 
 
 @dataclass
-class Order:
+class BatchUpdate:
     """What changes before the next step; the same on all ranks."""
 
     add: list[Request] = field(default_factory=list)
@@ -36,7 +36,7 @@ Deliver = Callable[[int, "Token | ServiceError"], None]
 """Takes the place of a sequence in its ticket, and what happened to it."""
 
 
-class Ticket:
+class Submission:
     """Sequences of one client."""
 
     def __init__(self, requests: Sequence[Request], deliver: Deliver) -> None:
@@ -61,9 +61,9 @@ class Service:
         self.crash: Exception | None = None
         """What ended `run`, if something went wrong."""
         self._most = engine.max_rows + max_queued
-        self._inbox: queue.SimpleQueue[tuple[str, Ticket | None, int]] = queue.SimpleQueue()
-        self._place_of: dict[int, tuple[Ticket, int]] = {}
-        self._new: list[Ticket] = []
+        self._inbox: queue.SimpleQueue[tuple[str, Submission | None, int]] = queue.SimpleQueue()
+        self._sequence_of: dict[int, tuple[Submission, int]] = {}
+        self._new: list[Submission] = []
         self._unfinished = 0
         self._lock = threading.Lock()
 
@@ -76,23 +76,23 @@ class Service:
         """Whether so many sequences may be submitted. Ask and submit from one thread."""
         return self._unfinished + count <= self._most
 
-    def submit(self, requests: Sequence[Request], deliver: Deliver) -> Ticket:
+    def submit(self, requests: Sequence[Request], deliver: Deliver) -> Submission:
         """Queue sequences that `engine.check` found nothing wrong with.
 
         Args:
             deliver: called in the engine's thread.
         """
-        ticket = Ticket(requests, deliver)
+        submission = Submission(requests, deliver)
         with self._lock:
             if self.failure is not None:
                 raise self.failure
-            self._unfinished += len(ticket.requests)
-            self._inbox.put(("add", ticket, 0))
-        return ticket
+            self._unfinished += len(submission.requests)
+            self._inbox.put(("add", submission, 0))
+        return submission
 
-    def cancel(self, ticket: Ticket, place: int) -> None:
+    def cancel(self, submission: Submission, index: int) -> None:
         """Give up a sequence; nothing happens if it has ended."""
-        self._inbox.put(("cancel", ticket, place))
+        self._inbox.put(("cancel", submission, index))
 
     def stop(self) -> None:
         """End the engine on all ranks."""
@@ -108,12 +108,12 @@ class Service:
         """
         try:
             while True:
-                order = self._next_order()
-                self.peers.broadcast(order)
-                if order.ends:
+                update = self._next_update()
+                self.peers.broadcast(update)
+                if update.ends:
                     self._give_up("the server is stopping")
                     return
-                self._apply(order)
+                self._apply(update)
         except Exception as error:
             self._give_up(f"the engine ended: {error}")
             raise
@@ -121,75 +121,81 @@ class Service:
     def follow(self) -> None:
         """Take part until the serving rank stops: every other rank's main thread."""
         while True:
-            order = self.peers.broadcast(None)
-            if order.ends:
+            update = self.peers.broadcast(None)
+            if update.ends:
                 return
-            for number in order.cancel:
+            for number in update.cancel:
                 self.engine.cancel(number)
-            for request in order.add:
+            for request in update.add:
                 self.engine.add(request)
             self.engine.step()
 
-    def _next_order(self) -> Order:
+    def _next_update(self) -> BatchUpdate:
         """Collect what has come; wait for it if there is nothing else to do."""
-        order = Order()
+        update = BatchUpdate()
         self._new = []
         timeout: float | None = HEARTBEAT_S if self.engine.is_idle else None
         while True:
             try:
-                kind, ticket, place = self._inbox.get(block=timeout is not None, timeout=timeout)
+                kind, submission, index = self._inbox.get(
+                    block=timeout is not None, timeout=timeout
+                )
             except queue.Empty:
-                return order
+                return update
             timeout = None
             if kind == "stop":
-                order.ends = True
-                return order
-            assert ticket is not None
+                update.ends = True
+                return update
+            assert submission is not None
             if kind == "add":
-                order.add += ticket.requests
-                self._new.append(ticket)
-            elif ticket.numbers:
-                self._forget(ticket.numbers[place], order)
+                update.add += submission.requests
+                self._new.append(submission)
+            elif submission.numbers:
+                self._forget(submission.numbers[index], update)
             else:  # it came in this very order
-                self._inbox.put((kind, ticket, place))
-                return order
+                self._inbox.put((kind, submission, index))
+                return update
 
-    def _forget(self, number: int, order: Order) -> None:
-        if self._place_of.pop(number, None) is not None:
+    def _forget(self, number: int, update: BatchUpdate) -> None:
+        if self._sequence_of.pop(number, None) is not None:
             self._ended_one()
-            order.cancel.append(number)
+            update.cancel.append(number)
 
     def _ended_one(self) -> None:
         with self._lock:
             self._unfinished -= 1
 
-    def _apply(self, order: Order) -> None:
-        for number in order.cancel:
+    def _apply(self, update: BatchUpdate) -> None:
+        for number in update.cancel:
             self.engine.cancel(number)
-        for ticket in self._new:
-            for place, request in enumerate(ticket.requests):
+        for submission in self._new:
+            for index, request in enumerate(submission.requests):
                 number = self.engine.add(request)
-                ticket.numbers.append(number)
-                self._place_of[number] = ticket, place
+                submission.numbers.append(number)
+                self._sequence_of[number] = submission, index
         for token in self.engine.step():
-            found = self._place_of.get(token.request)
+            found = self._sequence_of.get(token.request)
             if found is None:
                 continue
             if token.finish_reason is not None:
-                del self._place_of[token.request]
+                del self._sequence_of[token.request]
                 self._ended_one()
-            ticket, place = found
-            ticket.deliver(place, token)
+            submission, index = found
+            submission.deliver(index, token)
 
     def _give_up(self, why: str) -> None:
         with self._lock:
             self.failure = ServiceError(why, fix="start the server again")
-        unknown = [ticket for ticket in self._new if not ticket.numbers]
+        unknown = [submission for submission in self._new if not submission.numbers]
         while not self._inbox.empty():
             kind, queued, _ = self._inbox.get()
             if kind == "add" and queued is not None:
                 unknown.append(queued)
-        waiting = list(self._place_of.values())
-        waiting += [(ticket, place) for ticket in unknown for place in range(len(ticket.requests))]
-        for ticket, place in waiting:
-            ticket.deliver(place, self.failure)
+        waiting = list(self._sequence_of.values())
+        waiting += [
+            (submission, index)
+            for submission in unknown
+            for index in range(len(submission.requests))
+        ]
+        for submission, index in waiting:
+            submission.deliver(index, self.failure)

@@ -46,5 +46,5 @@ def test_every_layout_gives_the_scores_of_the_logits():
         for found in run_distributed(scores, size, *arguments, **layout):
             for one, (logs, greedy) in zip(found, expected, strict=True):
                 what = f"log-probabilities with {layout}"
-                assert_close(torch.tensor(one.log_probabilities), logs, FP32_REORDERED_SUM, what)
+                assert_close(torch.tensor(one.logprobs), logs, FP32_REORDERED_SUM, what)
                 assert one.is_greedy == greedy.tolist()

@@ -263,7 +263,7 @@ def compare_gradients(directory: Path, theirs: Any, ours: Mapping[str, Tensor]) 
                 grads = [_in_blocks(grads[0], rule.num_blocks)]
             for rows in rule.row_map(geometry, [len(g) for g in grads]):
                 part = grads[rows.source].narrow(0, rows.begin, rows.length)
-                own = mine_whole.narrow(0, rows.place, rows.length)
+                own = mine_whole.narrow(0, rows.megatron_begin, rows.length)
                 assert_close(own, part, FP32_REORDERED_SUM, mine)
                 error = (own - part).abs().max() / grads[rows.source].abs().max()
                 compared, worst = compared + part.numel(), max(worst, float(error))

@@ -150,14 +150,16 @@ def test_log_probabilities_come_with_the_tokens():
         gpt, vocab_size=60, max_rows=2, max_length=8, groups=ProcessGroupCollection.single()
     )
     draws = [Draw(Sampling(temperature=1.0), row, 4) for row in range(2)]
-    chosen, logs = cached.next_tokens(ids.tolist(), draws, first_row=0, offsets=[0, 0], num_best=3)
+    chosen, logprobs = cached.next_tokens(
+        ids.tolist(), draws, first_row=0, offsets=[0, 0], num_top_logprobs=3
+    )
     with torch.no_grad():
         expected = gpt(ids, None, None)[:, -1, :60].log_softmax(-1)
     for row in range(2):
-        first, *best = logs[row]
+        first, *best = logprobs[row]
         assert first[0] == chosen[row]
         assert [token for token, _ in best] == expected[row].topk(3).indices.tolist()
-        got = torch.tensor([value for _, value in logs[row]])
+        got = torch.tensor([value for _, value in logprobs[row]])
         assert_close(
-            got, expected[row][[token for token, _ in logs[row]]], FP32_REORDERED_SUM, "logits"
+            got, expected[row][[token for token, _ in logprobs[row]]], FP32_REORDERED_SUM, "logits"
         )

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron.core.foundation.errors import ConfigError
-from megatron.inference.sampling import NO_TOKEN, Draw, Sampling, log_probabilities
+from megatron.inference.sampling import NO_TOKEN, Draw, Sampling, gather_logprobs
 from megatron.inference.sampling import choose_tokens as choose_from_draws
 
 
@@ -39,7 +39,7 @@ def test_no_token_is_chosen_among_logits_that_are_no_numbers(sampling):
     x[1, 7], x[2], x[3, 0], x[4, 0] = torch.nan, -torch.inf, torch.inf, -torch.inf
     chosen = choose_tokens(x, 3, sampling)
     assert (chosen == NO_TOKEN).tolist() == [False, True, True, True, False]
-    log_probabilities(x, chosen, num_best=2)
+    gather_logprobs(x, chosen, num_top_logprobs=2)
 
 
 def test_top_k_and_top_p_never_choose_outside_their_set():

@@ -12,10 +12,10 @@ from megatron.core.tokenizers.base import TextTokenizer
 from megatron.inference.server.protocol import TextRequest
 from megatron.inference.text import Continuation
 
-Logs = list[tuple[int, float]]
+Logprobs = list[tuple[int, float]]
 
 
-class Answer:
+class Response:
     """How one request is answered.
 
     Args:
@@ -45,7 +45,7 @@ class Answer:
         choices = []
         for index, (one, prefix) in enumerate(zip(found, prefixes, strict=True)):
             choice: dict[str, Any] = {"index": index, "finish_reason": one.finish_reason}
-            choice["logprobs"] = self._logs(index, one.logs)
+            choice["logprobs"] = self._logprobs(index, one.logprobs)
             if self.request.is_chat:
                 choice["message"] = {"role": "assistant", "content": one.text}
             else:
@@ -56,11 +56,16 @@ class Answer:
         return {**self._common, "object": kind, "choices": choices, "usage": self.usage(num_new)}
 
     def chunk(
-        self, index: int, text: str, logs: Sequence[Logs], finish_reason: str | None, is_first: bool
+        self,
+        index: int,
+        text: str,
+        logprobs: Sequence[Logprobs],
+        finish_reason: str | None,
+        is_first: bool,
     ) -> dict[str, Any]:
         """Return a piece of the stream of one continuation."""
         choice: dict[str, Any] = {"index": index, "finish_reason": finish_reason}
-        choice["logprobs"] = self._logs(index, logs)
+        choice["logprobs"] = self._logprobs(index, logprobs)
         if self.request.is_chat:
             choice["delta"] = {"role": "assistant"} if is_first else {}
             if text or is_first:
@@ -85,24 +90,24 @@ class Answer:
     def _kind_of_chunk(self) -> str:
         return "chat.completion.chunk" if self.request.is_chat else "text_completion"
 
-    def _logs(self, index: int, logs: Sequence[Logs]) -> dict[str, Any] | None:
-        if self.request.num_best is None:
+    def _logprobs(self, index: int, logprobs: Sequence[Logprobs]) -> dict[str, Any] | None:
+        if self.request.num_top_logprobs is None:
             return None
         if self.request.is_chat:
-            return {"content": [self._entry(step) for step in logs]}
-        tokens = [self._text(step[0][0]) for step in logs]
+            return {"content": [self._entry(step) for step in logprobs]}
+        tokens = [self._text(step[0][0]) for step in logprobs]
         # A stream goes on where its last piece ended.
         *offsets, self._offsets[index] = accumulate(
             map(len, tokens), initial=self._offsets.get(index, 0)
         )
         return {
             "tokens": tokens,
-            "token_logprobs": [step[0][1] for step in logs],
-            "top_logprobs": [{self._text(t): value for t, value in step[1:]} for step in logs],
+            "token_logprobs": [step[0][1] for step in logprobs],
+            "top_logprobs": [{self._text(t): value for t, value in step[1:]} for step in logprobs],
             "text_offset": offsets,
         }
 
-    def _entry(self, step: Logs) -> dict[str, Any]:
+    def _entry(self, step: Logprobs) -> dict[str, Any]:
         entries = []
         for token, value in step:
             text = self._text(token)
