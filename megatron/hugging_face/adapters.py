@@ -1,7 +1,7 @@
 """Write low-rank adapters as a directory of PEFT's (`adapter_config.json`, safetensors).
 
 One projection of Megatron is several of Hugging Face (queries, keys and values; gate and up). These
-get the same A, and their own rows of B, by the family's rules; so the product is the same to the bit.
+get the same A, and their own rows of B, by the rules of the family: the product has the same bits.
 """
 
 from __future__ import annotations
