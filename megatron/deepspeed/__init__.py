@@ -16,10 +16,9 @@ below them: `megatron.core.distributed`, `megatron.core.optimizer`, `megatron.co
 from megatron.core.foundation.errors import ConfigError
 from megatron.deepspeed import checkpointing, comm, lr_schedules, ops, utils, zero
 from megatron.deepspeed.accelerator import get_accelerator
-from megatron.deepspeed.arguments import add_config_arguments
 from megatron.deepspeed.comm import init_distributed
 from megatron.deepspeed.engine import DeepSpeedEngine
-from megatron.deepspeed.initialize import initialize
+from megatron.deepspeed.initialize import add_config_arguments, initialize
 
 __all__ = [
     "ConfigError",

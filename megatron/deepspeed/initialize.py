@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -214,3 +215,11 @@ def _schedule(engine: DeepSpeedEngine, settings: EngineSettings, given: Any) -> 
     if section is None:
         return None
     return lr_schedules.BY_NAME[section["type"]](optimizer, **section["params"])
+
+
+def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add --deepspeed and --deepspeed_config, and return the parser."""
+    group = parser.add_argument_group("DeepSpeed")
+    group.add_argument("--deepspeed", action="store_true", help="train with an engine")
+    group.add_argument("--deepspeed_config", type=str, default=None, help="JSON file of settings")
+    return parser

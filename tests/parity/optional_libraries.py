@@ -65,9 +65,9 @@ RECORDING = """
 import sys
 from types import SimpleNamespace
 from megatron.training.hooks.scalars import WandbSink
-from megatron.training.setup import writers
+from megatron.training.setup import initialize
 
-sink = WandbSink(writers.open_wandb(SimpleNamespace(
+sink = WandbSink(initialize.open_wandb(SimpleNamespace(
     logging=SimpleNamespace(
         wandb_project="p", wandb_entity="", wandb_exp_name="name", wandb_save_dir=sys.argv[1]
     ),

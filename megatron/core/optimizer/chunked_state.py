@@ -13,8 +13,12 @@ from megatron.core.distributed.sharding_arithmetic import BLOCK
 from megatron.core.offload.host_state_store import StateStore
 from megatron.core.optimizer.definition import ElementwiseUpdate, Pieces
 from megatron.core.optimizer.main_param_shard import MainParamShard
-from megatron.core.optimizer.split_main_param import join_remainder, split_remainder
-from megatron.core.optimizer.state_codec import Codec, random_bits
+from megatron.core.optimizer.state_codec import (
+    Codec,
+    join_remainder,
+    random_bits,
+    split_remainder,
+)
 from megatron.core.parameters.param_meta import get_param_meta
 from megatron.core.parameters.rng import derive_seed
 

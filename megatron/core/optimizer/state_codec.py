@@ -183,3 +183,26 @@ def _round_at_random(values: Tensor, noise: Tensor, dropped_bits: int) -> Tensor
 def _scales(stored: Tensor) -> Tensor:
     """Return the scales [blocks, 1]."""
     return stored[:, -SCALE_BYTES:].view(torch.float32)
+
+
+def split_remainder(main: Tensor) -> tuple[Tensor, Tensor]:
+    """Return (upper, lower): the nearest bf16 numbers, and int16 differences in fp32 bits.
+
+    A bf16 number is the upper half of an fp32 number. Where the model keeps the upper half of the
+    main weight, rounded, the optimizer need only keep the difference: two bytes instead of four,
+    and no bit lost. Exact ties are rounded away from zero, not to even, because the difference must
+    fit 16 bits.
+
+    Args:
+        main: fp32 [...], contiguous.
+    """
+    bits = main.view(torch.int32)
+    upper = (bits + 0x8000) >> 16
+    lower = (bits - (upper << 16)).to(torch.int16)
+    return upper.to(torch.int16).view(torch.bfloat16), lower
+
+
+def join_remainder(upper: Tensor, lower: Tensor) -> Tensor:
+    """Return the fp32 main weights [...] of `split_remainder`, from parts of their shape."""
+    high = upper.contiguous().view(torch.int16).to(torch.int32) << 16
+    return (high + lower.to(torch.int32)).view(torch.float32)

@@ -6,10 +6,10 @@ from megatron.training.checkpointing.megatron_functions import (
     load_checkpoint,
     maybe_finalize_async_save,
     save_checkpoint,
-    stored_args,
 )
 from megatron.training.checkpointing.restore import Restored
 from megatron.training.checkpointing.run_state import CheckpointContext
+from megatron.training.checkpointing.stored_settings import stored_args
 from megatron.training.config.checkpoint import CheckpointSettings
 
 __all__ = [

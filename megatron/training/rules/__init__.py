@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from megatron.core.foundation.errors import MegatronError, raise_together
+from megatron.training.checkpointing.stored_settings import with_checkpoint_shape
 from megatron.training.cli.parser import ParsedCommand, UnreadableCommandError
 from megatron.training.config.resolve import resolve
 from megatron.training.config.resolved import ResolvedRun
@@ -22,7 +23,6 @@ from megatron.training.rules.follow_ups import Unclear
 from megatron.training.rules.registry import broken_rules
 from megatron.training.rules.sizes import with_defaults_for, wrong_sizes
 from megatron.training.rules.support import notes, refusals
-from megatron.training.setup.checkpoint_shape import with_checkpoint_shape
 
 __all__ = ["notes", "resolve_and_check"]
 

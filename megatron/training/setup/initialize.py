@@ -8,6 +8,7 @@ from typing import Any
 
 from megatron.core import num_microbatches_calculator as calculator
 from megatron.core.dist_checkpointing.object_store import is_url, storage_path
+from megatron.core.foundation import optional_imports
 from megatron.core.foundation.attempts import START_TIMEOUT
 from megatron.core.foundation.errors import MegatronError
 from megatron.core.foundation.processes import name_fatal_signals
@@ -19,11 +20,11 @@ from megatron.training import global_vars
 from megatron.training.checkpointing.saver import claim_directory
 from megatron.training.cli.parser import ParsedCommand
 from megatron.training.config.resolved import ResolvedRun
-from megatron.training.config.run import RunConfig
+from megatron.training.config.run import RunConfig, plain
 from megatron.training.config.vocabulary import resolve_vocabulary
 from megatron.training.launch import rank_info
 from megatron.training.launch.addresses import check_addresses
-from megatron.training.launch.printing import print_rank_0
+from megatron.training.launch.printing import is_last_rank, print_rank_0
 from megatron.training.resilience.failure import set_earlier_failure_aside
 from megatron.training.resilience.peers import LocalPeers
 from megatron.training.resilience.signals import SignalFlag
@@ -36,7 +37,6 @@ from megatron.training.setup.distributed import (
     set_numerics,
     start_processes,
 )
-from megatron.training.setup.writers import open_tensorboard, open_wandb
 
 
 @dataclass
@@ -183,3 +183,41 @@ def publish(session: Session) -> None:
         run.schedule.step_batch_size_schedule,
         run.model.seq_length,
     )
+
+
+def open_tensorboard(run: ResolvedRun) -> Any:
+    """Return a `SummaryWriter` with the settings of the run as text, or None."""
+    if run.logging.tensorboard_dir is None or not is_last_rank():
+        return None
+    optional_imports.require("tensorboard", purpose="--tensorboard-dir")
+    module = optional_imports.require("torch.utils.tensorboard", purpose="--tensorboard-dir")
+    writer = module.SummaryWriter(
+        log_dir=run.logging.tensorboard_dir, max_queue=run.logging.tensorboard_queue_size
+    )
+    for name, value in {**run.values, **run.extra}.items():
+        writer.add_text(name, str(plain(value)))
+    return writer
+
+
+def open_wandb(run: ResolvedRun) -> Any:
+    """Return the wandb module with an open run, or None; offline where it cannot log in."""
+    if not run.logging.wandb_project or not is_last_rank():
+        return None
+    wandb = optional_imports.require("wandb", purpose="--wandb-project")
+    settings = {
+        "project": run.logging.wandb_project,
+        "entity": run.logging.wandb_entity,
+        "name": run.logging.wandb_exp_name,
+        "dir": run.logging.wandb_save_dir,
+        "config": {name: plain(value) for name, value in run.config.flat().items()},
+    }
+    try:
+        wandb.init(**settings)
+    except wandb.Error as error:  # no key, or nobody answers; this rank alone must not end the run
+        print(
+            f"wandb: {error}\nwandb: the run is recorded offline; upload it with `wandb sync`, or "
+            "run `wandb login` first. WANDB_MODE=offline or disabled says so beforehand.",
+            flush=True,
+        )
+        wandb.init(**settings, mode="offline")
+    return wandb

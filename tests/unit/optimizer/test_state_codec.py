@@ -6,8 +6,12 @@ import pytest
 import torch
 
 from megatron.core.distributed.sharding_arithmetic import BLOCK
-from megatron.core.optimizer.split_main_param import join_remainder, split_remainder
-from megatron.core.optimizer.state_codec import codec_of, random_bits
+from megatron.core.optimizer.state_codec import (
+    codec_of,
+    join_remainder,
+    random_bits,
+    split_remainder,
+)
 from tests.harness.tolerances import EXACT, assert_close
 
 SPACING = {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10, torch.uint8: 2.0**-3}

@@ -6,8 +6,8 @@ from argparse import Namespace
 
 import pytest
 
+from megatron.training.checkpointing import stored_settings
 from megatron.training.cli.parser import parse_command_line
-from megatron.training.setup import checkpoint_shape
 
 STORED = Namespace(
     num_layers=3, hidden_size=48, swiglu=True, tokenizer_type="HuggingFaceTokenizer",
@@ -18,11 +18,11 @@ STORED = Namespace(
 @pytest.fixture
 def shaped(monkeypatch):
     """Return a function from words to the settings with the checkpoint's shape in them."""
-    monkeypatch.setattr(checkpoint_shape, "stored_args", lambda *_, **__: STORED)
+    monkeypatch.setattr(stored_settings, "stored_args", lambda *_, **__: STORED)
 
     def read(*words: str) -> dict:
         command = parse_command_line(["--load", "x", "--use-checkpoint-args", *words])
-        return checkpoint_shape.with_checkpoint_shape(command.config, command.given).flat()
+        return stored_settings.with_checkpoint_shape(command.config, command.given).flat()
 
     return read
 

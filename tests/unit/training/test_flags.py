@@ -10,7 +10,7 @@ import pytest
 
 from megatron.core.foundation.errors import ConfigError
 from megatron.core.settings.flags import flag_specs
-from megatron.training.checkpointing.megatron_functions import MODEL_SHAPE_ARGS
+from megatron.training.checkpointing.stored_settings import MODEL_SHAPE_ARGS
 from megatron.training.cli.flags_document import flags_document
 from megatron.training.cli.parser import build_parser, parse_command_line
 from megatron.training.config.run import GROUP_CLASSES, all_flags, flags_by_spelling, plain

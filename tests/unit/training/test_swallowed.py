@@ -14,7 +14,7 @@ from megatron.training.cli.parser import parse_command_line
 from megatron.training.config.resolved import ResolvedRun
 from megatron.training.initialize import _set_random_seed
 from megatron.training.rules import resolve_and_check
-from megatron.training.setup import writers
+from megatron.training.setup import initialize
 from megatron.training.setup.distributed import set_numerics
 from megatron.training.setup.model import _call_with_known
 
@@ -66,9 +66,9 @@ def test_a_run_without_a_key_of_wandb_is_recorded_offline(monkeypatch, capsys):
             raise Error("api_key not configured (no-tty). call wandb.login(key=[your_api_key])")
 
     library = SimpleNamespace(Error=Error, init=init)
-    monkeypatch.setattr(writers.optional_imports, "require", lambda name, purpose: library)
+    monkeypatch.setattr(initialize.optional_imports, "require", lambda name, purpose: library)
     run = ResolvedRun().overlaid({"wandb_project": "p"})
-    assert writers.open_wandb(run) is library
+    assert initialize.open_wandb(run) is library
     assert begun == [(None, "p"), ("offline", "p")]
     assert "wandb login" in capsys.readouterr().out
 

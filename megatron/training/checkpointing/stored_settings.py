@@ -1,0 +1,85 @@
+"""Settings that a checkpoint stores, and those of them that --use-checkpoint-args takes."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Collection
+
+from megatron.core.dist_checkpointing.interop.opening import open_any
+from megatron.core.dist_checkpointing.object_store import storage_path
+from megatron.core.foundation.errors import CheckpointError
+from megatron.core.transport.object_collectives import SingleProcess
+from megatron.training.checkpointing.selection import select_checkpoints
+from megatron.training.config.run import RunConfig, all_flags
+
+MODEL_SHAPE_ARGS = (
+    "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels",
+    "num_query_groups", "group_query_attention", "seq_length", "max_position_embeddings",
+    "position_embedding_type", "rotary_base", "rotary_percent", "rotary_interleaved",
+    "use_rotary_position_embeddings", "use_rope_scaling", "rope_scaling_factor",
+    "add_position_embedding", "add_bias_linear", "add_qkv_bias", "qk_layernorm", "swiglu",
+    "squared_relu", "normalization", "norm_epsilon", "apply_layernorm_1p",
+    "untie_embeddings_and_output_weights", "make_vocab_size_divisible_by",
+    "unpadded_vocab_size", "tokenizer_type", "tokenizer_model", "vocab_size", "vocab_file",
+    "merge_file", "window_size", "window_attn_skip_freq", "rotary_base_local", "geglu",
+    "sandwich_norm", "use_parallel_residual", "embedding_multiplier", "softmax_scale",
+    "attn_logit_softcapping", "final_logit_softcapping", "softmax_type", "no_rope_freq",
+    "rotary_seq_len_interpolation_factor", "apply_residual_connection_post_layernorm",
+    "openai_gelu", "quick_geglu", "glu_linear_offset", "activation_func_clamp_value",
+    "multi_latent_attention", "q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim",
+    "v_head_dim", "rotary_scaling_factor", "original_max_position_embeddings", "beta_fast",
+    "beta_slow", "yarn_correction_range_round_to_int", "mscale", "mscale_all_dim", "num_experts",
+    "moe_layer_freq", "moe_ffn_hidden_size", "moe_router_topk", "moe_router_score_function",
+    "moe_router_pre_softmax", "moe_router_topk_scaling_factor", "moe_router_num_groups",
+    "moe_router_group_topk", "moe_router_group_score_topk", "moe_router_enable_expert_bias",
+    "moe_router_dtype", "moe_shared_expert_intermediate_size", "moe_shared_expert_gate",
+)  # fmt: skip
+"""What `--use-checkpoint-args` takes over: the model, not the layout and not the schedule."""
+
+TOKENIZER_FILES = {"tokenizer_model", "vocab_file", "merge_file"}
+"""Settings of it that name files."""
+
+
+def stored_args(
+    directory: str | None, ckpt_step: int | None = None, *, save: str | None = None
+) -> argparse.Namespace | None:
+    """Return the settings saved in the newest readable checkpoint of a directory.
+
+    Arguments are those of `select_checkpoints`.
+    """
+    if directory is None:
+        return None
+    for found in select_checkpoints(storage_path(directory), ckpt_step, save=save).candidates:
+        try:
+            state = open_any(found.path, peers=SingleProcess()).common_state()
+        except CheckpointError:
+            continue
+        args = state.get("args")
+        if isinstance(args, argparse.Namespace):
+            return args
+    return None
+
+
+def with_checkpoint_shape(config: RunConfig, given: Collection[str] = ()) -> RunConfig:
+    """With --use-checkpoint-args, return the settings with the checkpoint's model in them.
+
+    Args:
+        given: fields that the user set, which stay as they are. With a field of the tokenizer in
+            it, none is taken.
+    """
+    if not config.checkpoint.use_checkpoint_args:
+        return config
+    saved = config.checkpoint
+    stored = stored_args(saved.load, saved.ckpt_step, save=saved.save)
+    if stored is None:
+        return config
+    # Padding depends on the layout and is derived anew.
+    left_out = {"padded_vocab_size", *given}
+    if not saved.use_tokenizer_model_from_checkpoint_args:
+        # Files that a checkpoint names may be anybody's: they are opened on request only.
+        left_out |= TOKENIZER_FILES
+    if "tokenizer_type" in given or TOKENIZER_FILES & set(given):
+        left_out |= {"tokenizer_type", "vocab_size", *TOKENIZER_FILES}
+    names = [n for n in MODEL_SHAPE_ARGS if n in all_flags() and n not in left_out]
+    taken = {name: getattr(stored, name) for name in names if hasattr(stored, name)}
+    return RunConfig.from_values({**config.flat(), **taken})
