@@ -43,7 +43,8 @@ def optimizer_state_has_a_place(run: ResolvedRun) -> Iterator[MegatronError]:
     optimizer, precision = run.optimizer, run.precision
     offloads = optimizer.optimizer_cpu_offload or optimizer.optimizer_offload_path is not None
     compact = optimizer.use_precision_aware_optimizer
-    if OPTIMIZERS[optimizer.optimizer].update is None and (offloads or compact):
+    known = OPTIMIZERS.get(optimizer.optimizer)  # a name that is refused has no record
+    if known is not None and known.update is None and (offloads or compact):
         given = [("use_precision_aware_optimizer", compact), ("optimizer_cpu_offload", offloads)]
         names = [kebab(name) for name, is_on in given if is_on]
         yield problem(

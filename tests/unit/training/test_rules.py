@@ -146,7 +146,7 @@ def problems(*words: str, world_size: int = 1, base=SMALL) -> list[str]:
         (["--fp16", "--hysteresis", "0"], 1, "--hysteresis 0"),
         (["--optimizer", "lion", "--lion-beta2", "1"], 1, "--lion-beta2 1"),
         (["--optimizer", "muon", "--muon-num-ns-steps", "0"], 1, "--muon-num-ns-steps 0"),
-        (["--optimizer", "muon", "--optimizer-cpu-offload"], 1, "fp32 momentum"),
+        (["--optimizer", "muon", "--optimizer-cpu-offload"], 1, "each element by itself"),
         (["--optimizer-offload-path", "/no/where"], 1, "mkdir -p /no/where"),
         (["--optimizer-offload-fraction", "0.5"], 1, "without offload"),
         (["--optimizer-cpu-offload", "--optimizer-offload-fraction", "2"], 1, "a share lies in"),
