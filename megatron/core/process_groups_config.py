@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 import torch.distributed as dist
 
-from megatron.core.foundation.device import settle_backends, settle_backends_at_exit
+from megatron.core.foundation.device import settle_backends, wait_for_backends_at_exit
 from megatron.core.foundation.errors import TopologyError
 from megatron.core.topology.rank_grid import Layout
 from megatron.core.transport import backend
@@ -172,7 +172,7 @@ class GroupFactory:
         Communication:
             collective on the world; a rendezvous among the members of each new group.
         """
-        settle_backends_at_exit()
+        wait_for_backends_at_exit()
         rank = dist.get_rank()
         mine = None
         for ranks in map(tuple, rank_lists):

@@ -34,7 +34,7 @@ from torch.distributed import (
 )
 
 from megatron.core.foundation import device
-from megatron.core.foundation.attempts import START_TIMEOUT, store_of_attempt
+from megatron.core.foundation.rendezvous import START_TIMEOUT, rendezvous
 
 __all__ = [
     "ReduceOp",
@@ -103,7 +103,7 @@ def init_distributed(
         if init_method is None and world_size < 0 and launched_size > 1:
             # torch reads the same variables, but would meet the ranks of an earlier attempt.
             this_rank = int(os.environ["RANK"])
-            store = store_of_attempt(this_rank, launched_size, timeout or START_TIMEOUT)
+            store = rendezvous(this_rank, launched_size, timeout or START_TIMEOUT)
             options |= {"store": store, "rank": this_rank, "world_size": launched_size}
         else:
             options["init_method"] = init_method

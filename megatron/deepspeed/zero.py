@@ -148,12 +148,12 @@ def _whole(
 ) -> Tensor:
     """Join the pieces that the ranks own."""
     mesh = engine.replica.mesh()
-    whole = torch.zeros(parameter.numel(), device=parameter.device)
+    full = torch.zeros(parameter.numel(), device=parameter.device)
     for piece, value in pieces:
-        whole[piece.begin : piece.end] = value.reshape(-1)
-    backend.all_reduce(whole, mesh.shard)
-    broadcast_from_first([(whole, mesh.replicate)])
-    return whole.view(parameter.shape)
+        full[piece.begin : piece.end] = value.reshape(-1)
+    backend.all_reduce(full, mesh.shard)
+    broadcast_from_first([(full, mesh.replicate)])
+    return full.view(parameter.shape)
 
 
 def set_z3_leaf_modules(model: nn.Module, leaf_module_classes: object) -> list[nn.Module]:

@@ -25,7 +25,7 @@ from megatron.core.dist_checkpointing.interop.stored_view import (
     ViewReader,
 )
 from megatron.core.dist_checkpointing.manifest import StoredTensor
-from megatron.core.dist_checkpointing.planner import Read
+from megatron.core.dist_checkpointing.planner import ReadItem
 from megatron.core.foundation.errors import CheckpointError
 from megatron.hugging_face.families.family import Family, geometry_of
 from megatron.hugging_face.model_directory import (
@@ -62,7 +62,7 @@ class _Reader(InteropReader):
         """Bytes of tensors read so far."""
         return super().bytes_read + self._whole.bytes_read
 
-    def read(self, tensor: StoredTensor, read: Read, into: Tensor) -> None:
+    def read(self, tensor: StoredTensor, read: ReadItem, into: Tensor) -> None:
         """Fill `into`, of the shape of `read`."""
         shard = read.shard
         assert isinstance(shard, InteropShard)
@@ -79,12 +79,12 @@ class _Reader(InteropReader):
             flat = StoredView(view.storage, view.dtype, (count,), (1,))
             self._held = (view.storage, self._whole.read_full(flat))
         missing = len(shard.shape) - len(view.shape)
-        whole = self._held[1].as_strided(view.shape, view.stride, view.offset)
-        whole = whole.reshape((1,) * missing + tuple(view.shape)) if missing else whole
+        full = self._held[1].as_strided(view.shape, view.stride, view.offset)
+        full = full.reshape((1,) * missing + tuple(view.shape)) if missing else full
         offset, shape = read.in_shard
         for axis, (begin, length) in enumerate(zip(offset, shape, strict=True)):
-            whole = whole.narrow(axis, begin, length)
-        into.copy_(whole)
+            full = full.narrow(axis, begin, length)
+        into.copy_(full)
 
 
 def open_model(path: Path) -> ModelContents:

@@ -195,9 +195,9 @@ def _tensors(
             if merge is not None:
                 weight = merge.merged(group.megatron_name, weight)
             for index, shape in enumerate(group.shapes):
-                whole = _one_run(group, index, shape)
-                if whole is not None:
-                    part = weight.narrow(0, whole.megatron_begin, whole.length)
+                full = _one_run(group, index, shape)
+                if full is not None:
+                    part = weight.narrow(0, full.megatron_begin, full.length)
                     yield part.to(dtype or part.dtype)
                     del part
                     continue

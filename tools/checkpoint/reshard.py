@@ -15,7 +15,7 @@ from megatron.core.dist_checkpointing.interop.contents import InteropContents
 from megatron.core.dist_checkpointing.object_store import storage_path
 from megatron.core.dist_checkpointing.rewrite import (
     Produced,
-    plain_form,
+    plain_state,
     read_full,
     write_full_tensors,
 )
@@ -54,7 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
         }
         info = contents.manifest.info
         write_full_tensors(
-            final, tensors, plain_form(contents), info, num_files=max(1, arguments.files)
+            final, tensors, plain_state(contents), info, num_files=max(1, arguments.files)
         )
         name = final.name.removeprefix("iter_")
         if name == commit.RELEASE or name.isdecimal():

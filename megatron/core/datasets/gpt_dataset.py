@@ -290,7 +290,7 @@ class GPTDataset(MegatronDataset):
     def _outside(self, idx: int, text: np.ndarray) -> DataError:
         # A vocabulary-parallel embedding would turn such an id into a row of zeros, silently.
         at = int(np.flatnonzero((text >= self._vocab_size) | (text < 0))[0])
-        document, position = self._order.place_of(idx, at)
+        document, position = self._order.locate_sample(idx, at)
         where = "the corpus" if self.dataset_path is None else get_bin_path(self.dataset_path)
         return DataError(
             f"token {int(text[at])} at position {position} of document {document} in "

@@ -156,8 +156,8 @@ def find_duplicates(corpora: Sequence[IndexedDataset]) -> Duplicates:
             digest = hashlib.blake2b(tokens.data, digest_size=16).digest()
             digests[row] = np.frombuffer(digest, np.uint64)
             row += 1
-    places = np.flatnonzero(lengths > 0)
-    in_order = places[np.lexsort((places, digests[places, 1], digests[places, 0]))]
+    positions = np.flatnonzero(lengths > 0)
+    in_order = positions[np.lexsort((positions, digests[positions, 1], digests[positions, 0]))]
     sorted_digests = digests[in_order]
     begins_group = np.ones(len(in_order), bool)
     begins_group[1:] = (sorted_digests[1:] != sorted_digests[:-1]).any(axis=1)

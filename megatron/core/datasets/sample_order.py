@@ -100,7 +100,7 @@ class ShuffledDocuments:
         heads = documents[starts]
         return list(zip(heads.tolist(), begins.tolist(), counts.tolist(), strict=True))
 
-    def place_of(self, idx: int, at: int) -> tuple[int, int]:
+    def locate_sample(self, idx: int, at: int) -> tuple[int, int]:
         """Return (document, position in it) of the `at`-th token of sample `idx`."""
         sample = int(self._shuffle[idx])
         position, offset = self._samples[sample].tolist()
@@ -160,14 +160,14 @@ class ShuffledWindows:
         """Return the token of the split at which sample `idx` begins."""
         if not 0 <= idx < self._size:
             raise IndexError(f"sample {idx} of {self._size}")
-        epoch, place = divmod(idx, self._per_epoch)
+        epoch, position = divmod(idx, self._per_epoch)
         if self._epoch is None or self._epoch[0] != epoch:
             order = KeyedPermutation(self._per_epoch, "windows", self._seed, epoch)
             num_tokens = self._stream.num_tokens
             shifts = KeyedPermutation(num_tokens, "shift", self._seed)
             self._epoch = epoch, order, shifts[epoch % num_tokens] if epoch else 0
         _, order, shift = self._epoch
-        return (shift + order[place] * self._stride) % self._stream.num_tokens
+        return (shift + order[position] * self._stride) % self._stream.num_tokens
 
     def read(self, idx: int, out: np.ndarray) -> Fetched:
         """Copy sample `idx` to the front of `out`, int64."""
@@ -187,7 +187,7 @@ class ShuffledWindows:
             begin = 0  # round the end of the split
         return _seen(out, filled, self._pad)
 
-    def place_of(self, idx: int, at: int) -> tuple[int, int]:
+    def locate_sample(self, idx: int, at: int) -> tuple[int, int]:
         """Return (document, position in it) of the `at`-th token of sample `idx`."""
         return self._stream.locate((self.window(idx) + at) % self._stream.num_tokens)
 

@@ -151,9 +151,9 @@ class SFTDataset(MegatronDataset):
     def _document_of(self, idx: int) -> int:
         if not 0 <= idx < len(self):
             raise IndexError(f"sample {idx} of {len(self)}")
-        epoch, place = divmod(idx, len(self.documents))
+        epoch, position = divmod(idx, len(self.documents))
         order = KeyedPermutation(len(self.documents), "packs", self.config.random_seed, epoch)
-        return int(self.documents[order[place]])
+        return int(self.documents[order[position]])
 
     def _check_ids(self, pack: np.ndarray, document: int) -> None:
         wrong = np.flatnonzero((pack < 0) | (pack >= self._vocab_size))

@@ -140,7 +140,7 @@ def read_tracker(directory: StoragePath, notes: list[str] | None = None) -> int 
 
 
 @dataclass
-class Found:
+class FoundCheckpoint:
     """One checkpoint of a save directory."""
 
     path: StoragePath
@@ -150,19 +150,19 @@ class Found:
 
 
 @dataclass
-class Listing:
+class CheckpointListing:
     """What a save directory contains, newest checkpoint first."""
 
-    checkpoints: list[Found] = field(default_factory=list)
+    checkpoints: list[FoundCheckpoint] = field(default_factory=list)
     leftovers: list[StoragePath] = field(default_factory=list)
     """Unfinished saves and deletions of runs that ended."""
     refused: list[tuple[StoragePath, str]] = field(default_factory=list)
     """Checkpoint names that are not directories: (path, why)."""
 
 
-def list_checkpoints(directory: StoragePath) -> Listing:
+def list_checkpoints(directory: StoragePath) -> CheckpointListing:
     """Look at the names in a save directory; no checkpoint is opened."""
-    listing = Listing()
+    listing = CheckpointListing()
     if isinstance(directory, ObjectDirectory):
         for name in directory.names():
             match = _NAME.fullmatch(name)
@@ -171,7 +171,7 @@ def list_checkpoints(directory: StoragePath) -> Listing:
             stored = directory / name
             if stored.has(METADATA_NAME):
                 number = RELEASE if match[1] is None else int(match[1])
-                listing.checkpoints.append(Found(stored, number))
+                listing.checkpoints.append(FoundCheckpoint(stored, number))
             else:
                 listing.leftovers.append(stored)
         return _sorted(listing)
@@ -193,13 +193,13 @@ def list_checkpoints(directory: StoragePath) -> Listing:
             listing.leftovers.append(path)
         elif not _is_empty(path):  # an empty one was made by a caller and never filled
             iteration: int | str = RELEASE if number is None else int(number)
-            listing.checkpoints.append(Found(path, iteration, state == "replaced"))
+            listing.checkpoints.append(FoundCheckpoint(path, iteration, state == "replaced"))
         else:
             listing.leftovers.append(path)
     return _sorted(listing)
 
 
-def _sorted(listing: Listing) -> Listing:
+def _sorted(listing: CheckpointListing) -> CheckpointListing:
     listing.checkpoints.sort(
         key=lambda f: (-1 if f.iteration == RELEASE else int(f.iteration), not f.is_replaced),
         reverse=True,
@@ -259,7 +259,7 @@ def remove_leftovers(directory: StoragePath) -> list[StoragePath]:
     return leftovers
 
 
-def remove_checkpoint(found: Found, run: str) -> None:
+def remove_checkpoint(found: FoundCheckpoint, run: str) -> None:
     """Delete a checkpoint so that no half-deleted one is left where a loader would look."""
     if isinstance(found.path, ObjectDirectory):
         found.path.remove(first=METADATA_NAME)

@@ -74,13 +74,13 @@ def _tensor_digest(tensor: StoredTensor, reader: SliceReader, num_rows: int | No
         offset, size = [0] * len(shape), list(shape)
         if shape:
             offset[0], size[0] = begin, min(step, shape[0] - begin)
-        whole = torch.empty(size, dtype=DTYPES[tensor.dtype])
+        full = torch.empty(size, dtype=DTYPES[tensor.dtype])
         for read in index.reads((tuple(offset), tuple(size))):
-            into = whole
+            into = full
             for dim, (o, n) in enumerate(zip(*read.in_wanted, strict=True)):
                 into = into.narrow(dim, o, n)
             reader.read(tensor, read, into)
-        state.update(as_bytes(whole))
+        state.update(as_bytes(full))
     return state.hexdigest()
 
 

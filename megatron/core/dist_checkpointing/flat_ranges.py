@@ -166,8 +166,8 @@ def coverage_problem(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
     """Say why `boxes` are not a partition of a tensor of `shape`; None if they are one."""
     for offset, size in boxes:
         inside = all(
-            o >= 0 and n >= 0 and o + n <= whole
-            for o, n, whole in zip(offset, size, shape, strict=True)
+            o >= 0 and n >= 0 and o + n <= full
+            for o, n, full in zip(offset, size, shape, strict=True)
         )
         if not inside:
             return f"shard {describe_box((offset, size))} lies outside of shape {tuple(shape)}"
@@ -177,7 +177,7 @@ def coverage_problem(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
         return f"{error} to prove that they do not overlap"
     if overlap is not None:
         return f"shards {describe_box(overlap[0])} and {describe_box(overlap[1])} overlap"
-    covered, whole = sum(math.prod(size) for _, size in boxes), math.prod(shape)
-    if covered != whole:
-        return f"shards cover {covered} of {whole} elements of shape {tuple(shape)}"
+    covered, full = sum(math.prod(size) for _, size in boxes), math.prod(shape)
+    if covered != full:
+        return f"shards cover {covered} of {full} elements of shape {tuple(shape)}"
     return None

@@ -35,7 +35,7 @@ from megatron.core.dist_checkpointing.mapping import (
     ShardedTensorFactory,
 )
 from megatron.core.dist_checkpointing.object_store import ObjectDirectory, StoragePath, storage_path
-from megatron.core.dist_checkpointing.planner import Read, ShardIndex
+from megatron.core.dist_checkpointing.planner import ReadItem, ShardIndex
 from megatron.core.dist_checkpointing.shard_file import DTYPES
 from megatron.core.dist_checkpointing.shard_reader import ShardReader
 from megatron.core.dist_checkpointing.tree import ABSENT, leaves, map_leaves, merge, prune
@@ -55,11 +55,11 @@ class SliceReader(AbstractContextManager, Protocol):
         """Bytes of tensors read so far."""
         ...
 
-    def read(self, tensor: StoredTensor, read: Read, into: Tensor) -> None:
+    def read(self, tensor: StoredTensor, read: ReadItem, into: Tensor) -> None:
         """Fill `into` (the shape of `read`, any float dtype for stored floats, any device)."""
         ...
 
-    def start(self, tensor: StoredTensor, read: Read, into: Tensor) -> None:
+    def start(self, tensor: StoredTensor, read: ReadItem, into: Tensor) -> None:
         """Do as `read`, but `into` may be filled only when `finish` returns."""
         ...
 
@@ -105,7 +105,7 @@ class _Job:
     """Reads that fill one piece of a tensor."""
 
     tensor: StoredTensor
-    reads: list[Read]
+    reads: list[ReadItem]
     into: Tensor
 
 

@@ -26,7 +26,7 @@ from megatron.core.foundation.errors import CheckpointError
 
 
 @dataclass(frozen=True)
-class Declared:
+class ShardMetadata:
     """The declaration of a shard, without data: what a rank tells the coordinator."""
 
     key: str
@@ -39,10 +39,10 @@ class Declared:
     is_padded: bool
 
     @staticmethod
-    def of(shard: ShardedTensor) -> Declared:
+    def of(shard: ShardedTensor) -> ShardMetadata:
         """Describe a sharded tensor."""
         offset, shape = shard.box
-        return Declared(
+        return ShardMetadata(
             shard.key,
             dtype_name(shard.dtype),
             shard.global_shape,
@@ -84,7 +84,9 @@ class SavePlan:
     bytes_per_rank: list[int]
 
 
-def plan_save(declared: Sequence[Sequence[Declared]], *, spread_over_replicas: bool) -> SavePlan:
+def plan_save(
+    declared: Sequence[Sequence[ShardMetadata]], *, spread_over_replicas: bool
+) -> SavePlan:
     """Give every distinct shard to one of its holders.
 
     Args:
@@ -148,7 +150,7 @@ def _check_mains(
 
 
 def _check_coverage(
-    declared: Sequence[Sequence[Declared]],
+    declared: Sequence[Sequence[ShardMetadata]],
     tensors: dict[str, tuple[str, tuple[int, ...], bool]],
     mains: dict[Unit, list[tuple[int, int]]],
 ) -> None:
@@ -165,7 +167,7 @@ def _check_coverage(
 
 
 @dataclass(frozen=True)
-class Read:
+class ReadItem:
     """Part of a stored shard that a rank needs."""
 
     shard: Shard
@@ -183,7 +185,7 @@ class ShardIndex:
         self.starts = [s.offset[0] if s.offset else 0 for s in self.shards]
         self.longest = max((s.shape[0] if s.shape else 1 for s in self.shards), default=0)
 
-    def reads(self, wanted: Box) -> Iterator[Read]:
+    def reads(self, wanted: Box) -> Iterator[ReadItem]:
         """Yield the parts of stored shards that make up `wanted` (clipped to the tensor)."""
         begin, length = (wanted[0][0], wanted[1][0]) if wanted[0] else (0, 1)
         low = bisect.bisect_right(self.starts, begin - self.longest)
@@ -191,7 +193,7 @@ class ShardIndex:
         for shard in self.shards[low:high]:
             shared = intersection(shard.box, wanted)
             if shared is not None:
-                yield Read(shard, _relative(shared, shard.offset), _relative(shared, wanted[0]))
+                yield ReadItem(shard, _relative(shared, shard.offset), _relative(shared, wanted[0]))
 
 
 def _relative(box: Box, corner: Sequence[int]) -> Box:

@@ -26,7 +26,9 @@ class Retention:
         rules = {"--save-retain-interval": self.interval, "--most-recent-k": self.most_recent}
         return " ".join(f"{flag} {n}" for flag, n in rules.items() if n is not None)
 
-    def checkpoints_to_delete(self, directory: StoragePath, newest: int) -> list[commit.Found]:
+    def checkpoints_to_delete(
+        self, directory: StoragePath, newest: int
+    ) -> list[commit.FoundCheckpoint]:
         """Return what may go: older than `newest`, kept by no rule, and a checkpoint of ours.
 
         A directory without a manifest that can be read was not written by a run, or not only.
@@ -66,7 +68,7 @@ def apply_retention(
     Returns:
         the directories that were deleted (on the coordinator).
     """
-    doomed: list[commit.Found] | None = None
+    doomed: list[commit.FoundCheckpoint] | None = None
     if peers.rank == 0:
         doomed = retention.checkpoints_to_delete(directory, newest)
     doomed = peers.broadcast(doomed)

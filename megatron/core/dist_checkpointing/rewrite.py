@@ -51,18 +51,18 @@ class Produced:
 
 def read_full(tensor: StoredTensor, reader: SliceReader) -> Tensor:
     """Return a stored tensor, joined to its full shape [...] and verified; on the CPU."""
-    whole = torch.empty(tensor.shape, dtype=DTYPES[tensor.dtype])
+    full = torch.empty(tensor.shape, dtype=DTYPES[tensor.dtype])
     zero = (0,) * len(tensor.shape)
     for read in ShardIndex(tensor).reads((zero, tensor.shape)):
-        into = whole
+        into = full
         for dim, (offset, length) in enumerate(zip(*read.in_wanted, strict=True)):
             into = into.narrow(dim, offset, length)
         reader.start(tensor, read, into)
     reader.finish()
-    return whole
+    return full
 
 
-def plain_form(contents: Contents) -> dict[str, Any]:
+def plain_state(contents: Contents) -> dict[str, Any]:
     """Return the JSON form of all that is not a tensor, as common.json holds it."""
     return {"common": contents.common, "objects": contents.objects}
 
@@ -79,7 +79,7 @@ def full_tensors(
 
 def state_bytes(contents: Contents) -> bytes:
     """Return all that is not a tensor as JSON; `ContentsBuilder.finish_own` reads it."""
-    return dump_bytes({**plain_form(contents), "info": dict(contents.manifest.info)})
+    return dump_bytes({**plain_state(contents), "info": dict(contents.manifest.info)})
 
 
 def write_full_tensors(
@@ -94,7 +94,7 @@ def write_full_tensors(
 
     Args:
         final: the checkpoint, for example OUT/iter_0000010; replaced if it exists.
-        plain: see `plain_form`.
+        plain: see `plain_state`.
         num_files: the tensors are balanced over so many files.
     Raises:
         CheckpointError: the storage refused; nothing is left behind.

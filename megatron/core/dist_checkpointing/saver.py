@@ -32,7 +32,7 @@ from megatron.core.dist_checkpointing.mapping import (
     is_main_replica,
 )
 from megatron.core.dist_checkpointing.object_store import ObjectDirectory, StoragePath, storage_path
-from megatron.core.dist_checkpointing.planner import Declared, SavePlan, plan_save
+from megatron.core.dist_checkpointing.planner import SavePlan, ShardMetadata, plan_save
 from megatron.core.dist_checkpointing.shard_file import (
     StoredFile,
     dtype_name,
@@ -203,9 +203,9 @@ def prepare_save(
     """
     final = storage_path(directory)
 
-    def describe() -> tuple[_LocalState, list[Declared]]:
+    def describe() -> tuple[_LocalState, list[ShardMetadata]]:
         local = _split_state(state, is_coordinator=peers.rank == 0)
-        return local, [Declared.of(shard) for shard in local.shards]
+        return local, [ShardMetadata.of(shard) for shard in local.shards]
 
     local, declared = run_collectively(peers, "describing the state to save", describe)
     gathered = peers.gather((declared, local.objects))

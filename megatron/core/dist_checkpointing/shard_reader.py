@@ -17,7 +17,7 @@ from megatron.core.dist_checkpointing.durable import (
 from megatron.core.dist_checkpointing.flat_ranges import Box
 from megatron.core.dist_checkpointing.manifest import Manifest, Shard, StoredTensor
 from megatron.core.dist_checkpointing.object_store import StoragePath
-from megatron.core.dist_checkpointing.planner import Read
+from megatron.core.dist_checkpointing.planner import ReadItem
 from megatron.core.dist_checkpointing.shard_file import (
     BLOCK_BYTES,
     DTYPES,
@@ -57,7 +57,7 @@ class ShardReader:
         self._stack.close()
         self._files.clear()
 
-    def read(self, tensor: StoredTensor, read: Read, into: Tensor) -> None:
+    def read(self, tensor: StoredTensor, read: ReadItem, into: Tensor) -> None:
         """Fill `into` (the shape of `read`, any float dtype for stored floats, any device).
 
         Only the blocks that hold the box are read; each is verified before it is used.
@@ -72,7 +72,7 @@ class ShardReader:
         for future in pending:
             future.result()
 
-    def start(self, tensor: StoredTensor, read: Read, into: Tensor) -> None:
+    def start(self, tensor: StoredTensor, read: ReadItem, into: Tensor) -> None:
         """Begin to `read`; `into` is filled and verified when `finish` returns."""
         shard = read.shard
         file = self._open(shard.file)

@@ -208,9 +208,9 @@ _MAKERS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def dump_bytes(form: object) -> bytes:
+def dump_bytes(tree: object) -> bytes:
     """Return the JSON form as ASCII text; equal forms give equal bytes."""
-    return json.dumps(form, allow_nan=False, separators=(",", ":")).encode("ascii")
+    return json.dumps(tree, allow_nan=False, separators=(",", ":")).encode("ascii")
 
 
 def parse_bytes(data: bytes, *, what: str) -> Any:
@@ -261,8 +261,8 @@ def _refused(value: Any, path: Path, why: str) -> CheckpointError:
     )
 
 
-def _malformed(form: object) -> DamagedCheckpointError:
+def _malformed(tree: object) -> DamagedCheckpointError:
     return DamagedCheckpointError(
-        f"a stored value has a form that is not ours: {shown(form, 120)}",
+        f"a stored value has a form that is not ours: {shown(tree, 120)}",
         rule="typed JSON knows a fixed set of types",
     )

@@ -108,7 +108,7 @@ class DistributedDataParallel(nn.Module):
         fill_deferred_weights(module, [p for p in module.parameters() if not self._is_sharded(p)])
         self._units: ParameterUnits | None = None
         if any(isinstance(b, Zero3Buffer) for b in self.gradient_buffers):
-            self._units = ParameterUnits(units, self._places())
+            self._units = ParameterUnits(units, self._locations())
         self._spans = [span for buffer in self.gradient_buffers for span in buffer.spans()]
         self._shards_of: dict[nn.Parameter, list[ParameterShard]] = {}
         for span in self._spans:
@@ -132,7 +132,7 @@ class DistributedDataParallel(nn.Module):
     def _sharded(self) -> dict[nn.Parameter, list[ParameterShard]]:
         return {p: self.shards_of(p) for p in self._param_index if self._is_sharded(p)}
 
-    def _places(self) -> dict[nn.Parameter, tuple[Zero3Buffer, int]]:
+    def _locations(self) -> dict[nn.Parameter, tuple[Zero3Buffer, int]]:
         """Return where each parameter lies whose values are sharded."""
         return {
             parameter: (buffer, buffer.unit_of(index))

@@ -33,7 +33,7 @@ from megatron.core.distributed.zero3 import Zero3Buffer
 from megatron.core.kernels.cpu.malloc import return_free_pages
 from megatron.core.step_context.deferred_wgrad import defer_wgrad
 
-_Place = tuple[Zero3Buffer, int]
+_Location = tuple[Zero3Buffer, int]
 """A buffer, and the number of a unit in it."""
 
 
@@ -43,20 +43,20 @@ class ParameterUnits:
     A parameter that is passed to a module as an argument (a tied weight) is unsharded there, too.
     """
 
-    def __init__(self, units: Sequence[Unit], places: dict[nn.Parameter, _Place]) -> None:
+    def __init__(self, units: Sequence[Unit], locations: dict[nn.Parameter, _Location]) -> None:
         """
         Args:
             units: as `units_of` returns them: the rest first, then in forward order.
-            places: where each sharded parameter lies.
+            locations: where each sharded parameter lies.
         """
         self._unit_of: dict[nn.Parameter, int] = {}
-        self._places: list[list[_Place]] = []
+        self._locations: list[list[_Location]] = []
         """Sections of each unit: one per dtype, and one of each weight that is tied."""
         for number, unit in enumerate(units):
-            sharded = [p for p in unit.parameters if p in places]
+            sharded = [p for p in unit.parameters if p in locations]
             # In the order of the parameters, not of a set: ranks start their gathers in one order.
-            found = dict.fromkeys(places[p] for p in sharded)
-            self._places.append(sorted(found, key=lambda place: place[1]))
+            found = dict.fromkeys(locations[p] for p in sharded)
+            self._locations.append(sorted(found, key=lambda location: location[1]))
             self._unit_of |= dict.fromkeys(sharded, number)
         self._last = len(units) - 1
         self._install_hooks(units)
@@ -124,7 +124,7 @@ class ParameterUnits:
         """Gather units, give them places for gradients, and start the gather of another one."""
         self._gather(numbers, Pass.BACKWARD)
         for number in numbers:
-            for buffer, section in self._places[number]:
+            for buffer, section in self._locations[number]:
                 if defer_wgrad(partial(buffer.prepare_gradients, section)):
                     buffer.withhold_gradients(section)
                 else:
@@ -136,24 +136,24 @@ class ParameterUnits:
             self._start_gather(before_that, Pass.BACKWARD)
 
     def _start_gather(self, number: int, user: Pass) -> None:
-        for buffer, section in self._places[number]:
+        for buffer, section in self._locations[number]:
             buffer.start_gather(section, user)
 
     def _gather(self, numbers: Sequence[int], user: Pass) -> None:
         for number in numbers:
             self._start_gather(number, user)
         for number in numbers:
-            for buffer, section in self._places[number]:
+            for buffer, section in self._locations[number]:
                 buffer.gather(section, user)
 
     def _release(self, number: int, user: Pass) -> None:
         keep = user is Pass.FORWARD and number in (0, self._last) and torch.is_grad_enabled()
-        for buffer, section in self._places[number]:
+        for buffer, section in self._locations[number]:
             buffer.release(section, user, keep=keep)
 
     def _end(self, user: Pass) -> None:
         """Release what a pass has asked for without coming to it, or after it had done with it."""
-        for number in range(len(self._places)):
+        for number in range(len(self._locations)):
             self._release(number, user)
 
     def end_backward(self) -> None:
@@ -163,11 +163,13 @@ class ParameterUnits:
     @contextmanager
     def summon(self) -> Iterator[None]:
         """Inside, all parameters are unsharded; what is written to them is lost."""
-        self._gather(range(len(self._places)), Pass.FORWARD)
+        self._gather(range(len(self._locations)), Pass.FORWARD)
         try:
             yield
         finally:
-            for buffer in dict.fromkeys(buffer for places in self._places for buffer, _ in places):
+            for buffer in dict.fromkeys(
+                buffer for locations in self._locations for buffer, _ in locations
+            ):
                 buffer.wait_for_readers()
 
 

@@ -47,8 +47,8 @@ class LowRankMatrices:
         """
         if not self._right:
             # Equal on all ranks: from the place in the bucket alone.
-            for place, (_, _, columns) in enumerate(self._matrices):
-                generator = torch.Generator().manual_seed(derive_seed("low rank", place))
+            for offset, (_, _, columns) in enumerate(self._matrices):
+                generator = torch.Generator().manual_seed(derive_seed("low rank", offset))
                 start = torch.randn(columns, self._rank, generator=generator)
                 self._right.append(start.to(values.device))
         parts = [(m @ q).view(-1) for m, q in zip(self._views(values), self._right, strict=True)]
@@ -60,44 +60,44 @@ class LowRankMatrices:
         Args:
             values: [n], the bucket. message: [k], the sums of `project`.
         """
-        place, parts = 0, []
+        offset, parts = 0, []
         self._left = []
         for m in self._views(values):
             length = m.shape[0] * self._rank
-            summed = message[place : place + length].view(m.shape[0], self._rank)
+            summed = message[offset : offset + length].view(m.shape[0], self._rank)
             # An overflow has no subspace; it reaches the result through `rebuild`.
             left = torch.linalg.qr(summed.nan_to_num(0.0, 0.0, 0.0))[0]
             self._left.append(left)
             parts.append((m.T @ left).view(-1))
-            place += length
+            offset += length
         joined = _padded([*parts, values.new_zeros(0)], multiple)
         self._own = joined.clone()
         return joined
 
     def rebuild(self, values: Tensor, message: Tensor, back: Tensor) -> None:
         """Write the sum: P (M^T P)^T of each matrix, and what was sent as it is."""
-        place = 0
+        offset = 0
         for number, (m, left) in enumerate(zip(self._views(values), self._left, strict=True)):
             length = m.shape[1] * self._rank
-            right = back[place : place + length].view(m.shape[1], self._rank)
+            right = back[offset : offset + length].view(m.shape[1], self._rank)
             torch.mm(left, right.T, out=m)
             self._right[number] = right.nan_to_num(0.0, 0.0, 0.0)
-            place += length
-        place = sum(m.shape[0] for m in self._views(values)) * self._rank
+            offset += length
+        offset = sum(m.shape[0] for m in self._views(values)) * self._rank
         for begin, end in self._rest:
-            values[begin:end].copy_(message[place : place + end - begin])
-            place += end - begin
+            values[begin:end].copy_(message[offset : offset + end - begin])
+            offset += end - begin
 
     def keep_error(self, own: Tensor, error: Tensor) -> None:
         """Write what this rank's gradient `own` has beyond the subspace into `error`."""
         assert self._own is not None
         error.zero_()
-        place = 0
+        offset = 0
         for m, e, left in zip(self._views(own), self._views(error), self._left, strict=True):
             length = m.shape[1] * self._rank
-            right = self._own[place : place + length].view(m.shape[1], self._rank)
+            right = self._own[offset : offset + length].view(m.shape[1], self._rank)
             torch.sub(m, left @ right.T, out=e)
-            place += length
+            offset += length
         error.nan_to_num_(0.0, 0.0, 0.0)
 
 

@@ -58,9 +58,9 @@ class ShardedParams:
         self.shards: list[Tensor] = list(self._buffer.values.split(lengths))
         """Own values of each bucket; padding is zero."""
         ends = list(accumulate(lengths))
-        places = list(zip([0, *ends], ends, strict=False))
+        ranges = list(zip([0, *ends], ends, strict=False))
         group = flat.mesh.shard if flat.mesh.shard_size > 1 else None
-        in_units = [[places[number] for number in numbers] for numbers in flat.plan.sections]
+        in_units = [[ranges[number] for number in numbers] for numbers in flat.plan.sections]
         self._memory = UnitMemory(self._buffer, group, flat.device, in_units)
         self.units = [
             FlatParam([flat.buckets[number] for number in numbers], tensor)
@@ -85,13 +85,13 @@ class ShardedParams:
             shard = self.shards[bucket.number]
             for piece in flat.plan.pieces(begin, end):
                 values = flat.parameters[piece.index].detach().reshape(-1)
-                place = shard[piece.offset - begin :][: piece.end - piece.begin]
-                place.copy_(values[piece.begin : piece.end])
+                view = shard[piece.offset - begin :][: piece.end - piece.begin]
+                view.copy_(values[piece.begin : piece.end])
         first, last = unit.buckets[0].begin, unit.buckets[-1].end
         for piece in flat.plan.pieces(first, last):
             parameter = flat.parameters[piece.index]
-            place = unit.unsharded.tensor[piece.offset - first :][: parameter.numel()]
-            unit.views.append((parameter, place.view(parameter.shape)))
+            view = unit.unsharded.tensor[piece.offset - first :][: parameter.numel()]
+            unit.views.append((parameter, view.view(parameter.shape)))
             parameter.data = self.absent[piece.index]
 
     def start_gather(self, number: int, user: Pass) -> None:

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-_SETTLING_SECONDS = 0.05
+_BACKEND_EXIT_SECONDS = 0.05
 """Long enough for a thread that others keep from its core."""
 
 
@@ -52,14 +52,14 @@ def communication_backend() -> str:
 
 
 @functools.cache
-def settle_backends_at_exit() -> None:
+def wait_for_backends_at_exit() -> None:
     """Let a backend's threads finish before this process takes Python down.
 
     gloo wakes the thread that waits before it lets go of the tensors it worked on. If it is the
     last to hold one, it needs the interpreter for that; where that is gone, the process is aborted
     ("terminate called without an active exception") after all its work was done.
     """
-    atexit.register(time.sleep, _SETTLING_SECONDS)
+    atexit.register(time.sleep, _BACKEND_EXIT_SECONDS)
 
 
 def settle_backends() -> None:
@@ -68,7 +68,7 @@ def settle_backends() -> None:
     torch 2.7 holds the interpreter while the destructor of a group joins the thread that waits
     for the interpreter to drop its last tensor: a deadlock.
     """
-    time.sleep(_SETTLING_SECONDS / 10)
+    time.sleep(_BACKEND_EXIT_SECONDS / 10)
 
 
 def synchronize() -> None:
@@ -88,7 +88,7 @@ def set_current_stream(stream: torch.Stream | None) -> None:
         torch.accelerator.set_stream(stream)
 
 
-def host_value(claim: Tensor) -> bool | None:
+def value_on_host(claim: Tensor) -> bool | None:
     """Return the value of a tensor of one element if that costs no wait for the device, else None.
 
     Args:
@@ -106,7 +106,7 @@ def check(claim: Tensor, message: str) -> bool:
     Args:
         claim: bool, [].
     """
-    value = host_value(claim)
+    value = value_on_host(claim)
     if value is None:
         torch._assert_async(claim, message)
     return value is not False
@@ -125,7 +125,7 @@ def computes_fast_in_bf16(device: torch.device) -> bool:
     return device.type != "cpu"
 
 
-def passes_by_cache_blocks(device: torch.device) -> bool:
+def prefers_cache_blocks(device: torch.device) -> bool:
     """Return whether passes over memory are fastest a block at a time that stays in a cache."""
     return device.type == "cpu"
 

@@ -21,7 +21,7 @@ STOP_SIGNALS = frozenset(
 """What launchers, schedulers and terminals send to a whole process group."""
 
 
-def die_with(parent: int) -> None:
+def die_with_parent(parent: int) -> None:
     """Let this process end when its parent does: a child that waits for work would stay for ever.
 
     Args:
@@ -35,10 +35,10 @@ def die_with(parent: int) -> None:
 
 
 @contextlib.contextmanager
-def stop_signals_held_back() -> Iterator[None]:
+def stop_signals_blocked() -> Iterator[None]:
     """Let `STOP_SIGNALS` of this thread, and of a child forked here, wait until the end.
 
-    A child keeps them waiting: it calls `leave_stop_signals_to` next.
+    A child keeps them waiting: it calls `ignore_stop_signals_except_from` next.
     """
     if not hasattr(signal, "pthread_sigmask"):
         yield
@@ -50,7 +50,7 @@ def stop_signals_held_back() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def leave_stop_signals_to(parent: int) -> None:
+def ignore_stop_signals_except_from(parent: int) -> None:
     """Ignore `STOP_SIGNALS`, which are meant for the run; SIGTERM of the parent ends this one.
 
     A process that is stopped finishes its step, and needs its helpers for it. Its own `terminate`
@@ -64,10 +64,12 @@ def leave_stop_signals_to(parent: int) -> None:
     # Nobody but the threads of this process is told who sent a signal, and only this way.
     if hasattr(signal, "sigwaitinfo"):
         signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-        threading.Thread(target=_obey, args=(parent,), name="stop-signals", daemon=True).start()
+        threading.Thread(
+            target=_end_on_sigterm_from, args=(parent,), name="stop-signals", daemon=True
+        ).start()
 
 
-def _obey(parent: int) -> None:
+def _end_on_sigterm_from(parent: int) -> None:
     while True:
         if signal.sigwaitinfo({signal.SIGTERM}).si_pid == parent:
             os._exit(0)
@@ -117,10 +119,10 @@ def _memory_event_files() -> Iterator[tuple[Path, str]]:
     with contextlib.suppress(OSError):
         for line in Path("/proc/self/cgroup").read_text().splitlines():
             number, controllers, path = line.split(":", 2)
-            place = path.lstrip("/")
+            cgroup = path.lstrip("/")
             if number == "0":
-                yield Path("/sys/fs/cgroup") / place / "memory.events", "oom_kill "
+                yield Path("/sys/fs/cgroup") / cgroup / "memory.events", "oom_kill "
                 yield Path("/sys/fs/cgroup") / "memory.events", "oom_kill "
             elif "memory" in controllers.split(","):
-                yield Path("/sys/fs/cgroup/memory") / place / "memory.oom_control", "oom_kill "
+                yield Path("/sys/fs/cgroup/memory") / cgroup / "memory.oom_control", "oom_kill "
                 yield Path("/sys/fs/cgroup/memory") / "memory.oom_control", "oom_kill "

@@ -62,11 +62,11 @@ class _ScaledMaskedSoftmax(torch.autograd.Function):
         probabilities = torch.empty_like(scores, memory_format=torch.contiguous_format)
         dtype = torch.float32 if in_fp32 and scores.element_size() < 4 else scores.dtype
         hidden = None if mask is None else mask.expand(scores.shape)
-        for place in _blocks(scores):
-            block = scores[place].to(dtype, copy=True).mul_(scale)
+        for view in _blocks(scores):
+            block = scores[view].to(dtype, copy=True).mul_(scale)
             if hidden is not None:
-                block.masked_fill_(hidden[place], MASKED_SCORE)
-            probabilities[place] = torch.softmax(block, -1)
+                block.masked_fill_(hidden[view], MASKED_SCORE)
+            probabilities[view] = torch.softmax(block, -1)
         ctx.scale = scale
         ctx.save_for_backward(probabilities)
         return probabilities

@@ -74,18 +74,18 @@ def _from_cgroups(root: Path) -> list[int | None]:
         names = ("memory.max", "memory.current")
         if controllers:
             names = ("memory.limit_in_bytes", "memory.usage_in_bytes")
-        place = top / path.lstrip("/")
-        while place == top or top in place.parents:
-            found.append(_left(place, *names))
-            place = place.parent
+        limit_directory = top / path.lstrip("/")
+        while limit_directory == top or top in limit_directory.parents:
+            found.append(_left(limit_directory, *names))
+            limit_directory = limit_directory.parent
     return found
 
 
-def _left(place: Path, limit_name: str, usage_name: str) -> int | None:
+def _left(limit_directory: Path, limit_name: str, usage_name: str) -> int | None:
     try:
-        limit = (place / limit_name).read_text().strip()
-        used = int((place / usage_name).read_text())
-        stat = (place / "memory.stat").read_text().splitlines()
+        limit = (limit_directory / limit_name).read_text().strip()
+        used = int((limit_directory / usage_name).read_text())
+        stat = (limit_directory / "memory.stat").read_text().splitlines()
     except (OSError, ValueError):
         return None
     if limit == "max":

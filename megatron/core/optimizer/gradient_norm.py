@@ -186,12 +186,12 @@ class _Part:
         self.is_expert, self.shard_group, self.across = is_expert, shard_group, across
         mine = [p for p in parameters if get_param_meta(p).is_expert == is_expert]
         self.length = len(mine)
-        place = {id(p): index for index, p in enumerate(mine)}
-        chosen = [i for i, shard in enumerate(shards) if id(shard.parameter) in place]
+        offset = {id(p): index for index, p in enumerate(mine)}
+        chosen = [i for i, shard in enumerate(shards) if id(shard.parameter) in offset]
         device = mine[0].device if mine else None
-        places = [place[id(shards[i].parameter)] for i in chosen]
+        offsets = [offset[id(shards[i].parameter)] for i in chosen]
         self._chosen = torch.tensor(chosen, dtype=torch.int64, device=device)
-        self._places = torch.tensor(places, dtype=torch.int64, device=device)
+        self._places = torch.tensor(offsets, dtype=torch.int64, device=device)
 
     def collect(self, sums: Tensor) -> list[float]:
         """Return the sums of squares of all parameters of all model-parallel ranks."""

@@ -71,7 +71,7 @@ class MuonRedistribute:
         if size > 1:
             everyone = all_gather_object(mine, self._group)
         self._pieces = sorted(
-            (_Piece(*place, holder) for holder, its in enumerate(everyone) for place in its),
+            (_Piece(*position, holder) for holder, its in enumerate(everyone) for position in its),
             key=lambda piece: (piece.matrix, piece.begin, piece.holder),
         )
         costs = [float(p.numel()) * min(p.shape) for p in matrices]
@@ -103,8 +103,8 @@ class MuonRedistribute:
                 if self._owners[matrix] == self._rank:
                     parts = [arrived[p] for p in sent if p.matrix == matrix]
                     parameter = self._matrices[matrix]
-                    whole = torch.cat(parts).view(parameter.shape)
-                    updates[matrix] = full_update(parameter, whole).reshape(-1)
+                    full = torch.cat(parts).view(parameter.shape)
+                    updates[matrix] = full_update(parameter, full).reshape(-1)
             results = {p: updates[p.matrix][p.begin : p.end] for p in pieces if p.matrix in updates}
             returned = self._exchange(
                 [(p, self._owners[p.matrix], p.holder) for p in pieces], results

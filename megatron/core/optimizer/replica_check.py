@@ -145,8 +145,8 @@ def _place_shard(copies: Copies, shard: ParameterShard, kind: str, values: Tenso
     name = f"{kind} {shard.name}" + ("" if shard.is_full else f"[{shard.begin}:{shard.end}]")
     if shard.mesh.replicate_size > 1:
         is_all = shard.mesh.shard_size == 1
-        whole = "expt_dp" if meta.is_expert else "dp_cp"
-        _place(copies, whole if is_all else "inter_dist_opt", name, values)
+        full = "expt_dp" if meta.is_expert else "dp_cp"
+        _place(copies, full if is_all else "inter_dist_opt", name, values)
     if meta.split_dim is None:
         _place(copies, "expt_tp" if meta.is_expert else "tp", name, values)
 

@@ -130,7 +130,7 @@ def canonical_names(module: nn.Module) -> dict[str, str]:
     `names_in_model`: from its own parameters' names to those in the one-device model (experts).
     """
     prefixes = {"": ""}
-    whole: dict[str, str] = {}
+    full: dict[str, str] = {}
     for name, parent in module.named_modules():
         for child_name, child in parent.named_children():
             local = f"{name}.{child_name}" if name else child_name
@@ -141,12 +141,12 @@ def canonical_names(module: nn.Module) -> dict[str, str]:
             prefixes[local] = f"{outer}.{token}" if outer else token
         for own, other in getattr(parent, "names_in_model", {}).items():
             dot = "." if name else ""
-            whole[f"{name}{dot}{own}"] = f"{prefixes.get(name, name)}{dot}{other}"
+            full[f"{name}{dot}{own}"] = f"{prefixes.get(name, name)}{dot}{other}"
     names = {}
     for name, _ in module.named_parameters(remove_duplicate=False):
         owner, _, leaf = name.rpartition(".")
         outer = prefixes.get(owner, owner)
-        names[name] = whole.get(name) or (f"{outer}.{leaf}" if outer else leaf)
+        names[name] = full.get(name) or (f"{outer}.{leaf}" if outer else leaf)
     return names
 
 

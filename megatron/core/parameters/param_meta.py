@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron.core.foundation.device import passes_by_cache_blocks
+from megatron.core.foundation.device import prefers_cache_blocks
 
 _ATTRIBUTE = "_param_meta"
 
@@ -182,7 +182,7 @@ def accumulate_main_grad(parameter: Tensor, grad: Tensor, scale: float = 1.0) ->
         else:
             main_grad.copy_(grad).mul_(scale)
         parameter.main_grad_is_fresh = False
-    elif main_grad.dtype == grad.dtype or not passes_by_cache_blocks(main_grad.device):
+    elif main_grad.dtype == grad.dtype or not prefers_cache_blocks(main_grad.device):
         main_grad.add_(grad, alpha=scale)
     else:
         pieces = main_grad.view(-1).split(MIXED_SUM_ELEMENTS)

@@ -125,9 +125,9 @@ class Placement(NamedTuple):
 
     def neighbours(self, rank: int) -> set[int]:
         """Return the other ranks with which a rank exchanges activations and gradients."""
-        places = [self.previous(rank, chunk) for chunk in range(self.num_chunks)]
-        places += [self.next(rank, chunk) for chunk in range(self.num_chunks)]
-        return {place[0] for place in places if place is not None} - {rank}
+        locations = [self.previous(rank, chunk) for chunk in range(self.num_chunks)]
+        locations += [self.next(rank, chunk) for chunk in range(self.num_chunks)]
+        return {index[0] for index in locations if index is not None} - {rank}
 
 
 @dataclass(frozen=True)

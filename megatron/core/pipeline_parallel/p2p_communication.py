@@ -190,11 +190,11 @@ class P2PCommunicator:
                     announced = torch.empty(MAX_DIMS + 1, dtype=torch.int64, device=self.device)
                     group.recv([announced], peer, tag and tag + 2 * len(works)).wait()
                     shape = _decode_shape(announced)
-                    place = tag and tag + 2 * len(works) + 1
+                    index = tag and tag + 2 * len(works) + 1
                 else:
-                    place = tag and tag + len(works)
+                    index = tag and tag + len(works)
                 buffer = torch.empty(shape, dtype=self.dtype, device=self.device)
-                works.append(group.recv([buffer], peer, place))
+                works.append(group.recv([buffer], peer, index))
                 tensors.append(buffer)
         except RuntimeError as problem:
             raise self.lost(source, message, problem) from problem

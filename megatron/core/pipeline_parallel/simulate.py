@@ -267,7 +267,7 @@ class _Walker:
                 clock = start + duration
                 spans.append(Span(rank, step, start, clock))
                 if op is not WEIGHT_GRAD:
-                    self.hand_over(rank, step, clock)
+                    self.pass_on(rank, step, clock)
             elif op <= RECV_GRADIENT:
                 if self.rendezvous:
                     source = (previous if op is RECV_ACTIVATION else following)[chunk]
@@ -306,7 +306,7 @@ class _Walker:
         self.position[rank] = position
         self.waits_for[rank] = item
 
-    def hand_over(self, rank: int, step: Step, now: float) -> None:
+    def pass_on(self, rank: int, step: Step, now: float) -> None:
         """Make the result of a step available to a neighbouring stage on the same rank."""
         op, microbatch, chunk = step
         forward = op is FORWARD

@@ -91,9 +91,9 @@ class _RankCheck:
         chunks = range(self.num_chunks)
         self.previous = [placement.previous(rank, chunk) for chunk in chunks]
         self.next = [placement.next(rank, chunk) for chunk in chunks]
-        places = program.num_microbatches * self.num_chunks
+        num_entries = program.num_microbatches * self.num_chunks
         # Which steps were seen: by op, then by microbatch * num_chunks + chunk.
-        self.done = [bytearray(places) for _ in Op]
+        self.done = [bytearray(num_entries) for _ in Op]
         self.received: dict[int, list[Crossing]] = defaultdict(list)
         self.sent: dict[int, list[Crossing]] = defaultdict(list)
         self.num_unused: dict[int, int] = defaultdict(int)
@@ -126,21 +126,21 @@ class _RankCheck:
                 self.fail(
                     step, "names a micro batch that does not exist", f"there are {num_microbatches}"
                 )
-            place = microbatch * num_chunks + chunk
-            if done[op][place]:
+            index = microbatch * num_chunks + chunk
+            if done[op][index]:
                 self.fail(step, "appears twice", "every step is done once")
             if op <= WEIGHT_GRAD:
-                self.compute(step, place)
+                self.compute(step, index)
             elif op <= RECV_GRADIENT:
                 self.receive(step)
             elif op <= SEND_GRADIENT:
-                self.send(step, place)
+                self.send(step, index)
             else:
-                self.free(step, place)
-            done[op][place] = 1
+                self.free(step, index)
+            done[op][index] = 1
         self.complete()
 
-    def compute(self, step: Step, place: int) -> None:
+    def compute(self, step: Step, index: int) -> None:
         """Check order and input of an F, B, I or W."""
         op, microbatch, chunk = step
         done = self.done
@@ -148,13 +148,13 @@ class _RankCheck:
             source, receive = self.previous[chunk], RECV_ACTIVATION
         else:
             source, receive = self.next[chunk], RECV_GRADIENT
-            if not done[FORWARD][place]:
+            if not done[FORWARD][index]:
                 self.fail(step, "comes before its forward", "a backward follows its forward")
-            if op is WEIGHT_GRAD and not done[INPUT_GRAD][place]:
+            if op is WEIGHT_GRAD and not done[INPUT_GRAD][index]:
                 self.fail(
                     step, "comes before its input gradient", "first input, then weight gradient"
                 )
-            if op is not WEIGHT_GRAD and (done[BACKWARD][place] or done[INPUT_GRAD][place]):
+            if op is not WEIGHT_GRAD and (done[BACKWARD][index] or done[INPUT_GRAD][index]):
                 self.fail(step, "is a second backward of its micro batch", "one backward each")
             if op is not INPUT_GRAD:
                 self.backwards_left[chunk] -= 1
@@ -163,7 +163,7 @@ class _RankCheck:
         if source is None:
             return
         if source[0] != self.rank:
-            if not done[receive][place]:
+            if not done[receive][index]:
                 self.fail(step, "has no receive before it", "its input comes from another rank")
             self.num_unused[source[0]] -= 1
         elif not self.is_made(receive, microbatch * self.num_chunks + source[1]):
@@ -180,11 +180,11 @@ class _RankCheck:
                 halves[1], "is combined with its own forward", "a backward follows its forward"
             )
 
-    def is_made(self, kind: Op, place: int) -> bool:
+    def is_made(self, kind: Op, index: int) -> bool:
         """Return whether the step that makes an activation or gradient was seen."""
         if kind is RECV_ACTIVATION or kind is SEND_ACTIVATION:
-            return bool(self.done[FORWARD][place])
-        return bool(self.done[BACKWARD][place] or self.done[INPUT_GRAD][place])
+            return bool(self.done[FORWARD][index])
+        return bool(self.done[BACKWARD][index] or self.done[INPUT_GRAD][index])
 
     def receive(self, step: Step) -> None:
         op, microbatch, chunk = step
@@ -200,12 +200,12 @@ class _RankCheck:
                 f"at most {self.receive_limit} buffers wait for data",
             )
 
-    def send(self, step: Step, place: int) -> None:
+    def send(self, step: Step, index: int) -> None:
         op, microbatch, chunk = step
         target = (self.next if op is SEND_ACTIVATION else self.previous)[chunk]
         if target is None or target[0] == self.rank:
             self.fail(step, "has no receiver", "only data for another rank are sent")
-        if not self.is_made(op, place):
+        if not self.is_made(op, index):
             self.fail(step, "comes before the step that makes its data", "data are made, then sent")
         self.sent[target[0]].append((op is SEND_GRADIENT, microbatch, target[1]))
         self.num_unfinished[target[0]] += 1
@@ -216,13 +216,13 @@ class _RankCheck:
                 f"at most {self.program.send_window} buffers wait to be received",
             )
 
-    def free(self, step: Step, place: int) -> None:
+    def free(self, step: Step, index: int) -> None:
         op, _, chunk = step
         sent, side = (
             (SEND_ACTIVATION, self.next) if op is FREE_OUTPUT else (SEND_GRADIENT, self.previous)
         )
         target = side[chunk]
-        if target is None or not self.done[sent][place]:
+        if target is None or not self.done[sent][index]:
             self.fail(step, "frees what was not sent", "a buffer is sent, then freed")
         self.num_unfinished[target[0]] -= 1
 
@@ -243,14 +243,14 @@ class _RankCheck:
     def complete(self) -> None:
         """Check that nothing is missing at the end of the program."""
         done, trains = self.done, not self.program.forward_only
-        for place in range(len(done[FORWARD])):
-            microbatch, chunk = divmod(place, self.num_chunks)
-            if not done[FORWARD][place]:
+        for index in range(len(done[FORWARD])):
+            microbatch, chunk = divmod(index, self.num_chunks)
+            if not done[FORWARD][index]:
                 self.missing(Step(FORWARD, microbatch, chunk))
-            if trains and not (done[BACKWARD][place] or done[WEIGHT_GRAD][place]):
+            if trains and not (done[BACKWARD][index] or done[WEIGHT_GRAD][index]):
                 self.missing(Step(BACKWARD, microbatch, chunk))
             for sent, free in ((SEND_ACTIVATION, FREE_OUTPUT), (SEND_GRADIENT, FREE_GRADIENT)):
-                if done[sent][place] and not done[free][place]:
+                if done[sent][index] and not done[free][index]:
                     self.missing(Step(free, microbatch, chunk))
         for chunk, is_released in enumerate(self.is_released):
             if trains and not is_released:

@@ -57,7 +57,7 @@ def checkpoint(
     if not torch.is_grad_enabled():
         return function(*args)
     if distribute_saved_activations:
-        function, args = _distribute_first(function, args, tensor_parallel_group(tp_group))
+        function, args = _distribute_saved_input(function, args, tensor_parallel_group(tp_group))
     return torch.utils.checkpoint.checkpoint(
         function, *args, use_reentrant=False, context_fn=_contexts
     )
@@ -69,11 +69,11 @@ def _contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[No
     torch itself restores the default generators.
     """
     scope, streams = rng_state().scope, get_cuda_rng_tracker().get_states()
-    return within_step(is_checkpointed=True), _again(scope, streams)
+    return within_step(is_checkpointed=True), _recompute_contexts(scope, streams)
 
 
 @contextmanager
-def _again(scope: Any, streams: dict[str, Tensor]) -> Iterator[None]:
+def _recompute_contexts(scope: Any, streams: dict[str, Tensor]) -> Iterator[None]:
     """Draw keyed numbers from `scope` and tracked ones from `streams` again."""
     tracker = get_cuda_rng_tracker()
     outer = tracker.get_states()
@@ -90,7 +90,7 @@ def _again(scope: Any, streams: dict[str, Tensor]) -> Iterator[None]:
 # Distributed arguments ----------------------------------------------------------------------
 
 
-def _distribute_first(
+def _distribute_saved_input(
     function: Callable[..., Any], args: tuple[Any, ...], group: AxisGroup
 ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """Replace the first argument by this rank's part of it."""
@@ -98,46 +98,46 @@ def _distribute_first(
     first = args[0] if args else None
     if size == 1 or not isinstance(first, Tensor) or first.numel() % size:
         return function, args
-    shape, whole = first.shape, [first.detach()]
+    shape, full = first.shape, [first.detach()]
 
-    def from_part(part: Tensor, *rest: Any) -> Any:
+    def from_shard(shard: Tensor, *rest: Any) -> Any:
         # The first call has the whole tensor at hand; the second must collect it.
-        known = whole.pop() if whole else None
-        return function(_Rejoin.apply(part, known, shape, group), *rest)
+        known = full.pop() if full else None
+        return function(_GatherSaved.apply(shard, known, shape, group), *rest)
 
-    return from_part, (_TakePart.apply(first, group), *args[1:])
+    return from_shard, (_KeepShard.apply(first, group), *args[1:])
 
 
-class _TakePart(torch.autograd.Function):
+class _KeepShard(torch.autograd.Function):
     """[s, b, h] -> this rank's part of the flattened tensor; backward gathers."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: AxisGroup) -> Tensor:
         ctx.group, ctx.shape = group, x.shape
-        return _own_part(x, group)
+        return _shard_of(x, group)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return collectives.all_gather(grad, ctx.group).view(ctx.shape), None
 
 
-class _Rejoin(torch.autograd.Function):
-    """The inverse of `_TakePart`. All ranks compute the same gradient: backward takes a part."""
+class _GatherSaved(torch.autograd.Function):
+    """The inverse of `_KeepShard`. All ranks compute the same gradient: backward takes a shard."""
 
     @staticmethod
     def forward(
-        ctx: Any, part: Tensor, known: Tensor | None, shape: torch.Size, group: AxisGroup
+        ctx: Any, shard: Tensor, known: Tensor | None, shape: torch.Size, group: AxisGroup
     ) -> Tensor:
         ctx.group = group
-        whole = collectives.all_gather(part, group) if known is None else known
-        return whole.view(shape)
+        full = collectives.all_gather(shard, group) if known is None else known
+        return full.view(shape)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return _own_part(grad, ctx.group), None, None, None
+        return _shard_of(grad, ctx.group), None, None, None
 
 
-def _own_part(x: Tensor, group: AxisGroup) -> Tensor:
+def _shard_of(x: Tensor, group: AxisGroup) -> Tensor:
     length = x.numel() // group.size()
     return x.reshape(-1).narrow(0, group.rank() * length, length).clone()
 
@@ -257,7 +257,7 @@ class _Node:
         torch.set_rng_state(ctx.cpu_state)
         set_default_generator_state(ctx.device_state)
         try:
-            with _again(ctx.scope, ctx.streams), torch.enable_grad():
+            with _recompute_contexts(ctx.scope, ctx.streams), torch.enable_grad():
                 outputs = ctx.function(*inputs)
         finally:
             torch.set_rng_state(outer_cpu)

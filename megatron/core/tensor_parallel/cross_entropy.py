@@ -20,7 +20,7 @@ from megatron.core.tensor_parallel.mappings import tensor_parallel_group
 from megatron.core.tensor_parallel.vocab_parallel_softmax import (
     Labels,
     RowStatistics,
-    VocabularyShard,
+    VocabShard,
     add_label_terms,
     softmax_statistics,
     softmax_to_gradient,
@@ -53,7 +53,7 @@ def vocab_parallel_cross_entropy(
     Raises:
         DataError: a label outside the vocabulary, on all ranks.
     """
-    shard = VocabularyShard.of(
+    shard = VocabShard.of(
         vocab_parallel_logits.shape[-1], num_valid, tensor_parallel_group(tp_group)
     )
     return _CrossEntropy.apply(
@@ -73,7 +73,7 @@ class _CrossEntropy(torch.autograd.Function):
         ctx: Any,
         logits: Tensor,
         target: Tensor,
-        shard: VocabularyShard,
+        shard: VocabShard,
         label_smoothing: float,
         overwrites: bool,
     ) -> Tensor:
@@ -86,10 +86,10 @@ class _CrossEntropy(torch.autograd.Function):
         ctx.save_for_backward(
             None if overwrites else logits,
             labels.columns,
-            labels.is_here,
+            labels.is_local,
             labels.is_ignored,
             statistics.label_probability,
-            statistics.local_share,
+            statistics.local_fraction,
         )
         # The softmax bypasses the saved tensors: their version check would count the overwriting
         # as damage.
@@ -100,17 +100,17 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        logits, columns, is_here, is_ignored, label_probability, local_share = ctx.saved_tensors
-        labels = Labels(columns, is_here, is_ignored)
-        statistics = RowStatistics(label_probability, label_probability, local_share)
-        scale = grad.reshape(-1).to(local_share.dtype).masked_fill(is_ignored, 0.0)
+        logits, columns, is_local, is_ignored, label_probability, local_fraction = ctx.saved_tensors
+        labels = Labels(columns, is_local, is_ignored)
+        statistics = RowStatistics(label_probability, label_probability, local_fraction)
+        scale = grad.reshape(-1).to(local_fraction.dtype).masked_fill(is_ignored, 0.0)
         shard, smoothing = ctx.shard, ctx.label_smoothing
         if ctx.overwrites:
             softmax, ctx.softmax = ctx.softmax, None
             assert softmax is not None, "overwritten logits allow one backward pass only"
             out = softmax_to_gradient(softmax, statistics, labels, shard, smoothing, scale)
         else:
-            out = _scaled_softmax(_rows(logits), local_share * scale, shard.num_local_valid)
+            out = _scaled_softmax(_rows(logits), local_fraction * scale, shard.num_local_valid)
             add_label_terms(out, statistics, labels, shard, smoothing, scale)
         return out.view(ctx.shape), None, None, None, None
 

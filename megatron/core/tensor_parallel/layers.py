@@ -21,7 +21,7 @@ from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.process_groups_config import Group, ProcessGroupCollection
 from megatron.core.tensor_parallel.linear_with_overlap import (
     InputMode,
-    LinearPlan,
+    LinearCommSpec,
     OutputMode,
     deferral_is_not_supported,
     linear_with_grad_accumulation_and_async_allreduce,
@@ -121,7 +121,7 @@ class ColumnParallelLinear(ParallelLinear):
                 flags=["--sequence-parallel"],
                 fix="use gather_output=False, or drop --sequence-parallel",
             )
-        self.plan = LinearPlan(
+        self.spec = LinearCommSpec(
             self.tp_group,
             input_mode=_column_input_mode(self.sequence_parallel, self.allreduce_dgrad),
             fuses_main_grad=config.gradient_accumulation_fusion,
@@ -179,7 +179,7 @@ class ColumnParallelLinear(ParallelLinear):
                     fix="pass the shard of this rank",
                 )
         added_bias = None if self.skip_bias_add else self.bias
-        out = parallel_linear(input_, weight, added_bias, self.plan)
+        out = parallel_linear(input_, weight, added_bias, self.spec)
         gathers = self.gather_output if runtime_gather_output is None else runtime_gather_output
         if gathers:
             out = gather_from_tensor_model_parallel_region(out, self.tp_group)
@@ -253,7 +253,7 @@ class RowParallelLinear(ParallelLinear):
                 fix="use input_is_parallel=True, or drop --sequence-parallel",
             )
         output_mode = OutputMode.REDUCE_SCATTER if self.sequence_parallel else OutputMode.ALL_REDUCE
-        self.plan = LinearPlan(
+        self.spec = LinearCommSpec(
             self.tp_group,
             output_mode=OutputMode.LOCAL if self.explicit_expert_comm else output_mode,
             fuses_main_grad=config.gradient_accumulation_fusion,
@@ -293,7 +293,7 @@ class RowParallelLinear(ParallelLinear):
         if not self.input_is_parallel:
             input_ = scatter_to_tensor_model_parallel_region(input_, self.tp_group)
         added_bias = None if self.skip_bias_add else self.bias
-        out = parallel_linear(input_, self.weight, added_bias, self.plan)
+        out = parallel_linear(input_, self.weight, added_bias, self.spec)
         return out, self.bias if self.skip_bias_add else None
 
     def extra_repr(self) -> str:

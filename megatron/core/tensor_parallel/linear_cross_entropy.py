@@ -19,14 +19,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron.core.foundation.device import host_value
+from megatron.core.foundation.device import value_on_host
 from megatron.core.kernels.vocab_softmax import arithmetic_dtype
 from megatron.core.parameters.param_meta import accumulate_main_grad, has_main_grad
 from megatron.core.process_groups_config import Group
 from megatron.core.tensor_parallel.mappings import tensor_parallel_group
 from megatron.core.tensor_parallel.vocab_parallel_softmax import (
     Labels,
-    VocabularyShard,
+    VocabShard,
     softmax_statistics,
     softmax_to_gradient,
 )
@@ -42,7 +42,7 @@ class _Head:
     """What does not change between the chunks of one call."""
 
     weight: Tensor
-    shard: VocabularyShard
+    shard: VocabShard
     label_smoothing: float
 
 
@@ -85,7 +85,7 @@ def linear_cross_entropy(
         all-gather of the input and a reduce-scatter of its gradient.
     """
     group = tensor_parallel_group(tp_group)
-    shard = VocabularyShard.of(weight.shape[0], num_valid, group)
+    shard = VocabShard.of(weight.shape[0], num_valid, group)
     is_scattered = sequence_parallel and get_pg_size(group) > 1
     # Autograd is always off inside forward(): ask here.
     needs_grad = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
@@ -118,10 +118,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
         weight: Tensor,
         target: Tensor,
         token_weights: Tensor | None,
-        shard: VocabularyShard,
+        shard: VocabShard,
         label_smoothing: float,
         is_scattered: bool,
-        forms_gradients: bool,
+        computes_gradients: bool,
         fuses_main_grad: bool,
     ) -> Tensor:
         labels = Labels.locate(target, shard)
@@ -130,20 +130,24 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ctx.token_weights = _row_weights(token_weights, labels, arithmetic_dtype(hidden))
         full = collectives.all_gather(hidden, shard.group) if is_scattered else hidden
         x = full.reshape(-1, full.shape[-1])
-        needs_hidden, needs_weight = (n and forms_gradients for n in ctx.needs_input_grad[:2])
+        needs_hidden, needs_weight = (n and computes_gradients for n in ctx.needs_input_grad[:2])
         loss, grad_x, grad_weight = _pass_over_chunks(
             ctx.head, x, labels, ctx.token_weights, None, needs_hidden, needs_weight
         )
         if grad_x is not None:
             grad_x = _sum_over_ranks(grad_x.view(full.shape), shard.group, is_scattered)
-        ctx.grad_x, ctx.grad_weight, ctx.forms_gradients = grad_x, grad_weight, forms_gradients
+        ctx.grad_x, ctx.grad_weight, ctx.computes_gradients = (
+            grad_x,
+            grad_weight,
+            computes_gradients,
+        )
         ctx.save_for_backward(hidden, target)
         return loss.view(target.shape)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         hidden, target = ctx.saved_tensors
-        shard: VocabularyShard = ctx.head.shard
+        shard: VocabShard = ctx.head.shard
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         labels = Labels.locate(target, shard)
         scale = grad.reshape(-1).masked_fill(labels.is_ignored, 0.0)  # [t]
@@ -176,7 +180,7 @@ def _row_weights(token_weights: Tensor | None, labels: Labels, dtype: torch.dtyp
     """Return the weights as [t], zero for ignored labels; None if all are one."""
     if token_weights is not None:
         return token_weights.reshape(-1).to(dtype).masked_fill(labels.is_ignored, 0.0)
-    if host_value(labels.is_ignored.any()) is False:
+    if value_on_host(labels.is_ignored.any()) is False:
         return None
     return (~labels.is_ignored).to(dtype)
 

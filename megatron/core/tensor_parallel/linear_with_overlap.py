@@ -58,7 +58,7 @@ class OutputMode(Enum):
 
 
 @dataclass(frozen=True)
-class LinearPlan:
+class LinearCommSpec:
     """Everything about one linear layer that does not change from call to call."""
 
     group: Group = None
@@ -78,8 +78,8 @@ class LinearPlan:
         )
 
 
-def parallel_linear(x: Tensor, weight: Tensor, bias: Tensor | None, plan: LinearPlan) -> Tensor:
-    """Compute x @ weight.T + bias with the communication of `plan`.
+def parallel_linear(x: Tensor, weight: Tensor, bias: Tensor | None, spec: LinearCommSpec) -> Tensor:
+    """Compute x @ weight.T + bias with the communication of `spec`.
 
     Args:
         x: [s, b, i] (or any leading dimensions); [s/tp, b, i] for SEQUENCE_SHARD.
@@ -90,33 +90,35 @@ def parallel_linear(x: Tensor, weight: Tensor, bias: Tensor | None, plan: Linear
     Communication:
         as the two modes say, on `plan.group`.
     """
-    communicates = plan.communicates
+    communicates = spec.communicates
     if not communicates and not torch.is_grad_enabled():
         return linear(x, weight, bias)
-    writes_main_grad = plan.fuses_main_grad and (
+    writes_main_grad = spec.fuses_main_grad and (
         has_main_grad(weight) or (bias is not None and has_main_grad(bias))
     )
     if not communicates and not (writes_main_grad or deferred_wgrad.wgrad_deferral_enabled()):
         # Nothing to do beyond torch's own: its C++ autograd is as fast as it gets.
         return linear(x, weight, bias)
     if torch.is_autocast_enabled(x.device.type):
-        return _composed_linear(x, weight, bias, plan)
-    return _ParallelLinear.apply(x, weight, bias, plan, communicates)
+        return _composed_linear(x, weight, bias, spec)
+    return _ParallelLinear.apply(x, weight, bias, spec, communicates)
 
 
-def _composed_linear(x: Tensor, weight: Tensor, bias: Tensor | None, plan: LinearPlan) -> Tensor:
+def _composed_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, spec: LinearCommSpec
+) -> Tensor:
     """The same from separate operations: autocast then finds a linear map that it knows."""
-    if plan.input_mode is InputMode.REPLICATED:
-        x = mappings.copy_to_tensor_model_parallel_region(x, plan.group)
-    elif plan.input_mode is InputMode.SEQUENCE_SHARD:
-        x = mappings.gather_from_sequence_parallel_region(x, group=plan.group)
-    if plan.output_mode is OutputMode.LOCAL:
+    if spec.input_mode is InputMode.REPLICATED:
+        x = mappings.copy_to_tensor_model_parallel_region(x, spec.group)
+    elif spec.input_mode is InputMode.SEQUENCE_SHARD:
+        x = mappings.gather_from_sequence_parallel_region(x, group=spec.group)
+    if spec.output_mode is OutputMode.LOCAL:
         return F.linear(x, weight, bias)
     out = F.linear(x, weight)
-    if plan.output_mode is OutputMode.ALL_REDUCE:
-        out = mappings.reduce_from_tensor_model_parallel_region(out, plan.group)
+    if spec.output_mode is OutputMode.ALL_REDUCE:
+        out = mappings.reduce_from_tensor_model_parallel_region(out, spec.group)
     else:
-        out = mappings.reduce_scatter_to_sequence_parallel_region(out, plan.group)
+        out = mappings.reduce_scatter_to_sequence_parallel_region(out, spec.group)
     return out if bias is None else out + bias.to(out.dtype)
 
 
@@ -127,95 +129,97 @@ class _ParallelLinear(torch.autograd.Function):
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        plan: LinearPlan,
+        spec: LinearCommSpec,
         communicates: bool,
     ) -> Tensor:
-        ctx.plan, ctx.communicates = plan, communicates
+        ctx.spec, ctx.communicates = spec, communicates
         # The main gradients hang on the parameter objects, which saved-tensor hooks (activation
         # recompute, offload) would replace; the tensors for arithmetic are saved as usual.
         ctx.weight, ctx.bias = weight, bias
         ctx.save_for_backward(x, weight)
 
-        input_mode = plan.input_mode if communicates else InputMode.LOCAL
-        output_mode = plan.output_mode if communicates else OutputMode.LOCAL
+        input_mode = spec.input_mode if communicates else InputMode.LOCAL
+        output_mode = spec.output_mode if communicates else OutputMode.LOCAL
         if input_mode is InputMode.SEQUENCE_SHARD:
-            x = collectives.all_gather(x, plan.group)
+            x = collectives.all_gather(x, spec.group)
         if output_mode is OutputMode.LOCAL:
             return linear(x, weight, bias)
         out = linear(x, weight, None).contiguous()
         if output_mode is OutputMode.ALL_REDUCE:
-            out = collectives.all_reduce(out, plan.group)
+            out = collectives.all_reduce(out, spec.group)
         else:
-            out = collectives.reduce_scatter(out, plan.group)
+            out = collectives.reduce_scatter(out, spec.group)
         return out if bias is None else out.add_(bias)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        plan: LinearPlan = ctx.plan
+        spec: LinearCommSpec = ctx.spec
         x, weight = ctx.saved_tensors
         needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        input_mode = plan.input_mode if ctx.communicates else InputMode.LOCAL
+        input_mode = spec.input_mode if ctx.communicates else InputMode.LOCAL
         bias_rows = grad.reshape(-1, grad.shape[-1])
-        if ctx.communicates and plan.output_mode is OutputMode.REDUCE_SCATTER:
-            grad = collectives.all_gather(grad, plan.group)
+        if ctx.communicates and spec.output_mode is OutputMode.REDUCE_SCATTER:
+            grad = collectives.all_gather(grad, spec.group)
         grad_rows = grad.reshape(-1, grad.shape[-1])  # [t, o]
 
         waits = needs_weight and deferred_wgrad.defer_wgrad(
-            partial(_late_weight_gradient, ctx.weight, grad_rows, x, plan, input_mode)
+            partial(_deferred_weight_gradient, ctx.weight, grad_rows, x, spec, input_mode)
         )
         needs_weight = needs_weight and not waits
         gathering = None
         if needs_weight and input_mode is InputMode.SEQUENCE_SHARD:
-            gathering = collectives.start_all_gather(x, plan.group)
+            gathering = collectives.start_all_gather(x, spec.group)
 
         grad_x, reducing = None, None
         if needs_input:
             grad_x = (grad_rows @ weight).view(*grad.shape[:-1], weight.shape[1])
             if input_mode is InputMode.REPLICATED:
-                reducing = collectives.start_all_reduce(grad_x, plan.group)
+                reducing = collectives.start_all_reduce(grad_x, spec.group)
             elif input_mode is InputMode.SEQUENCE_SHARD:
-                reducing = collectives.start_reduce_scatter(grad_x, plan.group)
-            if reducing is not None and not plan.overlaps:
+                reducing = collectives.start_reduce_scatter(grad_x, spec.group)
+            if reducing is not None and not spec.overlaps:
                 grad_x, reducing = reducing.wait(), None
 
         grad_weight = grad_bias = None
         if needs_weight:
             if gathering is not None:
                 x = gathering.wait()
-            grad_weight = _weight_gradient(ctx.weight, grad_rows, x, plan)
+            grad_weight = _weight_gradient(ctx.weight, grad_rows, x, spec)
         if needs_bias:
             # Under a scattered output each rank sees its own rows: the sum is partial over the
             # group, and the parameter's `partial_grad_axes` says so.
-            grad_bias = _bias_gradient(ctx.bias, bias_rows, plan)
+            grad_bias = _bias_gradient(ctx.bias, bias_rows, spec)
         if reducing is not None:
             grad_x = reducing.wait()
         return grad_x, grad_weight, grad_bias, None, None
 
 
-def _weight_gradient(weight: Tensor, grad: Tensor, x: Tensor, plan: LinearPlan) -> Tensor | None:
+def _weight_gradient(
+    weight: Tensor, grad: Tensor, x: Tensor, spec: LinearCommSpec
+) -> Tensor | None:
     """Form grad.T @ x [o, i] in the main gradient (and return None), or as a new tensor."""
     rows = x.reshape(-1, x.shape[-1])
-    if plan.fuses_main_grad and has_main_grad(weight):
+    if spec.fuses_main_grad and has_main_grad(weight):
         main_grad_addmm(weight, grad.t(), rows)
         return None
     return grad.t() @ rows
 
 
-def _late_weight_gradient(
-    weight: Tensor, grad: Tensor, x: Tensor, plan: LinearPlan, input_mode: InputMode
+def _deferred_weight_gradient(
+    weight: Tensor, grad: Tensor, x: Tensor, spec: LinearCommSpec, input_mode: InputMode
 ) -> None:
     """Form a weight gradient after its backward pass, and put it where the pass would have."""
     if input_mode is InputMode.SEQUENCE_SHARD:
-        x = collectives.all_gather(x, plan.group)
-    total = _weight_gradient(weight, grad, x, plan)
+        x = collectives.all_gather(x, spec.group)
+    total = _weight_gradient(weight, grad, x, spec)
     if total is not None:
         add_gradient(weight, total)
 
 
-def _bias_gradient(bias: Tensor, grad: Tensor, plan: LinearPlan) -> Tensor | None:
+def _bias_gradient(bias: Tensor, grad: Tensor, spec: LinearCommSpec) -> Tensor | None:
     """Sum the rows of grad [t, o] into the main gradient (and return None), or a new tensor."""
     total = grad.sum(0)
-    if plan.fuses_main_grad and has_main_grad(bias):
+    if spec.fuses_main_grad and has_main_grad(bias):
         accumulate_main_grad(bias, total)
         return None
     return total
@@ -263,8 +267,8 @@ def linear_with_grad_accumulation_and_async_allreduce(
     elif allreduce_dgrad:
         mode = InputMode.REPLICATED
     group = mappings.tensor_parallel_group(tp_group)
-    plan = LinearPlan(group, input_mode=mode, fuses_main_grad=gradient_accumulation_fusion)
-    return parallel_linear(input, weight, bias, plan)
+    spec = LinearCommSpec(group, input_mode=mode, fuses_main_grad=gradient_accumulation_fusion)
+    return parallel_linear(input, weight, bias, spec)
 
 
 def deferral_is_not_supported() -> ConfigError:

@@ -30,7 +30,7 @@ IGNORED_LABEL = -100
 
 
 @dataclass(frozen=True)
-class VocabularyShard:
+class VocabShard:
     """The columns of the logits that this rank holds."""
 
     first_id: int
@@ -43,12 +43,12 @@ class VocabularyShard:
     group: Group
 
     @staticmethod
-    def of(num_local: int, num_valid: int | None, group: Group) -> VocabularyShard:
+    def of(num_local: int, num_valid: int | None, group: Group) -> VocabShard:
         """Return the shard of this rank: equal, consecutive pieces in rank order."""
         total = num_local * get_pg_size(group)
         num_valid = total if num_valid is None else num_valid
         first = get_pg_rank(group) * num_local
-        return VocabularyShard(
+        return VocabShard(
             first, num_local, max(0, min(num_local, num_valid - first)), num_valid, group
         )
 
@@ -59,13 +59,13 @@ class Labels:
 
     columns: Tensor
     """[t, 1] local column of the label; 0 where it belongs to another rank."""
-    is_here: Tensor
+    is_local: Tensor
     """[t, 1] whether the label's column is on this rank."""
     is_ignored: Tensor
     """[t] whether the token takes no part in the loss."""
 
     @staticmethod
-    def locate(target: Tensor, shard: VocabularyShard) -> Labels:
+    def locate(target: Tensor, shard: VocabShard) -> Labels:
         """Check labels of any shape and find their columns.
 
         Raises:
@@ -73,14 +73,14 @@ class Labels:
         """
         check_token_ids(target, shard.num_valid, what="label", ignored=IGNORED_LABEL)
         columns = target.reshape(-1, 1) - shard.first_id
-        is_here = (columns >= 0) & (columns < shard.num_local_valid)
+        is_local = (columns >= 0) & (columns < shard.num_local_valid)
         return Labels(
-            columns.masked_fill(~is_here, 0), is_here, (target == IGNORED_LABEL).reshape(-1)
+            columns.masked_fill(~is_local, 0), is_local, (target == IGNORED_LABEL).reshape(-1)
         )
 
     def __getitem__(self, rows: slice) -> Labels:
         """Return the labels of some of the tokens."""
-        return Labels(self.columns[rows], self.is_here[rows], self.is_ignored[rows])
+        return Labels(self.columns[rows], self.is_local[rows], self.is_ignored[rows])
 
 
 @dataclass(frozen=True)
@@ -90,14 +90,14 @@ class RowStatistics:
     loss: Tensor
     label_probability: Tensor
     """Probability of the label: the gradient there is p - 1, which would cancel in bf16."""
-    local_share: Tensor
+    local_fraction: Tensor
     """Probability mass of this rank's columns: global softmax = local softmax * share."""
 
 
 def softmax_statistics(
     logits: Tensor,
     labels: Labels,
-    shard: VocabularyShard,
+    shard: VocabShard,
     label_smoothing: float,
     *,
     in_place: bool,
@@ -112,7 +112,7 @@ def softmax_statistics(
     """
     rows, valid = logits.shape[0], shard.num_local_valid
     dtype, device = arithmetic_dtype(logits), logits.device
-    label_logit = logits.gather(1, labels.columns).to(dtype).masked_fill_(~labels.is_here, 0.0)
+    label_logit = logits.gather(1, labels.columns).to(dtype).masked_fill_(~labels.is_local, 0.0)
     local = torch.empty((4 if label_smoothing > 0.0 else 3, rows), dtype=dtype, device=device)
     highest, log_sum, local[2] = local[0], local[1], label_logit.squeeze(1)
     if valid == 0:
@@ -138,7 +138,7 @@ def softmax_statistics(
 
 
 def _merge(
-    local: Tensor, labels: Labels, shard: VocabularyShard, label_smoothing: float
+    local: Tensor, labels: Labels, shard: VocabShard, label_smoothing: float
 ) -> RowStatistics:
     """Combine what the ranks know of each row.
 
@@ -151,11 +151,11 @@ def _merge(
         highest = shared[:, 0].amax(0)
         log_sums = shared[:, 0] - highest + shared[:, 1]
         log_sum = log_sums.logsumexp(0)
-        local_share = (local[0] - highest + local[1] - log_sum).exp_()
+        local_fraction = (local[0] - highest + local[1] - log_sum).exp_()
         sums = shared[:, 2:].sum(0)
     else:
         highest, log_sum, sums = local[0], local[1], local[2:]
-        local_share = torch.ones_like(log_sum)
+        local_fraction = torch.ones_like(log_sum)
     log_probability = sums[0] - highest - log_sum
     loss = -log_probability
     if label_smoothing > 0.0:
@@ -165,7 +165,7 @@ def _merge(
     return RowStatistics(
         loss=loss.masked_fill(labels.is_ignored, 0.0),
         label_probability=log_probability.exp_(),
-        local_share=local_share,
+        local_fraction=local_fraction,
     )
 
 
@@ -181,7 +181,7 @@ def softmax_to_gradient(
     softmax: Tensor,
     statistics: RowStatistics,
     labels: Labels,
-    shard: VocabularyShard,
+    shard: VocabShard,
     label_smoothing: float,
     scale: Tensor | None,
 ) -> Tensor:
@@ -190,7 +190,7 @@ def softmax_to_gradient(
     Args:
         scale: [t], gradient of each row's loss, in the arithmetic dtype; None for ones.
     """
-    coefficient = statistics.local_share if scale is None else statistics.local_share * scale
+    coefficient = statistics.local_fraction if scale is None else statistics.local_fraction * scale
     if scale is not None or get_pg_size(shard.group) > 1:
         multiply_rows(softmax, coefficient)
     return add_label_terms(softmax, statistics, labels, shard, label_smoothing, scale)
@@ -212,7 +212,7 @@ def add_label_terms(
     gradient: Tensor,
     statistics: RowStatistics,
     labels: Labels,
-    shard: VocabularyShard,
+    shard: VocabShard,
     label_smoothing: float,
     scale: Tensor | None,
 ) -> Tensor:
@@ -234,7 +234,7 @@ def add_label_terms(
     if scale is not None:
         at_label = at_label * scale
     present = gradient.gather(1, labels.columns)
-    at_label = torch.where(labels.is_here, at_label.to(gradient.dtype).unsqueeze(-1), present)
+    at_label = torch.where(labels.is_local, at_label.to(gradient.dtype).unsqueeze(-1), present)
     # scatter_ would copy the whole tensor on the CPU.
     every_row = torch.arange(gradient.shape[0], device=gradient.device)
     return gradient.index_put_((every_row, labels.columns.squeeze(1)), at_label.squeeze(1))

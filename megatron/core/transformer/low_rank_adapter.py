@@ -142,9 +142,9 @@ class LowRankAdapter(nn.Module):
             if self.is_column:
                 return keyed_dropout(x, probability)
             # The inputs of all ranks are drawn, of which these are some columns.
-            whole = x.new_empty(1).expand(*x.shape[:-1], self.input_size)
+            full = x.new_empty(1).expand(*x.shape[:-1], self.input_size)
             begin = get_pg_rank(self.tp) * x.shape[-1]
-            mask = keyed_keep_mask(whole, 1.0 - probability)[..., begin : begin + x.shape[-1]]
+            mask = keyed_keep_mask(full, 1.0 - probability)[..., begin : begin + x.shape[-1]]
             return x * mask.div_(1.0 - probability)
 
     def _rows(self, num_rows: int) -> SequenceShard:
@@ -160,10 +160,10 @@ class LowRankAdapter(nn.Module):
             return sequence_shard_of_rank(num_rows, self.groups.cp).run(first, last)
         # Where a run is gathered it is the same run of every rank's shard.
         size = get_pg_size(self.tp)
-        whole = sequence_shard_of_rank(num_rows * size, self.groups.cp)
+        full = sequence_shard_of_rank(num_rows * size, self.groups.cp)
         shards = [get_pg_rank(self.tp)] if holds_shard else range(size)
-        runs = [whole.shard(rank, size).run(first, last) for rank in shards]
-        return SequenceShard(tuple(pair for part in runs for pair in part.ranges), whole.total)
+        runs = [full.shard(rank, size).run(first, last) for rank in shards]
+        return SequenceShard(tuple(pair for part in runs for pair in part.ranges), full.total)
 
 
 def _add_adapter_output(layer: Any, arguments: tuple[Tensor, ...], output: Any) -> Any:

@@ -165,5 +165,5 @@ def _rotary_settings(config: TransformerConfig) -> tuple[Tensor, float, float]:
     inverse = yarn_of_config(channels, base, config)
     # DeepSeek's form of YaRN's temperature: the whole head's share is a factor on the scores, and
     # the rotary part gets what its own strength adds to it.
-    whole = yarn_attention_factor(factor, config.mscale_all_dim)
-    return inverse, yarn_attention_factor(factor, config.mscale) / whole, whole**2
+    full = yarn_attention_factor(factor, config.mscale_all_dim)
+    return inverse, yarn_attention_factor(factor, config.mscale) / full, full**2

@@ -52,9 +52,9 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, direction: 
     rotated = cos.shape[-1]
     if rotated < x.shape[-1]:
         out[..., rotated:] = x[..., rotated:]
-        x, whole, out = x[..., :rotated], out, out[..., :rotated]
+        x, full, out = x[..., :rotated], out, out[..., :rotated]
     else:
-        whole = out
+        full = out
     torch.mul(x, cos, out=out)
     width = rotated // 2
     for half in range(2):
@@ -68,4 +68,4 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, direction: 
             other = x.narrow(-1, (1 - half) * width, width)
             angle = sin.narrow(-1, half * width, width)
         target.addcmul_(other, angle, value=sign)
-    return whole
+    return full

@@ -85,12 +85,12 @@ def _gemma3_settings(config: ConfigFields) -> dict[str, Any]:
     period = config.take("sliding_window_pattern", period)
     settings = {**_common_settings(config, period), "qk_layernorm": True}
     by_kind = config.take("rope_parameters", {})
-    whole = dict(by_kind.get(FULL) or {}) | dict(config.take("rope_scaling", None) or {})
+    full = dict(by_kind.get(FULL) or {}) | dict(config.take("rope_scaling", None) or {})
     local = dict(by_kind.get(SLIDING) or {})
-    whole.setdefault("rope_theta", config.take("rope_theta", _GEMMA3_GLOBAL_BASE))
+    full.setdefault("rope_theta", config.take("rope_theta", _GEMMA3_GLOBAL_BASE))
     local.setdefault("rope_theta", config.take("rope_local_base_freq", _GEMMA3_LOCAL_BASE))
     local_settings = rope_parameters(local, f"rope_parameters of windows in {config.source}")
-    rope = rope_parameters(whole, f"rope_parameters in {config.source}")
+    rope = rope_parameters(full, f"rope_parameters in {config.source}")
     return {**settings, **rope, "rotary_base_local": local_settings["rotary_base"]}
 
 

@@ -25,7 +25,7 @@ _WEIGHT_FILES = (".pt", ".pth", ".ckpt", ".distcp", ".safetensors", ".safetensor
 class Selection:
     """What may be loaded, best first, and what to say about it."""
 
-    candidates: list[commit.Found] = field(default_factory=list)
+    candidates: list[commit.FoundCheckpoint] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
 
@@ -52,7 +52,7 @@ def select_checkpoints(
     is_one = _holds(directory, METADATA_NAME) or not listing.checkpoints
     if is_one and (_holds(directory, METADATA_NAME) or recognise(directory) is not None):
         # --load names one checkpoint itself.
-        selection.candidates.append(commit.Found(directory, commit.RELEASE))
+        selection.candidates.append(commit.FoundCheckpoint(directory, commit.RELEASE))
         return selection
     tracker = commit.read_tracker(directory, selection.notes)
     selection.notes += [f"ignoring {p}: an interrupted save or deletion" for p in listing.leftovers]
@@ -107,7 +107,11 @@ def _only_step(selection: Selection, directory: StoragePath, step: int) -> None:
 
 
 def _refuse_if_something_was_here(
-    directory: StoragePath, listing: commit.Listing, tracker: int | str | None, *, is_own: bool
+    directory: StoragePath,
+    listing: commit.CheckpointListing,
+    tracker: int | str | None,
+    *,
+    is_own: bool,
 ) -> None:
     """Raise if the directory is not simply one that no run has saved to yet."""
     if listing.refused:

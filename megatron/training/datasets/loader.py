@@ -28,10 +28,10 @@ from megatron.core.foundation.device import device_type
 from megatron.core.foundation.errors import ConfigError, DataError, MegatronError
 from megatron.core.foundation.processes import (
     describe_exit,
-    die_with,
-    leave_stop_signals_to,
+    die_with_parent,
+    ignore_stop_signals_except_from,
     num_killed_for_memory,
-    stop_signals_held_back,
+    stop_signals_blocked,
 )
 from megatron.core.parameters.rng import derive_seed
 from megatron.training.datasets.data_samplers import (
@@ -129,7 +129,7 @@ class PretrainingDataLoader(DataLoader[Any]):
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         """Yield batches."""
         killed_before = num_killed_for_memory()
-        with stop_signals_held_back():
+        with stop_signals_blocked():
             batches = super().__iter__()
         guard = _guard_of_child_ends()
         while True:
@@ -164,8 +164,8 @@ def _begin_work(_number: int) -> None:
     if parent is None or parent.pid is None:
         return
     if os.getppid() == parent.pid:  # not the server that forks for `forkserver`
-        die_with(parent.pid)
-    leave_stop_signals_to(parent.pid)
+        die_with_parent(parent.pid)
+    ignore_stop_signals_except_from(parent.pid)
 
 
 class _ChildEnds:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron.core.foundation.attempts import store_of_attempt
+from megatron.core.foundation.rendezvous import rendezvous
 
 
 @dataclass(frozen=True)
@@ -102,4 +102,4 @@ def connect_store(info: RankInfo, timeout: timedelta) -> Any:
     """
     if not info.is_launched or info.world_size == 1:
         return dist.HashStore()  # type: ignore[attr-defined]
-    return store_of_attempt(info.rank, info.world_size, timeout)
+    return rendezvous(info.rank, info.world_size, timeout)

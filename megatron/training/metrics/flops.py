@@ -41,8 +41,8 @@ def mean_keys(seq_length: int, window: int | None, convention: FlopConvention) -
 
 def forward_flops_per_token(size: ModelSize, convention: FlopConvention) -> float:
     """Return the operations of the forward pass of one token."""
-    windowed, whole = (mean_keys(size.seq_length, w, convention) for w in (size.window, None))
-    keys = size.windowed_share * windowed + (1 - size.windowed_share) * whole
+    windowed, full = (mean_keys(size.seq_length, w, convention) for w in (size.window, None))
+    keys = size.windowed_share * windowed + (1 - size.windowed_share) * full
     attention = 2 * keys * size.score_width  # queries with keys, weights with values
     matrices = _layer_matrices(size.num_layers, size.num_expert_layers, size)
     matrices += _layer_matrices(size.num_later_tokens, size.num_later_expert_layers, size)

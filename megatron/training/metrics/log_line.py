@@ -77,8 +77,8 @@ def _rate(tflops: float) -> str:
 
 def duration(seconds: float) -> str:
     """Format seconds as 1d 02:03:04, without the days if there are none."""
-    whole = round(seconds)
-    days, rest = divmod(whole, 86400)
+    full = round(seconds)
+    days, rest = divmod(full, 86400)
     clock = f"{rest // 3600:02d}:{rest // 60 % 60:02d}:{rest % 60:02d}"
     return f"{days}d {clock}" if days else clock
 

@@ -37,7 +37,7 @@ def _of_chunk(chunk: nn.Module, groups: ProcessGroupCollection, *, is_expert: bo
     if wrapper is not None:
         wrapper.finish_param_sync()  # an overlapped gather would come with the next forward pass
     are_sharded = set() if wrapper is None else set(wrapper.sharded_values())
-    whole = sharded = 0.0
+    full = sharded = 0.0
     for parameter in chunk.parameters():
         meta = get_param_meta(parameter)
         if meta.is_expert != is_expert or not is_counted_on_rank(parameter, groups):
@@ -48,10 +48,10 @@ def _of_chunk(chunk: nn.Module, groups: ProcessGroupCollection, *, is_expert: bo
         else:
             axis_rank = get_pg_rank(groups.expt_tp if is_expert else groups.tp)
             end = num_elements_before_padding(parameter, meta, axis_rank)
-            whole += _sum_of_squares(parameter.detach().reshape(-1)[:end])
+            full += _sum_of_squares(parameter.detach().reshape(-1)[:end])
     if wrapper is not None and are_sharded:
         sharded = sum_across_ranks([sharded], wrapper.mesh(is_expert).shard)[0]
-    return whole + sharded
+    return full + sharded
 
 
 def _sum_of_squares(values: Tensor) -> float:

@@ -27,7 +27,6 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core.dist_checkpointing.save_lock import SaveLock
-from megatron.core.foundation.attempts import hosts_store, launcher_hosts_store
 from megatron.core.foundation.errors import (
     CheckpointError,
     ConfigError,
@@ -40,6 +39,7 @@ from megatron.core.foundation.errors import (
     ScheduleError,
     TopologyError,
 )
+from megatron.core.foundation.rendezvous import is_store_host, launcher_is_store_host
 from megatron.training.launch import rank_info
 from megatron.training.resilience.status import RunStatus
 from megatron.training.resilience.watch import end_by, open_watch
@@ -247,7 +247,7 @@ def report(error: BaseException, status: RunStatus, store: object) -> int:
 
 
 def _report(error: BaseException, status: RunStatus, store: Any) -> None:
-    if isinstance(error, LauncherLostError) and launcher_hosts_store():
+    if isinstance(error, LauncherLostError) and launcher_is_store_host():
         # The store is gone with it: asking would only make torch print its stack.
         if status.local_rank == 0:
             _tell(error, status)
@@ -310,7 +310,7 @@ def _let_others_report(status: RunStatus, store: Any) -> None:
         num_ended = _ask(lambda: store.add("failure/ended", 1))
         deadline = time.monotonic() + WAIT_S
         while (
-            hosts_store(status.rank)
+            is_store_host(status.rank)
             and num_ended < rank_info.read_rank_info().world_size
             and time.monotonic() < deadline
         ):

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from megatron.core.foundation.attempts import number_of_attempt
+from megatron.core.foundation.rendezvous import restart_count
 from megatron.training.launch import rank_info
 from megatron.training.resilience.peers import LocalPeers
 from megatron.training.resilience.watch import Watch
@@ -41,7 +41,7 @@ class RunStatus:
     def of_this_process(cls) -> RunStatus:
         """Return the status of a run that begins."""
         info = rank_info.read_rank_info()
-        return cls(rank=info.rank, local_rank=info.local_rank, attempt=number_of_attempt())
+        return cls(rank=info.rank, local_rank=info.local_rank, attempt=restart_count())
 
     @contextmanager
     def doing(self, activity: str) -> Iterator[None]:

@@ -9,9 +9,9 @@ from typing import Any
 from megatron.core import num_microbatches_calculator as calculator
 from megatron.core.dist_checkpointing.object_store import is_url, storage_path
 from megatron.core.foundation import optional_imports
-from megatron.core.foundation.attempts import START_TIMEOUT
 from megatron.core.foundation.errors import MegatronError
 from megatron.core.foundation.processes import name_fatal_signals
+from megatron.core.foundation.rendezvous import START_TIMEOUT
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.timers import Timers
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer

@@ -14,7 +14,7 @@ from megatron.core.pipeline_parallel.recorder import PipelineRecorder
 from megatron.core.pipeline_parallel.schedule_definitions import schedule_named
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel.linear_with_overlap import LinearPlan, parallel_linear
+from megatron.core.tensor_parallel.linear_with_overlap import LinearCommSpec, parallel_linear
 from megatron.core.utils import get_pg_rank, get_pg_size
 
 SEQUENCE, BATCH, HIDDEN = 6, 2, 5
@@ -60,7 +60,7 @@ class LinearStage(nn.Module):
         x = x if self.input is None else self.input
         self.input = None
         for linear in self.layers:
-            x = torch.tanh(parallel_linear(x, linear.weight, linear.bias, LinearPlan()))
+            x = torch.tanh(parallel_linear(x, linear.weight, linear.bias, LinearCommSpec()))
         return x
 
 

@@ -79,8 +79,8 @@ def test_neighbours_of_a_permutation_are_not_related(size):
 
 def test_permutations_of_huge_sets_cost_nothing():
     order = KeyedPermutation(2**61, "big")
-    places = np.array([0, 1, 2**60, 2**61 - 1])
-    assert order.at(places).tolist() == [order[int(i)] for i in places]
+    positions = np.array([0, 1, 2**60, 2**61 - 1])
+    assert order.at(positions).tolist() == [order[int(i)] for i in positions]
     with pytest.raises(IndexError):
         order[2**61]
 

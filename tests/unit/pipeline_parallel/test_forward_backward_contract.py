@@ -28,7 +28,7 @@ from megatron.core.pipeline_parallel.utils import (
 )
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.step_context.deferred_wgrad import enable_wgrad_deferral
-from megatron.core.tensor_parallel.linear_with_overlap import LinearPlan, parallel_linear
+from megatron.core.tensor_parallel.linear_with_overlap import LinearCommSpec, parallel_linear
 from megatron.core.timers import Timers
 from tests.harness.groups import FakeGroup, fake_groups
 
@@ -399,7 +399,10 @@ def test_input_gradients_leave_weight_gradients_to_their_own_step():
     x = torch.randn(4, 3, requires_grad=True)
     stage = Stage(
         linear,
-        lambda _, model: (parallel_linear(x, model.weight, model.bias, LinearPlan()), torch.mean),
+        lambda _, model: (
+            parallel_linear(x, model.weight, model.bias, LinearCommSpec()),
+            torch.mean,
+        ),
         None,
         is_last=True,
         loss=LossSettings(num_microbatches=1),

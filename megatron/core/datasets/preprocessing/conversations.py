@@ -95,7 +95,7 @@ class ConversationEncoder:
         ids, counts = self.engine.encode_flat(flat)
         check_ids(ids, self.vocab_size)
         is_learned = np.fromiter(
-            (place % 2 for one in segments for place in range(len(one))), np.uint8, len(flat)
+            (position % 2 for one in segments for position in range(len(one))), np.uint8, len(flat)
         )
         mask = np.repeat(is_learned, counts)
         per_conversation = np.fromiter(map(len, segments), np.int64, len(segments))

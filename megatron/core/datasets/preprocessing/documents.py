@@ -52,7 +52,7 @@ class Documents:
     """What a unit holds."""
 
     texts: list[Texts] = field(default_factory=list)
-    places: list[tuple[str, int]] = field(default_factory=list)
+    positions: list[tuple[str, int]] = field(default_factory=list)
     """Of each document: its path and number, as in `BadDocument`."""
     bad: list[BadDocument] = field(default_factory=list)
     num_lines: int = 0
@@ -106,7 +106,7 @@ def documents_of(
             found.bad.append(BadDocument(path, number, error.reason, error.detail))
         else:
             found.texts.append(texts)
-            found.places.append((path, number))
+            found.positions.append((path, number))
     return found
 
 
@@ -254,7 +254,7 @@ def _usual_documents(
             {key: [text] for key, text in zip(keys, texts, strict=True)}
             for texts in zip(*columns, strict=True)
         ],
-        places=[(unit.path, number) for number in range(1, len(lines) + 1)],
+        positions=[(unit.path, number) for number in range(1, len(lines) + 1)],
         num_lines=len(lines),
     )
 

@@ -117,7 +117,7 @@ class Encoder:
     def __call__(self, unit: Unit) -> EncodedUnit:
         """Parse and tokenize; faulty documents are returned by name, not raised."""
         documents = documents_of(unit, self.keys, longest_line_bytes=self.longest_line_bytes)
-        texts, places = documents.texts, documents.places
+        texts, positions = documents.texts, documents.positions
         if self.split is not None:
             split = self.split
             texts = [
@@ -130,7 +130,7 @@ class Encoder:
             if not _is_about_a_text(error):
                 raise
             kept, rejected = self._separate(texts)
-            documents.bad += [BadDocument(*places[at], *why) for at, why in rejected.items()]
+            documents.bad += [BadDocument(*positions[at], *why) for at, why in rejected.items()]
             texts = [texts[at] for at in kept]
             encoded = self._encode(texts)
         parts = {}

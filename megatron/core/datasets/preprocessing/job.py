@@ -233,19 +233,19 @@ class Job:
 
     def _bad_document(self, number: int, bad: BadDocument) -> DataError:
         file = self.files[number]
-        place = ""
+        position = ""
         if file.format is InputFormat.parquet:
-            place = f", row {bad.number:,}"
+            position = f", row {bad.number:,}"
         elif bad.number:
             # The shard may have begun in the middle of the file.
             before = lines_before(file.path, file.first_byte) if file.first_byte else 0
             before += self.tally.lines_of_file if self.tally.file == number else 0
             if file.first_byte and file.first_byte != 0:
                 before += _partial_line(file)
-            place = f", line {before + bad.number}"
+            position = f", line {before + bad.number}"
         detail = f" ({bad.detail})" if bad.detail else ""
         return DataError(
-            f"{bad.path}{place}: {bad.reason}{detail}.",
+            f"{bad.path}{position}: {bad.reason}{detail}.",
             rule="each document is a JSON object in UTF-8 (or a row) that holds text under every "
             "key of --json-keys",
             flags=["--input", "--json-keys", "--skip-bad-lines"],

@@ -80,7 +80,7 @@ def read_units(
     before = [0]
     for file in files:
         before.append(before[-1] + file.size)
-    number, place = start
+    number, start_position = start
     while number < len(files):
         file = files[number]
         if file.format is InputFormat.text:
@@ -97,14 +97,14 @@ def read_units(
             number += len(together)
             continue
         if file.format is InputFormat.parquet:
-            units = _parquet_units(file, number, place, keys, unit_bytes)
+            units = _parquet_units(file, number, start_position, keys, unit_bytes)
         elif file.can_be_cut:
-            units = _spans(file, number, place, unit_bytes)
+            units = _spans(file, number, start_position, unit_bytes)
         else:
-            units = _stream_units(file, number, place, unit_bytes, longest_line_bytes)
+            units = _stream_units(file, number, start_position, unit_bytes, longest_line_bytes)
         for unit in units:
             yield _with_progress(unit, before[number])
-        number, place = number + 1, 0
+        number, start_position = number + 1, 0
 
 
 def _with_progress(unit: Unit, before: int) -> Unit:
@@ -126,10 +126,10 @@ def _small_texts(files: Sequence[InputFile], first: int, unit_bytes: int) -> lis
 # --- plain local files --------------------------------------------------------------------------
 
 
-def _spans(file: InputFile, number: int, place: int, unit_bytes: int) -> Iterator[Unit]:
+def _spans(file: InputFile, number: int, start_position: int, unit_bytes: int) -> Iterator[Unit]:
     try:
         with open(file.path, "rb") as opened:
-            position = place or _line_begin(opened, file.first_byte)
+            position = start_position or _line_begin(opened, file.first_byte)
             stop = file.size if file.end_byte is None else file.end_byte
             while position < stop:
                 end = _line_begin(opened, min(position + unit_bytes, stop))
@@ -170,9 +170,9 @@ def lines_before(path: str, position: int) -> int:
 
 
 def _stream_units(
-    file: InputFile, number: int, place: int, unit_bytes: int, longest: int
+    file: InputFile, number: int, start_position: int, unit_bytes: int, longest: int
 ) -> Iterator[Unit]:
-    position, held, to_skip = place, bytearray(), place
+    position, held, to_skip = start_position, bytearray(), start_position
     overlong, dropped = b"", 0
     searched, stored = 0, 0
 
@@ -230,7 +230,7 @@ def _stream_units(
 
 
 def _parquet_units(
-    file: InputFile, number: int, place: int, keys: Sequence[str], unit_bytes: int
+    file: InputFile, number: int, start_position: int, keys: Sequence[str], unit_bytes: int
 ) -> Iterator[Unit]:
     parquet = require("pyarrow.parquet", purpose=f"reading {file.path}")
     group, row = 0, 0
@@ -241,7 +241,7 @@ def _parquet_units(
             num_rows = table.metadata.num_rows
             for group in range(table.num_row_groups):
                 described = table.metadata.row_group(group)
-                if row + described.num_rows <= place:
+                if row + described.num_rows <= start_position:
                     row += described.num_rows
                     continue
                 average = max(1, described.total_byte_size // max(described.num_rows, 1))
@@ -253,7 +253,7 @@ def _parquet_units(
                 )
                 for batch in batches:
                     begin, row = row, row + batch.num_rows
-                    if row <= place:
+                    if row <= start_position:
                         continue
                     yield Unit(
                         file=number,

@@ -18,7 +18,7 @@ from concurrent.futures.process import BrokenProcessPool
 from megatron.core.datasets.preprocessing.encoder import EncodedUnit
 from megatron.core.datasets.preprocessing.units import Unit
 from megatron.core.foundation.errors import DataError, MegatronError
-from megatron.core.foundation.processes import die_with
+from megatron.core.foundation.processes import die_with_parent
 
 Work = Callable[[Unit], EncodedUnit]
 
@@ -79,7 +79,7 @@ _work: Work | None = None
 def _begin_work(work: Work, parent: int) -> None:
     global _work
     _work = work
-    die_with(parent)
+    die_with_parent(parent)
     # Ctrl-C reaches the whole process group; the parent alone answers it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # Lists of numbers form no cycles, and walking through them all again and again costs time.

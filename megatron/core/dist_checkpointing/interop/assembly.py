@@ -34,7 +34,7 @@ class StageNames:
 
 
 def add_stage(
-    draft: ContentsBuilder,
+    builder: ContentsBuilder,
     names: StageNames,
     ranks: Sequence[Tensors],
     *,
@@ -66,14 +66,14 @@ def add_stage(
         shards = [view for view in views if view is not None]
         dim = split.dim if split is not None else None
         if dim is None or len(ranks) == 1:
-            draft.add_whole(prefix + key, first)
+            builder.add_whole(prefix + key, first)
             continue
         shape = tuple(n * len(ranks) if d == dim else n for d, n in enumerate(first.shape))
-        draft.declare(prefix + key, first.dtype, shape)
+        builder.declare(prefix + key, first.dtype, shape)
         blocks = 2 if split is not None and split.is_gated else 1
         for rank, view in enumerate(shards):
             for box, offset in boxes_of_shard(
                 first.shape, dim, rank=rank, size=len(ranks), stride=blocks
             ):
-                draft.add(prefix + key, offset, view.narrow(box))
+                builder.add(prefix + key, offset, view.narrow(box))
     return unknown

@@ -83,7 +83,7 @@ class _Parameter:
 
 
 def add_buffers(
-    draft: ContentsBuilder, buffers: Mapping[tuple[int, int], Buckets], layout: Layout
+    builder: ContentsBuilder, buffers: Mapping[tuple[int, int], Buckets], layout: Layout
 ) -> str | None:
     """Add the moments and main weights of all buffers to the draft.
 
@@ -94,7 +94,7 @@ def add_buffers(
     """
     if len(buffers) != layout.tp * layout.pp * layout.vp:
         return f"it has {len(buffers)} buffers for tp {layout.tp}, pp {layout.pp}, vp {layout.vp}"
-    tensors = draft.stored()
+    tensors = builder.stored()
     stacks = {k: t for k, t in tensors.items() if k.startswith(_STACK)}
     num_layers = {t.shape[0] for t in stacks.values()}
     if max(num_layers, default=0) > MAX_LAYERS:
@@ -108,7 +108,7 @@ def add_buffers(
         if found and None not in found and _is_confirmed(tensors, found):
             for piece in found:
                 assert piece is not None
-                _declare(draft, tensors, piece)
+                _declare(builder, tensors, piece)
             return None
     return "the main weights in its buffers are not the weights of its model"
 
@@ -207,12 +207,12 @@ def _cut(
         position = low - first
         for box in boxes_of_flat_range(shape, low - begin, high - begin):
             elements = math.prod(box[1])
-            whole = SavedPart(saved, position, elements, box[1], ((0,) * len(shape), box[1]))
+            full = SavedPart(saved, position, elements, box[1], ((0,) * len(shape), box[1]))
             position += elements
             blocks = 2 if dim is not None and parameter.split.is_gated else 1
             for i in range(blocks):
                 if dim is None:
-                    offset, part = box[0], whole
+                    offset, part = box[0], full
                 else:
                     block = shape[dim] // blocks
                     low_corner = tuple(i * block if d == dim else 0 for d in range(len(shape)))
@@ -221,7 +221,7 @@ def _cut(
                     if shared is None:
                         continue
                     inner = tuple(o - b for o, b in zip(shared[0], box[0], strict=True))
-                    part = SavedPart(saved, whole.first, elements, box[1], (inner, shared[1]))
+                    part = SavedPart(saved, full.first, elements, box[1], (inner, shared[1]))
                     shift = (i * size + rank) * block - i * block
                     offset = tuple(o + shift if d == dim else o for d, o in enumerate(shared[0]))
                 lead = () if parameter.layer is None else (parameter.layer,)
@@ -257,7 +257,7 @@ def _is_confirmed(tensors: Mapping[str, StoredTensor], pieces: Sequence[_Piece |
     return True
 
 
-def _declare(draft: ContentsBuilder, tensors: Mapping[str, StoredTensor], piece: _Piece) -> None:
+def _declare(builder: ContentsBuilder, tensors: Mapping[str, StoredTensor], piece: _Piece) -> None:
     key = f"optimizer.state.{_KINDS[piece.kind]}.{piece.key}"
-    draft.declare(key, piece.source.saved.dtype, tensors[piece.key].shape)
-    draft.add(key, piece.offset, piece.source)
+    builder.declare(key, piece.source.saved.dtype, tensors[piece.key].shape)
+    builder.add(key, piece.offset, piece.source)

@@ -33,7 +33,7 @@ from megatron.core.dist_checkpointing.interop.torch_file import read_torch_range
 from megatron.core.dist_checkpointing.loader import Contents
 from megatron.core.dist_checkpointing.manifest import Manifest, Shard, StoredTensor
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
-from megatron.core.dist_checkpointing.planner import Read
+from megatron.core.dist_checkpointing.planner import ReadItem
 from megatron.core.dist_checkpointing.shard_file import dtype_name
 from megatron.core.foundation.errors import CheckpointError, shown
 
@@ -62,7 +62,7 @@ class SavedPart:
     saved: SavedTensor
     first: int
     count: int
-    whole: tuple[int, ...]
+    full: tuple[int, ...]
     """Shape of the run of elements."""
     box: Box
     """Which box of that shape."""
@@ -181,14 +181,14 @@ class InteropReader:
         """Bytes of tensors read so far."""
         return self._views.bytes_read
 
-    def start(self, tensor: StoredTensor, read: Read, into: Tensor) -> None:
+    def start(self, tensor: StoredTensor, read: ReadItem, into: Tensor) -> None:
         """See `read`; it is done when this returns."""
         self.read(tensor, read, into)
 
     def finish(self) -> None:
         """Nothing is left to wait for."""
 
-    def read(self, tensor: StoredTensor, read: Read, into: Tensor) -> None:
+    def read(self, tensor: StoredTensor, read: ReadItem, into: Tensor) -> None:
         """Fill `into`, of the shape of `read`."""
         assert isinstance(read.shard, InteropShard)
         self.read_box(read.shard, read.in_shard, into)
@@ -198,7 +198,7 @@ class InteropReader:
         source = shard.source
         if isinstance(source, SavedPart):
             run = self._open(source.saved).narrow(((source.first,), (source.count,)))
-            view = run.reshaped(source.whole).narrow(source.box)
+            view = run.reshaped(source.full).narrow(source.box)
         else:
             view = self._open(source) if isinstance(source, SavedTensor) else source
         missing = len(shard.shape) - len(view.shape)

@@ -33,9 +33,9 @@ def common_values(common: Mapping[str, object]) -> tuple[dict[str, Any], dict[st
     return state, run
 
 
-def learn_from_optimizer(draft: ContentsBuilder, optimizer: object) -> None:
+def learn_from_optimizer(builder: ContentsBuilder, optimizer: object) -> None:
     """Take over how many updates the optimizer has made."""
-    draft.optimizer_step = steps_in(optimizer)
+    builder.optimizer_step = steps_in(optimizer)
 
 
 def steps_in(optimizer: object) -> int:

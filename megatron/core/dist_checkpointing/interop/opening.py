@@ -10,7 +10,7 @@ from pathlib import Path
 
 from megatron.core.dist_checkpointing import commit
 from megatron.core.dist_checkpointing.collective import as_checkpoint_error
-from megatron.core.dist_checkpointing.commit import RELEASE, Found
+from megatron.core.dist_checkpointing.commit import RELEASE, FoundCheckpoint
 from megatron.core.dist_checkpointing.durable import read_inside, rename_durably, sync_directory
 from megatron.core.dist_checkpointing.interop.contents import (
     listed,
@@ -55,7 +55,7 @@ def recognise(directory: StoragePath) -> Opener | None:
     return next((form.open for form in FORMATS if form.recognises(directory)), None)
 
 
-def find_deepspeed(directory: StoragePath) -> list[Found]:
+def find_deepspeed(directory: StoragePath) -> list[FoundCheckpoint]:
     """Return the tags of a DeepSpeed save directory, best first: the newest, then older ones."""
     if not isinstance(directory, Path) or LATEST_NAME not in listed(directory):
         return []
@@ -70,7 +70,7 @@ def find_deepspeed(directory: StoragePath) -> list[Found]:
         if (directory / name).is_symlink():
             continue
         digits = re.search(r"(\d+)$", name)
-        found.append(Found(directory / name, int(digits[1]) if digits else RELEASE))
+        found.append(FoundCheckpoint(directory / name, int(digits[1]) if digits else RELEASE))
     return sorted(
         found,
         key=lambda f: (f.path.name == latest, f.iteration if isinstance(f.iteration, int) else -1),

@@ -205,9 +205,9 @@ class TopKRouter(LoadTrackingRouter, ParallelLayer):
         marked = torch.where(chosen, priorities, -1.0)
         everyone = collectives.all_gather(marked.contiguous(), group)
         positions = collectives.all_gather(own, group)
-        whole = torch.empty_like(everyone)
-        whole[positions] = everyone
-        kept = apply_capacity(whole, whole >= 0, capacity, config.moe_token_drop_policy)
+        full = torch.empty_like(everyone)
+        full[positions] = everyone
+        kept = apply_capacity(full, full >= 0, capacity, config.moe_token_drop_policy)
         return kept[own].flatten(0, 1)
 
     def _with_losses(

@@ -77,28 +77,28 @@ def open_deepspeed(directory: Path) -> InteropContents:
             )
     models, shards = _read(directory, names)
     tp_size = len(models)
-    draft = ContentsBuilder(directory, "DeepSpeed")
+    builder = ContentsBuilder(directory, "DeepSpeed")
     parts = [_Rank(directory, models[t], shards.get(t, {})) for t in range(tp_size)]
     stage = parts[0].stage
-    draft.kind = f"DeepSpeed, ZeRO stage {stage}"
+    builder.kind = f"DeepSpeed, ZeRO stage {stage}"
     weights = [part.weights for part in parts]
     stage_names = StageNames(weights[0] or parts[0].placeholders(), 0)
     if weights[0]:
-        left_out = add_stage(draft, stage_names, weights, where=directory)
+        left_out = add_stage(builder, stage_names, weights, where=directory)
         if left_out:
-            draft.notes.append(f"left out, split in an unknown way: {', '.join(left_out[:5])}")
+            builder.notes.append(f"left out, split in an unknown way: {', '.join(left_out[:5])}")
     for kind in _KINDS:
-        _add_ranges(draft, stage_names, parts, kind, is_weight=False)
+        _add_ranges(builder, stage_names, parts, kind, is_weight=False)
         if kind == "fp32_param" and not weights[0]:
-            _add_ranges(draft, stage_names, parts, kind, is_weight=True)
-    draft.optimizer_step = parts[0].step
+            _add_ranges(builder, stage_names, parts, kind, is_weight=True)
+    builder.optimizer_step = parts[0].step
     client = models[0]
     values, run = common_values(client)
     values.setdefault("iteration", client.get("iteration", client.get("global_steps", 0)))
     if "consumed_train_samples" not in values:
         values["consumed_train_samples"] = client.get("global_samples", 0)
-    draft.layout = {"tp": tp_size, "dp": max(len(s) for s in shards.values()) if shards else 1}
-    return draft.finish(plain_values(values), run)
+    builder.layout = {"tp": tp_size, "dp": max(len(s) for s in shards.values()) if shards else 1}
+    return builder.finish(plain_values(values), run)
 
 
 @dataclass(frozen=True)
@@ -197,7 +197,7 @@ class _Rank:
 
 
 def _add_ranges(
-    draft: ContentsBuilder,
+    builder: ContentsBuilder,
     names: StageNames,
     parts: Sequence[_Rank],
     kind: str,
@@ -218,14 +218,14 @@ def _add_ranges(
         full = tuple(n * len(parts) if d == dim else n for d, n in enumerate(shape))
         blocks = 2 if split is not None and split.is_gated and dim is not None else 1
         stored = key if is_weight else f"optimizer.state.{kind}.{key}"
-        draft.declare(stored, parts[0].ranges[kind][name][0].source.dtype, full)
+        builder.declare(stored, parts[0].ranges[kind][name][0].source.dtype, full)
         for rank, part in enumerate(parts if dim is not None else parts[:1]):
             for piece in part.ranges[kind][name]:
-                _add_piece(draft, stored, shape, dim, (rank, len(parts), blocks), piece)
+                _add_piece(builder, stored, shape, dim, (rank, len(parts), blocks), piece)
 
 
 def _add_piece(
-    draft: ContentsBuilder,
+    builder: ContentsBuilder,
     key: str,
     shape: tuple[int, ...],
     dim: int | None,
@@ -240,7 +240,7 @@ def _add_piece(
         view = piece.source.narrow(((position,), (count,))).reshaped(box[1])
         position += count
         if dim is None:
-            draft.add(key, box[0], view)
+            builder.add(key, box[0], view)
             continue
         block = shape[dim] // blocks
         for i in range(blocks):
@@ -254,7 +254,7 @@ def _add_piece(
             inner = tuple(o - b for o, b in zip(shared[0], box[0], strict=True))
             shift = (i * size + rank) * block - i * block
             offset = tuple(o + shift if d == dim else o for d, o in enumerate(shared[0]))
-            draft.add(key, offset, view.narrow((inner, shared[1])))
+            builder.add(key, offset, view.narrow((inner, shared[1])))
 
 
 def _cut(row: Sequence[StoredView], first: int, count: int, directory: Path) -> list[_Range]:

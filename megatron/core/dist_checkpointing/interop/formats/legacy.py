@@ -50,7 +50,7 @@ def open_legacy(directory: Path) -> InteropContents:
     Raises:
         CheckpointError: ranks are missing, or it has experts.
     """
-    draft = ContentsBuilder(directory, "Megatron-LM torch (one file per rank)")
+    builder = ContentsBuilder(directory, "Megatron-LM torch (one file per rank)")
     files = _read_ranks(directory)
     pp_size, tp_size = 1 + max(p for p, _ in files), 1 + max(t for _, t in files)
     missing = [(p, t) for p in range(pp_size) for t in range(tp_size) if (p, t) not in files]
@@ -67,14 +67,14 @@ def open_legacy(directory: Path) -> InteropContents:
         for p in range(pp_size):
             ranks = [_chunks(files[p, t])[chunk] for t in range(tp_size)]
             names = stages[p, chunk] = StageNames(ranks[0], offset)
-            left_out += add_stage(draft, names, ranks, where=directory)
+            left_out += add_stage(builder, names, ranks, where=directory)
             offset += names.num_layers
     if left_out:
-        draft.notes.append(f"left out, split in an unknown way: {', '.join(left_out[:5])}")
-    _add_optimizer(draft, directory, files, stages, (pp_size, tp_size, num_chunks))
+        builder.notes.append(f"left out, split in an unknown way: {', '.join(left_out[:5])}")
+    _add_optimizer(builder, directory, files, stages, (pp_size, tp_size, num_chunks))
     values, run = common_values(files[0, 0])
-    draft.layout = describe_layout(run) | {"tp": tp_size, "pp": pp_size, "vp": num_chunks}
-    return draft.finish(values, run)
+    builder.layout = describe_layout(run) | {"tp": tp_size, "pp": pp_size, "vp": num_chunks}
+    return builder.finish(values, run)
 
 
 def _read_ranks(directory: Path) -> dict[tuple[int, int], dict[str, Any]]:
@@ -106,7 +106,7 @@ def _chunks(file: Mapping[str, Any]) -> list[dict[str, StoredView]]:
 
 
 def _add_optimizer(
-    draft: ContentsBuilder,
+    builder: ContentsBuilder,
     directory: Path,
     files: Mapping[tuple[int, int], Mapping[str, Any]],
     stages: Mapping[tuple[int, int], StageNames],
@@ -114,7 +114,7 @@ def _add_optimizer(
 ) -> None:
     pp_size, tp_size, num_chunks = sizes
     if any("distrib_optim.pt" in listed(directory / name) for name in listed(directory)):
-        draft.no_optimizer = (
+        builder.no_optimizer = (
             "its optimizer state is in distrib_optim.pt, by internal buffer and not by parameter: "
             "converting it there to torch_dist with --dist-ckpt-optim-fully-reshardable makes it "
             "readable"
@@ -127,7 +127,7 @@ def _add_optimizer(
             _moments(files[p, t]["optimizer"], _chunks(files[p, t])) for t in range(tp_size)
         ]
         if any(moments is None for moments in per_rank):
-            draft.no_optimizer = "the groups of its optimizer do not match its parameters"
+            builder.no_optimizer = "the groups of its optimizer do not match its parameters"
             return
         for chunk in range(num_chunks):
             for kind in ("exp_avg", "exp_avg_sq", "fp32_param"):
@@ -135,13 +135,13 @@ def _add_optimizer(
                     moments[chunk].get(kind, {}) for moments in per_rank if moments is not None
                 ]
                 add_stage(
-                    draft,
+                    builder,
                     stages[p, chunk],
                     ranks,
                     prefix=f"optimizer.state.{kind}.",
                     where=directory,
                 )
-    learn_from_optimizer(draft, files[0, 0]["optimizer"])
+    learn_from_optimizer(builder, files[0, 0]["optimizer"])
 
 
 def _moments(

@@ -100,7 +100,7 @@ def open_torch_dist(directory: Path) -> InteropContents:
         DamagedCheckpointError: a file is missing, damaged or hostile.
     """
     metadata = _Metadata(directory)
-    draft = ContentsBuilder(directory, "Megatron-LM torch_dist")
+    builder = ContentsBuilder(directory, "Megatron-LM torch_dist")
     buffers: dict[tuple[int, int], Buckets] = {}
     has_unknown_buffers = False
     for key, entry in metadata.tensors.items():
@@ -117,24 +117,24 @@ def open_torch_dist(directory: Path) -> InteropContents:
         if dtype not in DTYPES.values() or key in metadata.flattened:
             continue
         shape = _sizes(entry["size"])
-        draft.declare(own_key, dtype, shape)
+        builder.declare(own_key, dtype, shape)
         for offset, saved in metadata.chunks(key, entry, dtype):
-            draft.add(own_key, offset, saved)
+            builder.add(own_key, offset, saved)
     common = _common_state(directory, metadata)
-    learn_from_optimizer(draft, common.get("optimizer"))
+    learn_from_optimizer(builder, common.get("optimizer"))
     values, run = common_values(common)
     why = "it is of an older form" if has_unknown_buffers or metadata.flattened else None
     if buffers and why is None:
         layout = Layout(*(run.get(name) or 1 for name in _LAYOUT_ARGS))
-        why = add_buffers(draft, buffers, layout)
-        draft.optimizer_step = metadata.step_of_buffers(draft.optimizer_step)
+        why = add_buffers(builder, buffers, layout)
+        builder.optimizer_step = metadata.step_of_buffers(builder.optimizer_step)
     if why is not None:
-        draft.no_optimizer = (
+        builder.no_optimizer = (
             f"its optimizer state is stored by internal buffer, not by parameter, and {why}: "
             "saving it there with --dist-ckpt-optim-fully-reshardable makes it readable"
         )
-    draft.layout = describe_layout(run)
-    return draft.finish(values, run)
+    builder.layout = describe_layout(run)
+    return builder.finish(values, run)
 
 
 class _Metadata:

@@ -25,43 +25,43 @@ POLL_S = 0.01
 """How often rank 0 looks for ranks that have come."""
 
 
-def number_of_attempt() -> int:
+def restart_count() -> int:
     """Return how often the launcher has started this node's ranks again."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
-def hosts_store(rank: int) -> bool:
+def is_store_host(rank: int) -> bool:
     """Return whether the store lives in this process: rank 0, if not in its launcher."""
     return rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
 
 
-def launcher_hosts_store() -> bool:
+def launcher_is_store_host() -> bool:
     """Return whether the store lives in the torchrun that started this process."""
     env = os.environ
     return env.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and env.get("GROUP_RANK") == "0"
 
 
-def store_of_attempt(rank: int, world_size: int, timeout: timedelta) -> Any:
+def rendezvous(rank: int, world_size: int, timeout: timedelta) -> Any:
     """Connect to the launcher's store, and return the part of it that is this attempt's.
 
     Raises:
         TopologyError: the store cannot be reached, or ranks are missing.
     """
-    place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+    endpoint = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
     try:
         store, _, _ = next(dist.rendezvous("env://", timeout=timeout))  # type: ignore[attr-defined]
     except RuntimeError as error:
         raise TopologyError(
-            f"rank {rank} of {world_size} cannot reach the store of the job at {place}: "
+            f"rank {rank} of {world_size} cannot reach the store of the job at {endpoint}: "
             f"{str(error).splitlines()[0]}",
             rule="rank 0's node listens at MASTER_ADDR:MASTER_PORT",
             fix="check that every node runs torchrun with the same --nnodes and --rdzv-endpoint "
             "(or --master-addr and --master-port), and that the port is open",
         ) from error
-    return join_attempt(store, rank, world_size, timeout)
+    return join_rendezvous(store, rank, world_size, timeout)
 
 
-def join_attempt(store: Any, rank: int, world_size: int, timeout: timedelta) -> Any:
+def join_rendezvous(store: Any, rank: int, world_size: int, timeout: timedelta) -> Any:
     """Meet the other ranks in `store`, and return the part of it that nobody has used before.
 
     Raises:

@@ -9,8 +9,8 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from megatron.core.foundation.attempts import join_attempt
 from megatron.core.foundation.errors import TopologyError
+from megatron.core.foundation.rendezvous import join_rendezvous
 
 SIZE = 4
 SOON = timedelta(seconds=20)
@@ -27,7 +27,7 @@ def meet(store, size=SIZE):
 
     def rank_of(rank):
         arrived.wait()
-        part = join_attempt(client_of(store), rank, size, SOON)
+        part = join_rendezvous(client_of(store), rank, size, SOON)
         part.set(f"from/{rank}", "here")
         part.wait([f"from/{other}" for other in range(size)], SOON)
         return part.add("count", 1)
@@ -60,7 +60,7 @@ def test_what_a_killed_attempt_asked_is_answered_to_nobody(store):
 def test_ranks_that_do_not_start_are_named(store):
     with ThreadPoolExecutor(1) as ranks:
         # Rank 1 comes and is answered; 2 and 3 never do.
-        first = ranks.submit(join_attempt, client_of(store), 1, SIZE, SOON)
+        first = ranks.submit(join_rendezvous, client_of(store), 1, SIZE, SOON)
         with pytest.raises(TopologyError, match=r"rank 0 of 4 waited .* for ranks 2, 3 to start"):
-            join_attempt(client_of(store), 0, SIZE, timedelta(seconds=1))
+            join_rendezvous(client_of(store), 0, SIZE, timedelta(seconds=1))
         first.result()
