@@ -44,6 +44,7 @@ EXTRA_OF = {
 BUILT_FROM_SOURCE = {
     "transformer_engine": "NVIDIA Transformer Engine (pip package transformer-engine[pytorch])",
     "apex": "NVIDIA apex, built from its repository (the PyPI name is an unrelated project)",
+    "fused_layer_norm_cuda": "the compiled norms of NVIDIA apex",
     "flash_attn": "flash-attention (pip package flash-attn)",
     "triton": "Triton (comes with the CUDA builds of torch)",
 }
@@ -54,6 +55,23 @@ BUILT_FROM_SOURCE = {
 def has(name: str) -> bool:
     """Return whether the optional library `name` can be found; it is not imported."""
     return importlib.util.find_spec(name) is not None
+
+
+@functools.cache
+def why_missing(name: str) -> str | None:
+    """Return why the library `name` (a dotted submodule is allowed) cannot be used; None if it can.
+
+    It is imported: without its compiled part a library raises what it likes.
+    """
+    top = name.partition(".")[0]
+    shown = BUILT_FROM_SOURCE.get(top, top).partition(" (")[0]
+    if not has(top):
+        return f"needs {shown}, which is not installed"
+    try:
+        importlib.import_module(name)
+    except (ImportError, RuntimeError, OSError) as error:
+        return f"needs {shown}, which cannot be loaded: {error}"
+    return None
 
 
 def require(name: str, *, purpose: str) -> ModuleType:

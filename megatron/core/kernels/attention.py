@@ -6,8 +6,11 @@ are in order of preference. **Those of accelerators have not been run on one.**
 
 from __future__ import annotations
 
+from functools import partial
+
 from torch import Tensor
 
+from megatron.core.foundation.optional_imports import why_missing
 from megatron.core.kernels import flex_attention, library_attention
 from megatron.core.kernels.attention_options import AttentionKernel, AttentionOptions
 from megatron.core.kernels.blockwise_attention import blockwise_attention
@@ -62,7 +65,7 @@ ATTENTION: KernelTable[AttentionKernel] = KernelTable(
                 library_attention.flash_attn,
                 _POSITIONS | {SOFTCAP, OWN_DROPOUT, HEAD_EXCHANGE},
                 dtypes=_LIBRARY_DTYPES,
-                missing=library_attention.flash_attn_missing,
+                missing=partial(why_missing, "flash_attn"),
                 library=True,
                 excludes=(frozenset({SOFTCAP, OWN_DROPOUT}),),
             ),
@@ -71,7 +74,7 @@ ATTENTION: KernelTable[AttentionKernel] = KernelTable(
                 library_attention.transformer_engine,
                 _POSITIONS | {OWN_DROPOUT, HEAD_EXCHANGE},
                 dtypes=_LIBRARY_DTYPES,
-                missing=library_attention.transformer_engine_missing,
+                missing=partial(why_missing, "transformer_engine.pytorch"),
                 library=True,
             ),
             Kernel(

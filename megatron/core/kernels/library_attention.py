@@ -21,32 +21,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.core.foundation.errors import MissingExtraError
-from megatron.core.foundation.optional_imports import has, require
+from megatron.core.foundation.optional_imports import require
 from megatron.core.kernels.attention_options import AttentionOptions
 
 KEPT_DOCUMENT_BORDERS = 4
 """One for each micro batch whose layers are in the middle of their work."""
 KEPT_MODULES = 64
 """Modules of Transformer Engine: one for each combination of sizes, windows and scales."""
-
-
-def flash_attn_missing() -> str | None:
-    """Return what flash-attention lacks here, or None."""
-    return None if has("flash_attn") else "needs flash-attention, which is not installed"
-
-
-@functools.cache
-def transformer_engine_missing() -> str | None:
-    """Return what Transformer Engine lacks here, or None."""
-    if not has("transformer_engine"):
-        return "needs Transformer Engine, which is not installed"
-    try:
-        _transformer_engine()
-    except (MissingExtraError, RuntimeError, OSError) as error:
-        # Without its compiled part the library raises what it likes.
-        return f"needs Transformer Engine, which cannot be loaded: {error}"
-    return None
 
 
 def flash_attn(query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:

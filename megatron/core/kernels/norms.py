@@ -6,17 +6,22 @@ x is [..., h], weight and bias are [h]; the result has the shape and dtype of x.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron.core.foundation.optional_imports import require, why_missing
 from megatron.core.kernels.cpu.norms import cpu_rms_norm, half_layer_norm
 from megatron.core.kernels.registry import OTHER_DEVICES, Kernel, KernelTable, Request
 
 TRAINING = "training"
 WEIGHT_DTYPE = "a weight of another dtype"
 ALL_NEEDS = frozenset({TRAINING, WEIGHT_DTYPE})
+_TRAINING = frozenset({TRAINING})
+# Its compiled part: what PyPI calls apex is an unrelated project.
+_APEX = partial(why_missing, "fused_layer_norm_cuda")
 
 
 def torch_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -29,6 +34,18 @@ def torch_layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Ten
     return F.layer_norm(x, (x.shape[-1],), weight.to(x.dtype), bias.to(x.dtype), eps)
 
 
+def apex_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Return apex's fused RMSNorm of x [..., h] by a weight [h] of its dtype."""
+    library = require("apex.normalization.fused_layer_norm", purpose="the norm kernel apex")
+    return library.fused_rms_norm_affine(x, weight, (x.shape[-1],), eps)
+
+
+def apex_layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    """Return apex's fused LayerNorm of x [..., h] by weight and bias [h] of its dtype."""
+    library = require("apex.normalization.fused_layer_norm", purpose="the norm kernel apex")
+    return library.fused_layer_norm_affine(x, weight, bias, (x.shape[-1],), eps)
+
+
 RMS_NORM: KernelTable[Callable[[Tensor, Tensor, float], Tensor]] = KernelTable(
     "RMSNorm",
     {
@@ -38,7 +55,10 @@ RMS_NORM: KernelTable[Callable[[Tensor, Tensor, float], Tensor]] = KernelTable(
             Kernel("torch", torch_rms_norm, dtypes=frozenset({"float32"})),
             Kernel("cpu-three-pass", cpu_rms_norm, ALL_NEEDS),
         ),
-        OTHER_DEVICES: (Kernel("torch", torch_rms_norm, ALL_NEEDS),),
+        OTHER_DEVICES: (
+            Kernel("apex", apex_rms_norm, _TRAINING, missing=_APEX, library=True),
+            Kernel("torch", torch_rms_norm, ALL_NEEDS),
+        ),
     },
 )
 
@@ -54,7 +74,10 @@ LAYER_NORM: KernelTable[Callable[[Tensor, Tensor, Tensor, float], Tensor]] = Ker
             ),
             Kernel("torch", torch_layer_norm, ALL_NEEDS),
         ),
-        OTHER_DEVICES: (Kernel("torch", torch_layer_norm, ALL_NEEDS),),
+        OTHER_DEVICES: (
+            Kernel("apex", apex_layer_norm, _TRAINING, missing=_APEX, library=True),
+            Kernel("torch", torch_layer_norm, ALL_NEEDS),
+        ),
     },
 )
 

@@ -14,10 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.core.foundation.optional_imports import require
 from megatron.core.kernels.vocab_softmax import local_softmax, row_blocks, scratch_block
 from megatron.core.process_groups_config import Group
 from megatron.core.tensor_parallel.mappings import tensor_parallel_group
+from megatron.core.tensor_parallel.token_ids import check_token_ids
 from megatron.core.tensor_parallel.vocab_parallel_softmax import (
+    IGNORED_LABEL,
     Labels,
     RowStatistics,
     VocabShard,
@@ -25,6 +28,7 @@ from megatron.core.tensor_parallel.vocab_parallel_softmax import (
     softmax_statistics,
     softmax_to_gradient,
 )
+from megatron.core.utils import get_pg_size
 
 
 def vocab_parallel_cross_entropy(
@@ -59,6 +63,37 @@ def vocab_parallel_cross_entropy(
     return _CrossEntropy.apply(
         vocab_parallel_logits, target, shard, float(label_smoothing), overwrite_logits
     )
+
+
+def transformer_engine_cross_entropy(
+    vocab_parallel_logits: Tensor, target: Tensor, *, tp_group: Group, num_valid: int | None
+) -> Tensor:
+    """Return the loss of every token by the kernel of Transformer Engine, in fp32.
+
+    Written from its documented interface and **not run on a GPU**.
+
+    Args:
+        vocab_parallel_logits: [s, b, v/tp]; their memory becomes the gradient.
+        target: labels [s, b], equal on all ranks; `IGNORED_LABEL` (-100) gives a loss of zero.
+        num_valid: number of real ids; None means that all are real.
+    Returns:
+        fp32 [s, b].
+    Communication:
+        that of the library, on `tp_group`.
+    Raises:
+        DataError: a label outside the vocabulary, on all ranks.
+    """
+    library = require("transformer_engine.pytorch", purpose="--cross-entropy-fusion-impl te")
+    shard = VocabShard.of(vocab_parallel_logits.shape[-1], num_valid, tp_group)
+    check_token_ids(target, shard.num_valid, what="label", ignored=IGNORED_LABEL)
+    if shard.num_local_valid < shard.num_local:
+        # It takes every column for an id.
+        lowest = torch.finfo(vocab_parallel_logits.dtype).min
+        is_padding = torch.arange(shard.num_local, device=target.device) >= shard.num_local_valid
+        vocab_parallel_logits = vocab_parallel_logits.masked_fill(is_padding, lowest)
+    # Before 2.10 it takes no keywords: no smoothing, and no mean over the tokens.
+    group = tp_group if get_pg_size(tp_group) > 1 else None
+    return library.parallel_cross_entropy(vocab_parallel_logits, target, 0.0, False, group)
 
 
 class _CrossEntropy(torch.autograd.Function):

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from megatron.core.foundation import optional_imports
 from megatron.core.kernels import library_attention
 from megatron.core.kernels.attention_options import AttentionOptions
 from megatron.core.kernels.block_mask import MaskSpec
@@ -158,14 +159,13 @@ def test_what_a_library_drops_is_drawn_again_at_the_same_place(kernel):
 def test_a_library_that_cannot_be_loaded_is_missing(monkeypatch):
     """Transformer Engine raises RuntimeError where its compiled part is not installed."""
 
-    def broken(name, purpose):
+    def broken(name):
         raise RuntimeError("no compiled part")
 
-    monkeypatch.setattr(library_attention, "has", lambda name: True)
-    monkeypatch.setattr(library_attention, "require", broken)
-    library_attention.transformer_engine_missing.cache_clear()
-    try:
-        reason = library_attention.transformer_engine_missing()
-    finally:
-        library_attention.transformer_engine_missing.cache_clear()
-    assert reason == "needs Transformer Engine, which cannot be loaded: no compiled part"
+    reason = optional_imports.why_missing.__wrapped__
+    assert reason("flash_attn") == "needs flash-attention, which is not installed"
+    monkeypatch.setattr(optional_imports, "has", lambda name: True)
+    monkeypatch.setattr(optional_imports.importlib, "import_module", broken)
+    assert reason("transformer_engine.pytorch") == (
+        "needs NVIDIA Transformer Engine, which cannot be loaded: no compiled part"
+    )

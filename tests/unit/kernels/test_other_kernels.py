@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -11,9 +13,16 @@ from megatron.core.kernels import norms
 from megatron.core.kernels.grouped_products import GROUPED_PRODUCTS, loop
 from megatron.core.kernels.registry import Request
 from megatron.core.kernels.vocab_softmax import elementwise_softmax, torch_softmax
-from megatron.core.models.common.language_module.language_module import LOSS, SOFTCAP
+from megatron.core.models.common.language_module.language_module import (
+    LOSS,
+    SOFTCAP,
+    asked_loss,
+)
+from megatron.core.tensor_parallel import cross_entropy
+from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron.core.tensor_parallel.vocab_embedding import index_add, sorted_index_put
 from tests.harness.tolerances import FP32_REORDERED_SUM, assert_close
+from tests.unit.models.test_gpt_model import make_model
 
 CHOICES = [
     (norms.RMS_NORM, "float32", (), "torch", "torch"),
@@ -25,6 +34,7 @@ CHOICES = [
     (gates.GATED, "bfloat16", (), "fused-keeping", "fused-recomputing"),
     (gates.GATED, "bfloat16", (gates.CLAMP,), "plain", "plain"),
     (LOSS, "float32", (SOFTCAP,), "vocab-parallel", "vocab-parallel"),
+    (LOSS, "bfloat16", (), "vocab-parallel", "vocab-parallel"),
     (GROUPED_PRODUCTS, "float32", (), "loop", "loop"),
     (GROUPED_PRODUCTS, "bfloat16", (), "loop", "torch-grouped-mm"),
 ]
@@ -35,6 +45,78 @@ def test_each_device_has_its_own_preference(monkeypatch, table, dtype, needs, on
     monkeypatch.setattr(F, "grouped_mm", None, raising=False)  # as if torch were new enough
     for device, wanted in (("cpu", on_cpu), ("cuda", on_gpu)):
         assert table._choose(Request(device, dtype, frozenset(needs)), ()).kernel.name == wanted
+
+
+@pytest.mark.parametrize("table", [norms.RMS_NORM, norms.LAYER_NORM])
+def test_the_norms_of_apex_are_taken_where_they_are_installed(monkeypatch, table):
+    planned = Request("cuda", "bfloat16", frozenset({norms.TRAINING}), is_planned=True)
+    assert table.choose(planned).name == "apex if installed, else torch"
+    (apex,) = (kernel for kernel in table.of_device("cuda") if kernel.library)
+    monkeypatch.setitem(vars(apex), "missing", lambda: None)
+    here = Request("cuda", "bfloat16", frozenset({norms.TRAINING}))
+    assert table._choose(here, ()).kernel is apex
+    mixed = Request("cuda", "bfloat16", frozenset({norms.TRAINING, norms.WEIGHT_DTYPE}))
+    assert table._choose(mixed, ()).kernel.name == "torch"
+
+
+def test_the_norms_of_apex_get_their_arguments_in_its_order(monkeypatch):
+    """A stand-in has the documented signatures: (input, weight[, bias], normalized_shape, eps)."""
+
+    def fused_layer_norm_affine(input, weight, bias, normalized_shape, eps=1e-6):
+        return F.layer_norm(input, normalized_shape, weight, bias, eps)
+
+    def fused_rms_norm_affine(input, weight, normalized_shape, eps=1e-6):
+        return F.rms_norm(input, normalized_shape, weight, eps)
+
+    library = SimpleNamespace(
+        fused_layer_norm_affine=fused_layer_norm_affine, fused_rms_norm_affine=fused_rms_norm_affine
+    )
+    monkeypatch.setattr(norms, "require", lambda name, purpose: library)
+    x, weight, bias = torch.randn(3, 8), torch.randn(8), torch.randn(8)
+    ours, torchs = norms.apex_rms_norm(x, weight, 1e-3), norms.torch_rms_norm(x, weight, 1e-3)
+    assert_close(ours, torchs, FP32_REORDERED_SUM, "RMSNorm")
+    ours = norms.apex_layer_norm(x, weight, bias, 1e-3)
+    assert_close(ours, norms.torch_layer_norm(x, weight, bias, 1e-3), FP32_REORDERED_SUM, "norm")
+
+
+def test_the_cross_entropy_of_transformer_engine_is_asked_for(monkeypatch):
+    config = make_model(cross_entropy_loss_fusion=True, cross_entropy_fusion_impl="te").config
+    asked = asked_loss(config)
+    planned = Request("cuda", "bfloat16", is_planned=True)
+    assert LOSS.choose(planned, asked).name == "transformer-engine if installed, else linear-fused"
+    choice = LOSS._choose(Request("cuda", "bfloat16"), asked)
+    assert choice.kernel.name == "linear-fused"
+    assert choice.reasons.startswith("transformer-engine needs NVIDIA Transformer Engine")
+    assert LOSS.choose(Request("cpu", "bfloat16"), asked).kernel.name == "linear-fused"
+
+
+@pytest.mark.parametrize("num_valid", [None, 7])
+def test_the_cross_entropy_of_transformer_engine_leaves_padding_out(monkeypatch, num_valid):
+    """A stand-in has the documented signature, and takes every column for an id."""
+
+    def parallel_cross_entropy(
+        inp, target, label_smoothing=0.0, reduce_loss=False, dist_process_group=None,
+        ignore_idx=-100,
+    ):  # fmt: skip
+        assert (label_smoothing, reduce_loss, dist_process_group) == (0.0, False, None)
+        loss = F.cross_entropy(
+            inp.float().flatten(0, 1), target.flatten(), reduction="none", ignore_index=ignore_idx
+        )
+        return loss.view(target.shape)
+
+    library = SimpleNamespace(parallel_cross_entropy=parallel_cross_entropy)
+    monkeypatch.setattr(cross_entropy, "require", lambda name, purpose: library)
+    logits = torch.randn(5, 2, 9, requires_grad=True)
+    target = torch.randint(0, 7, (5, 2))
+    target[0, 0] = -100
+    weight = torch.rand(5, 2)
+    how = dict(tp_group=None, num_valid=num_valid)
+    found = []
+    for run in (cross_entropy.transformer_engine_cross_entropy, vocab_parallel_cross_entropy):
+        loss = run(logits, target, **how)
+        found.append((loss, *torch.autograd.grad((loss * weight).sum(), logits)))
+    for ours, expected in zip(*found, strict=True):
+        assert_close(ours, expected, FP32_REORDERED_SUM, "loss and gradient")
 
 
 def test_the_gates_of_both_devices_compute_the_same():

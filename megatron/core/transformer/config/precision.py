@@ -31,9 +31,9 @@ class PrecisionConfig:
     cross_entropy_loss_fusion: bool = False
     """Fuse the output head with the cross entropy so that full logits are never kept."""
     cross_entropy_fusion_impl: str = flag(
-        "native", choices=("native", "te"), refuse_values={"te": "use native"}
+        "native", choices=("native", "te"), part_of="cross_entropy_loss_fusion"
     )
-    """Implementation of the fused cross entropy."""
+    """Implementation of the fused cross entropy; te is Transformer Engine's, on GPUs."""
     persist_layer_norm: bool = flag(
         False,
         cli_default=True,

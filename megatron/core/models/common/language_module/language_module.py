@@ -8,17 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron.core.dist_checkpointing.mapping import RankOffset, ShardedStateDict
+from megatron.core.foundation.optional_imports import why_missing
 from megatron.core.kernels.registry import OTHER_DEVICES, Kernel, KernelTable, Request
 from megatron.core.parameters.param_meta import get_param_meta, set_param_meta
 from megatron.core.pipeline_parallel.schedule_definitions import schedule_named
 from megatron.core.process_groups_config import ProcessGroupCollection, resolve_groups
-from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+from megatron.core.tensor_parallel.cross_entropy import (
+    transformer_engine_cross_entropy,
+    vocab_parallel_cross_entropy,
+)
 from megatron.core.tensor_parallel.linear_cross_entropy import LinearCrossEntropy
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.sharded_state import declare_tensor
@@ -213,6 +218,23 @@ def _loss_of_logits(
     )
 
 
+def _loss_by_transformer_engine(
+    model: LanguageModule,
+    hidden_states: Tensor,
+    labels: Tensor,
+    weight: Tensor | None,
+    _loss_mask: Tensor | None,
+) -> Tensor:
+    logits, _ = model.output_layer(hidden_states, weight=weight, runtime_gather_output=False)
+    loss = transformer_engine_cross_entropy(
+        model.softcap_logits(logits),
+        labels.t().contiguous(),
+        tp_group=model.tp_group,
+        num_valid=model.config.unpadded_vocab_size,
+    )
+    return _transposed(loss)
+
+
 def _loss_of_hidden_states(
     model: LanguageModule,
     hidden_states: Tensor,
@@ -226,15 +248,26 @@ def _loss_of_hidden_states(
 
 SOFTCAP = "soft-capped logits"
 
+_VOCAB_PARALLEL = Kernel("vocab-parallel", _loss_of_logits, frozenset({SOFTCAP}))
+_LINEAR_FUSED = Kernel("linear-fused", _loss_of_hidden_states)
+
 LOSS: KernelTable[
     Callable[[LanguageModule, Tensor, Tensor, Tensor | None, Tensor | None], Tensor]
 ] = KernelTable(
     "loss",
     {
+        "cpu": (_VOCAB_PARALLEL, _LINEAR_FUSED),
         OTHER_DEVICES: (
-            Kernel("vocab-parallel", _loss_of_logits, frozenset({SOFTCAP})),
-            Kernel("linear-fused", _loss_of_hidden_states),
-        )
+            _VOCAB_PARALLEL,
+            _LINEAR_FUSED,
+            Kernel(
+                "transformer-engine",
+                _loss_by_transformer_engine,
+                frozenset({SOFTCAP}),
+                missing=partial(why_missing, "transformer_engine.pytorch"),
+                library=True,
+            ),
+        ),
     },
 )
 """Functions of (model, hidden states [s, b, h], labels [b, s], head's weight, loss mask)."""
@@ -246,5 +279,8 @@ def loss_needs(config: TransformerConfig) -> set[str]:
 
 
 def asked_loss(config: TransformerConfig) -> tuple[str, ...]:
-    """Return the kernel that the settings ask for, if any."""
-    return ("linear-fused",) if config.cross_entropy_loss_fusion else ()
+    """Return the kernels that the settings ask for, if any."""
+    if not config.cross_entropy_loss_fusion:
+        return ()
+    is_te = config.cross_entropy_fusion_impl == "te"
+    return ("transformer-engine", "linear-fused") if is_te else ("linear-fused",)
