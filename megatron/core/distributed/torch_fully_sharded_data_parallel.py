@@ -30,6 +30,7 @@ from megatron.core.foundation.errors import ConfigError, raise_together
 from megatron.core.parameters.initialization import fill_deferred_weights
 from megatron.core.parameters.param_meta import get_param_meta
 from megatron.core.process_groups_config import ProcessGroupCollection, resolve_groups
+from megatron.core.transport.backend import averages
 from megatron.core.utils import get_pg_size
 
 
@@ -74,6 +75,11 @@ class TorchFullyShardedDataParallel(DistributedDataParallel):
         self._fsdp_modules: list[Any] = []
         self._shard_modules(sub_modules_to_wrap)
         self._read_shards()
+        is_half = any(p.dtype == torch.float16 for p in self._shards_of)
+        # Gradients that travel in fp16 are divided by torch itself, against overflow.
+        self._averages = (is_half and not ddp_config.grad_reduce_in_fp32) or averages(
+            max((self.mesh(), self.mesh(is_expert=True)), key=lambda mesh: mesh.shard_size).shard
+        )
 
     def _shard_modules(self, kinds: Sequence[type[nn.Module]] | None) -> None:
         # torch replaces the parameters and drops the facts on them.
@@ -162,8 +168,8 @@ class TorchFullyShardedDataParallel(DistributedDataParallel):
             parameter.grad = None
 
     def finish_grad_sync(self, force_all_reduce: bool = False) -> None:
-        """Turn torch's average over the ranks of a parameter into that over all replicas, or into
-        a sum where tokens are counted.
+        """Turn torch's average over the ranks of a parameter (a sum, where a backend cannot
+        average) into that over all replicas, or into a sum where tokens are counted.
 
         An expert has met the tokens of all replicas, whose sum its few holders have.
         """
@@ -173,8 +179,9 @@ class TorchFullyShardedDataParallel(DistributedDataParallel):
         counts_tokens = getattr(self.config, "calculate_per_token_loss", False)
         num_replicas = 1 if counts_tokens else self.mesh().size
         for shard in self.unbucketed_shards():
-            if shard.mesh.size != num_replicas:
-                _scale(shard, shard.mesh.size / num_replicas)
+            averaged_over = shard.mesh.size if self._averages else 1
+            if averaged_over != num_replicas:
+                _scale(shard, averaged_over / num_replicas)
 
     def scale_gradients(self, scaling_factor: float | Tensor) -> None:
         """Multiply all reduced gradients."""
