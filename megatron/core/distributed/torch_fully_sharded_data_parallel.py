@@ -9,7 +9,7 @@ buckets, works in pipelines, and adds gradients in rank order.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -110,6 +110,11 @@ class TorchFullyShardedDataParallel(DistributedDataParallel):
                     ignored = of_experts if part is module else None
                     fully_shard(part, mesh=mesh, mp_policy=policy, ignored_params=ignored)
                     self._fsdp_modules.append(part)
+        # torch 2.7 moves a shard that it pads to new memory when it first gathers it, and an update
+        # of the old memory would be lost without a word: it gathers before the shards are read.
+        for module in self._fsdp_modules:
+            module.unshard()
+            module.reshard()
         for name, parameter in self.module.named_parameters():
             vars(parameter).update(facts[name])
 
@@ -161,6 +166,29 @@ class TorchFullyShardedDataParallel(DistributedDataParallel):
             for module in self._fsdp_modules:
                 module.reshard()
         return output
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Load into the wrapped module, in place.
+
+        Raises:
+            ConfigError: torch moved shards that it pads (2.7 does): the optimizer would go on with
+                their old memory.
+        """
+        result = super().load_state_dict(state_dict, strict=strict, assign=assign)
+        for parameter, shards in self._sharded().items():
+            local: Any = parameter
+            if any(s.values.data_ptr() != local.to_local().data_ptr() for s in shards):
+                raise ConfigError(
+                    f"torch {torch.__version__} moved the shard of {shards[0].name!r} when weights "
+                    f"were loaded: its {parameter.shape[0]} rows are not a multiple of "
+                    f"{shards[0].mesh.shard_size} ranks.",
+                    rule="FSDP2 shards of unequal rows keep their memory",
+                    fix="install torch 2.13, or use --data-parallel-sharding-strategy "
+                    "optim_grads_params instead of --use-torch-fsdp2",
+                )
+        return result
 
     def zero_grad_buffer(self) -> None:
         """Begin a step: gradients of the last one are void."""
