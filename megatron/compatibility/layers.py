@@ -212,8 +212,8 @@ class YarnRotaryEmbedding(RotaryEmbedding):
             beta_slow=beta_slow,
             rounds_range=correction_range_round_to_int,
         ).to(self.inv_freq.device)
-        whole = yarn_attention_factor(scaling_factor, mscale_all_dim)
-        self.mscale = yarn_attention_factor(scaling_factor, mscale) / whole
+        full = yarn_attention_factor(scaling_factor, mscale_all_dim)
+        self.mscale = yarn_attention_factor(scaling_factor, mscale) / full
 
     def forward(  # type: ignore[override]
         self,

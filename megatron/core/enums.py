@@ -1,4 +1,4 @@
-"""Enumerations that several floors share."""
+"""Enumerations that several layers of the package share."""
 
 from __future__ import annotations
 

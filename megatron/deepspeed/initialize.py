@@ -92,8 +92,8 @@ def initialize(
         pg_collection=pg_collection,
     )
     engine = DeepSpeedEngine(model, replica, settings, pg_collection)
-    for place in engine.monitor.places:
-        print(f"scalars are written to {place}", flush=True)
+    for destination in engine.monitor.destinations:
+        print(f"scalars are written to {destination}", flush=True)
     if client is not None or settings.read.sections.get("optimizer"):
         engine.optimizer = build_optimizer(replica, settings, client, groups, pg_collection)
     engine.lr_scheduler = _schedule(engine, settings, lr_scheduler)

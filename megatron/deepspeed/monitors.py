@@ -108,23 +108,23 @@ class MonitorMaster:
 
     def __init__(self, settings: EngineSettings, is_first: bool = True) -> None:
         self.writers: list[Writer] = []
-        self.places: list[str] = []
+        self.destinations: list[str] = []
         if not is_first:
             return
         if settings["tensorboard.enabled"]:
-            directory = place_of(settings, "tensorboard")
+            directory = destination_of(settings, "tensorboard")
             self.writers.append(TensorBoardWriter(directory))
-            self.places.append(f"tensorboard: {directory}")
+            self.destinations.append(f"tensorboard: {directory}")
         if settings["csv_monitor.enabled"]:
-            directory = place_of(settings, "csv_monitor")
+            directory = destination_of(settings, "csv_monitor")
             self.writers.append(CsvWriter(directory))
-            self.places.append(f"csv_monitor: {directory}")
+            self.destinations.append(f"csv_monitor: {directory}")
         if settings["wandb.enabled"]:
             project = settings["wandb.project"] or "deepspeed"
             self.writers.append(
                 WandbWriter(project, settings["wandb.group"], settings["wandb.team"])
             )
-            self.places.append(f"wandb: project {project}")
+            self.destinations.append(f"wandb: project {project}")
 
     @property
     def enabled(self) -> bool:
@@ -143,7 +143,7 @@ class MonitorMaster:
         self.writers = []
 
 
-def place_of(settings: EngineSettings, section: str) -> Path:
+def destination_of(settings: EngineSettings, section: str) -> Path:
     """Return a monitor's directory: `job_name` in `output_path`, or in one in the home."""
     base = settings[f"{section}.output_path"] or os.path.join(os.path.expanduser("~"), section)
     return Path(base) / (settings[f"{section}.job_name"] or "DeepSpeedJobName")

@@ -44,7 +44,7 @@ def generate(
         max_sequence_length: longest row the model has positions for.
         sampling: how to choose; None takes the most likely token.
         eod: a row ends before this token; None never ends early.
-        max_rows: rows that the cache has room for; more prompts wait until others have ended.
+        max_rows: rows of the cache; more prompts wait until others have ended.
         uses_cache: None keeps keys and values wherever the layout can.
     Communication:
         see `CachedModel.next_tokens` and `continue_without_cache`.

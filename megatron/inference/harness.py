@@ -47,12 +47,12 @@ def rolling_rows(tokens: Sequence[int], prefix: int, longest: int) -> list[Row]:
     Args:
         prefix: stands before the first token.
     """
-    whole = [prefix, *tokens]
+    full = [prefix, *tokens]
     rows, done = [], 1
-    while done < len(whole):
-        end = min(len(whole), done + longest)
+    while done < len(full):
+        end = min(len(full), done + longest)
         begin = max(0, end - longest - 1)
-        rows.append(Row(whole[begin:end], done - begin))
+        rows.append(Row(full[begin:end], done - begin))
         done = end
     return rows
 
@@ -89,9 +89,9 @@ def harness_model(session: ModelSession, *, batch_size: int) -> Any:
         if not stripped:
             tokens = tokenizer.tokenize(continuation)
             return row_of_pair([prefix], tokens, longest)
-        whole = tokenizer.tokenize(stripped + continuation)
+        full = tokenizer.tokenize(stripped + continuation)
         before = tokenizer.tokenize(stripped)
-        return row_of_pair(before, whole[len(before) :], longest)
+        return row_of_pair(before, full[len(before) :], longest)
 
     class Model(base):  # type: ignore[misc]
         """Answers the three kinds of requests that the harness has."""

@@ -97,8 +97,8 @@ class GreedyOrder:
             )
             for row in range(len(self._table) - 1)
         ]
-        whole = np.concatenate(picks) if picks else np.empty(0, np.int16)
-        return whole, number_within_dataset(whole, len(self.weights))
+        full = np.concatenate(picks) if picks else np.empty(0, np.int16)
+        return full, number_within_dataset(full, len(self.weights))
 
 
 class SpacedOrder:

@@ -47,7 +47,7 @@ def greedy_blend(
     if size == 0:
         return np.empty(0, np.int16), np.empty(0, np.int64)
     walk = _Walk(weights, None if capacities is None else np.asarray(capacities, np.float64))
-    picks = walk.whole(size)
+    picks = walk.full(size)
     return picks, number_within_dataset(picks, len(weights))
 
 
@@ -100,7 +100,7 @@ class _Walk:
         self.weights = weights
         self.capacities = capacities
 
-    def whole(self, size: int) -> np.ndarray:
+    def full(self, size: int) -> np.ndarray:
         """Return the datasets of all samples, int16 [size]."""
         if native.compiled is not None:
             return self.block(np.zeros(len(self.weights)), 0, size)
@@ -176,9 +176,11 @@ class _Walk:
         shares = taken[:, None] * self.weights
         counts = np.floor(shares)
         by_remainder = np.argsort(counts - shares, axis=1, kind="stable")
-        place = np.empty_like(by_remainder)
-        np.put_along_axis(place, by_remainder, np.arange(len(self.weights))[None, :], axis=1)
-        return counts + (place < (taken - counts.sum(axis=1))[:, None])
+        remainder_rank = np.empty_like(by_remainder)
+        np.put_along_axis(
+            remainder_rank, by_remainder, np.arange(len(self.weights))[None, :], axis=1
+        )
+        return counts + (remainder_rank < (taken - counts.sum(axis=1))[:, None])
 
     def _advance(self, starts: np.ndarray, counts: np.ndarray, steps: int) -> np.ndarray:
         """Walk K blocks side by side.

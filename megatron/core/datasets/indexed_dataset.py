@@ -85,7 +85,7 @@ class IndexedDataset:
         stored = None
         if is_url(path_prefix):
             stored = StoredObject(bin_path, object_storage_cache)
-            idx_path = StoredObject(idx_path, object_storage_cache).whole()
+            idx_path = StoredObject(idx_path, object_storage_cache).full()
         else:
             check_pair_exists(path_prefix)
         self._index: IndexArrays = read_index(idx_path, multimodal=multimodal)

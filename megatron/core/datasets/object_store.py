@@ -105,7 +105,7 @@ class StoredObject:
         self._keep(path, data + zlib.crc32(data).to_bytes(_CHECKSUM_BYTES, "little"))
         return data
 
-    def whole(self) -> str:
+    def full(self) -> str:
         """Return a local copy of the whole object."""
         path = os.path.join(self.folder, "whole")
         # Written under another name and renamed, so it is complete if it is there.

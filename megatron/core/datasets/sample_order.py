@@ -144,9 +144,9 @@ class ShuffledWindows:
         self._extra_token = extra_token
         self._seed = seed
         self._pad = pad
-        whole, rest = divmod(max(stream.num_tokens - extra_token, 0), sequence_length)
+        full, rest = divmod(max(stream.num_tokens - extra_token, 0), sequence_length)
         self._is_one_epoch = num_samples is None
-        self._per_epoch = whole + int(bool(rest) and keeps_partial and self._is_one_epoch)
+        self._per_epoch = full + int(bool(rest) and keeps_partial and self._is_one_epoch)
         self._size = self._per_epoch if num_samples is None else num_samples
         if self._size > self._per_epoch:
             # Less than one window of tokens: every window is the whole split, gone round.

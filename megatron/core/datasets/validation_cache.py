@@ -64,17 +64,17 @@ def _opened(folder: str) -> Iterator[int]:
 def _record(folder: str, name: str, state: bytes) -> None:
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     partial = f"{name}.{os.getpid()}.{time.monotonic_ns()}"
-    with _opened(folder) as place:
-        with open(os.open(partial, flags, 0o600, dir_fd=place), "wb") as file:
+    with _opened(folder) as folder_fd:
+        with open(os.open(partial, flags, 0o600, dir_fd=folder_fd), "wb") as file:
             file.write(state)
-        os.replace(partial, name, src_dir_fd=place, dst_dir_fd=place)
+        os.replace(partial, name, src_dir_fd=folder_fd, dst_dir_fd=folder_fd)
 
 
 def _recorded(folder: str, name: str) -> bytes:
     try:
-        with _opened(folder) as place:
+        with _opened(folder) as folder_fd:
             flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-            with open(os.open(name, flags, dir_fd=place), "rb") as file:
+            with open(os.open(name, flags, dir_fd=folder_fd), "rb") as file:
                 return file.read(_MOST_BYTES)
     except OSError:
         return b""
@@ -86,8 +86,8 @@ def _state_of(path: str) -> tuple[bytes, int]:
     if not boot:
         return b"", 0
     found = os.stat(path)
-    place = [found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns]
-    return json.dumps([boot, path, *place]).encode(), max(found.st_mtime_ns, found.st_ctime_ns)
+    identity = [found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns]
+    return json.dumps([boot, path, *identity]).encode(), max(found.st_mtime_ns, found.st_ctime_ns)
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""ZeRO-3 by torch's own `fully_shard` (FSDP2), behind the interface of our wrapper.
+"""ZeRO-3 by torch's own `fully_shard` (FSDP2), with the interface of `DistributedDataParallel`.
 
 Y. Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", arXiv
 2304.11277. torch shards each parameter along its first dimension, gathers and frees layers and
@@ -82,8 +82,8 @@ class TorchFullyShardedDataParallel(DistributedDataParallel):
         )
 
     def _shard_modules(self, kinds: Sequence[type[nn.Module]] | None) -> None:
-        # torch replaces the parameters and drops the facts on them.
-        facts = {name: dict(vars(p)) for name, p in self.module.named_parameters()}
+        # torch replaces the parameters and drops the metadata on them.
+        metadata = {name: dict(vars(p)) for name, p in self.module.named_parameters()}
         dense, experts = (self._device_mesh(is_expert) for is_expert in (False, True))
         in_fp32 = self.ddp_config.grad_reduce_in_fp32
         policy = MixedPrecisionPolicy(reduce_dtype=torch.float32 if in_fp32 else None)
@@ -116,7 +116,7 @@ class TorchFullyShardedDataParallel(DistributedDataParallel):
             module.unshard()
             module.reshard()
         for name, parameter in self.module.named_parameters():
-            vars(parameter).update(facts[name])
+            vars(parameter).update(metadata[name])
 
     def _device_mesh(self, is_expert: bool) -> DeviceMesh | None:
         """Return the ranks that shard a kind of parameters, as torch takes them; None for one."""
@@ -279,9 +279,9 @@ def _problems(
     if getattr(config, "overlap_moe_expert_parallel_comm", False):
         problems.append(
             ConfigError(
-                "torch's FSDP2 with forwards and backwards that take turns.",
+                "torch's FSDP2 with forwards and backwards that overlap.",
                 rule="its hooks free a layer after forward, though the backward of another micro"
-                " batch may stand in it",
+                " batch may still use it",
                 flags=["--use-torch-fsdp2", "--overlap-moe-expert-parallel-comm"],
                 fix="use --use-megatron-fsdp, which shards the same and keeps what either needs",
             )

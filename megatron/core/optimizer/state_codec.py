@@ -67,9 +67,9 @@ class Float32Codec:
 
     def encode(self, values: Tensor, stored: Tensor, noise: Tensor | None) -> None:
         """See `Codec`."""
-        place = stored.view(torch.float32)
-        if place.data_ptr() != values.data_ptr():
-            place.copy_(values)
+        current = stored.view(torch.float32)
+        if current.data_ptr() != values.data_ptr():
+            current.copy_(values)
 
 
 @dataclass(frozen=True)

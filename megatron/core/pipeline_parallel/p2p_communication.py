@@ -1,7 +1,7 @@
 """Move activations and gradients between neighbouring pipeline stages.
 
 Every ordered pair of ranks has a channel of its own. Backends with message tags (gloo) get all
-channels out of the one pipeline group, with a tag per message, so that no message waits behind
+channels out of the one pipeline group, with a tag per message, so that no message waits for
 another. Backends that match by order only (NCCL) get a two-rank process group, hence a
 communicator and a stream, per channel: sends and receives of both directions on one in-order
 stream would wait for each other.
@@ -69,7 +69,7 @@ class Message(NamedTuple):
 
     @property
     def tag(self) -> int:
-        """A number that no other message under way has on the same channel.
+        """A number that no other message in flight has on the same channel.
 
         Tags are positive 32-bit integers: after 8192 micro batches the numbers come again.
         """

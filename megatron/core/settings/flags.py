@@ -354,4 +354,4 @@ def from_args(group_class: type[GroupT], values: Mapping[str, Any]) -> GroupT:
 def derived_args(group_class: type) -> tuple[str, ...]:
     """Return the fields of a group that `get_args()` shows though no flag sets them."""
     metadata = {field.name: _metadata_of(field) for field in dataclasses.fields(group_class)}
-    return tuple(name for name, fact in metadata.items() if not fact.is_flag and fact.is_arg)
+    return tuple(name for name, each in metadata.items() if not each.is_flag and each.is_arg)

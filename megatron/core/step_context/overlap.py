@@ -100,7 +100,7 @@ class Overlap:
             raise _PeerFailed
 
     def _switch(self, me: int) -> None:
-        other = 1 - me
-        switch_to(self._contexts[other])
-        self._active = other
-        self._may_go[other].release()
+        peer = 1 - me
+        switch_to(self._contexts[peer])
+        self._active = peer
+        self._may_go[peer].release()

@@ -348,7 +348,7 @@ def all_to_all(
     Args:
         output_split_sizes_, input_split_sizes: rows received from and sent to each rank; None
             for equal pieces.
-        overlap_fn: called while the rows are under way. The backward pass of what it computes runs
+        overlap_fn: called while the rows are in flight. The backward pass of what it computes runs
             while their gradients are.
     """
     if group is None or group.size() == 1:

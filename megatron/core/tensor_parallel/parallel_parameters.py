@@ -1,4 +1,4 @@
-"""What parallel layers have in common: their group, their shards, the facts on them."""
+"""What parallel layers have in common: their group, their shards, the metadata on them."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class ParallelLayer(nn.Module):
         is_embedding_or_output: bool = False,
         num_rows: int | None = None,
     ) -> nn.Parameter:
-        """Allocate this rank's shard, attach its facts and fill it (unless that is deferred).
+        """Allocate this rank's shard, attach its metadata and fill it (unless that is deferred).
 
         Args:
             shape: local shape.
@@ -131,7 +131,7 @@ def _tolerate_missing_extra_state(
     state_dict.setdefault(f"{prefix}_extra_state", None)
 
 
-# Megatron's names for reading and writing these facts ----------------------------------------
+# Megatron's names for reading and writing this metadata ----------------------------------------
 
 
 def set_tensor_model_parallel_attributes(
@@ -143,14 +143,14 @@ def set_tensor_model_parallel_attributes(
 
 
 def set_defaults_if_not_set_tensor_model_parallel_attributes(tensor: Tensor) -> None:
-    """Write out the facts of a tensor that may have none."""
+    """Write out the metadata of a tensor that may have none."""
     set_param_meta(tensor, get_param_meta(tensor))
 
 
 def copy_tensor_model_parallel_attributes(
     destination_tensor: Tensor, source_tensor: Tensor
 ) -> None:
-    """Give `destination_tensor` the facts of `source_tensor`."""
+    """Give `destination_tensor` the metadata of `source_tensor`."""
     set_param_meta(destination_tensor, get_param_meta(source_tensor))
 
 

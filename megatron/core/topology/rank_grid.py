@@ -71,8 +71,8 @@ class RankGrid:
         inside = [axis for axis in self.axes if axis in axes]
         spans = [range(self.size(axis)) for axis in reversed(inside)]
         return [
-            self.rank_at({**here, **dict(zip(reversed(inside), place, strict=True))})
-            for place in product(*spans)
+            self.rank_at({**here, **dict(zip(reversed(inside), coordinates, strict=True))})
+            for coordinates in product(*spans)
         ]
 
     def groups(self, *axes: str) -> list[list[int]]:
@@ -80,8 +80,10 @@ class RankGrid:
         outside = [axis for axis in self.axes if axis not in axes]
         spans = [range(self.size(axis)) for axis in reversed(outside)]
         return [
-            self.group_of(self.rank_at(dict(zip(reversed(outside), place, strict=True))), *axes)
-            for place in product(*spans)
+            self.group_of(
+                self.rank_at(dict(zip(reversed(outside), coordinates, strict=True))), *axes
+            )
+            for coordinates in product(*spans)
         ]
 
 

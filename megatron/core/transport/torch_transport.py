@@ -94,7 +94,7 @@ class MessageTransport:
     def __init__(self, group: Group, tag: int, *, is_in_order: bool) -> None:
         self.group, self.tag, self._is_in_order = group, tag, is_in_order
         self.rank, self.size = group.rank(), group.size()
-        self._others = [other for other in range(self.size) if other != self.rank]
+        self._others = [peer for peer in range(self.size) if peer != self.rank]
 
     def all_reduce(self, x: Tensor, scale: float = 1.0) -> Work[Tensor]:
         """[t, ...] in place; see `Transport`."""
@@ -115,8 +115,8 @@ class MessageTransport:
     def all_to_all(self, x: Tensor, out: Tensor) -> Work[Tensor]:
         """Send piece i of `x` [t, ...] to rank i; receive as much from all into `out`."""
         self._piece(out, self.rank).copy_(self._piece(x, self.rank))
-        handles = self._receive(self._piece(out, other) for other in self._others)
-        handles += self._send(self._piece(x, other) for other in self._others)
+        handles = self._receive(self._piece(out, peer) for peer in self._others)
+        handles += self._send(self._piece(x, peer) for peer in self._others)
         return Work.of(handles, out)
 
     def _all_reduce(self, x: Tensor, scale: float) -> Steps[Tensor]:
@@ -133,7 +133,7 @@ class MessageTransport:
         own = self._piece(x, self.rank)
         received = own.new_empty((self.size - 1, own.numel()))
         handles = self._receive(received[row] for row in range(self.size - 1))
-        yield handles + self._send(self._piece(x, other) for other in self._others)
+        yield handles + self._send(self._piece(x, peer) for peer in self._others)
         terms = [*received[: self.rank], own, *received[self.rank :]]
         ordered_sum(terms, sums.view(-1), scale)
         return sums
@@ -142,7 +142,7 @@ class MessageTransport:
         own = self._piece(gathered, self.rank)
         if own.data_ptr() != x.data_ptr():
             own.copy_(x.view(-1))
-        handles = self._receive(self._piece(gathered, other) for other in self._others)
+        handles = self._receive(self._piece(gathered, peer) for peer in self._others)
         yield handles + self._send(own for _ in self._others)
         return gathered
 
@@ -151,14 +151,14 @@ class MessageTransport:
 
     def _receive(self, pieces: Iterable[Tensor]) -> list[Handle]:
         return [
-            backend.irecv(piece, other, self.group, self.tag)
-            for piece, other in zip(pieces, self._others, strict=True)
+            backend.irecv(piece, peer, self.group, self.tag)
+            for piece, peer in zip(pieces, self._others, strict=True)
         ]
 
     def _send(self, pieces: Iterable[Tensor]) -> list[Handle]:
         return [
-            backend.isend(piece, other, self.group, self.tag)
-            for piece, other in zip(pieces, self._others, strict=True)
+            backend.isend(piece, peer, self.group, self.tag)
+            for piece, peer in zip(pieces, self._others, strict=True)
         ]
 
 

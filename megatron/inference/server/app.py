@@ -166,7 +166,7 @@ class App:
             else:
                 async for _ in work.pieces(watching):
                     pass
-                await client.respond(200, response.whole(work.found, prefixes))
+                await client.respond(200, response.full(work.found, prefixes))
         finally:
             watching.cancel()
             work.give_up()

@@ -36,7 +36,7 @@ class Response:
             "model": model,
         }
 
-    def whole(self, found: Sequence[Continuation], prefixes: Sequence[str]) -> dict[str, Any]:
+    def full(self, found: Sequence[Continuation], prefixes: Sequence[str]) -> dict[str, Any]:
         """Return the answer to a request that does not stream.
 
         Args:

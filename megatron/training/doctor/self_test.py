@@ -126,8 +126,8 @@ def _loss_and_gradient(groups: ProcessGroupCollection) -> list[torch.Tensor]:
     loss.backward()
     layer = model.decoder.layers[0]
     split = layer.self_attention.linear_proj.weight.grad  # [h, h/tp]
-    whole = gather_from_tensor_model_parallel_region(split, groups.tp)
-    return [loss.detach(), whole, model.decoder.final_layernorm.weight.grad]
+    full = gather_from_tensor_model_parallel_region(split, groups.tp)
+    return [loss.detach(), full, model.decoder.final_layernorm.weight.grad]
 
 
 def _relative(found: torch.Tensor, expected: torch.Tensor) -> float:

@@ -255,8 +255,8 @@ def _report(error: BaseException, status: RunStatus, store: Any) -> None:
     if _is_first_to_report(error, status, store):
         text = _tell(error, status)
         with contextlib.suppress(Exception):
-            told = f"reported by rank {status.rank}:\n{text}"
-            _ask(lambda: store.set("failure/text", told))
+            reported = f"reported by rank {status.rank}:\n{text}"
+            _ask(lambda: store.set("failure/text", reported))
     else:
         text = fatal_line(error, status)
         with contextlib.suppress(Exception):

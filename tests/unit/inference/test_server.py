@@ -149,8 +149,8 @@ def test_a_chat_goes_through_the_template(client, model):
         {"role": "user", "content": [{"type": "text", "text": "Hi"}]},
     ]
     expected = greedy(model, b"<system>s<user>Hi<assistant>", 7)
-    whole = client.chat.completions.create(messages=messages, **options)
-    assert whole.choices[0].message.content == expected
+    full = client.chat.completions.create(messages=messages, **options)
+    assert full.choices[0].message.content == expected
     pieces = client.chat.completions.create(messages=messages, stream=True, **options)
     deltas = [chunk.choices[0].delta for chunk in pieces]
     assert deltas[0].role == "assistant"
@@ -404,7 +404,7 @@ def test_any_failure_is_answered_in_json(server, monkeypatch):
 
 def test_a_model_that_computes_no_number_is_an_error(server, model, client):
     broken = torch.full_like(model.output_layer.weight, torch.nan)
-    whole = model.output_layer.weight.detach().clone()
+    full = model.output_layer.weight.detach().clone()
     cached = CachedModel(
         model, vocab_size=128, max_rows=2, max_length=9, groups=ProcessGroupCollection.single()
     )
@@ -426,7 +426,7 @@ def test_a_model_that_computes_no_number_is_an_error(server, model, client):
                     uses_cache=False, pg_collection=ProcessGroupCollection.single(),
                 )  # fmt: skip
         finally:
-            model.output_layer.weight.copy_(whole)
+            model.output_layer.weight.copy_(full)
     assert greedy(model, b"Hello", 2) == greedy(cached, b"Hello", 2)
     assert client.completions.create(model="model", prompt="a", max_tokens=1).choices
 

@@ -145,19 +145,19 @@ class Renderer:
 
     def segments(self, messages: Sequence[Mapping[str, Any]]) -> list[str]:
         """Cut a conversation into what is given and learned; see `ChatTemplate.segments`."""
-        whole = self.render(messages, to_be_answered=False)
+        full = self.render(messages, to_be_answered=False)
         segments, position = [], 0
         for at, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
             before = self.render(messages[:at], to_be_answered=True)
             until = self.render(messages[: at + 1], to_be_answered=False)
-            is_prefix = until.startswith(before) and whole.startswith(until)
+            is_prefix = until.startswith(before) and full.startswith(until)
             if not is_prefix or len(before) < position:
                 raise RefusedError(f"message {at + 1} is written otherwise when others follow it")
-            segments += [whole[position : len(before)], whole[len(before) : len(until)]]
+            segments += [full[position : len(before)], full[len(before) : len(until)]]
             position = len(until)
-        return [*segments, whole[position:]]
+        return [*segments, full[position:]]
 
     def answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """Return what is sent back for a request."""

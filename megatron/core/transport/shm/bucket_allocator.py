@@ -54,15 +54,15 @@ class BucketAllocator:
             if first - begin >= num_bytes:
                 break
             begin = max(begin, end)
-        place = self.memory.tensor(self._dtype, begin, length)
-        self._used.append((begin, begin + num_bytes, place.data_ptr()))
+        offset = self.memory.tensor(self._dtype, begin, length)
+        self._used.append((begin, begin + num_bytes, offset.data_ptr()))
         self._used.sort()
         self._touched = max(self._touched, begin + num_bytes)
-        return place
+        return offset
 
-    def free(self, place: Tensor) -> None:
+    def free(self, offset: Tensor) -> None:
         """Let a place that was taken serve another bucket."""
-        self._used = [used for used in self._used if used[2] != place.data_ptr()]
+        self._used = [used for used in self._used if used[2] != offset.data_ptr()]
 
     def discard(self) -> None:
         """Give memory of unused places back to the system, but for two of common length."""

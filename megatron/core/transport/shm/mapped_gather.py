@@ -46,13 +46,13 @@ class MappedTensor:
         """[n]; not to be touched after `free`, when the owners may change the values."""
         self.is_allocated = False
 
-    def map_piece(self, place: int, num_bytes: int, file: int, offset: int) -> None:
-        """Let bytes from `place` on be those of a file.
+    def map_piece(self, begin: int, num_bytes: int, file: int, offset: int) -> None:
+        """Let bytes from `begin` on be those of a file.
 
         Raises:
             OSError: the system cannot.
         """
-        address = self.tensor.data_ptr() + place
+        address = self.tensor.data_ptr() + begin
         protection, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | _MAP_FIXED
         found = _libc().mmap(address, num_bytes, protection, flags, file, offset)
         if found != address:
@@ -136,11 +136,11 @@ def _join(
     memory: SharedBuffer, files: list[int], dtype: torch.dtype, layout: Sequence[tuple[int, int]]
 ) -> MappedTensor:
     joined = MappedTensor(dtype, len(files) * sum(num_bytes for _, num_bytes in layout))
-    place = 0
+    position = 0
     for begin, num_bytes in layout:
         for file in files:
-            joined.map_piece(place, num_bytes, file, memory.offset_of(begin))
-            place += num_bytes
+            joined.map_piece(position, num_bytes, file, memory.offset_of(begin))
+            position += num_bytes
     return joined
 
 

@@ -35,8 +35,8 @@ class PooledTensor:
     From `PagePool.tensor`.
     """
 
-    def __init__(self, lender: PagePool, tensor: Tensor, mapping: mmap.mmap | None) -> None:
-        self._lender, self._mapping = lender, mapping
+    def __init__(self, pool: PagePool, tensor: Tensor, mapping: mmap.mmap | None) -> None:
+        self._lender, self._mapping = pool, mapping
         self.tensor = tensor
         """[n], the same object and address for good; its values are undefined after `allocate`, and
         not to be touched after `free`."""
@@ -73,9 +73,9 @@ class PooledTensor:
         assert self._mapping is not None
         self._mapping.madvise(mmap.MADV_DONTNEED)
 
-    def move_pages_from(self, other: PooledTensor) -> bool:
+    def move_pages_from(self, peer: PooledTensor) -> bool:
         """Take the pages of another tensor of as many bytes; False where the system cannot."""
-        return _move_pages(other.tensor.data_ptr(), self.tensor.data_ptr(), self.num_mapped_bytes)
+        return _move_pages(peer.tensor.data_ptr(), self.tensor.data_ptr(), self.num_mapped_bytes)
 
 
 class PagePool:

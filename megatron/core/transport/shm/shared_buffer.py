@@ -109,9 +109,9 @@ class SharedBuffer:
             shown: contiguous values of this buffer; None if the others know where they are.
         """
         if shown is not None:
-            place = shown.data_ptr() - self._address
-            assert self._start <= place <= self._length - shown.nbytes, (place, self._length)
-            self._counters[self.num_counters + index] = place
+            offset = shown.data_ptr() - self._address
+            assert self._start <= offset <= self._length - shown.nbytes, (offset, self._length)
+            self._counters[self.num_counters + index] = offset
         self._counters[index] = value
         for peers in self._peers.values():
             if peers is not None:
@@ -133,9 +133,9 @@ class SharedBuffer:
         self._advise(values, mmap.MADV_DONTNEED)
 
     def _advise(self, values: Tensor, advice: int) -> None:
-        place = values.data_ptr() - self._address
-        first = place - place % mmap.PAGESIZE
-        self._memory.madvise(advice, first, round_up_to_pages(place + values.nbytes - first))
+        offset = values.data_ptr() - self._address
+        first = offset - offset % mmap.PAGESIZE
+        self._memory.madvise(advice, first, round_up_to_pages(offset + values.nbytes - first))
 
     def discard(self, values: Tensor) -> None:
         """Return the pages of `values`, full pages, to the system (Linux): they are zero."""
@@ -235,17 +235,17 @@ class PeerBuffers:
             like: [n], as many elements, of this dtype.
         """
         counters = self._counters[rank]
-        place = counters[self._own.num_counters + index] + begin * like.element_size()
+        offset = counters[self._own.num_counters + index] + begin * like.element_size()
         return torch.frombuffer(
-            self._maps[rank], dtype=like.dtype, count=like.numel(), offset=place
+            self._maps[rank], dtype=like.dtype, count=like.numel(), offset=offset
         )
 
     def unmap(self, rank: int, values: Tensor) -> None:
         """Unmap the pages of what `read` returned."""
-        place = values.data_ptr() - self._addresses[rank]
-        first = place - place % mmap.PAGESIZE
+        offset = values.data_ptr() - self._addresses[rank]
+        first = offset - offset % mmap.PAGESIZE
         self._maps[rank].madvise(
-            mmap.MADV_DONTNEED, first, round_up_to_pages(place + values.nbytes - first)
+            mmap.MADV_DONTNEED, first, round_up_to_pages(offset + values.nbytes - first)
         )
 
     def progress_of_others(self, index: int, value: int) -> ProgressWork:

@@ -63,12 +63,12 @@ class ShmBucketTransport:
         first = rank * own.numel()
         for begin, part in _windows(own):
             terms = [
-                part if other == rank else self._read(other, first + begin, part)
-                for other in range(size)
+                part if peer == rank else self._read(peer, first + begin, part)
+                for peer in range(size)
             ]
             ordered_sum(terms, sums.view(-1)[begin : begin + part.numel()], scale)
-            for other, term in enumerate(terms):
-                self._unmap(other, term)
+            for peer, term in enumerate(terms):
+                self._unmap(peer, term)
         # The others' pieces of this bucket have been read when all have got here.
         yield self._publish(2, bucket)
         return sums
@@ -96,21 +96,21 @@ class ShmBucketTransport:
         return [self._peers.progress_of_others(self._index, self._base + step)]
 
     def _copy(self, bucket: Tensor, *, are_shards: bool) -> None:
-        for other in range(self._peers.size):
-            if other != self._peers.rank:
-                piece = piece_of(bucket, other, self._peers.size)
-                first = 0 if are_shards else other * piece.numel()
+        for peer in range(self._peers.size):
+            if peer != self._peers.rank:
+                piece = piece_of(bucket, peer, self._peers.size)
+                first = 0 if are_shards else peer * piece.numel()
                 for begin, part in _windows(piece):
-                    theirs = self._read(other, first + begin, part)
+                    theirs = self._read(peer, first + begin, part)
                     part.copy_(theirs)
-                    self._unmap(other, theirs)
+                    self._unmap(peer, theirs)
 
-    def _read(self, other: int, begin: int, like: Tensor) -> Tensor:
-        return self._peers.read(other, self._index, begin, like)
+    def _read(self, peer: int, begin: int, like: Tensor) -> Tensor:
+        return self._peers.read(peer, self._index, begin, like)
 
-    def _unmap(self, other: int, theirs: Tensor) -> None:
-        if other != self._peers.rank and not self._keeps_pages:
-            self._peers.unmap(other, theirs)
+    def _unmap(self, peer: int, theirs: Tensor) -> None:
+        if peer != self._peers.rank and not self._keeps_pages:
+            self._peers.unmap(peer, theirs)
 
 
 def _windows(values: Tensor) -> Iterator[tuple[int, Tensor]]:

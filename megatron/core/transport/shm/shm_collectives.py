@@ -82,9 +82,9 @@ class ShmGroup:
             for first in (size, size + size * size)
         )
         start = _header_bytes(size)
-        whole = torch.frombuffer(memory, dtype=torch.uint8)
+        full = torch.frombuffer(memory, dtype=torch.uint8)
         self._slots = [
-            [whole[start + (2 * r + k) * SLOT_BYTES :][:SLOT_BYTES] for k in range(2)]
+            [full[start + (2 * r + k) * SLOT_BYTES :][:SLOT_BYTES] for k in range(2)]
             for r in range(size)
         ]
         self._others = [r for r in range(size) if r != rank]
@@ -124,8 +124,8 @@ class ShmGroup:
     def put(self, piece: Tensor) -> None:
         """Copy `piece` (contiguous, at most SLOT_BYTES) to this rank's next slot."""
         self._view(self.rank, piece).copy_(piece)
-        for other in self._others:
-            self._libc.sem_post(self._semaphores[self.rank][other])
+        for peer in self._others:
+            self._libc.sem_post(self._semaphores[self.rank][peer])
 
     def wait_for_puts(self) -> None:
         """Wait until all others have put what `get` returns next.
@@ -133,8 +133,8 @@ class ShmGroup:
         Raises:
             PeerLostError: a rank died, or the timeout of the group passed.
         """
-        for other in self._others:
-            self._await(other)
+        for peer in self._others:
+            self._await(peer)
 
     def get(self, like: Tensor) -> list[Tensor]:
         """Return what each rank has put, in rank order; after `wait_for_puts`.
@@ -151,30 +151,28 @@ class ShmGroup:
 
     def wake_peers(self) -> None:
         """Wake the ranks that wait for this one."""
-        for other in self._others:
-            self._libc.sem_post(self._wakeups[self.rank][other])
+        for peer in self._others:
+            self._libc.sem_post(self._wakeups[self.rank][peer])
 
-    def wait_until(self, other: int, is_reached: Callable[[], bool]) -> None:
-        """Sleep until a condition holds that `other` makes true before it wakes its peers.
+    def wait_until(self, peer: int, is_reached: Callable[[], bool]) -> None:
+        """Sleep until a condition holds that `peer` makes true before it wakes its peers.
 
         Raises:
             PeerLostError: the rank died, or the timeout of the group passed.
         """
-        wakeup = self._wakeups[other][self.rank]
+        wakeup = self._wakeups[peer][self.rank]
         while not is_reached():
             # Wakeups that nobody waited for have piled up.
             if self._libc.sem_trywait(wakeup) != 0:
-                self._block(wakeup, other, is_reached)
+                self._block(wakeup, peer, is_reached)
 
-    def _await(self, other: int) -> None:
-        semaphore = self._semaphores[other][self.rank]
+    def _await(self, peer: int) -> None:
+        semaphore = self._semaphores[peer][self.rank]
         if self._libc.sem_trywait(semaphore) != 0:
-            self._block(semaphore, other, lambda: self._libc.sem_trywait(semaphore) == 0)
+            self._block(semaphore, peer, lambda: self._libc.sem_trywait(semaphore) == 0)
 
-    def _block(
-        self, semaphore: ctypes.c_void_p, other: int, is_reached: Callable[[], bool]
-    ) -> None:
-        """Return when `semaphore` has been taken, or `is_reached` after the end of `other`."""
+    def _block(self, semaphore: ctypes.c_void_p, peer: int, is_reached: Callable[[], bool]) -> None:
+        """Return when `semaphore` has been taken, or `is_reached` after the end of `peer`."""
         end = time.monotonic() + self.timeout
         while True:
             wake = time.time() + LIVENESS_SECONDS
@@ -182,12 +180,12 @@ class ShmGroup:
             if self._libc.sem_timedwait(semaphore, ctypes.byref(until)) == 0:
                 return
             # Test again after finding a dead rank: it may have made the condition true before.
-            if self._is_dead(other):
+            if self._is_dead(peer):
                 if is_reached():
                     return
-                raise _lost(other, "its process has ended")
+                raise _lost(peer, "its process has ended")
             if time.monotonic() > end:
-                raise _lost(other, f"it did not get there within {self.timeout:.0f} s")
+                raise _lost(peer, f"it did not get there within {self.timeout:.0f} s")
 
     def _is_dead(self, rank: int) -> bool:
         poll = select.poll()  # takes descriptors of any number, which `select.select` does not
@@ -215,13 +213,13 @@ class ShmGroup:
 
     def _watch(self) -> bool:
         """Open descriptors of the other processes; False where that does not work."""
-        for other in self._others:
-            start = other * HEADER_BYTES
+        for peer in self._others:
+            start = peer * HEADER_BYTES
             try:
                 descriptor = ProcessIdentity.unpack(self._memory[start : start + SIZE]).open()
             except OSError:
                 return False
-            self._processes[other] = descriptor
+            self._processes[peer] = descriptor
             weakref.finalize(self, os.close, descriptor)
         return True
 
