@@ -66,7 +66,7 @@ class Mesh:
 
 
 class Compression(Protocol):
-    """Compression of the gradients of one bucket; see `compressed_reduction`."""
+    """Compression of the gradients of one bucket; see `compression.reduction`."""
 
     def is_on(self, bucket: Tensor, mesh: Mesh) -> bool:
         """Return whether the reduction that begins is to be compressed. Called once for each."""

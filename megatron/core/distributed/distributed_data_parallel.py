@@ -11,9 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from megatron.core.distributed.build_stages import build_stages
 from megatron.core.distributed.communication import Mesh, broadcast_from_first
-from megatron.core.distributed.compressed_reduction import CompressionSettings
+from megatron.core.distributed.compression.reduction import CompressionSettings
 from megatron.core.distributed.distributed_data_parallel_config import (
     DistributedDataParallelConfig,
 )
@@ -23,16 +22,17 @@ from megatron.core.distributed.model_parameters import (
     units_of,
 )
 from megatron.core.distributed.parameter_shard import ParameterShard, ShardSpan
-from megatron.core.distributed.parameter_units import ParameterUnits
 from megatron.core.distributed.plain_optimizers import watch_plain_optimizers
 from megatron.core.distributed.sharded_state import (
     declare_replicated,
     declare_shards,
     load_full_state,
 )
-from megatron.core.distributed.zero import ZeroStage
-from megatron.core.distributed.zero2 import Zero2Buffer
-from megatron.core.distributed.zero3 import Zero3Buffer
+from megatron.core.distributed.zero.build_stages import build_stages
+from megatron.core.distributed.zero.parameter_units import ParameterUnits
+from megatron.core.distributed.zero.stage import ZeroStage
+from megatron.core.distributed.zero.stage2 import Zero2Buffer
+from megatron.core.distributed.zero.stage3 import Zero3Buffer
 from megatron.core.foundation.errors import NumericsError, refuse_given
 from megatron.core.kernels.cpu.malloc import return_freed_blocks
 from megatron.core.parameters.initialization import fill_deferred_weights

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.distributed.communication import reduce_gradients
-from megatron.core.distributed.compressed_reduction import (
+from megatron.core.distributed.compression.reduction import (
     CompressedReduction,
     CompressionSettings,
     TrafficCount,

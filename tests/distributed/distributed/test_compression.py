@@ -8,12 +8,12 @@ import torch.distributed as dist
 
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.distributed.communication import Mesh, reduce_gradients
-from megatron.core.distributed.compressed_reduction import (
+from megatron.core.distributed.compression.codecs import BFloat16Codec, BlockInt8Codec
+from megatron.core.distributed.compression.reduction import (
     CompressedReduction,
     CompressionSettings,
     TrafficCount,
 )
-from megatron.core.distributed.compression_codecs import BFloat16Codec, BlockInt8Codec
 from megatron.core.distributed.sharding_arithmetic import BLOCK
 from megatron.core.foundation.errors import ConfigError
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer

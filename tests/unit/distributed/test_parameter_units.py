@@ -3,7 +3,7 @@
 from torch import nn
 
 from megatron.core.distributed.model_parameters import units_of
-from megatron.core.distributed.parameter_units import ParameterUnits
+from megatron.core.distributed.zero.parameter_units import ParameterUnits
 
 
 class Buffer:

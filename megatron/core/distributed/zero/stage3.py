@@ -17,12 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron.core.distributed.flat_param import Pass
 from megatron.core.distributed.flat_params import Bucket, FlatParams, LayoutOptions
 from megatron.core.distributed.grad_reducer import GradReducer, ReductionPolicy
 from megatron.core.distributed.parameter_shard import ShardSpan
-from megatron.core.distributed.sharded_gradients import ShardedGradients
-from megatron.core.distributed.sharded_params import ShardedParams
+from megatron.core.distributed.zero.flat_param import Pass
+from megatron.core.distributed.zero.sharded_gradients import ShardedGradients
+from megatron.core.distributed.zero.sharded_params import ShardedParams
 from megatron.core.parameters.initialization import without_memory
 from megatron.core.parameters.param_meta import accumulate_main_grad
 from megatron.core.transport.work import Work

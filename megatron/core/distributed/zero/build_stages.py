@@ -17,10 +17,10 @@ from megatron.core.distributed.distributed_data_parallel_config import (
 from megatron.core.distributed.flat_params import LayoutOptions
 from megatron.core.distributed.grad_reducer import ReductionPolicy
 from megatron.core.distributed.model_parameters import Unit, names_in_model
-from megatron.core.distributed.zero import ZeroStage
-from megatron.core.distributed.zero1 import ParamAndGradBuffer
-from megatron.core.distributed.zero2 import Zero2Buffer
-from megatron.core.distributed.zero3 import Zero3Buffer
+from megatron.core.distributed.zero.stage import ZeroStage
+from megatron.core.distributed.zero.stage1 import ParamAndGradBuffer
+from megatron.core.distributed.zero.stage2 import Zero2Buffer
+from megatron.core.distributed.zero.stage3 import Zero3Buffer
 from megatron.core.parameters.initialization import fill_deferred_weights
 from megatron.core.parameters.param_meta import get_param_meta
 

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.distributed.flat_params import Bucket, FlatParams, LayoutOptions
-from megatron.core.distributed.gathered_params import GatheredParams
 from megatron.core.distributed.grad_reducer import MAX_IN_FLIGHT, GradReducer, ReductionPolicy
 from megatron.core.distributed.parameter_shard import ShardSpan
-from megatron.core.distributed.sharded_gradients import ShardedGradients
+from megatron.core.distributed.zero.gathered_params import GatheredParams
+from megatron.core.distributed.zero.sharded_gradients import ShardedGradients
 from megatron.core.transport.work import Work
 
 

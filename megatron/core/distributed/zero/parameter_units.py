@@ -27,9 +27,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from megatron.core.distributed.flat_param import Pass
 from megatron.core.distributed.model_parameters import Unit
-from megatron.core.distributed.zero3 import Zero3Buffer
+from megatron.core.distributed.zero.flat_param import Pass
+from megatron.core.distributed.zero.stage3 import Zero3Buffer
 from megatron.core.kernels.cpu.malloc import return_free_pages
 from megatron.core.step_context.deferred_wgrad import defer_wgrad
 

@@ -21,9 +21,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron.core.distributed.communication import gather_parameters
-from megatron.core.distributed.flat_param import FlatParam, Pass
 from megatron.core.distributed.flat_params import Bucket, FlatParams
 from megatron.core.distributed.sharding_arithmetic import Piece
+from megatron.core.distributed.zero.flat_param import FlatParam, Pass
 from megatron.core.foundation.errors import ConfigError, MegatronError
 from megatron.core.offload.file_state_store import reserve_file
 from megatron.core.parameters.initialization import fill_deferred_weights, without_memory

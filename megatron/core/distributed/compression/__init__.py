@@ -1,0 +1,1 @@
+"""Compression of gradients between ranks: wire formats and low rank."""
