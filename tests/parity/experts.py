@@ -23,7 +23,7 @@ from tests.parity.pairwise import pairwise
 from tests.parity.table import every_model_in, run_command
 
 MODELS = (
-    ModelCase("llama", True, 0.0, experts="dropless", pad_to_capacity=True),
+    ModelCase("llama", True, 0.0, experts="dropless", padded=True),
     ModelCase("gpt2", True, 0.1, experts="capacity", sink=True),
     ModelCase("llama", False, 0.1, experts="deepseek", later_tokens=1),
     ModelCase("gpt2", False, 0.0, experts="sinkhorn", packed=True),

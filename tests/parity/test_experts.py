@@ -8,11 +8,11 @@ from tests.parity.table import assert_equals_one_process
 SAMPLE = [
     (
         LayoutCase(tp=2, sp=True, dp=2, ep=2, expt_tp=2, grouped=False, micro_batch_size=2),
-        ModelCase("llama", True, 0.0, experts="dropless", pad_to_capacity=True),
+        ModelCase("llama", True, 0.0, experts="dropless", padded=True),
     ),
     (
         LayoutCase(cp=2, pp=2, ep=2, stage=1, dispatcher="allgather"),
-        ModelCase("llama", True, 0.0, experts="dropless", pad_to_capacity=True),
+        ModelCase("llama", True, 0.0, experts="dropless", padded=True),
     ),
     (
         LayoutCase(tp=2, cp=2, dp=2, ep=4, expt_tp=2, recomputes=True),
@@ -40,11 +40,11 @@ SAMPLE = [
     ),
     (
         LayoutCase(dp=4, ep=2, combined=True, stage=3),
-        ModelCase("llama", True, 0.0, experts="dropless", pad_to_capacity=True),
+        ModelCase("llama", True, 0.0, experts="dropless", padded=True),
     ),
     (
         LayoutCase(pp=2, vp=2, schedule="dualpipe-v", dp=2, ep=2, combined=True, stage=3),
-        ModelCase("llama", True, 0.0, experts="dropless", pad_to_capacity=True),
+        ModelCase("llama", True, 0.0, experts="dropless", padded=True),
     ),
 ]
 
