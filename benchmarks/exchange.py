@@ -27,6 +27,7 @@ from megatron.core.distributed.communication import (
     gather_parameters,
     reduce_gradients,
 )
+from megatron.core.topology.group import SINGLE_RANK
 from megatron.core.transport.shm.shared_buffer import SharedBuffer
 from megatron.core.transport.shm.shm_bucket_transport import BucketSlot
 from megatron.core.transport.work import Work, wait_all
@@ -69,7 +70,10 @@ def measure(rank: int, store: str, options: argparse.Namespace) -> None:
     def places(*, keeps_pages: bool) -> Buckets:
         return [(b, BucketSlot(memory, i, keeps_pages)) for i, b in enumerate(read)]
 
-    copies, shards = Mesh(replicate=world), Mesh(shard=world)
+    copies, shards = (
+        Mesh(shard=SINGLE_RANK, replicate=world),
+        Mesh(shard=world, replicate=SINGLE_RANK),
+    )
     ways: dict[str, Callable[[], None]] = {
         "all-reduce, gloo": partial(reduce, sent, copies),
         "all-reduce, read and kept": partial(reduce, places(keeps_pages=True), copies),

@@ -17,9 +17,10 @@ from megatron.core.context_parallel import partition
 from megatron.core.datasets.document_masks import attention_mask, document_starts
 from megatron.core.foundation import device
 from megatron.core.foundation.errors import ConfigError, DataError
-from megatron.core.process_groups_config import Group, ProcessGroupCollection
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.settings.flags import from_args
 from megatron.core.tensor_parallel.data import broadcast_data
+from megatron.core.topology.group import Group
 from megatron.core.transport import backend, collectives
 from megatron.core.utils import get_pg_rank, get_pg_size
 from megatron.training.arguments import core_transformer_config_from_args
@@ -82,7 +83,7 @@ def get_batch_on_this_tp_rank(
 def get_batch_on_this_cp_rank(
     batch: Mapping[str, Any],
     *options: Any,
-    cp_group: Group = None,
+    cp_group: Group | None = None,
     is_hybrid_cp: bool = False,
 ) -> dict[str, Any]:
     """Cut a micro batch to this context-parallel rank's positions.

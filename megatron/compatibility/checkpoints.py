@@ -26,7 +26,8 @@ from megatron.core.dist_checkpointing.mapping import (
 from megatron.core.dist_checkpointing.object_store import storage_path
 from megatron.core.dist_checkpointing.tree import leaves
 from megatron.core.foundation.errors import CheckpointError, ConfigError
-from megatron.core.process_groups_config import Group, ProcessGroupCollection
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.topology.group import Group
 from megatron.core.utils import get_pg_rank, get_pg_size
 
 # Declarations ---------------------------------------------------------------------------
@@ -39,8 +40,8 @@ def make_tp_sharded_tensor_for_checkpoint(
     replica_id: ReplicaId | None = None,
     prepend_offsets: Sequence[RankOffset] = (),
     *,
-    tp_group: Group = None,
-    dp_cp_group: Group = None,
+    tp_group: Group | None = None,
+    dp_cp_group: Group | None = None,
     **options: Any,
 ) -> ShardedTensor:
     """Declare a tensor of which each tensor-parallel rank holds an equal piece along `tp_axis`."""
@@ -64,8 +65,8 @@ def make_sharded_tensor_for_checkpoint(
     prepend_offsets: Sequence[RankOffset] = (),
     replica_id: ReplicaId | None = None,
     *,
-    tp_group: Group = None,
-    dp_cp_group: Group = None,
+    tp_group: Group | None = None,
+    dp_cp_group: Group | None = None,
     **options: Any,
 ) -> ShardedTensor:
     """Declare a tensor that all tensor-parallel ranks hold whole."""
@@ -87,8 +88,8 @@ def make_sharded_tensors_for_checkpoint(
     tensor_parallel_layers_axis_map: dict[str, int] | None = None,
     sharded_offsets: Sequence[RankOffset] = (),
     extra_state_suffix: str = "_extra_state",
-    tp_group: Group = None,
-    dp_cp_group: Group = None,
+    tp_group: Group | None = None,
+    dp_cp_group: Group | None = None,
 ) -> ShardedStateDict:
     """Declare a module's own state dict.
 

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from megatron.compatibility.state import STATE
 from megatron.core import num_microbatches_calculator
 from megatron.core.foundation.errors import ConfigError
-from megatron.core.process_groups_config import Group, ProcessGroupCollection
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.topology.group import Group
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transport import backend
 from megatron.core.utils import get_pg_rank, get_pg_size
@@ -211,9 +212,12 @@ def log_single_rank(logger: logging.Logger, *args: Any, rank: int = 0, **kwargs:
 
 
 def log_on_each_pipeline_stage(
-    logger: logging.Logger, *args: Any, tp_group: Group = None, dp_cp_group: Group = None,
+    logger: logging.Logger,
+    *args: Any,
+    tp_group: Group | None = None,
+    dp_cp_group: Group | None = None,
     **kwargs: Any,
-) -> None:  # fmt: skip
+) -> None:
     """Log on the first rank of each pipeline stage: arguments are those of `logger.log`."""
     groups = ProcessGroupCollection.current()
     if not get_pg_rank(tp_group or groups.tp) and not get_pg_rank(dp_cp_group or groups.dp_cp):

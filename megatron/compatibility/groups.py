@@ -13,12 +13,8 @@ from torch import Tensor
 from megatron.compatibility.state import STATE
 from megatron.core.foundation.device import current_device
 from megatron.core.foundation.errors import ConfigError, TopologyError
-from megatron.core.process_groups_config import (
-    SINGLE_RANK,
-    Group,
-    ProcessGroupCollection,
-    SingleRank,
-)
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.topology.group import SINGLE_RANK, Group, SingleRank
 from megatron.core.topology.rank_grid import RankGrid
 from megatron.core.utils import get_pg_rank
 

@@ -24,8 +24,9 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_with_transformer_engine_submodules,
 )
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.process_groups_config import Group, ProcessGroupCollection
+from megatron.core.process_groups_config import resolve_group
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+from megatron.core.topology.group import SINGLE_RANK, Group
 from megatron.core.transformer.rotary import cos_sin, rotate
 from megatron.core.transformer.yarn import yarn_attention_factor, yarn_inverse_frequencies
 from megatron.core.utils import get_pg_rank, get_pg_size
@@ -85,7 +86,7 @@ class L2Norm(nn.Module):
 
 
 def fused_vocab_parallel_cross_entropy(
-    vocab_parallel_logits: Tensor, target: Tensor, tp_group: Group = None
+    vocab_parallel_logits: Tensor, target: Tensor, tp_group: Group | None = None
 ) -> Tensor:
     """Return the loss of every token, fp32 [s, b], of logits [s, b, v/tp]."""
     return vocab_parallel_cross_entropy(vocab_parallel_logits, target, tp_group=tp_group)
@@ -116,9 +117,11 @@ def is_layer_window_attention(
 # Positions ------------------------------------------------------------------------------
 
 
-def get_pos_emb_on_this_cp_rank(pos_emb: Tensor, seq_dim: int, cp_group: Group = None) -> Tensor:
+def get_pos_emb_on_this_cp_rank(
+    pos_emb: Tensor, seq_dim: int, cp_group: Group | None = None
+) -> Tensor:
     """Return this context-parallel rank's positions of `pos_emb`, which has them all."""
-    group = cp_group or ProcessGroupCollection.current().cp
+    group = resolve_group(cp_group, "cp")
     if get_pg_size(group) == 1:
         return pos_emb
     return shard_sequence(pos_emb, seq_dim, get_pg_rank(group), get_pg_size(group), "pos_emb")
@@ -192,7 +195,7 @@ class YarnRotaryEmbedding(RotaryEmbedding):
         mscale_all_dim: float = 0.0,
         correction_range_round_to_int: bool = True,
         use_cpu_initialization: bool = False,
-        cp_group: Group = None,
+        cp_group: Group | None = None,
     ) -> None:
         super().__init__(
             kv_channels,
@@ -220,7 +223,7 @@ class YarnRotaryEmbedding(RotaryEmbedding):
         max_seq_len: int,
         offset: int = 0,
         packed_seq: bool = False,
-        cp_group: Group = None,
+        cp_group: Group | None = None,
     ) -> tuple[Tensor, float]:
         """Return the angles [s, 1, 1, r] and the factor on cosine and sine."""
         return super().forward(max_seq_len, offset, packed_seq, cp_group), self.mscale
@@ -233,7 +236,7 @@ def roll_tensor(
     tensor: Tensor,
     shifts: int = -1,
     dims: int = -1,
-    cp_group: Group = None,
+    cp_group: Group | None = None,
     packed_seq_params: PackedSeqParams | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Move token ids or masks [b, s/cp] towards the beginning by one or more positions.
@@ -249,7 +252,7 @@ def roll_tensor(
             fix="use a negative shift along the last dimension; for packed sequences mask the last"
             " tokens of each document",
         )
-    moved = shift_left(tensor, -shifts, cp_group)
+    moved = shift_left(tensor, -shifts, cp_group or SINGLE_RANK)
     return moved, moved.sum()
 
 

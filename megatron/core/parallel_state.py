@@ -16,13 +16,13 @@ import torch.distributed as dist
 
 from megatron.core.foundation.errors import TopologyError, refuse_given
 from megatron.core.process_groups_config import (
-    SINGLE_RANK,
     GroupFactory,
     ProcessGroupCollection,
     build_process_groups,
     default_embedding_ranks,
     default_position_embedding_ranks,
 )
+from megatron.core.topology.group import SINGLE_RANK
 from megatron.core.topology.rank_grid import DEFAULT_ORDER, plan_layout
 
 

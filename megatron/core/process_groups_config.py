@@ -16,70 +16,52 @@ import torch.distributed as dist
 
 from megatron.core.foundation.device import settle_backends, wait_for_backends_at_exit
 from megatron.core.foundation.errors import TopologyError
+from megatron.core.topology.group import SINGLE_RANK, Group
 from megatron.core.topology.rank_grid import Layout
 from megatron.core.transport import backend
 from megatron.core.transport.object_collectives import all_gather_object
-
-
-@dataclass(frozen=True)
-class SingleRank:
-    """The group of an axis that does not exist: this rank alone, with nobody to talk to."""
-
-    def rank(self) -> int:
-        """Return this rank's position in the group."""
-        return 0
-
-    def size(self) -> int:
-        """Return the number of ranks in the group."""
-        return 1
-
-
-SINGLE_RANK = SingleRank()
-AxisGroup = dist.ProcessGroup | SingleRank
-Group = AxisGroup | None
-"""None is no group: a parameter that was left out, which then says what it takes instead."""
 
 
 @dataclass(kw_only=True)
 class ProcessGroupCollection:
     """All groups that one rank belongs to. Names are Megatron's."""
 
-    tp: AxisGroup = SINGLE_RANK
+    tp: Group = SINGLE_RANK
     """Tensor parallel."""
-    pp: AxisGroup = SINGLE_RANK
+    pp: Group = SINGLE_RANK
     """Pipeline parallel, in stage order."""
-    cp: AxisGroup = SINGLE_RANK
+    cp: Group = SINGLE_RANK
     """Context parallel."""
-    dp: AxisGroup = SINGLE_RANK
+    dp: Group = SINGLE_RANK
     """Data parallel, without context parallel."""
-    mp: AxisGroup = SINGLE_RANK
+    mp: Group = SINGLE_RANK
     """Model parallel: tp x pp (one replica's ranks at equal cp): the group of the grad norm."""
-    tp_cp: AxisGroup = SINGLE_RANK
-    tp_dp: AxisGroup = SINGLE_RANK
-    tp_dp_cp: AxisGroup = SINGLE_RANK
-    dp_cp: AxisGroup = SINGLE_RANK
+    tp_cp: Group = SINGLE_RANK
+    tp_dp: Group = SINGLE_RANK
+    tp_dp_cp: Group = SINGLE_RANK
+    dp_cp: Group = SINGLE_RANK
     """Ranks that hold the same dense weights: gradients are reduced over it."""
-    embd: Group = None
-    """First and last stage (those that hold the tied embedding); None elsewhere."""
-    pos_embd: Group = None
+    embd: Group = SINGLE_RANK
+    """First and last stage (those that hold the tied embedding)."""
+    pos_embd: Group = SINGLE_RANK
     """Stages that hold position embeddings."""
-    ep: AxisGroup = SINGLE_RANK
+    ep: Group = SINGLE_RANK
     """Expert parallel."""
-    expt_tp: AxisGroup = SINGLE_RANK
+    expt_tp: Group = SINGLE_RANK
     """Tensor parallel inside experts."""
-    tp_ep: AxisGroup = SINGLE_RANK
-    tp_ep_pp: AxisGroup = SINGLE_RANK
+    tp_ep: Group = SINGLE_RANK
+    tp_ep_pp: Group = SINGLE_RANK
     """Expert-tp x ep x pp: the model-parallel group of expert weights."""
-    expt_dp: AxisGroup = SINGLE_RANK
+    expt_dp: Group = SINGLE_RANK
     """Ranks that hold the same expert weights."""
-    intra_dp_cp: Group = None
-    """Part of dp_cp inside which optimizer state is sharded; dp_cp itself by default."""
-    intra_expt_dp: Group = None
-    inter_dist_opt: Group = None
-    """Replicas of the sharded optimizer; None with one instance."""
-    intra_dist_opt: Group = None
-    hcp: list[AxisGroup] | None = None
-    """Levels of hierarchical context parallelism."""
+    intra_dp_cp: Group = SINGLE_RANK
+    """Part of dp_cp inside which optimizer state is sharded; dp_cp itself with one instance."""
+    intra_expt_dp: Group = SINGLE_RANK
+    inter_dist_opt: Group = SINGLE_RANK
+    """Replicas of the sharded optimizer."""
+    intra_dist_opt: Group = SINGLE_RANK
+    hcp: tuple[Group, ...] = ()
+    """Levels of hierarchical context parallelism, innermost first; none without it."""
     ranks: dict[str, list[int]] = field(default_factory=dict)
     """Global ranks of each group above, for messages and point-to-point addressing."""
     layout: Layout | None = None
@@ -145,6 +127,14 @@ def resolve_groups(pg_collection: ProcessGroupCollection | None) -> ProcessGroup
     return ProcessGroupCollection.current() if pg_collection is None else pg_collection
 
 
+def resolve_group(
+    group: Group | None, axis: str, pg_collection: ProcessGroupCollection | None = None
+) -> Group:
+    """Return the group that a public function was given, or that of `axis` in its collection."""
+    found: Group = getattr(resolve_groups(pg_collection), axis) if group is None else group
+    return found
+
+
 class GroupFactory:
     """Creates each distinct group once: axes of equal ranks share a communicator.
 
@@ -161,28 +151,28 @@ class GroupFactory:
         self.timeout = timeout
         self._made: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
 
-    def create(self, rank_lists: Iterable[Sequence[int]], name: str) -> dist.ProcessGroup | None:
+    def create(self, rank_lists: Iterable[Sequence[int]], name: str) -> Group:
         """Create the groups of `rank_lists` and return the one that this process belongs to.
 
         Args:
             rank_lists: global ranks of each group; no rank is in two of them.
             name: for messages of torch.
         Returns:
-            None if this process is in none of them.
+            `SINGLE_RANK` if this process is in none of them.
         Communication:
             collective on the world; a rendezvous among the members of each new group.
         """
         wait_for_backends_at_exit()
         rank = dist.get_rank()
-        mine = None
+        mine: Group = SINGLE_RANK
         for ranks in map(tuple, rank_lists):
             if ranks not in self._made:
                 group = dist.new_group(
                     list(ranks), backend=self.backend, timeout=self.timeout, group_desc=name
                 )
                 self._made[ranks] = group if rank in ranks else None
-            if rank in ranks:
-                mine = self._made[ranks]
+            made = self._made[ranks]
+            mine = mine if made is None else made
         return mine
 
     def destroy(self) -> None:
@@ -266,7 +256,7 @@ def build_process_groups(
     groups: dict[str, Any] = {n: factory.create(lists, n) for n, lists in plan.items()}
     members = {n: ranks for n, lists in plan.items() for ranks in lists if rank in ranks}
     if num_levels:
-        groups["hcp"] = [groups.pop(f"hcp_{level}") for level in range(num_levels)]
+        groups["hcp"] = tuple(groups.pop(f"hcp_{level}") for level in range(num_levels))
         for level in range(num_levels):
             members.pop(f"hcp_{level}", None)
     return ProcessGroupCollection(**groups, ranks=members, layout=layout)

@@ -28,6 +28,7 @@ from megatron.core.dist_checkpointing.loader import Contents, load_state
 from megatron.core.dist_checkpointing.shard_file import header_of, write_shards
 from megatron.core.dist_checkpointing.tree import map_leaves
 from megatron.core.foundation.errors import CheckpointError, MegatronError
+from megatron.core.transport import backend
 from megatron.core.transport.object_collectives import control_group, raise_on_all_ranks
 from megatron.deepspeed.engine_state import EngineState
 from megatron.deepspeed.lr_schedules import Schedule
@@ -46,7 +47,7 @@ def save(
     Raises:
         CheckpointError: on all ranks, if a value of `client_state` cannot be stored.
     """
-    peers = control_group(None)
+    peers = control_group(backend.world())
     tag = peers.broadcast(f"global_step{engine.global_steps}" if tag is None else str(tag))
     directory = Path(save_dir)
     _on_first_rank(directory, lambda: directory.mkdir(parents=True, exist_ok=True))
@@ -73,12 +74,12 @@ def _on_first_rank(path: Path, write: Callable[[], None]) -> None:
         CheckpointError: on all ranks, if the system refused.
     """
     problem: MegatronError | None = None
-    if control_group(None).rank == 0:
+    if control_group(backend.world()).rank == 0:
         try:
             write()
         except OSError as error:
             problem = describe_os_error(error, path=path, doing="writing")
-    raise_on_all_ranks(problem)
+    raise_on_all_ranks(problem, backend.world())
 
 
 def load(
@@ -91,7 +92,7 @@ def load(
     scheduler_states: bool,
 ) -> tuple[str | None, dict[str, Any] | None]:
     """Load what `save` saved: collective. See `EngineState.load_checkpoint`."""
-    peers = control_group(None)
+    peers = control_group(backend.world())
     if tag is None:
         latest = Path(load_dir) / LATEST_NAME
         tag = peers.broadcast(

@@ -20,6 +20,7 @@ from megatron.core.pipeline_parallel.layout import loss_rank
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
+from megatron.core.topology.group import SINGLE_RANK
 from megatron.core.transport import backend
 from megatron.core.utils import as_list, get_model_config, get_pg_size
 from megatron.inference.engine import not_finite
@@ -86,7 +87,9 @@ def _last_logits(
 ) -> Tensor | None:
     """Return the logits [b, v] that follow `position`, on ranks of the last stage only."""
     parts = tokens.chunk(num_parts)
-    held = sequence_shard_of_rank(tokens.shape[1] // get_pg_size(groups.cp), groups.cp)
+    held = sequence_shard_of_rank(
+        tokens.shape[1] // get_pg_size(groups.cp), cp=groups.cp, sp=SINGLE_RANK
+    )
     index = held.index_of(position)
 
     def collect(output: Tensor, **_options: bool) -> Tensor:

@@ -21,6 +21,7 @@ from megatron.core.pipeline_parallel.layout import loss_rank
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+from megatron.core.topology.group import SINGLE_RANK
 from megatron.core.transport import backend
 from megatron.core.utils import as_list, get_model_config, get_pg_rank, get_pg_size
 
@@ -113,7 +114,7 @@ def _run(
     groups: ProcessGroupCollection,
 ) -> list[Tensor]:
     """Return [2, b, s] per micro batch on the last stage, this rank's positions filled."""
-    held = sequence_shard_of_rank(width // get_pg_size(groups.cp), groups.cp)
+    held = sequence_shard_of_rank(width // get_pg_size(groups.cp), cp=groups.cp, sp=SINGLE_RANK)
     where = device.current_device()
     positions = held.positions(where)
     labels_of_next: list[Tensor] = []

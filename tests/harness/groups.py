@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.core.process_groups_config import ProcessGroupCollection, SingleRank
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.topology.group import SingleRank
 
 
 @dataclass(frozen=True)

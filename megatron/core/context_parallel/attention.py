@@ -30,7 +30,7 @@ from megatron.core.foundation.errors import ConfigError
 from megatron.core.kernels.attention_options import AttentionKernel, AttentionOptions
 from megatron.core.kernels.blockwise_attention import KVExchange, blockwise_attention
 from megatron.core.parameters.rng import SequenceShard
-from megatron.core.process_groups_config import SINGLE_RANK, AxisGroup
+from megatron.core.topology.group import SINGLE_RANK, Group
 from megatron.core.utils import get_pg_rank, get_pg_size
 
 CP_COMM_TYPES = ("p2p", "all_gather", "a2a", "a2a+p2p")
@@ -45,8 +45,8 @@ class ContextParallelGroups:
         hierarchical: the same ranks in nested groups, innermost first, for `a2a+p2p`.
     """
 
-    cp: AxisGroup = SINGLE_RANK
-    hierarchical: tuple[AxisGroup, ...] = ()
+    cp: Group = SINGLE_RANK
+    hierarchical: tuple[Group, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class _Plan:
     `exchange` None: this rank then holds all positions.
     """
 
-    heads: AxisGroup
+    heads: Group
     exchange: KVExchange | None
     rows: SequenceShard
 
@@ -65,7 +65,7 @@ def _plan(cp_comm_type: str, groups: ContextParallelGroups, num_local_rows: int)
     total = num_local_rows * get_pg_size(groups.cp)
     if get_pg_size(groups.cp) == 1 or cp_comm_type == "a2a":
         return _Plan(groups.cp, None, SequenceShard.full(total))
-    heads: AxisGroup = SINGLE_RANK
+    heads: Group = SINGLE_RANK
     ring = groups.cp
     if cp_comm_type == "a2a+p2p":
         if len(groups.hierarchical) != 2:

@@ -21,7 +21,7 @@ from torch import Tensor
 from megatron.core.context_parallel.partition import join_zigzag, split_zigzag
 from megatron.core.kernels.blockwise_attention import KVBlock
 from megatron.core.parameters.rng import SequenceShard
-from megatron.core.process_groups_config import AxisGroup
+from megatron.core.topology.group import Group
 from megatron.core.transport import collectives
 from megatron.core.transport.work import Work
 
@@ -35,7 +35,7 @@ class AllGatherExchange:
     keys and values: forward 1, backward 2 (the gradient in the dtype of the keys).
     """
 
-    group: AxisGroup
+    group: Group
     total: int
 
     def _gathered(self, local: KVBlock) -> KVBlock:
@@ -75,7 +75,7 @@ class RingExchange:
     the dtype of the keys at each step.
     """
 
-    group: AxisGroup
+    group: Group
     total: int
 
     def blocks(self, local: KVBlock) -> Iterator[tuple[KVBlock, SequenceShard]]:

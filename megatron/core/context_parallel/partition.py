@@ -18,7 +18,8 @@ from torch import Tensor
 
 from megatron.core.foundation.errors import DataError
 from megatron.core.parameters.rng import SequenceShard
-from megatron.core.process_groups_config import Group, ProcessGroupCollection
+from megatron.core.process_groups_config import resolve_group
+from megatron.core.topology.group import Group
 from megatron.core.transport import collectives
 from megatron.core.utils import get_pg_rank, get_pg_size
 
@@ -28,20 +29,23 @@ UNSHARDED_ENTRIES = frozenset({"document_starts"})
 """Batch entries that every rank keeps whole: attention compares local rows with all others."""
 
 
-def sequence_shard_of_rank(num_local_rows: int, cp: Group, sp: Group = None) -> SequenceShard:
+def sequence_shard_of_rank(num_local_rows: int, *, cp: Group, sp: Group) -> SequenceShard:
     """Return which positions of the whole sequence this rank's activations hold.
 
     Args:
         num_local_rows: rows of the local activation, s/cp, or s/cp/tp with `sp`.
-        cp: context-parallel group; None is one rank.
-        sp: tensor-parallel group, if sequence parallelism cuts the rows once more.
+        cp: context-parallel group.
+        sp: tensor-parallel group if sequence parallelism cuts the rows once more, else
+            `SINGLE_RANK`.
     """
     size, cuts = get_pg_size(cp), get_pg_size(sp)
     rows = SequenceShard.zigzag(num_local_rows * size * cuts, get_pg_rank(cp), size)
     return rows.shard(get_pg_rank(sp), cuts)
 
 
-def get_batch_on_this_cp_rank(batch: Mapping[str, Any], cp_group: Group = None) -> dict[str, Any]:
+def get_batch_on_this_cp_rank(
+    batch: Mapping[str, Any], cp_group: Group | None = None
+) -> dict[str, Any]:
     """Cut a micro batch to this rank's positions.
 
     Args:
@@ -53,7 +57,7 @@ def get_batch_on_this_cp_rank(batch: Mapping[str, Any], cp_group: Group = None) 
     Raises:
         DataError: s is not a multiple of 2 * cp. All ranks see the same length and raise.
     """
-    group = ProcessGroupCollection.current().cp if cp_group is None else cp_group
+    group = resolve_group(cp_group, "cp")
     size = get_pg_size(group)
     if size == 1:
         return dict(batch)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megatron.core.context_parallel.partition import join_zigzag, split_zigzag
 from megatron.core.foundation.errors import ConfigError
-from megatron.core.process_groups_config import AxisGroup
+from megatron.core.topology.group import Group
 from megatron.core.transport import collectives
 
 
@@ -48,7 +48,7 @@ def key_heads_for_ranks(num_heads: int, num_key_heads: int, num_ranks: int) -> l
     return [head // per_key for head in range(num_heads)]
 
 
-def heads_to_sequence(parts: Sequence[Tensor], group: AxisGroup) -> list[Tensor]:
+def heads_to_sequence(parts: Sequence[Tensor], group: Group) -> list[Tensor]:
     """Give up positions for heads: all positions of the group, a u-th of the heads.
 
     Args:
@@ -70,7 +70,7 @@ def heads_to_sequence(parts: Sequence[Tensor], group: AxisGroup) -> list[Tensor]
     ]
 
 
-def sequence_to_heads(x: Tensor, group: AxisGroup) -> Tensor:
+def sequence_to_heads(x: Tensor, group: Group) -> Tensor:
     """Undo it: [s, b, n/u, d] -> [s/u, b, u, n/u * d], heads in rank order."""
     return _SequenceToHeads.apply(x.flatten(2), group)
 
@@ -80,14 +80,14 @@ def join_heads(x: Tensor) -> Tensor:
     return x.flatten(2)
 
 
-def _to_sequence(x: Tensor, group: AxisGroup) -> Tensor:
+def _to_sequence(x: Tensor, group: Group) -> Tensor:
     """[s/u, b, u, w] -> [s, b, w]."""
     u = group.size()
     received = collectives.all_to_all(x.movedim(2, 0).contiguous(), group)
     return join_zigzag(received.view(u, *x.shape[:2], x.shape[3]))
 
 
-def _to_heads(x: Tensor, group: AxisGroup) -> Tensor:
+def _to_heads(x: Tensor, group: Group) -> Tensor:
     """[s, b, w] -> [s/u, b, u, w]."""
     received = collectives.all_to_all(split_zigzag(x, group.size()), group)
     return received.movedim(0, 2).contiguous()
@@ -95,7 +95,7 @@ def _to_heads(x: Tensor, group: AxisGroup) -> Tensor:
 
 class _HeadsToSequence(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: AxisGroup) -> Tensor:
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
         ctx.group = group
         return _to_sequence(x, group)
 
@@ -106,7 +106,7 @@ class _HeadsToSequence(torch.autograd.Function):
 
 class _SequenceToHeads(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: AxisGroup) -> Tensor:
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
         ctx.group = group
         return _to_heads(x, group)
 

@@ -75,8 +75,7 @@ def sendrecv_directories(
     own = run_collectively(
         peers, doing, lambda: FileListing() if source is None else FileListing.of(source)
     )
-    group = backend.world() if peers.group is None else peers.group
-    listings: list[FileListing] = all_gather_object(own, group)
+    listings: list[FileListing] = all_gather_object(own, peers.group)
     coming = FileListing() if target is None else listings[receive_from]
     staging = None if target is None else commit.staging_directory(target, _RUN)
 
@@ -94,7 +93,7 @@ def sendrecv_directories(
         handles: list[Handle] = []
         if index < len(incoming):
             part = received[: incoming[index][2]]
-            handles.append(backend.irecv(part, receive_from, group))
+            handles.append(backend.irecv(part, receive_from, peers.group))
         if index < len(outgoing):
             name, begin, count = outgoing[index]
             try:
@@ -103,7 +102,7 @@ def sendrecv_directories(
                     file.read_into(as_bytes(to_send[:count]), begin)
             except Exception as error:
                 problem = problem or error
-            handles.append(backend.isend(to_send[:count], send_to, group))
+            handles.append(backend.isend(to_send[:count], send_to, peers.group))
         for handle in handles:
             handle.wait()
         if index < len(incoming) and problem is None:

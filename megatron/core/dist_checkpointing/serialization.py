@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megatron.core.dist_checkpointing import commit, typed_json
@@ -22,6 +21,8 @@ from megatron.core.dist_checkpointing.saver import prepare_save
 from megatron.core.dist_checkpointing.shard_file import DTYPES
 from megatron.core.dist_checkpointing.validation import StrictHandling, parse_strict_handling
 from megatron.core.foundation.errors import CheckpointError, ConfigError
+from megatron.core.topology.group import Group
+from megatron.core.transport import backend
 from megatron.core.transport.object_collectives import ControlGroup, SingleProcess, control_group
 
 _CONTENT_METADATA = "content_metadata"
@@ -38,7 +39,7 @@ def save(
     async_strategy: str | None = None,
     verify_integrity: bool = True,
     *,
-    process_group: dist.ProcessGroup | ControlGroup | None = None,
+    process_group: Group | ControlGroup | None = None,
     info: Mapping[str, object] | None = None,
     spread_over_replicas: bool = True,
 ) -> AsyncSave | None:
@@ -70,7 +71,7 @@ def save(
     saving = prepare_save(
         sharded_state_dict,
         checkpoint_dir,
-        peers=control_group(process_group),
+        peers=_peers(process_group),
         info=metadata,
         spread_over_replicas=spread_over_replicas,
     )
@@ -88,7 +89,7 @@ def load(
     validate_access_integrity: bool = True,
     strict: str | StrictHandling = StrictHandling.ASSUME_OK_UNEXPECTED,
     verify_integrity: bool = True,
-    process_group: dist.ProcessGroup | None = None,
+    process_group: Group | None = None,
 ) -> Any:
     """Fill a sharded state dict from a checkpoint of any layout: collective.
 
@@ -116,12 +117,16 @@ def load_with_report(
     checkpoint_dir: str | os.PathLike[str] | ObjectDirectory,
     *,
     strict: StrictHandling = StrictHandling.ASSUME_OK_UNEXPECTED,
-    process_group: dist.ProcessGroup | ControlGroup | None = None,
+    process_group: Group | ControlGroup | None = None,
 ) -> Loaded:
     """Do as `load`, and also report keys that did not match and the bytes read."""
-    peers = control_group(process_group)
+    peers = _peers(process_group)
     contents = open_any(checkpoint_dir, peers=peers)
     return load_state(sharded_state_dict, contents, peers=peers, strict=strict)
+
+
+def _peers(process_group: Group | ControlGroup | None) -> ControlGroup:
+    return control_group(backend.world() if process_group is None else process_group)
 
 
 def load_common_state_dict(checkpoint_dir: str | os.PathLike[str]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from megatron.core.process_groups_config import Group
+from megatron.core.topology.group import SINGLE_RANK, Group
 from megatron.core.transport import backend
 from megatron.core.transport.comm_buffer import BucketSlot
 from megatron.core.transport.ordered_sum import piece_of
@@ -23,13 +23,13 @@ from megatron.core.transport.transport import (
     select_bucket_transport,
 )
 from megatron.core.transport.work import Steps, Work
-from megatron.core.utils import get_pg_rank, get_pg_size
+from megatron.core.utils import get_pg_size
 
 SUM_TAG = (1 << 31) - 1
 """Message tag of `sum_in_place`, different from those of buckets."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Mesh:
     """The ranks that hold copies of the same weights, as a grid of two axes.
 
@@ -37,23 +37,23 @@ class Mesh:
     both, state is sharded inside and copied across (HSDP).
     """
 
-    shard: Group = None
-    replicate: Group = None
+    shard: Group
+    replicate: Group
 
     @property
     def shard_size(self) -> int:
         """Ranks over which state is cut."""
-        return get_pg_size(self.shard)
+        return self.shard.size()
 
     @property
     def shard_rank(self) -> int:
         """Which shard this rank owns."""
-        return get_pg_rank(self.shard)
+        return self.shard.rank()
 
     @property
     def replicate_size(self) -> int:
         """Copies of each shard."""
-        return get_pg_size(self.replicate)
+        return self.replicate.size()
 
     @property
     def size(self) -> int:
@@ -63,6 +63,10 @@ class Mesh:
     def own(self, bucket: Tensor) -> Tensor:
         """Return this rank's shard [n/dp] of a bucket [n], as a view."""
         return piece_of(bucket, self.shard_rank, self.shard_size)
+
+
+UNSHARDED = Mesh(shard=SINGLE_RANK, replicate=SINGLE_RANK)
+"""One rank holds the weights."""
 
 
 class Compression(Protocol):

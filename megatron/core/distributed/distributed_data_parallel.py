@@ -37,8 +37,9 @@ from megatron.core.foundation.errors import NumericsError, refuse_given
 from megatron.core.kernels.cpu.malloc import return_freed_blocks
 from megatron.core.parameters.initialization import fill_deferred_weights
 from megatron.core.parameters.param_meta import get_param_meta
-from megatron.core.process_groups_config import Group, ProcessGroupCollection, resolve_groups
+from megatron.core.process_groups_config import ProcessGroupCollection, resolve_groups
 from megatron.core.step_context.deferred_wgrad import defer_wgrad
+from megatron.core.topology.group import SINGLE_RANK, Group
 from megatron.core.utils import get_pg_rank, get_pg_size
 
 
@@ -145,10 +146,10 @@ class DistributedDataParallel(nn.Module):
         groups = self.pg_collection
         everyone = groups.expt_dp if is_expert else groups.dp_cp
         if not self.ddp_config.use_distributed_optimizer:
-            return Mesh(replicate=everyone)
-        shard = groups.intra_expt_dp if is_expert else groups.intra_dp_cp
+            return Mesh(shard=SINGLE_RANK, replicate=everyone)
         if self.ddp_config.num_distributed_optimizer_instances == 1:
-            return Mesh(shard=everyone if shard is None else shard)
+            return Mesh(shard=everyone, replicate=SINGLE_RANK)
+        shard = groups.intra_expt_dp if is_expert else groups.intra_dp_cp
         return Mesh(shard=shard, replicate=groups.inter_dist_opt)
 
     def _policy(self, mesh: Mesh) -> ReductionPolicy:

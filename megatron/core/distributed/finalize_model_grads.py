@@ -70,7 +70,7 @@ def raise_if_nonfinite(model: Sequence[nn.Module]) -> None:
         if int(backend.all_reduce(count, backend.world())) == 0:
             return
     # The last chunk first: backward begins there.
-    raise_on_all_ranks(problems[-1] if problems else None)
+    raise_on_all_ranks(problems[-1] if problems else None, backend.world())
 
 
 def _sum_partial_gradients(model: Sequence[nn.Module], groups: ProcessGroupCollection) -> None:

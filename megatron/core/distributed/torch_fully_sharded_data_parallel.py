@@ -30,6 +30,7 @@ from megatron.core.foundation.errors import ConfigError, raise_together
 from megatron.core.parameters.initialization import fill_deferred_weights
 from megatron.core.parameters.param_meta import get_param_meta
 from megatron.core.process_groups_config import ProcessGroupCollection, resolve_groups
+from megatron.core.topology.group import SINGLE_RANK
 from megatron.core.transport.backend import averages
 from megatron.core.utils import get_pg_size
 
@@ -150,7 +151,7 @@ class TorchFullyShardedDataParallel(DistributedDataParallel):
     def mesh(self, is_expert: bool = False) -> Mesh:
         """Return the ranks over which the dense or the expert parameters are sharded."""
         groups = self.pg_collection
-        return Mesh(shard=groups.expt_dp if is_expert else groups.dp_cp)
+        return Mesh(shard=groups.expt_dp if is_expert else groups.dp_cp, replicate=SINGLE_RANK)
 
     def unbucketed_shards(self) -> list[ParameterShard]:
         """Return what this rank updates: every shard has its gradient in `.grad`."""

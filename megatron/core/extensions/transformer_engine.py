@@ -22,8 +22,13 @@ from megatron.core.foundation.optional_imports import has, require
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.parameters.initialization import initialization_is_deferred
 from megatron.core.parameters.param_meta import ParamMeta, set_param_meta
-from megatron.core.process_groups_config import Group, ProcessGroupCollection, resolve_groups
+from megatron.core.process_groups_config import (
+    ProcessGroupCollection,
+    resolve_group,
+    resolve_groups,
+)
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+from megatron.core.topology.group import Group
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_pg_size
@@ -113,12 +118,6 @@ def _refuse_norm(layer: str, config: TransformerConfig) -> None:
     _refuse(layer, {f"normalization={norm!r}": norm not in _NORMS})
 
 
-def _group(tp_group: Group, pg_collection: ProcessGroupCollection | None) -> Group:
-    if tp_group is not None:
-        return tp_group
-    return (resolve_groups(pg_collection)).tp
-
-
 class TEColumnParallelLinear(_Linear):  # type: ignore[misc,valid-type]
     """Linear layer split along its output; call and result of `ColumnParallelLinear`."""
 
@@ -134,14 +133,14 @@ class TEColumnParallelLinear(_Linear):  # type: ignore[misc,valid-type]
         skip_bias_add: bool = False,
         is_expert: bool = False,
         stride: int = 1,
-        tp_group: Group = None,
+        tp_group: Group | None = None,
         pg_collection: ProcessGroupCollection | None = None,
         tp_comm_buffer_name: str | None = None,
         **options_of_others: object,
     ) -> None:
         given = {"gather_output": gather_output, "is_expert": is_expert} | options_of_others
         _refuse(type(self).__name__, given)
-        tp = _group(tp_group, pg_collection)
+        tp = resolve_group(tp_group, "tp", pg_collection)
         options = _linear_options(config, init_method, tp, "column")
         super().__init__(input_size, output_size, bias=bias, return_bias=skip_bias_add, **options)
         self._returns_bias = skip_bias_add and bias
@@ -168,7 +167,7 @@ class TELayerNormColumnParallelLinear(_LayerNormLinear):  # type: ignore[misc,va
         skip_bias_add: bool = False,
         is_expert: bool = False,
         stride: int = 1,
-        tp_group: Group = None,
+        tp_group: Group | None = None,
         pg_collection: ProcessGroupCollection | None = None,
         tp_comm_buffer_name: str | None = None,
         **options_of_others: object,
@@ -176,7 +175,7 @@ class TELayerNormColumnParallelLinear(_LayerNormLinear):  # type: ignore[misc,va
         given = {"gather_output": gather_output, "is_expert": is_expert} | options_of_others
         _refuse(type(self).__name__, given)
         _refuse_norm(type(self).__name__, config)
-        tp = _group(tp_group, pg_collection)
+        tp = resolve_group(tp_group, "tp", pg_collection)
         super().__init__(
             input_size,
             output_size,
@@ -216,14 +215,14 @@ class TERowParallelLinear(_Linear):  # type: ignore[misc,valid-type]
         input_is_parallel: bool,
         skip_bias_add: bool,
         is_expert: bool = False,
-        tp_group: Group = None,
+        tp_group: Group | None = None,
         pg_collection: ProcessGroupCollection | None = None,
         tp_comm_buffer_name: str | None = None,
         **options_of_others: object,
     ) -> None:
         scatters = {"input_is_parallel=False": not input_is_parallel}
         _refuse(type(self).__name__, scatters | {"is_expert": is_expert} | options_of_others)
-        tp = _group(tp_group, pg_collection)
+        tp = resolve_group(tp_group, "tp", pg_collection)
         options = _linear_options(config, init_method, tp, "row")
         super().__init__(input_size, output_size, bias=bias, return_bias=skip_bias_add, **options)
         self._returns_bias = skip_bias_add and bias
@@ -272,9 +271,9 @@ class TEDotProductAttention(_DotProductAttention):  # type: ignore[misc,valid-ty
         **options_of_others: object,
     ) -> None:
         _refuse("TEDotProductAttention", options_of_others)
-        tp = _group(None, pg_collection)
+        groups = resolve_groups(pg_collection)
         dropout = config.attention_dropout if attention_dropout is None else attention_dropout
-        context = _context_parallel_options(pg_collection, cp_comm_type)
+        context = _context_parallel_options(groups, cp_comm_type)
         super().__init__(
             config.num_attention_heads,
             config.kv_channels,
@@ -284,8 +283,8 @@ class TEDotProductAttention(_DotProductAttention):  # type: ignore[misc,valid-ty
             attn_mask_type=attn_mask_type.name,
             window_size=config.window_of(layer_number),
             sequence_parallel=config.sequence_parallel,
-            tp_group=tp,
-            tp_size=get_pg_size(tp),
+            tp_group=groups.tp,
+            tp_size=groups.tp.size(),
             get_rng_state_tracker=get_cuda_rng_tracker,
             layer_number=layer_number,
             attention_type=attention_type,
@@ -322,15 +321,12 @@ class TEDotProductAttention(_DotProductAttention):  # type: ignore[misc,valid-ty
         return super().forward(query, key, value, **options)
 
 
-def _context_parallel_options(
-    pg_collection: ProcessGroupCollection | None, kind: str | None
-) -> dict[str, Any]:
+def _context_parallel_options(groups: ProcessGroupCollection, kind: str | None) -> dict[str, Any]:
     """Return how the library's attention shares a sequence between ranks; {} for one rank."""
-    groups = resolve_groups(pg_collection)
     if not isinstance(groups.cp, torch.distributed.ProcessGroup) or groups.cp.size() == 1:
         return {}
     return {
-        "cp_group": groups.hcp if kind == "a2a+p2p" else groups.cp,
+        "cp_group": list(groups.hcp) if kind == "a2a+p2p" else groups.cp,
         "cp_global_ranks": torch.distributed.get_process_group_ranks(groups.cp),
         "cp_stream": torch.get_device_module(device_type()).Stream(),
         "cp_comm_type": kind or "p2p",

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from megatron.core.distributed.communication import Mesh
+from megatron.core.distributed.communication import UNSHARDED, Mesh
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.distributed.model_parameters import names_in_model
 from megatron.core.distributed.parameter_shard import ParameterShard
@@ -26,7 +26,8 @@ from megatron.core.optimizer.param_groups import (
     optimizer_name_of,
 )
 from megatron.core.optimizer.torch_optimizers import build_torch_optimizer, chunks_state
-from megatron.core.process_groups_config import Group, ProcessGroupCollection, resolve_groups
+from megatron.core.process_groups_config import ProcessGroupCollection, resolve_groups
+from megatron.core.topology.group import SINGLE_RANK, Group
 
 
 def get_megatron_optimizer(
@@ -142,7 +143,7 @@ def _collect_shards(
     model_chunks: Sequence[nn.Module], groups: ProcessGroupCollection, *, is_chunked: bool
 ) -> tuple[list[MainParamShard], GradientReader]:
     spans, unbucketed, parameters = [], [], []
-    shard_groups: tuple[Group, Group] = (None, None)
+    shard_groups: tuple[Group, Group] = (SINGLE_RANK, SINGLE_RANK)
     param_index: dict[int, tuple[int, int]] = {}
     for number, chunk in enumerate(model_chunks):
         named = list(_named_parameters(chunk))
@@ -154,7 +155,7 @@ def _collect_shards(
             shard_groups = (chunk.mesh(False).shard, chunk.mesh(True).shard)
         else:
             unbucketed += [
-                ParameterShard(name, p, 0, p.numel(), p, None, Mesh()) for name, p in named
+                ParameterShard(name, p, 0, p.numel(), p, None, UNSHARDED) for name, p in named
             ]
     reader = GradientReader(spans, unbucketed, parameters, groups, shard_groups)
     shards = [
@@ -187,7 +188,7 @@ def _mesh(model_chunks: Sequence[nn.Module], is_expert: bool) -> Mesh:
     for chunk in model_chunks:
         if isinstance(chunk, DistributedDataParallel):
             return chunk.mesh(is_expert)
-    return Mesh()
+    return UNSHARDED
 
 
 def _is_sharded(chunk: nn.Module) -> bool:

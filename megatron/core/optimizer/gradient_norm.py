@@ -22,7 +22,8 @@ from torch import Tensor, nn
 from megatron.core.distributed.parameter_shard import ParameterShard, ShardSpan
 from megatron.core.distributed.sharding_arithmetic import BLOCK
 from megatron.core.parameters.param_meta import get_param_meta, num_elements_before_padding
-from megatron.core.process_groups_config import Group, ProcessGroupCollection
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.topology.group import Group
 from megatron.core.transport import backend
 from megatron.core.utils import get_pg_rank
 
@@ -90,7 +91,7 @@ class GradientReader:
         unbucketed: Sequence[ParameterShard],
         parameters: Sequence[nn.Parameter],
         groups: ProcessGroupCollection,
-        shard_groups: tuple[Group, Group] = (None, None),
+        shard_groups: tuple[Group, Group],
     ) -> None:
         """
         Args:

@@ -24,7 +24,8 @@ from megatron.core.optimizer.main_param_shard import MainParamShard
 from megatron.core.optimizer.muon_redistribute import MuonRedistribute
 from megatron.core.optimizer.newton_schulz import orthogonalize, update_scale
 from megatron.core.parameters.param_meta import ParamMeta, get_param_meta, shard_of, unshard
-from megatron.core.process_groups_config import Group, ProcessGroupCollection
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.topology.group import SINGLE_RANK, Group
 from megatron.core.transport.collectives import all_gather
 from megatron.core.utils import get_pg_rank, get_pg_size
 
@@ -123,18 +124,18 @@ class Muon(torch.optim.Optimizer):
         meta = get_param_meta(parameter)
         tp = self._groups.expt_tp if meta.is_expert else self._groups.tp
         if meta.split_dim is None or get_pg_size(tp) == 1:
-            return self._fused_update(direction, meta, None)
+            return self._fused_update(direction, meta, SINGLE_RANK)
         if self.settings.tp_mode != "duplicated":
             return self._fused_update(direction, meta, tp)
         parts = all_gather(direction.contiguous(), tp).chunk(get_pg_size(tp))
-        update = self._fused_update(unshard(parts, meta), meta, None)
+        update = self._fused_update(unshard(parts, meta), meta, SINGLE_RANK)
         return shard_of(update, meta, get_pg_rank(tp), get_pg_size(tp))
 
     def _fused_update(self, direction: Tensor, meta: ParamMeta, tp: Group) -> Tensor:
         """Orthogonalise each of the matrices that are stacked in one.
 
         Args:
-            tp: the ranks that hold the other parts; None for a whole matrix.
+            tp: the ranks that hold the other parts; of one rank for an unsharded matrix.
         """
         rank, size = get_pg_rank(tp), get_pg_size(tp)
         num_rows, num_columns = direction.shape
@@ -154,7 +155,8 @@ class Muon(torch.optim.Optimizer):
                 )
                 shape = (height, num_columns)
             else:
-                part = orthogonalize(part, self.settings.num_ns_steps) if part.numel() else part
+                if part.numel():
+                    part = orthogonalize(part, self.settings.num_ns_steps, group=SINGLE_RANK)
                 shape = (max(1, part.shape[0]), part.shape[1])
             scale = update_scale(*shape, self.settings.scale_mode) * self.settings.extra_scale
             update[mine] = part.mul_(scale)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.foundation.device import computes_fast_in_bf16
-from megatron.core.process_groups_config import Group
+from megatron.core.topology.group import Group
 from megatron.core.transport import backend
 from megatron.core.utils import get_pg_size
 
@@ -27,13 +27,13 @@ QUINTIC = (3.4445, -4.7750, 2.0315)
 
 
 def orthogonalize(
-    matrix: Tensor, num_steps: int = 5, *, split_dim: int | None = None, group: Group = None
+    matrix: Tensor, num_steps: int = 5, *, split_dim: int | None = None, group: Group
 ) -> Tensor:
     """Return the matrix with its singular values moved to about 1.
 
     Args:
         matrix: [m, n], fp32; or this rank's rows (split_dim 0) or columns (split_dim 1) of it.
-        group: the ranks that hold the other parts; None or size 1: the matrix is whole.
+        group: the ranks that hold the other parts; of size 1: the matrix is unsharded.
     Returns:
         of the shape of `matrix`, fp32.
     Communication:

@@ -32,7 +32,7 @@ from megatron.core.pipeline_parallel.step_handshake import (
     encode,
     lost_neighbour,
 )
-from megatron.core.process_groups_config import Group
+from megatron.core.topology.group import Group
 from megatron.core.transport import backend
 from megatron.core.transport.work import Handle, Steps, Work
 from megatron.core.utils import get_pg_rank, get_pg_size

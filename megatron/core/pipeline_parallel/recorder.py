@@ -14,7 +14,7 @@ from megatron.core.pipeline_parallel.instructions import Op, Placement, Step
 from megatron.core.pipeline_parallel.simulate import Span
 from megatron.core.pipeline_parallel.stage import PipelineStage
 from megatron.core.pipeline_parallel.trace import Trace
-from megatron.core.process_groups_config import Group
+from megatron.core.topology.group import Group
 from megatron.core.transport import backend
 from megatron.core.transport.object_collectives import all_gather_object
 

@@ -24,8 +24,13 @@ from megatron.core.pipeline_parallel.recorder import MeasuredStage, PipelineReco
 from megatron.core.pipeline_parallel.schedule import StepPlan
 from megatron.core.pipeline_parallel.stage import LossSettings, PipelineStage, Stage, StepReport
 from megatron.core.pipeline_parallel.step_plan import rank_program, validated_orders
-from megatron.core.process_groups_config import Group, ProcessGroupCollection
-from megatron.core.utils import as_list, get_model_config, get_pg_size
+from megatron.core.process_groups_config import (
+    ProcessGroupCollection,
+    resolve_group,
+    resolve_groups,
+)
+from megatron.core.topology.group import Group
+from megatron.core.utils import as_list, get_model_config
 
 
 def get_forward_backward_func(
@@ -95,7 +100,7 @@ def forward_backward(
         ConfigError, ScheduleError: the step cannot be run as asked.
         TopologyError: ranks were asked to run different steps, or a neighbour was lost.
     """
-    groups = pg_collection or fallback_pg_collection or ProcessGroupCollection.current()
+    groups = resolve_groups(pg_collection or fallback_pg_collection)
     chunks = as_list(model)
     iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
     if data_iterator is None:
@@ -201,15 +206,15 @@ def get_tensor_shapes(
     micro_batch_size: int,
     decoder_seq_length: int | None = None,
     config: Any,
-    tp_group: Group = None,
-    cp_group: Group = None,
+    tp_group: Group | None = None,
+    cp_group: Group | None = None,
 ) -> list[Shape]:
     """Return the shapes of what crosses a stage boundary: one tensor [s/cp, b, h], or [s/cp/tp,
     b, h] with sequence parallelism."""
     length = seq_length if decoder_seq_length is None else decoder_seq_length
-    length //= get_pg_size(cp_group)
+    length //= resolve_group(cp_group, "cp").size()
     if config.sequence_parallel:
-        length //= get_pg_size(tp_group)
+        length //= resolve_group(tp_group, "tp").size()
     return [(length, micro_batch_size, config.hidden_size)]
 
 

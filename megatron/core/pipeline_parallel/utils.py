@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron.core.process_groups_config import Group
+from megatron.core.topology.group import Group
 from megatron.core.utils import get_pg_rank, get_pg_size
 
 

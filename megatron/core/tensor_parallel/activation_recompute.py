@@ -20,12 +20,12 @@ from torch import Tensor
 from megatron.core.foundation.device import default_generator_state, set_default_generator_state
 from megatron.core.foundation.errors import refuse_given
 from megatron.core.parameters.rng import rng_state
-from megatron.core.process_groups_config import AxisGroup, Group
+from megatron.core.process_groups_config import resolve_group
 from megatron.core.step_context.context import current_step, within_step
-from megatron.core.tensor_parallel.mappings import tensor_parallel_group
 from megatron.core.tensor_parallel.rng_tracker import (
     get_cuda_rng_tracker,
 )
+from megatron.core.topology.group import Group
 from megatron.core.transport import collectives
 from megatron.core.utils import get_pg_size
 
@@ -39,7 +39,7 @@ def checkpoint(
     function: Callable[..., object],
     distribute_saved_activations: bool,
     *args: object,
-    tp_group: Group = None,
+    tp_group: Group | None = None,
 ) -> Any:
     """Call `function(*args)`; keep its arguments only, and call it again in backward.
 
@@ -57,7 +57,7 @@ def checkpoint(
     if not torch.is_grad_enabled():
         return function(*args)
     if distribute_saved_activations:
-        function, args = _distribute_saved_input(function, args, tensor_parallel_group(tp_group))
+        function, args = _distribute_saved_input(function, args, resolve_group(tp_group, "tp"))
     return torch.utils.checkpoint.checkpoint(
         function, *args, use_reentrant=False, context_fn=_contexts
     )
@@ -91,7 +91,7 @@ def _recompute_contexts(scope: Any, streams: dict[str, Tensor]) -> Iterator[None
 
 
 def _distribute_saved_input(
-    function: Callable[..., Any], args: tuple[Any, ...], group: AxisGroup
+    function: Callable[..., Any], args: tuple[Any, ...], group: Group
 ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """Replace the first argument by this rank's part of it."""
     size = get_pg_size(group)
@@ -112,7 +112,7 @@ class _KeepShard(torch.autograd.Function):
     """[s, b, h] -> this rank's part of the flattened tensor; backward gathers."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: AxisGroup) -> Tensor:
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
         ctx.group, ctx.shape = group, x.shape
         return _shard_of(x, group)
 
@@ -126,7 +126,7 @@ class _GatherSaved(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, shard: Tensor, known: Tensor | None, shape: torch.Size, group: AxisGroup
+        ctx: Any, shard: Tensor, known: Tensor | None, shape: torch.Size, group: Group
     ) -> Tensor:
         ctx.group = group
         full = collectives.all_gather(shard, group) if known is None else known
@@ -137,7 +137,7 @@ class _GatherSaved(torch.autograd.Function):
         return _shard_of(grad, ctx.group), None, None, None
 
 
-def _shard_of(x: Tensor, group: AxisGroup) -> Tensor:
+def _shard_of(x: Tensor, group: Group) -> Tensor:
     length = x.numel() // group.size()
     return x.reshape(-1).narrow(0, group.rank() * length, length).clone()
 

@@ -16,8 +16,7 @@ from torch import Tensor
 
 from megatron.core.foundation.optional_imports import require
 from megatron.core.kernels.vocab_softmax import local_softmax, row_blocks, scratch_block
-from megatron.core.process_groups_config import Group
-from megatron.core.tensor_parallel.mappings import tensor_parallel_group
+from megatron.core.process_groups_config import resolve_group
 from megatron.core.tensor_parallel.token_ids import check_token_ids
 from megatron.core.tensor_parallel.vocab_parallel_softmax import (
     IGNORED_LABEL,
@@ -28,6 +27,7 @@ from megatron.core.tensor_parallel.vocab_parallel_softmax import (
     softmax_statistics,
     softmax_to_gradient,
 )
+from megatron.core.topology.group import Group
 from megatron.core.utils import get_pg_size
 
 
@@ -35,7 +35,7 @@ def vocab_parallel_cross_entropy(
     vocab_parallel_logits: Tensor,
     target: Tensor,
     label_smoothing: float = 0.0,
-    tp_group: Group = None,
+    tp_group: Group | None = None,
     num_valid: int | None = None,
     overwrite_logits: bool = False,
 ) -> Tensor:
@@ -57,9 +57,7 @@ def vocab_parallel_cross_entropy(
     Raises:
         DataError: a label outside the vocabulary, on all ranks.
     """
-    shard = VocabShard.of(
-        vocab_parallel_logits.shape[-1], num_valid, tensor_parallel_group(tp_group)
-    )
+    shard = VocabShard.of(vocab_parallel_logits.shape[-1], num_valid, resolve_group(tp_group, "tp"))
     return _CrossEntropy.apply(
         vocab_parallel_logits, target, shard, float(label_smoothing), overwrite_logits
     )

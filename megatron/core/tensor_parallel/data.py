@@ -10,8 +10,8 @@ from torch import Tensor
 
 from megatron.core.foundation.device import current_device
 from megatron.core.foundation.errors import DataError
-from megatron.core.process_groups_config import Group
-from megatron.core.tensor_parallel.mappings import tensor_parallel_group
+from megatron.core.process_groups_config import resolve_group
+from megatron.core.topology.group import Group
 from megatron.core.transport import collectives
 from megatron.core.utils import get_pg_rank, get_pg_size
 
@@ -28,7 +28,7 @@ def broadcast_data(
     keys: Sequence[str],
     data: Mapping[str, Tensor] | None,
     datatype: torch.dtype,
-    tp_group: Group = None,
+    tp_group: Group | None = None,
 ) -> dict[str, Tensor]:
     """Send the tensors `keys` [...] of the group's first rank to all its ranks.
 
@@ -44,7 +44,7 @@ def broadcast_data(
     Raises:
         DataError: on every rank, if the first rank's batch lacks a key or has another dtype.
     """
-    group = tensor_parallel_group(tp_group)
+    group = resolve_group(tp_group, "tp")
     is_alone, is_source = get_pg_size(group) == 1, get_pg_rank(group) == 0
     device = current_device()
     header = torch.zeros((len(keys), MAX_DIMS + 2), dtype=torch.int64)

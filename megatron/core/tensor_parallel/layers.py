@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from megatron.core.foundation.errors import ConfigError
 from megatron.core.model_parallel_config import ModelParallelConfig
-from megatron.core.process_groups_config import Group, ProcessGroupCollection
+from megatron.core.process_groups_config import ProcessGroupCollection, resolve_group
 from megatron.core.tensor_parallel.linear_with_overlap import (
     InputMode,
     LinearCommSpec,
@@ -39,6 +39,7 @@ from megatron.core.tensor_parallel.parallel_parameters import (
     set_tensor_model_parallel_attributes,
 )
 from megatron.core.tensor_parallel.vocab_embedding import VocabParallelEmbedding
+from megatron.core.topology.group import Group
 from megatron.core.utils import divide
 
 
@@ -82,14 +83,13 @@ class ColumnParallelLinear(ParallelLinear):
         is_expert: bool = False,
         tp_comm_buffer_name: str | None = None,
         disable_grad_reduce: bool = False,
-        tp_group: Group = None,
+        tp_group: Group | None = None,
         name: str | None = None,
         output_dtype: torch.dtype | None = None,
         pg_collection: ProcessGroupCollection | None = None,
     ) -> None:
-        super().__init__(
-            config, tp_group=tp_group, pg_collection=pg_collection, is_expert=is_expert
-        )
+        tp = resolve_group(tp_group, "expt_tp" if is_expert else "tp", pg_collection)
+        super().__init__(config, tp_group=tp, is_expert=is_expert)
         if embedding_activation_buffer is not None or grad_output_buffer is not None:
             raise deferral_is_not_supported()
         self.input_size = input_size
@@ -225,13 +225,12 @@ class RowParallelLinear(ParallelLinear):
         keep_master_weight_for_test: bool = False,
         is_expert: bool = False,
         tp_comm_buffer_name: str | None = None,
-        tp_group: Group = None,
+        tp_group: Group | None = None,
         name: str | None = None,
         pg_collection: ProcessGroupCollection | None = None,
     ) -> None:
-        super().__init__(
-            config, tp_group=tp_group, pg_collection=pg_collection, is_expert=is_expert
-        )
+        tp = resolve_group(tp_group, "expt_tp" if is_expert else "tp", pg_collection)
+        super().__init__(config, tp_group=tp, is_expert=is_expert)
         self.input_size = input_size
         self.output_size = output_size
         self.input_is_parallel = input_is_parallel

@@ -22,14 +22,14 @@ from torch import Tensor, nn
 from megatron.core.foundation.device import value_on_host
 from megatron.core.kernels.vocab_softmax import arithmetic_dtype
 from megatron.core.parameters.param_meta import accumulate_main_grad, has_main_grad
-from megatron.core.process_groups_config import Group
-from megatron.core.tensor_parallel.mappings import tensor_parallel_group
+from megatron.core.process_groups_config import resolve_group
 from megatron.core.tensor_parallel.vocab_parallel_softmax import (
     Labels,
     VocabShard,
     softmax_statistics,
     softmax_to_gradient,
 )
+from megatron.core.topology.group import SINGLE_RANK, Group
 from megatron.core.transport import collectives
 from megatron.core.utils import get_pg_size
 
@@ -52,7 +52,7 @@ def linear_cross_entropy(
     target: Tensor,
     *,
     label_smoothing: float = 0.0,
-    tp_group: Group = None,
+    tp_group: Group | None = None,
     num_valid: int | None = None,
     sequence_parallel: bool = False,
     token_weights: Tensor | None = None,
@@ -84,7 +84,7 @@ def linear_cross_entropy(
         in forward (in backward if the logits are recomputed). With `sequence_parallel` an
         all-gather of the input and a reduce-scatter of its gradient.
     """
-    group = tensor_parallel_group(tp_group)
+    group = resolve_group(tp_group, "tp")
     shard = VocabShard.of(weight.shape[0], num_valid, group)
     is_scattered = sequence_parallel and get_pg_size(group) > 1
     # Autograd is always off inside forward(): ask here.
@@ -158,7 +158,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             grad_weight, factor = (None, 1.0) if common is None else (grad_weight, common)
 
         if grad_x is not None:
-            grad_x = _scale_rows(grad_x, scale, shard.group if ctx.is_scattered else None)
+            grad_x = _scale_rows(grad_x, scale, shard.group if ctx.is_scattered else SINGLE_RANK)
         forms_x = needs_hidden and grad_x is None
         forms_weight = needs_weight and grad_weight is None
         if forms_x or forms_weight:
@@ -261,8 +261,7 @@ def _sum_over_ranks(grad: Tensor, group: Group, is_scattered: bool) -> Tensor:
 
 def _scale_rows(grad: Tensor, scale: Tensor, scattered_group: Group) -> Tensor:
     """Multiply each token's gradient [s, b, h] (or own rows of it) by its scale [t], in place."""
-    if scattered_group is not None:
-        scale = scale.chunk(scattered_group.size())[scattered_group.rank()]
+    scale = scale.chunk(scattered_group.size())[scattered_group.rank()]
     rows = grad.view(-1, grad.shape[-1])
     if rows.dtype == scale.dtype:
         return rows.mul_(scale.unsqueeze(-1)).view(grad.shape)

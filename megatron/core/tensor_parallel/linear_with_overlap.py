@@ -27,9 +27,10 @@ from megatron.core.parameters.param_meta import (
     has_main_grad,
     main_grad_addmm,
 )
-from megatron.core.process_groups_config import Group
+from megatron.core.process_groups_config import resolve_group
 from megatron.core.step_context import deferred_wgrad
 from megatron.core.tensor_parallel import mappings
+from megatron.core.topology.group import Group
 from megatron.core.transport import collectives
 from megatron.core.utils import get_pg_size
 
@@ -61,8 +62,8 @@ class OutputMode(Enum):
 class LinearCommSpec:
     """Everything about one linear layer that does not change from call to call."""
 
-    group: Group = None
-    """Tensor-parallel group; None is one rank, whose modes do nothing."""
+    group: Group
+    """Tensor-parallel group; with one rank the modes do nothing."""
     input_mode: InputMode = InputMode.LOCAL
     output_mode: OutputMode = OutputMode.LOCAL
     fuses_main_grad: bool = True
@@ -235,7 +236,7 @@ def linear_with_grad_accumulation_and_async_allreduce(
     grad_output_buffer: list[Tensor] | None = None,
     wgrad_deferral_limit: int | None = 0,
     async_grad_allreduce: bool | None = None,
-    tp_group: Group = None,
+    tp_group: Group | None = None,
 ) -> Tensor:
     """Compute a column-parallel linear map; Megatron's name and arguments for `parallel_linear`.
 
@@ -266,7 +267,7 @@ def linear_with_grad_accumulation_and_async_allreduce(
         mode = InputMode.SEQUENCE_SHARD
     elif allreduce_dgrad:
         mode = InputMode.REPLICATED
-    group = mappings.tensor_parallel_group(tp_group)
+    group = resolve_group(tp_group, "tp")
     spec = LinearCommSpec(group, input_mode=mode, fuses_main_grad=gradient_accumulation_fusion)
     return parallel_linear(input, weight, bias, spec)
 

@@ -19,8 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.core.process_groups_config import AxisGroup, Group, ProcessGroupCollection
+from megatron.core.process_groups_config import resolve_group
 from megatron.core.step_context.overlap import yield_to_peer
+from megatron.core.topology.group import Group
 from megatron.core.transport import collectives
 from megatron.core.transport.work import Work
 from megatron.core.utils import divide, get_pg_size
@@ -28,28 +29,23 @@ from megatron.core.utils import divide, get_pg_size
 Sizes = Sequence[int] | None
 
 
-def tensor_parallel_group(group: Group = None) -> AxisGroup:
-    """Return `group`, or the tensor-parallel group of the current collection."""
-    return ProcessGroupCollection.current().tp if group is None else group
-
-
 # Without autograd ---------------------------------------------------------------------------
 
 
-def _own_piece(x: Tensor, dim: int, group: AxisGroup) -> Tensor:
+def _own_piece(x: Tensor, dim: int, group: Group) -> Tensor:
     """Cut this rank's equal piece out of `dim`, contiguous."""
     length = divide(x.shape[dim], group.size())
     return x.narrow(dim, group.rank() * length, length).contiguous()
 
 
-def _gather_last_dim(x: Tensor, group: AxisGroup) -> Tensor:
+def _gather_last_dim(x: Tensor, group: Group) -> Tensor:
     """Collect [..., h/tp] to [..., h]."""
     size = group.size()
     gathered = collectives.all_gather(x.contiguous().view(1, *x.shape), group)  # [tp, ..., h/tp]
     return gathered.movedim(0, -2).reshape(*x.shape[:-1], size * x.shape[-1])
 
 
-def _reduce_scatter_last_dim(x: Tensor, group: AxisGroup) -> Tensor:
+def _reduce_scatter_last_dim(x: Tensor, group: Group) -> Tensor:
     """Sum [..., h] over the group, each rank keeping its [..., h/tp]."""
     size = group.size()
     pieces = x.view(*x.shape[:-1], size, divide(x.shape[-1], size)).movedim(-2, 0)
@@ -61,7 +57,7 @@ def _reduce_scatter_last_dim(x: Tensor, group: AxisGroup) -> Tensor:
 
 class _Copy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: AxisGroup) -> Tensor:
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
         ctx.group = group
         return x.view_as(x)
 
@@ -73,7 +69,7 @@ class _Copy(torch.autograd.Function):
 
 class _Reduce(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: AxisGroup) -> Tensor:
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
         return collectives.all_reduce(x.clone(memory_format=_CONTIGUOUS), group)
 
     @staticmethod
@@ -83,7 +79,7 @@ class _Reduce(torch.autograd.Function):
 
 class _ScatterLastDim(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: AxisGroup) -> Tensor:
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
         ctx.group = group
         return _own_piece(x, x.dim() - 1, group)
 
@@ -94,7 +90,7 @@ class _ScatterLastDim(torch.autograd.Function):
 
 class _GatherLastDim(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: AxisGroup) -> Tensor:
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
         ctx.group = group
         return _gather_last_dim(x, group)
 
@@ -105,7 +101,7 @@ class _GatherLastDim(torch.autograd.Function):
 
 class _SumGatherLastDim(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: AxisGroup) -> Tensor:
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
         ctx.group = group
         return _gather_last_dim(x, group)
 
@@ -116,7 +112,7 @@ class _SumGatherLastDim(torch.autograd.Function):
 
 class _ReduceScatterLastDim(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: AxisGroup) -> Tensor:
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
         ctx.group = group
         return _reduce_scatter_last_dim(x.contiguous(), group)
 
@@ -127,7 +123,7 @@ class _ReduceScatterLastDim(torch.autograd.Function):
 
 class _ScatterSequence(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: AxisGroup) -> Tensor:
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
         ctx.group = group
         return _own_piece(x, 0, group)
 
@@ -138,9 +134,7 @@ class _ScatterSequence(torch.autograd.Function):
 
 class _GatherSequence(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, group: AxisGroup, is_grad_partial: bool, sizes: Sizes
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, group: Group, is_grad_partial: bool, sizes: Sizes) -> Tensor:
         ctx.group, ctx.is_grad_partial, ctx.sizes = group, is_grad_partial, sizes
         return collectives.all_gather(x, group, sizes)
 
@@ -156,7 +150,7 @@ class _GatherSequence(torch.autograd.Function):
 
 class _ReduceScatterSequence(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: AxisGroup, sizes: Sizes) -> Tensor:
+    def forward(ctx: Any, x: Tensor, group: Group, sizes: Sizes) -> Tensor:
         ctx.group, ctx.sizes = group, sizes
         return collectives.reduce_scatter(x, group, sizes)
 
@@ -165,7 +159,7 @@ class _ReduceScatterSequence(torch.autograd.Function):
         return collectives.all_gather(grad, ctx.group, ctx.sizes), None, None
 
 
-def _exchanged(x: Tensor, group: AxisGroup, output_sizes: Sizes, input_sizes: Sizes) -> Tensor:
+def _exchanged(x: Tensor, group: Group, output_sizes: Sizes, input_sizes: Sizes) -> Tensor:
     work = collectives.start_all_to_all(x, group, output_sizes, input_sizes)
     yield_to_peer()
     return work.wait()
@@ -174,7 +168,7 @@ def _exchanged(x: Tensor, group: AxisGroup, output_sizes: Sizes, input_sizes: Si
 class _AllToAll(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, group: AxisGroup, output_sizes: Sizes, input_sizes: Sizes
+        ctx: Any, x: Tensor, group: Group, output_sizes: Sizes, input_sizes: Sizes
     ) -> Tensor:
         ctx.group, ctx.output_sizes, ctx.input_sizes = group, output_sizes, input_sizes
         return _exchanged(x, group, output_sizes, input_sizes)
@@ -188,7 +182,7 @@ class _AllToAll(torch.autograd.Function):
 class _AsyncAllToAll:
     """One all-to-all that its rank does not wait for at once, neither forward nor backward."""
 
-    group: AxisGroup
+    group: Group
     output_sizes: Sizes
     input_sizes: Sizes
     work: Work[Tensor] | None = None
@@ -247,48 +241,48 @@ _CONTIGUOUS = torch.contiguous_format
 # Public names -------------------------------------------------------------------------------
 
 
-def copy_to_tensor_model_parallel_region(input_: Tensor, group: Group = None) -> Tensor:
+def copy_to_tensor_model_parallel_region(input_: Tensor, group: Group | None = None) -> Tensor:
     """Enter a tensor-parallel block: forward the input itself, backward all-reduce.
 
     Args:
         input_: [...], equal on all ranks.
     """
-    group = tensor_parallel_group(group)
+    group = resolve_group(group, "tp")
     return input_ if get_pg_size(group) == 1 else _Copy.apply(input_, group)
 
 
-def reduce_from_tensor_model_parallel_region(input_: Tensor, group: Group = None) -> Tensor:
+def reduce_from_tensor_model_parallel_region(input_: Tensor, group: Group | None = None) -> Tensor:
     """Leave a tensor-parallel block: all-reduce partial sums [...]; backward is the identity."""
-    group = tensor_parallel_group(group)
+    group = resolve_group(group, "tp")
     return input_ if get_pg_size(group) == 1 else _Reduce.apply(input_, group)
 
 
-def scatter_to_tensor_model_parallel_region(input_: Tensor, group: Group = None) -> Tensor:
+def scatter_to_tensor_model_parallel_region(input_: Tensor, group: Group | None = None) -> Tensor:
     """Keep this rank's part of the last dimension: [..., h] -> [..., h/tp]; backward gathers."""
-    group = tensor_parallel_group(group)
+    group = resolve_group(group, "tp")
     return input_ if get_pg_size(group) == 1 else _ScatterLastDim.apply(input_, group)
 
 
-def gather_from_tensor_model_parallel_region(input_: Tensor, group: Group = None) -> Tensor:
+def gather_from_tensor_model_parallel_region(input_: Tensor, group: Group | None = None) -> Tensor:
     """Collect the last dimension: [..., h/tp] -> [..., h]; backward keeps this rank's part.
 
     For results that all ranks then use in the same way; where each rank goes its own way, use
     `all_gather_last_dim_from_tensor_parallel_region`.
     """
-    group = tensor_parallel_group(group)
+    group = resolve_group(group, "tp")
     return input_ if get_pg_size(group) == 1 else _GatherLastDim.apply(input_, group)
 
 
-def scatter_to_sequence_parallel_region(input_: Tensor, group: Group = None) -> Tensor:
+def scatter_to_sequence_parallel_region(input_: Tensor, group: Group | None = None) -> Tensor:
     """Keep this rank's rows: [s, ...] -> [s/tp, ...]; backward gathers them."""
-    group = tensor_parallel_group(group)
+    group = resolve_group(group, "tp")
     return input_ if get_pg_size(group) == 1 else _ScatterSequence.apply(input_, group)
 
 
 def gather_from_sequence_parallel_region(
     input_: Tensor,
     tensor_parallel_output_grad: bool = True,
-    group: Group = None,
+    group: Group | None = None,
     output_split_sizes: Sizes = None,
     use_global_buffer: bool = False,
 ) -> Tensor:
@@ -301,7 +295,7 @@ def gather_from_sequence_parallel_region(
         output_split_sizes: rows of each rank, if unequal.
         use_global_buffer: accepted for compatibility; torch's allocator recycles the memory.
     """
-    group = tensor_parallel_group(group)
+    group = resolve_group(group, "tp")
     if get_pg_size(group) == 1:
         return input_
     return _GatherSequence.apply(input_, group, tensor_parallel_output_grad, output_split_sizes)
@@ -309,28 +303,30 @@ def gather_from_sequence_parallel_region(
 
 def reduce_scatter_to_sequence_parallel_region(
     input_: Tensor,
-    group: Group = None,
+    group: Group | None = None,
     input_split_sizes: Sizes = None,
     use_global_buffer: bool = False,
 ) -> Tensor:
     """Sum partial results and keep this rank's rows: [s, ...] -> [s/tp, ...]; backward gathers."""
-    group = tensor_parallel_group(group)
+    group = resolve_group(group, "tp")
     if get_pg_size(group) == 1:
         return input_
     return _ReduceScatterSequence.apply(input_, group, input_split_sizes)
 
 
-def all_gather_last_dim_from_tensor_parallel_region(input_: Tensor, group: Group = None) -> Tensor:
+def all_gather_last_dim_from_tensor_parallel_region(
+    input_: Tensor, group: Group | None = None
+) -> Tensor:
     """Collect the last dimension: [..., h/tp] -> [..., h]; backward reduce-scatters it."""
-    group = tensor_parallel_group(group)
+    group = resolve_group(group, "tp")
     return input_ if get_pg_size(group) == 1 else _SumGatherLastDim.apply(input_, group)
 
 
 def reduce_scatter_last_dim_to_tensor_parallel_region(
-    input_: Tensor, group: Group = None
+    input_: Tensor, group: Group | None = None
 ) -> Tensor:
     """Sum over ranks and keep this rank's part: [..., h] -> [..., h/tp]; backward gathers."""
-    group = tensor_parallel_group(group)
+    group = resolve_group(group, "tp")
     return input_ if get_pg_size(group) == 1 else _ReduceScatterLastDim.apply(input_, group)
 
 
@@ -351,7 +347,7 @@ def all_to_all(
         overlap_fn: called while the rows are in flight. The backward pass of what it computes runs
             while their gradients are.
     """
-    if group is None or group.size() == 1:
+    if group.size() == 1:
         if overlap_fn is not None:
             overlap_fn()
         return input_
@@ -363,9 +359,9 @@ def all_to_all(
     return _AllToAll.apply(input_, group, output_split_sizes_, input_split_sizes)
 
 
-def all_to_all_sp2hp(input_: Tensor, group: Group = None) -> Tensor:
+def all_to_all_sp2hp(input_: Tensor, group: Group | None = None) -> Tensor:
     """Trade split tokens for a split hidden dimension: [t/tp, ..., h] -> [t, h/tp]."""
-    group = tensor_parallel_group(group)
+    group = resolve_group(group, "tp")
     size = get_pg_size(group)
     if size == 1:
         return input_
@@ -374,9 +370,9 @@ def all_to_all_sp2hp(input_: Tensor, group: Group = None) -> Tensor:
     return all_to_all(group, pieces.reshape(-1, pieces.shape[-1]))
 
 
-def all_to_all_hp2sp(input_: Tensor, group: Group = None) -> Tensor:
+def all_to_all_hp2sp(input_: Tensor, group: Group | None = None) -> Tensor:
     """Trade a split hidden dimension for split tokens: [t, ..., h/tp] -> [t/tp, h]."""
-    group = tensor_parallel_group(group)
+    group = resolve_group(group, "tp")
     size = get_pg_size(group)
     if size == 1:
         return input_
@@ -398,5 +394,4 @@ __all__ = [
     "reduce_scatter_to_sequence_parallel_region",
     "scatter_to_sequence_parallel_region",
     "scatter_to_tensor_model_parallel_region",
-    "tensor_parallel_group",
 ]

@@ -18,19 +18,15 @@ from megatron.core.parameters.param_meta import (
     set_param_meta,
     shard_of,
 )
-from megatron.core.process_groups_config import (
-    Group,
-    ProcessGroupCollection,
-    resolve_groups,
-)
-from megatron.core.utils import get_pg_rank, get_pg_size
+from megatron.core.process_groups_config import resolve_group
+from megatron.core.topology.group import Group
 
 
 class ParallelLayer(nn.Module):
     """Base of layers whose parameters are split over a tensor-parallel group.
 
     Attributes:
-        tp_group: the group; never None.
+        tp_group: the group.
         is_expert: the layer belongs to a routed expert and is split over the expert grid.
     """
 
@@ -38,27 +34,23 @@ class ParallelLayer(nn.Module):
         self,
         config: ModelParallelConfig,
         *,
-        tp_group: Group = None,
-        pg_collection: ProcessGroupCollection | None = None,
+        tp_group: Group,
         is_expert: bool = False,
     ) -> None:
         super().__init__()
         self.config = config
         self.is_expert = is_expert
-        collection = resolve_groups(pg_collection)
-        if tp_group is None:
-            tp_group = collection.expt_tp if is_expert else collection.tp
         self.tp_group = tp_group
 
     @property
     def tp_rank(self) -> int:
         """Position in the tensor-parallel group."""
-        return get_pg_rank(self.tp_group)
+        return self.tp_group.rank()
 
     @property
     def tp_size(self) -> int:
         """Number of ranks that the layer is split over."""
-        return get_pg_size(self.tp_group)
+        return self.tp_group.size()
 
     @property
     def split_axis(self) -> str:
@@ -154,8 +146,8 @@ def copy_tensor_model_parallel_attributes(
     set_param_meta(destination_tensor, get_param_meta(source_tensor))
 
 
-def param_is_not_tensor_parallel_duplicate(param: Tensor, tp_group: Group = None) -> bool:
+def param_is_not_tensor_parallel_duplicate(param: Tensor, tp_group: Group | None = None) -> bool:
     """Return whether this rank is the one that counts `param` (in a norm, for example)."""
     if get_param_meta(param).split_dim is not None:
         return True
-    return get_pg_rank(ProcessGroupCollection.current().tp if tp_group is None else tp_group) == 0
+    return resolve_group(tp_group, "tp").rank() == 0

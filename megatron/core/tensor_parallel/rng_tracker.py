@@ -17,7 +17,7 @@ from megatron.core.foundation.device import (
 )
 from megatron.core.foundation.errors import ConfigError, refuse_given
 from megatron.core.parameters.rng import rng_state
-from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.process_groups_config import resolve_groups
 from megatron.core.utils import get_pg_rank
 
 _MODEL_PARALLEL = "model-parallel-rng"
@@ -170,7 +170,7 @@ def model_parallel_cuda_manual_seed(
         rule="weights are sharded over tensor parallel or by ZeRO, not along this axis",
         fix="leave these out",
     )
-    collection = ProcessGroupCollection.current()
+    collection = resolve_groups(None)
     tp_rank = get_pg_rank(collection.tp) if tp_rank is None else tp_rank
     ep_rank = get_pg_rank(collection.ep) if ep_rank is None else ep_rank
     etp_rank = get_pg_rank(collection.expt_tp) if etp_rank is None else etp_rank

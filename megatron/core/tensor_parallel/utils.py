@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from megatron.core.process_groups_config import Group
-from megatron.core.tensor_parallel.mappings import tensor_parallel_group
+from megatron.core.process_groups_config import resolve_group
+from megatron.core.topology.group import Group
 from megatron.core.transport import collectives
 from megatron.core.utils import divide, get_pg_rank, get_pg_size
 
@@ -21,22 +21,22 @@ def split_tensor_along_last_dim(
 
 
 def split_tensor_into_1d_equal_chunks(
-    tensor: Tensor, new_buffer: bool = False, tp_group: Group = None
+    tensor: Tensor, new_buffer: bool = False, tp_group: Group | None = None
 ) -> Tensor:
     """Return this rank's equal piece [n/tp] of the flattened tensor.
 
     Args:
         new_buffer: copy the piece, so that the whole tensor can be freed.
     """
-    group = tensor_parallel_group(tp_group)
+    group = resolve_group(tp_group, "tp")
     length = divide(tensor.numel(), get_pg_size(group))
     piece = tensor.reshape(-1).narrow(0, get_pg_rank(group) * length, length)
     return piece.clone() if new_buffer else piece
 
 
-def gather_split_1d_tensor(tensor: Tensor, tp_group: Group = None) -> Tensor:
+def gather_split_1d_tensor(tensor: Tensor, tp_group: Group | None = None) -> Tensor:
     """Join the pieces [n/tp] of all ranks to [n]: one all-gather."""
-    group = tensor_parallel_group(tp_group)
+    group = resolve_group(tp_group, "tp")
     return tensor if get_pg_size(group) == 1 else collectives.all_gather(tensor, group)
 
 

@@ -16,13 +16,14 @@ from torch import Tensor
 from megatron.core.kernels.registry import OTHER_DEVICES, Kernel, KernelTable, Request
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.parameters.param_meta import has_main_grad
-from megatron.core.process_groups_config import Group, ProcessGroupCollection
+from megatron.core.process_groups_config import ProcessGroupCollection, resolve_group
 from megatron.core.tensor_parallel.mappings import (
     reduce_from_tensor_model_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
 )
 from megatron.core.tensor_parallel.parallel_parameters import ParallelLayer
 from megatron.core.tensor_parallel.token_ids import check_token_ids
+from megatron.core.topology.group import Group
 from megatron.core.utils import divide
 
 
@@ -47,10 +48,10 @@ class VocabParallelEmbedding(ParallelLayer):
         init_method: Callable[[Tensor], object],
         reduce_scatter_embeddings: bool = False,
         config: ModelParallelConfig,
-        tp_group: Group = None,
+        tp_group: Group | None = None,
         pg_collection: ProcessGroupCollection | None = None,
     ) -> None:
-        super().__init__(config, tp_group=tp_group, pg_collection=pg_collection)
+        super().__init__(config, tp_group=resolve_group(tp_group, "tp", pg_collection))
         self.num_embeddings = num_embeddings
         self.embedding_dim = embedding_dim
         self.reduce_scatter_embeddings = reduce_scatter_embeddings

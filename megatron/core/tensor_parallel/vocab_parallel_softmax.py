@@ -20,8 +20,8 @@ from megatron.core.kernels.vocab_softmax import (
     row_blocks,
     scratch_block,
 )
-from megatron.core.process_groups_config import Group
 from megatron.core.tensor_parallel.token_ids import check_token_ids
+from megatron.core.topology.group import Group
 from megatron.core.transport import collectives
 from megatron.core.utils import get_pg_rank, get_pg_size
 

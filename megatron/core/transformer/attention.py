@@ -119,7 +119,6 @@ class Attention(MegatronModule):
             columns,
             config=self.config,
             tp_group=self.pg_collection.tp,
-            pg_collection=self.pg_collection,
             **options,
         )
 

@@ -74,9 +74,7 @@ class DotProductAttention(MegatronModule):
         )
         scale = softmax_scale if softmax_scale is not None else config.softmax_scale
         self.cp_comm_type = cp_comm_type or "p2p"
-        self.context_groups = ContextParallelGroups(
-            self.pg_collection.cp, tuple(self.pg_collection.hcp or ())
-        )
+        self.context_groups = ContextParallelGroups(self.pg_collection.cp, self.pg_collection.hcp)
         self.backend = asked_backend(config)
         self.softmax_offset = self._new_sink()
         assert config.kv_channels

@@ -35,6 +35,7 @@ from megatron.core.tensor_parallel.mappings import (
     reduce_from_tensor_model_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
 )
+from megatron.core.topology.group import SINGLE_RANK
 from megatron.core.utils import get_pg_rank, get_pg_size
 
 TARGETS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
@@ -152,15 +153,16 @@ class LowRankAdapter(nn.Module):
         holds_shard = self.is_column and self.sequence_parallel
         run = rng_state().scope.run
         if run is None:
-            return sequence_shard_of_rank(
-                num_rows, self.groups.cp, self.tp if holds_shard else None
-            )
+            sp = self.tp if holds_shard else SINGLE_RANK
+            return sequence_shard_of_rank(num_rows, cp=self.groups.cp, sp=sp)
         first, last, num_rows = run
         if not self.sequence_parallel:
-            return sequence_shard_of_rank(num_rows, self.groups.cp).run(first, last)
+            return sequence_shard_of_rank(num_rows, cp=self.groups.cp, sp=SINGLE_RANK).run(
+                first, last
+            )
         # Where a run is gathered it is the same run of every rank's shard.
         size = get_pg_size(self.tp)
-        full = sequence_shard_of_rank(num_rows * size, self.groups.cp)
+        full = sequence_shard_of_rank(num_rows * size, cp=self.groups.cp, sp=SINGLE_RANK)
         shards = [get_pg_rank(self.tp)] if holds_shard else range(size)
         runs = [full.shard(rank, size).run(first, last) for rank in shards]
         return SequenceShard(tuple(pair for part in runs for pair in part.ranges), full.total)

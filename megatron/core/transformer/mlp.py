@@ -15,7 +15,12 @@ from torch import Tensor
 from megatron.core.foundation.errors import refuse_given
 from megatron.core.kernels.gated_activation import Gate
 from megatron.core.kernels.gated_activation import gated as gated_activation
-from megatron.core.process_groups_config import Group, ProcessGroupCollection, resolve_groups
+from megatron.core.process_groups_config import (
+    ProcessGroupCollection,
+    resolve_group,
+    resolve_groups,
+)
+from megatron.core.topology.group import Group
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -47,14 +52,13 @@ class MLP(MegatronModule):
         is_expert: bool = False,
         input_size: int | None = None,
         ffn_hidden_size: int | None = None,
-        tp_group: Group = None,
+        tp_group: Group | None = None,
         name: str | None = None,
         pg_collection: ProcessGroupCollection | None = None,
     ) -> None:
         super().__init__(config)
         self.pg_collection = resolve_groups(pg_collection)
-        if tp_group is None:
-            tp_group = self.pg_collection.expt_tp if is_expert else self.pg_collection.tp
+        tp_group = resolve_group(tp_group, "expt_tp" if is_expert else "tp", self.pg_collection)
         self.input_size = input_size or config.hidden_size
         ffn = ffn_hidden_size or config.ffn_hidden_size
         assert ffn

@@ -26,6 +26,7 @@ from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
 )
+from megatron.core.topology.group import SINGLE_RANK
 from megatron.core.transformer.attention import Attention
 from megatron.core.transformer.rotary import cos_sin, rotate
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -122,9 +123,9 @@ class MLASelfAttention(Attention):
         query = query.view(s, b, heads, d + p)
         key, value = keys_and_values.view(s, b, heads, d + e).split([d, e], -1)
         if positions is None:
-            positions = sequence_shard_of_rank(s, self.pg_collection.cp).positions(query.device)[
-                :, None
-            ]
+            positions = sequence_shard_of_rank(
+                s, cp=self.pg_collection.cp, sp=SINGLE_RANK
+            ).positions(query.device)[:, None]
         cos, sin = self._cos_sin(positions, query)
         interleaved = config.rotary_interleaved
         rotated = rotate(query[..., d:], cos, sin, interleaved)

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from megatron.core.context_parallel import sequence_shard_of_rank, shift_left
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection, resolve_groups
+from megatron.core.topology.group import SINGLE_RANK
 from megatron.core.transformer.module import MegatronModule, in_compute_dtype
 from megatron.core.transformer.replicated_linear import ReplicatedLinear
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
@@ -69,7 +70,6 @@ class MultiTokenPredictionLayer(MegatronModule):
             config.hidden_size,
             config=config,
             init_method=config.init_method,
-            pg_collection=pg_collection,
             tp_group=pg_collection.tp,
         )
         self.transformer_layer = build_module(
@@ -139,7 +139,7 @@ class MultiTokenPredictionBlock(MegatronModule):
             per depth an all-gather of b * s token ids on `cp`, besides that of a layer.
         """
         cp = self.cp_group
-        rows = sequence_shard_of_rank(labels.shape[1], cp)
+        rows = sequence_shard_of_rank(labels.shape[1], cp=cp, sp=SINGLE_RANK)
         positions = rows.positions(labels.device)
         documents = None if packed_seq_params is None else packed_seq_params.seq_idx
         tokens, weight = labels, self.config.mtp_loss_scaling_factor / len(self.layers)

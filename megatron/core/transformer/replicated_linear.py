@@ -7,8 +7,8 @@ from collections.abc import Callable
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.core.process_groups_config import Group, ProcessGroupCollection
 from megatron.core.tensor_parallel.parallel_parameters import ParallelLayer
+from megatron.core.topology.group import Group
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 
@@ -25,10 +25,9 @@ class ReplicatedLinear(ParallelLayer):
         *,
         config: TransformerConfig,
         init_method: Callable[[Tensor], object] | None,
-        pg_collection: ProcessGroupCollection | None = None,
-        tp_group: Group = None,
+        tp_group: Group,
     ) -> None:
-        super().__init__(config, tp_group=tp_group, pg_collection=pg_collection)
+        super().__init__(config, tp_group=tp_group)
         axes = ("tp",) if config.sequence_parallel else ()
         self.weight = self.new_parameter(
             output_size, input_size, init_method=init_method, split_dim=None, partial_grad_axes=axes

@@ -21,12 +21,8 @@ from megatron.core.dist_checkpointing.parameter_shards import (
     sharded_tensor_for_parameter,
 )
 from megatron.core.parameters.param_meta import get_param_meta
-from megatron.core.process_groups_config import (
-    AxisGroup,
-    Group,
-    ProcessGroupCollection,
-    resolve_groups,
-)
+from megatron.core.process_groups_config import ProcessGroupCollection, resolve_groups
+from megatron.core.topology.group import Group
 from megatron.core.utils import get_pg_rank, get_pg_size
 
 
@@ -52,7 +48,7 @@ def sharded_state_dict_default(
     prefix: str = "",
     sharded_offsets: Sequence[RankOffset] = (),
     metadata: Mapping[str, object] | None = None,
-    tp_group: Group = None,
+    tp_group: Group | None = None,
     *,
     pg_collection: ProcessGroupCollection | None = None,
 ) -> ShardedStateDict:
@@ -104,7 +100,7 @@ def declare_tensor(
     tp = groups.expt_tp if is_expert else groups.tp
     dp = groups.expt_dp if is_expert else groups.dp_cp
     if not is_expert and metadata and "dp_cp_group" in metadata:
-        dp = cast(AxisGroup, metadata["dp_cp_group"])
+        dp = cast(Group, metadata["dp_cp_group"])
     return sharded_tensor_for_parameter(
         key,
         tensor.detach(),

@@ -17,7 +17,11 @@ from megatron.core.foundation.errors import ConfigError, refuse_given
 from megatron.core.inference.contexts.static_context import BaseInferenceContext
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel.layout import pipeline_layout
-from megatron.core.process_groups_config import ProcessGroupCollection, resolve_groups
+from megatron.core.process_groups_config import (
+    ProcessGroupCollection,
+    resolve_group,
+    resolve_groups,
+)
 from megatron.core.tensor_parallel.random import checkpoint
 from megatron.core.transformer.module import GraphableMegatronModule, in_compute_dtype
 from megatron.core.transformer.rotary import cos_sin
@@ -34,7 +38,7 @@ def get_num_layers_to_build(
 ) -> int:
     """Return the number of layers of a pipeline stage."""
     if pp_rank is None:
-        pp_rank = get_pg_rank(ProcessGroupCollection.current().pp)
+        pp_rank = resolve_group(None, "pp").rank()
     return len(pipeline_layout(config).layers(pp_rank, vp_stage))
 
 

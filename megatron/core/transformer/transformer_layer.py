@@ -22,8 +22,13 @@ from megatron.core.inference.contexts.static_context import BaseInferenceContext
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.parameters.rng import SequenceShard, rng_state
 from megatron.core.pipeline_parallel.layout import pipeline_layout
-from megatron.core.process_groups_config import ProcessGroupCollection, resolve_groups
+from megatron.core.process_groups_config import (
+    ProcessGroupCollection,
+    resolve_group,
+    resolve_groups,
+)
 from megatron.core.tensor_parallel.random import CheckpointWithoutOutput, checkpoint
+from megatron.core.topology.group import SINGLE_RANK
 from megatron.core.transformer.config.context_parallel import cp_comm_type_of_layer
 from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
 from megatron.core.transformer.module import GraphableMegatronModule, in_compute_dtype
@@ -39,7 +44,7 @@ def get_transformer_layer_offset(
 ) -> int:
     """Return the 0-based number of the first layer of a pipeline stage in the whole model."""
     if pp_rank is None:
-        pp_rank = get_pg_rank(ProcessGroupCollection.current().pp)
+        pp_rank = resolve_group(None, "pp").rank()
     return pipeline_layout(config).layers(pp_rank, vp_stage).start
 
 
@@ -227,8 +232,8 @@ class TransformerLayer(GraphableMegatronModule):
 
     def _rows(self, hidden_states: Tensor) -> SequenceShard:
         """Return which positions of the sequence the local rows are."""
-        sp = self.pg_collection.tp if self.config.sequence_parallel else None
-        return sequence_shard_of_rank(hidden_states.shape[0], self.pg_collection.cp, sp)
+        sp = self.pg_collection.tp if self.config.sequence_parallel else SINGLE_RANK
+        return sequence_shard_of_rank(hidden_states.shape[0], cp=self.pg_collection.cp, sp=sp)
 
     def _add(self, bda: Any, output_with_bias: Any, residual: Tensor) -> Tensor:
         """Return residual + dropout(output + bias)."""

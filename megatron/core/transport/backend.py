@@ -1,13 +1,11 @@
 """Collectives of a group's own backend (NCCL, gloo): numbers, small tensors, messages.
 
 For activations and weights see `collectives`, which chooses the fastest way; this module is what is
-left of torch.distributed where there is nothing to choose. A group of one rank, `None` among them,
-sends nothing. The group of all processes is `world()`.
+left of torch.distributed where there is nothing to choose. A group of one rank sends nothing.
+The group of all processes is `world()`.
 """
 
 from __future__ import annotations
-
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -15,26 +13,24 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from megatron.core.foundation import device
+from megatron.core.topology.group import SINGLE_RANK, Group, SingleRank
 from megatron.core.transport.work import Handle, Work
-from megatron.core.utils import get_pg_size
-
-if TYPE_CHECKING:
-    from megatron.core.process_groups_config import Group
 
 
 def world() -> Group:
-    """Return the group of all processes; None where torch.distributed is not initialized."""
-    return dist.group.WORLD if dist.is_available() else None
+    """Return the group of all processes; this one alone without torch.distributed."""
+    group = dist.group.WORLD if dist.is_available() else None
+    return SINGLE_RANK if group is None else group
 
 
 def has_peers(group: Group) -> bool:
     """Return whether `group` has more than one rank."""
-    return get_pg_size(group) > 1
+    return group.size() > 1
 
 
 def tensor_device(group: Group) -> torch.device:
     """Return where tensors of a collective live: NCCL takes device memory only."""
-    is_cpu = dist.get_backend(group) == dist.Backend.GLOO
+    is_cpu = isinstance(group, SingleRank) or dist.get_backend(group) == dist.Backend.GLOO
     return torch.device("cpu") if is_cpu else device.current_device()
 
 

@@ -12,17 +12,13 @@ Shapes: `t` rows of the full tensor, a slash divides by the size of the group.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from torch import Tensor
 
+from megatron.core.topology.group import Group
 from megatron.core.transport import backend, torch_transport
 from megatron.core.transport.torch_transport import Sizes
 from megatron.core.transport.transport import select_transport
 from megatron.core.transport.work import Work
-
-if TYPE_CHECKING:
-    from megatron.core.process_groups_config import Group
 
 
 def all_reduce(x: Tensor, group: Group) -> Tensor:

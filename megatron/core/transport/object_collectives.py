@@ -7,17 +7,14 @@ the next collective.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
 from megatron.core.foundation.errors import MegatronError
+from megatron.core.topology.group import Group, SingleRank
 from megatron.core.transport import backend
-
-if TYPE_CHECKING:
-    from megatron.core.process_groups_config import Group
-
 
 # Functions ----------------------------------------------------------------------------------
 
@@ -155,14 +152,14 @@ class SingleProcess:
 
 
 class TorchControlGroup:
-    """The ranks of a process group; None is all processes."""
+    """The ranks of a process group."""
 
-    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+    def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
         self.global_rank = dist.get_rank()
-        self._coordinator = 0 if group is None else dist.get_global_rank(group, 0)
+        self._coordinator = dist.get_global_rank(group, 0)
 
     def gather(self, value: object) -> list[Any] | None:
         """See `ControlGroup`."""
@@ -183,18 +180,16 @@ class TorchControlGroup:
         return box[0]
 
 
-def control_group(group: dist.ProcessGroup | ControlGroup | None) -> ControlGroup:
-    """Return the peers of a process group; None is all processes, or this one alone."""
-    if group is not None and not isinstance(group, dist.ProcessGroup):
-        return group
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size(group) == 1:
+def control_group(group: Group | ControlGroup) -> ControlGroup:
+    """Return the ranks of a process group as a `ControlGroup`; all processes: `backend.world()`."""
+    if isinstance(group, SingleRank):
         return SingleProcess()
-    return TorchControlGroup(group)
+    if isinstance(group, dist.ProcessGroup):
+        return TorchControlGroup(group) if group.size() > 1 else SingleProcess()
+    return group
 
 
-def raise_on_all_ranks(
-    problem: MegatronError | None, group: dist.ProcessGroup | ControlGroup | None = None
-) -> None:
+def raise_on_all_ranks(problem: MegatronError | None, group: Group | ControlGroup) -> None:
     """Raise on every rank of `group` if any rank brings a problem; return otherwise.
 
     All raise the same: the problem of the lowest rank that has one, with the global rank that
@@ -203,7 +198,7 @@ def raise_on_all_ranks(
 
     Args:
         problem: what this rank found, or None.
-        group: who must agree; None means all processes. A rank alone just raises its problem.
+        group: who must agree. A rank alone just raises its problem.
     Communication:
         one gather and one broadcast of a small Python object on `group`.
     """

@@ -6,18 +6,15 @@ Shapes: `t` rows of the full tensor, a slash divides by the size of the group.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron.core.topology.group import Group
 from megatron.core.transport import backend
 from megatron.core.transport.ordered_sum import is_half, ordered_sum, piece_of
 from megatron.core.transport.work import Handle, Steps, Work
-
-if TYPE_CHECKING:
-    from megatron.core.process_groups_config import Group
 
 # torch 2.13 renamed the two; the old names warn there, the new ones are absent before.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

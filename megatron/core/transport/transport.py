@@ -13,11 +13,12 @@ Sums over the ranks of CPUs are computed in rank order, but for gloo's own all-r
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron.core.topology.group import Group
 from megatron.core.transport.shm.shm_bucket_transport import BucketSlot, ShmBucketTransport
 from megatron.core.transport.shm.shm_collectives import open_shm_group
 from megatron.core.transport.shm.shm_transport import ShmTransport
@@ -27,10 +28,6 @@ from megatron.core.transport.torch_transport import (
     NativeTransport,
 )
 from megatron.core.transport.work import Work
-from megatron.core.utils import get_pg_size
-
-if TYPE_CHECKING:
-    from megatron.core.process_groups_config import Group
 
 
 class Transport(Protocol):
@@ -95,9 +92,8 @@ def select_bucket_transport(
     Communication:
         that of `SharedBuffer.peers`.
     """
-    if get_pg_size(group) == 1:
+    if group.size() == 1:
         return None
-    assert group is not None
     peers = slot.memory.peers(group) if slot is not None and has_tags(group) else None
     if slot is not None and peers is not None:
         return ShmBucketTransport(slot, peers)

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from megatron.core.topology.group import Group
 from megatron.core.transport.comm_buffer import CommBuffer
 from megatron.core.transport.shm.mapped_gather import map_gather
 from megatron.core.transport.shm.page_pool import PagePool
 from megatron.core.transport.transport import has_tags
 from megatron.core.transport.work import Work
-
-if TYPE_CHECKING:
-    from megatron.core.process_groups_config import Group
 
 
 class UnitTensor(Protocol):
@@ -51,15 +49,15 @@ class UnitMemory:
         """
         Args:
             shards: of this rank.
-            group: of the ranks that have the others; None for a single one.
+            group: of the ranks that have the others.
             units: of each, the ranges [begin, end) of `shards` that it consists of, one after
                 another; from every rank as much.
         Communication:
             at most that of `map_gather`.
         """
-        dtype, size = shards.values.dtype, 1 if group is None else group.size()
+        dtype, size = shards.values.dtype, group.size()
         self._pool, self._mapped = PagePool(device), None
-        if shards.memory is not None and (group is None or has_tags(group)):
+        if shards.memory is not None and (size == 1 or has_tags(group)):
             item = dtype.itemsize
             layouts = [[(b * item, (e - b) * item) for b, e in unit] for unit in units]
             self._mapped = map_gather(shards.memory, group, dtype, layouts)

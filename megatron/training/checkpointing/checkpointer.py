@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-import torch.distributed as dist
-
 from megatron.core.dist_checkpointing import async_save
 from megatron.core.dist_checkpointing.collective import print_once
 from megatron.core.foundation.errors import CheckpointError
+from megatron.core.topology.group import Group
+from megatron.core.transport import backend
 from megatron.core.transport.object_collectives import ControlGroup, control_group
 from megatron.training.checkpointing.hugging_face import (
     write_adapters_collectively,
@@ -36,11 +36,13 @@ class Checkpointer:
         settings: CheckpointSettings,
         context: CheckpointContext,
         *,
-        process_group: dist.ProcessGroup | ControlGroup | None = None,
+        process_group: Group | ControlGroup | None = None,
     ) -> None:
         self.settings = settings
         self.context = context
-        self.peers: ControlGroup = control_group(process_group)
+        self.peers: ControlGroup = control_group(
+            backend.world() if process_group is None else process_group
+        )
         self.non_persistent = open_non_persistent(settings, describe_layout(context), self.peers)
         self._saver = Saver(settings, context, self.peers)
 

@@ -29,6 +29,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.dist_checkpointing.peer_replication import sendrecv_directories
 from megatron.core.dist_checkpointing.verify import verify_checkpoint
 from megatron.core.foundation.errors import CheckpointError
+from megatron.core.transport import backend
 from megatron.core.transport.object_collectives import (
     ControlGroup,
     SingleProcess,
@@ -60,7 +61,7 @@ class Restorable:
 
 
 @functools.lru_cache(maxsize=1)
-def _own_group(world: dist.ProcessGroup | None) -> TorchControlGroup:
+def _own_group(world: dist.ProcessGroup) -> TorchControlGroup:
     """Return a group on the host's network whose messages never meet those of training: made once
     for all runs of the processes' group."""
     ranks = dist.get_process_group_ranks(world)
@@ -95,7 +96,9 @@ class LocalCheckpoints:
         self._group: TorchControlGroup | None = None
         if peers.size > 1:
             _check_replicas(settings, peers.size)
-            self._group = _own_group(dist.group.WORLD)
+            world = backend.world()
+            assert isinstance(world, dist.ProcessGroup), "there are peers"
+            self._group = _own_group(world)
 
     def save(self, state: ShardedStateDict, iteration: int) -> None:
         """Save what this rank holds, copy it to the neighbours, then drop older iterations.

@@ -189,7 +189,7 @@ class LinesForFirstRank(Hook):
         return state
 
     def _pass_on(self) -> None:
-        everyone = control_group(None).gather(self._lines)
+        everyone = control_group(backend.world()).gather(self._lines)
         self._lines = []
         for line in (everyone or [[]])[-1]:
             print(line, flush=True)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.core.process_groups_config import Group
+from megatron.core.topology.group import Group
 from megatron.core.transport.object_collectives import sum_across_ranks
 
 Report = Mapping[str, Any]

@@ -144,7 +144,7 @@ def _check_losses(
             fix=f"lower --lr, or resume with --iterations-to-skip {state.iteration + 1} if the"
             " samples are at fault",
         )
-    raise_on_all_ranks(problem)
+    raise_on_all_ranks(problem, backend.world())
     return True
 
 

@@ -47,7 +47,7 @@ def peak_of_attention(groups, cp_comm_type: str, length: int) -> int:
         *inputs,
         AttentionOptions(0.25, MaskSpec((-1, 0))),
         cp_comm_type=cp_comm_type,
-        groups=ContextParallelGroups(groups.cp, tuple(groups.hcp or ())),
+        groups=ContextParallelGroups(groups.cp, groups.hcp),
     )
     out.backward(torch.ones_like(out))
     return resident_bytes("VmHWM") - before

@@ -58,7 +58,7 @@ def output_and_gradients(groups, cp_comm_type, case):
         grad = shard_sequence(grad, 0, rank, size)
     for tensor in tensors.values():
         tensor.requires_grad_()
-    context = ContextParallelGroups(groups.cp, tuple(groups.hcp or ()))
+    context = ContextParallelGroups(groups.cp, groups.hcp)
     with rng_state().in_scope("test"):
         out = context_parallel_attention(
             **tensors, options=options, cp_comm_type=cp_comm_type, groups=context

@@ -77,7 +77,7 @@ def bytes_of_a_layer(groups, cp_comm_type, heads, key_heads):
             *inputs,
             AttentionOptions(1.0, MaskSpec((-1, 0))),
             cp_comm_type=cp_comm_type,
-            groups=ContextParallelGroups(groups.cp, tuple(groups.hcp or ())),
+            groups=ContextParallelGroups(groups.cp, groups.hcp),
         )
         forward = sent.total
         out.sum().backward()

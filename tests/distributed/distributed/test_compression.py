@@ -17,6 +17,7 @@ from megatron.core.distributed.compression.reduction import (
 from megatron.core.distributed.sharding_arithmetic import BLOCK
 from megatron.core.foundation.errors import ConfigError
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.topology.group import SINGLE_RANK
 from megatron.core.transport.work import Work
 from tests.distributed.distributed.replicas import accumulate, wrap
 from tests.harness.distributed import distributed
@@ -33,8 +34,11 @@ def gradient(rank: int, step: int = 0) -> torch.Tensor:
 
 
 def meshes(groups) -> dict[str, Mesh]:
-    found = {"shard": Mesh(shard=groups.dp_cp), "replicate": Mesh(replicate=groups.dp_cp)}
-    if groups.inter_dist_opt is not None and groups.inter_dist_opt.size() > 1:
+    found = {
+        "shard": Mesh(shard=groups.dp_cp, replicate=SINGLE_RANK),
+        "replicate": Mesh(shard=SINGLE_RANK, replicate=groups.dp_cp),
+    }
+    if groups.inter_dist_opt.size() > 1:
         found = {"both": Mesh(shard=groups.intra_dp_cp, replicate=groups.inter_dist_opt)}
     return found
 

@@ -10,6 +10,7 @@ from megatron.core.distributed.communication import (
     gather_parameters,
     reduce_gradients,
 )
+from megatron.core.topology.group import SINGLE_RANK
 from megatron.core.transport.ordered_sum import STRETCH
 from megatron.core.transport.shm.shared_buffer import PeerBuffers, SharedBuffer
 from megatron.core.transport.shm.shm_bucket_transport import BucketSlot
@@ -27,9 +28,9 @@ def readable(values):
 
 
 def meshes(groups):
-    yield Mesh(replicate=groups.dp_cp)
-    yield Mesh(shard=groups.dp_cp)
-    if groups.inter_dist_opt is not None:
+    yield Mesh(shard=SINGLE_RANK, replicate=groups.dp_cp)
+    yield Mesh(shard=groups.dp_cp, replicate=SINGLE_RANK)
+    if groups.inter_dist_opt.size() > 1:
         yield Mesh(shard=groups.intra_dp_cp, replicate=groups.inter_dist_opt)
 
 
@@ -67,7 +68,7 @@ def test_shards_and_copies_of_shards_reduce_to_the_same_bits_either_way(groups):
 @pytest.mark.parametrize("is_apart", [False, True])
 @distributed(world_size=3)
 def test_gathers_bring_the_same_values_either_way(groups, is_apart):
-    mesh = Mesh(shard=groups.dp_cp)
+    mesh = Mesh(shard=groups.dp_cp, replicate=SINGLE_RANK)
     shard, length = groups.dp_cp.rank(), 1280
     for turn in range(3):
         sent = torch.zeros(3 * length)

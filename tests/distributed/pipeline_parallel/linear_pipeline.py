@@ -15,6 +15,7 @@ from megatron.core.pipeline_parallel.schedule_definitions import schedule_named
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.linear_with_overlap import LinearCommSpec, parallel_linear
+from megatron.core.topology.group import SINGLE_RANK
 from megatron.core.utils import get_pg_rank, get_pg_size
 
 SEQUENCE, BATCH, HIDDEN = 6, 2, 5
@@ -60,7 +61,9 @@ class LinearStage(nn.Module):
         x = x if self.input is None else self.input
         self.input = None
         for linear in self.layers:
-            x = torch.tanh(parallel_linear(x, linear.weight, linear.bias, LinearCommSpec()))
+            x = torch.tanh(
+                parallel_linear(x, linear.weight, linear.bias, LinearCommSpec(SINGLE_RANK))
+            )
         return x
 
 

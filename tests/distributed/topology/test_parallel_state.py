@@ -7,6 +7,8 @@ import torch.distributed as dist
 from megatron.core import parallel_state as ps
 from megatron.core.foundation.errors import DataError, TopologyError
 from megatron.core.hyper_comm_grid import HyperCommGrid
+from megatron.core.topology.group import SINGLE_RANK
+from megatron.core.transport import backend
 from megatron.core.transport.object_collectives import SingleProcess, raise_on_all_ranks
 from tests.harness.distributed import distributed
 
@@ -32,9 +34,9 @@ def test_stages_know_their_neighbours_and_the_embedding_group(groups):
     assert ps.is_pipeline_first_stage() == (stage == 0)
     assert ps.is_pipeline_last_stage() == (stage == 3)
     assert ps.is_rank_in_embedding_group() == (stage in (0, 3))
-    assert (groups.embd is not None) == (stage in (0, 3))
+    assert groups.embd.size() == (2 if stage in (0, 3) else 1)
     assert ps.get_tensor_model_parallel_src_rank() == rank - rank % 2
-    if groups.embd is not None:
+    if groups.embd.size() > 1:
         assert sum_over(groups.embd) == 2 * (rank % 2) + 6
 
 
@@ -58,10 +60,10 @@ def test_a_problem_on_one_rank_is_raised_on_all(groups):
     rank = dist.get_rank()
     problems = {2: DataError("line 7 is broken.", fix="repair it"), 3: TopologyError("no peer.")}
     with pytest.raises(DataError) as caught:
-        raise_on_all_ranks(problems.get(rank))
+        raise_on_all_ranks(problems.get(rank), backend.world())
     assert str(caught.value) == "rank 2: line 7 is broken.\n  fix:   repair it"
     assert caught.value.__cause__ is problems.get(rank)
-    raise_on_all_ranks(None)
+    raise_on_all_ranks(None, backend.world())
 
 
 @distributed(world_size=4, tp=2)
@@ -120,10 +122,10 @@ def test_a_pool_goes_on_after_groups_were_made_again(groups):
 
 @distributed(world_size=4, pp=4)
 def test_stages_that_count_their_groups_differently_still_make_one_together(groups):
-    assert (groups.embd is None) == (dist.get_rank() in (1, 2))
+    assert (groups.embd is SINGLE_RANK) == (dist.get_rank() in (1, 2))
     rank = dist.get_rank()
-    for backend in (None, "gloo"):
-        grid = HyperCommGrid([2, 2], ["inner", "outer"], backend=backend)
+    for name in (None, "gloo"):
+        grid = HyperCommGrid([2, 2], ["inner", "outer"], backend=name)
         assert sum_over(grid.create_pg("inner")) == [1, 1, 5, 5][rank]
         assert sum_over(grid.create_pg("outer")) == [2, 4, 2, 4][rank]
         grid.destroy()

@@ -45,7 +45,7 @@ def test_local_rows_and_positions_are_inverse():
 
 def test_sequence_parallel_ranks_cut_the_zigzag_part():
     group = [FakeGroup(rank, 2) for rank in range(2)]
-    parts = [sequence_shard_of_rank(4, group[0], sp).positions().tolist() for sp in group]
+    parts = [sequence_shard_of_rank(4, cp=group[0], sp=sp).positions().tolist() for sp in group]
     assert parts == [[0, 1, 2, 3], [12, 13, 14, 15]]
 
 

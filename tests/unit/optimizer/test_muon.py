@@ -12,6 +12,7 @@ from megatron.core.optimizer.muon_redistribute import assign_owners
 from megatron.core.optimizer.newton_schulz import QUINTIC, orthogonalize, update_scale
 from megatron.core.parameters.param_meta import ParamMeta, set_param_meta
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.topology.group import SINGLE_RANK
 from tests.harness.tolerances import FP32_REORDERED_SUM, FP32_ROUNDED_ONCE, assert_close
 
 SINGLE = ProcessGroupCollection.single()
@@ -32,7 +33,9 @@ def test_only_singular_values_change_and_by_the_polynomial(shape, num_steps):
     u, s, v = torch.linalg.svd(matrix.double(), full_matrices=False)
     moved = polynomial(s / s.square().sum().sqrt(), num_steps)
     expected = u @ torch.diag(moved) @ v
-    assert_close(orthogonalize(matrix, num_steps), expected, FP32_REORDERED_SUM, "update")
+    assert_close(
+        orthogonalize(matrix, num_steps, group=SINGLE_RANK), expected, FP32_REORDERED_SUM, "update"
+    )
 
 
 def test_five_steps_bring_singular_values_near_one():
@@ -40,12 +43,12 @@ def test_five_steps_bring_singular_values_near_one():
     u, _, v = torch.linalg.svd(matrix)
     # Of Frobenius norm 2.2, so the smallest begins at 0.009.
     spread = u @ torch.diag(torch.logspace(-1.7, 0, 64)) @ v
-    moved = torch.linalg.svdvals(orthogonalize(spread, 5))
+    moved = torch.linalg.svdvals(orthogonalize(spread, 5, group=SINGLE_RANK))
     assert float(moved.min()) > 0.5 and float(moved.max()) < 1.25
 
 
 def test_a_zero_matrix_stays_zero():
-    assert not orthogonalize(torch.zeros(4, 6)).any()
+    assert not orthogonalize(torch.zeros(4, 6), group=SINGLE_RANK).any()
 
 
 def test_spectral_scale_gives_updates_of_unit_size():
@@ -128,7 +131,7 @@ def test_stacked_matrices_are_updated_one_by_one(nesterov):
                 seen = 0.1 * gradients[name] + 0.9 * momentum[name]
             weights[name] = weights[name] * (1 - 0.1 * 0.5)
             for number in owners.unique():
-                block = orthogonalize(seen[owners == number])
+                block = orthogonalize(seen[owners == number], group=SINGLE_RANK)
                 scale = 0.2 * max(block.shape) ** 0.5
                 weights[name][owners == number] -= 0.1 * scale * block
             ours = model.get_parameter(name).detach()

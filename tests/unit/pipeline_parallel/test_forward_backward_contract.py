@@ -30,6 +30,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.step_context.deferred_wgrad import enable_wgrad_deferral
 from megatron.core.tensor_parallel.linear_with_overlap import LinearCommSpec, parallel_linear
 from megatron.core.timers import Timers
+from megatron.core.topology.group import SINGLE_RANK
 from tests.harness.groups import FakeGroup, fake_groups
 
 WEIGHT = 3.0
@@ -400,7 +401,7 @@ def test_input_gradients_leave_weight_gradients_to_their_own_step():
     stage = Stage(
         linear,
         lambda _, model: (
-            parallel_linear(x, model.weight, model.bias, LinearCommSpec()),
+            parallel_linear(x, model.weight, model.bias, LinearCommSpec(SINGLE_RANK)),
             torch.mean,
         ),
         None,

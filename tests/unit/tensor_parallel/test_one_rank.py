@@ -8,6 +8,7 @@ import torch
 from megatron.core import tensor_parallel
 from megatron.core.foundation.errors import DataError
 from megatron.core.tensor_parallel.utils import VocabUtility
+from megatron.core.topology.group import SINGLE_RANK
 from tests.harness.groups import FakeGroup
 
 MAPPINGS = [name for name in tensor_parallel.__all__ if name.endswith("_region")]
@@ -23,7 +24,7 @@ def test_mappings_of_one_rank_return_the_input_itself(name):
 
 def test_all_to_all_of_one_rank_returns_the_input_itself():
     x = torch.randn(4, 2)
-    assert tensor_parallel.all_to_all(None, x) is x
+    assert tensor_parallel.all_to_all(SINGLE_RANK, x) is x
 
 
 def test_broadcast_on_one_rank_returns_the_batch():

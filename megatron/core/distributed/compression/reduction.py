@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron.core.distributed.communication import Mesh
 from megatron.core.distributed.compression.codecs import BFloat16Codec, BlockInt8Codec, Codec
 from megatron.core.distributed.compression.powersgd import LowRankMatrices
-from megatron.core.process_groups_config import Group
+from megatron.core.topology.group import Group
 from megatron.core.transport.ordered_sum import piece_of
 from megatron.core.transport.transport import message_transport
 from megatron.core.transport.work import Steps

@@ -17,7 +17,6 @@ from functools import partial
 from itertools import accumulate
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron.core.distributed.communication import gather_parameters
@@ -59,9 +58,8 @@ class ShardedParams:
         """Own values of each bucket; padding is zero."""
         ends = list(accumulate(lengths))
         ranges = list(zip([0, *ends], ends, strict=False))
-        group = flat.mesh.shard if flat.mesh.shard_size > 1 else None
         in_units = [[ranges[number] for number in numbers] for numbers in flat.plan.sections]
-        self._memory = UnitMemory(self._buffer, group, flat.device, in_units)
+        self._memory = UnitMemory(self._buffer, flat.mesh.shard, flat.device, in_units)
         self.units = [
             FlatParam([flat.buckets[number] for number in numbers], tensor)
             for numbers, tensor in zip(flat.plan.sections, self._memory.tensors, strict=True)
@@ -215,11 +213,10 @@ def _zeros_in_file(directory: str, numel: int, flat: FlatParams) -> CommBuffer:
     except ConfigError as error:
         problem = error
     for group in (flat.mesh.shard, flat.mesh.replicate):
-        if isinstance(group, dist.ProcessGroup):
-            try:
-                raise_on_all_ranks(problem, group)
-            except MegatronError as error:
-                problem = error  # for those on the other axis, too
+        try:
+            raise_on_all_ranks(problem, group)
+        except MegatronError as error:
+            problem = error  # for those on the other axis, too
     if problem is not None:
         raise problem
     assert buffer is not None

@@ -7,7 +7,7 @@ from typing import Any
 from megatron.core.foundation.errors import ConfigError
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.pipeline_parallel.layout import pipeline_layout
-from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.process_groups_config import resolve_group
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.backend import Backend, LocalBackend
 from megatron.core.transformer.enums import AttnMaskType
@@ -32,7 +32,6 @@ from megatron.core.transformer.transformer_layer import (
     TransformerLayer,
     TransformerLayerSubmodules,
 )
-from megatron.core.utils import get_pg_rank
 
 FUSED_NORM_KEYS = {
     "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
@@ -233,7 +232,7 @@ def get_gpt_decoder_block_spec(
     """Return the specs of the layers of one pipeline stage, and of the final norm."""
     specs = get_gpt_decoder_layer_specs(config, use_transformer_engine, normalization, qk_l2_norm)
     if pp_rank is None:
-        pp_rank = get_pg_rank(ProcessGroupCollection.current().pp)
+        pp_rank = resolve_group(None, "pp").rank()
     if use_transformer_engine:
         from megatron.core.extensions.transformer_engine import TransformerEngineBackend
 

@@ -34,10 +34,10 @@ class _Experts(MegatronModule):
         self,
         num_local_experts: int,
         config: TransformerConfig,
-        pg_collection: ProcessGroupCollection | None,
+        pg_collection: ProcessGroupCollection,
     ) -> None:
         super().__init__(config)
-        self.pg_collection = resolve_groups(pg_collection)
+        self.pg_collection = pg_collection
         self.num_local_experts = num_local_experts
         self.first_expert = get_pg_rank(self.pg_collection.ep) * num_local_experts
         self.names_in_model: dict[str, str] = {}
@@ -93,7 +93,7 @@ class SequentialMLP(_Experts):
         pg_collection: ProcessGroupCollection | None = None,
         name: str | None = None,
     ) -> None:
-        super().__init__(num_local_experts, config, pg_collection)
+        super().__init__(num_local_experts, config, resolve_groups(pg_collection))
         self.local_experts = nn.ModuleList(
             MLP(
                 config,
@@ -148,7 +148,7 @@ class GroupedMLP(_Experts):
         pg_collection: ProcessGroupCollection | None = None,
         name: str | None = None,
     ) -> None:
-        super().__init__(num_local_experts, config, pg_collection)
+        super().__init__(num_local_experts, config, resolve_groups(pg_collection))
         assert config.moe_ffn_hidden_size and config.init_method
         assert config.output_layer_init_method
         blocks = 2 if config.gated_linear_unit else 1
@@ -161,7 +161,7 @@ class GroupedMLP(_Experts):
             bias=config.add_bias_linear,
             split_dim=0,
             stride=blocks,
-            pg_collection=self.pg_collection,
+            expt_tp=self.pg_collection.expt_tp,
         )
         self.linear_fc2 = GroupedLinear(
             num_local_experts,
@@ -171,7 +171,7 @@ class GroupedMLP(_Experts):
             init_method=config.output_layer_init_method,
             bias=config.add_bias_linear,
             split_dim=1,
-            pg_collection=self.pg_collection,
+            expt_tp=self.pg_collection.expt_tp,
         )
         self._number_experts()
 

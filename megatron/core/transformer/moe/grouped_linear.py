@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from megatron.core.kernels.grouped_products import grouped_products
 from megatron.core.parameters.param_meta import add_gradient, has_main_grad, main_grad_addmm
-from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.step_context import deferred_wgrad
 from megatron.core.tensor_parallel.parallel_parameters import ParallelLayer
+from megatron.core.topology.group import Group
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import divide
 
@@ -44,9 +44,9 @@ class GroupedLinear(ParallelLayer):
         bias: bool,
         split_dim: int,
         stride: int = 1,
-        pg_collection: ProcessGroupCollection | None = None,
+        expt_tp: Group,
     ) -> None:
-        super().__init__(config, pg_collection=pg_collection, is_expert=True)
+        super().__init__(config, tp_group=expt_tp, is_expert=True)
         shape = [output_size, input_size]
         shape[split_dim] = divide(shape[split_dim], self.tp_size)
         splits_output = split_dim == 0

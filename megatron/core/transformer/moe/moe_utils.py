@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.process_groups_config import ProcessGroupCollection, resolve_groups
 from megatron.core.step_context.aux_loss import attach_aux_loss, set_aux_loss_scale
 from megatron.core.step_context.context import AuxLossScale
 
@@ -26,4 +26,4 @@ class MoEAuxLossAutoScaler:
 
 def get_default_pg_collection() -> ProcessGroupCollection:
     """Return the process groups of this rank."""
-    return ProcessGroupCollection.current()
+    return resolve_groups(None)

@@ -61,10 +61,11 @@ class TopKRouter(LoadTrackingRouter, ParallelLayer):
         pg_collection: ProcessGroupCollection | None = None,
         is_mtp_layer: bool = False,
     ) -> None:
-        super().__init__(config, pg_collection=pg_collection)
+        groups = resolve_groups(pg_collection)
+        super().__init__(config, tp_group=groups.tp)
         assert config.num_moe_experts
         self.config: TransformerConfig = config
-        self.pg_collection = resolve_groups(pg_collection)
+        self.pg_collection = groups
         self.is_mtp_layer = is_mtp_layer
         self.num_experts = config.num_moe_experts
         self.topk = config.moe_router_topk
@@ -157,7 +158,9 @@ class TopKRouter(LoadTrackingRouter, ParallelLayer):
     def _logits(self, x: Tensor) -> Tensor:
         """Return logits [s, b, e], in fp32 at least."""
         config = self.config
-        rows = sequence_shard_of_rank(x.shape[0], self.pg_collection.cp, self.pg_collection.tp)
+        rows = sequence_shard_of_rank(
+            x.shape[0], cp=self.pg_collection.cp, sp=self.pg_collection.tp
+        )
         if config.moe_input_jitter_eps and self.training:
             eps = config.moe_input_jitter_eps
             x = x * keyed_uniform(x, rows).mul_(2 * eps).add_(1.0 - eps).to(x.dtype)
@@ -199,7 +202,7 @@ class TopKRouter(LoadTrackingRouter, ParallelLayer):
         if get_pg_size(group) == 1:
             kept = apply_capacity(priorities, chosen, capacity, config.moe_token_drop_policy)
             return kept.flatten(0, 1)
-        rows = sequence_shard_of_rank(shape[0], self.pg_collection.cp, self.pg_collection.tp)
+        rows = sequence_shard_of_rank(shape[0], cp=self.pg_collection.cp, sp=self.pg_collection.tp)
         own = rows.positions(priorities.device)
         # A weight may be rounded to zero where an expert is chosen: two values in one message.
         marked = torch.where(chosen, priorities, -1.0)

@@ -44,7 +44,7 @@ class SharedExpertMLP(MLP):
                 1,
                 config=config,
                 init_method=config.init_method,
-                pg_collection=pg_collection,
+                tp_group=self.pg_collection.tp,
             ).weight
 
     def forward(self, hidden_states: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]

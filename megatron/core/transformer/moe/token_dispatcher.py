@@ -17,8 +17,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from megatron.core.process_groups_config import Group, ProcessGroupCollection, resolve_groups
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import mappings
+from megatron.core.topology.group import Group
 from megatron.core.transport import collectives
 from megatron.core.utils import get_pg_rank, get_pg_size
 
@@ -108,9 +109,8 @@ class _Dispatcher:
         self,
         num_local_experts: int,
         local_expert_indices: Sequence[int],
-        pg_collection: ProcessGroupCollection | None = None,
+        groups: ProcessGroupCollection,
     ) -> None:
-        groups = resolve_groups(pg_collection)
         self.num_local_experts = num_local_experts
         self.local_expert_indices = list(local_expert_indices)
         self.ep, self.expt_tp, self.tp_ep = groups.ep, groups.expt_tp, groups.tp_ep

@@ -28,6 +28,7 @@ from contextlib import suppress
 import torch
 import torch.distributed as dist
 
+from megatron.core.topology.group import Group
 from megatron.core.transport.shm.shared_buffer import PeerBuffers, SharedBuffer
 from megatron.core.transport.shm.shm_collectives import all_ranks_can
 from megatron.core.transport.work import Work
@@ -99,21 +100,20 @@ class MappedGather:
 
 def map_gather(
     memory: SharedBuffer,
-    group: dist.ProcessGroup | None,
+    group: Group,
     dtype: torch.dtype,
     layouts: Sequence[Sequence[tuple[int, int]]],
 ) -> MappedGather | None:
     """Join the values that the ranks of a group have at equal places; None where that cannot be.
 
     Args:
-        group: None for this rank's values alone.
         layouts: of each tensor, ranges (first byte, bytes) of whole pages: that of rank 0, then
             of rank 1, and so on; afterwards the next range.
     Communication:
         at most those of `SharedBuffer.peers` and an all-reduce of a few bytes on `group`.
     """
     peers = None
-    if group is not None:
+    if isinstance(group, dist.ProcessGroup) and group.size() > 1:
         peers = memory.peers(group)
         if peers is None:
             return None
@@ -127,7 +127,7 @@ def map_gather(
                 for file in files:
                     os.close(file)
     is_complete = len(joined) == len(layouts)
-    if not (is_complete if group is None else all_ranks_can(is_complete, group)):
+    if not (is_complete if peers is None else all_ranks_can(is_complete, group)):
         return None
     return MappedGather(memory, peers, joined)
 

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from megatron.core.topology.group import Group
 from megatron.core.transport.shm.shm_collectives import ShmGroup
 from megatron.core.transport.work import Work
-
-if TYPE_CHECKING:
-    from megatron.core.process_groups_config import Group
 
 
 class ShmTransport:

@@ -14,9 +14,14 @@ from megatron.core.foundation.errors import ConfigError, refuse_given
 from megatron.core.parameters.initialization import initialization_is_deferred
 from megatron.core.parameters.param_meta import ParamMeta, set_param_meta
 from megatron.core.parameters.rng import keyed_dropout, rng_state
-from megatron.core.process_groups_config import Group, ProcessGroupCollection, resolve_groups
+from megatron.core.process_groups_config import (
+    ProcessGroupCollection,
+    resolve_group,
+    resolve_groups,
+)
 from megatron.core.tensor_parallel.layers import VocabParallelEmbedding
 from megatron.core.tensor_parallel.mappings import scatter_to_sequence_parallel_region
+from megatron.core.topology.group import SINGLE_RANK, Group
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_pg_rank, get_pg_size
@@ -40,7 +45,7 @@ class LanguageModelEmbedding(MegatronModule):
         position_embedding_type: str = "learned_absolute",
         num_tokentypes: int = 0,
         scatter_to_sequence_parallel: bool = True,
-        tp_group: Group = None,
+        tp_group: Group | None = None,
         pg_collection: ProcessGroupCollection | None = None,
     ) -> None:
         super().__init__(config)
@@ -52,7 +57,7 @@ class LanguageModelEmbedding(MegatronModule):
             )
         self.pg_collection = resolve_groups(pg_collection)
         self.cp_group = self.pg_collection.cp
-        self.tp_group = tp_group if tp_group is not None else self.pg_collection.tp
+        self.tp_group = resolve_group(tp_group, "tp", self.pg_collection)
         self.max_sequence_length = max_sequence_length
         self.add_position_embedding = position_embedding_type == "learned_absolute"
         self.scatters = config.sequence_parallel and scatter_to_sequence_parallel
@@ -117,7 +122,7 @@ class LanguageModelEmbedding(MegatronModule):
         rule = "tokens have words and positions, no types"
         given = {"tokentype_ids": tokentype_ids}
         refuse_given("LanguageModelEmbedding", given, rule=rule, fix="leave it out")
-        rows = sequence_shard_of_rank(input_ids.shape[1], self.cp_group)
+        rows = sequence_shard_of_rank(input_ids.shape[1], cp=self.cp_group, sp=SINGLE_RANK)
         length = rows.total
         hidden = self._words(input_ids)
         if self.add_position_embedding:

@@ -18,11 +18,11 @@ from megatron.core.foundation.device import current_device
 from megatron.core.foundation.errors import ConfigError
 from megatron.core.inference.contexts.static_context import BaseInferenceContext
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.process_groups_config import Group
+from megatron.core.process_groups_config import resolve_group
+from megatron.core.topology.group import SINGLE_RANK, Group
 from megatron.core.transformer.rotary import cos_sin, rotate
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.yarn import yarn_of_config
-from megatron.core.utils import get_pg_rank, get_pg_size
 
 ORIGINAL_CONTEXT = 8192
 """Context that Llama 3 was pretrained with: band limits are relative to it."""
@@ -70,7 +70,7 @@ class RotaryEmbedding(nn.Module):
         rope_scaling: bool = False,
         rope_scaling_factor: float = 8.0,
         use_cpu_initialization: bool = False,
-        cp_group: Group = None,
+        cp_group: Group | None = None,
         yarn: TransformerConfig | None = None,
     ) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ class RotaryEmbedding(nn.Module):
                 flags=["--rotary-percent", "--kv-channels"],
                 fix="choose a percentage that gives a positive even number of channels",
             )
-        self.cp_group = cp_group
+        self.cp_group = resolve_group(cp_group, "cp")
         self.rotary_interleaved = rotary_interleaved
         self.seq_len_interpolation_factor = seq_len_interpolation_factor
         inverse = inverse_frequencies(num_channels, rotary_base)
@@ -100,7 +100,7 @@ class RotaryEmbedding(nn.Module):
         max_seq_len: int,
         offset: int = 0,
         packed_seq: bool = False,
-        cp_group: Group = None,
+        cp_group: Group | None = None,
     ) -> Tensor:
         """Return the angles of positions offset ... offset + max_seq_len - 1.
 
@@ -111,10 +111,10 @@ class RotaryEmbedding(nn.Module):
         Returns:
             [max_seq_len/cp, 1, 1, r] fp32; entry i is the angle of channel i of a head.
         """
-        group = None if packed_seq else cp_group or self.cp_group
-        wanted = (max_seq_len, offset, get_pg_rank(group), get_pg_size(group))
+        group = SINGLE_RANK if packed_seq else cp_group or self.cp_group
+        wanted = (max_seq_len, offset, group.rank(), group.size())
         if self._cached is None or self._cached[0] != wanted:
-            rows = sequence_shard_of_rank(max_seq_len // get_pg_size(group), group)
+            rows = sequence_shard_of_rank(max_seq_len // group.size(), cp=group, sp=SINGLE_RANK)
             positions = rows.positions(self.inv_freq.device) + offset
             self._cached = (wanted, self.freqs_of(positions))
         return self._cached[1]
@@ -155,7 +155,7 @@ def apply_rotary_pos_emb(
     config: TransformerConfig,
     cu_seqlens: Tensor | None = None,
     mscale: float = 1.0,
-    cp_group: Group = None,
+    cp_group: Group | None = None,
 ) -> Tensor:
     """Rotate t [s, b, n, d] by the angles `freqs` [s, 1, 1, r].
 
