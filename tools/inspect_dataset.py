@@ -256,7 +256,7 @@ def blend(args: argparse.Namespace) -> int:
             print(json.dumps(dataclasses.asdict(share)))
         return 0
     print(f"{num_samples:,} samples of {args.seq_length:,} tokens")
-    for line in lines_of(shares, most=len(shares)):
+    for line in lines_of(shares, max_lines=len(shares)):
         print(f"  {line}")
     return 0
 

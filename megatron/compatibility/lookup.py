@@ -21,8 +21,8 @@ from types import ModuleType
 from typing import Any
 
 from megatron.compatibility.deepspeed_names import DEEPSPEED_ELSEWHERE, DEEPSPEED_LACKING
-from megatron.compatibility.elsewhere import ELSEWHERE
-from megatron.compatibility.lacking import LACKING
+from megatron.compatibility.moved_names import ELSEWHERE
+from megatron.compatibility.unsupported_names import LACKING
 
 _FOUND = {**ELSEWHERE, **DEEPSPEED_ELSEWHERE}
 _NOT_HERE = {**LACKING, **DEEPSPEED_LACKING}

@@ -15,7 +15,7 @@ from megatron.core.optimizer.factory import assemble_optimizer, torch_optimizer_
 from megatron.core.optimizer.main_param_shard import MainParamShard
 from megatron.core.optimizer.muon import is_muon_matrix
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.deepspeed.named_parts import OPTIMIZERS
+from megatron.deepspeed.components import OPTIMIZERS
 from megatron.deepspeed.settings import EngineSettings, optimizer_config
 
 ELEMENTWISE = (

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from megatron.core.foundation.errors import ConfigError, MegatronError, raise_together, shown
-from megatron.deepspeed.named_parts import OPTIMIZERS, REFUSED_OPTIMIZERS, REQUIRED, SCHEDULERS
+from megatron.deepspeed.components import OPTIMIZERS, REFUSED_OPTIMIZERS, REQUIRED, SCHEDULERS
 from megatron.deepspeed.schema import AUTO, RENAMED, SCHEMA, Key, Schema
 
 _SHOWN = {
@@ -214,8 +214,8 @@ def _converted(value: Any, key: Key) -> tuple[Any, str]:
     if key.length is not None and not _are_numbers(value, key.length):
         return value, f"a list of {key.length} numbers"
     number: Any = value
-    if key.least is not None and kind in (int, float) and not number >= key.least:
-        return value, f"at least {key.least:g}"
+    if key.minimum is not None and kind in (int, float) and not number >= key.minimum:
+        return value, f"at least {key.minimum:g}"
     return value, ""
 
 

@@ -23,7 +23,7 @@ class Key:
     """What a file without the key means. Always accepted."""
     choices: tuple[Any, ...] = ()
     """All legal values, where they can be listed."""
-    least: float | None = None
+    minimum: float | None = None
     """Smallest legal number."""
     length: int | None = None
     """Numbers in a list."""
@@ -50,14 +50,14 @@ def switch(default: bool = False, **options: Any) -> Key:
     return Key(kind=(bool,), default=default, **options)
 
 
-def count(default: int | None = None, least: float = 0, **options: Any) -> Key:
-    """Return a key for a whole number of at least `least`."""
-    return Key(kind=(int,), default=default, least=least, **options)
+def count(default: int | None = None, minimum: float = 0, **options: Any) -> Key:
+    """Return a key for a whole number of at least `minimum`."""
+    return Key(kind=(int,), default=default, minimum=minimum, **options)
 
 
-def number(default: float | None = None, least: float | None = None, **options: Any) -> Key:
-    """Return a key for a number of at least `least`."""
-    return Key(kind=(float,), default=default, least=least, **options)
+def number(default: float | None = None, minimum: float | None = None, **options: Any) -> Key:
+    """Return a key for a number of at least `minimum`."""
+    return Key(kind=(float,), default=default, minimum=minimum, **options)
 
 
 def text(default: str | None = None, choices: tuple[str, ...] = (), **options: Any) -> Key:
@@ -106,7 +106,7 @@ _ZERO: Schema = {
     "stage": Key(kind=(int,), default=0, choices=(0, 1, 2, 3)),
     "overlap_comm": switch(),
     "reduce_bucket_size": count(500_000_000, 1),
-    "mics_shard_size": Key(kind=(int,), default=-1, least=-1),
+    "mics_shard_size": Key(kind=(int,), default=-1, minimum=-1),
     "zero_quantized_gradients": switch(),
     "offload_optimizer": _OFFLOAD_OPTIMIZER,
     "offload_param": _OFFLOAD_PARAM,
@@ -260,7 +260,7 @@ SCHEMA: Schema = {
     "flops_profiler": {
         "enabled": switch(),
         "profile_step": count(1, 1),
-        "module_depth": Key(kind=(int,), default=-1, least=-1),
+        "module_depth": Key(kind=(int,), default=-1, minimum=-1),
         "top_modules": count(1),
         "detailed": switch(True),
         "output_file": text(),

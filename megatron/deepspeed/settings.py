@@ -14,8 +14,8 @@ from megatron.core.distributed.distributed_data_parallel_config import SHARDING_
 from megatron.core.foundation.errors import ConfigError, MegatronError, raise_together
 from megatron.core.optimizer import OptimizerConfig
 from megatron.deepspeed.batch import ACCUMULATION, MICRO, TRAIN, BatchSizes, resolve_batch
+from megatron.deepspeed.components import OPTIMIZERS
 from megatron.deepspeed.lr_schedules import BY_NAME
-from megatron.deepspeed.named_parts import OPTIMIZERS
 from megatron.deepspeed.reading import ConfigSource, ReadSettings, collect, key_at
 
 OFFLOAD = "zero_optimization.offload_optimizer"

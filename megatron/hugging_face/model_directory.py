@@ -23,8 +23,8 @@ from megatron.hugging_face.families import Family, family_of_config
 CONFIG_NAME = "config.json"
 SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
-_MOST_JSON_BYTES = 100 << 20
-_MOST_PARTS = 1 << 16
+_MAX_JSON_BYTES = 100 << 20
+_MAX_PARTS = 1 << 16
 _COUNTS = frozenset(
     {
         "num_hidden_layers", "n_layer", "num_layers", "num_nextn_predict_layers",
@@ -76,7 +76,7 @@ def _check_counts(file: Path, fields: dict[str, Any]) -> None:
     for name, value in fields.items():
         if name not in _COUNTS:
             continue
-        if isinstance(value, int) and not 0 <= value <= _MOST_PARTS:
+        if isinstance(value, int) and not 0 <= value <= _MAX_PARTS:
             raise _damaged(file, f"{name} is {shown(value)}, and no model has so many")
 
 
@@ -122,7 +122,7 @@ def tensors_of_file(path: Path) -> dict[str, StoredView]:
         size = path.stat().st_size
         with path.open("rb") as file:
             (length,) = struct.unpack("<Q", file.read(8))
-            if length > min(size - 8, _MOST_JSON_BYTES):
+            if length > min(size - 8, _MAX_JSON_BYTES):
                 raise _damaged(path, f"its header would have {length} bytes")
             header = json.loads(file.read(length))
     except OSError as error:
@@ -167,7 +167,7 @@ def read_json(path: Path) -> dict[str, Any]:
         CheckpointError: it is no JSON object, or too large to be one that belongs here.
     """
     try:
-        if path.stat().st_size > _MOST_JSON_BYTES:
+        if path.stat().st_size > _MAX_JSON_BYTES:
             raise _damaged(path, "it is too large to be what its name says")
         value = json.loads(path.read_bytes())
     except OSError as error:

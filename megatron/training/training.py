@@ -23,10 +23,10 @@ from megatron.training.run.loop import train
 from megatron.training.run.state import StopReason
 from megatron.training.setup.assemble import assemble, load_state
 from megatron.training.setup.data import build_data
+from megatron.training.setup.data_order_check import with_data_order
 from megatron.training.setup.distributed import shut_down
 from megatron.training.setup.initialize import Session, start_session
 from megatron.training.setup.model import get_model
-from megatron.training.setup.same_data import with_data_order
 from megatron.training.setup.third_party import (
     build_train_valid_test_data_iterators,
     get_train_valid_test_num_samples,

@@ -11,7 +11,7 @@ import numpy as np
 
 from megatron.core.datasets.blended_dataset import BlendedDataset
 
-_MOST_LINES = 20
+_MAX_LINES = 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,17 +54,17 @@ def _share(member: Any, asked: float, taken: int, size: int) -> Share:
     )
 
 
-def lines_of(shares: Sequence[Share], *, most: int = _MOST_LINES) -> Iterator[str]:
-    """Yield a table: a heading, and a line for each corpus up to `most`."""
-    width = max([6, *(len(os.path.basename(share.path)) for share in shares[:most])])
+def lines_of(shares: Sequence[Share], *, max_lines: int = _MAX_LINES) -> Iterator[str]:
+    """Yield a table: a heading, and a line for each corpus up to `max_lines`."""
+    width = max([6, *(len(os.path.basename(share.path)) for share in shares[:max_lines])])
     yield f"{'corpus':<{width}} {'samples':>14} {'share':>9} {'asked':>9} {'epochs':>9}"
-    for share in shares[:most]:
+    for share in shares[:max_lines]:
         epochs = "-" if share.num_epochs is None else f"{share.num_epochs:.3f}"
         yield (
             f"{os.path.basename(share.path):<{width}} {share.num_samples:>14,} "
             f"{share.realised:>9.4%} {share.asked:>9.4%} {epochs:>9}"
         )
-    if len(shares) > most:
+    if len(shares) > max_lines:
         known = [share.num_epochs for share in shares if share.num_epochs is not None]
         spread = f", {min(known):.3f} to {max(known):.3f} epochs" if known else ""
         off = float(np.max([abs(share.realised - share.asked) for share in shares]))

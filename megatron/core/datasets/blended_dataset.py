@@ -25,7 +25,7 @@ from megatron.core.foundation.errors import ConfigError, DataError
 
 logger = logging.getLogger(__name__)
 
-_MOST_DATASETS = 32767
+_MAX_DATASETS = 32767
 _WORTH_KEEPING = 500_000
 """Samples times datasets below which walking a blend (2 ms) costs less than a file."""
 
@@ -52,10 +52,10 @@ class BlendedDataset(Described, Dataset[dict[str, Any]]):
         size: int | None,
         config: BlendedMegatronDatasetConfig,
     ) -> None:
-        if not 0 < len(datasets) < _MOST_DATASETS or len(datasets) != len(weights):
+        if not 0 < len(datasets) < _MAX_DATASETS or len(datasets) != len(weights):
             raise ConfigError(
                 f"a blend of {len(datasets)} datasets with {len(weights)} weights.",
-                rule=f"one weight for each of 1 to {_MOST_DATASETS - 1} datasets",
+                rule=f"one weight for each of 1 to {_MAX_DATASETS - 1} datasets",
                 flags=["--data-path"],
                 fix="merge small corpora with tools/merge_datasets.py",
             )

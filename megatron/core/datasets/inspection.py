@@ -84,7 +84,7 @@ def blocks(corpus: IndexedDataset) -> Iterator[tuple[int, np.ndarray]]:
         yield first, corpus.read_tokens(first, min(_BLOCK_TOKENS, total - first))
 
 
-def tokens_outside(corpus: IndexedDataset, vocab_size: int, most: int = 10) -> list[BadToken]:
+def tokens_outside(corpus: IndexedDataset, vocab_size: int, max_found: int = 10) -> list[BadToken]:
     """Return the first tokens below 0 or not below `vocab_size`; reads every token."""
     found: list[BadToken] = []
     ends = np.cumsum(document_lengths(corpus))
@@ -96,7 +96,7 @@ def tokens_outside(corpus: IndexedDataset, vocab_size: int, most: int = 10) -> l
             document = int(np.searchsorted(ends, first + at, side="right"))
             begin = int(ends[document - 1]) if document else 0
             found.append(BadToken(document, first + at - begin, int(tokens[at])))
-            if len(found) == most:
+            if len(found) == max_found:
                 return found
     return found
 

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 
 _SETTLED_AFTER_NS = 2_000_000_000
 """Clocks of file systems are coarse: what changed a moment ago may change again unnoticed."""
-_MOST_BYTES = 1 << 16
+_MAX_BYTES = 1 << 16
 
 
 def check_once(path: str, check: Callable[[], None]) -> bool:
@@ -75,7 +75,7 @@ def _recorded(folder: str, name: str) -> bytes:
         with _opened(folder) as folder_fd:
             flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
             with open(os.open(name, flags, dir_fd=folder_fd), "rb") as file:
-                return file.read(_MOST_BYTES)
+                return file.read(_MAX_BYTES)
     except OSError:
         return b""
 

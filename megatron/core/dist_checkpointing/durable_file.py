@@ -19,7 +19,7 @@ from pathlib import Path
 
 from megatron.core.dist_checkpointing.durable import start_writeback, write_at
 from megatron.core.dist_checkpointing.shard_file import BLOCK_BYTES, HASH_NAME
-from megatron.core.dist_checkpointing.work_threads import WorkThreads, threads_per_rank
+from megatron.core.dist_checkpointing.thread_pool import ThreadPool, threads_per_rank
 
 WINDOW_BYTES = 1 << 20
 """What is hashed and then copied at once; the cache of a core holds it."""
@@ -54,7 +54,7 @@ class DurableFile:
     def __enter__(self) -> DurableFile:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         self._descriptor = os.open(self._path, flags, 0o644)
-        self._threads = WorkThreads(self._num_threads)
+        self._threads = ThreadPool(self._num_threads)
         return self
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:

@@ -31,7 +31,7 @@ from megatron.core.dist_checkpointing.durable import (
     free_bytes,
 )
 from megatron.core.dist_checkpointing.object_store import StoragePath
-from megatron.core.dist_checkpointing.work_threads import WorkThreads
+from megatron.core.dist_checkpointing.thread_pool import ThreadPool
 from megatron.core.foundation.errors import CheckpointError
 
 BLOCK_BYTES = 4 << 20
@@ -216,7 +216,7 @@ class StreamSink:
         self._write = write
         # One block in work and one in waiting keep a helper busy.
         self._helped: list[Future[str] | None] = [None] * (2 * (num_threads - 1))
-        self._threads = WorkThreads(num_threads - 1)
+        self._threads = ThreadPool(num_threads - 1)
 
     def __enter__(self) -> StreamSink:
         return self
@@ -266,7 +266,7 @@ def read_block(
 
 
 def start_reading(
-    threads: WorkThreads,
+    threads: ThreadPool,
     file: OpenFile,
     into: memoryview,
     position: int,

@@ -25,7 +25,7 @@ from megatron.core.dist_checkpointing.shard_file import (
     hash_of,
     start_reading,
 )
-from megatron.core.dist_checkpointing.work_threads import WorkThreads, threads_per_rank
+from megatron.core.dist_checkpointing.thread_pool import ThreadPool, threads_per_rank
 from megatron.core.foundation.device import is_host_memory
 
 SLAB_BYTES = 16 * BLOCK_BYTES
@@ -48,7 +48,7 @@ class ShardReader:
         self._scratch = torch.empty(0, dtype=torch.uint8)
 
     def __enter__(self) -> ShardReader:
-        self._threads = WorkThreads(threads_per_rank())
+        self._threads = ThreadPool(threads_per_rank())
         self._stack.enter_context(self._threads)
         return self
 

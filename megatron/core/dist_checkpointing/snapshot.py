@@ -8,7 +8,7 @@ from concurrent.futures import Future
 import torch
 from torch import Tensor
 
-from megatron.core.dist_checkpointing.work_threads import WorkThreads, threads_per_rank
+from megatron.core.dist_checkpointing.thread_pool import ThreadPool, threads_per_rank
 from megatron.core.foundation import device
 
 _CHUNK_BYTES = 16 << 20
@@ -42,7 +42,7 @@ class SnapshotBuffer:
             on_device = not device.is_host_memory(device.current_device())
             self._memory = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=on_device)
         copies, position = [], 0
-        with WorkThreads(threads_per_rank()) as threads:
+        with ThreadPool(threads_per_rank()) as threads:
             started: list[Future] = []
             for tensor, size in zip(tensors, sizes, strict=True):
                 tensor = tensor.detach()

@@ -26,7 +26,7 @@ from megatron.core.dist_checkpointing.manifest import (
 )
 from megatron.core.dist_checkpointing.object_store import ObjectDirectory, StoragePath, storage_path
 from megatron.core.dist_checkpointing.shard_file import BLOCK_BYTES, hash_of, read_block
-from megatron.core.dist_checkpointing.work_threads import WorkThreads, threads_per_rank
+from megatron.core.dist_checkpointing.thread_pool import ThreadPool, threads_per_rank
 from megatron.core.foundation.errors import CheckpointError
 
 
@@ -84,7 +84,7 @@ def verify_shard_file(directory: StoragePath, manifest: Manifest, name: str) -> 
     """
     listed, path = manifest.files[name], directory / name
     num_threads = threads_per_rank()
-    with open_file(directory, name) as file, WorkThreads(num_threads) as threads:
+    with open_file(directory, name) as file, ThreadPool(num_threads) as threads:
         file.forget_cached()
         header = bytearray(listed.header_size or 0)
         file.read_into(memoryview(header), 0)

@@ -36,7 +36,7 @@ from megatron.core.dist_checkpointing.shard_file import (
     space_problem,
     write_shards,
 )
-from megatron.core.dist_checkpointing.work_threads import threads_per_rank
+from megatron.core.dist_checkpointing.thread_pool import threads_per_rank
 
 
 class CheckpointWriter(ABC):

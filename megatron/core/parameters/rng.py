@@ -108,9 +108,9 @@ class SequenceShard:
                 break
         return SequenceShard(tuple(kept), self.total)
 
-    def blocks(self, most: int) -> list[tuple[int, int, int, int]]:
+    def blocks(self, max_blocks: int) -> list[tuple[int, int, int, int]]:
         """Cut into fixed blocks: (block index, rows per block, first row in block, rows used)."""
-        count = min(self.total & -self.total, most)
+        count = min(self.total & -self.total, max_blocks)
         rows = self.total // count
         cut = []
         for begin, end in self.ranges:
@@ -297,12 +297,12 @@ class AttentionKeepMask:
         state = rng_state()
         return AttentionKeepMask(state.next_key(), state.first_sample, keep_probability, num_keys)
 
-    def most_blocks(self, num_queries: int) -> int:
+    def max_blocks(self, num_queries: int) -> int:
         """Return the most blocks that the query rows of a sequence are cut into."""
-        most = MAX_ATTENTION_ROW_BLOCKS
-        while num_queries * self.num_keys > most * MAX_ATTENTION_BLOCK_ELEMENTS:
-            most *= 2
-        return most
+        max_blocks = MAX_ATTENTION_ROW_BLOCKS
+        while num_queries * self.num_keys > max_blocks * MAX_ATTENTION_BLOCK_ELEMENTS:
+            max_blocks *= 2
+        return max_blocks
 
     def draw(
         self, sample: int, head: int, rows: SequenceShard, dtype: torch.dtype, device: torch.device
@@ -313,7 +313,7 @@ class AttentionKeepMask:
             sample: index in the micro batch; head: index in the whole model.
         """
         pieces = []
-        for index, block_rows, first, used in rows.blocks(self.most_blocks(rows.total)):
+        for index, block_rows, first, used in rows.blocks(self.max_blocks(rows.total)):
             generator = seeded_generator(device, *self.key, self.first_sample + sample, head, index)
             block = torch.empty((block_rows, self.num_keys), dtype=dtype, device=device)
             block.bernoulli_(self.keep_probability, generator=generator)

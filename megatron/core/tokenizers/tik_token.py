@@ -53,7 +53,7 @@ _KNOWN_RANK_FILES = {
 """File stem -> pattern, id of <|endoftext|> (some sets leave a hole before it)."""
 
 
-_MOST_RESERVED = 1 << 16
+_MAX_RESERVED = 1 << 16
 
 
 class TikTokenizer(TextTokenizer):
@@ -122,10 +122,10 @@ class TikTokenizer(TextTokenizer):
         reserved = num_special_tokens or settings.get(
             "default_num_special_tokens", DEFAULT_NUM_SPECIAL_TOKENS
         )
-        if type(reserved) is not int or not 0 <= reserved <= _MOST_RESERVED:
+        if type(reserved) is not int or not 0 <= reserved <= _MAX_RESERVED:
             raise DataError(
                 f"{path} reserves {shown(reserved)} ids for special tokens.",
-                rule=f"at most {_MOST_RESERVED}",
+                rule=f"at most {_MAX_RESERVED}",
                 flags=["--tiktoken-num-special-tokens"],
             )
         size = vocab_size or settings.get("default_vocab_size", DEFAULT_VOCAB_SIZE)

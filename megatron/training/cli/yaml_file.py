@@ -57,16 +57,16 @@ def _check_size(document: Any) -> None:
     while todo:
         value, depth = todo.pop()
         num_values += 1
-        if num_values > _MOST_VALUES or depth > _MOST_LEVELS:
-            raise ValueError(f"more than {_MOST_VALUES} values, or {_MOST_LEVELS} levels")
+        if num_values > _MAX_VALUES or depth > _MAX_LEVELS:
+            raise ValueError(f"more than {_MAX_VALUES} values, or {_MAX_LEVELS} levels")
         if isinstance(value, Mapping):
             todo += [(inner, depth + 1) for inner in value.values()]
         elif isinstance(value, list):
             todo += [(inner, depth + 1) for inner in value]
 
 
-_MOST_VALUES = 100_000
-_MOST_LEVELS = 20
+_MAX_VALUES = 100_000
+_MAX_LEVELS = 20
 
 
 def _collect(

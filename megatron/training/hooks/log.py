@@ -20,7 +20,7 @@ from megatron.training.metrics.flops import FlopConvention, training_flops_per_t
 from megatron.training.metrics.log_line import TrainingLine, training_line
 from megatron.training.metrics.memory import gibibytes
 from megatron.training.metrics.params_norm import params_norm
-from megatron.training.metrics.peak import peak_flops
+from megatron.training.metrics.peak_flops import peak_flops
 from megatron.training.run.context import TrainingContext
 from megatron.training.run.state import StepResult, StopReason, TrainState
 

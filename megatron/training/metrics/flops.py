@@ -45,10 +45,10 @@ def forward_flops_per_token(size: ModelSize, convention: FlopConvention) -> floa
     keys = size.windowed_share * windowed + (1 - size.windowed_share) * full
     attention = 2 * keys * size.score_width  # queries with keys, weights with values
     matrices = _layer_matrices(size.num_layers, size.num_expert_layers, size)
-    matrices += _layer_matrices(size.num_later_tokens, size.num_later_expert_layers, size)
-    matrices += size.num_later_tokens * 2 * size.hidden_size**2  # that join two inputs
-    matrices += (1 + size.num_later_tokens) * size.head_matrix
-    return 2 * matrices + (size.num_layers + size.num_later_tokens) * attention
+    matrices += _layer_matrices(size.mtp_num_layers, size.num_mtp_expert_layers, size)
+    matrices += size.mtp_num_layers * 2 * size.hidden_size**2  # that join two inputs
+    matrices += (1 + size.mtp_num_layers) * size.head_matrix
+    return 2 * matrices + (size.num_layers + size.mtp_num_layers) * attention
 
 
 def _layer_matrices(num_layers: int, num_expert_layers: int, size: ModelSize) -> int:

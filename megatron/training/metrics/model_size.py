@@ -89,7 +89,7 @@ class ModelSize:
     """Share of the layers that have the window."""
     has_sinks: bool = False
     """Each head learns the score of a key without value."""
-    num_later_tokens: int = 0
+    mtp_num_layers: int = 0
     """Layers that predict tokens after the next one."""
     latent: LatentSizes | None = None
     """Sizes of multi-latent attention."""
@@ -120,7 +120,7 @@ class ModelSize:
             num_layer_norms=4 if run.model.sandwich_norm else 2,
             windowed_share=_windowed_share(run),
             has_sinks=run.model.softmax_type == "learnable",
-            num_later_tokens=run.latent_attention.mtp_num_layers or 0,
+            mtp_num_layers=run.latent_attention.mtp_num_layers or 0,
             latent=LatentSizes(
                 query_latent=run.latent_attention.q_lora_rank or 0,
                 latent=run.latent_attention.kv_lora_rank,
@@ -140,10 +140,10 @@ class ModelSize:
         return 0 if self.experts is None else sum(self.experts.pattern)
 
     @property
-    def num_later_expert_layers(self) -> int:
+    def num_mtp_expert_layers(self) -> int:
         """The same of the layers that predict later tokens, which are as the model's last."""
         ends_with_experts = self.experts is not None and self.experts.pattern[-1]
-        return self.num_later_tokens if ends_with_experts else 0
+        return self.mtp_num_layers if ends_with_experts else 0
 
     @property
     def qkv_width(self) -> int:
@@ -257,11 +257,11 @@ class ModelSize:
         return count
 
     @property
-    def later_token_parameters(self) -> int:
+    def mtp_parameters(self) -> int:
         """Parameters of all layers that predict later tokens: joining matrix and norms besides."""
         joining = 2 * self.hidden_size**2 + 3 * self.norm_parameters
-        layers = self._layers(self.num_later_tokens, self.num_later_expert_layers)
-        return self.num_later_tokens * joining + layers
+        layers = self._layers(self.mtp_num_layers, self.num_mtp_expert_layers)
+        return self.mtp_num_layers * joining + layers
 
     def _layers(self, num_layers: int, num_expert_layers: int) -> int:
         """All parameters of some layers."""
@@ -275,7 +275,7 @@ class ModelSize:
         """Parameters that one token meets: all but the routed experts that it is not routed to."""
         if self.experts is None:
             return self.total_parameters
-        layers = self.num_expert_layers + self.num_later_expert_layers
+        layers = self.num_expert_layers + self.num_mtp_expert_layers
         met = self.routed_parameters * self.experts.topk // self.experts.num_experts
         return self.total_parameters - layers * (self.routed_parameters - met)
 
@@ -289,12 +289,12 @@ class ModelSize:
         """All parameters of the model; a tied head counts once."""
         head = 0 if self.is_tied else self.head_matrix
         layers = self._layers(self.num_layers, self.num_expert_layers)
-        layers += self.later_token_parameters
+        layers += self.mtp_parameters
         return layers + self.embedding_parameters + self.norm_parameters + head
 
     def stage_routed_parameters(self, num_expert_layers: int, *, has_loss: bool) -> int:
         """Parameters of routed experts that one pipeline stage holds, before any split."""
-        later = self.num_later_expert_layers if has_loss else 0
+        later = self.num_mtp_expert_layers if has_loss else 0
         return (num_expert_layers + later) * self.routed_parameters
 
     def stage_parameters(
@@ -308,8 +308,8 @@ class ModelSize:
         if has_embedding:
             count += self.embedding_parameters
         if has_loss:
-            count += self.norm_parameters + self.later_token_parameters
-            if self.num_later_tokens and not has_embedding and not self.is_tied:
+            count += self.norm_parameters + self.mtp_parameters
+            if self.mtp_num_layers and not has_embedding and not self.is_tied:
                 count += self.head_matrix  # a copy of the embedding
             if not (self.is_tied and has_embedding):
                 count += self.head_matrix

@@ -13,17 +13,17 @@ from megatron.training.rules.registry import problem, rule
 @rule
 def adapters_have_a_strength(run: ResolvedRun) -> Iterator[MegatronError]:
     """Strength and dropout are numbers that make an adapter."""
-    for name, least, most in (
+    for name, minimum, maximum in (
         ("lora_alpha", 1e-9, float("inf")),
         ("lora_dropout", 0.0, 1.0 - 1e-9),
     ):
         value = run.values[name]
-        if value is not None and not least <= value <= most:
+        if value is not None and not minimum <= value <= maximum:
             yield problem(
                 f"{kebab(name)} {value}.",
                 "alpha is positive, a dropout lies in [0, 1)",
                 kebab(name),
-                fix=f"drop {kebab(name)}, or use {kebab(name)} {0.1 if least == 0.0 else 16}",
+                fix=f"drop {kebab(name)}, or use {kebab(name)} {0.1 if minimum == 0.0 else 16}",
             )
 
 

@@ -55,22 +55,22 @@ def wrong_sizes(config: RunConfig) -> dict[str, MegatronError]:
             continue
         value = config.value_of(spec.name)
         numbers = value if isinstance(value, (list, tuple)) else [value]
-        least, most = int(spec.name not in _FROM_ZERO), _MOST.get(spec.name, _SIZE)
+        minimum, maximum = int(spec.name not in _FROM_ZERO), _MOST.get(spec.name, _SIZE)
         numbers = [n for n in numbers if n is not None]
         if spec.name == "rampup_batch_size" and len(numbers) == 3:
             numbers = [*numbers[:2], max(numbers[2], 1)] if numbers[2] >= 0 else numbers
-        if any(not least <= n <= most for n in numbers):
-            found[spec.name] = _problem(spec, value, least, most)
+        if any(not minimum <= n <= maximum for n in numbers):
+            found[spec.name] = _problem(spec, value, minimum, maximum)
     return found
 
 
-def _problem(spec: FlagSpec, value: object, least: int, most: int) -> ConfigError:
+def _problem(spec: FlagSpec, value: object, minimum: int, maximum: int) -> ConfigError:
     shown = " ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
     example = spec.default if spec.default not in (None, []) else REQUIRED.get(spec.name)
     words = " ".join(map(str, example)) if isinstance(example, list) else str(example)
     return ConfigError(
         f"{spec.flag} {shown if len(shown) <= 60 else shown[:60] + '...'}.",
-        rule=f"it is a whole number from {least} to {most:,}",
+        rule=f"it is a whole number from {minimum} to {maximum:,}",
         flags=[spec.flag],
         fix=f"drop {spec.flag}" if example is None else f"use {spec.flag} {words}",
     )

@@ -170,7 +170,9 @@ def describe_blend(dataset: Any, first_sample: int, audit_path: str | None) -> N
         print_rank_0(f" > {line}")
     if audit_path is not None:
         os.makedirs(audit_path, exist_ok=True)
-        table = "\n".join([heading, *(f"  {line}" for line in lines_of(shares, most=len(shares)))])
+        table = "\n".join(
+            [heading, *(f"  {line}" for line in lines_of(shares, max_lines=len(shares)))]
+        )
         Path(audit_path, f"blend-{first_sample:012d}.txt").write_text(table + "\n")
 
 

@@ -31,7 +31,7 @@ from megatron.training.resilience.peers import LocalPeers
 from megatron.training.resilience.signals import SignalFlag
 from megatron.training.resilience.status import RunStatus
 from megatron.training.rules import notes, resolve_and_check
-from megatron.training.rules.same_flags import agree_on_settings, comparable
+from megatron.training.rules.settings_agreement import agree_on_settings, comparable
 from megatron.training.setup.distributed import (
     create_groups,
     seed_everything,

@@ -18,7 +18,7 @@ LEAST_TOLERANCE = 0.02
 FORWARD_S = 0.060
 """Of one chunk and micro batch. A message takes 0.3 ms, and some ms on a machine with more work
 than cores, where processes that wake up queue: both are small against it."""
-MOST_PROCESSOR_SHARE = 0.10
+MAX_PROCESSOR_SHARE = 0.10
 """Of the wall time of a step. A rank that polled while it waits would use its share of the bubble,
 a quarter and more."""
 
@@ -61,5 +61,5 @@ def measure_quietly(case: SleepingCase) -> Measured:
     """Measure a case; no rank may use the processor meanwhile."""
     results = run_distributed(measure, case.num_ranks, case, NUM_STEPS, pp=case.num_ranks)
     shares = [result.processor_share for result in results]
-    assert max(shares) < MOST_PROCESSOR_SHARE, shares
+    assert max(shares) < MAX_PROCESSOR_SHARE, shares
     return results[0]

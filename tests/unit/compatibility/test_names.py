@@ -12,9 +12,9 @@ from collections import defaultdict
 import pytest
 
 from megatron.compatibility.deepspeed_names import DEEPSPEED_ELSEWHERE, DEEPSPEED_LACKING
-from megatron.compatibility.elsewhere import ELSEWHERE as MEGATRON_ELSEWHERE
-from megatron.compatibility.lacking import LACKING as MEGATRON_LACKING
 from megatron.compatibility.lookup import is_stand_in
+from megatron.compatibility.moved_names import ELSEWHERE as MEGATRON_ELSEWHERE
+from megatron.compatibility.unsupported_names import LACKING as MEGATRON_LACKING
 from megatron.core.foundation.errors import ConfigError
 from tests.harness.pool import REPOSITORY
 

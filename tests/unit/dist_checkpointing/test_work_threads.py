@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from megatron.core.dist_checkpointing.work_threads import (
-    WorkThreads,
+from megatron.core.dist_checkpointing.thread_pool import (
+    ThreadPool,
     threads_per_rank,
 )
 
 
 def test_a_future_has_the_result_or_the_exception() -> None:
-    with WorkThreads(2) as threads:
+    with ThreadPool(2) as threads:
         results = [threads.start(divmod, 7, n) for n in (2, 3, 0)]
     assert [r.result() for r in results[:2]] == [(3, 1), (2, 1)]
     with pytest.raises(ZeroDivisionError):

@@ -31,7 +31,7 @@ from megatron.training.metrics.log_line import (
 )
 from megatron.training.metrics.memory import ChunkSize, estimate_memory
 from megatron.training.metrics.model_size import ModelSize
-from megatron.training.metrics.peak import peak_of_gpu
+from megatron.training.metrics.peak_flops import peak_of_gpu
 
 
 def words_of(text: str) -> list[str]:

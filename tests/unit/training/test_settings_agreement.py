@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from megatron.core.foundation.errors import ConfigError, MegatronError, TopologyError
 from megatron.training.cli.parser import parse_command_line
-from megatron.training.rules.same_flags import agree_on_settings, comparable
+from megatron.training.rules.settings_agreement import agree_on_settings, comparable
 
 
 def settings(line: str):

@@ -12,22 +12,22 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 
-MOST_THREADS = 4
+MAX_THREADS = 4
 """SHA-256 runs at 1.5 to 2 GB/s per core: four keep up with fast local disks."""
 
 
 def threads_per_rank() -> int:
-    """Return how many threads a rank may use: its share of the cores, at most `MOST_THREADS`."""
+    """Return how many threads a rank may use: its share of the cores, at most `MAX_THREADS`."""
     if hasattr(os, "sched_getaffinity"):
         num_cores = len(os.sched_getaffinity(0))
     else:
         num_cores = os.cpu_count() or 1
     ranks = os.environ.get("LOCAL_WORLD_SIZE", "1")
     num_ranks = int(ranks) if ranks.isascii() and ranks.isdigit() else 1
-    return max(1, min(MOST_THREADS, num_cores // max(1, num_ranks)))
+    return max(1, min(MAX_THREADS, num_cores // max(1, num_ranks)))
 
 
-class WorkThreads:
+class ThreadPool:
     """Runs functions in threads, in the order they were given. Use as a context manager."""
 
     def __init__(self, num_threads: int) -> None:
@@ -45,7 +45,7 @@ class WorkThreads:
         self._work.put((future, function, arguments))
         return future
 
-    def __enter__(self) -> WorkThreads:
+    def __enter__(self) -> ThreadPool:
         return self
 
     def __exit__(self, *_: object) -> None:
