@@ -1,0 +1,1 @@
+"""Predict what a training step costs, and choose layouts, before anything runs."""

@@ -1,0 +1,43 @@
+"""Predictions for a CSV file of rows: id, seconds of a step, GB of memory."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from megatron.planner.hardware import Hardware
+from megatron.planner.memory import GIB, predict_memory
+from megatron.planner.search import fill_blanks, fits
+from megatron.planner.step_time import predict_step
+from megatron.planner.workload import from_rows
+
+COLUMNS = ("id", "predicted_step_s", "predicted_mem_GB", "fits")
+
+
+def score_rows(rows: Sequence[Mapping[str, str]], hardware: Hardware) -> list[dict[str, str]]:
+    """Predict each row; a row that does not fit into memory is predicted all the same.
+
+    The memory is in GiB, as tools that watch GPUs print it.
+    """
+    workloads = fill_blanks(from_rows(rows), hardware)
+    seconds = predict_step(workloads, hardware).total
+    memory = predict_memory(workloads, hardware).total / GIB
+    enough = fits(workloads, hardware)
+    return [
+        {
+            "id": row.get("id") or str(index + 1),
+            "predicted_step_s": f"{seconds[index]:.6g}",
+            "predicted_mem_GB": f"{memory[index]:.4g}",
+            "fits": "yes" if enough[index] else "no",
+        }
+        for index, row in enumerate(rows)
+    ]
+
+
+def write_scores(scores: Sequence[Mapping[str, str]], path: Path) -> None:
+    """Write the predictions as CSV."""
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(scores)

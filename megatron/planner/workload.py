@@ -1,0 +1,269 @@
+"""What is trained and how it is split: a table of workloads, one array per column.
+
+The planner computes with whole tables at once: a search over thousands of layouts is a few hundred
+numpy operations, and so is one step of a calibration. A single run is a table of one row.
+
+Letters of the arithmetic in this package: `s` sequence, `b` micro batch, `h` hidden, `n` heads,
+`g` query groups, `d` head size, `f` ffn, `v` vocabulary, `e` experts, `t` = s*b/cp
+tokens of a micro batch on a rank.
+"""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron.core.foundation.errors import ConfigError
+
+FloatArray = NDArray[np.float64]
+TextArray = NDArray[np.str_]
+
+UNKNOWN = math.nan
+"""A number that the source of a row does not say; `search.fill_blanks` replaces it."""
+
+RECOMPUTE_KINDS = ("none", "selective", "selective_op", "full")
+"""Recomputation: nothing, the attention core, every second matrix product, the whole layer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workloads:
+    """Models, batches and layouts; all arrays have one entry per row."""
+
+    num_layers: FloatArray
+    hidden_size: FloatArray
+    num_attention_heads: FloatArray
+    num_query_groups: FloatArray
+    kv_channels: FloatArray
+    ffn_hidden_size: FloatArray
+    """Of the dense layers."""
+    gated_linear_unit: FloatArray
+    """1 where the first product of the feed-forward has two halves."""
+    vocab_size: FloatArray
+    num_experts: FloatArray
+    """0 for a dense model."""
+    moe_router_topk: FloatArray
+    moe_ffn_hidden_size: FloatArray
+    active_params: FloatArray
+    """Parameters that a token is multiplied with, as published, for what the other columns cannot
+    tell (shared experts, latent attention); 0 where they tell all."""
+    total_params: FloatArray
+    """The same for all parameters; 0 where the other columns tell."""
+    seq_length: FloatArray
+    gpu: TextArray
+    world_size: FloatArray
+    tensor_size: FloatArray
+    pipeline_size: FloatArray
+    num_chunks: FloatArray
+    """Model chunks on every pipeline rank; unknown where it was not published."""
+    context_size: FloatArray
+    expert_size: FloatArray
+    data_size: FloatArray
+    micro_batch_size: FloatArray
+    global_batch_size: FloatArray
+    sharding_stage: FloatArray
+    """0: none, 1: optimizer state, 2: and gradients, 3: and parameters (ZeRO, FSDP)."""
+    recompute: TextArray
+    """One of RECOMPUTE_KINDS; empty where it was not published."""
+    recompute_share: FloatArray
+    """Share of the layers that are recomputed."""
+    precision: TextArray
+    sequence_parallel: FloatArray
+    may_interleave: FloatArray
+    """1 where the schedule allows several chunks."""
+    must_interleave: FloatArray
+    flash_attention: FloatArray
+    """1: fused attention kernels and the overlaps of software from 2023 on; 0: software of 2021,
+    which writes the scores to memory and overlaps nothing."""
+    nvlink_domain: FloatArray
+    """GPUs that NVLink joins."""
+    nic_bytes_per_s: FloatArray
+    """Of one GPU, each way, between NVLink domains."""
+
+    def __len__(self) -> int:
+        return len(self.num_layers)
+
+    def take(self, chosen: NDArray[Any]) -> Workloads:
+        """Return the rows of a mask or of indices."""
+        return self._each(lambda column: column[chosen])
+
+    def replace(self, **columns: NDArray[Any]) -> Workloads:
+        """Return a table in which some columns are others."""
+        return dataclasses.replace(self, **columns)
+
+    def _each(self, change: Callable[[NDArray[Any]], NDArray[Any]]) -> Workloads:
+        columns = {field.name: change(getattr(self, field.name)) for field in _FIELDS}
+        return Workloads(**columns)
+
+    @property
+    def microbatch_tokens(self) -> FloatArray:
+        """Return the tokens of a micro batch on one rank, t = s*b/cp."""
+        return self.seq_length * self.micro_batch_size / self.context_size
+
+    @property
+    def num_microbatches(self) -> FloatArray:
+        """Return the micro batches of a step; a batch that does not divide counts in part."""
+        number = self.global_batch_size / (self.data_size * self.micro_batch_size)
+        return np.maximum(number, 1.0)
+
+    @property
+    def query_width(self) -> FloatArray:
+        """Return n*d."""
+        return self.num_attention_heads * self.kv_channels
+
+    @property
+    def kv_width(self) -> FloatArray:
+        """Return g*d."""
+        return self.num_query_groups * self.kv_channels
+
+    @property
+    def is_moe(self) -> NDArray[np.bool_]:
+        """Return which rows have experts."""
+        return self.num_experts > 0
+
+    @property
+    def software(self) -> TextArray:
+        """Return which kind of software runs: its constants differ.
+
+        `unfused`: of 2021. `megatron`: fused, with replicated parameters or ZeRO-1. `fsdp`: fused,
+        with sharded parameters (FSDP, ZeRO-3), which is PyTorch's kernels and overlap.
+        """
+        alone = self.tensor_size * self.pipeline_size == 1
+        is_fsdp = (self.sharding_stage >= 3) | ((self.sharding_stage >= 2) & alone)
+        fused = np.where(is_fsdp, "fsdp", "megatron")
+        return np.where(self.flash_attention > 0, fused, "unfused")
+
+    @property
+    def local_experts(self) -> FloatArray:
+        """Return the experts of one rank."""
+        return np.maximum(self.num_experts / self.expert_size, 1.0)
+
+    @property
+    def experts_tensor_size(self) -> FloatArray:
+        """Return over how many ranks one expert is split: many small experts are not."""
+        return np.where(self.num_experts <= 16, self.tensor_size, 1.0)
+
+
+_FIELDS = dataclasses.fields(Workloads)
+
+
+def joined(tables: Sequence[Workloads]) -> Workloads:
+    """Return the rows of all tables, one after the other."""
+    columns = {
+        field.name: np.concatenate([getattr(table, field.name) for table in tables])
+        for field in _FIELDS
+    }
+    return Workloads(**columns)
+
+
+def read_rows(path: str | Path) -> list[dict[str, str]]:
+    """Return the rows of a CSV file with a line of titles.
+
+    Raises:
+        ConfigError: the file cannot be read.
+    """
+    try:
+        with open(path, newline="", encoding="utf-8") as file:
+            return list(csv.DictReader(file))
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise ConfigError(
+            f"{path} cannot be read: {error}.",
+            rule="the rows to plan for are a CSV file in UTF-8 with a line of titles",
+            fix="give the path of such a file",
+        ) from error
+
+
+def from_rows(rows: Sequence[Mapping[str, str]]) -> Workloads:
+    """Read the columns that say what runs; no time, rate or memory is looked at.
+
+    Raises:
+        ConfigError: a column is missing, or a value is not a number.
+    """
+    records = [_record(index, row) for index, row in enumerate(rows)]
+    columns: dict[str, Any] = {}
+    for field in _FIELDS:
+        is_text = field.name in ("gpu", "recompute", "precision")
+        values = [record[field.name] for record in records]
+        columns[field.name] = np.array(values, dtype=str if is_text else np.float64)
+    return Workloads(**columns)
+
+
+def _record(index: int, row: Mapping[str, str]) -> dict[str, Any]:
+    def number(column: str, default: float | None = None) -> float:
+        text = (row.get(column) or "").strip()
+        if not text and default is not None:
+            return default
+        try:
+            return float(text)
+        except ValueError:
+            name = row.get("id") or f"row {index + 1}"
+            raise ConfigError(
+                f"{name}: column {column!r} has {text!r}.",
+                rule="this column must be a number: the prediction depends on it",
+                fix=f"fill in {column}, or leave the row out",
+            ) from None
+
+    heads, hidden = number("heads"), number("hidden")
+    schedule = (row.get("schedule") or "").strip()
+    is_pipelined = number("PP", 1) > 1
+    num_chunks = number("VPP", UNKNOWN if is_pipelined and schedule != "1f1b" else 1)
+    flash = (row.get("attention") or "flash").strip() != "unfused"
+    world_size, tp, pp, cp = (number(name, 1) for name in ("n_gpus", "TP", "PP", "CP"))
+    return {
+        "num_layers": number("layers"),
+        "hidden_size": hidden,
+        "num_attention_heads": heads,
+        "num_query_groups": number("kv_heads", heads),
+        "kv_channels": number("head_dim", hidden / heads),
+        "ffn_hidden_size": number("ffn", 4 * hidden),
+        "gated_linear_unit": number("glu", 0),
+        "vocab_size": number("vocab"),
+        "num_experts": number("experts", 0),
+        "moe_router_topk": number("topk", 0),
+        "moe_ffn_hidden_size": number("moe_ffn", 0),
+        "active_params": number("active_B", 0) * 1e9,
+        "total_params": number("params_B", 0) * 1e9,
+        "seq_length": number("seq"),
+        "gpu": (row.get("gpu") or "").strip(),
+        "world_size": world_size,
+        "tensor_size": tp,
+        "pipeline_size": pp,
+        "num_chunks": num_chunks,
+        "context_size": cp,
+        "expert_size": number("EP", 1),
+        "data_size": number("DP", world_size / (tp * pp * cp)),
+        "micro_batch_size": number("MBS", UNKNOWN),
+        "global_batch_size": number("GBS"),
+        "sharding_stage": _sharding_stage(row.get("zero") or "", flash),
+        "recompute": _recompute(row.get("recompute") or ""),
+        "recompute_share": 1.0,
+        "precision": (row.get("precision") or "bf16").strip(),
+        "sequence_parallel": number("sp", 0),
+        "may_interleave": float(is_pipelined and schedule != "1f1b"),
+        "must_interleave": float(is_pipelined and schedule == "interleaved"),
+        "flash_attention": float(flash),
+        "nvlink_domain": number("nvlink_domain", 8),
+        "nic_bytes_per_s": number("inter_node_GBps_per_gpu", 50) * 1e9,
+    }
+
+
+def _sharding_stage(text: str, flash: bool) -> float:
+    digits = [int(letter) for letter in text if letter in "0123"]
+    return float(min(digits)) if digits else float(flash)
+
+
+def _recompute(text: str) -> str:
+    kind = text.strip().lower().replace("-", "_")
+    if kind.startswith("selective_op"):
+        return "selective_op"
+    for known in ("full", "selective", "none"):
+        if kind.startswith(known):
+            return known
+    return "selective" if kind else ""

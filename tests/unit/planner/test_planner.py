@@ -1,0 +1,198 @@
+"""The planner's closed forms against simulations, published figures, and its own command."""
+
+from __future__ import annotations
+
+import csv
+import itertools
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron.core.foundation.errors import ConfigError
+from megatron.core.foundation.exit_status import ExitStatus
+from megatron.core.pipeline_parallel.lower import lower
+from megatron.core.pipeline_parallel.schedule import StepPlan
+from megatron.core.pipeline_parallel.simulate import simulate
+from megatron.core.pipeline_parallel.step_plan import compute_orders
+from megatron.planner.figures import figures
+from megatron.planner.hardware import load_hardware
+from megatron.planner.memory import (
+    GIB,
+    layer_activations,
+    layers_in_flight,
+    model_states,
+    predict_memory,
+)
+from megatron.planner.operators import wave_efficiency
+from megatron.planner.search import fill_blanks, fits, has_blanks
+from megatron.planner.step_time import bubble_time, predict_step
+from megatron.planner.workload import Workloads, from_rows
+from tools import plan
+
+HARDWARE = load_hardware()
+
+LLAMA_70B = {
+    "id": "a", "layers": "80", "hidden": "8192", "heads": "64", "kv_heads": "8", "head_dim": "128",
+    "ffn": "28672", "glu": "1", "vocab": "128256", "seq": "8192", "gpu": "H100", "n_gpus": "64",
+    "TP": "4", "PP": "4", "VPP": "5", "CP": "2", "DP": "2", "MBS": "1", "GBS": "128", "zero": "1",
+    "recompute": "none", "precision": "bf16", "sp": "1", "schedule": "interleaved",
+    "attention": "flash", "nvlink_domain": "8", "inter_node_GBps_per_gpu": "50",
+}  # fmt: skip
+
+
+def rows_of(**changes: str) -> Workloads:
+    return from_rows([{**LLAMA_70B, **changes}])
+
+
+def seconds_of(**changes: str) -> float:
+    return float(predict_step(fill_blanks(rows_of(**changes), HARDWARE), HARDWARE).total[0])
+
+
+@pytest.mark.parametrize(("p", "v", "m"), [(2, 1, 4), (4, 1, 16), (8, 1, 8), (4, 2, 8), (8, 3, 16)])
+def test_the_closed_form_of_the_bubble_is_what_the_schedule_simulates(
+    p: int, v: int, m: int
+) -> None:
+    plan_of_step = StepPlan("1f1b", p, v, m)
+    program = lower(compute_orders(plan_of_step))
+    forward, backward = 1.0 / v, 2.0 / v
+    simulated = simulate(program, forward=forward, backward=backward).makespan
+    loads = rows_of(PP=str(p), VPP=str(v), n_gpus=str(8 * p), GBS=str(2 * m))
+    bubble = bubble_time(loads, np.array([3.0]), np.array([3.0 * p]))
+    assert simulated == pytest.approx(3.0 * m + float(bubble[0]))
+
+
+# Model, layers, hidden, heads, p, v, micro batch; GiB of activations without anything and with
+# sequence parallelism and selective recomputation: Korthikanti et al., arXiv 2205.05198, Figure 1.
+PUBLISHED_ACTIVATIONS = [
+    ("22B", 48, 6144, 64, 1, 1, 4, 59.25, 9.56),
+    ("175B", 96, 12288, 96, 8, 3, 1, 66.84, 12.35),
+    ("530B", 105, 20480, 128, 35, 3, 1, 114.02, 23.08),
+    ("1T", 128, 25600, 160, 64, 1, 1, 131.25, 26.56),
+]
+
+
+@pytest.mark.parametrize("case", PUBLISHED_ACTIVATIONS, ids=lambda case: case[0])
+def test_activations_are_those_that_the_paper_works_out(case: tuple) -> None:  # type: ignore[type-arg]
+    _, layers, hidden, heads, p, v, micro_batch, plain, selective = case
+    loads = rows_of(
+        layers=str(layers), hidden=str(hidden), heads=str(heads), kv_heads=str(heads),
+        head_dim=str(hidden // heads), ffn=str(4 * hidden), glu="0", seq="2048", TP="8",
+        PP=str(p), VPP=str(v), CP="1", DP="1", n_gpus=str(8 * p), MBS=str(micro_batch),
+        GBS=str(8 * p * micro_batch), precision="fp16", attention="unfused", sp="0",
+    )  # fmt: skip
+    one = layer_activations(loads, np.array(["none"])) * layers_in_flight(loads)
+    assert one[0] / GIB == pytest.approx(plain, rel=0.002)
+    with_sequence = loads.replace(sequence_parallel=np.array([1.0]))
+    one = layer_activations(with_sequence, np.array(["selective"])) * layers_in_flight(loads)
+    assert one[0] / GIB == pytest.approx(selective, rel=0.002)
+
+
+def test_states_of_zero_stages_are_those_of_the_paper() -> None:
+    """7.5B parameters on 64 ranks, "ZeRO" (arXiv 1910.02054), Figure 1: 120, 31.4, 16.6 GB."""
+    layers, hidden = 37, 4096
+    published = {"0": 120e9, "1": 31.4e9, "2": 16.6e9}
+    for stage, whole in published.items():
+        loads = rows_of(
+            layers=str(layers), hidden=str(hidden), heads="32", kv_heads="32", glu="0",
+            ffn=str(4 * hidden), vocab="0", TP="1", PP="1", VPP="1", CP="1", DP="64",
+            precision="fp16", attention="unfused", zero=stage,
+        )  # fmt: skip
+        assert model_states(loads)[0] == pytest.approx(whole, rel=0.01)
+
+
+def test_a_wave_that_is_not_full_costs_as_much_as_a_full_one() -> None:
+    one = np.array([1024.0])
+    full = wave_efficiency(one, np.array([2048.0]), np.array([64.0]))
+    assert full[0] == 1.0
+    assert wave_efficiency(one, np.array([2064.0]), np.array([64.0]))[0] < 0.7
+
+
+@pytest.mark.parametrize(
+    ("slower", "faster"),
+    [
+        ({"inter_node_GBps_per_gpu": "5"}, {}),
+        ({"gpu": "A100"}, {}),
+        ({}, {"precision": "fp8"}),
+        ({"recompute": "full"}, {}),
+        ({"GBS": "256"}, {}),
+        ({"layers": "160"}, {}),
+        ({"VPP": "1"}, {}),
+        ({"TP": "16", "PP": "1", "VPP": "1"}, {"TP": "8", "PP": "2", "VPP": "5"}),
+    ],
+    ids=["slow network", "older GPU", "8 bits", "recompute", "batch", "depth", "chunks", "cliff"],
+)
+def test_what_must_be_slower_is_predicted_slower(
+    slower: dict[str, str], faster: dict[str, str]
+) -> None:
+    assert seconds_of(**slower) > seconds_of(**faster)
+
+
+def test_the_parts_of_a_step_add_up_and_none_is_negative() -> None:
+    step = predict_step(rows_of(), HARDWARE)
+    parts = (
+        step.stages, step.bubble, step.pipeline_exposed, step.data_exposed, step.optimizer,
+    )  # fmt: skip
+    assert all(part[0] >= 0 for part in parts)
+    assert step.total[0] == pytest.approx(sum(part[0] for part in parts))
+
+
+@pytest.mark.parametrize("zero", ["0", "1", "3"])
+def test_more_data_parallel_ranks_need_no_more_memory(zero: str) -> None:
+    totals = [
+        predict_memory(rows_of(zero=zero, DP=str(size), n_gpus=str(32 * size)), HARDWARE).total[0]
+        for size in (2, 4, 8)
+    ]
+    assert all(after <= before for before, after in itertools.pairwise(totals))
+
+
+def test_blanks_are_filled_by_what_fits() -> None:
+    blank = rows_of(MBS="", VPP="", recompute="")
+    assert has_blanks(blank).all()
+    filled = fill_blanks(blank, HARDWARE)
+    assert not has_blanks(filled).any()
+    assert fits(filled, HARDWARE).all()
+    chosen = predict_step(filled, HARDWARE).total[0]
+    assert chosen <= predict_step(rows_of(), HARDWARE).total[0]
+
+
+def test_a_model_that_no_choice_makes_fit_is_refused() -> None:
+    alone = rows_of(TP="1", PP="1", CP="1", DP="64", MBS="", VPP="", recompute="")
+    assert not fits(fill_blanks(alone, HARDWARE), HARDWARE).any()
+
+
+def test_score_reads_the_layout_and_no_measurement(tmp_path: Path) -> None:
+    outputs = []
+    measurements = ({}, {"ref_step_s": "1", "tokens_per_s_per_gpu": "9", "mem_GB_per_gpu": "2"})
+    for number, measured in enumerate(measurements):
+        row = {**LLAMA_70B, **measured}
+        rows, output = tmp_path / f"rows{number}.csv", tmp_path / f"out{number}.csv"
+        with rows.open("w", newline="") as file:
+            writer = csv.DictWriter(file, list(row))
+            writer.writeheader()
+            writer.writerow(row)
+        assert plan.main(["score", str(rows), "--output", str(output)]) == ExitStatus.DONE
+        outputs.append(output.read_text())
+    assert outputs[0] == outputs[1]
+    [scored] = csv.DictReader(outputs[0].splitlines())
+    assert scored["id"] == "a"
+    assert float(scored["predicted_step_s"]) == pytest.approx(14.66, rel=0.2)
+    assert 20 < float(scored["predicted_mem_GB"]) < 80
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [({"gpu": "V100"}, "V100"), ({"precision": "int3"}, "int3"), ({"hidden": "wide"}, "'hidden'")],
+)
+def test_a_row_that_cannot_be_planned_says_why(changes: dict[str, str], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        predict_step(rows_of(**changes), HARDWARE)
+
+
+def test_figures_count_order_and_regret() -> None:
+    measured = np.array([1.0, 2.0, 2.01, 4.0])
+    predicted = np.array([2.0, 1.0, 1.5, 4.4])
+    found = figures(predicted, measured, ["a", "a", "a", "b"], ["g", "g", "g", ""])
+    assert found.pairs == 0.0  # the two of 2.0 and 2.01 are not told apart
+    assert found.regret == pytest.approx(1.0)
+    assert found.macro_median == pytest.approx((0.5 + 0.1) / 2)
