@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron.core.foundation.errors import MegatronError
-from megatron.core.settings.flags import kebab
 from megatron.training.config.resolved import ResolvedRun
 from megatron.training.rules.registry import problem, rule
 
@@ -13,17 +12,16 @@ from megatron.training.rules.registry import problem, rule
 @rule
 def adapters_have_a_strength(run: ResolvedRun) -> Iterator[MegatronError]:
     """Strength and dropout are numbers that make an adapter."""
-    for name, minimum, maximum in (
-        ("lora_alpha", 1e-9, float("inf")),
-        ("lora_dropout", 0.0, 1.0 - 1e-9),
+    for flag, value, minimum, maximum, example in (
+        ("--lora-alpha", run.lora.lora_alpha, 1e-9, float("inf"), 16),
+        ("--lora-dropout", run.lora.lora_dropout, 0.0, 1.0 - 1e-9, 0.1),
     ):
-        value = run.values[name]
         if value is not None and not minimum <= value <= maximum:
             yield problem(
-                f"{kebab(name)} {value}.",
+                f"{flag} {value}.",
                 "alpha is positive, a dropout lies in [0, 1)",
-                kebab(name),
-                fix=f"drop {kebab(name)}, or use {kebab(name)} {0.1 if minimum == 0.0 else 16}",
+                flag,
+                fix=f"drop {flag}, or use {flag} {example}",
             )
 
 
@@ -45,24 +43,23 @@ def adapters_stand_beside_a_trained_model(run: ResolvedRun) -> Iterator[Megatron
             "--pretrained-checkpoint",
             fix="add --load-hf DIRECTORY; --load is where the adapters are saved",
         )
+    latent, sharding = run.latent_attention, run.ddp.data_parallel_sharding_strategy
     wrong = {
-        "transformer_impl": run.model.transformer_impl != "local",
-        "multi_latent_attention": run.latent_attention.multi_latent_attention,
-        "num_experts": run.experts.num_moe_experts is not None,
-        "use_torch_fsdp2": run.ddp.use_torch_fsdp2,
-        "data_parallel_sharding_strategy": run.ddp.data_parallel_sharding_strategy
-        == "optim_grads_params",
+        "--transformer-impl": (run.model.transformer_impl, run.model.transformer_impl != "local"),
+        "--multi-latent-attention": (latent.multi_latent_attention, latent.multi_latent_attention),
+        "--num-experts": (run.experts.num_moe_experts, run.experts.num_moe_experts is not None),
+        "--use-torch-fsdp2": (run.ddp.use_torch_fsdp2, run.ddp.use_torch_fsdp2),
+        "--data-parallel-sharding-strategy": (sharding, sharding == "optim_grads_params"),
     }
-    for name, is_wrong in wrong.items():
+    for flag, (value, is_wrong) in wrong.items():
         if is_wrong:
-            fix = f"drop {kebab(name)}"
             yield problem(
-                f"--lora-rank with {kebab(name)} {run.values[name]}.",
+                f"--lora-rank with {flag} {value}.",
                 "adapters stand beside the dense layers of the local backend, whose frozen weights"
                 " every replica holds",
                 "--lora-rank",
-                kebab(name),
-                fix="use --transformer-impl local" if name == "transformer_impl" else fix,
+                flag,
+                fix=f"use {flag} local" if flag == "--transformer-impl" else f"drop {flag}",
             )
 
 

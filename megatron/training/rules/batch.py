@@ -8,7 +8,6 @@ from megatron.core.foundation.errors import MegatronError
 from megatron.core.pipeline_parallel.schedule import StepPlan
 from megatron.core.pipeline_parallel.schedule_definitions import schedule_named
 from megatron.core.settings.batch_size_phases import parse_phases
-from megatron.core.settings.flags import kebab
 from megatron.training.config.ramp_up import batch_size_at
 from megatron.training.config.resolved import ResolvedRun
 from megatron.training.rules.registry import problem, rule
@@ -180,18 +179,27 @@ def the_run_has_a_length(run: ResolvedRun) -> Iterator[MegatronError]:
 def schedules_use_one_unit(run: ResolvedRun) -> Iterator[MegatronError]:
     """Flags in steps and flags in samples do not mix."""
     asked = run.config.schedule
-    in_steps = ("lr_decay_iters", "lr_warmup_iters", "lr_wsd_decay_iters")
-    in_samples = ("lr_decay_samples", "lr_warmup_samples", "lr_wsd_decay_samples")
+    in_steps = {
+        "--lr-decay-iters": asked.lr_decay_iters,
+        "--lr-warmup-iters": asked.lr_warmup_iters,
+        "--lr-wsd-decay-iters": asked.lr_wsd_decay_iters,
+    }
+    in_samples = {
+        "--lr-decay-samples": asked.lr_decay_samples,
+        "--lr-warmup-samples": asked.lr_warmup_samples,
+        "--lr-wsd-decay-samples": asked.lr_wsd_decay_samples,
+    }
     is_in_samples = asked.train_samples is not None and asked.train_iters is None
-    wrong = [name for name in (in_steps if is_in_samples else in_samples) if getattr(asked, name)]
+    unfit = in_steps if is_in_samples else in_samples
+    wrong = [flag for flag, is_given in unfit.items() if is_given]
     if wrong:
         unit = "samples" if is_in_samples else "iters"
         other = "iters" if is_in_samples else "samples"
         yield problem(
-            f"{', '.join(map(kebab, wrong))} in a run that is measured by --train-{unit}.",
+            f"{', '.join(wrong)} in a run that is measured by --train-{unit}.",
             "the run and its schedules use one unit",
-            *map(kebab, wrong),
-            fix="use " + ", ".join(kebab(n.replace(other, unit)) for n in wrong),
+            *wrong,
+            fix="use " + ", ".join(flag.replace(other, unit) for flag in wrong),
         )
     if asked.lr_warmup_fraction is not None and (asked.lr_warmup_iters or asked.lr_warmup_samples):
         yield problem(
@@ -265,13 +273,16 @@ def the_weight_decay_has_a_shape(run: ResolvedRun) -> Iterator[MegatronError]:
     """A changing weight decay has two ends."""
     optimizer = run.optimizer
     if optimizer.weight_decay_incr_style == "constant":
-        for name in ("start_weight_decay", "end_weight_decay"):
-            given = getattr(run.config.optimizer, name)
+        asked = run.config.optimizer
+        for flag, given in (
+            ("--start-weight-decay", asked.start_weight_decay),
+            ("--end-weight-decay", asked.end_weight_decay),
+        ):
             if given is not None and given != optimizer.weight_decay:
                 yield problem(
-                    f"{kebab(name)} {given:g} with a constant weight decay.",
+                    f"{flag} {given:g} with a constant weight decay.",
                     "ends belong to a weight decay that changes",
-                    kebab(name),
+                    flag,
                     "--weight-decay-incr-style",
                     fix="use --weight-decay-incr-style linear",
                 )

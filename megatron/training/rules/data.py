@@ -8,26 +8,39 @@ from pathlib import Path
 from megatron.core.datasets.multi_file_bin import tokens_exist
 from megatron.core.datasets.object_store import is_url
 from megatron.core.foundation.errors import DataError, MegatronError
-from megatron.core.settings.flags import kebab
+from megatron.training.config.data import DataSettings, TokenizerSettings
 from megatron.training.config.phases import transitions_of
 from megatron.training.config.resolved import ResolvedRun
 from megatron.training.rules.registry import problem, rule
 
-PER_SPLIT = ("train_data_path", "valid_data_path", "test_data_path")
-BLENDS = ("data_path", "data_args_path", "per_split_data_args_path")
+
+def _blends(data: DataSettings) -> dict[str, list[str] | str | None]:
+    return {
+        "--data-path": data.data_path,
+        "--data-args-path": data.data_args_path,
+        "--per-split-data-args-path": data.per_split_data_args_path,
+    }
+
+
+def _per_split(data: DataSettings) -> dict[str, list[str] | None]:
+    return {
+        "--train-data-path": data.train_data_path,
+        "--valid-data-path": data.valid_data_path,
+        "--test-data-path": data.test_data_path,
+    }
 
 
 def names_data(run: ResolvedRun) -> bool:
     """Return whether any flag names a corpus; without one, samples are synthetic."""
-    return any(run.values[name] for name in (*BLENDS, *PER_SPLIT))
+    return any(_blends(run.data).values()) or any(_per_split(run.data).values())
 
 
 @rule
 def data_is_named_once(run: ResolvedRun) -> Iterator[MegatronError]:
     """One way of naming corpora."""
     data = run.data
-    ways = [kebab(name) for name in BLENDS if run.values[name]]
-    per_split = [kebab(name) for name in PER_SPLIT if run.values[name]]
+    ways = [flag for flag, value in _blends(data).items() if value]
+    per_split = [flag for flag, value in _per_split(data).items() if value]
     if len(ways) + bool(per_split) > 1:
         yield problem(
             f"{' and '.join(ways + per_split)} are given together.",
@@ -58,14 +71,15 @@ def data_is_named_once(run: ResolvedRun) -> Iterator[MegatronError]:
 @rule
 def corpora_exist(run: ResolvedRun) -> Iterator[MegatronError]:
     """Every prefix has its two files, and every settings file is there."""
-    for name in ("data_path", *PER_SPLIT):
-        for prefix in _prefixes(run.values[name] or []):
+    data = run.data
+    for flag, words in {"--data-path": data.data_path, **_per_split(data)}.items():
+        for prefix in _prefixes(words or []):
             if is_url(prefix):
-                if run.data.object_storage_cache_path is None:
+                if data.object_storage_cache_path is None:
                     yield problem(
-                        f"{kebab(name)} {prefix} lies in an object store.",
+                        f"{flag} {prefix} lies in an object store.",
                         "its index and the blocks that are read are kept in a local folder",
-                        kebab(name),
+                        flag,
                         "--object-storage-cache-path",
                         fix="--object-storage-cache-path /a/local/folder",
                     )
@@ -73,28 +87,29 @@ def corpora_exist(run: ResolvedRun) -> Iterator[MegatronError]:
             missing = [] if Path(f"{prefix}.idx").is_file() else [f"{prefix}.idx"]
             missing += [] if tokens_exist(f"{prefix}.bin") else [f"{prefix}.bin"]
             if missing and _is_number(prefix):
-                words = len(run.values[name] or [])
                 yield problem(
-                    f"{kebab(name)} has {words} words, and the weight {prefix} among them.",
+                    f"{flag} has {len(words or [])} words, and the weight {prefix} among them.",
                     "either no corpus has a weight, or each one: weight and prefix in turn",
-                    kebab(name),
+                    flag,
                     fix="give a weight for every corpus",
                 )
                 break
             if missing:
                 yield DataError(
-                    f"{kebab(name)} {prefix}: {' and '.join(missing)} not found.",
+                    f"{flag} {prefix}: {' and '.join(missing)} not found.",
                     rule="a corpus is a pair of files PREFIX.idx and PREFIX.bin, given as PREFIX",
-                    flags=[kebab(name)],
+                    flags=[flag],
                     fix=_nearest_prefix(prefix),
                 )
-    for name in ("data_args_path", "per_split_data_args_path"):
-        path = run.values[name]
+    for flag, path in (
+        ("--data-args-path", data.data_args_path),
+        ("--per-split-data-args-path", data.per_split_data_args_path),
+    ):
         if path and not Path(path).is_file():
             yield DataError(
-                f"{kebab(name)} {path}: no such file.",
+                f"{flag} {path}: no such file.",
                 rule="it names a file",
-                flags=[kebab(name)],
+                flags=[flag],
                 fix="check the path",
             )
 
@@ -192,14 +207,17 @@ def phases_are_iterations(run: ResolvedRun) -> Iterator[MegatronError]:
             flag,
             fix=f"{flag} {max(1, (schedule.train_iters or 2) // 2)}",
         )
-    for name in ("rampup_batch_size", "step_batch_size_schedule"):
-        if run.values[name]:
+    for changing, is_given in (
+        ("--rampup-batch-size", schedule.rampup_batch_size),
+        ("--step-batch-size-schedule", schedule.step_batch_size_schedule),
+    ):
+        if is_given:
             yield problem(
-                f"{flag} with {kebab(name)}.",
+                f"{flag} with {changing}.",
                 "the samples of a phase are its steps times one global batch size",
                 flag,
-                kebab(name),
-                fix=f"drop {kebab(name)}",
+                changing,
+                fix=f"drop {changing}",
             )
 
 
@@ -216,19 +234,19 @@ def masks_of_documents_are_made(run: ResolvedRun) -> Iterator[MegatronError]:
         )
 
 
-NEEDED_FILES = {
-    "GPT2BPETokenizer": ("vocab_file", "merge_file"),
-    "SentencePieceTokenizer": ("tokenizer_model",),
-    "GPTSentencePieceTokenizer": ("tokenizer_model",),
-    "Llama2Tokenizer": ("tokenizer_model",),
-    "HuggingFaceTokenizer": ("tokenizer_model",),
-    "TikTokenizer": ("tokenizer_model",),
-    "NullTokenizer": ("vocab_size",),
-}
-"""Tokenizer type -> settings without which it cannot be built."""
+_MODEL_FILE = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer",
+               "TikTokenizer")  # fmt: skip
 
-FILE_TYPES = tuple(kind for kind in NEEDED_FILES if kind != "HuggingFaceTokenizer")
-"""Types whose settings are files: not a directory, and not the name of a repository."""
+
+def _needed(asked: TokenizerSettings) -> dict[str, str | int | None]:
+    """Return flag -> value of the settings without which a tokenizer cannot be built."""
+    if asked.tokenizer_type == "GPT2BPETokenizer":
+        return {"--vocab-file": asked.vocab_file, "--merge-file": asked.merge_file}
+    if asked.tokenizer_type in (*_MODEL_FILE, "HuggingFaceTokenizer"):
+        return {"--tokenizer-model": asked.tokenizer_model}
+    if asked.tokenizer_type == "NullTokenizer":
+        return {"--vocab-size": asked.vocab_size}
+    return {}
 
 
 @rule
@@ -245,20 +263,22 @@ def the_tokenizer_is_complete(run: ResolvedRun) -> Iterator[MegatronError]:
                 fix="name the tokenizer that the corpus was made with",
             )
         return
-    for name in NEEDED_FILES.get(kind, ()):
-        value = run.values[name]
+    needed = _needed(run.tokenizer)
+    for flag, value in needed.items():
+        # The model of Hugging Face's tokenizers is a directory, or the name of a repository.
+        is_file = isinstance(value, str) and kind != "HuggingFaceTokenizer"
         if value is None:
             yield problem(
-                f"--tokenizer-type {kind} without {kebab(name)}.",
-                f"{kind} is built from {', '.join(map(kebab, NEEDED_FILES[kind]))}",
+                f"--tokenizer-type {kind} without {flag}.",
+                f"{kind} is built from {', '.join(needed)}",
                 "--tokenizer-type",
-                kebab(name),
-                fix=f"add {kebab(name)}",
+                flag,
+                fix=f"add {flag}",
             )
-        elif name != "vocab_size" and kind in FILE_TYPES and not Path(value).is_file():
+        elif is_file and not Path(str(value)).is_file():
             yield DataError(
-                f"{kebab(name)} {value}: no such file.",
+                f"{flag} {value}: no such file.",
                 rule="it names a file",
-                flags=[kebab(name)],
+                flags=[flag],
                 fix="check the path",
             )

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from megatron.core.foundation.errors import ConfigError, MegatronError
 from megatron.core.pipeline_parallel.layout import check_prediction_stage, pipeline_layout
-from megatron.core.settings.flags import kebab
 from megatron.training.config.resolved import ResolvedRun
 from megatron.training.config.transformer_settings import transformer_fields
 from megatron.training.rules.registry import problem, rule
@@ -18,20 +17,27 @@ from megatron.training.rules.sizes import REQUIRED
 @rule
 def sizes_are_given(run: ResolvedRun) -> Iterator[MegatronError]:
     """The sizes that nothing can be derived from."""
-    for name, example in REQUIRED.items():
-        if run.values[name] is None:
+    for flag, value in _required_sizes(run):
+        if value is None:
             yield problem(
-                f"{kebab(name)} is not given.",
+                f"{flag} is not given.",
                 "it is a positive number that cannot be guessed",
-                kebab(name),
-                fix=f"add {kebab(name)} {example}"
-                + (", or --preset NAME" if name in ("num_layers", "hidden_size") else ""),
+                flag,
+                fix=f"add {flag} {REQUIRED[flag]}"
+                + (", or --preset NAME" if flag in ("--num-layers", "--hidden-size") else ""),
             )
+
+
+def _required_sizes(run: ResolvedRun) -> Iterable[tuple[str, int | None]]:
+    model = run.model
+    values = (model.num_layers, model.hidden_size, model.num_attention_heads, model.seq_length,
+              run.schedule.micro_batch_size)  # fmt: skip
+    return zip(REQUIRED, values, strict=True)
 
 
 def has_sizes(run: ResolvedRun) -> bool:
     """Return whether the sizes that other rules compute with are there."""
-    return all((run.values[name] or 0) > 0 for name in REQUIRED)
+    return all((value or 0) > 0 for _, value in _required_sizes(run))
 
 
 @rule
@@ -126,17 +132,21 @@ def the_sequence_splits_over_ranks(run: ResolvedRun) -> Iterator[MegatronError]:
 @rule
 def one_activation(run: ResolvedRun) -> Iterator[MegatronError]:
     """At most one of the activation switches."""
-    chosen = [
-        name
-        for name in ("swiglu", "geglu", "quick_geglu", "squared_relu", "openai_gelu")
-        if run.values[name]
-    ]
+    model = run.model
+    switches = {
+        "--swiglu": model.swiglu,
+        "--geglu": model.geglu,
+        "--quick-geglu": model.quick_geglu,
+        "--squared-relu": model.squared_relu,
+        "--openai-gelu": model.openai_gelu,
+    }
+    chosen = [flag for flag, is_on in switches.items() if is_on]
     if len(chosen) > 1:
         yield problem(
-            f"{' and '.join(map(kebab, chosen))} are both on.",
+            f"{' and '.join(chosen)} are both on.",
             "the MLP has one activation",
-            *map(kebab, chosen),
-            fix=f"keep {kebab(chosen[0])}",
+            *chosen,
+            fix=f"keep {chosen[0]}",
         )
 
 
@@ -188,20 +198,22 @@ def channels_rotate_in_pairs(run: ResolvedRun) -> Iterator[MegatronError]:
 @rule
 def yarn_turns_whole_heads(run: ResolvedRun) -> Iterator[MegatronError]:
     """YaRN's temperature is a factor on the scores, where all channels rotate."""
-    if run.model.position_embedding_type != "yarn":
+    model = run.model
+    if model.position_embedding_type != "yarn":
         return
-    for name, plain in (
-        ("rotary_percent", 1.0),
-        ("use_rope_scaling", False),
-        ("rotary_seq_len_interpolation_factor", None),
+    factor = model.rotary_seq_len_interpolation_factor
+    for flag, value, plain in (
+        ("--rotary-percent", model.rotary_percent, 1.0),
+        ("--use-rope-scaling", model.use_rope_scaling, False),
+        ("--rotary-seq-len-interpolation-factor", factor, None),
     ):
-        if run.values[name] != plain:
+        if value != plain:
             yield problem(
-                f"--position-embedding-type yarn with {kebab(name)} {run.values[name]}.",
+                f"--position-embedding-type yarn with {flag} {value}.",
                 "positions are stretched in one way, in all channels",
                 "--position-embedding-type",
-                kebab(name),
-                fix=f"drop {kebab(name)}",
+                flag,
+                fix=f"drop {flag}",
             )
 
 
@@ -211,14 +223,17 @@ def latent_attention_is_complete(run: ResolvedRun) -> Iterator[MegatronError]:
     latent = run.latent_attention
     if not latent.multi_latent_attention:
         return
-    for name, wanted in (("position_embedding_type", "rope"), ("transformer_impl", "local")):
-        if run.values[name] != wanted:
+    for flag, value, wanted in (
+        ("--position-embedding-type", run.model.position_embedding_type, "rope"),
+        ("--transformer-impl", run.model.transformer_impl, "local"),
+    ):
+        if value != wanted:
             yield problem(
-                f"--multi-latent-attention with {kebab(name)} {run.values[name]}.",
+                f"--multi-latent-attention with {flag} {value}.",
                 "part of its heads rotates, and only local layers have it",
                 "--multi-latent-attention",
-                kebab(name),
-                fix=f"use {kebab(name)} {wanted}",
+                flag,
+                fix=f"use {flag} {wanted}",
             )
     if latent.rope_type == "rope" and latent.rotary_scaling_factor != 1.0:
         yield problem(
@@ -241,15 +256,18 @@ def latent_attention_is_complete(run: ResolvedRun) -> Iterator[MegatronError]:
 @rule
 def only_local_layers_change_scores(run: ResolvedRun) -> Iterator[MegatronError]:
     """The engine's attention is not told of another denominator or of a bound."""
-    if run.model.transformer_impl == "local":
+    model = run.model
+    if model.transformer_impl == "local":
         return
-    for name, plain in (("softmax_type", "vanilla"), ("attn_logit_softcapping", None)):
-        if run.values[name] != plain:
+    for flag, value, plain in (
+        ("--softmax-type", model.softmax_type, "vanilla"),
+        ("--attn-logit-softcapping", model.attn_logit_softcapping, None),
+    ):
+        if value != plain:
             yield problem(
-                f"{kebab(name)} {run.values[name]} with --transformer-impl"
-                f" {run.model.transformer_impl}.",
+                f"{flag} {value} with --transformer-impl {model.transformer_impl}.",
                 "only the local attention has a denominator or a bound of its own",
-                kebab(name),
+                flag,
                 "--transformer-impl",
                 fix="use --transformer-impl local",
             )

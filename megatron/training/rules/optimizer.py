@@ -19,22 +19,30 @@ from megatron.training.rules.registry import problem, rule
 @rule
 def optimizer_numbers(run: ResolvedRun) -> Iterator[MegatronError]:
     """Ranges of the optimizer's constants."""
-    for name in ("adam_beta1", "adam_beta2", "sgd_momentum", "lion_beta1", "lion_beta2",
-                 "muon_momentum"):  # fmt: skip
-        value = run.values[name]
+    asked = run.optimizer
+    for flag, value in (
+        ("--adam-beta1", asked.adam_beta1),
+        ("--adam-beta2", asked.adam_beta2),
+        ("--sgd-momentum", asked.sgd_momentum),
+        ("--lion-beta1", asked.lion_beta1),
+        ("--lion-beta2", asked.lion_beta2),
+        ("--muon-momentum", asked.muon_momentum),
+    ):
         if not 0 <= value < 1:
-            yield problem(f"{kebab(name)} {value:g}.", "it lies in [0, 1)", kebab(name),
-                          fix=f"use {kebab(name)} 0.9")  # fmt: skip
-    for text in run.optimizer.param_rules:
+            yield problem(f"{flag} {value:g}.", "it lies in [0, 1)", flag, fix=f"use {flag} 0.9")
+    for text in asked.param_rules:
         try:
             parse_rule(text)
         except ConfigError as error:
             yield error
-    for name in ("adam_eps", "weight_decay", "clip_grad", "muon_extra_scale_factor"):
-        value = run.values[name]
+    for flag, value in (
+        ("--adam-eps", asked.adam_eps),
+        ("--weight-decay", asked.weight_decay),
+        ("--clip-grad", asked.clip_grad),
+        ("--muon-extra-scale-factor", asked.muon_extra_scale_factor),
+    ):
         if not value >= 0:
-            yield problem(f"{kebab(name)} {value:g}.", "it is not negative", kebab(name),
-                          fix=f"drop {kebab(name)}")  # fmt: skip
+            yield problem(f"{flag} {value:g}.", "it is not negative", flag, fix=f"drop {flag}")
 
 
 @rule

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from megatron.core.dist_checkpointing.durable import describe_os_error
 from megatron.core.dist_checkpointing.object_store import storage_path
 from megatron.core.foundation.errors import MegatronError
-from megatron.core.settings.flags import kebab
 from megatron.training.checkpointing.selection import (
     missing,
     missing_pretrained,
@@ -55,9 +54,13 @@ def checkpoints_have_a_place(run: ResolvedRun) -> Iterator[MegatronError]:
             fix=f"use --save-retain-interval {every * 10}",
         )
     wants_load = [
-        kebab(name)
-        for name in ("ckpt_step", "use_checkpoint_args", "exit_on_missing_checkpoint")
-        if run.values[name]
+        flag
+        for flag, is_given in (
+            ("--ckpt-step", checkpoint.ckpt_step),
+            ("--use-checkpoint-args", checkpoint.use_checkpoint_args),
+            ("--exit-on-missing-checkpoint", checkpoint.exit_on_missing_checkpoint),
+        )
+        if is_given
     ]
     if checkpoint.finetune and checkpoint.pretrained_checkpoint is None:
         wants_load.append("--finetune")

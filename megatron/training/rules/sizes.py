@@ -7,11 +7,11 @@ from megatron.core.settings.flags import FlagSpec
 from megatron.training.config.run import RunConfig, all_flags
 
 REQUIRED = {
-    "num_layers": 12,
-    "hidden_size": 768,
-    "num_attention_heads": 12,
-    "seq_length": 1024,
-    "micro_batch_size": 4,
+    "--num-layers": 12,
+    "--hidden-size": 768,
+    "--num-attention-heads": 12,
+    "--seq-length": 1024,
+    "--micro-batch-size": 4,
 }
 """Settings without which there is no model, and an example of each."""
 
@@ -66,7 +66,7 @@ def wrong_sizes(config: RunConfig) -> dict[str, MegatronError]:
 
 def _problem(spec: FlagSpec, value: object, minimum: int, maximum: int) -> ConfigError:
     shown = " ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
-    example = spec.default if spec.default not in (None, []) else REQUIRED.get(spec.name)
+    example = spec.default if spec.default not in (None, []) else REQUIRED.get(spec.flag)
     words = " ".join(map(str, example)) if isinstance(example, list) else str(example)
     return ConfigError(
         f"{spec.flag} {shown if len(shown) <= 60 else shown[:60] + '...'}.",
