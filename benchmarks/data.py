@@ -22,17 +22,17 @@ sys.path.append(str(ROOT))
 
 import numpy as np  # noqa: E402
 
-from megatron.core.datasets.blending import greedy_blend  # noqa: E402
-from megatron.core.datasets.index_building import (  # noqa: E402
+from megatron.core.datasets.blends.sampling import greedy_blend  # noqa: E402
+from megatron.core.datasets.indexed_dataset import (  # noqa: E402
+    IndexedDataset,
+    IndexedDatasetBuilder,
+)
+from megatron.core.datasets.order.index_building import (  # noqa: E402
     EpochPlan,
     build_document_index,
     build_sample_index,
     build_shuffle_index,
     plan_epochs,
-)
-from megatron.core.datasets.indexed_dataset import (  # noqa: E402
-    IndexedDataset,
-    IndexedDatasetBuilder,
 )
 
 

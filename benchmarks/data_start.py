@@ -36,8 +36,8 @@ VOCABULARY = 50_000
 
 def write_index_only(prefix: str, lengths: np.ndarray) -> None:
     """Write an index, and tokens that are a hole in the file."""
-    from megatron.core.datasets.index_file import write_index
-    from megatron.core.datasets.token_file import WholeFile
+    from megatron.core.datasets.corpus.index_file import write_index
+    from megatron.core.datasets.corpus.token_file import WholeFile
 
     index = WholeFile(prefix + ".idx")
     boundaries = np.arange(len(lengths) + 1, dtype=np.int64)

@@ -27,9 +27,9 @@ from typing import ClassVar
 
 sys.path.append(os.path.join(os.path.dirname(os.path.abspath(__file__)), os.pardir))
 
-from megatron.core.datasets import inspection
 from megatron.core.datasets.blended_megatron_dataset_config import SAMPLE_ORDERS
-from megatron.core.datasets.corpus_paths import MASK_SUFFIX
+from megatron.core.datasets.corpus import inspection
+from megatron.core.datasets.corpus.paths import MASK_SUFFIX
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.preprocessing.length_report import check_report_name, write_report
 from megatron.core.datasets.preprocessing.stats import CorpusStats, CorpusTally, percentiles_of
@@ -226,10 +226,10 @@ class _AnyTokens:
 
 def blend(args: argparse.Namespace) -> int:
     """Print what each corpus gives to a blend, as a run would make it."""
-    from megatron.core.datasets.blend_report import lines_of, shares_of
     from megatron.core.datasets.blended_megatron_dataset_builder import (
         BlendedMegatronDatasetBuilder,
     )
+    from megatron.core.datasets.blends.report import lines_of, shares_of
     from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 
     with tempfile.TemporaryDirectory() as cache:

@@ -22,7 +22,9 @@ sys.path.append(os.path.join(os.path.dirname(os.path.abspath(__file__)), os.pard
 
 import numpy as np
 
-from megatron.core.datasets.index_file import write_index
+from megatron.core.datasets.corpus.index_file import write_index
+from megatron.core.datasets.corpus.multi_file_bin import list_of_parts, parts_path, token_files
+from megatron.core.datasets.corpus.token_file import WholeFile
 from megatron.core.datasets.indexed_dataset import (
     IndexedDataset,
     IndexedDatasetBuilder,
@@ -30,9 +32,7 @@ from megatron.core.datasets.indexed_dataset import (
     get_bin_path,
     get_idx_path,
 )
-from megatron.core.datasets.multi_file_bin import list_of_parts, parts_path, token_files
 from megatron.core.datasets.preprocessing.shards import by_kind, refuse_missing_shards
-from megatron.core.datasets.token_file import WholeFile
 from megatron.core.foundation.errors import DataError
 from megatron.core.foundation.exit_status import ExitStatus, tool
 

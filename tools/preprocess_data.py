@@ -24,8 +24,8 @@ os.environ.setdefault("RAYON_NUM_THREADS", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.append(os.path.join(os.path.dirname(os.path.abspath(__file__)), os.pardir))
 
-from megatron.core.datasets.corpus_paths import MASK_SUFFIX
-from megatron.core.datasets.index_file import DType
+from megatron.core.datasets.corpus.index_file import DType
+from megatron.core.datasets.corpus.paths import MASK_SUFFIX
 from megatron.core.datasets.preprocessing.chat_template import find_chat_template
 from megatron.core.datasets.preprocessing.conversations import (
     ConversationEncoder,

@@ -25,7 +25,7 @@ LACKING: dict[str, dict[str, str]] = {
         "log_config_to_disk": "settings are kept in every checkpoint and printed by --dry-run"
     },
     "megatron.core.datasets": {
-        "helpers_cpp": "indices are built by megatron.core.datasets.index_building"
+        "helpers_cpp": "indices are built by megatron.core.datasets.order.index_building"
     },
     "megatron.core.datasets.megatron_tokenizer": {
         "MegatronLegacyTokenizer": "derive from megatron.core.tokenizers.MegatronTokenizer"

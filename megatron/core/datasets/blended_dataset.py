@@ -10,16 +10,16 @@ from typing import Any
 import numpy as np
 from torch.utils.data import Dataset
 
-from megatron.core.datasets.blend_order import (
+from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
+from megatron.core.datasets.blends.order import (
     BlendOrder,
     GreedyOrder,
     SpacedOrder,
     stride_of_table,
 )
-from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
-from megatron.core.datasets.blending import greedy_counts
-from megatron.core.datasets.index_cache import Described, Expected
+from megatron.core.datasets.blends.sampling import greedy_counts
 from megatron.core.datasets.megatron_dataset import MegatronDataset
+from megatron.core.datasets.order.index_cache import Described, Expected
 from megatron.core.datasets.utils import normalize
 from megatron.core.foundation.errors import ConfigError, DataError
 
@@ -31,7 +31,7 @@ _WORTH_KEEPING = 500_000
 
 
 class BlendedDataset(Described, Dataset[dict[str, Any]]):
-    """Samples of several datasets, mixed by an order of `blend_order`.
+    """Samples of several datasets, mixed by an order of `blends.order`.
 
     The order is computed where it is read; no array has an entry for each sample.
 

@@ -10,17 +10,17 @@ from typing import Any
 import numpy as np
 from torch.utils.data import Dataset
 
-from megatron.core.datasets.blend_order import SpacedOrder
 from megatron.core.datasets.blended_dataset import BlendedDataset
 from megatron.core.datasets.blended_megatron_dataset_config import (
     BlendedMegatronDatasetConfig,
     SplitMatrix,
 )
-from megatron.core.datasets.index_building import (
+from megatron.core.datasets.blends.order import SpacedOrder
+from megatron.core.datasets.megatron_dataset import MegatronDataset
+from megatron.core.datasets.order.index_building import (
     sizes_of_blend,
     split_bounds,
 )
-from megatron.core.datasets.megatron_dataset import MegatronDataset
 from megatron.core.datasets.utils import Blend, Split, normalize
 from megatron.core.foundation.errors import ConfigError, DataError
 
@@ -34,7 +34,7 @@ class BlendedMegatronDatasetBuilder:
     """Build the datasets of all three splits.
 
     Every process builds for itself, without any collective: the index arrays are made once for
-    each cache directory and mapped by everybody else (see `index_cache`).
+    each cache directory and mapped by everybody else (see `order.index_cache`).
 
     Args:
         cls: class of the datasets.

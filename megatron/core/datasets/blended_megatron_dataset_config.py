@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron.core.datasets.index_building import split_boundaries
+from megatron.core.datasets.order.index_building import split_boundaries
 from megatron.core.datasets.utils import Blend
 from megatron.core.foundation.errors import ConfigError
 

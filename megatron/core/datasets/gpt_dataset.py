@@ -16,18 +16,18 @@ from torch import Tensor
 
 from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
 from megatron.core.datasets.document_masks import across_documents, causal_mask, document_starts
-from megatron.core.datasets.index_building import (
+from megatron.core.datasets.indexed_dataset import IndexedDataset, get_bin_path
+from megatron.core.datasets.megatron_dataset import MegatronDataset
+from megatron.core.datasets.mock_tokens import MockTokens, special_id
+from megatron.core.datasets.order.index_building import (
     EpochPlan,
     build_document_index,
     build_sample_index,
     build_shuffle_index,
     plan_epochs,
 )
-from megatron.core.datasets.index_cache import Expected
-from megatron.core.datasets.indexed_dataset import IndexedDataset, get_bin_path
-from megatron.core.datasets.megatron_dataset import MegatronDataset
-from megatron.core.datasets.mock_tokens import MockTokens, special_id
-from megatron.core.datasets.sample_order import (
+from megatron.core.datasets.order.index_cache import Expected
+from megatron.core.datasets.order.sample_order import (
     ShuffledDocuments,
     ShuffledWindows,
     TokenStream,
@@ -100,8 +100,8 @@ class GPTDataset(MegatronDataset):
     """Samples of `config.sequence_length` tokens cut from a shuffled stream of documents.
 
     With `sample_order` "megatron" the order of the documents, the places where samples begin and
-    the order of the samples are the arrays of `index_building`, kept on disk when there is a cache
-    directory. With "native" there are no arrays: see `sample_order.ShuffledWindows`.
+    the order of the samples are the arrays of `order.index_building`, kept on disk when there is a
+    cache directory. With "native" there are no arrays: see `order.sample_order.ShuffledWindows`.
 
     Args:
         indexed_dataset: the corpus.

@@ -1,6 +1,6 @@
 """A corpus of token sequences on disk: the `.bin`/`.idx` pair, read and written.
 
-The format is that of Megatron-LM, byte for byte (see `index_file` for the table), so corpora go
+The format is that of Megatron-LM, byte for byte (`corpus.index_file` has the table), so corpora go
 both ways. A pair is checked when it is opened, so that a damaged file stops a run at its start.
 No torch import: the preprocessing tools and the loader workers start from here.
 """
@@ -16,13 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron.core.datasets.corpus_paths import (
-    check_pair_exists,
-    get_bin_path,
-    get_idx_path,
-    pair_exists,
-)
-from megatron.core.datasets.index_file import (
+from megatron.core.datasets.corpus.index_file import (
     DType,
     IndexArrays,
     check_index,
@@ -31,19 +25,25 @@ from megatron.core.datasets.index_file import (
     read_index,
     write_index,
 )
-from megatron.core.datasets.multi_file_bin import (
+from megatron.core.datasets.corpus.multi_file_bin import (
     num_token_bytes,
     open_tokens,
     token_files,
 )
-from megatron.core.datasets.object_store import StoredObject, StoredTokens, is_url
-from megatron.core.datasets.token_file import (
+from megatron.core.datasets.corpus.object_store import StoredObject, StoredTokens, is_url
+from megatron.core.datasets.corpus.paths import (
+    check_pair_exists,
+    get_bin_path,
+    get_idx_path,
+    pair_exists,
+)
+from megatron.core.datasets.corpus.token_file import (
     TokenReader,
     WholeFile,
     explain_full_disk,
     sync_directory,
 )
-from megatron.core.datasets.validation_cache import check_once
+from megatron.core.datasets.corpus.validation_cache import check_once
 from megatron.core.foundation.errors import DataError
 
 _WORTH_REMEMBERING = 100_000

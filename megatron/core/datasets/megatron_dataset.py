@@ -11,9 +11,9 @@ import numpy as np
 from torch.utils.data import Dataset
 
 from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
-from megatron.core.datasets.index_building import document_ids
-from megatron.core.datasets.index_cache import Described
-from megatron.core.datasets.object_store import is_url
+from megatron.core.datasets.corpus.object_store import is_url
+from megatron.core.datasets.order.index_building import document_ids
+from megatron.core.datasets.order.index_cache import Described
 from megatron.core.datasets.utils import Split
 
 

@@ -13,13 +13,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron.core.datasets.corpus_paths import MASK_SUFFIX
+from megatron.core.datasets.corpus.inspection import document_lengths, document_tokens
+from megatron.core.datasets.corpus.paths import MASK_SUFFIX
 from megatron.core.datasets.document_masks import attention_mask
 from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
 from megatron.core.datasets.indexed_dataset import IndexedDataset
-from megatron.core.datasets.inspection import document_lengths, document_tokens
 from megatron.core.datasets.megatron_dataset import MegatronDataset
-from megatron.core.datasets.permutation import KeyedPermutation
+from megatron.core.datasets.order.permutation import KeyedPermutation
 from megatron.core.datasets.utils import Split
 from megatron.core.foundation.errors import DataError
 

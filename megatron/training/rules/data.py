@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from megatron.core.datasets.multi_file_bin import tokens_exist
-from megatron.core.datasets.object_store import is_url
+from megatron.core.datasets.corpus.multi_file_bin import tokens_exist
+from megatron.core.datasets.corpus.object_store import is_url
 from megatron.core.foundation.errors import DataError, MegatronError
 from megatron.training.config.data import DataSettings, TokenizerSettings
 from megatron.training.config.phases import transitions_of

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron.core.datasets.blend_report import lines_of, shares_of
+from megatron.core.datasets.blends.report import lines_of, shares_of
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transport import backend
 from megatron.core.transport.object_collectives import max_across_ranks

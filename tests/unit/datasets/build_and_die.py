@@ -5,7 +5,7 @@ import time
 
 import numpy as np
 
-from megatron.core.datasets.index_cache import Expected, IndexCache
+from megatron.core.datasets.order.index_cache import Expected, IndexCache
 
 
 def never_finish():

@@ -6,8 +6,8 @@ from collections import Counter
 
 import numpy as np
 
-from megatron.core.datasets.blending import greedy_blend
-from megatron.core.datasets.index_building import (
+from megatron.core.datasets.blends.sampling import greedy_blend
+from megatron.core.datasets.order.index_building import (
     build_document_index,
     build_sample_index,
     build_shuffle_index,

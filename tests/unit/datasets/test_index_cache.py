@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from megatron.core.datasets import gpt_dataset as gpt_module
-from megatron.core.datasets import index_cache
-from megatron.core.datasets.index_cache import Expected, IndexCache, checksums_of
+from megatron.core.datasets.order import index_cache
+from megatron.core.datasets.order.index_cache import Expected, IndexCache, checksums_of
 from tests.unit.datasets.corpora import config, gpt_dataset, random_documents, write_corpus
 
 EXPECTED = {"order": Expected((np.int32,), (5,))}

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.core.datasets.blending import greedy_blend
-from megatron.core.datasets.index_building import (
+from megatron.core.datasets.blends.sampling import greedy_blend
+from megatron.core.datasets.order.index_building import (
     build_sample_index,
     build_shuffle_index,
     document_ids,

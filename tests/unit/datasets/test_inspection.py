@@ -8,8 +8,8 @@ import sys
 import numpy as np
 import pytest
 
-from megatron.core.datasets import inspection
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.corpus import inspection
 from megatron.core.datasets.gpt_dataset import GPTDataset
 from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
 from megatron.core.datasets.utils import get_blend_from_list

@@ -75,7 +75,12 @@ def test_a_library_of_another_source_is_not_used_and_one_line_says_so(_, tmp_pat
     # As after `git pull` in an installed checkout: an older library beside a newer source.
     package = tmp_path / "megatron" / "core" / "datasets"
     shutil.copytree(ROOT / "megatron" / "core" / "datasets", package, ignore=_libraries)
-    for folder in ("megatron/core", "megatron", "megatron/compatibility"):
+    for folder in (
+        "megatron/core",
+        "megatron/core/foundation",
+        "megatron",
+        "megatron/compatibility",
+    ):
         (tmp_path / folder).mkdir(exist_ok=True)
         for file in (ROOT / folder).glob("*.py"):
             shutil.copy(file, tmp_path / folder)

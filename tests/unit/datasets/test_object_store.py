@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from megatron.core.datasets import object_store
+from megatron.core.datasets.corpus import object_store
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.foundation.errors import ConfigError, DataError
 from tests.unit.datasets.corpora import config, gpt_dataset, random_documents, write_corpus

@@ -6,8 +6,8 @@ import json
 import numpy as np
 import pytest
 
+from megatron.core.datasets.corpus.inspection import statistics
 from megatron.core.datasets.indexed_dataset import IndexedDataset
-from megatron.core.datasets.inspection import statistics
 from megatron.core.datasets.preprocessing.stats import CorpusStats, CorpusTally, Progress, duration
 from tools import preprocess_data
 

@@ -9,14 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.core.datasets import native
-from megatron.core.datasets.blend_order import SpacedOrder
 from megatron.core.datasets.blended_dataset import BlendedDataset
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
-from megatron.core.datasets.blending import greedy_counts
+from megatron.core.datasets.blends.order import SpacedOrder
+from megatron.core.datasets.blends.sampling import greedy_counts
 from megatron.core.datasets.document_masks import attention_mask, cumulative_lengths
 from megatron.core.datasets.gpt_dataset import GPTDataset, MockGPTDataset
-from megatron.core.datasets.index_building import _shuffle
-from megatron.core.datasets.permutation import KeyedPermutation
+from megatron.core.datasets.order.index_building import _shuffle
+from megatron.core.datasets.order.permutation import KeyedPermutation
 from megatron.core.datasets.utils import Split
 from megatron.core.foundation.errors import ConfigError, DataError
 from tests.unit.datasets import oracle

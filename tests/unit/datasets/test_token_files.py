@@ -14,7 +14,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.core.datasets import token_file
+from megatron.core.datasets.corpus import token_file
+from megatron.core.datasets.corpus.multi_file_bin import token_files
+from megatron.core.datasets.corpus.token_file import WholeFile
 from megatron.core.datasets.indexed_dataset import (
     DType,
     IndexedDataset,
@@ -22,8 +24,6 @@ from megatron.core.datasets.indexed_dataset import (
     get_bin_path,
     get_idx_path,
 )
-from megatron.core.datasets.multi_file_bin import token_files
-from megatron.core.datasets.token_file import WholeFile
 from megatron.core.foundation.errors import DataError
 from megatron.core.foundation.processes import describe_exit
 
@@ -398,7 +398,7 @@ def test_files_have_the_permissions_that_the_user_asks_for(tmp_path):
 
 SHRINKS = """
 import os, sys
-from megatron.core.datasets.token_file import mapped
+from megatron.core.datasets.corpus.token_file import mapped
 
 def read():
     tokens = mapped(sys.argv[1])

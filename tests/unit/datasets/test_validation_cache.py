@@ -5,9 +5,10 @@ import tempfile
 
 import pytest
 
-from megatron.core.datasets import indexed_dataset, validation_cache
+from megatron.core.datasets import indexed_dataset
+from megatron.core.datasets.corpus import validation_cache
+from megatron.core.datasets.corpus.validation_cache import check_once
 from megatron.core.datasets.indexed_dataset import IndexedDataset
-from megatron.core.datasets.validation_cache import check_once
 from megatron.core.foundation.errors import DataError
 from tests.unit.datasets.corpora import write_corpus
 

@@ -22,8 +22,8 @@ from typing import Any
 
 import torch
 
+from megatron.core.datasets.corpus.multi_file_bin import token_files
 from megatron.core.datasets.indexed_dataset import IndexedDataset
-from megatron.core.datasets.multi_file_bin import token_files
 from megatron.core.datasets.preprocessing.chat_template import find_chat_template
 from megatron.core.datasets.preprocessing.inputs import expand_inputs
 from megatron.core.datasets.preprocessing.streams import blocks_of

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron.core.datasets.index_building import split_boundaries
+from megatron.core.datasets.order.index_building import split_boundaries
 from megatron.core.foundation.errors import ConfigError
 from megatron.training.cli.parser import parse_command_line
 from megatron.training.rules import notes, resolve_and_check

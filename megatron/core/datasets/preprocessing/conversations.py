@@ -18,7 +18,7 @@ from itertools import chain
 
 import numpy as np
 
-from megatron.core.datasets.corpus_paths import MASK_SUFFIX
+from megatron.core.datasets.corpus.paths import MASK_SUFFIX
 from megatron.core.datasets.preprocessing.chat_template import ChatTemplate
 from megatron.core.datasets.preprocessing.documents import documents_of
 from megatron.core.datasets.preprocessing.encoder import (

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from megatron.core.datasets.corpus.token_file import WholeFile
 from megatron.core.datasets.preprocessing.documents import BadDocument
 from megatron.core.datasets.preprocessing.inputs import InputFile, InputFormat
 from megatron.core.datasets.preprocessing.resume import (
@@ -31,7 +32,6 @@ from megatron.core.datasets.preprocessing.units import (
     sizes_are_known,
 )
 from megatron.core.datasets.preprocessing.workers import Work, encode_in_order
-from megatron.core.datasets.token_file import WholeFile
 from megatron.core.foundation.errors import DataError
 
 FORMAT_VERSION = 1

@@ -21,9 +21,9 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from megatron.core.datasets.index_file import write_index
+from megatron.core.datasets.corpus.index_file import write_index
+from megatron.core.datasets.corpus.token_file import explain_full_disk, sync_directory
 from megatron.core.datasets.preprocessing.encoder import Sequences
-from megatron.core.datasets.token_file import explain_full_disk, sync_directory
 from megatron.core.foundation.errors import DataError
 
 _SUFFIX = ".unfinished"

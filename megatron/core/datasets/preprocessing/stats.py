@@ -14,8 +14,8 @@ from typing import Any, TextIO
 
 import numpy as np
 
+from megatron.core.datasets.corpus.inspection import document_lengths
 from megatron.core.datasets.indexed_dataset import IndexedDataset
-from megatron.core.datasets.inspection import document_lengths
 from megatron.core.datasets.preprocessing.encoder import EncodedUnit
 
 BUCKETS_PER_DOUBLING = 4

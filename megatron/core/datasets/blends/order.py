@@ -12,7 +12,7 @@ from typing import Protocol
 
 import numpy as np
 
-from megatron.core.datasets.blending import greedy_block, number_within_dataset
+from megatron.core.datasets.blends.sampling import greedy_block, number_within_dataset
 
 _GOLDEN = 0.6180339887498949
 _SPACED_BLOCK = 1024
@@ -39,7 +39,7 @@ def stride_of_table(num_datasets: int) -> int:
 
 
 class GreedyOrder:
-    """The greedy rule of `blending`, from a table of counts.
+    """The greedy rule of `blends.sampling`, from a table of counts.
 
     Args:
         weights: [D] float64, summing to 1.

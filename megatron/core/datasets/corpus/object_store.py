@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron.core.datasets.token_file import WholeFile
+from megatron.core.datasets.corpus.token_file import WholeFile
 from megatron.core.foundation.errors import ConfigError, DataError
 from megatron.core.foundation.optional_imports import require
 

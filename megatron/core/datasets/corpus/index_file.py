@@ -28,8 +28,8 @@ from typing import Protocol
 import numpy as np
 
 from megatron.core.datasets import native
-from megatron.core.datasets.multi_file_bin import num_token_bytes
-from megatron.core.datasets.token_file import mapped
+from megatron.core.datasets.corpus.multi_file_bin import num_token_bytes
+from megatron.core.datasets.corpus.token_file import mapped
 from megatron.core.foundation.errors import DataError
 
 MAGIC = b"MMIDIDX\x00\x00"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from megatron.core.datasets.multi_file_bin import tokens_exist
+from megatron.core.datasets.corpus.multi_file_bin import tokens_exist
 from megatron.core.foundation.errors import DataError
 
 MASK_SUFFIX = "_mask"

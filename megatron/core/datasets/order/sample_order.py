@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 
 from megatron.core.datasets import native
-from megatron.core.datasets.index_file import DType
-from megatron.core.datasets.permutation import KeyedPermutation
+from megatron.core.datasets.corpus.index_file import DType
+from megatron.core.datasets.order.permutation import KeyedPermutation
 from megatron.core.foundation.errors import ConfigError
 
 Fetched = tuple[int, int, int, int]

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from megatron.core.datasets.token_file import MappedTokens, PositionedTokens, TokenReader
+from megatron.core.datasets.corpus.token_file import MappedTokens, PositionedTokens, TokenReader
 from megatron.core.foundation.errors import DataError, shown
 from megatron.core.foundation.json_text import parse_json
 

@@ -31,7 +31,7 @@ from typing import Any
 import numpy as np
 
 from megatron.core.datasets import native
-from megatron.core.datasets.token_file import WholeFile
+from megatron.core.datasets.corpus.token_file import WholeFile
 from megatron.core.foundation.errors import DataError
 
 logger = logging.getLogger(__name__)

@@ -1,0 +1,1 @@
+"""The order of a blend: which corpus gives the next sample."""

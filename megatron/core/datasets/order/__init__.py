@@ -1,0 +1,1 @@
+"""The order in which a corpus becomes samples, and its index arrays on disk."""
