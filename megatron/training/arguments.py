@@ -79,7 +79,12 @@ def run_from_args(
 ) -> ResolvedRun:
     """Resolve a namespace."""
     command = command_of_namespace(args, defaults or {})
-    return resolve(command.config, world_size=_world_size_of(args), extra=command.extra)
+    return resolve(
+        command.config,
+        world_size=_world_size_of(args),
+        machine=rank_info.read_machine(),
+        extra=command.extra,
+    )
 
 
 def run_as_in(args: argparse.Namespace) -> ResolvedRun:

@@ -2,20 +2,19 @@
 
 Each derived value is recorded with its formula, so that the log of a run answers "why is this
 number what it is". Derivation never fails: what cannot be derived stays None, and the rules
-(`megatron.training.rules`) say what is missing.
+(`megatron.training.rules`) say what is missing. `resolve` is a pure function: equal arguments give
+equal settings, and the machine is one of them.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
 
-from megatron.core.foundation import device, optional_imports
 from megatron.core.pipeline_parallel.layout import virtual_stages_of
 from megatron.core.pipeline_parallel.schedule_definitions import schedule_named
 from megatron.core.settings.batch_size_phases import (
@@ -34,7 +33,7 @@ from megatron.training.config.optimizer import OptimizerSettings
 from megatron.training.config.parallelism import DataParallelSettings, ParallelismSettings
 from megatron.training.config.precision import PrecisionSettings
 from megatron.training.config.ramp_up import samples_for_steps, steps_for_samples
-from megatron.training.config.resolved import Derivation, ResolvedRun, Topology
+from megatron.training.config.resolved import Derivation, Machine, ResolvedRun, Topology
 from megatron.training.config.run import RunConfig
 
 GroupT = TypeVar(
@@ -71,11 +70,21 @@ class _Log:
 
 
 def resolve(
-    config: RunConfig, *, world_size: int, extra: Mapping[str, object] | None = None
+    config: RunConfig,
+    *,
+    world_size: int,
+    machine: Machine | None = None,
+    extra: Mapping[str, object] | None = None,
 ) -> ResolvedRun:
-    """Derive the settings of a run on `world_size` ranks, all but the vocabulary."""
+    """Derive the settings of a run on `world_size` ranks, all but the vocabulary.
+
+    Args:
+        machine: of this rank; without it, rank 0 of a machine with a CPU alone.
+        extra: arguments that a script added to the parser.
+    """
     log = _Log()
-    topology = _topology(config.parallelism, world_size, log)
+    machine = machine or Machine()
+    topology = _topology(config.parallelism, world_size, machine.rank, log)
     parallelism = _parallelism(config.parallelism, config.model.num_layers, log)
     log.is_of_training = True
     ddp = _sharding(config.ddp, log)
@@ -95,8 +104,8 @@ def resolve(
     data = _data(config.data, log)
     log.is_of_training = False
     tokenizer = _tokenizer(config.tokenizer, data.mock_data, log)
-    parallelism = _backend(parallelism, log)
-    model = _layers(model, config.latent_attention.multi_latent_attention, log)
+    parallelism = _backend(parallelism, machine, log)
+    model = _layers(model, config.latent_attention.multi_latent_attention, machine, log)
     return ResolvedRun(
         model=model,
         latent_attention=config.latent_attention,
@@ -119,14 +128,14 @@ def resolve(
     )
 
 
-def _topology(asked: ParallelismSettings, world_size: int, log: _Log) -> Topology:
+def _topology(asked: ParallelismSettings, world_size: int, rank: int, log: _Log) -> Topology:
     tp, pp = asked.tensor_model_parallel_size, asked.pipeline_model_parallel_size
     cp = asked.context_parallel_size
     replicas = max(world_size // max(tp * pp * cp, 1), 1)
     log.note("data_parallel_size", replicas, f"{world_size} ranks / (tp {tp} * pp {pp} * cp {cp})")
     return Topology(
         world_size=world_size,
-        rank=int(os.environ.get("RANK", "0")),
+        rank=rank,
         data_parallel_size=replicas,
         total_model_size=tp * pp,
         model_parallel_size=tp * pp,
@@ -416,30 +425,21 @@ def _tokenizer(asked: TokenizerSettings, mock_data: bool, log: _Log) -> Tokenize
     return found
 
 
-def _backend(asked: ParallelismSettings, log: _Log) -> ParallelismSettings:
-    backend = device.communication_backend()
+def _backend(asked: ParallelismSettings, machine: Machine, log: _Log) -> ParallelismSettings:
     if asked.distributed_backend != "nccl":
         return asked
-    after = replace(asked, distributed_backend=backend)
+    after = replace(asked, distributed_backend=machine.communication_backend)
     return log.derived(asked, after, "there is no GPU here")
 
 
-def _layers(asked: ModelSettings, multi_latent_attention: bool, log: _Log) -> ModelSettings:
+def _layers(
+    asked: ModelSettings, multi_latent_attention: bool, machine: Machine, log: _Log
+) -> ModelSettings:
     local = replace(asked, transformer_impl="local")
     if asked.transformer_impl != "transformer_engine":
         return asked
-    if not _has_engine_layers():
+    if not machine.has_engine_layers:
         return log.derived(asked, local, "there are no layers of Transformer Engine here")
     if multi_latent_attention:
         return log.derived(asked, local, "only local layers have latent attention")
     return asked
-
-
-def _has_engine_layers() -> bool:
-    """Return whether Transformer Engine is installed, and the backend that builds layers of it."""
-    return (
-        device.device_type() == "cuda"
-        and optional_imports.has("transformer_engine")
-        and optional_imports.has("megatron.core.extensions")
-        and optional_imports.has("megatron.core.extensions.transformer_engine")
-    )

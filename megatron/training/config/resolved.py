@@ -28,6 +28,17 @@ class Derivation:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Machine:
+    """What derived settings depend on beside the settings themselves."""
+
+    rank: int = 0
+    communication_backend: str = "gloo"
+    """Of torch.distributed, for the device of this process."""
+    has_engine_layers: bool = False
+    """Whether Transformer Engine is installed, and the backend that builds layers of it."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Topology:
     """The ranks of a run."""
 

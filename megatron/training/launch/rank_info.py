@@ -10,7 +10,9 @@ from typing import Any
 
 import torch.distributed as dist
 
+from megatron.core.foundation import device, optional_imports
 from megatron.core.foundation.rendezvous import rendezvous
+from megatron.training.config.resolved import Machine
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,21 @@ def read_rank_info() -> RankInfo:
         world_size=int(env.get("WORLD_SIZE", "1")) if is_launched else 1,
         is_launched=is_launched,
         local_world_size=int(env.get("LOCAL_WORLD_SIZE", "1")) if is_launched else 1,
+    )
+
+
+def read_machine() -> Machine:
+    """Return what derived settings depend on: the rank, and what this process can compute with."""
+    has_engine_layers = (
+        device.device_type() == "cuda"
+        and optional_imports.has("transformer_engine")
+        and optional_imports.has("megatron.core.extensions")
+        and optional_imports.has("megatron.core.extensions.transformer_engine")
+    )
+    return Machine(
+        rank=int(os.environ.get("RANK", "0")),
+        communication_backend=device.communication_backend(),
+        has_engine_layers=has_engine_layers,
     )
 
 

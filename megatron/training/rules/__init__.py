@@ -10,6 +10,7 @@ from megatron.training.cli.parser import ParsedCommand, UnreadableCommandError
 from megatron.training.config.resolve import resolve
 from megatron.training.config.resolved import ResolvedRun
 from megatron.training.config.run import RunConfig
+from megatron.training.launch.rank_info import read_machine
 from megatron.training.rules import (  # noqa: F401
     adapters,
     batch,
@@ -62,7 +63,9 @@ def resolve_and_check(
     for name, problem in wrong_sizes(config).items():
         unclear.add(problem)
         config = with_defaults_for(config, {name})
-    run = resolve(config, world_size=world_size(config), extra=command.extra)
+    run = resolve(
+        config, world_size=world_size(config), machine=read_machine(), extra=command.extra
+    )
     rules = [*refusals(config), *broken_rules(run)]
     unclear.problems += [broken for broken in rules if not unclear.may_cause(broken)]
     summary = "this command line" if problems else "the settings of this run"

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import dataclasses
+import io
+import os
+from unittest import mock
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from megatron.training.cli.parser import parse_command_line
 from megatron.training.config.resolve import resolve
+from megatron.training.config.resolved import Machine
 from megatron.training.config.transformer_settings import transformer_config
 from megatron.training.config.vocabulary import pad_vocabulary, resolve_vocabulary
 
@@ -24,8 +32,9 @@ SMALL = words_of(
 )
 
 
-def run(*words: str, world_size: int = 1):
-    return resolve(parse_command_line([*SMALL, *words]).config, world_size=world_size)
+def run(*words: str, world_size: int = 1, machine: Machine | None = None):
+    config = parse_command_line([*SMALL, *words]).config
+    return resolve(config, world_size=world_size, machine=machine)
 
 
 @pytest.mark.parametrize(
@@ -154,6 +163,56 @@ def test_what_was_asked_for_is_not_changed():
         config.model.num_layers = 5
 
 
+class Unreadable(dict):
+    """An environment that must not be read."""
+
+    def _refuse(self, *_: object) -> None:
+        raise AssertionError("the environment was read")
+
+    __getitem__ = __contains__ = __iter__ = get = _refuse
+
+
+FLAGS_THAT_DERIVE = st.lists(
+    st.sampled_from(
+        [
+            "--swiglu", "--bf16", "--fp16", "--sequence-parallel", "--group-query-attention",
+            "--multi-latent-attention", "--use-distributed-optimizer", "--use-megatron-fsdp",
+            "--recompute-activations", "--position-embedding-type yarn", "--train-samples 64",
+            "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2",
+            "--pipeline-schedule dualpipe-v", "--num-layers-per-virtual-pipeline-stage 1",
+            "--global-batch-size 8", "--rampup-batch-size 4 4 20", "--lr-warmup-fraction 0.1",
+            "--weight-decay-incr-style linear", "--data-path corpus", "--vocab-size 99",
+            "--no-rope-freq 2", "--distributed-backend gloo", "--transformer-impl local",
+        ]
+    ),
+    unique=True,
+)  # fmt: skip
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    flags=FLAGS_THAT_DERIVE,
+    world_size=st.sampled_from([1, 2, 8]),
+    machine=st.builds(
+        Machine,
+        rank=st.integers(0, 7),
+        communication_backend=st.sampled_from(["gloo", "nccl"]),
+        has_engine_layers=st.booleans(),
+    ),
+)
+def test_resolve_is_a_pure_function(flags, world_size, machine):
+    config = parse_command_line([*SMALL, *" ".join(flags).split()]).config
+    before, output = copy.deepcopy(config), io.StringIO()
+    first = resolve(config, world_size=world_size, machine=machine)
+    with mock.patch.object(os, "environ", Unreadable()), contextlib.redirect_stdout(output):
+        second = resolve(config, world_size=world_size, machine=machine)
+    assert second == first
+    assert second.derivations == first.derivations
+    assert config == before == first.config
+    assert output.getvalue() == ""
+    assert first.topology.rank == machine.rank
+
+
 def test_changing_the_namespace_does_not_change_the_run():
     found = run()
     found.namespace().num_layers = 99
@@ -189,13 +248,12 @@ def test_a_tokenizer_adds_no_classes_to_the_loss_of_a_model_that_is_loaded():
 
 
 @pytest.mark.parametrize(("words", "found"), [([], "transformer_engine"), (["local"], "local")])
-def test_latent_attention_takes_local_layers_beside_those_of_transformer_engine(
-    words, found, monkeypatch
-):
-    monkeypatch.setattr("megatron.training.config.resolve._has_engine_layers", lambda: True)
+def test_latent_attention_takes_local_layers_beside_those_of_transformer_engine(words, found):
+    machine = Machine(has_engine_layers=True)
     words = [word for each in words for word in ("--transformer-impl", each)]
-    assert run(*words).model.transformer_impl == found
-    assert run("--multi-latent-attention", *words).model.transformer_impl == "local"
+    assert run(*words, machine=machine).model.transformer_impl == found
+    latent = run("--multi-latent-attention", *words, machine=machine)
+    assert latent.model.transformer_impl == "local"
 
 
 @pytest.mark.parametrize("kind", ["rope", "yarn"])
