@@ -112,7 +112,13 @@ class Choice(Generic[Run]):
     @property
     def reasons(self) -> str:
         """Why others were passed over; empty where it is the preferred one."""
-        return "; ".join(f"{name} {reason}" for name, reason in self.passed_over)
+        names: dict[str, list[str]] = {}
+        for name, reason in self.passed_over:
+            names.setdefault(reason, []).append(name)
+        return "; ".join(
+            f"{', '.join(who)}{':' if len(who) > 1 else ''} {reason}"
+            for reason, who in names.items()
+        )
 
 
 @dataclass(frozen=True, eq=False)

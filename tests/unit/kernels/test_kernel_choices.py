@@ -86,8 +86,10 @@ def test_the_report_says_what_dropout_costs_or_gives_up(backend):
             " (the kernel draws dropout: what is dropped depends on the layout)"
         )
     else:
-        assert line.startswith(
-            "attention: unfused (sdpa does not support dropout independent of the layout;"
+        assert line == (
+            "attention: unfused (sdpa, flash-attn, transformer-engine, flex, sdpa-mask: does not"
+            " support dropout independent of the layout; --attention-backend flash or fused lets"
+            " the kernel draw dropout by the layout)"
         )
     (line,) = attention_on_a_planned_gpu(config, backend="transformer_engine")
     assert line.endswith("(the kernel draws dropout: what is dropped depends on the layout)")

@@ -69,12 +69,12 @@ def kernel_choices(
             for layer in range(1, config.num_layers + 1)
         ]
         lines += [
-            _line(f"attention{layers}", choice, _dropout_note(config, choice))
+            _line(f"attention{layers}", choice, _dropout_note(config, choice, device))
             for layers, choice in _runs(chosen)
         ]
         lines.append(_line(config.normalization, _norm(config, device, dtype, is_planned)))
     else:
-        note = _dropout_note(config, None)
+        note = _dropout_note(config, None, device)
         lines.append(KernelLine(f"attention, {config.normalization}", backend, note))
     if config.gated_linear_unit:
         gate = Gate(
@@ -94,13 +94,17 @@ def _line(operation: str, choice: Choice, note: str = "") -> KernelLine:
     return KernelLine(operation, choice.name, reasons)
 
 
-def _dropout_note(config: TransformerConfig, choice: Choice | None) -> str:
-    """Return that a kernel drops by layout, where it does; None is a library's attention."""
+def _dropout_note(config: TransformerConfig, choice: Choice | None, device: str) -> str:
+    """Return what attention dropout costs or gives up; `choice` None is a library's attention."""
     if not config.attention_dropout:
         return ""
-    if choice is not None and attention.DROPOUT in choice.kernel.supports:
-        return ""
-    return "the kernel draws dropout: what is dropped depends on the layout"
+    if choice is None or attention.DROPOUT not in choice.kernel.supports:
+        return "the kernel draws dropout: what is dropped depends on the layout"
+    passed_over = {name for name, _ in choice.passed_over}
+    drawing = [k for k in ATTENTION.of_device(device) if attention.OWN_DROPOUT in k.supports]
+    if any(k.name in passed_over and attention.DROPOUT not in k.supports for k in drawing):
+        return "--attention-backend flash or fused lets the kernel draw dropout by the layout"
+    return ""
 
 
 def _attention_needs(
