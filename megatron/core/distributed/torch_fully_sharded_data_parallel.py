@@ -31,7 +31,7 @@ from megatron.core.parameters.initialization import fill_deferred_weights
 from megatron.core.parameters.param_meta import get_param_meta
 from megatron.core.process_groups_config import ProcessGroupCollection, resolve_groups
 from megatron.core.topology.group import SINGLE_RANK
-from megatron.core.transport.backend import averages
+from megatron.core.transport.torch_transport import averages
 from megatron.core.utils import get_pg_size
 
 

@@ -87,19 +87,3 @@ def irecv(x: Tensor, source: int, group: Group, tag: int = 0) -> Handle:
 def global_rank(group: Group, group_rank: int) -> int:
     """Return the number among all processes of a rank of `group`."""
     return dist.get_global_rank(group, group_rank)
-
-
-def averages(group: Group) -> bool:
-    """Return whether a reduce-scatter over `group` that is asked for the mean returns it.
-
-    gloo of torch 2.7 returns the sum without a word, and FSDP2 asks for the mean.
-
-    Communication:
-        a reduce-scatter of one element per rank.
-    """
-    if not has_peers(group):
-        return True
-    mean = torch.empty(1, device=tensor_device(group))
-    ones = torch.ones(group.size(), device=mean.device)
-    dist.reduce_scatter_tensor(mean, ones, op=ReduceOp.AVG, group=group)
-    return mean.item() == 1

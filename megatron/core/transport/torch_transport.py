@@ -242,3 +242,19 @@ def _scale(x: Tensor, scale: float) -> None:
 def _until(handle: dist.Work | None, result: Tensor) -> Work[Tensor]:
     """Return the work that ends with `handle`; None has ended."""
     return Work.completed(result) if handle is None else Work.of([handle], result)
+
+
+def averages(group: Group) -> bool:
+    """Return whether a reduce-scatter over `group` that is asked for the mean returns it.
+
+    gloo of torch 2.7 returns the sum without a word, and FSDP2 asks for the mean.
+
+    Communication:
+        a reduce-scatter of one element per rank.
+    """
+    if not backend.has_peers(group):
+        return True
+    mean = torch.empty(1, device=backend.tensor_device(group))
+    ones = torch.ones(group.size(), device=mean.device)
+    _reduce_scatter_single(mean, ones, op=dist.ReduceOp.AVG, group=group)
+    return mean.item() == 1

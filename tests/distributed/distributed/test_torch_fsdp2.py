@@ -160,7 +160,7 @@ def test_every_rank_declares_and_updates_its_range_of_each_parameter(groups):
 @distributed(world_size=2, pp=2)
 def test_pipelines_and_turns_are_refused(groups):
     config = SimpleNamespace(overlap_moe_expert_parallel_comm=True)
-    with pytest.raises(ConfigError, match="(?s)pipeline of 2 stages.*take turns"):
+    with pytest.raises(ConfigError, match="(?s)pipeline of 2 stages.*overlap"):
         TorchFullyShardedDataParallel(
             config, DistributedDataParallelConfig(), torch.nn.Linear(2, 2), pg_collection=groups
         )
