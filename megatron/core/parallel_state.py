@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -21,21 +20,10 @@ from megatron.core.process_groups_config import (
     build_process_groups,
     default_embedding_ranks,
     default_position_embedding_ranks,
+    resolve_group,
 )
 from megatron.core.topology.group import SINGLE_RANK
 from megatron.core.topology.rank_grid import DEFAULT_ORDER, plan_layout
-
-
-@dataclass
-class _State:
-    """What `initialize_model_parallel` made, and the model chunk that code outside has chosen."""
-
-    factory: GroupFactory | None = None
-    virtual_rank: int | None = None
-    virtual_size: int | None = None
-
-
-_state = _State()
 
 
 def initialize_model_parallel(
@@ -112,7 +100,7 @@ def initialize_model_parallel(
         rank_offset=rank_offset,
     )
     factory = GroupFactory(timeout=timedelta(minutes=distributed_timeout_minutes))
-    collection = build_process_groups(
+    groups = build_process_groups(
         layout,
         factory=factory,
         embedding_ranks=get_embedding_ranks or default_embedding_ranks,
@@ -120,17 +108,18 @@ def initialize_model_parallel(
         hierarchical_context_parallel_sizes=hierarchical_context_parallel_sizes,
         num_distributed_optimizer_instances=num_distributed_optimizer_instances,
     )
-    # Only now: what was refused may be tried again with other sizes.
-    _state.factory = factory
-    ProcessGroupCollection.set_current(collection)
-    _state.virtual_size = virtual_pipeline_model_parallel_size
-    _state.virtual_rank = None if _state.virtual_size is None else 0
-    return collection
+    groups = groups.with_groups(
+        factory=factory,
+        virtual_pipeline_size=virtual_pipeline_model_parallel_size,
+        virtual_pipeline_rank=None if virtual_pipeline_model_parallel_size is None else 0,
+    )
+    ProcessGroupCollection.set_current(groups)
+    return groups
 
 
 def model_parallel_is_initialized() -> bool:
     """Return whether groups were created."""
-    return _state.factory is not None
+    return ProcessGroupCollection.current().factory is not None
 
 
 is_initialized = model_parallel_is_initialized
@@ -139,10 +128,9 @@ is_unitialized = lambda: not model_parallel_is_initialized()  # noqa: E731  Mega
 
 def destroy_model_parallel() -> None:
     """Destroy the groups of `initialize_model_parallel` and forget the current collection."""
-    if _state.factory is not None and dist.is_initialized():
-        _state.factory.destroy()
-    _state.factory = None
-    _state.virtual_rank = _state.virtual_size = None
+    factory = ProcessGroupCollection.current().factory
+    if factory is not None and dist.is_initialized():
+        factory.destroy()
     ProcessGroupCollection.set_current(None)
 
 
@@ -158,13 +146,11 @@ def _group(name: str, check_initialized: bool = True) -> Any:
 
 
 def _size(name: str) -> int:
-    group = _group(name, check_initialized=False)
-    return 1 if group is None else group.size()
+    return resolve_group(None, name).size()
 
 
 def _rank(name: str) -> int:
-    group = _group(name, check_initialized=False)
-    return 0 if group is None else group.rank()
+    return resolve_group(None, name).rank()
 
 
 def _ranks(name: str) -> list[int]:
@@ -217,7 +203,7 @@ def get_context_parallel_rank() -> int:
 
 def get_hierarchical_context_parallel_groups(check_initialized: bool = True) -> list[Any]:
     """Return the nested groups of hierarchical context parallelism, innermost first."""
-    return _group("hcp", check_initialized)
+    return list(_group("hcp", check_initialized))
 
 
 def get_tensor_and_context_parallel_group(check_initialized: bool = True) -> Any:
@@ -404,40 +390,36 @@ def get_pipeline_model_parallel_prev_rank() -> int:
 
 def get_virtual_pipeline_model_parallel_rank() -> int | None:
     """Return the virtual stage that the caller declared to be in, or None without VPP."""
-    return _state.virtual_rank
+    return ProcessGroupCollection.current().virtual_pipeline_rank
 
 
 def set_virtual_pipeline_model_parallel_rank(rank: int | None) -> None:
     """Declare the virtual stage for code that asks by global state instead of `vp_stage`."""
-    _state.virtual_rank = rank
+    groups = ProcessGroupCollection.current().with_groups(virtual_pipeline_rank=rank)
+    ProcessGroupCollection.set_current(groups)
 
 
 def get_virtual_pipeline_model_parallel_world_size() -> int | None:
     """Return the number of virtual stages per rank, or None without VPP."""
-    return _state.virtual_size
+    return ProcessGroupCollection.current().virtual_pipeline_size
 
 
 def set_virtual_pipeline_model_parallel_world_size(size: int | None) -> None:
     """Set the number of virtual stages per rank."""
-    _state.virtual_size = size
+    groups = ProcessGroupCollection.current().with_groups(virtual_pipeline_size=size)
+    ProcessGroupCollection.set_current(groups)
 
 
 def is_pipeline_first_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
     """Return whether this rank (and virtual stage, unless ignored) is where tokens enter."""
-    if not ignore_virtual and _state.virtual_size is not None:
-        stage = vp_stage if vp_stage is not None else _state.virtual_rank
-        if stage != 0:
-            return False
-    return _rank("pp") == 0
+    stage, _ = ProcessGroupCollection.current().virtual_stage(vp_stage)
+    return _rank("pp") == 0 and (ignore_virtual or stage == 0)
 
 
 def is_pipeline_last_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
     """Return whether this rank (and virtual stage, unless ignored) computes the loss."""
-    if not ignore_virtual and _state.virtual_size is not None:
-        stage = vp_stage if vp_stage is not None else _state.virtual_rank
-        if stage != _state.virtual_size - 1:
-            return False
-    return _rank("pp") == _size("pp") - 1
+    stage, size = ProcessGroupCollection.current().virtual_stage(vp_stage)
+    return _rank("pp") == _size("pp") - 1 and (ignore_virtual or stage == size - 1)
 
 
 def get_embedding_group(check_initialized: bool = True) -> Any:
@@ -454,7 +436,7 @@ def is_rank_in_embedding_group(ignore_virtual: bool = True, vp_stage: int | None
     """Return whether this rank holds a copy of the tied word embedding."""
     if "embd" not in ProcessGroupCollection.current().ranks:
         return False
-    if ignore_virtual or _state.virtual_size is None:
+    if ignore_virtual or get_virtual_pipeline_model_parallel_world_size() is None:
         return True
     return is_pipeline_first_stage(False, vp_stage) or is_pipeline_last_stage(False, vp_stage)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from datetime import timedelta
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch.distributed as dist
 
@@ -67,7 +67,7 @@ class ProcessGroupCollection:
     layout: Layout | None = None
     """The arithmetic these groups were built from."""
 
-    _current: ClassVar[ProcessGroupCollection | None] = None
+    _current: ClassVar[RunProcessGroups | None] = None
 
     def __post_init__(self) -> None:
         """Take None, as third parties write it, for an axis that does not exist."""
@@ -76,19 +76,17 @@ class ProcessGroupCollection:
                 setattr(self, known.name, SINGLE_RANK)
 
     @classmethod
-    def current(cls) -> ProcessGroupCollection:
-        """Return the collection of this process: the fallback where none is passed.
+    def current(cls) -> RunProcessGroups:
+        """Return the groups of this process: the fallback where none are passed.
 
-        Without `set_current` that is the empty collection: one rank on every axis.
+        Without `set_current` there is one rank on every axis.
         """
-        if ProcessGroupCollection._current is None:
-            return cls.single()
-        return ProcessGroupCollection._current
+        return ProcessGroupCollection._current or _NO_GROUPS
 
     @classmethod
     def set_current(cls, collection: ProcessGroupCollection | None) -> None:
-        """Make `collection` the fallback of this process; None forgets it."""
-        ProcessGroupCollection._current = collection
+        """Make `collection`, as it is now, the fallback of this process; None forgets it."""
+        ProcessGroupCollection._current = None if collection is None else collection.frozen()
 
     @classmethod
     def single(cls) -> ProcessGroupCollection:
@@ -99,32 +97,71 @@ class ProcessGroupCollection:
     def use_mpu_process_groups(
         cls, required_pgs: Sequence[str] | None = None
     ) -> ProcessGroupCollection:
-        """Return the current collection, limited to the groups named in `required_pgs`."""
+        """Return a copy of the current collection, limited to the groups in `required_pgs`."""
         collection = cls.current()
-        if required_pgs is None:
-            return collection
-        names = {f.name for f in fields(cls)}
-        unknown = [name for name in required_pgs if name not in names]
+        names = {f.name for f in fields(ProcessGroupCollection)}
+        wanted = list(names if required_pgs is None else required_pgs)
+        unknown = [name for name in wanted if name not in names]
         if unknown:
             raise TopologyError(
                 f"unknown process groups {unknown}.",
                 rule=f"known are {', '.join(sorted(names))}",
                 fix="name groups of this list in required_pgs",
             )
-        return cls(
-            **{name: getattr(collection, name) for name in required_pgs},
-            ranks=collection.ranks,
-            layout=collection.layout,
-        )
+        return cls(**{name: getattr(collection, name) for name in {*wanted, "ranks", "layout"}})
 
-    def with_groups(self, **groups: Any) -> ProcessGroupCollection:
+    def with_groups(self, **groups: Any) -> Self:
         """Return a copy with some groups replaced."""
         return replace(self, **groups)
 
+    def frozen(self) -> RunProcessGroups:
+        """Return these groups as the collection that a run hands on."""
+        if isinstance(self, RunProcessGroups):
+            return self
+        groups = RunProcessGroups()
+        vars(groups).update(vars(self))  # with what others have added to it
+        return groups
 
-def resolve_groups(pg_collection: ProcessGroupCollection | None) -> ProcessGroupCollection:
+
+@dataclass(kw_only=True)
+class RunProcessGroups(ProcessGroupCollection):
+    """The groups of a run: nothing changes them once they are made."""
+
+    factory: GroupFactory | None = None
+    """What `initialize_model_parallel` made them with."""
+    virtual_pipeline_size: int | None = None
+    """Model chunks of this rank as code outside has declared it; None without virtual stages."""
+    virtual_pipeline_rank: int | None = None
+    """The chunk that code outside has declared to be in."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.__dict__["_is_complete"] = True
+
+    def __setattr__(self, name: str, value: object) -> None:
+        """Set an attribute while the object is made, never later."""
+        if "_is_complete" in self.__dict__:
+            raise TopologyError(
+                f"{name!r} of the process groups of a run was to be changed.",
+                rule="all parts of a run share one collection of groups, which stays as it is",
+                fix=f"make another one: groups.with_groups({name}=...)",
+            )
+        super().__setattr__(name, value)
+
+    def virtual_stage(self, vp_stage: int | None = None) -> tuple[int | None, int]:
+        """Return which model chunk of this rank `vp_stage` is, or the declared one, of how many."""
+        if self.virtual_pipeline_size is None:
+            return 0, 1
+        stage = self.virtual_pipeline_rank if vp_stage is None else vp_stage
+        return stage, self.virtual_pipeline_size
+
+
+_NO_GROUPS = RunProcessGroups()
+
+
+def resolve_groups(pg_collection: ProcessGroupCollection | None) -> RunProcessGroups:
     """Return the groups that a public constructor was given, or those of this process."""
-    return ProcessGroupCollection.current() if pg_collection is None else pg_collection
+    return ProcessGroupCollection.current() if pg_collection is None else pg_collection.frozen()
 
 
 def resolve_group(
@@ -220,7 +257,7 @@ def build_process_groups(
     position_embedding_ranks: StageRanks = default_position_embedding_ranks,
     hierarchical_context_parallel_sizes: Sequence[int] | None = None,
     num_distributed_optimizer_instances: int = 1,
-) -> ProcessGroupCollection:
+) -> RunProcessGroups:
     """Create the groups of this rank. torch.distributed must be initialised.
 
     Args:
@@ -259,7 +296,7 @@ def build_process_groups(
         groups["hcp"] = tuple(groups.pop(f"hcp_{level}") for level in range(num_levels))
         for level in range(num_levels):
             members.pop(f"hcp_{level}", None)
-    return ProcessGroupCollection(**groups, ranks=members, layout=layout)
+    return RunProcessGroups(**groups, ranks=members, layout=layout)
 
 
 def _create_plans_of_other_layouts(

@@ -10,8 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,19 +25,12 @@ from megatron.core.parameters.param_meta import (
     shard_of,
 )
 from megatron.core.parameters.rng import derive_seed
+from megatron.core.step_context.context import current_step, within_step
 
 ROWS_PER_BLOCK = 128
 """Rows drawn under one seed. Fixed, so a longer (padded) tensor begins with the same rows."""
 
 
-class _Building(NamedTuple):
-    """How layers that are constructed now get their weights."""
-
-    is_deferred: bool = False
-    allocates: bool = True
-
-
-_BUILDING: ContextVar[_Building] = ContextVar("building", default=_Building())  # noqa: B039
 _PENDING = "_deferred_weights"
 
 
@@ -71,14 +63,13 @@ def scaled_init_method_normal(sigma: float, num_layers: int, multiplier: float =
 @contextmanager
 def deferred_initialization() -> Iterator[None]:
     """Inside, layers leave their weights unfilled: the caller will `initialize_parameters`."""
-    token = _BUILDING.set(_BUILDING.get()._replace(is_deferred=True))
     hook = None
-    if not _BUILDING.get().allocates:
+    if not current_step().allocates_weights:
         hook = register_module_parameter_registration_hook(_free_if_drawn)
     try:
-        yield
+        with within_step(initializes_weights=False):
+            yield
     finally:
-        _BUILDING.reset(token)
         if hook is not None:
             hook.remove()
 
@@ -91,11 +82,8 @@ def parameters_without_memory() -> Iterator[None]:
     for a few modules at a time. Weights that are not drawn (norms, biases) are small
     and are made as usual.
     """
-    token = _BUILDING.set(_BUILDING.get()._replace(allocates=False))
-    try:
+    with within_step(allocates_weights=False):
         yield
-    finally:
-        _BUILDING.reset(token)
 
 
 def _free_if_drawn(_module: nn.Module, _name: str, parameter: Tensor | None) -> None:
@@ -119,7 +107,7 @@ def has_memory(tensor: Tensor) -> bool:
 
 def initialization_is_deferred() -> bool:
     """Return whether a constructor should leave its weights unfilled."""
-    return _BUILDING.get().is_deferred
+    return not current_step().initializes_weights
 
 
 def canonical_names(module: nn.Module) -> dict[str, str]:

@@ -16,7 +16,6 @@ import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -32,7 +31,7 @@ from megatron.core.pipeline_parallel.step_handshake import (
     encode,
     lost_neighbour,
 )
-from megatron.core.topology.group import Group
+from megatron.core.topology.group import Group, keep_for_group
 from megatron.core.transport import backend
 from megatron.core.transport.work import Handle, Steps, Work
 from megatron.core.utils import get_pg_rank, get_pg_size
@@ -54,10 +53,6 @@ class _Shared:
 
     channels: dict[tuple[int, int], Any] | None = None
     agreed: tuple[int, ...] = ()
-
-
-_SHARED: WeakKeyDictionary[Any, _Shared] = WeakKeyDictionary()
-"""Pipeline group -> its state: NCCL communicators are made once per group, not once per step."""
 
 
 class Message(NamedTuple):
@@ -105,11 +100,9 @@ class P2PCommunicator:
         self.device = device.current_device()
         self._agreement: StepHandshake | None = None
         self._shared = _Shared()
-        if self.size > 1:
-            if self.pp_group not in _SHARED:
-                channels = None if self.has_tags else self._create_channel_groups()
-                _SHARED[self.pp_group] = _Shared(channels)
-            self._shared = _SHARED[self.pp_group]
+        if self.pp_group is not None and self.size > 1:
+            # NCCL's communicators are made once per group, not once per step.
+            self._shared = keep_for_group(self.pp_group, "pipeline channels", self._connect)
 
     @property
     def has_tags(self) -> bool:
@@ -301,6 +294,9 @@ class P2PCommunicator:
         if channels is None:
             return self.pp_group, peer, message.tag * _TAGS_PER_MESSAGE
         return channels[source, target], int(peer == target), 0
+
+    def _connect(self, _group: dist.ProcessGroup) -> _Shared:
+        return _Shared(None if self.has_tags else self._create_channel_groups())
 
     def _create_channel_groups(self) -> dict[tuple[int, int], Any]:
         """Create a two-rank group for each channel of the ring that this rank is part of.

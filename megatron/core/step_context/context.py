@@ -62,7 +62,8 @@ class AuxLossScale:
 
 @dataclass
 class StepContext:
-    """The state of the micro batch, or of the half of an overlapped pair, that is computed now."""
+    """The state of what is computed now: a micro batch, a half of an overlapped pair, a model that
+    is built."""
 
     random_scope: RandomScope = RandomScope()
     """Where the next random draw belongs."""
@@ -76,6 +77,10 @@ class StepContext:
     """What runs will be recomputed, or is."""
     is_recomputing: bool = False
     """What runs has run before: what is counted was counted then."""
+    initializes_weights: bool = True
+    """Layers that are built fill their weights."""
+    allocates_weights: bool = True
+    """Models that initialise themselves by name get memory for the weights they draw."""
     overlap: Overlap | None = None
     """The pair of a forward and a backward of which this is one half."""
 

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -22,3 +27,24 @@ class SingleRank:
 
 SINGLE_RANK = SingleRank()
 Group = dist.ProcessGroup | SingleRank
+
+_KEPT: WeakKeyDictionary[dist.ProcessGroup, dict[str, Any]] = WeakKeyDictionary()
+
+
+def keep_for_group(
+    group: dist.ProcessGroup, name: str, make: Callable[[dist.ProcessGroup], T]
+) -> T:
+    """Return what `make` makes of `group` at the first call; it is kept as long as the group is.
+
+    For connections of the ranks of a group, which are expensive to make.
+
+    Args:
+        name: tells what is kept from what others keep for the group.
+    """
+    kept = _KEPT.get(group)
+    if kept is None:
+        kept = _KEPT[group] = {}
+    if name not in kept:
+        kept[name] = make(group)
+    found: T = kept[name]
+    return found

@@ -10,8 +10,13 @@ import torch
 
 from megatron.core import parallel_state as mpu
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
-from megatron.core.foundation.errors import CheckpointError, ConfigError, NumericsError
-from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.foundation.errors import (
+    CheckpointError,
+    ConfigError,
+    NumericsError,
+    TopologyError,
+)
+from megatron.core.process_groups_config import ProcessGroupCollection, resolve_groups
 from tests.harness.groups import FakeGroup, fake_groups
 from tests.harness.tolerances import EXACT, FP32_REORDERED_SUM, assert_close
 
@@ -136,6 +141,32 @@ def test_a_said_size_is_seen_until_it_is_taken_back():
         1,
         2,
     )
+
+
+def test_groups_of_a_run_stay_as_they_are_and_copies_of_them_may_change():
+    ProcessGroupCollection.set_current(fake_groups(tp=(1, 2)))
+    current = ProcessGroupCollection.current()
+    with pytest.raises(TopologyError, match=r"with_groups\(tp="):
+        current.tp = FakeGroup(0, 4)
+    copy = ProcessGroupCollection.use_mpu_process_groups()
+    copy.tp = FakeGroup(0, 4)
+    assert (current.tp, copy.tp) == (FakeGroup(1, 2), FakeGroup(0, 4))
+    resolved = resolve_groups(copy)
+    copy.tp = FakeGroup(3, 4)
+    assert resolved.tp == FakeGroup(0, 4)
+    assert resolve_groups(resolved) is resolved
+
+
+def test_a_virtual_stage_is_declared_until_groups_are_destroyed():
+    mpu.set_virtual_pipeline_model_parallel_world_size(2)
+    for stage, places in ((0, (True, False)), (1, (False, True))):
+        mpu.set_virtual_pipeline_model_parallel_rank(stage)
+        assert (mpu.is_pipeline_first_stage(False), mpu.is_pipeline_last_stage(False)) == places
+        assert mpu.is_pipeline_first_stage() and mpu.is_pipeline_last_stage()
+    assert mpu.is_pipeline_first_stage(False, vp_stage=0)
+    mpu.destroy_model_parallel()
+    assert mpu.get_virtual_pipeline_model_parallel_rank() is None
+    assert mpu.is_pipeline_first_stage(False) and mpu.is_pipeline_last_stage(False)
 
 
 def test_private_group_names_follow_the_current_collection():

@@ -41,6 +41,7 @@ from torch import Tensor
 
 from megatron.core.foundation.errors import PeerLostError
 from megatron.core.foundation.process_identity import SIZE, ProcessIdentity
+from megatron.core.topology.group import keep_for_group
 from megatron.core.transport import backend
 from megatron.core.transport.work import Steps, Work
 
@@ -231,20 +232,12 @@ def open_shm_group(group: dist.ProcessGroup) -> ShmGroup | None:
         a broadcast and three all-reduces of a few bytes on `group`, at the first call; the
         answer is remembered as long as the group lives.
     """
-    known = _CONNECTED.get(group, _UNKNOWN)
-    if known is _UNKNOWN:
-        known = _CONNECTED[group] = _connect(group)
-    assert known is None or isinstance(known, ShmGroup)
-    return known
+    return keep_for_group(group, "shared memory", _connect)
 
 
 def is_off() -> bool:
     """Return whether the user wants all groups to use their backend."""
     return os.environ.get(OFF, "1") == "0"
-
-
-_UNKNOWN = object()
-_CONNECTED: weakref.WeakKeyDictionary[dist.ProcessGroup, object] = weakref.WeakKeyDictionary()
 
 
 def _connect(group: dist.ProcessGroup) -> ShmGroup | None:
