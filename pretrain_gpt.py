@@ -79,7 +79,7 @@ def get_batch(data_iterator: Iterator[dict[str, Tensor]] | None) -> dict[str, An
 
 
 def loss_func(loss_mask: Tensor, output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Sum the losses of real tokens; the mean is formed over the whole global batch.
+    """Sum the losses of real tokens; the mean is computed over the whole global batch.
 
     Args:
         loss_mask: [b, s], 1 where a token counts.

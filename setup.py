@@ -1,6 +1,6 @@
 """Build the optional native part of the data path; all else is declared in pyproject.toml.
 
-Without a C compiler the installation goes on, and numpy does the same work more slowly.
+Without a C compiler the installation continues, and numpy does the same work more slowly.
 """
 
 import hashlib

@@ -7,7 +7,7 @@ Ranks hold rows of weights and of two Adam moments in fp32. In every turn each c
 in another order each time: who comes next finds memory and disk as the one before left them. Times
 are wall time of the slowest rank and processor time of all. A ratio is the median of the turns' own
 ratios, with the lowest and the highest: a disk that is slow for a while is so for both sides of it.
-The ratio of the medians stands beside it.
+The ratio of the medians is beside it.
 
 save    until the bytes are on the disk. Before each, all that was written is removed and the disk
         is synced, and as much memory is touched and given back as the save needs: on a virtual
@@ -70,7 +70,7 @@ def spread(values: Sequence[float]) -> str:
 
 
 class Contest:
-    """Times of several ways to do a thing, which take turns."""
+    """Times of several ways to do a thing, which alternate."""
 
     def __init__(self, candidates: Candidates, turns: int) -> None:
         self.candidates, self.turns = candidates, turns

@@ -4,7 +4,7 @@
 
 A Llama of random bf16 weights (grouped heads, separate projections; the embedding is its largest
 tensor) is read through the family's rules into our parameters and written through them again into
-new files, in a fresh process, which takes turns with a plain copy of the same bytes (read and
+new files, in a fresh process, which alternates with a plain copy of the same bytes (read and
 written 8 MiB at a time, synced to the disk as the conversion is). Files are in the page cache when
 read. Rows are medians of the wall time; the memory of a conversion is the peak resident size of
 its process above that of one that has imported the same and opened the model.

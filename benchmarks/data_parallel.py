@@ -11,7 +11,7 @@ parameters by default).
 
 The yardstick "alone" is our wrapper with one replica, also on two ranks at a time. It and each
 candidate are pairs of processes of their own: what one asks of the C library, or leaves in the
-heap, does not reach the others. They take turns step by step, and a step is compared with the mean
+heap, does not reach the others. They alternate step by step, and a step is compared with the mean
 of the two of the yardstick around it, which cancels what the machine drifts. The table has the
 medians of these ratios, and in brackets the ratio of the medians. `cpu` counts processor seconds of
 the computing and the communicating threads, `faults` pages that a step has touched for the first
@@ -261,7 +261,7 @@ def ratios(found: Sequence[float], around: Sequence[float]) -> list[float]:
 
 
 def compare(name: str, yardstick: Ranks, options: argparse.Namespace) -> None:
-    """Let a candidate and the yardstick take turns, and print its row."""
+    """Let a candidate and the yardstick alternate, and print its row."""
     candidate = Ranks(name, options)
     around, found = [yardstick.step()], []
     for _ in range(options.rounds):

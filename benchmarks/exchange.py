@@ -3,7 +3,7 @@
     python -m benchmarks.exchange                    # 34 million elements of fp32
 
 Two single-threaded processes exchange a buffer bucket by bucket, without any other work. The ways
-take turns in one run; a row is the best of the rounds, in milliseconds of wall and of processor
+alternate in one run; a row is the best of the rounds, in milliseconds of wall and of processor
 time of a rank. "Kept" leaves mapped what was read of the other rank, as stage 0 does; the stages
 that shard state give it back, and pay for the page faults.
 """
@@ -58,7 +58,7 @@ def gather(buckets: Buckets, mesh: Mesh) -> None:
 
 
 def measure(rank: int, store: str, options: argparse.Namespace) -> None:
-    """Let the ways take turns; the job of one process."""
+    """Let the ways alternate; the job of one process."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     world, length = dist.group.WORLD, options.bucket

@@ -9,7 +9,7 @@ time with the weights in a file as well. Then a control group gets less memory t
 and more than the last, half-way between. Inside, the kernel kills the run that holds its whole
 state, and the run with the files trains; the weights of all runs are compared by their hash.
 
-"device" counts the bytes of weights, gradients and moments that lie where the model computes,
+"device" counts the bytes of weights, gradients and moments that are where the model computes,
 "peak" is the largest resident memory without mapped files. On a CPU the host is the device:
 offload to host memory saves bytes of an accelerator, but none here, and the table says so.
 """

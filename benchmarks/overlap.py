@@ -5,9 +5,9 @@
 Linux, root, and the programs `ip` and `tc` (iproute2). The two ranks are joined by a pair of
 virtual network devices, each held to `--mbit` by a token bucket (tc-tbf(8)). Both train the plain
 PyTorch GPT of `benchmarks.data_parallel` (one sequence of 256 tokens, clipping, AdamW). Candidates
-take turns of three steps, of which the last two are measured; a row is the median of the turns,
-per step. While a step runs, the bytes that the device has sent are read every 2 ms: the columns say
-in which phase of the step they travelled. The trace (chrome://tracing, ui.perfetto.dev) shows
+alternate in rounds of three steps, of which the last two are measured; a row is the median of the
+rounds, per step. While a step runs, the bytes that the device has sent are read every 2 ms: the
+columns say in which phase of the step they travelled. The trace (chrome://tracing, ui.perfetto.dev) shows
 phases and link of the last turn of each candidate.
 """
 
@@ -125,7 +125,7 @@ class Link:
 
 
 def train(rank: int, options: argparse.Namespace) -> list[dict[str, object]]:
-    """Let the candidates take turns; return the events of the trace. The job of one process."""
+    """Let the candidates alternate; return the events of the trace. The job of one process."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     store = f"file://{options.directory}/store"

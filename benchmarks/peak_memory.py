@@ -3,7 +3,7 @@
     python -m benchmarks.peak_memory                 # a plain PyTorch GPT of 34 million parameters
 
 Each candidate trains a few steps (clipping and AdamW, fp32, one sequence of 256 tokens a rank) in
-two fresh single-threaded gloo processes; candidates take turns. A row is the larger of the two
+two fresh single-threaded gloo processes; candidates alternate. A row is the larger of the two
 ranks' peak resident sizes (VmHWM), the median over the rounds, and its ratios to torch's wrappers.
 The weights, gradients and moments of the model are 513 MiB, half of it 257 MiB; "imported" is a
 process that has imported torch and this benchmark and done nothing.

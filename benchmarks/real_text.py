@@ -1,4 +1,4 @@
-"""Text that lies on a machine as JSON lines, for benchmarks: documentation, sources, dictionaries.
+"""Text that is on a machine as JSON lines, for benchmarks: documentation, sources, dictionaries.
 
     python -m benchmarks.real_text OUT.jsonl /usr/share/doc/linux-doc-6.1 /usr/lib/python3.11 ...
 

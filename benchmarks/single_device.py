@@ -9,7 +9,7 @@ On a GPU, give it a model of a size worth its while:
         --heads 16 --kv-heads 4 --ffn 5632 --sequence 4096 --batch 4
 
 On the CPU the cost is processor time of one thread, so other programs on the machine disturb it
-little; the candidates take turns in one process, and the median counts. On a GPU it is wall time
+little; the candidates alternate in one process, and the median counts. On a GPU it is wall time
 between synchronisations. The rate of a plain matrix product is measured in the same run, between
 the steps, and the share of it that the model's own matrix products reach is printed.
 """

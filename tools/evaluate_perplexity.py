@@ -5,7 +5,7 @@
         --tokenizer-type GPT2BPETokenizer --vocab-file vocab.json --merge-file merges.txt \
         --corpus held-out_text_document --window 1024 --stride 512
 
-Tokens stand in windows; each token but the first of all is predicted once, from what stands before
+Tokens are in windows; each token but the first of all is predicted once, from what is before
 it in its window: at least window - stride tokens, except at the beginning. A smaller stride gives
 more context and costs more. The result is the same in every layout, up to the rounding of sums.
 """

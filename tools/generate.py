@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     group.add_argument(
         "--log-probs", type=int, help="with --json: log-probabilities, also of so many best tokens"
     )
-    group.add_argument("--max-batch-size", type=int, default=32, help="prompts in work at once")
+    group.add_argument("--max-batch-size", type=int, default=32, help="prompts processed at once")
     group.add_argument("--json", action="store_true", help="write a JSON object a prompt")
     group.add_argument("--output", type=Path, help="file for the text, besides the screen")
     group.add_argument(

@@ -6,7 +6,7 @@
 
 writes data/corpus_text_document.bin and .idx. The same input gives the same bytes with any number
 of workers. Nothing appears under the final names before everything is written; a run that was
-killed goes on where it stopped when the same command is given again. See docs/preprocessing.md.
+killed continues where it stopped when the same command is given again. See docs/preprocessing.md.
 """
 
 from __future__ import annotations
@@ -243,7 +243,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             preprocess(args)
     except KeyboardInterrupt:
-        print("interrupted; the same command goes on where it stopped", file=sys.stderr)
+        print("interrupted; the same command continues where it stopped", file=sys.stderr)
         return ExitStatus.INTERRUPTED
     return ExitStatus.DONE
 

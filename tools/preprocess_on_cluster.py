@@ -6,8 +6,8 @@
         --tokenizer-type HuggingFaceTokenizer --tokenizer-model /shared/tokenizer --workers 8
 
 What stands after `--` are the flags of tools/preprocess_data.py. Each task writes one shard; a task
-that is killed is run again by giving the same command, and goes on where it stopped. The bytes of a
-shard depend on the input and on the number of shards alone, whatever ran it. Join them with
+that is killed is run again by giving the same command, and continues where it stopped. The bytes of
+a shard depend on the input and on the number of shards alone, whatever ran it. Join them with
 tools/merge_datasets.py.
 """
 
@@ -156,7 +156,7 @@ def check_all_done(executor: Any) -> None:
     if missing:
         raise RuntimeError(
             f"{len(missing)} of {executor.world_size} tasks did not finish"
-            f" ({', '.join(map(str, missing))}); their errors stand above. The same command runs"
+            f" ({', '.join(map(str, missing))}); their errors are above. The same command runs"
             " them again."
         )
 

@@ -68,7 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         help="print no line for a request: its path, status, tokens and time",
     )  # fmt: skip
     group.add_argument("--served-model-name", default="model", help="what clients call it")
-    group.add_argument("--max-batch-size", type=int, default=8, help="sequences in work at once")
+    group.add_argument("--max-batch-size", type=int, default=8, help="sequences processed at once")
     group.add_argument(
         "--max-context", type=int, help="tokens of prompt and answer; the model's own by default"
     )

@@ -1,7 +1,7 @@
 """Parameters of other projects' signatures that are accepted and have no effect here, and why.
 
 Every other parameter acts, or is refused when it is given a value that would change the result.
-A test holds this table against all signatures: what is not read stands here, and nothing else does.
+A test holds this table against all signatures: what is not read is here, and nothing else.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ ACCEPTED: dict[str, tuple[str, ...]] = {
         f"{_HERE}.layers:sort_chunks_by_idxs fused",
         f"{_HERE}.layers:L2Norm.__init__ options",
     ),
-    "where memory lies changes no result": (
+    "where memory is changes no result": (
         f"{_CORE}.fusions.fused_bias_swiglu:bias_swiglu_impl cpu_offload_input",
         f"{_PARALLEL}.mappings:gather_from_sequence_parallel_region use_global_buffer",
         f"{_PARALLEL}.mappings:reduce_scatter_to_sequence_parallel_region use_global_buffer",

@@ -70,7 +70,7 @@ class ParallelFlags:
         " accumulate.",
     )
     """Let weight-gradient GEMMs write into the main gradient buffer where the data-parallel wrapper
-    provides one, so no separate gradient tensor is formed."""
+    provides one, so no separate gradient tensor is allocated."""
     async_tensor_model_parallel_allreduce: bool = flag(
         True, help="Compute the weight gradient only after the input gradient was reduced."
     )

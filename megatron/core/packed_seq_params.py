@@ -1,4 +1,4 @@
-"""How several sequences lie back to back in one row of tokens.
+"""How several sequences are back to back in one row of tokens.
 
 Attention needs to know only which sequence ("document") each position belongs to. The whole row
 is split over context-parallel ranks like one sequence: lengths need not divide by anything.

@@ -149,7 +149,7 @@ def _check_interop(contents: InteropContents, *, needs_moments: bool) -> None:
         raise CheckpointError(
             f"{contents.directory}: {contents.no_optimizer or 'it holds no optimizer state'}.",
             rule="a run goes on only with the optimizer state it stopped with",
-            fix="give load_optimizer_states=False to go on with fresh moments",
+            fix="give load_optimizer_states=False to continue with fresh moments",
         )
 
 
@@ -164,7 +164,7 @@ def _complete(state: dict[str, Any], wanted: Mapping[str, Any], contents: Intero
 
 
 def save_weights(engine: EngineState, directory: str, name: str) -> None:
-    """Write the whole weights to one file of raw tensors: collective.
+    """Write the full weights to one file of raw tensors: collective.
 
     Raises:
         CheckpointError: on all ranks, if the file cannot be written, or its name asks for another

@@ -61,8 +61,8 @@ OPTIMIZERS: Mapping[str, Schema] = {
 class takes."""
 
 REFUSED_OPTIMIZERS = {
-    "lamb": "its step looks at whole tensors of weights; use AdamW",
-    "fusedlamb": "its step looks at whole tensors of weights; use AdamW",
+    "lamb": "its step looks at full tensors of weights; use AdamW",
+    "fusedlamb": "its step looks at full tensors of weights; use AdamW",
     "onebitadam": 'use AdamW with "zero_quantized_gradients": true (int8, errors fed back)',
     "onebitlamb": 'use AdamW with "zero_quantized_gradients": true (int8, errors fed back)',
     "zerooneadam": 'use AdamW with "zero_quantized_gradients": true (int8, errors fed back)',

@@ -153,7 +153,7 @@ class DeepSpeedEngine(EngineState):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Inside, backward starts no reduction of whole gradients; legal at every stage."""
+        """Inside, backward starts no reduction of full gradients; legal at every stage."""
         self._is_in_no_sync = True
         try:
             yield
@@ -325,7 +325,7 @@ class DeepSpeedEngine(EngineState):
         self.replica.finish_grad_sync()
 
     def empty_partition_cache(self) -> None:
-        """Do nothing: whole parameters are freed after each use."""
+        """Do nothing: full parameters are freed after each use."""
 
     def destroy(self) -> None:
         """Finish the files of the monitors."""

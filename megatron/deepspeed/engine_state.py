@@ -217,7 +217,7 @@ class EngineState(nn.Module):
     module_state_dict = state_dict
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
-        """Take whole weights over, into shards and main weights as well."""
+        """Take full weights over, into shards and main weights as well."""
         result = self.replica.load_state_dict(state_dict, strict=strict, assign=assign)
         if self.optimizer is not None:
             self.optimizer.reload_model_params()

@@ -112,7 +112,7 @@ def read_hostfile(text: str, name: str) -> Slots:
             continue
         match = re.fullmatch(r"(\S+) slots=([1-9]\d*)", " ".join(words))
         if match is None or match[1] in found:
-            what = "a host that stands there already" if match else "not understood"
+            what = "a host that is there already" if match else "not understood"
             raise ConfigError(
                 f"{name}, line {number}: {line.strip()!r} is {what}.",
                 rule="a hostfile has one line for each host: its name, and slots=N",

@@ -111,7 +111,7 @@ def _without_duplicates(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) < len(pairs):
         twice = Counter(name for name, _ in pairs).most_common(1)[0][0]
         raise ConfigError(
-            f"the key {shown(twice)} stands twice in one object of the DeepSpeed configuration.",
+            f"the key {shown(twice)} appears twice in one object of the DeepSpeed configuration.",
             rule="a key has one value",
             flags=["--deepspeed_config"],
             fix="remove one of the two",
@@ -354,21 +354,21 @@ def _contradictions(found: ReadSettings) -> list[MegatronError]:
         require(
             not in_file or bool(path),
             f'{section}.device: "nvme" without nvme_path.',
-            "state lies in a file in that directory",
+            "state is in a file in that directory",
             [f"{section}.nvme_path"],
             'write "nvme_path": "/local_nvme"',
         )
         require(
             not in_file or not path or Path(path).is_dir(),
             f"{section}.nvme_path: there is no directory {path!r}.",
-            "state lies in a file in that directory",
+            "state is in a file in that directory",
             [f"{section}.nvme_path"],
             "create it on a local disk, or name another one",
         )
     require(
         found["zero_optimization.offload_param.device"] in (None, "none") or stage == 3,
         f"zero_optimization.offload_param at stage {stage}.",
-        "only stage 3 has shards of parameters, which can lie in a file",
+        "only stage 3 has shards of parameters, which can be in a file",
         ["zero_optimization.offload_param.device", "zero_optimization.stage"],
         'use "stage": 3, or drop offload_param',
     )

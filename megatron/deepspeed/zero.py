@@ -71,7 +71,7 @@ def engine_of(parameter: object) -> DeepSpeedEngine | None:
 
 @torch.no_grad()
 def _put(engine: DeepSpeedEngine, parameter: Tensor, value: Tensor) -> None:
-    """Give a parameter new values: wherever it lies, and in the main weights."""
+    """Give a parameter new values: wherever it is, and in the main weights."""
     pieces = engine.replica.shards_of(parameter)
     if has_memory(parameter):
         parameter.copy_(value)

@@ -1,4 +1,4 @@
-"""A directory that `save_pretrained()` wrote: its config, its family, and where its tensors lie."""
+"""A directory that `save_pretrained()` wrote: its config, its family, and where its tensors are."""
 
 from __future__ import annotations
 

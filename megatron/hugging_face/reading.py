@@ -214,7 +214,7 @@ def _pieces(
 def _alternating_pieces(
     model: ModelDirectory, rule: WeightRule, name: str, view: StoredView
 ) -> tuple[tuple[int, ...], Pieces]:
-    """Return where the blocks of every expert lie in the tensor of all."""
+    """Return where the blocks of every expert are in the tensor of all."""
     count, blocks = rule.num_experts, rule.num_blocks
     assert count and blocks
     if rule.is_transposed:

@@ -19,7 +19,7 @@ _LAYER = re.compile(r"(decoder\.layers)\.(\d+)\.(.+)", re.ASCII)
 
 @dataclass(frozen=True)
 class Source:
-    """Where our parameter lies in a checkpoint: a whole tensor, or one layer of a stack."""
+    """Where our parameter is in a checkpoint: a full tensor, or one layer of a stack."""
 
     tensor: StoredTensor
     layer: int | None

@@ -3,7 +3,7 @@
 Every rank runs the same engine on the same requests. What a step does follows from the requests
 and from the chosen tokens, which all ranks know, so the ranks stay together without a word.
 
-The rows in work are always the first rows of the cache: when one ends, the last takes its place.
+The active rows are always the first rows of the cache: when one ends, the last takes its place.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ def rolling_rows(tokens: Sequence[int], prefix: int, longest: int) -> list[Row]:
     """Return rows that score each of `tokens` once, each window as full as it can be.
 
     Args:
-        prefix: stands before the first token.
+        prefix: is before the first token.
     """
     full = [prefix, *tokens]
     rows, done = [], 1

@@ -159,11 +159,11 @@ def _of_tokens(
     first = get_pg_rank(groups.tp) * logits.shape[-1]
     real = logits[..., : max(0, min(vocab_size - first, logits.shape[-1]))].float()
     local = labels - first
-    is_here = (local >= 0) & (local < real.shape[-1])
+    is_local = (local >= 0) & (local < real.shape[-1])
     if real.shape[-1]:
         best = real.max(dim=-1).values
-        own = real.gather(-1, local.masked_fill(~is_here, 0).unsqueeze(-1)).squeeze(-1)
-        own = own.masked_fill(~is_here, -torch.inf)
+        own = real.gather(-1, local.masked_fill(~is_local, 0).unsqueeze(-1)).squeeze(-1)
+        own = own.masked_fill(~is_local, -torch.inf)
     else:  # all of this rank's columns are padding
         best = own = torch.full_like(loss, -torch.inf)
     pair = torch.stack((best, own))

@@ -78,7 +78,7 @@ def model_states(workloads: Workloads) -> FloatArray:
 
 
 def _states(workloads: Workloads, weights: FloatArray, size: FloatArray) -> FloatArray:
-    # In a pipeline, FSDP gathers parameters once a step: they stay, and so do whole gradients.
+    # In a pipeline, FSDP gathers parameters once a step: they stay, and so do full gradients.
     is_kept = workloads.pipeline_size > 1
     stage = np.where(is_kept, np.minimum(workloads.sharding_stage, 1.0), workloads.sharding_stage)
     # Fused software reduces 16-bit gradients; bf16 of 2022 accumulated them in fp32.

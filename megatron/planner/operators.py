@@ -140,7 +140,7 @@ class OperatorCosts:
     def beside_launches(self, on_gpu: FloatArray, launches: FloatArray) -> FloatArray:
         """Return the time of work on the GPU that the host launches meanwhile.
 
-        A power mean stands for the maximum: the two take turns where they are about equal.
+        A power mean stands for the maximum: the two alternate where they are about equal.
         """
         larger = np.maximum(on_gpu, launches)
         smaller = np.minimum(on_gpu, launches)

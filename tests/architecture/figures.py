@@ -211,7 +211,7 @@ def any_parameters() -> Iterator[str]:
 
 
 def tensor_functions() -> Iterator[tuple[str, bool]]:
-    """Public functions of core that take and return tensors, and whether a shape stands in the
+    """Public functions of core that take and return tensors, and whether a shape is in the
     docstring."""
     for module in modules().values():
         if not module.name.startswith("megatron.core"):

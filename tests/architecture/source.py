@@ -72,7 +72,7 @@ def modules() -> dict[str, Module]:
 @cache
 def imports() -> dict[str, frozenset[str]]:
     """Return, for each module, those of the package that it imports when it runs, also inside
-    functions; what stands below TYPE_CHECKING is left out."""
+    functions; what is below TYPE_CHECKING is left out."""
     return {name: frozenset(_imports_of(module)) for name, module in modules().items()}
 
 

@@ -34,13 +34,26 @@ INSTEAD: Mapping[str, str] = {
     r"as it lies|where (?:it|they) lies?": "in place",
     r"uncut|is_whole|whole_parameters?": "unsharded; unshard(), summon_full_params()",
     r"forms? again|formed again": "recompute",
+    r"tak(?:es?|ing) turns": "overlap; alternate",
+    r"update[_ ]rules?": "optimizer",
+    r"lends?|lenders?|lent": "share; pool",
+    r"lies|lie (?:in|on|at|beside|with)": "is, are",
+    r"stands? (?:in|at|beside|under|there)": "is, are",
+    r"goes on (?:from|at|with)|go on (?:from|at|with)": "continue",
+    r"visits? (?:its |no |their )?experts?|visits of experts": "routed to; tokens of",
+    r"loose_shards?|granules?": "unbucketed_shards; alignment",
+    r"SequenceRows|RunParts|TrainingParts|KeysAndValues": "SequenceShard; contexts; KVBlock",
+    r"place_of\w*|is_here": "rank_info, position; is_local",
+    r"put_state|gradient_arrived|take_over_\w+": "set_state; register_grad_ready; load",
 }
 """Regular expression of whole words -> what to say instead."""
 
 _PATTERN = re.compile(
     r"(?<![A-Za-z])(?:" + "|".join(f"({p})" for p in INSTEAD) + r")(?![A-Za-z])", re.IGNORECASE
 )
-_ALLOWED = re.compile(r"roofline|in fact|left behind|Behind|room temperature|//|math\.floor")
+_ALLOWED = re.compile(
+    r"roofline|in fact|left behind|Behind|stands? in for|room temperature|//|math\.floor"
+)
 """The field's own expressions that contain such a word."""
 
 READ = ("megatron", "tools", "examples", "docs", "benchmarks", "README.md", "CONTRIBUTING.md",

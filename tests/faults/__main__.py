@@ -8,7 +8,7 @@ Campaigns (all of them without a name):
     namespaces  two machines, as network namespaces (needs root, ip, unshare, nsenter)
 
 After each case: the job ends in bounded time; no process, shared memory, port or file is left; the
-newest checkpoint is as new as promised (`promises.py`); training goes on from it and the whole
+newest checkpoint is as new as promised (`promises.py`); training continues from it and the whole
 curve is that of an undisturbed run, to the bit. Exits with 1 if a case fails, and keeps its files.
 """
 

@@ -1,4 +1,4 @@
-"""What a job has left: processes, files, sockets, checkpoints, and whether training goes on."""
+"""What a job has left: processes, files, sockets, checkpoints, and whether training continues."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Curve:
 def train_in_harness(
     save: Path, metrics: Path, num_ranks: int, *flags: str, num_steps: int = NUM_STEPS
 ) -> None:
-    """Train, or go on, on the ranks of the test harness, which start at once.
+    """Train, or continue, on the ranks of the test harness, which start at once.
 
     Raises:
         DistributedFailure: it failed.
@@ -205,7 +205,7 @@ def check_newest(
 def check_resume(
     folder: Path, reference: Curve, num_ranks: int, num_steps: int = NUM_STEPS
 ) -> list[str]:
-    """Let the run go on to its end, and compare it with an undisturbed one to the bit."""
+    """Let the run continue to its end, and compare it with an undisturbed one to the bit."""
     save, started_from = folder / "save", newest(folder / "save") or 0
     try:
         train_in_harness(save, folder / "resumed", num_ranks, num_steps=num_steps)

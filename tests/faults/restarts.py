@@ -19,7 +19,7 @@ from tests.faults.result import Result
 SAVE_INTERVAL = 2
 COME_BACK_S = 120.0 * TIMEOUT_SCALE
 """How long a new attempt may take until its first step, on a crowded machine."""
-FINISHES = Promise(Kept.END, COME_BACK_S, "every attempt goes on from the newest checkpoint")
+FINISHES = Promise(Kept.END, COME_BACK_S, "every attempt continues from the newest checkpoint")
 
 
 def num_steps_for(num_kills: int) -> int:

@@ -1,1 +1,1 @@
-"""What the tests stand on: gloo workers that outlive a test, and named tolerances."""
+"""What the tests are built on: gloo workers that outlive a test, and named tolerances."""

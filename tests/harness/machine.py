@@ -23,7 +23,7 @@ def resident_mib() -> float:
 
 @contextmanager
 def no_shared_memory() -> Iterator[None]:
-    """Inside, what ranks of one machine begin to use does not lie in shared memory."""
+    """Inside, what ranks of one machine begin to use is not in shared memory."""
     os.environ[OFF] = "0"
     try:
         yield

@@ -31,7 +31,7 @@ MAX_WORKERS = 8
 PRELOAD = ["tests.harness.preload"]
 """Modules that the fork server imports, in this order; to be changed before the first worker."""
 GRACE_S = 3.0
-"""How long the other ranks may go on after one has failed: enough to report their own error."""
+"""How long the other ranks may continue after one has failed: enough to report their own error."""
 
 _context = get_context("forkserver")
 

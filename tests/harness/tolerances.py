@@ -91,7 +91,7 @@ BF16_WHOLE_MODEL = Tolerance(
     rtol=6e-2,
     atol=1e-3,
     reason="every activation of about 10 successive operations is rounded to bf16; a random walk "
-    "of 10 steps of u has a deviation of 6e-3, and the maximum over 1e6 elements lies at five "
+    "of 10 steps of u has a deviation of 6e-3, and the maximum over 1e6 elements is at five "
     "deviations; backward doubles the length of the chain",
 )
 

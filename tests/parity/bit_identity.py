@@ -150,7 +150,7 @@ def record(folder: Path, runner: Runner) -> int:
 
 
 def compare(folder: Path, runners: list[Runner]) -> int:
-    """Train what was recorded, and go on from its checkpoints; return the exit status."""
+    """Train what was recorded, and continue from its checkpoints; return the exit status."""
     kept = json.loads((folder / _RECORD).read_text())
     with tempfile.TemporaryDirectory(prefix="bit-identity-") as scratch:
 
@@ -193,7 +193,7 @@ def _differences(before: dict[str, Any], runner: Runner, save: Path, old: Path) 
     further = further.with_value("override-opt_param-scheduler", True)
     result = runner.run(further)
     if result.kind is not Kind.EQUAL:
-        yield f"does not go on from a recorded checkpoint: {further}\n{result.text}"
+        yield f"does not continue from a recorded checkpoint: {further}\n{result.text}"
     elif len(result.figures) == 0:
         yield f"took no step from a recorded checkpoint: {further}"
 

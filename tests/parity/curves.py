@@ -1,7 +1,7 @@
 """Draw the losses of every stage of sharding over 50 steps: `python -m tests.parity.curves`.
 
 One process, and stages 0 to 3 on two and four replicas, alone and with tensor and pipeline
-parallelism, learn five batches by heart: the curves must lie on each other. `--picture FILE.svg`
+parallelism, learn five batches by heart: the curves must be on each other. `--picture FILE.svg`
 draws them, and below them how far each is from one process. Exits with status 1 if a loss differs
 by more than `LIMIT`.
 """

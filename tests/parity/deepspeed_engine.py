@@ -2,7 +2,7 @@
 
 PYTHON is the interpreter of an environment with deepspeed. Both programs run one file,
 `deepspeed_engine_job.py`, which trains with ZeRO stages 0 to 3, in fp32, bf16 and fp16, with 1 and
-4 micro batches per step on two processes; in the last rows both go on from the checkpoints that
+4 micro batches per step on two processes; in the last rows both continue from the checkpoints that
 DeepSpeed has saved. A row shows the largest difference of the losses and of
 the gradient norms, relative; a case that DeepSpeed refuses on this machine is compared with our
 stage 0. Exits with status 1 if a difference is larger than its limit.

@@ -108,7 +108,7 @@ def train(engine, case: tuple[int, str, int], seed: int) -> dict[str, list[float
 
 
 def run_case(name: str, rank: int, checkpoints: Path) -> dict[str, list[float]]:
-    """Train a case; one that resumes goes on from where deepspeed has saved it."""
+    """Train a case; one that resumes continues from where deepspeed has saved it."""
     case = CASES[name]
     engine = start(case)
     if not name.startswith("resumed"):

@@ -4,7 +4,7 @@
     python tools/checkpoint diff SAVE_A SAVE_B [--contents]     settings, data, tensors that differ
     python tools/checkpoint verify SAVE [--all]                 read all bytes; exit 1 if damaged
     python tools/checkpoint digest SAVE [--weights] [--each]    equal state, equal digest
-    python tools/checkpoint reshard SAVE OUT [--files N]        whole tensors in N files
+    python tools/checkpoint reshard SAVE OUT [--files N]        full tensors in N files
     python tools/checkpoint average OUT SAVE SAVE ...           mean of the weights
     python tools/checkpoint prune SAVE [--keep-last N] [--yes]  delete old ones
     python tools/checkpoint export SAVE OUT [--weights]         write it for Megatron-LM

@@ -1,7 +1,7 @@
-"""Write a checkpoint again with whole tensors in a given number of files.
+"""Write a checkpoint again with full tensors in a given number of files.
 
 No run needs this: every checkpoint loads in every layout. It is for people who carry checkpoints
-around: thousands of shard files become a few, each tensor lies in one piece that any safetensors
+around: thousands of shard files become a few, each tensor is in one piece that any safetensors
 reader understands, and optimizer state can be left out. The digest stays the same. The weights of a
 checkpoint of Megatron-LM or DeepSpeed become a checkpoint of this program.
 """

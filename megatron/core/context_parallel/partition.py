@@ -1,7 +1,7 @@
 """Who holds which positions of a sequence: the zigzag partition.
 
 The sequence is cut into 2 * cp chunks and rank r holds chunks r and 2*cp-1-r. Under a causal mask
-a query sees what lies before it: an early chunk is cheap and a late one expensive, and every pair
+a query sees what is before it: an early chunk is cheap and a late one expensive, and every pair
 costs the same (S. Brandon et al., "Striped Attention", section 3, arXiv 2311.09431, states the
 imbalance that this removes; the pairing is that of zigzag ring attention).
 
@@ -24,7 +24,7 @@ from megatron.core.transport import collectives
 from megatron.core.utils import get_pg_rank, get_pg_size
 
 SEQUENCE_DIM = {"attention_mask": 2}
-"""Where the rows of a batch entry lie if not in dimension 1."""
+"""Where the rows of a batch entry are if not in dimension 1."""
 UNSHARDED_ENTRIES = frozenset({"document_starts"})
 """Batch entries that every rank keeps whole: attention compares local rows with all others."""
 
@@ -50,7 +50,7 @@ def get_batch_on_this_cp_rank(
 
     Args:
         batch: tensors [b, s] (`attention_mask` [b, 1, s, s], of which the query rows are cut);
-            None stays None, and `document_starts` stays whole.
+            None stays None, and `document_starts` stays unsharded.
         cp_group: None is the context-parallel group of the current collection.
     Returns:
         the entries as [b, s/cp] ([b, 1, s/cp, s]), contiguous.

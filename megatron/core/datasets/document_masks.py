@@ -45,7 +45,7 @@ def attention_mask(starts: Tensor) -> Tensor:
 
 
 def cumulative_lengths(starts: Tensor) -> Tensor:
-    """Return the document boundaries of samples that lie back to back.
+    """Return the document boundaries of samples that are back to back.
 
     Args:
         starts: [b, s], from `document_starts`.

@@ -295,7 +295,7 @@ class GPTDataset(MegatronDataset):
         return DataError(
             f"token {int(text[at])} at position {position} of document {document} in "
             f"{where} is outside the vocabulary of {self._vocab_size}.",
-            rule="token ids must lie between 0 and the vocabulary size - 1",
+            rule="token ids must be between 0 and the vocabulary size - 1",
             flags=["--data-path", "--tokenizer-type", "--tokenizer-model", "--vocab-size"],
             fix="train with the tokenizer that the corpus was preprocessed with, or "
             "preprocess it again; if the file is damaged, copy it again",

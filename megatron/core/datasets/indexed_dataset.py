@@ -243,7 +243,7 @@ class IndexedDatasetBuilder:
     """Write a corpus, sequence by sequence.
 
     Both files are written under temporary names and appear together in `finalize`; before that,
-    or after any error, nothing stands under their final names. The memory held is 4 bytes for a
+    or after any error, nothing is under their final names. The memory held is 4 bytes for a
     sequence and 8 for a document. Usable as a context manager, which discards on an exception.
 
     Args:
@@ -390,7 +390,7 @@ class IndexedDatasetBuilder:
                 raise DataError(
                     f"token id {worst} does not fit into {np.dtype(self.dtype).name}, the type "
                     f"of {self._file.path}.",
-                    rule=f"ids must lie between {limits.min} and {limits.max}",
+                    rule=f"ids must be between {limits.min} and {limits.max}",
                     flags=["--tokenizer-type", "--vocab-size"],
                     fix="build the corpus with dtype=DType.optimal_dtype(vocab_size)",
                 )

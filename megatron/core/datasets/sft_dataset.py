@@ -161,7 +161,7 @@ class SFTDataset(MegatronDataset):
             raise DataError(
                 f"token {int(pack[wrong[0]])} at position {int(wrong[0])} of document {document} "
                 f"in {self.dataset_path}.bin is outside the vocabulary of {self._vocab_size}.",
-                rule="token ids must lie between 0 and the vocabulary size - 1",
+                rule="token ids must be between 0 and the vocabulary size - 1",
                 flags=["--data-path", "--tokenizer-type", "--tokenizer-model", "--vocab-size"],
                 fix="train with the tokenizer that the corpus was preprocessed with",
             )

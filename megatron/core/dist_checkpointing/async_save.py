@@ -1,4 +1,4 @@
-"""Saving while training goes on: a snapshot, a thread that writes, a commit at a step boundary.
+"""Saving while training continues: a snapshot, a thread that writes, a commit at a step boundary.
 
 Hashing and writing release the interpreter lock, so a thread is enough. At most one save is in
 flight. "Saved" is said only after the commit; a writer's error surfaces at the next step.

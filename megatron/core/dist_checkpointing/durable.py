@@ -25,7 +25,7 @@ from megatron.core.foundation.errors import CheckpointError
 class DamagedCheckpointError(CheckpointError):
     """The files are not what was saved: missing, changed, cut, not ours or unsafe.
 
-    Another checkpoint may be intact, so a loader may go on to it and say so. Any other
+    Another checkpoint may be intact, so a loader may continue to it and say so. Any other
     `CheckpointError` (a mismatch with the model, a failing disk) would not be cured by that.
     """
 

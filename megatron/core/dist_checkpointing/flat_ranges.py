@@ -170,7 +170,7 @@ def coverage_problem(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
             for o, n, full in zip(offset, size, shape, strict=True)
         )
         if not inside:
-            return f"shard {describe_box((offset, size))} lies outside of shape {tuple(shape)}"
+            return f"shard {describe_box((offset, size))} is outside of shape {tuple(shape)}"
     try:
         overlap = find_overlap(boxes)
     except UnprovenError as error:

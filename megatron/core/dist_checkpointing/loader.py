@@ -122,7 +122,7 @@ def open_contents(
 ) -> Contents:
     """Read and check manifest and plain values on the coordinator, for all ranks: collective.
 
-    Every rank goes on with the same bytes.
+    Every rank continues with the same bytes.
     """
     path, problem, data = storage_path(directory), None, None
     if peers.rank == 0:

@@ -21,7 +21,7 @@ from megatron.core.dist_checkpointing.tree import map_leaves
 
 
 def as_local_state(state: ShardedStateDict) -> ShardedStateDict:
-    """Return `state` with each shard declared as a whole tensor of its own name.
+    """Return `state` with each shard declared as a full tensor of its own name.
 
     The data are the same tensors, so loading into the result fills the given ones.
     """

@@ -82,7 +82,7 @@ class StoredTensor:
 
     @property
     def num_bytes(self) -> int:
-        """Size of the whole tensor."""
+        """Size of the full tensor."""
         return math.prod(self.shape) * element_bytes(self.dtype)
 
 

@@ -92,7 +92,7 @@ class ShardedTensor(ShardedBase):
         if not all(o >= 0 and o + length <= size for size, o, length in ends):
             raise self._wrong(
                 f"box {describe_box(self.box)} outside of global shape {tuple(self.global_shape)}",
-                "a shard lies within the global tensor",
+                "a shard is within the global tensor",
             )
         if self.data is None:
             return

@@ -1,7 +1,7 @@
 """Copies of each rank's files on another node, sent without a shared file system.
 
 Ranks form rings: rank r sends to rank r + distance and receives from rank r - distance. With a
-distance of the ranks per node, a copy lies on another node. All ranks send and receive at once, in
+distance of the ranks per node, a copy is on another node. All ranks send and receive at once, in
 chunks, so a rank needs two chunks of memory.
 """
 

@@ -1,4 +1,4 @@
-"""Write a checkpoint from whole tensors that are produced one after another, without a run.
+"""Write a checkpoint from full tensors that are produced one after another, without a run.
 
 One process, and as much memory as the largest file: for tools that change files and not state.
 """
@@ -90,7 +90,7 @@ def write_full_tensors(
     *,
     num_files: int,
 ) -> None:
-    """Write and commit a checkpoint of whole tensors.
+    """Write and commit a checkpoint of full tensors.
 
     Args:
         final: the checkpoint, for example OUT/iter_0000010; replaced if it exists.

@@ -100,7 +100,7 @@ class SaveInProgress:
         self._start = time.monotonic()
 
     def take_snapshot(self, buffer: SnapshotBuffer) -> None:
-        """Copy what this rank writes into `buffer`, so that training may go on."""
+        """Copy what this rank writes into `buffer`, so that training may continue."""
         copies = buffer.copy_of([piece.tensor for piece in self.pieces])
         for piece, copied in zip(self.pieces, copies, strict=True):
             piece.tensor = copied

@@ -147,7 +147,7 @@ def load_content_metadata(
 def load_tensors_metadata(
     checkpoint_dir: str | os.PathLike[str], _: object = None
 ) -> dict[str, Any]:
-    """Return key -> declaration of the whole tensor, without data; this process alone."""
+    """Return key -> declaration of the full tensor, without data; this process alone."""
     manifest = _open_alone(checkpoint_dir).manifest
     return {
         key: ShardedTensor(

@@ -16,7 +16,7 @@ _CHUNK_BYTES = 16 << 20
 
 
 class SnapshotBuffer:
-    """Host memory that an asynchronous save writes from while training goes on.
+    """Host memory that an asynchronous save writes from while training continues.
 
     It is allocated once (first-touch of fresh pages costs several times the copy), grows to the
     largest save, and is pinned where an accelerator copies into it. Extra memory is exactly the

@@ -134,7 +134,7 @@ class DistributedDataParallel(nn.Module):
         return {p: self.shards_of(p) for p in self._param_index if self._is_sharded(p)}
 
     def _locations(self) -> dict[nn.Parameter, tuple[Zero3Buffer, int]]:
-        """Return where each parameter lies whose values are sharded."""
+        """Return where each parameter is whose values are sharded."""
         return {
             parameter: (buffer, buffer.unit_of(index))
             for parameter, (buffer, index) in self._param_index.items()
@@ -175,7 +175,7 @@ class DistributedDataParallel(nn.Module):
         return tied_parameters(self.module)
 
     def _install_hook(self, parameter: nn.Parameter) -> Any:
-        """Call `_gradient_arrived` when backward has accumulated a parameter's gradient.
+        """Call `_register_grad_ready` when backward has accumulated a parameter's gradient.
 
         The hook sits on the node that accumulates: it fires once per backward pass, also when
         the weight is used twice, and when a fused backward wrote `main_grad` and passed None.

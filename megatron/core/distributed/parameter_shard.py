@@ -44,10 +44,10 @@ class ParameterShard:
 
 @dataclass(frozen=True, eq=False)
 class ShardSpan:
-    """Shards that lie one after another in a flat gradient tensor."""
+    """Shards that are one after another in a flat gradient tensor."""
 
     gradients: Tensor
-    """[k * BLOCK]; what lies between the shards is zero."""
+    """[k * BLOCK]; what is between the shards is zero."""
     shards: list[ParameterShard]
     num_blocks: list[int]
     """Blocks of each shard, with the padding after it; empty if the span is all padding."""

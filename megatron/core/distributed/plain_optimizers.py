@@ -1,4 +1,4 @@
-"""Say so when a plain torch optimizer finds no gradients in a model whose gradients lie elsewhere.
+"""Say so when a plain torch optimizer finds no gradients in a model whose gradients are elsewhere.
 
 `DistributedDataParallel` gathers gradients in `main_grad`; `.grad` stays None, and an optimizer of
 torch passes over a parameter without `.grad`: it would train nothing, without a word.
@@ -26,7 +26,7 @@ def watch_plain_optimizers() -> None:
             has_warned = True
             warnings.warn(
                 f"{type(optimizer).__name__}.step() updates nothing: the gradients of its"
-                " parameters lie in main_grad of DistributedDataParallel, and .grad is None."
+                " parameters are in main_grad of DistributedDataParallel, and .grad is None."
                 " Build the optimizer with megatron.core.optimizer.get_megatron_optimizer, or"
                 " set p.grad = p.main_grad.to(p.dtype) after finalize_model_grads (where"
                 " gradients are not sharded).",
@@ -37,7 +37,7 @@ def watch_plain_optimizers() -> None:
 
 
 def _finds_nothing(optimizer: Optimizer) -> bool:
-    """Return whether all gradients of an optimizer's parameters lie in `main_grad`."""
+    """Return whether all gradients of an optimizer's parameters are in `main_grad`."""
     has_main = False
     for group in optimizer.param_groups:
         for parameter in group["params"]:

@@ -1,6 +1,6 @@
 """Sharded parameters in checkpoints and state dicts: every rank declares the ranges it owns.
 
-The keys and the stored form are those of whole parameters, so any stage loads what any other has
+The keys and the stored form are those of full parameters, so any stage loads what any other has
 saved. Nothing is gathered.
 """
 
@@ -53,7 +53,7 @@ def declare_shards(
 def load_full_state(
     module: nn.Module, state_dict: Mapping[str, object], sharded: Sharded, *, strict: bool
 ) -> Any:
-    """Load whole tensors or what `declare_shards` declared; the shards are written in place."""
+    """Load full tensors or what `declare_shards` declared; the shards are written in place."""
     ours: set[str] = set()
     rest = dict(state_dict)
     inner = _innermost(module)

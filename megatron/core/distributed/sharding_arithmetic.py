@@ -1,4 +1,4 @@
-"""Where each parameter lies in a flat buffer, and which rank owns which elements. Pure integers.
+"""Where each parameter is in a flat buffer, and which rank owns which elements. Pure integers.
 
 A buffer holds the parameters of one dtype one after another, last layer first, because backward
 finishes them in that order. It is cut into buckets, the units of communication, without regard to
@@ -58,9 +58,9 @@ class BufferPlan:
     slots: tuple[Slot, ...]
     """In buffer order, that is in reverse order of the parameters."""
     buckets: tuple[tuple[int, int], ...]
-    """[begin, end) of each bucket; together they are the whole buffer."""
+    """[begin, end) of each bucket; together they are the full buffer."""
     sections: tuple[range, ...]
-    """Numbers of the buckets that are a section; no parameter lies in two sections."""
+    """Numbers of the buckets that are a section; no parameter is in two sections."""
 
     @property
     def num_buckets(self) -> int:
@@ -79,7 +79,7 @@ class BufferPlan:
         return begin + rank * length, begin + (rank + 1) * length
 
     def pieces(self, begin: int, end: int) -> list[Piece]:
-        """Return what lies in [begin, end) of the buffer, in buffer order."""
+        """Return what is in [begin, end) of the buffer, in buffer order."""
         return [
             Piece(
                 slot.index,
@@ -108,7 +108,7 @@ def plan_buffer(
         numels: elements of each parameter, in forward order.
         bucket_numel: most elements of a bucket before padding; None is one bucket for all.
         num_shards: number of ranks that share a bucket. Every bucket is a multiple of
-            `granule * num_shards`.
+            `alignment * num_shards`.
         separate: parameters that get buckets of their own, so that their shards do not depend on
             the rest of the buffer: two pipeline stages that hold the same tied weight must cut it
             at the same places to add their gradients shard by shard.

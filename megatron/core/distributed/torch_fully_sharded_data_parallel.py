@@ -174,7 +174,7 @@ class TorchFullyShardedDataParallel(DistributedDataParallel):
         """Load into the wrapped module, in place.
 
         Raises:
-            ConfigError: torch moved shards that it pads (2.7 does): the optimizer would go on with
+            ConfigError: torch moved shards that it pads (2.7 does): the optimizer would update
                 their old memory.
         """
         result = super().load_state_dict(state_dict, strict=strict, assign=assign)
@@ -255,7 +255,7 @@ def _modules_of_experts(module: nn.Module) -> list[nn.Module]:
     if any(get_param_meta(p).is_expert for p in module.parameters(recurse=False)):
         raise ConfigError(
             f"{type(module).__name__} has parameters of experts beside others.",
-            rule="torch gathers the parameters of a module over one group of ranks, and experts lie"
+            rule="torch gathers the parameters of a module over one group of ranks, and experts are"
             " on others than the rest of the model",
             flags=["--use-torch-fsdp2", "--expert-model-parallel-size"],
             fix="use --use-megatron-fsdp, which shards each kind over its own ranks",

@@ -1,1 +1,1 @@
-"""What all else stands on: errors and exit codes, devices, processes, optional libraries."""
+"""What all else is built on: errors and exit codes, devices, processes, optional libraries."""

@@ -100,7 +100,7 @@ def value_on_host(claim: Tensor) -> bool | None:
 def check(claim: Tensor, message: str) -> bool:
     """Return whether a claim holds, where the host can know without waiting.
 
-    On an accelerator the host goes on, True is returned, and a claim that does not hold makes the
+    On an accelerator the host continues, True is returned, and a claim that does not hold makes the
     device fail at its next synchronisation, with the message in its text.
 
     Args:

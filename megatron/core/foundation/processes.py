@@ -54,7 +54,7 @@ def ignore_stop_signals_except_from(parent: int) -> None:
     """Ignore `STOP_SIGNALS`, which are meant for the run; SIGTERM of the parent ends this one.
 
     A process that is stopped finishes its step, and needs its helpers for it. Its own `terminate`
-    of a helper goes on to work, which is why the signal cannot simply be ignored.
+    of a helper continues to work, which is why the signal cannot simply be ignored.
 
     Args:
         parent: process id of the one that may end this one.

@@ -1,7 +1,7 @@
 """The rendezvous store of one attempt of a job that its launcher starts again after a failure.
 
 torchrun keeps its store over all attempts, with the keys of the dead ones in it: addresses at
-which nobody listens any more, counters that stand at their ends. Its number of the attempt does not
+which nobody listens any more, counters that are at their ends. Its number of the attempt does not
 tell attempts apart: it is that of one node, and a change of nodes does not raise it. So ranks meet
 under a name that rank 0 draws: each asks with a token of its own, and an answer to that token can
 only come from the rank 0 that lives now.

@@ -48,7 +48,7 @@ def key_range(begin: int, end: int, num_keys: int, window: tuple[int, int]) -> t
 def masked_keys(
     begin: int, end: int, first: int, last: int, window: tuple[int, int], device: torch.device
 ) -> Tensor | None:
-    """Return [end-begin, last-first], True where a key lies outside the query's window.
+    """Return [end-begin, last-first], True where a key is outside the query's window.
 
     None if nothing is hidden.
     """
@@ -124,7 +124,7 @@ def tiles(
 
 
 def num_below(rows: SequenceShard, position: int) -> int:
-    """Return how many of the rows lie before `position`."""
+    """Return how many of the rows are before `position`."""
     return sum(min(max(position - begin, 0), end - begin) for begin, end in rows.ranges)
 
 
@@ -161,7 +161,7 @@ def masks_in_tile(tile: Tile, mask: MaskSpec, keys: Tensor) -> Iterator[tuple[sl
 
 
 def _is_one_document(of_query: Tensor, of_key: Tensor) -> bool:
-    """Return whether no key lies in another document; ids never fall, so ends suffice."""
+    """Return whether no key is in another document; ids never fall, so ends suffice."""
     lowest, highest = torch.minimum(of_query[:, 0], of_key[:, 0]), of_query[:, -1]
     return bool((lowest == torch.maximum(highest, of_key[:, -1])).all())
 

@@ -1,4 +1,4 @@
-"""Shards whose optimizer state lies in the columns of one store, and is updated chunk by chunk."""
+"""Shards whose optimizer state is in the columns of one store, and is updated chunk by chunk."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class StateField:
 
 @dataclass(frozen=True)
 class _Segment:
-    """What of a shard lies in a chunk."""
+    """What of a shard is in a chunk."""
 
     item: MainParamShard
     begin: int
@@ -83,7 +83,7 @@ class ChunkedState:
             length = -(-item.main_param.numel() // BLOCK)
             self._starts[id(item.main_param)] = num_blocks
             num_blocks += length
-            # Places of elements in the whole parameter: equal however it is sharded, and for a tied
+            # Places of elements in the full parameter: equal however it is sharded, and for a tied
             # weight on every stage that holds it.
             name = get_param_meta(item.shard.parameter).tied_to or item.shard.name
             first = item.shard.begin // BLOCK + derive_seed("rounding", name) % (1 << 24)
@@ -95,7 +95,7 @@ class ChunkedState:
             self.reload_main()
 
     def _segments_of(self, begin: int, end: int) -> list[_Segment]:
-        """Return what lies in blocks [begin, end)."""
+        """Return what is in blocks [begin, end)."""
         found = []
         for item in self.shards:
             first, numel = self._starts[id(item.main_param)], item.main_param.numel()

@@ -1,4 +1,4 @@
-"""Decide in which bytes and where chunked optimizer state lies, and build it."""
+"""Decide in which bytes and where chunked optimizer state is, and build it."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ class ChunkedStateOptimizer:
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes of all state, wherever it lies."""
+        """Bytes of all state, wherever it is."""
         return sum(
             field.codec.block_bytes * part.store.chunks[-1][1]
             for part in self.parts

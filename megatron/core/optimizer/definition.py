@@ -126,7 +126,7 @@ class OptimizerDefinition:
 
 
 class ElementwiseOptimizer(torch.optim.Optimizer):
-    """Runs an elementwise update on whole tensors, or on any shards of them."""
+    """Runs an elementwise update on full tensors, or on any shards of them."""
 
     def __init__(
         self, params: ParamsT, update: ElementwiseUpdate, *, lr: float, weight_decay: float

@@ -75,7 +75,7 @@ class GradientReport:
 def joint_norm(reports: Sequence[GradientReport], inv_scale: float = 1.0) -> float:
     """Return the norm over several reports, times `inv_scale`, as an fp32 value.
 
-    Rounded to fp32 so that the last bits of the fp64 sums, in which sharded and whole gradients
+    Rounded to fp32 so that the last bits of the fp64 sums, in which sharded and full gradients
     may differ, cannot reach the weights.
     """
     total = math.fsum(value for report in reports for value in report.sums_of_squares)
@@ -96,7 +96,7 @@ class GradientReader:
         """
         Args:
             spans: shards in gradient buffers.
-            unbucketed: whole parameters outside of buffers, whose gradient is in `.grad`.
+            unbucketed: full parameters outside of buffers, whose gradient is in `.grad`.
             parameters: all parameters of this model-parallel rank, in one order on all its
                 replicas, also those of which this rank owns no piece.
             shard_groups: the ranks over which dense and expert gradients are sharded.

@@ -32,7 +32,7 @@ from megatron.core.utils import get_pg_rank, get_pg_size
 
 @dataclass(frozen=True, kw_only=True)
 class MuonSettings:
-    """How updates are formed."""
+    """How updates are computed."""
 
     momentum: float = 0.9
     uses_nesterov: bool = False

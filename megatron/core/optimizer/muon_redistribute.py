@@ -1,6 +1,6 @@
 """Whole matrices out of shards, each on one rank, and back.
 
-A matrix whose state is sharded lies in pieces on several data-parallel ranks. An optimizer that
+A matrix whose state is sharded is in pieces on several data-parallel ranks. An optimizer that
 needs all of it at once (Muon) runs here: matrices are dealt out to the ranks by the cost of their
 orthogonalisation, pieces travel to the matrix's rank and its result travels back. Where every
 rank holds whole matrices anyway, only results travel.

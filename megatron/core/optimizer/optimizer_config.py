@@ -339,7 +339,7 @@ def _check_state(config: OptimizerConfig) -> list[MegatronError]:
         problems.append(
             ConfigError(
                 f"optimizer_offload_fraction={config.optimizer_offload_fraction}.",
-                rule="a share lies in [0, 1]",
+                rule="a share is in [0, 1]",
                 flags=["--optimizer-offload-fraction"],
                 fix="drop it to offload everything",
             )

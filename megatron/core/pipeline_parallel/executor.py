@@ -139,7 +139,7 @@ class PipelineExecutor:
     def await_inputs(self, *steps: Step) -> None:
         """Wait for what steps need, ahead of them.
 
-        Of two that take turns, one that waits for its input would keep the other from its turn.
+        Of two that overlap, one that waits for its input would block the other.
         """
         for op, microbatch, chunk in steps:
             waiting = (self.activations_in if op is Op.FORWARD else self.gradients_in)[chunk]

@@ -31,7 +31,7 @@ class Op(IntEnum):
     FREE_GRADIENT = 9  # waits for the send of a gradient, then gives its memory back
     PARAM_GATHER = 10  # asks for the parameters of a chunk ahead of use
     GRAD_SYNC = 11  # from here on, the gradients of a chunk may be reduced over replicas
-    OVERLAP_F_B = 12  # the forward and the backward that follow take turns
+    OVERLAP_F_B = 12  # the forward and the backward that follow overlap
 
 
 # Looking a member up in its enum costs more than making a step: loops over steps use these.

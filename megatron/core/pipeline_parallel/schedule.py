@@ -95,7 +95,7 @@ class Schedule:
         """Return the error for pairs of a forward and a backward that it does not have."""
         return kind(
             f"overlapped forwards and backwards in the {self.name} schedule.",
-            rule="each forward of the steady state stands beside a backward that it does not need",
+            rule="each forward of the steady state is paired with a backward that it does not need",
             flags=["--overlap-moe-expert-parallel-comm", "--pipeline-schedule"],
             fix=f"use --pipeline-schedule {_names(lambda known: known.overlaps_f_b)}",
         )

@@ -52,7 +52,7 @@ class Costs:
     Attributes:
         forward, backward: of one chunk and one micro batch.
         input_grad, weight_grad: the two halves of a split backward; default half of `backward`.
-        pair: of a forward and a backward that take turns; default their sum. It is less by the
+        pair: of a forward and a backward that overlap; default their sum. It is less by the
             exchanges of either one beside which the other computes.
         transfer: time from post to arrival of one message.
         stage_scale: factor on the compute of each of the p*v stages; empty means all 1.
@@ -112,7 +112,7 @@ class Report:
 
     Attributes:
         makespan: time from the first step to the end of the last one.
-        busy: compute time of each rank; measured steps that take turns overlap and count once.
+        busy: compute time of each rank; measured steps that overlap count once.
         bubble: idle share of all ranks together over the makespan, 0 ... 1.
         peak_live_activations: per rank, the largest number of (micro batch, chunk) pairs whose
             forward is done and whose backward is not.
@@ -353,7 +353,7 @@ class _Walker:
 
 
 def _positions_in_pairs(steps: Sequence[Step]) -> set[int]:
-    """Return where the two steps of each pair stand in a program."""
+    """Return where the two steps of each pair are in a program."""
     starts = [position for position, step in enumerate(steps) if step.op is OVERLAP_F_B]
     return {start + steps for start in starts for steps in (1, 2)}
 

@@ -174,7 +174,11 @@ class _RankCheck:
     def pair(self, combine: Step, *halves: Step) -> None:
         """Check that a forward and a backward follow, of which the second can begin at once."""
         if [op for op, _, _ in halves] != [FORWARD, BACKWARD]:
-            self.fail(combine, "has no forward and backward after it", "these two take turns")
+            self.fail(
+                combine,
+                "has no forward and backward after it",
+                "it overlaps the two steps that follow it",
+            )
         if halves[0][1:] == halves[1][1:]:
             self.fail(
                 halves[1], "is combined with its own forward", "a backward follows its forward"

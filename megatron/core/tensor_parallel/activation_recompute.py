@@ -101,7 +101,7 @@ def _distribute_saved_input(
     shape, full = first.shape, [first.detach()]
 
     def from_shard(shard: Tensor, *rest: Any) -> Any:
-        # The first call has the whole tensor at hand; the second must collect it.
+        # The first call has the full tensor at hand; the second must collect it.
         known = full.pop() if full else None
         return function(_GatherSaved.apply(shard, known, shape, group), *rest)
 

@@ -1,7 +1,7 @@
 """A linear map with its tensor-parallel communication, overlapped with the weight gradient.
 
 Forward may gather its input (sequence parallelism) or reduce its output (row-parallel layers).
-Backward starts the collective of the input gradient, forms the weight gradient meanwhile, and
+Backward starts the collective of the input gradient, computes the weight gradient meanwhile, and
 writes weight and bias gradients straight into the main gradients where a data-parallel wrapper
 provides them (see the protocol in `param_meta`).
 
@@ -276,7 +276,7 @@ def deferral_is_not_supported() -> ConfigError:
     """Return the error for callers that pass a buffer of deferred gradients."""
     return ConfigError(
         "a buffer for deferred weight gradients was passed to a linear layer.",
-        rule="weight gradients are formed in the backward pass of their layer",
+        rule="weight gradients are computed in the backward pass of their layer",
         flags=["--defer-embedding-wgrad-compute"],
         fix="drop --defer-embedding-wgrad-compute",
     )

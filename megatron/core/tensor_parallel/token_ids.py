@@ -12,7 +12,7 @@ from megatron.core.foundation.errors import DataError
 def check_token_ids(
     ids: Tensor, num_valid: int, *, what: str = "token id", ignored: int | None = None
 ) -> None:
-    """Raise if any of `ids` lies outside [0, num_valid).
+    """Raise if any of `ids` is outside [0, num_valid).
 
     Splitting a vocabulary masks the ids of other ranks, and would turn such an id into zeros. All
     ranks of a tensor-parallel group see the same ids, so they raise together.
@@ -28,7 +28,7 @@ def check_token_ids(
     """
     if ids.numel() == 0:
         return
-    rule = f"ids lie in [0, {num_valid}): the vocabulary has {num_valid} entries"
+    rule = f"ids are in [0, {num_valid}): the vocabulary has {num_valid} entries"
     is_good = (ids >= 0) & (ids < num_valid)
     if ignored is not None:
         is_good |= ids == ignored

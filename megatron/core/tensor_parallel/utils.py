@@ -26,7 +26,7 @@ def split_tensor_into_1d_equal_chunks(
     """Return this rank's equal piece [n/tp] of the flattened tensor.
 
     Args:
-        new_buffer: copy the piece, so that the whole tensor can be freed.
+        new_buffer: copy the piece, so that the full tensor can be freed.
     """
     group = resolve_group(tp_group, "tp")
     length = divide(tensor.numel(), get_pg_size(group))

@@ -235,6 +235,6 @@ def add_label_terms(
         at_label = at_label * scale
     present = gradient.gather(1, labels.columns)
     at_label = torch.where(labels.is_local, at_label.to(gradient.dtype).unsqueeze(-1), present)
-    # scatter_ would copy the whole tensor on the CPU.
+    # scatter_ would copy the full tensor on the CPU.
     every_row = torch.arange(gradient.shape[0], device=gradient.device)
     return gradient.index_put_((every_row, labels.columns.squeeze(1)), at_label.squeeze(1))

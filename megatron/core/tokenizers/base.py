@@ -227,7 +227,7 @@ def check_loaded(tokenizer: TextTokenizer, source: str) -> None:
     if problem:
         raise DataError(
             f"{type(tokenizer).__name__} from {source} has {problem}.",
-            rule=f"a text tokenizer has at least {SMALLEST_VOCABULARY} entries, and its ids lie "
+            rule=f"a text tokenizer has at least {SMALLEST_VOCABULARY} entries, and its ids are "
             "within them",
             flags=["--tokenizer-type", "--tokenizer-model", "--vocab-file", "--merge-file"],
             fix="check that these files are the tokenizer's own and complete",

@@ -360,7 +360,7 @@ class SelfAttention(Attention):
             grouped = packed.view(s, b, groups // tp_size, r + 2, d)
             query, key, value = torch.split(grouped, [r, 1, 1], dim=3)
             return query.reshape(s, b, local, d), key.squeeze(3), value.squeeze(3)
-        # Several ranks share a group: its key and value rows may lie on another rank.
+        # Several ranks share a group: its key and value rows may be on another rank.
         packed = all_gather_last_dim_from_tensor_parallel_region(packed, group=tp)
         ranks_per_group = tp_size // groups
         group, part = divmod(get_pg_rank(tp), ranks_per_group)

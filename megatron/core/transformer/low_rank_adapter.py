@@ -201,7 +201,7 @@ def add_adapters(
     if missing and present & set(TARGETS):  # a stage may hold no layers at all
         raise ConfigError(
             f"the model has no parallel layer called {', '.join(missing)}.",
-            rule=f"adapters stand beside the parallel layers {', '.join(TARGETS)} of the local"
+            rule=f"adapters are added to the parallel layers {', '.join(TARGETS)} of the local"
             " backend",
             flags=["--lora-target-modules", "--transformer-impl"],
             fix="name layers that the model has, with --transformer-impl local",

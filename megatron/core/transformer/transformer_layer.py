@@ -151,7 +151,7 @@ class TransformerLayer(GraphableMegatronModule):
         )
         # Expert layers recompute by themselves, as --moe-layer-recompute says.
         self.recomputes_mlp = "mlp" in selected and not has_experts
-        # A norm's output that goes on as the residual stream is read after its branch: it stays.
+        # A norm's output that continues as the residual stream is read after its branch: it stays.
         recomputes_norms = (
             "layernorm" in selected and not config.apply_residual_connection_post_layernorm
         )

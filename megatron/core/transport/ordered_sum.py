@@ -39,7 +39,7 @@ def ordered_sum(terms: Sequence[Tensor], sums: Tensor, scale: float) -> None:
                 total += part
             out.copy_(total.mul_(scale))
             continue
-        # Only the last sum lands in `out`: a term that lies there is read before or then.
+        # Only the last sum lands in `out`: a term that is there is read before or then.
         total = parts[0]
         between = torch.empty_like(out) if len(parts) > 2 else None
         for part in parts[1:-1]:

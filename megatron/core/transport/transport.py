@@ -34,7 +34,7 @@ class Transport(Protocol):
     """Collectives between the ranks of one group on contiguous tensors.
 
     Dimension 0 is split into one piece for each rank, all of the same size. An operation starts at
-    once; a generator may go on with its `Work` by `result = yield from work`.
+    once; a generator may continue with its `Work` by `result = yield from work`.
     """
 
     def all_reduce(self, x: Tensor, scale: float = 1.0) -> Work[Tensor]:

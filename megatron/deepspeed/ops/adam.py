@@ -47,7 +47,7 @@ def DeepSpeedCPUAdam(
     adamw_mode: bool = True,
     fp32_optimizer_states: bool = True,
 ) -> torch.optim.Optimizer:
-    """Return the same; the configuration says where its state lies."""
+    """Return the same; the configuration says where its state is."""
     if not fp32_optimizer_states:
         raise ConfigError(
             "DeepSpeedCPUAdam(fp32_optimizer_states=False).",

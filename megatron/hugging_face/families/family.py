@@ -33,7 +33,7 @@ class Family:
     """From settings to the fields of `config.json`."""
     rules: Callable[[Settings], list[WeightRule]]
     prefixes: tuple[str, ...] = ("",)
-    """What may stand before all names in the files, written first to last."""
+    """What may be before all names in the files, written first to last."""
     without_meaning: tuple[str, ...] = ()
     """Patterns of tensors that older files hold besides weights."""
     left_out: Mapping[str, str] = field(default_factory=dict)

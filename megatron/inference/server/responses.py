@@ -40,7 +40,7 @@ class Response:
         """Return the answer to a request that does not stream.
 
         Args:
-            prefixes: what stands before each text (an echoed prompt).
+            prefixes: what is before each text (an echoed prompt).
         """
         choices = []
         for index, (one, prefix) in enumerate(zip(found, prefixes, strict=True)):
@@ -96,7 +96,7 @@ class Response:
         if self.request.is_chat:
             return {"content": [self._entry(step) for step in logprobs]}
         tokens = [self._text(step[0][0]) for step in logprobs]
-        # A stream goes on where its last piece ended.
+        # A stream continues where its last piece ended.
         *offsets, self._offsets[index] = accumulate(
             map(len, tokens), initial=self._offsets.get(index, 0)
         )

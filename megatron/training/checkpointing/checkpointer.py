@@ -1,4 +1,4 @@
-"""Save and load a run: what the loop and Megatron's functions both stand on.
+"""Save and load a run: what the loop and Megatron's functions both are built on.
 
 Every method is a collective over all processes of the run. `saver` decides when bytes become a
 checkpoint, `resume` which one is loaded, `restore` how its state gets into the run.

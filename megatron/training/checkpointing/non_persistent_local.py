@@ -73,7 +73,7 @@ def _check_replicas(settings: LocalSettings, size: int) -> None:
         if number * settings.distance % size == 0:
             raise CheckpointError(
                 f"copy {number} at a distance of {number} x {settings.distance} of {size} ranks "
-                "would lie with its owner.",
+                "would be with its owner.",
                 rule="a copy outlives its owner only elsewhere",
                 flags=["--replication-jump", "--replication-factor"],
                 fix=f"use a --replication-jump of which {number} times is no multiple of {size}",

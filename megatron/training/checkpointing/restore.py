@@ -167,8 +167,8 @@ def check_interop(contents: InteropContents, *, needs_moments: bool) -> list[str
             f"{contents.directory}: {why}.",
             rule="a run goes on only with the optimizer state it stopped with",
             flags=["--load", "--no-load-optim", "--finetune"],
-            fix="give --no-load-optim to go on with fresh moments, or --finetune to start at step "
-            "0",
+            fix="give --no-load-optim to continue with fresh moments, or --finetune to start at"
+            " step 0",
         )
     return [f"{contents.directory} is a checkpoint of {contents.kind}", *contents.notes]
 

@@ -112,7 +112,7 @@ class ResumeSource:
                 contents = open_any(found.path, peers=self.peers)
                 restored = self.restorer.restore(contents, is_finetuning=is_finetuning)
             except DamagedCheckpointError as error:
-                # All ranks raise the same, so all go on to the same next candidate.
+                # All ranks raise the same, so all continue to the same next candidate.
                 print_once(self.peers, f"{found.path} cannot be used:\n{error}")
                 problems.append(error)
                 continue

@@ -36,7 +36,7 @@ def select_checkpoints(
 
     Args:
         ckpt_step: only this iteration, if given.
-        save: where the run saves. Before its first save, logs of the run may lie there already;
+        save: where the run saves. Before its first save, logs of the run may be there already;
             any other directory that a user names holds a checkpoint or nothing.
     Returns:
         no candidates if the directory is empty or absent.

@@ -53,7 +53,7 @@ def read_from_dense(state: ShardedStateDict, manifest: Manifest) -> ShardedState
 def _in_dense(wanted: ShardedTensor, manifest: Manifest) -> ShardedTensor:
     found = wanted
     if EXPERTS in found.key:
-        axis = found.prepend_axis_num - 1  # that of the experts stands last
+        axis = found.prepend_axis_num - 1  # that of the experts is last
         found = replace(
             found,
             key=found.key.replace(EXPERTS, ""),

@@ -69,7 +69,7 @@ class CheckpointSettings:
     exit_on_missing_checkpoint: bool = False
     """Fail when --load holds no checkpoint, instead of starting afresh."""
     async_save: bool = False
-    """Write in the background while training goes on."""
+    """Write in the background while training continues."""
     use_persistent_ckpt_worker: bool = flag(
         False, note="threads of the process write, and no process is started for a save"
     )

@@ -12,7 +12,7 @@ _NO_OPTIMIZER = "use --optimizer muon"
 
 @dataclass(kw_only=True)
 class OptimizerSettings(OptimizerFlags, SettingsGroup):
-    """Update rule, weight decay, clipping, dropout, precision of optimizer state."""
+    """Optimizer, weight decay, clipping, dropout, precision of optimizer state."""
 
     start_weight_decay: float = required()
     """First value of a weight decay that changes over time."""

@@ -30,7 +30,7 @@ def transitions_of(run: ResolvedRun) -> list[int]:
 
 
 def phase_of(run: ResolvedRun, consumed_samples: int) -> Phase:
-    """Return the phase in which the sample after `consumed_samples` lies."""
+    """Return the phase in which the sample after `consumed_samples` is."""
     ends = [iteration * run.schedule.global_batch_size for iteration in transitions_of(run)]
     begin = max((end for end in ends if end <= consumed_samples), default=0)
     later = (end for end in ends if end > consumed_samples)

@@ -89,7 +89,7 @@ def _records(path: Path) -> Iterator[tuple[int, list[int]]]:
         try:
             first, sums = json.loads(line)
         except ValueError:
-            # A killed process leaves half a line; its successor goes on after it.
+            # A killed process leaves half a line; its successor continues after it.
             if at < len(lines) - 2 and not line.startswith("["):
                 raise DataError(f"{path}, line {at + 1} is no record.") from None
             continue

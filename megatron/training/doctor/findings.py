@@ -60,7 +60,7 @@ def version_of(library: str) -> str | None:
 
 
 def base_findings() -> Iterator[Finding]:
-    """Yield what everything stands on."""
+    """Yield what everything is built on."""
     yield Finding("base", "python", f"{platform.python_version()} on {platform.platform()}")
     is_new = is_torch_min_version(OLDEST_TORCH)
     built = torch.version.cuda or getattr(torch.version, "hip", None) or "no accelerator"

@@ -90,7 +90,7 @@ class SaveCheckpoints(Hook):
             newest = self.checkpointer.last_committed
             self._last_saved = self._began_at if newest is None else newest
             print_rank_0(
-                f"WARNING: {doing} failed, and training goes on: failure {self._num_failures} of "
+                f"WARNING: {doing} failed, and training continues: failure {self._num_failures} of "
                 f"{self.allowed_failures} in a row that --allowed-save-failures lets pass\n{error}"
             )
             return

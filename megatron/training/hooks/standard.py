@@ -130,7 +130,7 @@ def standard_hooks(
 
 
 def local_save_directory(run: ResolvedRun) -> str | None:
-    """Return --save where files can lie beside checkpoints: not in an object store."""
+    """Return --save where files can be beside checkpoints: not in an object store."""
     return (
         None if run.checkpoint.save is None or is_url(run.checkpoint.save) else run.checkpoint.save
     )

@@ -1,4 +1,4 @@
-"""Where this process stands in the job: from the launcher's environment, before any connection."""
+"""Where this process is in the job: from the launcher's environment, before any connection."""
 
 from __future__ import annotations
 

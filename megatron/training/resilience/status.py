@@ -14,7 +14,7 @@ from megatron.training.resilience.watch import Watch
 
 @dataclass
 class RunStatus:
-    """Updated as the run goes on; read once, after a failure."""
+    """Updated as the run continues; read once, after a failure."""
 
     rank: int = 0
     local_rank: int = 0

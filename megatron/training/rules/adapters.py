@@ -19,7 +19,7 @@ def adapters_have_a_strength(run: ResolvedRun) -> Iterator[MegatronError]:
         if value is not None and not minimum <= value <= maximum:
             yield problem(
                 f"{flag} {value}.",
-                "alpha is positive, a dropout lies in [0, 1)",
+                "alpha is positive, a dropout is in [0, 1)",
                 flag,
                 fix=f"drop {flag}, or use {flag} {example}",
             )
@@ -37,7 +37,7 @@ def adapters_stand_beside_a_trained_model(run: ResolvedRun) -> Iterator[Megatron
     ):
         yield problem(
             "--lora-rank without a model.",
-            "adapters stand beside the frozen weights of a trained model",
+            "adapters are added to the frozen weights of a trained model",
             "--lora-rank",
             "--load-hf",
             "--pretrained-checkpoint",
@@ -55,7 +55,7 @@ def adapters_stand_beside_a_trained_model(run: ResolvedRun) -> Iterator[Megatron
         if is_wrong:
             yield problem(
                 f"--lora-rank with {flag} {value}.",
-                "adapters stand beside the dense layers of the local backend, whose frozen weights"
+                "adapters are added to the dense layers of the local backend, whose frozen weights"
                 " every replica holds",
                 "--lora-rank",
                 flag,

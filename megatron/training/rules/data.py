@@ -77,7 +77,7 @@ def corpora_exist(run: ResolvedRun) -> Iterator[MegatronError]:
             if is_url(prefix):
                 if data.object_storage_cache_path is None:
                     yield problem(
-                        f"{flag} {prefix} lies in an object store.",
+                        f"{flag} {prefix} is in an object store.",
                         "its index and the blocks that are read are kept in a local folder",
                         flag,
                         "--object-storage-cache-path",

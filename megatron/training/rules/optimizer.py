@@ -29,7 +29,7 @@ def optimizer_numbers(run: ResolvedRun) -> Iterator[MegatronError]:
         ("--muon-momentum", asked.muon_momentum),
     ):
         if not 0 <= value < 1:
-            yield problem(f"{flag} {value:g}.", "it lies in [0, 1)", flag, fix=f"use {flag} 0.9")
+            yield problem(f"{flag} {value:g}.", "it is in [0, 1)", flag, fix=f"use {flag} 0.9")
     for text in asked.param_rules:
         try:
             parse_rule(text)
@@ -65,7 +65,7 @@ def optimizer_state_has_a_place(run: ResolvedRun) -> Iterator[MegatronError]:
         )
     if not 0.0 <= optimizer.optimizer_offload_fraction <= 1.0:
         yield problem(f"--optimizer-offload-fraction {optimizer.optimizer_offload_fraction:g}.",
-                      "a share lies in [0, 1]", "--optimizer-offload-fraction",
+                      "a share is in [0, 1]", "--optimizer-offload-fraction",
                       fix="drop it to offload everything")  # fmt: skip
     if optimizer.optimizer_offload_fraction != 1.0 and not offloads:
         yield problem(
@@ -96,7 +96,7 @@ def optimizer_state_has_a_place(run: ResolvedRun) -> Iterator[MegatronError]:
     if optimizer.main_params_dtype == torch.float16 and not (compact and halves):
         yield problem(
             "--main-params-dtype fp16 for weights that are fp32.",
-            "main weights stand beside half-precision weights; fp32 weights are their own",
+            "main weights are kept next to half-precision weights; fp32 weights are their own",
             "--main-params-dtype",
             "--bf16",
             fix="drop --main-params-dtype",
@@ -163,7 +163,7 @@ def non_persistent_checkpoints_are_complete(run: ResolvedRun) -> Iterator[Megatr
     if kind == "local" and checkpoint.non_persistent_local_ckpt_dir is None:
         yield problem(
             "--non-persistent-ckpt-type local without a directory.",
-            "local checkpoints lie on each node's own storage",
+            "local checkpoints are on each node's own storage",
             "--non-persistent-local-ckpt-dir",
             fix="add --non-persistent-local-ckpt-dir /dev/shm/NAME",
         )

@@ -162,7 +162,7 @@ def torch_shards_alone(run: ResolvedRun) -> Iterator[MegatronError]:
 
 @rule
 def parameters_in_a_file(run: ResolvedRun) -> Iterator[MegatronError]:
-    """Shards of parameters may lie in a file; whole parameters may not."""
+    """Shards of parameters may be in a file; full parameters may not."""
     ddp = run.ddp
     path = ddp.param_offload_path
     if path is None:

@@ -109,7 +109,7 @@ def changed_settings(run: ResolvedRun, stored: Mapping[str, object]) -> list[str
     seed = stored.get("seed", run.schedule.seed)
     if seed != run.schedule.seed and not (run.checkpoint.finetune or run.checkpoint.no_load_rng):
         lines.append(
-            f"random draws go on with the checkpoint's --seed {seed}; --no-load-rng draws with"
+            f"random draws continue with the checkpoint's --seed {seed}; --no-load-rng draws with"
             f" --seed {run.schedule.seed}"
         )
     return lines

@@ -77,6 +77,6 @@ def _refusal(changed: Mapping[str, str], consumed: int) -> DataError:
         f"the checkpoint has consumed {consumed} samples of other data: {'; '.join(told)}.",
         rule="a resumed run continues one order of samples; another repeats some and skips others",
         flags=[*flags, "--allow-changed-data"],
-        fix="give the data flags of the saved run, or --allow-changed-data to go on at sample "
+        fix="give the data flags of the saved run, or --allow-changed-data to continue at sample "
         f"{consumed} of the new data; --phase-transition-iterations plans such a change",
     )

@@ -164,7 +164,7 @@ class Run:
         self.checkpointer = Checkpointer(CheckpointSettings(**settings), parts)
 
     def load(self) -> Restored | None:
-        """Load, and go on from there."""
+        """Load, and continue from there."""
         restored = self.checkpointer.load()
         if restored is not None:
             self.train_state = restored.train_state

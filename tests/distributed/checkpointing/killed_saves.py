@@ -4,7 +4,7 @@ Two ranks save: a first, a later, a repeated save, one that retires old checkpoi
 background. A library below Python (it needs gcc) counts each call of either rank that creates,
 writes, syncs, renames, removes or cuts a file. Then, for each of them:
 
-    kill        the calling process dies before the call; the other rank goes on by itself
+    kill        the calling process dies before the call; the other rank continues by itself
     torn        it dies after half of the bytes, where the call is a write
     full disk   from this call on, nothing can be created or written (ENOSPC)
     bad disk    from this call on, writes and syncs fail (EIO)

@@ -1,4 +1,4 @@
-"""`pretrain_gpt.py --load` goes on from checkpoints of Megatron-LM and DeepSpeed, in any layout."""
+"""`pretrain_gpt.py --load` continues checkpoints of Megatron-LM and DeepSpeed, in any layout."""
 
 from __future__ import annotations
 

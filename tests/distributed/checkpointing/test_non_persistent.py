@@ -1,4 +1,4 @@
-"""Non-persistent checkpoints: a process, a node or its files are lost, and the run goes on."""
+"""Non-persistent checkpoints: a process, a node or its files are lost, and the run continues."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def go_on(groups, root: Path, total: int, settings: dict) -> tuple[int, list[flo
 
 
 def first_run(root: Path, **settings: Any) -> list[list[float]]:
-    """Keep step 1, put step 3 on the nodes, and go on to step 5 as if nothing happened."""
+    """Keep step 1, put step 3 on the nodes, and continue to step 5 as if nothing happened."""
     return run_distributed(train_and_stop, 4, root, 1, 3, 5, settings, tp=2)
 
 
@@ -161,7 +161,7 @@ def bad_distance(groups, root: Path) -> str:
 
 def test_a_copy_that_would_lie_with_its_owner_is_refused(ram_path: Path) -> None:
     for message in run_distributed(bad_distance, 4, ram_path, tp=2):
-        assert "would lie with its owner" in message
+        assert "would be with its owner" in message
         assert "--replication-jump" in message
 
 

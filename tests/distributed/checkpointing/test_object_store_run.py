@@ -1,4 +1,4 @@
-"""A run that saves to a URL and goes on from it."""
+"""A run that saves to a URL and continues from it."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ def train_serially(optimizer_of=None, replicas=REPLICAS):
                 (loss / (ACCUMULATION * replicas)).backward()
                 losses += [loss.item()] if rank == 0 else []
         for parameter in model.parameters():
-            if parameter.grad is None:  # decay goes on without a gradient
+            if parameter.grad is None:  # decay continues without a gradient
                 parameter.grad = torch.zeros_like(parameter)
         norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), CLIP)))
         optimizer.step()

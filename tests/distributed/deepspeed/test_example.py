@@ -1,4 +1,4 @@
-"""The script in examples/deepspeed trains, and goes on from its checkpoint on one process."""
+"""The script in examples/deepspeed trains, and continues from its checkpoint on one process."""
 
 import io
 import re

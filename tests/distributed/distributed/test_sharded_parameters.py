@@ -194,7 +194,7 @@ def test_a_forward_and_a_backward_that_take_turns_leave_each_other_what_they_use
         yield_to_peer()
         seen.append(bytes_of_whole_units(ddp))
 
-    # The backward waits less often: each pass ends while the other one goes on, in some pair.
+    # The backward waits less often: each pass ends while the other one continues, in some pair.
     for index, layer in enumerate(ddp.module.decoder.layers):
         layer.mlp.register_forward_hook(wait)
         if index % 3:

@@ -1,4 +1,4 @@
-"""Optimizer state is stored by parameter: it goes on in any layout, to the bit."""
+"""Optimizer state is stored by parameter: it continues in any layout, to the bit."""
 
 import pytest
 import torch

@@ -87,7 +87,7 @@ def split_weights(groups, **settings: Any) -> dict[str, torch.Tensor]:
 
 @distributed(world_size=4, tp=4)
 def test_matrices_that_are_cut_anywhere_are_updated_as_wholes(groups) -> None:
-    # The cuts fall inside of query groups: q, k and v rows lie unevenly on the ranks.
+    # The cuts fall inside of query groups: q, k and v rows are unevenly on the ranks.
     expected = split_weights(ProcessGroupCollection.single())
     for mode in ("duplicated", "distributed"):
         found = split_weights(groups, muon_tp_mode=mode)
@@ -146,7 +146,7 @@ def test_every_rung_of_two_ranks_gives_the_same_bits(groups) -> None:
 
 @distributed(world_size=4)
 def test_every_rung_of_four_ranks_gives_the_same_bits(groups) -> None:
-    # On four ranks some own nothing of some matrices, and matrices lie on up to four of them.
+    # On four ranks some own nothing of some matrices, and matrices are on up to four of them.
     check_rungs_are_bit_equal(groups)
 
 

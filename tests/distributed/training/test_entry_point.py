@@ -107,7 +107,7 @@ def test_sigterm_to_the_process_group_saves_the_present_step_and_leaves(tmp_path
 
 
 def test_torchrun_starts_a_run_again_whose_rank_was_killed(tmp_path):
-    """The killed rank is named; the next attempt goes on from the newest checkpoint to the end."""
+    """The killed rank is named; the next attempt continues from the newest checkpoint."""
     save = str(tmp_path / "save")
     words = [*SMALL.split(), "--train-iters", "40", "--save", save, "--load", save]
     words += ["--save-interval", "2", "--tensor-model-parallel-size", "2"]

@@ -181,7 +181,7 @@ def test_an_id_outside_the_vocabulary_is_refused_and_located(tmp_path, bad, dtyp
     assert str(caught.value) == (
         f"token {bad} at position 13 of document 1 in {prefix}.bin is outside the vocabulary of "
         "100.\n"
-        "  rule:  token ids must lie between 0 and the vocabulary size - 1\n"
+        "  rule:  token ids must be between 0 and the vocabulary size - 1\n"
         "  flags: --data-path, --tokenizer-type, --tokenizer-model, --vocab-size\n"
         "  fix:   train with the tokenizer that the corpus was preprocessed with, or preprocess it "
         "again; if the file is damaged, copy it again"

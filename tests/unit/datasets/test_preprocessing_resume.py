@@ -1,4 +1,4 @@
-"""A run that was killed goes on, and ends with the bytes of a run that was not."""
+"""A run that was killed continues, and ends with the bytes of a run that was not."""
 
 import json
 import os

@@ -97,7 +97,7 @@ def test_source_is_a_mapping_a_file_or_base64(tmp_path):
     [
         ('{"train_batch_size": 4,}', "line 1, column"),
         ("[]", "holds a list"),
-        ('{"fp16": {"enabled": true, "enabled": false}}', "'enabled' stands twice"),
+        ('{"fp16": {"enabled": true, "enabled": false}}', "'enabled' appears twice"),
     ],
 )
 def test_bad_file_is_refused_with_its_place(tmp_path, text, reason):

@@ -115,6 +115,6 @@ def values(declared: dict[str, Any]) -> dict[str, Tensor]:
 
 
 def one_tensor(key: str = "w", data: Tensor | None = None, **options: Any) -> ShardedTensor:
-    """Declare a whole tensor held by one rank."""
+    """Declare a full tensor held by one rank."""
     data = torch.arange(12.0).view(3, 4) if data is None else data
     return ShardedTensor.from_rank_offsets(key, data, **options)

@@ -18,7 +18,7 @@ from megatron.hugging_face.model_directory import tensors_of_file
 
 
 def pinwheels(depth: int) -> tuple[tuple[int, int], list[Box]]:
-    """Four boxes around a smaller square, in which four boxes lie, and so on: no axis cuts them."""
+    """Four boxes around a smaller square, in which four boxes are, and so on: no axis cuts them."""
     side = 3 * depth
     boxes: list[Box] = []
     for ring in range(depth):

@@ -32,7 +32,7 @@ def test_a_kill_at_any_call_leaves_the_old_or_the_new_checkpoint(name: str, ram_
         found = load(directory)
         assert found in allowed, (name, disk.log)
         outcomes.add(found)
-        # The next run goes on from there: it sweeps up, and saves the same iteration again.
+        # The next run continues from there: it sweeps up, and saves the same iteration again.
         save(directory, iteration, **settings)
         assert load(directory) == iteration, (name, disk.log)
         assert commit.read_tracker(directory) == iteration

@@ -1,4 +1,4 @@
-"""What lies in a save directory beside a run's checkpoints, and random state that is none."""
+"""What is in a save directory beside a run's checkpoints, and random state that is none."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from megatron.core.distributed.zero.parameter_units import ParameterUnits
 
 
 class Buffer:
-    """Notes what is gathered of it. Objects of other processes lie, and hash, elsewhere."""
+    """Notes what is gathered of it. Objects of other processes have other addresses and hashes."""
 
     def __init__(self, name, address, seen):
         self.name, self.address, self.seen = name, address, seen

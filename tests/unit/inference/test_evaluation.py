@@ -14,7 +14,7 @@ def test_windows_score_every_token_but_the_first_once(count, window, stride):
     scored = []
     for begin, end, first in windows(count, window, stride):
         assert end - begin <= window
-        assert first >= 1, "something stands before the first scored token"
+        assert first >= 1, "something is before the first scored token"
         if scored:
             assert first >= min(window - stride, begin + first)
         scored += range(begin + first, end)

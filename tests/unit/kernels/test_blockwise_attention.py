@@ -87,7 +87,7 @@ def test_output_and_gradients_are_those_of_the_formula(
 
 
 def test_bf16_is_as_exact_as_its_roundings():
-    """Scores and probabilities are rounded before they go on, as in every unfused attention."""
+    """Scores and probabilities are rounded before they continue, as in every unfused attention."""
     shapes = ((S, B, N, D), (S, B, G, D), (S, B, G, E))
     exact = [torch.randn(shape).bfloat16().float().requires_grad_() for shape in shapes]
     half = [x.detach().bfloat16().requires_grad_() for x in exact]

@@ -1,4 +1,4 @@
-"""Values that lie in a file are in memory only while they are used."""
+"""Values that are in a file are in memory only while they are used."""
 
 import mmap
 import sys

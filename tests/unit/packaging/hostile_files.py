@@ -41,7 +41,7 @@ PROCESSOR_SECONDS = 10
 EXTRA_BYTES = 512 << 20
 DEEP = "[" * 200_000
 CASES: dict[str, tuple[dict[str, bytes], Callable[[Path], Any]]] = {}
-"""Name -> (files, reader of the folder that they lie in)."""
+"""Name -> (files, reader of the folder that they are in)."""
 
 
 def case(name: str, reader: Callable[[Path], Any], **files: bytes | str) -> None:

@@ -217,7 +217,7 @@ def test_the_fused_head_in_bf16_adds_chunks_in_fp32(monkeypatch, rows_per_chunk)
 
 
 def count_passes(monkeypatch) -> list[int]:
-    """Count how often logits are formed."""
+    """Count how often logits are computed."""
     passes: list[int] = []
     original = fused_head._pass_over_chunks
     monkeypatch.setattr(

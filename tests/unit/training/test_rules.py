@@ -149,7 +149,7 @@ def problems(*words: str, world_size: int = 1, base=SMALL) -> list[str]:
         (["--optimizer", "muon", "--optimizer-cpu-offload"], 1, "each element by itself"),
         (["--optimizer-offload-path", "/no/where"], 1, "mkdir -p /no/where"),
         (["--optimizer-offload-fraction", "0.5"], 1, "without offload"),
-        (["--optimizer-cpu-offload", "--optimizer-offload-fraction", "2"], 1, "a share lies in"),
+        (["--optimizer-cpu-offload", "--optimizer-offload-fraction", "2"], 1, "a share is in"),
         (["--grad-compression", "powersgd", "--powersgd-rank", "0"], 1, "--powersgd-rank 0"),
         (["--grad-compression-warmup", "-1"], 1, "--grad-compression-warmup -1"),
         (["--main-grads-dtype", "bf16"], 1, "--main-grads-dtype bf16 without --bf16"),

@@ -229,8 +229,8 @@ def test_a_worker_dies_with_the_training_process():
 def test_a_worker_that_dies_fails_the_next_batch_and_nothing_before():
     worker, batches = worker_and_batches()
     worker.kill()
-    # Whatever else the process does when the kernel tells it of the death goes on; the worker must
-    # not be joined before that, since torch's handler looks for the dead.
+    # Whatever else the process does at the death of the worker is still running: it must not be
+    # joined before that, since torch's handler looks for the dead.
     os.waitid(os.P_PID, worker.pid, os.WEXITED | os.WNOWAIT)
     time.sleep(0.2)
     worker.join(10)

@@ -1,1 +1,1 @@
-"""A corpus on disk or behind a URL: its files, its index, how its tokens are read."""
+"""A corpus on disk or at a URL: its files, its index, how its tokens are read."""

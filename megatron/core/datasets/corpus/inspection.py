@@ -32,7 +32,7 @@ class Statistics:
     longest: int = 0
     mean: float = 0.0
     percentiles: dict[int, int] = field(default_factory=dict)
-    """Length of the document below which so many percent of the documents lie."""
+    """Length of the document below which so many percent of the documents are."""
     histogram: dict[int, int] = field(default_factory=dict)
     """Power of two -> documents at least that long and shorter than twice that; 0: empty ones."""
 

@@ -1,4 +1,4 @@
-"""A corpus whose tokens lie in the `.bin` files of its shards: joined without copying.
+"""A corpus whose tokens are in the `.bin` files of its shards: joined without copying.
 
 Beside `PREFIX.idx`, an ordinary index over all sequences, stands `PREFIX.bin.parts` instead of
 `PREFIX.bin`: JSON with the shards' token files, relative to its own folder, and their sizes. The

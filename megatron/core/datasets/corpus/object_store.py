@@ -46,7 +46,7 @@ class StoredObject:
     def __init__(self, url: str, cache: str | None) -> None:
         if cache is None:
             raise ConfigError(
-                f"{url} lies in an object store, and no folder for local copies is named.",
+                f"{url} is in an object store, and no folder for local copies is named.",
                 rule="the index and the blocks that were read are kept locally",
                 flags=["--object-storage-cache-path"],
                 fix="name a folder on a local disk",

@@ -3,7 +3,7 @@
 Proving that an index is sound reads every byte of it: a second for some hundred million sequences,
 again for each process of a machine and each start. What the kernel says of a file (its size and
 number, and when its content and its entry last changed) changes with any write to it, so a process
-that finds all of that as it stood before an earlier check need not repeat the check. Records lie in
+that finds all of that as it stood before an earlier check need not repeat the check. Records are in
 the temporary folder of the machine and count until it is started again, because only after a crash
 can a file hold other bytes under the same description. No torch import.
 """

@@ -154,7 +154,7 @@ class IndexCache:
 
     @contextmanager
     def _only_one(self) -> Iterator[None]:
-        """Hold the lock of this cache entry, or go on without it where locks do not work."""
+        """Hold the lock of this cache entry, or continue without it where locks do not work."""
         lock = None
         try:
             os.makedirs(str(self.directory), exist_ok=True)

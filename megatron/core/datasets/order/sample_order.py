@@ -1,7 +1,7 @@
 """Two orders in which a corpus becomes samples, and how the tokens of a sample are fetched.
 
 `ShuffledDocuments` is Megatron-LM's order: three index arrays, one entry per document and sample
-(see `index_building`). `ShuffledWindows` has no arrays: the documents of a split lie side by side
+(see `index_building`). `ShuffledWindows` has no arrays: the documents of a split are side by side
 in the token file, an epoch cuts them into windows of `sequence_length` tokens, and a keyed
 permutation hands the windows out. It opens in microseconds at any size and reads every sample in
 one piece. What it gives up: documents that are neighbours in the file stay neighbours inside a
@@ -88,7 +88,7 @@ class ShuffledDocuments:
         return _seen(out, filled, self._pad)
 
     def _runs(self, first: int, offset: int, last: int, end: int) -> list[tuple[int, int, int]]:
-        """Return (document, first token, tokens) of the pieces that lie in one stretch each."""
+        """Return (document, first token, tokens) of the pieces that are in one stretch each."""
         documents = self._documents[first : last + 1]
         lengths = self._corpus.sequence_lengths[documents].astype(np.int64)
         lengths[-1] = end
@@ -112,7 +112,7 @@ class ShuffledDocuments:
 
 
 class ShuffledWindows:
-    """Samples that are windows of the documents as they lie in the file, in a keyed order.
+    """Samples that are windows of the documents as they are in the file, in a keyed order.
 
     Epoch e begins `shift(e)` tokens into the split and goes round, so that windows of different
     epochs are cut at different places; epoch 0 begins at the first token. An epoch gives every

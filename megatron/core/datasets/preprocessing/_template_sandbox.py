@@ -62,7 +62,7 @@ class Generation(Extension):
     tags = {"generation"}
 
     def parse(self, parser: Parser) -> Any:
-        """Return what stands in the block."""
+        """Return what is in the block."""
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 

@@ -77,7 +77,7 @@ class ChatTemplate:
             raise BadDocumentError(reason, f"{self.origin}: {error}") from None
 
     def render(self, messages: Sequence[Mapping[str, Any]], *, to_be_answered: bool) -> str:
-        """Write messages; `to_be_answered` adds what stands before an answer.
+        """Write messages; `to_be_answered` adds what is before an answer.
 
         Raises:
             BadDocumentError: the template refuses them, or takes more than its limits.
@@ -156,7 +156,7 @@ def _settings_in(path: str, text: str) -> dict[str, Any]:
 def find_chat_template(
     path: str | None, tokenizer_model: str | None, limits: TemplateLimits | None = None
 ) -> ChatTemplate:
-    """Load the template of --chat-template, or the one that lies with the tokenizer.
+    """Load the template of --chat-template, or the one that comes with the tokenizer.
 
     Raises:
         ConfigError: there is none.

@@ -65,7 +65,7 @@ class ConversationEncoder:
         template: writes a conversation.
         key: member that holds the messages; it names the corpora.
         dtype: of the tokens.
-        vocab_size: ids must lie below it.
+        vocab_size: ids must be below it.
         end_of_document: id appended to every conversation, learned like the token before it.
         pack_length: tokens of a pack; longer conversations are cut. None packs nothing.
     """

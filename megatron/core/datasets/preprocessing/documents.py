@@ -263,7 +263,7 @@ def parse_object(line: bytes) -> dict[str, Any]:
     """Read one JSON object.
 
     Raises:
-        BadDocumentError: anything else, or a key that stands in it twice.
+        BadDocumentError: anything else, or a key that is in it twice.
     """
     try:
         document = _decoder.decode(_decoded(line))

@@ -92,7 +92,7 @@ class Encoder:
         engine: does the work, all texts of a unit in one call.
         keys: members or columns that hold text; each fills the corpus of its name.
         dtype: of the tokens.
-        vocab_size: ids must lie below it.
+        vocab_size: ids must be below it.
         end_of_document: id appended to every document, or None.
         split: cuts a text into sequences; None keeps it whole.
         transform: works on the text before it is encoded (see `fill_in_middle`).
@@ -215,7 +215,7 @@ def check_ids(ids: np.ndarray, vocab_size: int) -> None:
         worst = lowest if lowest < 0 else highest
         raise DataError(
             f"the tokenizer gave id {worst}, outside its vocabulary of {vocab_size}.",
-            rule="every id lies between 0 and the vocabulary size - 1",
+            rule="every id is between 0 and the vocabulary size - 1",
             flags=["--tokenizer-type", "--tokenizer-model", "--vocab-size"],
             fix="check that the tokenizer's files belong together",
         )

@@ -11,8 +11,8 @@ from megatron.core.datasets.preprocessing.template_process import add_template_f
 from megatron.core.foundation.errors import ConfigError, raise_together
 
 DESCRIPTION = """Turn text into token files for training: PREFIX_text_document.bin and .idx.
-The same input gives the same bytes with any number of workers. A run that was killed goes on where
-it stopped when the same command is given again."""
+The same input gives the same bytes with any number of workers. A killed run continues where it
+stopped when the same command is given again."""
 EXAMPLE = """example:
   python tools/preprocess_data.py --input 'corpus/*.jsonl.zst' --output-prefix data/corpus \\
       --tokenizer-type HuggingFaceTokenizer --tokenizer-model FOLDER --append-eod"""
@@ -78,7 +78,7 @@ def parse_flags(
     text.add_argument(
         "--trust-remote-code",
         action="store_true",
-        help="run Python code that lies with a tokenizer",
+        help="run Python code that comes with a tokenizer",
     )
     text.add_argument(
         "--tokenizer-backend",

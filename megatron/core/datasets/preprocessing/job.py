@@ -163,7 +163,7 @@ class Job:
                 journal.remove()
             elif isinstance(error, DataError):
                 print(
-                    f"{self.output}: what was done so far is kept; the same command goes on.",
+                    f"{self.output}: what was done so far is kept; the same command continues.",
                     file=sys.stderr,
                 )
             raise
@@ -201,7 +201,7 @@ class Job:
                 shown = f": {signature[key]!r:.80}, it began with {earlier.get(key)!r:.80}"
             raise DataError(
                 f"{journal.path}: an unfinished run with other {', '.join(other)}{shown}.",
-                rule="a run goes on with the settings and the files it began with",
+                rule="a run continues with the settings and the files it began with",
                 flags=["--output-prefix", "--restart"],
                 fix="give the same command again, or pass --restart to begin anew",
             )

@@ -178,7 +178,7 @@ class Journal:
 
     Args:
         path: of the journal.
-        restart: forget what stands in it.
+        restart: forget what is in it.
     Attributes:
         first: the line that the run began with: what it reads and how; None for a new run.
         last: the last complete line after it, or None.
@@ -189,7 +189,7 @@ class Journal:
         self._file = _locked(path)
         # Read through the locked file: closing any other would release the lock.
         lines, size = ([], 0) if restart else _read_journal(self._file)
-        if len(lines) < 2:  # killed before there was anything to go on with
+        if len(lines) < 2:  # killed before there was anything to continue with
             lines, size = [], 0
         self._file.truncate(size)
         self._file.seek(size)
@@ -209,7 +209,7 @@ class Journal:
         self._file.close()
 
     def remove(self) -> None:
-        """Remove the journal: the run is complete, or there is nothing to go on with."""
+        """Remove the journal: the run is complete, or there is nothing to continue with."""
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self.path)
         self._file.close()

@@ -48,7 +48,7 @@ def rank_and_world(
     if not 0 <= rank < world_size:
         raise ConfigError(
             f"{found} {rank} among {world_size} processes.",
-            rule="ranks are numbered from 0 and lie below the number of processes",
+            rule="ranks are numbered from 0 and are below the number of processes",
             flags=["--rank", "--world-size", "--num-shards"],
             fix=f"submit an array of 0-{world_size - 1}",
         )

@@ -215,7 +215,7 @@ PERCENTILES = (50, 90, 99)
 
 
 def percentiles_of(prefix: str) -> list[int]:
-    """Return the lengths below which half, 90 % and 99 % of the documents of a corpus lie.
+    """Return the lengths below which half, 90 % and 99 % of the documents of a corpus are.
 
     From its index, exactly, and as `inspect_dataset.py stats` gives them: lengths that occur.
     """

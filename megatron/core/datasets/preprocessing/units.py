@@ -54,7 +54,7 @@ class Unit:
 
     @property
     def next_position(self) -> tuple[int, int]:
-        """The (file, place in it) where reading goes on after this unit."""
+        """The (file, place in it) where reading continues after this unit."""
         return (self.file + len(self.whole_files), 0) if self.whole_files else (self.file, self.end)
 
 
@@ -71,7 +71,7 @@ def read_units(
     Args:
         files: as `inputs.share_of` returns them.
         keys: columns read from parquet.
-        start: (file, place in it) of an earlier `Unit.next_position`, to go on from there.
+        start: (file, place in it) of an earlier `Unit.next_position`, to continue from there.
         unit_bytes: wanted size.
         longest_line_bytes: a longer line is reported instead of being held in memory.
     Raises:

@@ -67,7 +67,7 @@ def _result(unit: Unit, future: Future[EncodedUnit]) -> EncodedUnit:
             f"a worker process died; the oldest unfinished work was {_place(unit)} of {unit.path}.",
             rule="a worker that is killed (most often for memory) cannot be replaced",
             flags=["--workers"],
-            fix="start again with fewer --workers (the run goes on where it stopped), or look "
+            fix="start again with fewer --workers (the run continues where it stopped), or look "
             "for an oversized document there",
         ) from error
 

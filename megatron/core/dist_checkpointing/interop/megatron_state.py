@@ -52,7 +52,7 @@ def describe_layout(run: Mapping[str, object]) -> dict[str, Any]:
 
 
 def _found(tree: Any, name: str) -> Iterator[Any]:
-    """Yield every value that stands under `name` in nested containers."""
+    """Yield every value that is under `name` in nested containers."""
     if isinstance(tree, dict):
         for key, value in tree.items():
             if key == name and value is not None:

@@ -81,7 +81,7 @@ def find_deepspeed(directory: StoragePath) -> list[FoundCheckpoint]:
 def open_any(directory: str | os.PathLike[str] | StoragePath, *, peers: ControlGroup) -> Contents:
     """Open a checkpoint, whoever wrote it: collective.
 
-    The coordinator recognises it and reads its description; every rank goes on with the same.
+    The coordinator recognises it and reads its description; every rank continues with the same.
 
     Raises:
         CheckpointError: on every rank.

@@ -1,4 +1,4 @@
-"""Tensors that lie in a file: where their bytes are, and how to read a box of one.
+"""Tensors that are in a file: where their bytes are, and how to read a box of one.
 
 Nothing is read until a box is asked for; then only the bytes around that box are, in pieces of a
 bounded size.

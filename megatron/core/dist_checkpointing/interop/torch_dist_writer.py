@@ -1,7 +1,7 @@
 """Write a checkpoint in Megatron-LM's `torch_dist` format, one tensor slice in memory at a time.
 
 The files are those of torch's distributed checkpoints, written by torch itself; this module says
-what the chunks are (one per layer of a stack, whole tensors otherwise) and reads each chunk when
+what the chunks are (one per layer of a stack, full tensors otherwise) and reads each chunk when
 it is about to be written. What is here is written for Megatron-LM to load; this program never
 unpickles it.
 """

@@ -4,7 +4,7 @@ Two containers exist. The newer one is a zip archive without compression: `NAME/
 pickle whose persistent ids name the storages, `NAME/data/KEY` are their bytes, `NAME/byteorder`
 says how they are written. The older one is a row of pickles (magic number, version, system data,
 the value, the keys of the storages) followed by the storages, each after its number of elements.
-An archive may lie inside a larger file, as in torch's distributed checkpoints.
+An archive may be inside a larger file, as in torch's distributed checkpoints.
 """
 
 from __future__ import annotations
@@ -167,11 +167,11 @@ class _Archive:
         if member.compress_type != zipfile.ZIP_STORED or member.flag_bits & 1:
             self.damaged(f"{shown(member.filename)} is compressed or encrypted")
         if not 0 <= member.header_offset < self.part.length:
-            self.damaged(f"{shown(member.filename)} lies outside of it")
+            self.damaged(f"{shown(member.filename)} is outside of it")
         self.part.seek(member.header_offset)
         header = self.part.read(_LOCAL_HEADER.size) or b""
         if len(header) != _LOCAL_HEADER.size:
-            self.damaged(f"{shown(member.filename)} lies after its end")
+            self.damaged(f"{shown(member.filename)} is after its end")
         fields = _LOCAL_HEADER.unpack(header)
         name = self.part.read(fields[9]) or b""
         if fields[0] != _ZIP_MAGIC or name != member.filename.encode():

@@ -39,7 +39,7 @@ class Codec(Protocol):
 
 
 class BFloat16Codec:
-    """bf16: half the bytes of fp32. Sums are formed in fp32 all the same."""
+    """bf16: half the bytes of fp32. Sums are computed in fp32 all the same."""
 
     keeps_error = False
 

@@ -54,7 +54,7 @@ class CompressedReduction:
     ) -> None:
         """
         Args:
-            matrices: (begin, rows, columns) of the matrices that lie in the bucket.
+            matrices: (begin, rows, columns) of the matrices that are in the bucket.
             numel: of the bucket.
             traffic: counts what is sent; shared by the buckets of a buffer.
         """

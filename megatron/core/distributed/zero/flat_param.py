@@ -12,7 +12,7 @@ from megatron.core.transport.work import AnyWork
 
 
 class Pass(Enum):
-    """Who computes with a unit. One of each may run in a model chunk, taking turns."""
+    """Who computes with a unit. One of each may run in a model chunk, overlapped."""
 
     FORWARD = "forward"
     BACKWARD = "backward"

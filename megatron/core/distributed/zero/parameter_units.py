@@ -9,7 +9,7 @@ Inside backward (activation recompute) a forward pass frees nothing: the unit's 
 follows and does it.
 
 The forward pass of one micro batch and the backward pass of another may overlap
-(`core.step_context.overlap`). A unit is whole while *either* stands in it or has it on its way:
+(`core.step_context.overlap`). A unit is whole while *either* is in it or has it on its way:
 each releases what it has asked for itself, and the last one to do so frees the unit. So neither
 takes weights from the other, both have at most two units each, and where they meet a unit is
 gathered once for both. Turns change at given places, not by the clock, so all ranks start the same
@@ -47,7 +47,7 @@ class ParameterUnits:
         """
         Args:
             units: as `units_of` returns them: the rest first, then in forward order.
-            locations: where each sharded parameter lies.
+            locations: where each sharded parameter is.
         """
         self._unit_of: dict[nn.Parameter, int] = {}
         self._locations: list[list[_Location]] = []

@@ -44,7 +44,7 @@ class ShardedGradients:
         self.has_sum = [False] * len(self._flat.buckets)
 
     def take(self, index: int, bucket: Bucket) -> None:
-        """Move what of a parameter's `.grad` lies in a bucket."""
+        """Move what of a parameter's `.grad` is in a bucket."""
         gradient = self._flat.parameters[index].grad
         if gradient is None:
             return

@@ -58,7 +58,7 @@ class Zero2Buffer:
         self.grads.begin_step()
 
     def register_grad_ready(self, index: int, is_final: bool) -> None:
-        """Move `.grad` into the buckets that the parameter lies in, and reduce full ones."""
+        """Move `.grad` into the buckets that the parameter is in, and reduce full ones."""
         if index in self._arrived:
             # Another backward pass has begun without an end of the last one being seen.
             self.end_backward()

@@ -89,7 +89,7 @@ def dualpipe_v_order(p: int, rank: int, m: int) -> list[Step]:
 
 
 def _pairs(steps: list[Step]) -> set[int]:
-    """Return where a forward stands before a whole backward of the other chunk."""
+    """Return where a forward is before a whole backward of the other chunk."""
     return {
         index
         for index, (one, two) in enumerate(pairwise(steps))

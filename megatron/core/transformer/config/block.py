@@ -123,7 +123,7 @@ class BlockConfig:
                 problems.append(
                     ConfigError(
                         f"{name}={getattr(self, name)}.",
-                        rule="a dropout probability lies in [0, 1)",
+                        rule="a dropout probability is in [0, 1)",
                         flags=["--" + name.replace("_", "-")],
                         fix=f"use --{name.replace('_', '-')} 0.1",
                     )

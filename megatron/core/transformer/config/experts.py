@@ -392,7 +392,7 @@ class ExpertConfig:
                 option = "--" + name.replace("_", "-")
                 problems.append(
                     _problem(
-                        f"{name}={value}.", "it lies in [0, 1)", option, fix=f"use {option} 1e-3"
+                        f"{name}={value}.", "it is in [0, 1)", option, fix=f"use {option} 1e-3"
                     )
                 )
         return problems

@@ -252,7 +252,7 @@ class _ExchangePlan:
         return mappings.reduce_scatter_to_sequence_parallel_region(rows, expt_tp, self.gathered)
 
     def by_expert(self, rows: Tensor) -> Tensor:
-        """Put rows that lie by source and expert in order of the experts."""
+        """Put rows ordered by source and expert in order of the experts."""
         return _transpose_blocks(rows, self.blocks)
 
     def by_source(self, rows: Tensor) -> Tensor:
@@ -261,7 +261,7 @@ class _ExchangePlan:
 
 
 def _transpose_blocks(rows: Tensor, counts: Sequence[Sequence[int]]) -> Tensor:
-    """Reorder rows that lie by (outer, inner) to lie by (inner, outer).
+    """Reorder rows from (outer, inner) to (inner, outer).
 
     Args:
         counts: rows of each [outer][inner].

@@ -1,4 +1,4 @@
-"""Values of several ranks of a machine, mapped side by side: whole tensors without a copy.
+"""Values of several ranks of a machine, mapped side by side: full tensors without a copy.
 
 Each rank owns pieces of values in its `SharedBuffer`. A joined tensor is a range of addresses in
 which the pages of all ranks' pieces follow one another, so to gather a tensor is to look at it. The

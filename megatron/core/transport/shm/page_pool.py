@@ -36,7 +36,7 @@ class PooledTensor:
     """
 
     def __init__(self, pool: PagePool, tensor: Tensor, mapping: mmap.mmap | None) -> None:
-        self._lender, self._mapping = pool, mapping
+        self._pool, self._mapping = pool, mapping
         self.tensor = tensor
         """[n], the same object and address for good; its values are undefined after `allocate`, and
         not to be touched after `free`."""
@@ -50,7 +50,7 @@ class PooledTensor:
         if self._mapping is None:
             self.tensor.untyped_storage().resize_(self.tensor.numel() * self.tensor.element_size())
         else:
-            self._lender.take_pages(self)
+            self._pool.take_pages(self)
 
     def free(self) -> None:
         """Give the memory up."""
@@ -60,7 +60,7 @@ class PooledTensor:
         if self._mapping is None:
             self.tensor.untyped_storage().resize_(0)
         else:
-            self._lender.put_pages(self)
+            self._pool.put_pages(self)
 
     @property
     def num_mapped_bytes(self) -> int:

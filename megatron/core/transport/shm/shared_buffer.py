@@ -80,7 +80,7 @@ class SharedBuffer:
 
     @property
     def has_file(self) -> bool:
-        """Whether the values lie in a file, in memory or on a disk, that others can open."""
+        """Whether the values are in a file, in memory or on a disk, that others can open."""
         return self._file is not None
 
     def open_file(self) -> int:
@@ -89,7 +89,7 @@ class SharedBuffer:
         return os.dup(self._file)
 
     def offset_of(self, begin: int) -> int:
-        """Return where byte `begin` of the values lies in the file."""
+        """Return where byte `begin` of the values is in the file."""
         return self._start + begin
 
     def tensor(self, dtype: torch.dtype, begin: int, numel: int) -> Tensor:

@@ -223,7 +223,7 @@ class _Metadata:
             yield offset, SavedTensor(self.directory / name, begin, length, dtype, sizes)
 
     def step_of_buffers(self, known: int) -> int:
-        """Return the number of updates, which stands beside the buffers."""
+        """Return the number of updates, which is beside the buffers."""
         for key, offset in self._locations:
             if offset is None and _BUFFER_GROUPS.fullmatch(key):
                 known = max(known, steps_in(self.plain_value(key)))
