@@ -7,8 +7,8 @@ virtual network devices, each held to `--mbit` by a token bucket (tc-tbf(8)). Bo
 PyTorch GPT of `benchmarks.data_parallel` (one sequence of 256 tokens, clipping, AdamW). Candidates
 alternate in rounds of three steps, of which the last two are measured; a row is the median of the
 rounds, per step. While a step runs, the bytes that the device has sent are read every 2 ms: the
-columns say in which phase of the step they travelled. The trace (chrome://tracing, ui.perfetto.dev) shows
-phases and link of the last turn of each candidate.
+columns say in which phase of the step they travelled. The trace (chrome://tracing,
+ui.perfetto.dev) shows phases and link of the last turn of each candidate.
 """
 
 from __future__ import annotations

@@ -123,7 +123,7 @@ def make_sharded_tensors_for_checkpoint(
     return declared
 
 
-def ensure_metadata_has_dp_cp_group(metadata: dict[str, Any] | None) -> dict[str, Any]:
+def ensure_metadata_has_dp_cp_group(metadata: dict[str, object] | None) -> dict[str, Any]:
     """Return `metadata` with the group of the data-parallel copies in it."""
     metadata = {} if metadata is None else metadata
     metadata.setdefault("dp_cp_group", ProcessGroupCollection.current().dp_cp)

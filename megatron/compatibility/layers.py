@@ -75,7 +75,7 @@ class L2Norm(nn.Module):
         eps: added to the mean square.
     """
 
-    def __init__(self, hidden_size: int, eps: float = 1e-6, **options: Any) -> None:
+    def __init__(self, hidden_size: int, eps: float = 1e-6, **options: object) -> None:
         super().__init__()
         self.hidden_size, self.eps = hidden_size, eps
 

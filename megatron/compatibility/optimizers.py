@@ -111,7 +111,7 @@ class ChainedOptimizer:
             optimizer.load_state_dict(state_dict[str(i)])
 
     def sharded_state_dict(
-        self, model_sharded_state_dict: Mapping[str, Any], is_loading: bool = False
+        self, model_sharded_state_dict: Mapping[str, object], is_loading: bool = False
     ) -> dict[str, Any]:
         """Return the declarations of each optimizer under its number; keys do not name it."""
         return {

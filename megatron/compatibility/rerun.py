@@ -80,7 +80,7 @@ class RerunDataIterator:
     `advance` forgets what was given; `rewind` makes `next` give it once more, in the same order.
     """
 
-    def __init__(self, iterable: Iterable[Any], make_iterable: bool = True) -> None:
+    def __init__(self, iterable: Iterable[object], make_iterable: bool = True) -> None:
         self.iterable: Iterator[Any] = iter(iterable)
         self.saved_microbatches: list[Any] = []
         self.replaying = False
@@ -131,8 +131,8 @@ class RerunStateMachine:
 
     def __init__(
         self,
-        state_save_func: Callable[[], Any] | None = None,
-        state_restore_func: Callable[[Any], None] | None = None,
+        state_save_func: Callable[[], object] | None = None,
+        state_restore_func: Callable[[object], None] | None = None,
         mode: RerunMode | str = RerunMode.DISABLED,
         error_injector: RerunErrorInjector | None = None,
         result_rejected_tracker_filename: str | None = None,
@@ -231,12 +231,12 @@ class RerunStateMachine:
         return value >= largest * threshold
 
     def state_dict(
-        self, data_iterator: Any = None, ckpt_format: str = "torch_dist", force: bool = False
+        self, data_iterator: object = None, ckpt_format: str = "torch_dist", force: bool = False
     ) -> dict[str, Any] | None:
         """Return the mode, or None unless forced: there is nothing to continue from."""
         return {"mode": self.mode.value} if force else None
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: dict[str, object]) -> None:
         """Do nothing: a run continues without reruns."""
 
     def validate_state_dict(self, state_dict: object) -> bool:

@@ -164,7 +164,7 @@ class DeepSpeedEngine(EngineState):
 
     # A step ---------------------------------------------------------------------------------
 
-    def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
+    def step(self, lr_kwargs: Mapping[str, object] | None = None) -> None:
         """Count a micro batch; after the last one, update the weights.
 
         Communication: at the boundary, reduction of gradients, their norm, gather of weights.

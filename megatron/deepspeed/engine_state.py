@@ -210,13 +210,13 @@ class EngineState(nn.Module):
 
     # Weights ------------------------------------------------------------------------------------
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+    def state_dict(self, *args: object, **kwargs: object) -> dict[str, Any]:  # type: ignore[override]
         """Return the module's whole state on every rank; collective at stage 3."""
         return self.replica.state_dict(*args, **kwargs)
 
     module_state_dict = state_dict
 
-    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+    def load_state_dict(self, state_dict: object, strict: bool = True, assign: bool = False) -> Any:
         """Take full weights over, into shards and main weights as well."""
         result = self.replica.load_state_dict(state_dict, strict=strict, assign=assign)
         if self.optimizer is not None:

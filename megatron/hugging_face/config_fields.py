@@ -64,7 +64,7 @@ def is_without_effect(name: str, value: object) -> bool:
 class ConfigFields:
     """The fields of a config, each to be taken or checked once; `finish` refuses the rest."""
 
-    def __init__(self, fields: Mapping[str, Any], source: str) -> None:
+    def __init__(self, fields: Mapping[str, object], source: str) -> None:
         self.source = source
         self._fields = dict(fields)
         self._unread = {n for n, value in fields.items() if not is_without_effect(n, value)}

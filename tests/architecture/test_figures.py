@@ -43,7 +43,7 @@ def test_a_figure_stays_within_its_bound(name):
 
 def test_few_public_parameters_take_anything():
     share = len(list(any_parameters())) / len(list(public_parameters()))
-    assert share <= 0.04
+    assert share <= 0.03
 
 
 def test_tensor_functions_give_shapes():

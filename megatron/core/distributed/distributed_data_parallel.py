@@ -64,7 +64,7 @@ class DistributedDataParallel(nn.Module):
 
     def __init__(
         self,
-        config: Any,
+        config: object,
         ddp_config: DistributedDataParallelConfig,
         module: nn.Module,
         disable_bucketing: bool = False,
@@ -278,7 +278,7 @@ class DistributedDataParallel(nn.Module):
         return declare_shards(module, declared, self._sharded(), *args[:1])
 
     def load_state_dict(
-        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+        self, state_dict: Mapping[str, object], strict: bool = True, assign: bool = False
     ) -> Any:
         """Load into the wrapped module; in place, because buffers hold the storage."""
         rule = "parameters are views into buffers and cannot be replaced"

@@ -169,7 +169,7 @@ class TorchFullyShardedDataParallel(DistributedDataParallel):
         return output
 
     def load_state_dict(
-        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+        self, state_dict: Mapping[str, object], strict: bool = True, assign: bool = False
     ) -> Any:
         """Load into the wrapped module, in place.
 

@@ -144,7 +144,7 @@ class FileStateStore:
 
     def _read(self, chunk: int, buffer: list[Tensor]) -> None:
         for offset, part in zip(self._starts(chunk), self._parts(chunk, buffer), strict=True):
-            view = memoryview(part.numpy()).cast("B")
+            view = part.numpy().data.cast("B")
             while view:
                 count = os.preadv(self._file, [view], offset)
                 if count == 0:
@@ -153,7 +153,7 @@ class FileStateStore:
 
     def _write(self, chunk: int, buffer: list[Tensor]) -> None:
         for offset, part in zip(self._starts(chunk), self._parts(chunk, buffer), strict=True):
-            view = memoryview(part.numpy()).cast("B")
+            view = part.numpy().data.cast("B")
             while view:
                 count = os.pwrite(self._file, view, offset)
                 view, offset = view[count:], offset + count

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
@@ -28,7 +27,7 @@ CHUNK_BLOCKS = 2048
 def build_chunked_state_optimizer(
     update: ElementwiseUpdate,
     config: OptimizerConfig,
-    param_groups: Sequence[dict[str, Any]],
+    param_groups: Sequence[dict[str, object]],
     shards: Sequence[MainParamShard],
 ) -> ChunkedStateOptimizer:
     """Return the optimizer over `shards`, with state as the config wants it.

@@ -80,7 +80,7 @@ def get_megatron_optimizer(
 
 def torch_optimizer_of_groups(
     config: OptimizerConfig,
-    param_groups: list[dict[str, Any]],
+    param_groups: list[dict[str, object]],
     shards: Sequence[MainParamShard],
     matrices: Sequence[nn.Parameter],
     model_chunks: Sequence[nn.Module],
@@ -102,7 +102,7 @@ def assemble_optimizer(
     config: OptimizerConfig,
     model_chunks: Sequence[nn.Module],
     groups: ProcessGroupCollection,
-    make_torch_optimizer: Callable[[list[MainParamShard]], Any],
+    make_torch_optimizer: Callable[[list[MainParamShard]], object],
 ) -> MegatronOptimizer:
     """Build the optimizer of this rank around a torch optimizer of the caller.
 

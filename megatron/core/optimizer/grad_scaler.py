@@ -35,7 +35,7 @@ class ConstantGradScaler:
         """Return what a resumed run needs."""
         return {}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: dict[str, object]) -> None:
         """Continue where `state_dict` stopped."""
 
 

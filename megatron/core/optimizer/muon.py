@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -57,7 +56,7 @@ class Muon(torch.optim.Optimizer):
 
     def __init__(
         self,
-        param_groups: Sequence[dict[str, Any]],
+        param_groups: Sequence[dict[str, object]],
         shards: Sequence[MainParamShard],
         matrices: Sequence[nn.Parameter],
         groups: ProcessGroupCollection,

@@ -110,7 +110,7 @@ class P2PCommunicator:
         assert self.pp_group is not None
         return self.device.type == "cpu" or "nccl" not in dist.get_backend(self.pp_group)
 
-    def begin_step(self, settings: dict[str, Any], neighbours: Iterable[int]) -> None:
+    def begin_step(self, settings: dict[str, object], neighbours: Iterable[int]) -> None:
         """Start to compare what the ranks of the pipeline are about to run.
 
         With NCCL all ranks meet, and only when this rank's settings are not those of its last step:

@@ -67,19 +67,19 @@ class FlagMetadata:
 
 
 def flag(
-    default: Any,
+    default: object,
     *spellings: str,
     name: str = "",
-    cli_default: Any = _SAME,
+    cli_default: object = _SAME,
     kind: type | None = None,
     help: str = "",
-    values: Mapping[str, Any] | None = None,
+    values: Mapping[str, object] | None = None,
     choices: Sequence[str | int] = (),
     nargs: int | str | None = None,
-    parse: Callable[[str], Any] | None = None,
+    parse: Callable[[str], object] | None = None,
     type_text: str = "",
     refuse: str = "",
-    refuse_values: Mapping[Any, str] | None = None,
+    refuse_values: Mapping[object, str] | None = None,
     note: str = "",
     part_of: str = "",
 ) -> Any:
@@ -111,7 +111,7 @@ def required(*spellings: str) -> Any:
     return flag(None, *spellings)
 
 
-def no_flag(default: Any, *, is_arg: bool = False) -> Any:
+def no_flag(default: object, *, is_arg: bool = False) -> Any:
     """Declare a field that no flag sets.
 
     Args:
@@ -332,7 +332,7 @@ def _default(field: dataclasses.Field[Any]) -> Any:
     return field.default
 
 
-def arg_name(field: dataclasses.Field[Any]) -> str:
+def arg_name(field: dataclasses.Field[object]) -> str:
     """Return what a field of a dataclass of settings is called on `get_args()`."""
     return _metadata_of(field).name or field.name
 
@@ -343,7 +343,7 @@ def fields_of(base: type[GroupT], group: GroupT) -> dict[str, Any]:
     return {field.name: getattr(group, field.name) for field in dataclasses.fields(declared)}
 
 
-def from_args(group_class: type[GroupT], values: Mapping[str, Any]) -> GroupT:
+def from_args(group_class: type[GroupT], values: Mapping[str, object]) -> GroupT:
     """Build a group from settings by their names on `get_args()`; others keep their default."""
     specs = flag_specs(group_class, "")
     return group_class(

@@ -77,7 +77,7 @@ def _flag_and_fix(schedule: Any, name: str, there: Any) -> tuple[str, str]:
 
 
 def differences_of_groups(
-    schedule: Any, stored: Mapping[str, object], own_groups: Sequence[Mapping[str, Any]]
+    schedule: Any, stored: Mapping[str, object], own_groups: Sequence[Mapping[str, object]]
 ) -> list[ConfigError]:
     """Describe the settings of groups that differ, but for those that all groups share.
 

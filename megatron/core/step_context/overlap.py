@@ -17,6 +17,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
+import torch
+
 from megatron.core.foundation import device
 from megatron.core.step_context.context import current_step, switch_to
 
@@ -71,7 +73,9 @@ class Overlap:
         self._contexts = (first, replace(first))
         self.error: BaseException | None = None
 
-    def run_half(self, me: int, function: Callable[[], None], stream: object = None) -> None:
+    def run_half(
+        self, me: int, function: Callable[[], None], stream: torch.Stream | None = None
+    ) -> None:
         """Run one of the two to its end."""
         if me == 1:
             self._may_go[1].acquire()

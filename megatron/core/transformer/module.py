@@ -39,7 +39,7 @@ class MegatronModule(nn.Module):
         self,
         prefix: str = "",
         sharded_offsets: Sequence[RankOffset] = (),
-        metadata: dict[str, Any] | None = None,
+        metadata: dict[str, object] | None = None,
     ) -> ShardedStateDict:
         """Declare the state of this module and its children.
 
@@ -113,12 +113,12 @@ class Float16Module(MegatronModule):
             outputs = _map_floats(outputs, torch.Tensor.float)
         return outputs
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+    def state_dict(self, *args: object, **kwargs: object) -> Any:
         """Return the wrapped model's state dict: the wrapper leaves no trace in names."""
         return self.module.state_dict(*args, **kwargs)
 
     def load_state_dict(
-        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+        self, state_dict: Mapping[str, object], strict: bool = True, assign: bool = False
     ) -> Any:
         """Load into the wrapped model."""
         return self.module.load_state_dict(state_dict, strict=strict, assign=assign)
@@ -131,7 +131,7 @@ class Float16Module(MegatronModule):
         self,
         prefix: str = "",
         sharded_offsets: Sequence[RankOffset] = (),
-        metadata: dict[str, Any] | None = None,
+        metadata: dict[str, object] | None = None,
     ) -> ShardedStateDict:
         """Declare the wrapped model's state."""
         return self.module.sharded_state_dict(prefix, sharded_offsets, metadata)

@@ -245,7 +245,7 @@ class TransformerBlock(GraphableMegatronModule):
         self,
         prefix: str = "",
         sharded_offsets: Sequence[RankOffset] = (),
-        metadata: dict[str, Any] | None = None,
+        metadata: dict[str, object] | None = None,
     ) -> ShardedStateDict:
         """Declare the layers as slices of stacks: key `layers.<name>`, layer axis first.
 

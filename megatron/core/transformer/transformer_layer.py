@@ -312,7 +312,7 @@ class TransformerLayer(GraphableMegatronModule):
         self,
         prefix: str = "",
         sharded_offsets: Sequence[RankOffset] = (),
-        metadata: dict[str, Any] | None = None,
+        metadata: dict[str, object] | None = None,
     ) -> ShardedStateDict:
         """Declare the layer's state, with keys renamed as the spec says."""
         declared = super().sharded_state_dict(prefix, sharded_offsets, metadata)

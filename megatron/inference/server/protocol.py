@@ -142,7 +142,9 @@ class _Fields:
             raise BadRequest(f"unknown field {name[:80]!r}", param=name[:80])
 
 
-def read_request(body: dict[str, Any], *, is_chat: bool, model: str, limits: Limits) -> TextRequest:
+def read_request(
+    body: dict[str, object], *, is_chat: bool, model: str, limits: Limits
+) -> TextRequest:
     """Return what a body asks for.
 
     Raises:

@@ -78,7 +78,7 @@ def read_settings(read: ReadCommand, world_size: int, status: RunStatus) -> Reso
 def start_session(
     read: ReadCommand,
     status: RunStatus,
-    store_slot: list[Any],
+    store_slot: list[object],
     *,
     get_embedding_ranks: Callable[..., list[int]] | None = None,
     get_position_embedding_ranks: Callable[..., list[int]] | None = None,

@@ -72,5 +72,5 @@ def test_a_run_survives_as_many_failed_saves_in_a_row_as_allowed(
     found = [f.iteration for f in commit.list_checkpoints(tmp_path).checkpoints]
     assert sorted(found) == kept
     assert status.last_good_checkpoint == (kept[-1] if kept else None)
-    assert capsys.readouterr().out.count("training goes on") == survived
+    assert capsys.readouterr().out.count("training continues") == survived
     saver.close()

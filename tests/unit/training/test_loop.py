@@ -14,6 +14,7 @@ import torch
 import megatron.training.hooks.evaluation as hook_module
 import megatron.training.run.evaluate as evaluation
 import megatron.training.run.loop as loop
+from megatron.core.process_groups_config import SINGLE_RANK
 from megatron.training.config.resolved import ResolvedRun
 from megatron.training.hooks import checks
 from megatron.training.hooks.base import Hook, Hooks
@@ -204,16 +205,16 @@ def test_losses_are_token_means_over_micro_batches():
         {"lm loss": torch.tensor([10.0, 4.0]), "mtp": (1.0, 2.0)},
         {"lm loss": torch.tensor([2.0, 2.0]), "mtp": (3.0, 2.0)},
     ]
-    assert LossTable.of(reports).means(None) == {"lm loss": 2.0, "mtp": 1.0}
+    assert LossTable.of(reports).means(SINGLE_RANK) == {"lm loss": 2.0, "mtp": 1.0}
 
 
 def test_plain_means_are_averaged():
     reports = [{"lm loss": torch.tensor(1.0)}, {"lm loss": 3.0}]
-    assert LossTable.of(reports).means(None) == {"lm loss": 2.0}
+    assert LossTable.of(reports).means(SINGLE_RANK) == {"lm loss": 2.0}
 
 
 def test_a_rank_without_losses_reports_none():
-    assert LossTable.of([]).means(None) == {}
+    assert LossTable.of([]).means(SINGLE_RANK) == {}
     assert LossTable.of([]).first_not_finite() is None
 
 

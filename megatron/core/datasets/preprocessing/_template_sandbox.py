@@ -128,7 +128,7 @@ class Renderer:
         finally:
             signal.setitimer(signal.ITIMER_PROF, 0.0)
 
-    def render(self, messages: Sequence[Mapping[str, Any]], *, to_be_answered: bool) -> str:
+    def render(self, messages: Sequence[Mapping[str, object]], *, to_be_answered: bool) -> str:
         """Write messages; see `ChatTemplate.render`."""
         try:
             with self._timer():
@@ -143,7 +143,7 @@ class Renderer:
             raise TextLimitError
         return text
 
-    def segments(self, messages: Sequence[Mapping[str, Any]]) -> list[str]:
+    def segments(self, messages: Sequence[Mapping[str, object]]) -> list[str]:
         """Cut a conversation into what is given and learned; see `ChatTemplate.segments`."""
         full = self.render(messages, to_be_answered=False)
         segments, position = [], 0

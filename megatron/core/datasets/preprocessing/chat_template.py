@@ -76,7 +76,7 @@ class ChatTemplate:
             reason = "over the limits of the chat template"
             raise BadDocumentError(reason, f"{self.origin}: {error}") from None
 
-    def render(self, messages: Sequence[Mapping[str, Any]], *, to_be_answered: bool) -> str:
+    def render(self, messages: Sequence[Mapping[str, object]], *, to_be_answered: bool) -> str:
         """Write messages; `to_be_answered` adds what is before an answer.
 
         Raises:
@@ -86,7 +86,7 @@ class ChatTemplate:
         text: str = answer["text"]
         return text
 
-    def segments(self, messages: Sequence[Mapping[str, Any]]) -> list[str]:
+    def segments(self, messages: Sequence[Mapping[str, object]]) -> list[str]:
         """Cut a conversation into what is given and what is learned, in turn.
 
         An answer begins where the prompt for it ends and goes to the end of its message, so a

@@ -296,7 +296,7 @@ def _decoded(content: bytes) -> str:
         raise BadDocumentError("not UTF-8", f"byte {error.start + 1}") from None
 
 
-def texts_of(document: dict[str, Any], keys: Sequence[str]) -> Texts:
+def texts_of(document: dict[str, object], keys: Sequence[str]) -> Texts:
     """Return the texts of one document.
 
     Raises:

@@ -196,7 +196,7 @@ class Journal:
         self.first: dict[str, Any] | None = lines[0] if lines else None
         self.last: dict[str, Any] | None = lines[-1] if lines else None
 
-    def write(self, line: Mapping[str, Any]) -> None:
+    def write(self, line: Mapping[str, object]) -> None:
         """Append a line and force it onto the device."""
         text = json.dumps(line)
         with explain_full_disk(self.path, self._file.tell()):

@@ -260,7 +260,7 @@ class ContentsBuilder:
         self.declare(key, source.dtype, source.shape)
         self.add(key, (0,) * len(source.shape), source)
 
-    def finish(self, state: Mapping[str, Any], run: Mapping[str, Any]) -> InteropContents:
+    def finish(self, state: Mapping[str, object], run: Mapping[str, object]) -> InteropContents:
         """Return the contents.
 
         Args:

@@ -172,7 +172,7 @@ class LanguageModule(MegatronModule):
         self,
         prefix: str = "",
         sharded_offsets: Sequence[RankOffset] = (),
-        metadata: dict[str, Any] | None = None,
+        metadata: dict[str, object] | None = None,
     ) -> ShardedStateDict:
         """Declare the model's state; a tied head is a copy of the embedding, not stored twice."""
         declared = super().sharded_state_dict(prefix, sharded_offsets, metadata)
