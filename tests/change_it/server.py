@@ -15,9 +15,13 @@ import gc
 import json
 import os
 import runpy
+import signal
 import socket
 import sys
 import traceback
+
+LIMIT_S = 300
+"""After which a rank that hangs is killed."""
 
 
 def ranks_of(words: list[str]) -> tuple[int, list[str]]:
@@ -39,6 +43,7 @@ def free_port() -> int:
 
 def become_rank(job: dict, script: list[str], rank: int, count: int, port: int) -> int:
     """Run the script in this process, and return its exit status."""
+    signal.alarm(LIMIT_S)
     log = os.open(job["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (1, 2):
         os.dup2(log, stream)
