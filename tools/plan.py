@@ -1,8 +1,8 @@
 """Predict what training steps cost, in seconds and memory, without running them.
 
     python tools/plan.py score ROWS.csv --output OUT.csv   # id, seconds of a step, GiB of a rank
-    python tools/plan.py evaluate ROWS.csv                 # errors against measured rows
-    python tools/plan.py calibrate ROWS.csv                # fit the constants to measured rows
+    python tools/plan.py evaluate ROWS.csv ...             # errors against measured rows
+    python tools/plan.py calibrate ROWS.csv ...            # fit the constants to measured rows
 
 A row says model, batch, GPU and layout; docs/planner.md lists the columns. Empty MBS, VPP and
 recompute are filled with the fastest choice that fits. `score` reads no time, rate or memory.
@@ -22,18 +22,16 @@ if str(REPOSITORY) not in sys.path:
     sys.path.insert(0, str(REPOSITORY))
 
 from megatron.core.foundation.exit_status import ExitStatus, tool
-from megatron.planner.calibrate import fit
 from megatron.planner.figures import TITLES, figures
 from megatron.planner.hardware import load_hardware, save_constants
-from megatron.planner.memory import GIB, predict_memory
+from megatron.planner.predictor import fit_predictor, load_predictor
 from megatron.planner.score import score_rows, write_scores
-from megatron.planner.search import fill_blanks, fits
 from megatron.planner.validation import (
     cross_validated,
     family_folds,
     family_of,
     measured_rows,
-    predict_seconds,
+    memory_figures,
     random_folds,
 )
 from megatron.planner.workload import read_rows
@@ -53,48 +51,56 @@ def parser() -> argparse.ArgumentParser:
         ("calibrate", "fit the constants to the column ref_step_s and write their files"),
     ):
         command = commands.add_parser(name, help=text)
-        command.add_argument("rows", type=Path, metavar="ROWS.csv")
+        command.add_argument("rows", type=Path, nargs="+", metavar="ROWS.csv")
     return made
 
 
 def score(rows_path: Path, output: Path) -> None:
     """Write a prediction for each row."""
-    write_scores(score_rows(read_rows(rows_path), load_hardware()), output)
+    write_scores(score_rows(read_rows(rows_path), load_predictor()), output)
 
 
-def evaluate(rows_path: Path) -> None:
-    """Print how far predictions are from measured times and memory."""
-    rows, hardware = read_rows(rows_path), load_hardware()
+def evaluate(paths: Sequence[Path]) -> None:
+    """Print how far predictions are from measured times and memory, for each file."""
+    tables = [read_rows(path) for path in paths]
+    rows, predictor = [row for table in tables for row in table], load_predictor()
     measured = measured_rows(rows)
     families = [family_of(row) for row in rows]
     groups = [row.get("rank_group") or "" for row in rows]
-    print(TITLES)
+    within = cross_validated(measured, predictor.hardware, random_folds(families))
+    whole = cross_validated(measured, predictor.hardware, family_folds(families))
     predictions = {
-        "constants as they are": predict_seconds(measured.workloads, hardware),
-        "5 folds within families": cross_validated(measured, hardware, random_folds(families)),
-        "5 folds of whole families": cross_validated(measured, hardware, family_folds(families)),
+        "calibrated, model": predictor.modelled_seconds(measured.workloads),
+        "calibrated, corrected": predictor.seconds(measured.workloads),
+        "5 folds at random, model": within.modelled,
+        "5 folds at random, corrected": within.corrected,
+        "5 folds of families, model": whole.modelled,
+        "5 folds of families, corrected": whole.corrected,
     }
-    for title, predicted in predictions.items():
-        print(figures(predicted, measured.step_s, families, groups).line(title))
-    filled = fill_blanks(measured.workloads, hardware)
-    print(f"accepted by memory: {100 * np.mean(fits(filled, hardware)):.1f}%")
-    known = np.array([bool(row.get("mem_GB_per_gpu")) for row in rows])
-    if known.any():
-        published = np.array(
-            [float(row["mem_GB_per_gpu"]) for row in rows if row["mem_GB_per_gpu"]]
-        )
-        error = predict_memory(filled.take(known), hardware).total / GIB / published - 1
+    start = 0
+    for path, table in zip(paths, tables, strict=True):
+        mine = slice(start, start + len(table))
+        start += len(table)
+        print(f"{path.name}\n{TITLES}")
+        for title, predicted in predictions.items():
+            found = figures(predicted[mine], measured.step_s[mine], families[mine], groups[mine])
+            print(found.line(title))
+    accepted, errors = memory_figures(rows, predictor)
+    print(f"accepted by memory: {100 * accepted:.1f}% of {len(rows)} rows")
+    if len(errors):
         print(
-            f"memory of {len(error)} rows: median {100 * np.median(abs(error)):.1f}%, "
-            f"mean {100 * np.mean(abs(error)):.1f}%"
+            f"memory of {len(errors)} rows: median {100 * np.median(errors):.1f}%,"
+            f" mean {100 * np.mean(errors):.1f}%"
         )
 
 
-def calibrate(rows_path: Path) -> None:
-    """Fit and save the constants."""
-    rows = read_rows(rows_path)
-    fitted = fit(measured_rows(rows), load_hardware())
-    save_constants(fitted, f"fitted to {len(rows)} measured steps ({rows_path.name})")
+def calibrate(paths: Sequence[Path]) -> None:
+    """Fit and save constants and correction."""
+    rows = [row for path in paths for row in read_rows(path)]
+    fitted = fit_predictor(measured_rows(rows), load_hardware())
+    names = ", ".join(path.name for path in paths)
+    save_constants(fitted.hardware, f"fitted to {len(rows)} measured steps ({names})")
+    fitted.correction.save()
 
 
 @tool

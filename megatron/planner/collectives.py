@@ -33,7 +33,8 @@ class CollectiveCosts:
         """
         inside = self.rows.nvlink_bytes_per_s * self.hardware.constant("nvlink_efficiency")
         members = self.members_of_domain(size, stride)
-        nics = members * self.workloads.nic_bytes_per_s * self.hardware.constant("nic_efficiency")
+        used = members ** self.hardware.constant("nic_exponent")
+        nics = used * self.workloads.nic_bytes_per_s * self.hardware.constant("nic_efficiency")
         return np.where(members >= size, inside, np.minimum(inside, nics))
 
     def latency(self, size: FloatArray, stride: FloatArray) -> FloatArray:
@@ -58,15 +59,21 @@ class CollectiveCosts:
         """Return the time of an all-reduce, which moves what both of the others do."""
         return 2 * self.all_gather(bytes_whole, size, stride)
 
-    def all_to_all(
-        self, bytes_sent: FloatArray, size: FloatArray, stride: FloatArray
-    ) -> FloatArray:
-        """Return the time in which each member sends `bytes_sent`, an equal share to each."""
+    def expert_exchange(self, bytes_of_copy: FloatArray, num_copies: FloatArray) -> FloatArray:
+        """Return the time of sending each token to `num_copies` experts of the expert group.
+
+        A token goes to another NVLink domain once, however many of its experts are there; inside,
+        once for each expert.
+        """
+        loads = self.workloads
+        size, stride = loads.expert_size, loads.experts_tensor_size
         inside = self.rows.nvlink_bytes_per_s * self.hardware.constant("nvlink_efficiency")
-        across = self.workloads.nic_bytes_per_s * self.hardware.constant("nic_efficiency")
+        across = loads.nic_bytes_per_s * self.hardware.constant("nic_efficiency")
         members = self.members_of_domain(size, stride)
-        moved = bytes_sent * (size - members) / size / across
-        moved = np.maximum(moved, bytes_sent * (members - 1) / size / inside)
+        domains = np.ceil(size / members)
+        others = (domains - 1) * (1 - (1 - 1 / domains) ** num_copies)
+        local = num_copies * (members - 1) / members
+        moved = np.maximum(bytes_of_copy * others / across, bytes_of_copy * local / inside)
         return np.where(size > 1, self.latency(size, stride) + moved, 0.0)
 
     def point_to_point(self, bytes_sent: FloatArray, stride: FloatArray) -> FloatArray:

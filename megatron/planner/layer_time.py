@@ -8,6 +8,7 @@ import numpy as np
 
 from megatron.planner.collectives import CollectiveCosts
 from megatron.planner.operators import OperatorCosts
+from megatron.planner.parameters import parameters_of_layer
 from megatron.planner.workload import FloatArray, Workloads
 
 
@@ -65,12 +66,17 @@ def layer_time(operators: OperatorCosts, collectives: CollectiveCosts) -> PassTi
     backward_gpu = backward_gemm + operators.attention_backward() + 1.6 * elementwise
 
     again = np.select(
-        [loads.recompute == kind for kind in ("full", "selective", "selective_op")],
-        [forward_gpu, attention, 0.5 * forward_gemm + elementwise],
+        [loads.recompute == kind for kind in ("full", "selective", "selective_op", "modules")],
+        [forward_gpu, attention, 0.5 * forward_gemm + elementwise, elementwise],
         0.0,
     )
     again = again * loads.recompute_share
     layers_again = np.where(loads.recompute == "full", loads.recompute_share, 0.0)
+    # Each micro batch adds its gradient of the weights to the sum.
+    # In fp32 a bf16 gradient is read, cast and added; the fused kernel adds in one pass.
+    is_cast = (loads.precision == "bf16") & (loads.flash_attention == 0)
+    accumulation = operators.memory(np.where(is_cast, 16.0, 6.0) * parameters_of_layer(loads))
+    backward_gpu = backward_gpu + accumulation * hardware.constant("accumulation_traffic")
     launch = operators.launch()
     gap = hardware.per_software("layer_s", loads)
     forward_gpu = operators.beside_launches(forward_gpu, launch) + gap
@@ -122,9 +128,8 @@ def tensor_communication(collectives: CollectiveCosts) -> FloatArray:
 def expert_communication(collectives: CollectiveCosts) -> FloatArray:
     """Return the two all-to-alls of a pass of a layer: tokens to their experts and back."""
     loads = collectives.workloads
-    sent = 2 * loads.microbatch_tokens / loads.tensor_size * loads.moe_router_topk
-    stride = loads.experts_tensor_size
-    return 2 * collectives.all_to_all(sent * loads.hidden_size, loads.expert_size, stride)
+    bytes_of_copy = 2 * loads.microbatch_tokens / loads.tensor_size * loads.hidden_size
+    return 2 * collectives.expert_exchange(bytes_of_copy, loads.moe_router_topk)
 
 
 def context_communication(collectives: CollectiveCosts) -> FloatArray:

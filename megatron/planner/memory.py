@@ -132,11 +132,12 @@ def layer_activations(workloads: Workloads, recompute: np.ndarray) -> FloatArray
     routed = np.where(loads.is_moe, loads.moe_router_topk * hidden * (2 + operand), 0.0)
     everything = residual + attention + scores + feed_forward + routed
     kept = np.select(
-        [recompute == kind for kind in ("full", "selective", "selective_op")],
+        [recompute == kind for kind in ("full", "selective", "selective_op", "modules")],
         [
             2 * hidden / split,
             everything - scores,
             2 * hidden / split + 0.5 * (attention + feed_forward),
+            everything - 2 * operand * hidden / split - ffn * operand - routed / 2,
         ],
         everything,
     )

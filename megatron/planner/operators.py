@@ -91,15 +91,21 @@ class OperatorCosts:
         loads, hardware, rows = self.workloads, self.hardware, self.rows
         width = loads.query_width / loads.tensor_size
         score_flops = 4 * loads.microbatch_tokens * loads.seq_length * width
-        is_fsdp = loads.software == "fsdp"
-        kernel = np.where(is_fsdp, "attention_fsdp", "attention")
+        # Models with FSDP and no gated feed-forward are of 2023: linear biases, for which the
+        # kernels of their time took the slow path.
+        is_biased = (loads.software == "fsdp") & (loads.gated_linear_unit == 0)
+        kernel = np.where(is_biased, "attention_with_bias", "attention")
         flash_efficiency = np.array(
             [
                 hardware.constants[f"{generation}.{name}"]
                 for generation, name in zip(rows.generation, kernel, strict=True)
             ]
         )
-        flash = score_flops / 2 / (rows.peak_16_bit_flops * flash_efficiency * rows.power)
+        # PyTorch's context parallelism cuts the sequence into consecutive shards: the last rank's
+        # queries see 2 - 1/cp of the mean number of keys. Others pair early with late shards.
+        is_uneven = loads.software == "fsdp"
+        uneven = np.where(is_uneven, 2 - 1 / loads.context_size, 1.0)
+        flash = uneven * score_flops / 2 / (rows.peak_16_bit_flops * flash_efficiency * rows.power)
         heads = loads.num_attention_heads / loads.tensor_size
         scores = heads * loads.seq_length * loads.microbatch_tokens
         score_bytes = 10.0 * scores * hardware.constant("unfused.score_traffic")

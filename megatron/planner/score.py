@@ -6,24 +6,23 @@ import csv
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from megatron.planner.hardware import Hardware
 from megatron.planner.memory import GIB, predict_memory
+from megatron.planner.predictor import Predictor
 from megatron.planner.search import fill_blanks, fits
-from megatron.planner.step_time import predict_step
 from megatron.planner.workload import from_rows
 
 COLUMNS = ("id", "predicted_step_s", "predicted_mem_GB", "fits")
 
 
-def score_rows(rows: Sequence[Mapping[str, str]], hardware: Hardware) -> list[dict[str, str]]:
+def score_rows(rows: Sequence[Mapping[str, str]], predictor: Predictor) -> list[dict[str, str]]:
     """Predict each row; a row that does not fit into memory is predicted all the same.
 
     The memory is in GiB, as tools that watch GPUs print it.
     """
-    workloads = fill_blanks(from_rows(rows), hardware)
-    seconds = predict_step(workloads, hardware).total
-    memory = predict_memory(workloads, hardware).total / GIB
-    enough = fits(workloads, hardware)
+    workloads = fill_blanks(from_rows(rows), predictor.hardware)
+    seconds = predictor.seconds(workloads)
+    memory = predict_memory(workloads, predictor.hardware).total / GIB
+    enough = fits(workloads, predictor.hardware)
     return [
         {
             "id": row.get("id") or str(index + 1),

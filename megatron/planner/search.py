@@ -78,7 +78,8 @@ def _choices(
         counts = _chunk_counts(workloads, index) if np.isnan(chunks) else [chunks]
         kinds = [(kind, float(workloads.recompute_share[index]))]
         if kind == "":
-            kinds = [("none", 1.0), *(("full", share) for share in RECOMPUTE_SHARES)]
+            kinds = [("none", 1.0), ("modules", 1.0)]
+            kinds += [("full", share) for share in RECOMPUTE_SHARES]
             if not workloads.flash_attention[index]:
                 kinds.append(("selective", 1.0))
         found += [
@@ -97,6 +98,8 @@ def _choices(
 
 def _micro_batch_sizes(workloads: Workloads, index: int) -> list[float]:
     per_rank = workloads.global_batch_size[index] / workloads.data_size[index]
+    if _is_torch_pipeline(workloads, index):
+        return [max(per_rank // workloads.pipeline_size[index], 1.0)]
     sizes = [float(size) for size in MICRO_BATCH_SIZES if per_rank % size == 0]
     if per_rank % 1 == 0:
         return sizes
@@ -110,6 +113,8 @@ def _chunk_counts(workloads: Workloads, index: int) -> list[float]:
     Interleaving needs as many micro batches as stages at least.
     """
     stages, layers = workloads.pipeline_size[index], workloads.num_layers[index]
+    if _is_torch_pipeline(workloads, index):
+        return [2.0] if workloads.must_interleave[index] else [1.0]
     counts = [
         float(count)
         for count in range(2, MAX_CHUNKS + 1)
@@ -118,3 +123,12 @@ def _chunk_counts(workloads: Workloads, index: int) -> list[float]:
     if not workloads.must_interleave[index] or not counts:
         counts.append(1.0)
     return counts
+
+
+def _is_torch_pipeline(workloads: Workloads, index: int) -> bool:
+    """Return whether PyTorch's pipelining runs, whose defaults a row without numbers has.
+
+    It cuts the batch of a rank into as many micro batches as there are stages, and interleaves two
+    chunks.
+    """
+    return bool(workloads.software[index] == "fsdp" and workloads.pipeline_size[index] > 1)

@@ -144,7 +144,10 @@ def exposed_replicated_data(
     gather_expert = collectives.all_gather(2 * shares.expert, expert_size, expert_stride)
     reduce, gather = reduce_dense + reduce_expert, gather_dense + gather_expert
     share = hardware.per_software("data_exposed", workloads)
-    window = np.where(workloads.flash_attention > 0, stage_layers, 0.0)
+    # Chunks of an interleaved stage are done at different times of the last p micro batches.
+    chunks = workloads.num_chunks
+    spread = 1 + (workloads.pipeline_size - 1) * (1 - 1 / chunks)
+    window = np.where(workloads.flash_attention > 0, stage_layers * spread, 0.0)
     exposed = reduce * share + np.maximum(reduce * (1 - share) - window * layer.backward, 0.0)
     exposed = exposed + gather * share
     return exposed + np.maximum(gather * (1 - share) - window * layer.forward, 0.0)

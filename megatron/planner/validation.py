@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.planner.calibrate import Measured, balanced_weights, fit
+from megatron.planner.calibrate import Measured, balanced_weights
 from megatron.planner.hardware import Hardware
-from megatron.planner.search import fill_blanks
-from megatron.planner.step_time import predict_step
-from megatron.planner.workload import FloatArray, Workloads, from_rows
+from megatron.planner.memory import GIB, predict_memory
+from megatron.planner.predictor import Predictor, fit_predictor
+from megatron.planner.search import fill_blanks, fits
+from megatron.planner.workload import FloatArray, from_rows
 
 NUM_FOLDS = 5
 SEED = 8
@@ -50,16 +52,31 @@ def family_folds(families: Sequence[str]) -> NDArray[np.int_]:
     return np.array([fold_of[family] for family in families])
 
 
-def predict_seconds(workloads: Workloads, hardware: Hardware) -> FloatArray:
-    """Predict the seconds of a step of rows that may have blanks."""
-    return predict_step(fill_blanks(workloads, hardware), hardware).total
+@dataclass(frozen=True)
+class HeldOut:
+    """Predictions of rows by constants that have not seen them."""
+
+    modelled: FloatArray
+    corrected: FloatArray
 
 
-def cross_validated(measured: Measured, hardware: Hardware, folds: NDArray[np.int_]) -> FloatArray:
-    """Predict each fold with constants fitted to the other ones."""
-    predicted = np.empty(len(folds))
+def cross_validated(measured: Measured, hardware: Hardware, folds: NDArray[np.int_]) -> HeldOut:
+    """Predict each fold with constants and correction fitted to the other ones."""
+    held_out = HeldOut(np.empty(len(folds)), np.empty(len(folds)))
     for fold in np.unique(folds):
-        fitted = fit(measured.take(folds != fold), hardware)
+        fitted = fit_predictor(measured.take(folds != fold), hardware)
         left_out = measured.workloads.take(folds == fold)
-        predicted[folds == fold] = predict_seconds(left_out, fitted)
-    return predicted
+        held_out.modelled[folds == fold] = fitted.modelled_seconds(left_out)
+        held_out.corrected[folds == fold] = fitted.seconds(left_out)
+    return held_out
+
+
+def memory_figures(
+    rows: Sequence[Mapping[str, str]], predictor: Predictor
+) -> tuple[float, FloatArray]:
+    """Return the share of rows that fit, and the errors where the memory was published, in GiB."""
+    hardware = predictor.hardware
+    filled = fill_blanks(from_rows(rows), hardware)
+    published = np.array([float(row.get("mem_GB_per_gpu") or "nan") for row in rows])
+    errors = np.abs(predict_memory(filled, hardware).total / GIB / published - 1)
+    return float(np.mean(fits(filled, hardware))), errors[~np.isnan(errors)]

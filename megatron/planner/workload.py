@@ -29,8 +29,9 @@ TextArray = NDArray[np.str_]
 UNKNOWN = math.nan
 """A number that the source of a row does not say; `search.fill_blanks` replaces it."""
 
-RECOMPUTE_KINDS = ("none", "selective", "selective_op", "full")
-"""Recomputation: nothing, the attention core, every second matrix product, the whole layer."""
+RECOMPUTE_KINDS = ("none", "selective", "selective_op", "modules", "full")
+"""Recomputation: nothing, the attention core, every second matrix product, norms and activations,
+the whole layer."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,9 +25,16 @@ from megatron.planner.memory import (
     predict_memory,
 )
 from megatron.planner.operators import wave_efficiency
+from megatron.planner.predictor import fit_predictor, load_predictor
 from megatron.planner.search import fill_blanks, fits, has_blanks
 from megatron.planner.step_time import bubble_time, predict_step
-from megatron.planner.workload import Workloads, from_rows
+from megatron.planner.validation import (
+    family_of,
+    measured_rows,
+    memory_figures,
+    random_folds,
+)
+from megatron.planner.workload import Workloads, from_rows, read_rows
 from tools import plan
 
 HARDWARE = load_hardware()
@@ -43,6 +50,14 @@ LLAMA_70B = {
 
 def rows_of(**changes: str) -> Workloads:
     return from_rows([{**LLAMA_70B, **changes}])
+
+
+FIXTURES = Path(__file__).resolve().parents[2] / "fixtures" / "planner"
+
+
+@pytest.fixture(scope="module")
+def published() -> list[dict[str, str]]:
+    return read_rows(FIXTURES / "published_steps.csv")
 
 
 def seconds_of(**changes: str) -> float:
@@ -196,3 +211,68 @@ def test_figures_count_order_and_regret() -> None:
     assert found.pairs == 0.0  # the two of 2.0 and 2.01 are not told apart
     assert found.regret == pytest.approx(1.0)
     assert found.macro_median == pytest.approx((0.5 + 0.1) / 2)
+
+
+def test_steps_that_the_fit_has_not_seen_are_predicted(published: list[dict[str, str]]) -> None:
+    """One of the folds that tools/plan.py evaluate prints, all of which it takes minutes for."""
+    rows = published + read_rows(FIXTURES / "vtrain_single_node.csv")
+    measured, families = measured_rows(rows), [family_of(row) for row in rows]
+    is_held_out = random_folds(families) == 0
+    fitted = fit_predictor(measured.take(~is_held_out), HARDWARE)
+    held_out = measured.take(is_held_out)
+    groups = [row.get("rank_group") or "" for row in np.array(rows)[is_held_out]]
+    found = figures(
+        fitted.seconds(held_out.workloads),
+        held_out.step_s,
+        list(np.array(families)[is_held_out]),
+        groups,
+    )
+    assert found.median < 0.06
+    assert found.mean < 0.09
+    assert found.pairs > 0.8
+
+
+def test_the_constants_in_the_package_are_those_of_a_calibration(
+    published: list[dict[str, str]],
+) -> None:
+    measured, predictor = measured_rows(published), load_predictor()
+    modelled = predictor.modelled_seconds(measured.workloads) / measured.step_s - 1
+    assert np.median(abs(modelled)) < 0.07
+    corrected = predictor.seconds(measured.workloads) / measured.step_s - 1
+    assert np.median(abs(corrected)) < 0.03
+    single = measured_rows(read_rows(FIXTURES / "vtrain_single_node.csv"))
+    assert np.median(abs(predictor.modelled_seconds(single.workloads) / single.step_s - 1)) < 0.1
+
+
+def test_far_from_all_measured_steps_the_model_is_not_corrected() -> None:
+    predictor = load_predictor()
+    far = rows_of(hidden="1000000", heads="64", head_dim="15625", layers="4000")
+    assert predictor.seconds(far)[0] == pytest.approx(predictor.modelled_seconds(far)[0], rel=1e-3)
+
+
+def test_published_memory_is_predicted_and_what_ran_is_accepted(
+    published: list[dict[str, str]],
+) -> None:
+    accepted, errors = memory_figures(published, load_predictor())
+    assert accepted >= 0.95
+    assert np.median(errors) < 0.06
+
+
+# BLOOM's layout benchmarks and SC21, Table 2: did not fit on 80 GB.
+RAN_OUT = [
+    {"layers": "72", "hidden": "14336", "heads": "64", "vocab": "250880", "n_gpus": "384",
+     "TP": "8", "PP": "1", "DP": "48", "MBS": "1", "GBS": "2016", "zero": "1"},
+    {"layers": "100", "hidden": "12288", "heads": "64", "vocab": "250880", "n_gpus": "384",
+     "TP": "4", "PP": "6", "DP": "16", "MBS": "1", "GBS": "2048", "zero": "1", "precision": "bf16"},
+    {"layers": "105", "hidden": "20480", "heads": "128", "vocab": "51200", "n_gpus": "560",
+     "TP": "1", "PP": "1", "DP": "560", "MBS": "4", "GBS": "2240", "zero": "3"},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("row", RAN_OUT, ids=["BLOOM 181B", "BLOOM 184B", "MT 530B"])
+def test_what_ran_out_of_memory_is_refused(row: dict[str, str]) -> None:
+    common = {
+        "seq": "2048", "gpu": "A100", "recompute": "full", "precision": "fp16", "VPP": "1",
+        "attention": "unfused",
+    }  # fmt: skip
+    assert not fits(from_rows([{**common, **row}]), HARDWARE).any()

@@ -1,0 +1,43 @@
+"""The time model with its constants and its correction, as one thing to fit, load and ask."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron.planner.calibrate import Measured, fit
+from megatron.planner.correction import Correction, fit_correction, load_correction
+from megatron.planner.hardware import Hardware, load_hardware
+from megatron.planner.search import fill_blanks
+from megatron.planner.step_time import predict_step
+from megatron.planner.workload import FloatArray, Workloads
+
+
+@dataclass(frozen=True)
+class Predictor:
+    """Predicts seconds of a step of rows, which may have blanks."""
+
+    hardware: Hardware
+    correction: Correction
+
+    def modelled_seconds(self, workloads: Workloads) -> FloatArray:
+        """Return what the terms of the time model add up to."""
+        return predict_step(fill_blanks(workloads, self.hardware), self.hardware).total
+
+    def seconds(self, workloads: Workloads) -> FloatArray:
+        """Return the same, corrected by measured steps like these."""
+        filled = fill_blanks(workloads, self.hardware)
+        factor = self.correction.factor(filled, self.hardware)
+        return factor * predict_step(filled, self.hardware).total
+
+
+def fit_predictor(measured: Measured, hardware: Hardware) -> Predictor:
+    """Fit the constants, then the correction to the errors that are left."""
+    fitted = fit(measured, hardware)
+    filled = fill_blanks(measured.workloads, fitted)
+    predicted = predict_step(filled, fitted).total
+    return Predictor(fitted, fit_correction(filled, fitted, measured.step_s, predicted))
+
+
+def load_predictor() -> Predictor:
+    """Return the predictor of the last calibration."""
+    return Predictor(load_hardware(), load_correction())
