@@ -86,11 +86,13 @@ class ShardedParams:
                 view = shard[piece.offset - begin :][: piece.end - piece.begin]
                 view.copy_(values[piece.begin : piece.end])
         first, last = unit.buckets[0].begin, unit.buckets[-1].end
+        unit.unsharded.allocate()  # no view can be made of an emptied storage
         for piece in flat.plan.pieces(first, last):
             parameter = flat.parameters[piece.index]
             view = unit.unsharded.tensor[piece.offset - first :][: parameter.numel()]
             unit.views.append((parameter, view.view(parameter.shape)))
             parameter.data = self.absent[piece.index]
+        unit.unsharded.free()
 
     def start_gather(self, number: int, user: Pass) -> None:
         """Start to gather a unit, if it is neither unsharded nor in flight.
