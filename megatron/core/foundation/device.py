@@ -88,13 +88,18 @@ def set_current_stream(stream: torch.Stream | None) -> None:
         torch.accelerator.set_stream(stream)
 
 
+def is_imaginary() -> bool:
+    """Return whether tensors have shapes and no values here (torch's FakeTensorMode)."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+
+
 def value_on_host(claim: Tensor) -> bool | None:
     """Return the value of a tensor of one element if that costs no wait for the device, else None.
 
     Args:
         claim: bool, [].
     """
-    return bool(claim) if claim.device.type == "cpu" else None
+    return bool(claim) if claim.device.type == "cpu" and not is_imaginary() else None
 
 
 def check(claim: Tensor, message: str) -> bool:
@@ -118,6 +123,15 @@ def is_host_memory(device: torch.device) -> bool:
     Such memory is read without a copy, needs no pinning, and can be shared with other processes.
     """
     return device.type == "cpu"
+
+
+def maps_pages(device: torch.device) -> bool:
+    """Return whether tensors there can be in pages that this process has mapped itself.
+
+    Such pages can move from one tensor to another, and other processes of the machine can read
+    them. Tensors elsewhere have what torch's allocator gives them.
+    """
+    return device.type == "cpu" and not is_imaginary()
 
 
 def computes_fast_in_bf16(device: torch.device) -> bool:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from megatron.core.foundation.device import maps_pages
 from megatron.core.transport.shm.bucket_allocator import BucketAllocator
 from megatron.core.transport.shm.shared_buffer import SharedBuffer
 from megatron.core.transport.shm.shm_bucket_transport import BucketSlot
@@ -29,7 +30,7 @@ class CommBuffer:
         Args:
             num_ranks: that have copies or shards of it.
         """
-        if device.type != "cpu" or num_ranks == 1:
+        if not maps_pages(device) or num_ranks == 1:
             return CommBuffer(torch.zeros(numel, dtype=dtype, device=device), None)
         memory = SharedBuffer(numel * dtype.itemsize, num_buckets)
         return CommBuffer(memory.tensor(dtype, 0, numel), memory)
@@ -88,7 +89,7 @@ class BucketPool:
         """
         self._dtype, self._device = dtype, device
         self._allocator = None
-        if device.type == "cpu":
+        if maps_pages(device):
             self._allocator = BucketAllocator(lengths, dtype, num_in_flight)
 
     @property

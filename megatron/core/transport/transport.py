@@ -18,6 +18,7 @@ from typing import Protocol
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron.core.foundation.device import maps_pages
 from megatron.core.topology.group import Group
 from megatron.core.transport.shm.shm_bucket_transport import BucketSlot, ShmBucketTransport
 from megatron.core.transport.shm.shm_collectives import open_shm_group
@@ -68,7 +69,8 @@ def select_transport(x: Tensor, group: Group) -> Transport:
     """
     if not x.is_cpu:
         return NativeTransport(group)
-    shm = open_shm_group(group) if group.size() > 1 else None
+    is_shared = group.size() > 1 and maps_pages(x.device)
+    shm = open_shm_group(group) if is_shared else None
     return GlooTransport(group) if shm is None else ShmTransport(group, shm)
 
 

@@ -20,6 +20,7 @@ import sys
 import torch
 from torch import Tensor
 
+from megatron.core.foundation.device import maps_pages
 from megatron.core.kernels.cpu.malloc import HUGE_PAGE_BYTES, advise_huge_pages
 
 MAX_SPARE = 1
@@ -83,7 +84,7 @@ class PagePool:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._is_mapped = device.type == "cpu" and sys.platform == "linux"
+        self._is_mapped = maps_pages(device) and sys.platform == "linux"
         self._spare: dict[int, list[PooledTensor]] = {}
         """Empty tensors that still hold pages, by bytes."""
 

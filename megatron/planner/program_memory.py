@@ -1,0 +1,68 @@
+"""Memory of the ranks of a run, read from the program that would run.
+
+`trace_rank` runs the training step of one rank on tensors without memory (`tracing`), so weights,
+gradients, optimizer state, activations, temporaries and communication buffers are those of the
+code, in the order of the pipeline's own program.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+
+from megatron.core.topology.rank_grid import plan_layout
+from megatron.planner.tracing.imaginary import imaginary_rank
+from megatron.planner.tracing.ledger import StorageLedger
+from megatron.planner.tracing.rank_step import ModelScript, RankTrace, RankUnderTest
+from megatron.training.config.resolved import ResolvedRun
+
+
+def first_rank_of_stages(run: ResolvedRun) -> list[int]:
+    """Return the first global rank of each pipeline stage."""
+    sizes = run.parallelism
+    layout = plan_layout(
+        run.topology.world_size,
+        tp=sizes.tensor_model_parallel_size,
+        pp=sizes.pipeline_model_parallel_size,
+        cp=sizes.context_parallel_size,
+        ep=sizes.expert_model_parallel_size,
+        expert_tp=sizes.expert_tensor_parallel_size,
+        order=run.topology.rank_order,
+    )
+    return next(ranks for ranks in layout.dense.groups("pp") if 0 in ranks)
+
+
+def routed_share(run: ResolvedRun) -> float:
+    """Return the share of (token, expert) pairs that a router chooses."""
+    experts = run.experts
+    return experts.moe_router_topk / experts.num_moe_experts if experts.num_moe_experts else 0.0
+
+
+def trace_rank(
+    run: ResolvedRun,
+    script: ModelScript,
+    rank: int,
+    *,
+    backend: str = "gloo",
+    num_microbatches: int | None = None,
+) -> RankTrace:
+    """Return what the memory of one rank does in a step.
+
+    Args:
+        run: resolved, with its vocabulary.
+        rank: among all ranks of the run; one at its place in the grid speaks for its replicas.
+        backend: whose ways of moving tensors are taken, "gloo" or "nccl".
+        num_microbatches: in place of those of the settings.
+    Raises:
+        TopologyError: this process is a rank of a run.
+    """
+    found = RankTrace(rank)
+    with (
+        imaginary_rank(
+            rank, run.topology.world_size, backend=backend, routed_share=routed_share(run)
+        ),
+        StorageLedger() as ledger,
+        contextlib.redirect_stdout(io.StringIO()),
+    ):
+        RankUnderTest(run, script, ledger).step(found, num_microbatches)
+    return found

@@ -1,0 +1,166 @@
+"""Be one rank of a run of any size: tensors have shapes and no memory, messages reach nobody.
+
+The code that runs is that of training. torch's "fake" process group gives this process a place in
+a world of any size, and its collectives return at once; under `FakeTensorMode` an operation
+computes shapes only. What the host would read of a tensor is answered here: a router is taken to
+spread its tokens evenly, a gradient to be finite.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils.weak import WeakIdKeyDictionary
+
+from megatron.core import parallel_state
+from megatron.core.foundation.errors import TopologyError
+
+
+class HostAnswers:
+    """Answers what the host asks of tensors that have no values.
+
+    Args:
+        routed_share: share of a router's (token, expert) pairs that are chosen.
+    """
+
+    def __init__(self, routed_share: float = 0.0) -> None:
+        self._routed_share = routed_share
+        self._num_assignments: int | None = None
+        """Rows that the last routing map was said to have, until the host asks for its counts."""
+        self._known: Any = WeakIdKeyDictionary()  # what `torch.tensor` was made of
+        self._addresses: Any = WeakIdKeyDictionary()
+        self._numbers = itertools.count(1)
+
+    @contextmanager
+    def given(self) -> Iterator[None]:
+        """Inside, fake tensors answer."""
+        answers = {
+            "tolist": lambda x: self.tolist(x),
+            "item": lambda x: self._item(x),
+            "__bool__": lambda x: bool(self._item(x)),
+            "__int__": lambda x: int(self._item(x)),
+            "__float__": lambda x: float(self._item(x)),
+            "nonzero": lambda x: self._nonzero(x),
+            "data_ptr": lambda x: self._data_ptr(x),
+        }
+        make = torch.tensor
+
+        def remembered(data: Any, *args: Any, **kwargs: Any) -> Tensor:
+            made = make(data, *args, **kwargs)
+            self._known[made] = data
+            return made
+
+        with ExitStack() as stack:
+            for name, answer in answers.items():
+                stack.enter_context(mock.patch.object(FakeTensor, name, answer, create=True))
+            stack.enter_context(mock.patch.object(torch, "tensor", remembered))
+            yield
+
+    def tolist(self, x: Tensor) -> Any:
+        """Return values [...]; a fake tensor would ask for each of them by itself."""
+        if x in self._known:
+            return self._known[x]
+        if x.is_floating_point() or x.dtype == torch.bool:
+            return _filled(x.shape, 1.0)
+        count, self._num_assignments = self._num_assignments or 0, None
+        return _rows(x.shape, _shares(count, x.shape[-1])) if x.dim() else count
+
+    def _item(self, x: Tensor) -> Any:
+        if x in self._known:
+            return self._known[x]
+        return 1.0 if x.is_floating_point() else 0
+
+    def _nonzero(self, x: Tensor) -> Tensor:
+        rows = 0
+        if x.dim() == 2:
+            self._num_assignments = rows = round(x.numel() * self._routed_share)
+        return torch.empty((rows, x.dim()), dtype=torch.int64, device=x.device)
+
+    def _data_ptr(self, x: Tensor) -> int:
+        storage = x.untyped_storage()
+        if storage not in self._addresses:
+            self._addresses[storage] = next(self._numbers) << 48
+        return self._addresses[storage] + x.storage_offset() * x.element_size()
+
+
+def _filled(shape: Sequence[int], value: float) -> Any:
+    if not shape:
+        return value
+    return [_filled(shape[1:], value) for _ in range(shape[0])]
+
+
+def _rows(shape: Sequence[int], row: list[int]) -> Any:
+    if len(shape) == 1:
+        return list(row)
+    return [_rows(shape[1:], row) for _ in range(shape[0])]
+
+
+def _shares(total: int, parts: int) -> list[int]:
+    """Return `total` in parts that differ by at most one."""
+    return [(i + 1) * total // parts - i * total // parts for i in range(parts)]
+
+
+def _take_data(parameter: Tensor, converted: Tensor) -> None:
+    parameter.data = converted.data
+
+
+def _answers_of_others(backend: str) -> dict[str, Callable[..., Any]]:
+    """Return functions of torch.distributed for ranks that all say what this one says."""
+
+    def all_gather_object(gathered: list[Any], value: object, **_: object) -> None:
+        gathered[:] = [value] * len(gathered)
+
+    def gather_object(value: object, gathered: list[Any] | None = None, **_: object) -> None:
+        if gathered is not None:
+            gathered[:] = [value] * len(gathered)
+
+    # A group that is not gloo's is taken to have NCCL's collectives.
+    named = {"get_backend": lambda group=None: backend} if backend == "gloo" else {}
+    return named | {
+        "all_gather_object": all_gather_object,
+        "gather_object": gather_object,
+        "broadcast_object_list": lambda *_, **__: None,
+    }
+
+
+@contextmanager
+def imaginary_rank(
+    rank: int, world_size: int, *, backend: str = "gloo", routed_share: float = 0.0
+) -> Iterator[FakeTensorMode]:
+    """Make this process one rank of `world_size` ones; tensors made inside have no memory.
+
+    Args:
+        backend: whose ways of moving tensors are taken: "gloo" or "nccl".
+        routed_share: see `HostAnswers`.
+    Raises:
+        TopologyError: this process is a rank of a real run.
+    """
+    if dist.is_initialized():
+        raise TopologyError(
+            "this process is a rank of a run that has started.",
+            rule="an imaginary rank needs a process that belongs to no process group",
+            fix="plan before torch.distributed.init_process_group, or in a process of its own",
+        )
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    try:
+        with ExitStack() as stack:
+            for name, answer in _answers_of_others(backend).items():
+                stack.enter_context(mock.patch.object(dist, name, answer))
+            # What `Module.to` does with real tensors.
+            stack.enter_context(mock.patch.object(torch.utils, "swap_tensors", _take_data))
+            mode = stack.enter_context(FakeTensorMode())
+            stack.enter_context(HostAnswers(routed_share).given())
+            yield mode
+    finally:
+        if parallel_state.model_parallel_is_initialized():
+            parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()

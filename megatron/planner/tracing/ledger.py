@@ -1,0 +1,168 @@
+"""Counts the bytes of storages that are alive, by what they are for, operation by operation."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class Kind(Enum):
+    """What memory is for."""
+
+    WEIGHTS = "weights"
+    GRADIENTS = "gradients"
+    OPTIMIZER = "optimizer"
+    ACTIVATIONS = "activations"
+    COMMUNICATION = "communication"
+    TEMPORARY = "temporary"
+
+
+@dataclass
+class _Alive:
+    num_bytes: int
+    kind: Kind
+    layer: str
+    storage: Any
+    """Weak reference."""
+
+
+@dataclass
+class Peak:
+    """The most bytes at a time since the last `restart`, and what they were for."""
+
+    num_bytes: int = 0
+    kinds: dict[Kind, int] = field(default_factory=dict)
+    during: str = ""
+    """The operation that asked for the last of them."""
+    layer: str = ""
+
+
+class StorageLedger(TorchDispatchMode):
+    """A dispatch mode under which every new storage is counted until it is freed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_bytes = 0
+        self.kinds: Counter[Kind] = Counter()
+        self.layers: Counter[tuple[Kind, str]] = Counter()
+        self.new_kind = Kind.TEMPORARY
+        """What storages are for that are made now."""
+        self.layer = ""
+        """Where in the model they are made."""
+        self.peak = Peak()
+        self._alive: dict[int, _Alive] = {}
+        self._resize: Callable[..., Any] | None = None
+
+    def __enter__(self) -> StorageLedger:
+        self._resize = torch.UntypedStorage.resize_
+        ledger, resize = self, self._resize
+
+        def counted(storage: torch.UntypedStorage, size: int) -> Any:
+            result = resize(storage, size)
+            ledger._take(storage, "resize")
+            return result
+
+        torch.UntypedStorage.resize_ = counted  # type: ignore[method-assign,assignment]
+        super().__enter__()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
+        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign,assignment]
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        _types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Run the operation and count what it has made."""
+        result = func(*args, **(kwargs or {}))
+        if func.namespace == "c10d":
+            for tensor in _tensors((args, kwargs)):
+                self._reclassify(tensor, Kind.TEMPORARY, Kind.COMMUNICATION)
+        for tensor in _tensors(result):
+            self._take(tensor.untyped_storage(), func)
+        return result
+
+    def _take(self, storage: torch.UntypedStorage, cause: object) -> None:
+        known, num_bytes = self._alive.get(id(storage)), storage.nbytes()
+        if known is not None and known.storage() is storage:
+            if known.num_bytes == num_bytes:
+                return
+            added = num_bytes - known.num_bytes
+            known.num_bytes = num_bytes
+        else:
+            if num_bytes == 0:
+                return
+            key, added = id(storage), num_bytes
+            known = _Alive(num_bytes, self.new_kind, self.layer, None)
+            known.storage = weakref.ref(storage, lambda _: self._free(key))
+            self._alive[key] = known
+        self._add(known, added)
+        if self.num_bytes > self.peak.num_bytes:
+            self.peak = Peak(self.num_bytes, dict(self.kinds), str(cause), self.layer)
+
+    def _free(self, key: int) -> None:
+        known = self._alive.pop(key)
+        self._add(known, -known.num_bytes)
+
+    def _add(self, known: _Alive, num_bytes: int) -> None:
+        self.num_bytes += num_bytes
+        self.kinds[known.kind] += num_bytes
+        self.layers[known.kind, known.layer] += num_bytes
+
+    def _reclassify(self, tensor: Tensor, old: Kind | None, new: Kind) -> None:
+        known = self._alive.get(id(tensor.untyped_storage()))
+        if known is not None and old in (None, known.kind):
+            self._add(known, -known.num_bytes)
+            known.kind = new
+            self._add(known, known.num_bytes)
+
+    def classify(self, tensors: Iterable[Tensor], kind: Kind) -> None:
+        """Say what the storages of tensors are for."""
+        for tensor in tensors:
+            self._take(tensor.untyped_storage(), "given")
+            self._reclassify(tensor, None, kind)
+
+    def reclassify_all(self, old: Kind, new: Kind) -> None:
+        """Say that all storages of one kind are of another one now."""
+        for known in self._alive.values():
+            if known.kind is old:
+                self._add(known, -known.num_bytes)
+                known.kind = new
+                self._add(known, known.num_bytes)
+
+    def of_kind(self, kind: Kind) -> Counter[str]:
+        """Return the bytes of one kind by the layer that made them."""
+        return Counter({layer: n for (each, layer), n in self.layers.items() if each is kind and n})
+
+    def restart(self) -> None:
+        """Look for the peak from here on."""
+        self.peak = Peak(self.num_bytes, dict(self.kinds), "at its start", "")
+
+    @contextmanager
+    def making(self, kind: Kind) -> Iterator[None]:
+        """Inside, new storages are of this kind."""
+        before, self.new_kind = self.new_kind, kind
+        try:
+            yield
+        finally:
+            self.new_kind = before
+
+
+def _tensors(tree: object) -> list[Tensor]:
+    if isinstance(tree, Tensor):
+        return [tree]
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]

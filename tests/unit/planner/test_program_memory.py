@@ -1,0 +1,109 @@
+"""The memory of a rank, read from the program that would run."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron.planner.program_memory import first_rank_of_stages, trace_rank
+from megatron.planner.tracing.imaginary import imaginary_rank
+from megatron.planner.tracing.ledger import Kind, StorageLedger
+from megatron.planner.tracing.rank_step import ModelScript
+from pretrain_gpt import forward_step, model_provider
+from tests.harness.resolved_run import run_of
+
+SCRIPT = ModelScript(model_provider, forward_step)
+SMALL = (
+    "--num-layers 2 --hidden-size 256 --num-attention-heads 4 --seq-length 64 --vocab-size 512"
+    " --micro-batch-size 1 --hidden-dropout 0 --attention-dropout 0"
+    " --untie-embeddings-and-output-weights --position-embedding-type rope"
+)
+PADDING = 0.01
+"""Shards begin at multiples of 128 elements."""
+
+
+def trace(words, world_size, rank=0, **options):
+    return trace_rank(run_of(f"{SMALL} {words}", world_size), SCRIPT, rank, **options)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "weights", "gradients", "optimizer"),
+    [
+        ("no_shard", 2, 4, 12),
+        ("optim", 2, 4, 12 / 4),
+        ("optim_grads", 2, 4 / 4, 12 / 4),
+        ("optim_grads_params", 2 / 4, 4 / 4, 12 / 4),
+    ],
+)
+def test_each_stage_of_zero_keeps_the_bytes_per_parameter_of_its_paper(
+    strategy, weights, gradients, optimizer
+):
+    """arXiv 1910.02054, section 5, with fp32 gradients: 18 bytes, of which stages share more."""
+    words = f"--bf16 --global-batch-size 4 --data-parallel-sharding-strategy {strategy}"
+    found = trace(words, 4)
+    whole = trace("--bf16 --global-batch-size 1", 1)
+    count = whole.weights / 2
+    assert found.weights == pytest.approx(weights * count, rel=PADDING)
+    assert found.gradients == pytest.approx(gradients * count, rel=PADDING)
+    assert found.optimizer == pytest.approx(optimizer * count, rel=PADDING)
+
+
+def test_a_stage_of_1f1b_keeps_as_many_micro_batches_as_stages_follow_it():
+    words = "--global-batch-size 8 --pipeline-model-parallel-size 2"
+    run = run_of(f"{SMALL} {words}", 2)
+    for stage, rank in enumerate(first_rank_of_stages(run)):
+        found = trace_rank(run, SCRIPT, rank)
+        assert found.most_in_flight == 2 - stage
+
+
+def test_what_a_layer_keeps_is_the_same_for_all_layers_and_named_by_them():
+    found = trace("--global-batch-size 1", 1)
+    kept = found.kept_at_peak[0, 0]
+    assert kept["layer 1"] == kept["layer 2"] > 0
+
+
+def test_full_recomputation_keeps_only_the_input_of_a_layer():
+    words = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+    found = trace(f"--global-batch-size 1 {words}", 1)
+    kept = found.kept_at_peak[0, 0]
+    s, b, h, fp32 = 64, 1, 256, 4
+    assert sum(kept.values()) <= 3 * s * b * h * fp32 + 2 * s * b * 512 * fp32
+
+
+def test_a_rank_of_thousands_is_traced_in_this_process():
+    words = (
+        "--bf16 --global-batch-size 512 --tensor-model-parallel-size 4 --sequence-parallel"
+        " --num-experts 8 --moe-router-topk 2 --expert-model-parallel-size 8"
+        " --moe-token-dispatcher-type alltoall --use-distributed-optimizer"
+    )
+    found = trace(words, 2048, rank=1027, num_microbatches=1, backend="nccl")
+    assert found.peak.num_bytes > found.weights + found.gradients + found.optimizer
+    assert found.peak.kinds[Kind.COMMUNICATION] > 0
+
+
+def test_experts_get_even_shares_of_tokens():
+    with imaginary_rank(0, 1, routed_share=0.25):
+        routed = torch.zeros(6, 8, dtype=torch.bool)
+        assert routed.nonzero().shape == (12, 2)
+        assert routed.sum(0).view(1, -1).tolist() == [[1, 2, 1, 2, 1, 2, 1, 2]]
+
+
+def test_a_ledger_counts_each_storage_until_it_is_freed():
+    with imaginary_rank(0, 1), StorageLedger() as ledger:
+        x = torch.empty(256, dtype=torch.float32)
+        view, other = x[10:], x + 1
+        assert ledger.num_bytes == 2048
+        del x, other
+        assert ledger.num_bytes == 1024
+        assert ledger.peak.num_bytes == 2048
+        del view
+        assert ledger.num_bytes == 0
+
+
+def test_a_ledger_follows_storages_that_are_emptied_and_filled_again():
+    with imaginary_rank(0, 1), StorageLedger() as ledger:
+        x = torch.empty(256)
+        x.untyped_storage().resize_(0)
+        assert ledger.num_bytes == 0
+        x.untyped_storage().resize_(1024)
+        assert ledger.num_bytes == 1024
