@@ -141,18 +141,19 @@ def _kind_of(precisions: TextArray) -> TextArray:
 
 
 def gpu_named(name: str, hardware: Hardware) -> Gpu:
-    """Return a GPU.
+    """Return a GPU; A100-80GB-SXM is the A100, for which there is no longer known name.
 
     Raises:
         ConfigError: no file of constants describes it.
     """
-    if name not in hardware.gpus:
+    known = [known for known in hardware.gpus if name == known or name.startswith(f"{known}-")]
+    if not known:
         raise ConfigError(
             f"GPU {name!r} is not known.",
             rule=f"the planner has constants of {', '.join(hardware.gpus)}",
             fix=f"name one of them, or add it to a file of {CONSTANTS.name}/",
         )
-    return hardware.gpus[name]
+    return hardware.gpus[max(known, key=len)]
 
 
 def _efficiency(key: str, hardware: Hardware) -> float:

@@ -245,7 +245,7 @@ def _record(index: int, row: Mapping[str, str]) -> dict[str, Any]:
         "sharding_stage": _sharding_stage(row.get("zero") or "", flash),
         "recompute": _recompute(row.get("recompute") or ""),
         "recompute_share": 1.0,
-        "precision": (row.get("precision") or "bf16").strip(),
+        "precision": _precision(row.get("precision") or "bf16"),
         "sequence_parallel": number("sp", 0),
         "may_interleave": float(is_pipelined and schedule != "1f1b"),
         "must_interleave": float(is_pipelined and schedule == "interleaved"),
@@ -258,6 +258,11 @@ def _record(index: int, row: Mapping[str, str]) -> dict[str, Any]:
 def _sharding_stage(text: str, flash: bool) -> float:
     digits = [int(letter) for letter in text if letter in "0123"]
     return float(min(digits)) if digits else float(flash)
+
+
+def _precision(text: str) -> str:
+    """Return the name without the recipe of its scales: fp8-cs is fp8."""
+    return text.strip().lower().split("-")[0].split("_")[0]
 
 
 def _recompute(text: str) -> str:

@@ -204,6 +204,17 @@ def test_a_row_that_cannot_be_planned_says_why(changes: dict[str, str], named: s
         predict_step(rows_of(**changes), HARDWARE)
 
 
+@pytest.mark.parametrize(
+    ("changes", "known"),
+    [({"gpu": "H100-SXM"}, {}), ({"precision": "FP8-CS"}, {"precision": "fp8"})],
+    ids=["GPU", "precision"],
+)
+def test_a_longer_name_is_that_of_what_is_known(
+    changes: dict[str, str], known: dict[str, str]
+) -> None:
+    assert seconds_of(**changes) == seconds_of(**known)
+
+
 def test_figures_count_order_and_regret() -> None:
     measured = np.array([1.0, 2.0, 2.01, 4.0])
     predicted = np.array([2.0, 1.0, 1.5, 4.4])
