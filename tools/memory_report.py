@@ -29,7 +29,6 @@ from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 from megatron.training.cli.dry_run import memory_of_stages, planned_world_size
 from megatron.training.cli.parser import ParsedCommand, parse_command_line
 from megatron.training.config.run import RunConfig
-from megatron.training.config.transformer_settings import transformer_config
 from megatron.training.config.vocabulary import resolve_vocabulary
 from megatron.training.metrics.memory import MemoryEstimate
 from megatron.training.metrics.model_size import ModelSize
@@ -85,7 +84,7 @@ def estimate(values: dict[str, Any], world_size: int) -> MemoryEstimate:
     run = resolve_vocabulary(run, build_tokenizer(run.namespace()).vocab_size)
     size = ModelSize.from_settings(run)
     return max(
-        memory_of_stages(run, size, pipeline_layout(transformer_config(run))),
+        memory_of_stages(run, size, pipeline_layout(run.transformer_config)),
         key=lambda found: found.total,
     )
 

@@ -54,6 +54,30 @@ class Node:
         return f"cd {shlex.quote(directory)}; {exports}{shlex.join(self.command)}"
 
 
+class LauncherFlags(argparse.Namespace):
+    """The values of `parser`."""
+
+    hostfile: str | None
+    include: str
+    exclude: str
+    num_nodes: int
+    num_gpus: int
+    master_addr: str
+    master_port: int
+    launcher: str
+    launcher_args: str
+    ssh_port: int | None
+    no_ssh: bool
+    node_rank: int
+    force_multi: bool
+    module: bool
+    no_python: bool
+    no_local_rank: bool
+    enable_each_rank_log: str | None
+    user_script: str
+    user_args: list[str]
+
+
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     made = argparse.ArgumentParser(
@@ -171,15 +195,15 @@ def _is_list(text: str) -> bool:
     return re.fullmatch(r"\d+(,\d+)*", text) is not None
 
 
-def slots_of(args: argparse.Namespace) -> Slots:
+def slots_of(flags: LauncherFlags) -> Slots:
     """Return what the flags leave of the hostfile, or of this machine."""
-    path = args.hostfile or (DEFAULT_HOSTFILE if os.path.isfile(DEFAULT_HOSTFILE) else None)
+    path = flags.hostfile or (DEFAULT_HOSTFILE if os.path.isfile(DEFAULT_HOSTFILE) else None)
     if path is None:
-        count = args.num_gpus if args.num_gpus > 0 else num_accelerators()
+        count = flags.num_gpus if flags.num_gpus > 0 else num_accelerators()
         found: Slots = {"localhost": list(range(count))}
-        if args.num_nodes > 1:
+        if flags.num_nodes > 1:
             raise ConfigError(
-                f"--num_nodes {args.num_nodes} without a hostfile.",
+                f"--num_nodes {flags.num_nodes} without a hostfile.",
                 rule="the other machines have names",
                 flags=["--num_nodes", "--hostfile"],
                 fix="give --hostfile with a line `host slots=N` for each machine",
@@ -194,26 +218,26 @@ def slots_of(args: argparse.Namespace) -> Slots:
                 flags=["--hostfile"],
                 fix="leave it out to use this machine alone",
             ) from None
-    found = choose(found, args.include, args.exclude)
-    if args.num_nodes > len(found):
+    found = choose(found, flags.include, flags.exclude)
+    if flags.num_nodes > len(found):
         raise ConfigError(
-            f"--num_nodes {args.num_nodes} of {len(found)} hosts.",
+            f"--num_nodes {flags.num_nodes} of {len(found)} hosts.",
             rule="there are not more machines than are named",
             flags=["--num_nodes"],
             fix=f"use {len(found)}",
         )
-    if args.num_nodes > 0:
-        found = dict(list(found.items())[: args.num_nodes])
-    if args.num_gpus > 0:
-        small = [host for host, own in found.items() if len(own) < args.num_gpus]
+    if flags.num_nodes > 0:
+        found = dict(list(found.items())[: flags.num_nodes])
+    if flags.num_gpus > 0:
+        small = [host for host, own in found.items() if len(own) < flags.num_gpus]
         if small:
             raise ConfigError(
-                f"--num_gpus {args.num_gpus}: {small[0]} has {len(found[small[0]])} slots.",
+                f"--num_gpus {flags.num_gpus}: {small[0]} has {len(found[small[0]])} slots.",
                 rule="every machine has so many slots",
                 flags=["--num_gpus", "--hostfile"],
                 fix=f"use {min(len(own) for own in found.values())}",
             )
-        found = {host: own[: args.num_gpus] for host, own in found.items()}
+        found = {host: own[: flags.num_gpus] for host, own in found.items()}
     return found
 
 
@@ -223,50 +247,51 @@ def num_accelerators() -> int:
     return 1 if kind == "cpu" else int(torch.get_device_module(kind).device_count())
 
 
-def plan(args: argparse.Namespace) -> list[Node]:
+def plan(flags: LauncherFlags) -> list[Node]:
     """Return the machines of a run, and what each of them starts."""
     for flag, instead in _REFUSED.items():
-        if getattr(args, flag[2:]) is not None:
+        if getattr(flags, flag[2:]) is not None:
             raise ConfigError(
                 f"{flag} is not supported.",
                 rule="the launcher starts one process for each slot, with torchrun",
                 flags=[flag],
                 fix=instead,
             )
-    if args.launcher not in ("print", "ssh", "pdsh"):
+    if flags.launcher not in ("print", "ssh", "pdsh"):
         raise ConfigError(
-            f"--launcher {args.launcher} is not supported.",
+            f"--launcher {flags.launcher} is not supported.",
             rule="commands are printed, or started by ssh or pdsh",
             flags=["--launcher"],
             fix="under SLURM use examples/cluster/pretrain.sbatch; with an MPI start the printed"
             " commands, one on each machine",
         )
-    slots = slots_of(args)
-    master = args.master_addr or next(iter(slots))
-    if len(slots) == 1 and not args.force_multi:
-        master = args.master_addr or "127.0.0.1"
+    slots = slots_of(flags)
+    master = flags.master_addr or next(iter(slots))
+    if len(slots) == 1 and not flags.force_multi:
+        master = flags.master_addr or "127.0.0.1"
     return [
-        Node(host, tuple(own), tuple(_torchrun(args, len(slots), number, len(own), master)),
+        Node(host, tuple(own), tuple(_torchrun(flags, len(slots), number, len(own), master)),
              _environment(own))
         for number, (host, own) in enumerate(slots.items())
     ]  # fmt: skip
 
 
 def _torchrun(
-    args: argparse.Namespace, num_nodes: int, number: int, num_slots: int, master: str
+    flags: LauncherFlags, num_nodes: int, number: int, num_slots: int, master: str
 ) -> list[str]:
     words = [sys.executable, "-m", "torch.distributed.run"]
     words += [f"--nnodes={num_nodes}", f"--node-rank={number}", f"--nproc-per-node={num_slots}"]
-    words += [f"--master-addr={master}", f"--master-port={args.master_port}"]
-    if args.enable_each_rank_log:
-        words += [f"--log-dir={args.enable_each_rank_log}", "--tee=3"]
-    if args.no_python:
+    words += [f"--master-addr={master}", f"--master-port={flags.master_port}"]
+    if flags.enable_each_rank_log:
+        words += [f"--log-dir={flags.enable_each_rank_log}", "--tee=3"]
+    if flags.no_python:
         words += ["--no-python"]
-    elif not args.no_local_rank:
-        words += ["-m", "megatron.compatibility.local_rank", *(["--module"] if args.module else [])]
-    elif args.module:
+    elif not flags.no_local_rank:
+        module = ["--module"] if flags.module else []
+        words += ["-m", "megatron.compatibility.local_rank", *module]
+    elif flags.module:
         words += ["-m"]
-    return [*words, args.user_script, *args.user_args]
+    return [*words, flags.user_script, *flags.user_args]
 
 
 def _environment(own: Sequence[int]) -> dict[str, str]:
@@ -283,11 +308,11 @@ def _environment(own: Sequence[int]) -> dict[str, str]:
     return found
 
 
-def start(nodes: Sequence[Node], args: argparse.Namespace) -> int:
+def start(nodes: Sequence[Node], flags: LauncherFlags) -> int:
     """Start all machines from here, wait, and return the first exit status that is not 0."""
-    options = shlex.split(args.launcher_args)
+    options = shlex.split(flags.launcher_args)
     here = os.getcwd()
-    if args.launcher == "pdsh":
+    if flags.launcher == "pdsh":
         same = {(node.environment.get("CUDA_VISIBLE_DEVICES"), len(node.slots)) for node in nodes}
         if len(same) > 1:
             raise ConfigError(
@@ -297,11 +322,11 @@ def start(nodes: Sequence[Node], args: argparse.Namespace) -> int:
                 fix="use --launcher ssh",
             )
         line = nodes[0].shell(here).replace("--node-rank=0", "--node-rank=%n")
-        port = [] if args.ssh_port is None else [f"-o'Port={args.ssh_port}'"]
+        port = [] if flags.ssh_port is None else [f"-o'Port={flags.ssh_port}'"]
         hosts = ",".join(node.host for node in nodes)
         commands = [["pdsh", "-S", "-R", "ssh", "-w", hosts, *port, *options, line]]
     else:
-        port = [] if args.ssh_port is None else ["-p", str(args.ssh_port)]
+        port = [] if flags.ssh_port is None else ["-p", str(flags.ssh_port)]
         commands = [["ssh", *port, *options, n.host, n.shell(here)] for n in nodes]
     running = [subprocess.Popen(command) for command in commands]
     status = 0
@@ -323,27 +348,27 @@ def start(nodes: Sequence[Node], args: argparse.Namespace) -> int:
 
 def main(words: Sequence[str] | None = None) -> int:
     """Start a script, or print how to; return the exit status."""
-    args = parser().parse_args(words)
+    flags = parser().parse_args(words, namespace=LauncherFlags())
     try:
-        nodes = plan(args)
+        nodes = plan(flags)
     except MegatronError as error:
         print(error, file=sys.stderr)
         return 2
-    is_local = len(nodes) == 1 and nodes[0].host in _LOCAL_NAMES and not args.force_multi
-    if args.no_ssh or is_local:
-        number = 0 if is_local else args.node_rank
+    is_local = len(nodes) == 1 and nodes[0].host in _LOCAL_NAMES and not flags.force_multi
+    if flags.no_ssh or is_local:
+        number = 0 if is_local else flags.node_rank
         if not 0 <= number < len(nodes):
             print(f"--no_ssh: give --node_rank, 0 to {len(nodes) - 1}", file=sys.stderr)
             return 2
         node = nodes[number]
         print(f"{shlex.join(node.command)}", flush=True)
         return subprocess.call(node.command, env={**os.environ, **node.environment})
-    if args.launcher == "print":
+    if flags.launcher == "print":
         for number, node in enumerate(nodes):
             print(f"# machine {number}, {node.host}:\n{node.shell(os.getcwd())}\n")
         print("# or start all of them from here: --launcher ssh, or --launcher pdsh")
         return 0
-    return start(nodes, args)
+    return start(nodes, flags)
 
 
 if __name__ == "__main__":

@@ -52,6 +52,7 @@ def validate_args(
     vars(args).update(vars(run.namespace()))
     if isinstance(args, Args):
         args.run = run
+        args.remember(run)
     return args
 
 
@@ -92,17 +93,12 @@ def run_as_in(args: argparse.Namespace) -> ResolvedRun:
 
     A loop that asks in every step gets the same object until a setting is changed.
     """
-    counters = ("iteration", "consumed_train_samples", "consumed_valid_samples",
-                "skipped_train_samples", "num_floating_point_operations_so_far",
-                "curr_iteration")  # fmt: skip
-    values = {name: value for name, value in vars(args).items() if name not in counters}
-    known = getattr(args, "latest", None)
-    if known is not None and known[0] == values:
-        run: ResolvedRun = known[1]
-        return run
+    known = args.unchanged_run() if isinstance(args, Args) else None
+    if known is not None:
+        return known
     run = run_from_args(args).overlaid(vars(args))
     if isinstance(args, Args):
-        args.latest = (values, run)
+        args.remember(run)
     return run
 
 

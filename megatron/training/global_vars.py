@@ -10,9 +10,14 @@ from typing import Any
 
 from megatron.core import num_microbatches_calculator as calculator
 from megatron.core.foundation.errors import ConfigError
+from megatron.core.settings.flags import from_args
 from megatron.core.timers import Timers
 from megatron.core.tokenizers.base import TextTokenizer
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer as make_tokenizer
+from megatron.training.config.batch import ScheduleSettings
+from megatron.training.config.data import TokenizerSettings
+from megatron.training.config.logging import LoggingSettings
+from megatron.training.config.model import ModelSettings
 
 _slots: dict[str, Any] = {}
 
@@ -96,18 +101,20 @@ def set_global_variables(args: argparse.Namespace, build_tokenizer: bool = True)
         build_tokenizer: also build the tokenizer that the settings name.
     """
     set_args(args)
-    set_timers(Timers(args.timing_log_level, args.timing_log_option))
+    values = vars(args)
+    logging, schedule = from_args(LoggingSettings, values), from_args(ScheduleSettings, values)
+    set_timers(Timers(logging.timing_log_level, logging.timing_log_option))
     calculator.reconfigure_num_microbatches_calculator(
         args.rank,
-        args.rampup_batch_size,
-        args.global_batch_size,
-        args.micro_batch_size,
+        schedule.rampup_batch_size,
+        schedule.global_batch_size,
+        schedule.micro_batch_size,
         args.data_parallel_size,
-        args.decrease_batch_size_if_needed,
-        args.step_batch_size_schedule,
-        args.seq_length,
+        schedule.decrease_batch_size_if_needed,
+        schedule.step_batch_size_schedule,
+        from_args(ModelSettings, values).seq_length,
     )
-    if build_tokenizer and args.tokenizer_type is not None:
+    if build_tokenizer and from_args(TokenizerSettings, values).tokenizer_type is not None:
         set_tokenizer(make_tokenizer(args))
 
 

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.distributed.sharding_arithmetic import BLOCK
+from megatron.core.foundation.errors import ConfigError
 
 SCALE_BYTES = 4
 
@@ -153,7 +154,13 @@ def codec_of(dtype: torch.dtype, *, is_second_moment: bool = False) -> Codec:
         return BFloat16Codec()
     if dtype == torch.float16:
         return BlockScaledCodec(torch.float16, 13, 2.0**-14, 65504.0, is_second_moment)
-    assert dtype in (torch.uint8, torch.float8_e4m3fn), dtype
+    if dtype not in (torch.uint8, torch.float8_e4m3fn):
+        raise ConfigError(
+            f"state of the optimizer in {dtype}.",
+            rule="it is kept in fp32, bf16, fp16 or fp8",
+            flags=["--exp-avg-dtype", "--exp-avg-sq-dtype"],
+            fix="use torch.float32, torch.bfloat16, torch.float16 or torch.uint8, which means fp8",
+        )
     return BlockScaledCodec(torch.float8_e4m3fn, 20, 2.0**-6, 448.0, is_second_moment)
 
 

@@ -29,7 +29,6 @@ from megatron.core.utils import get_pg_rank
 from megatron.planner.tracing.ledger import Kind, Peak, StorageLedger
 from megatron.training import global_vars
 from megatron.training.config.resolved import ResolvedRun
-from megatron.training.config.transformer_settings import transformer_config
 from megatron.training.metrics.model_size import ModelSize
 from megatron.training.run.context import MicrobatchPlanner, StepPlan, TrainingContext
 from megatron.training.run.step import forward_backward
@@ -226,7 +225,7 @@ class RankUnderTest:
     @staticmethod
     def _data(run: ResolvedRun, pp_rank: int, num_chunks: int) -> Any:
         """Return micro batches for the chunks that read tokens or compute losses."""
-        layout = pipeline_layout(transformer_config(run))
+        layout = pipeline_layout(run.transformer_config)
         vocab_size = ModelSize.from_settings(run).vocab_size
         found = []
         for chunk in range(num_chunks):

@@ -16,6 +16,7 @@ from megatron.core.dist_checkpointing.collective import run_collectively, run_on
 from megatron.core.dist_checkpointing.loader import open_contents
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.dist_checkpointing.object_store import StoragePath, storage_path
+from megatron.core.foundation.errors import ConfigError
 from megatron.core.transport.object_collectives import ControlGroup
 from megatron.training.checkpointing.non_persistent_local import LocalCheckpoints, LocalSettings
 from megatron.training.checkpointing.restore import Restored, Restorer
@@ -73,7 +74,13 @@ def open_non_persistent(
         return GlobalCheckpoints(storage_path(directory), layout, peers)
     if settings.non_persistent_ckpt_type != "local":
         return None
-    assert settings.non_persistent_local_ckpt_dir is not None
+    if settings.non_persistent_local_ckpt_dir is None:
+        raise ConfigError(
+            "--non-persistent-ckpt-type local without --non-persistent-local-ckpt-dir.",
+            rule="local checkpoints are kept in a directory of each node",
+            flags=["--non-persistent-local-ckpt-dir"],
+            fix="add --non-persistent-local-ckpt-dir DIRECTORY, or use the type global",
+        )
     ranks_of_a_node = os.environ.get("LOCAL_WORLD_SIZE", "1")
     distance = settings.replication_jump or int(ranks_of_a_node)
     local = LocalSettings(

@@ -14,7 +14,6 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.cli.parser import ParsedCommand
 from megatron.training.config.resolved import ResolvedRun
 from megatron.training.config.run import RunConfig, all_flags, plain
-from megatron.training.config.transformer_settings import transformer_config
 from megatron.training.config.vocabulary import resolve_vocabulary
 from megatron.training.launch import rank_info
 from megatron.training.metrics.flops import (
@@ -36,7 +35,7 @@ def describe_run(read: Callable[[], ParsedCommand]) -> str:
     """
     run = resolve_and_check(read, planned_world_size)
     run = resolve_vocabulary(run, build_tokenizer(run.namespace()).vocab_size)
-    size, config = ModelSize.from_settings(run), transformer_config(run)
+    size, config = ModelSize.from_settings(run), run.transformer_config
     layout = pipeline_layout(config)
     sections = [
         ("settings that differ from their defaults", _settings(run)),

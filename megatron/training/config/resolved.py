@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import copy
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megatron.core.settings.flags import derived_args, flag_specs
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.training.config.data import TokenizerSettings
+from megatron.training.config.model import ModelSettings
 from megatron.training.config.run import GROUP_CLASSES, RunConfig
+from megatron.training.config.transformer_settings import transformer_config
 
 
 @dataclass(frozen=True)
@@ -83,10 +88,39 @@ class ResolvedRun(RunConfig):
             "consumed_valid_samples": 0,
         }
 
+    @functools.cached_property
+    def transformer_config(self) -> TransformerConfig:
+        """The model's config, built once: for the rules, the layout, the model and its data.
+
+        Raises:
+            ConfigError: with all problems of the model and its layout.
+        """
+        return transformer_config(
+            self.model,
+            self.latent_attention,
+            self.experts,
+            self.parallelism,
+            self.precision,
+            self.extra,
+        )
+
+    def with_vocabulary(
+        self, model: ModelSettings, tokenizer: TokenizerSettings, derived: Sequence[Derivation]
+    ) -> ResolvedRun:
+        """Return a copy with the rows of the embedding, on which no other field depends."""
+        derivations = (*self.derivations, *derived)
+        found = replace(self, model=model, tokenizer=tokenizer, derivations=derivations)
+        if "transformer_config" in vars(self):
+            config = copy.copy(self.transformer_config)
+            config.unpadded_vocab_size = model.unpadded_vocab_size
+            vars(found)["transformer_config"] = config
+        return found
+
     def namespace(self) -> Args:
         """Return all settings as Megatron's `args`. Changing it changes nothing in the run."""
         args = Args(**self.values, **self.extra)
         args.run = self
+        args.remember(self)
         return args
 
     def overlaid(self, values: Mapping[str, Any]) -> ResolvedRun:
@@ -118,3 +152,21 @@ class Args(argparse.Namespace):
     run: ResolvedRun
     latest: tuple[Mapping[str, Any], ResolvedRun]
     """Values that a script's settings had when they were last resolved, and the result."""
+
+    def remember(self, run: ResolvedRun) -> None:
+        """Keep `run` as what the present values stand for."""
+        self.latest = (self._settings(), run)
+
+    def unchanged_run(self) -> ResolvedRun | None:
+        """Return the run that was remembered, unless a setting was changed since."""
+        known = getattr(self, "latest", None)
+        return known[1] if known is not None and known[0] == self._settings() else None
+
+    def _settings(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name not in _COUNTERS}
+
+
+_COUNTERS = ("iteration", "consumed_train_samples", "consumed_valid_samples",
+             "skipped_train_samples", "num_floating_point_operations_so_far",
+             "curr_iteration")  # fmt: skip
+"""What a script counts in its `args`: no settings."""

@@ -12,9 +12,10 @@ from torch import nn
 
 from megatron.core.settings.flags import arg_name, from_args
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.training.config.model import ModelSettings
+from megatron.training.config.experts import ExpertSettings
+from megatron.training.config.model import LatentAttentionSettings, ModelSettings
+from megatron.training.config.parallelism import ParallelismSettings
 from megatron.training.config.precision import PrecisionSettings
-from megatron.training.config.resolved import ResolvedRun
 
 ConfigT = TypeVar("ConfigT", bound=TransformerConfig)
 
@@ -36,17 +37,30 @@ def activation_of(model: ModelSettings) -> tuple[Callable[..., Any], bool]:
     return F.gelu, False
 
 
-def transformer_fields(run: ResolvedRun) -> dict[str, Any]:
-    """Return keyword arguments for `TransformerConfig`."""
+def transformer_config(
+    model: ModelSettings,
+    latent_attention: LatentAttentionSettings,
+    experts: ExpertSettings,
+    parallelism: ParallelismSettings,
+    precision: PrecisionSettings,
+    extra: Mapping[str, Any],
+) -> TransformerConfig:
+    """Build the model's config from the groups that it has fields of.
+
+    Args:
+        extra: arguments of a script, of which those with the name of a field count.
+    Raises:
+        ConfigError: with all problems of the model and its layout.
+    """
     known = {field.name for field in dataclasses.fields(TransformerConfig)}
-    found = {name: value for name, value in run.extra.items() if name in known}
-    for group in (run.model, run.latent_attention, run.experts, run.parallelism, run.precision):
+    found = {name: value for name, value in extra.items() if name in known}
+    for group in (model, latent_attention, experts, parallelism, precision):
         for field in dataclasses.fields(group):
             value = getattr(group, field.name)
             if field.name in known and value is not None:
                 found[field.name] = value
-    found["pipeline_dtype"] = run.precision.params_dtype
-    return _composed(found, run.model, run.precision)
+    found["pipeline_dtype"] = precision.params_dtype
+    return TransformerConfig(**_composed(found, model, precision))
 
 
 def _composed(
@@ -65,15 +79,6 @@ def _composed(
     if is_fp32 or precision.fp32_residual_connection:
         found.pop("pipeline_dtype", None)  # the config knows it
     return found
-
-
-def transformer_config(run: ResolvedRun) -> TransformerConfig:
-    """Build the model's config.
-
-    Raises:
-        ConfigError: with all problems of the model and its layout.
-    """
-    return TransformerConfig(**transformer_fields(run))
 
 
 def transformer_config_from_args(

@@ -36,9 +36,4 @@ def resolve_vocabulary(run: ResolvedRun, tokenizer_size: int) -> ResolvedRun:
         formula = f"{size} rounded up to a multiple of {multiple} * tp {tp}"
         tokenizer = replace(asked, padded_vocab_size=padded)
         derived.append(Derivation("padded_vocab_size", padded, formula))
-    return replace(
-        run,
-        model=replace(run.model, unpadded_vocab_size=size),
-        tokenizer=tokenizer,
-        derivations=(*run.derivations, *derived),
-    )
+    return run.with_vocabulary(replace(run.model, unpadded_vocab_size=size), tokenizer, derived)

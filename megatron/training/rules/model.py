@@ -9,7 +9,6 @@ from typing import Any
 from megatron.core.foundation.errors import ConfigError, MegatronError
 from megatron.core.pipeline_parallel.layout import check_prediction_stage, pipeline_layout
 from megatron.training.config.resolved import ResolvedRun
-from megatron.training.config.transformer_settings import transformer_fields
 from megatron.training.rules.registry import problem, rule
 from megatron.training.rules.sizes import REQUIRED
 
@@ -43,14 +42,11 @@ def has_sizes(run: ResolvedRun) -> bool:
 @rule
 def the_model_fits_its_layout(run: ResolvedRun) -> Iterator[MegatronError]:
     """What the model's own config and the stage layout refuse."""
-    from megatron.core.transformer.transformer_config import TransformerConfig
-
     if not has_sizes(run):
         return
-    fields = transformer_fields(run)
     config: Any
     try:
-        config = TransformerConfig(**fields)
+        config = run.transformer_config
     except ConfigError as error:
         yield from error.problems or (error,)
         config = _StageFields(run)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -31,7 +32,6 @@ from megatron.training import global_vars
 from megatron.training.arguments import run_as_in
 from megatron.training.config.adapters import LoraSettings
 from megatron.training.config.resolved import ResolvedRun
-from megatron.training.config.transformer_settings import transformer_config
 from megatron.training.launch.printing import print_rank_0
 
 ModelProvider = Callable[..., nn.Module]
@@ -73,7 +73,7 @@ def build_model(
         provider: called once per chunk with those of `pre_process`, `post_process`, `vp_stage`,
             `config` and `pg_collection` that it takes.
     """
-    config = transformer_config(run)
+    config = copy.copy(run.transformer_config)  # callbacks are set in it: one for each model
     layout = pipeline_layout(config)
     num_chunks = run.parallelism.virtual_pipeline_model_parallel_size or 1
     pp_rank = get_pg_rank(groups.pp)

@@ -6,10 +6,8 @@ import argparse
 
 from megatron.core.pipeline_parallel.layout import pipeline_layout
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.settings.flags import from_args
 from megatron.core.utils import get_pg_rank
-from megatron.training.config.data import DataSettings
-from megatron.training.config.transformer_settings import transformer_config_from_args
+from megatron.training.arguments import run_as_in
 
 
 def is_dataset_built_on_rank(args: argparse.Namespace, vp_stage: int | None = None) -> bool:
@@ -18,9 +16,9 @@ def is_dataset_built_on_rank(args: argparse.Namespace, vp_stage: int | None = No
     The first stage needs tokens and the last one labels. Masks that follow the documents
     (--reset-attention-mask, --sft) are needed by every stage.
     """
-    data = from_args(DataSettings, vars(args))
-    if data.reset_attention_mask or data.sft:
+    run = run_as_in(args)
+    if run.data.reset_attention_mask or run.data.sft:
         return True
-    layout = pipeline_layout(transformer_config_from_args(vars(args)))
+    layout = pipeline_layout(run.transformer_config)
     pp_rank = get_pg_rank(ProcessGroupCollection.current().pp)
     return layout.has_embedding(pp_rank, vp_stage) or layout.has_loss(pp_rank, vp_stage)

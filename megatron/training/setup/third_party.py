@@ -42,7 +42,7 @@ def setup_model_and_optimizer(
     scheduler = build_scheduler(run, optimizer)
     install_callbacks(run, model, optimizer, groups, global_vars.get_timers())
     args.iteration, args.num_floating_point_operations_so_far = 0, 0.0
-    if args.load is not None or args.pretrained_checkpoint is not None:
+    if run.checkpoint.load is not None or run.checkpoint.pretrained_checkpoint is not None:
         args.iteration, args.num_floating_point_operations_so_far = load_checkpoint(
             model, optimizer, scheduler
         )

@@ -23,7 +23,6 @@ from megatron.core.pipeline_parallel.layout import pipeline_layout
 from megatron.training.cli.dry_run import memory_of_stages
 from megatron.training.cli.parser import parse_command_line
 from megatron.training.config.resolve import resolve
-from megatron.training.config.transformer_settings import transformer_config
 from megatron.training.config.vocabulary import resolve_vocabulary
 from megatron.training.metrics.model_size import ModelSize
 from megatron.training.setup.model import build_model
@@ -123,7 +122,7 @@ def compare(model, dtype):
     for stage in range(4):
         run = run_of(model, stage, dtype)
         size = ModelSize.from_settings(run)
-        (estimate,) = memory_of_stages(run, size, pipeline_layout(transformer_config(run)))
+        (estimate,) = memory_of_stages(run, size, pipeline_layout(run.transformer_config))
         parts = estimate.parts
         # The report has the peak at the loss, logits and their fp32 copy; the former are saved.
         item = {"fp32": 4, "bf16": 2}[dtype]

@@ -24,7 +24,6 @@ from megatron.hugging_face.families.family import geometry_of
 from megatron.hugging_face.reading import full_name
 from megatron.training.cli.parser import parse_command_line
 from megatron.training.config.resolve import resolve
-from megatron.training.config.transformer_settings import transformer_config
 from tests.harness.tolerances import FP32_REORDERED_SUM, assert_close
 
 VOCAB, LENGTH = 97, 24
@@ -204,7 +203,7 @@ def our_model(
     config = parse_command_line([*flags_for(directory), *words]).config
     run = resolve(config, world_size=tp * num_stages * get_pg_size(groups.dp))
     run = run.overlaid({"unpadded_vocab_size": run.tokenizer.vocab_size})
-    transformer = transformer_config(run)
+    transformer = run.transformer_config
     model = GPTModel(
         transformer,
         get_gpt_decoder_block_spec(transformer, use_transformer_engine=False, pp_rank=stage),

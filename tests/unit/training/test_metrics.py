@@ -16,7 +16,6 @@ from megatron.core.models.gpt.presets import preset, preset_names
 from megatron.core.parameters.param_meta import get_param_meta
 from megatron.training.cli.parser import parse_command_line
 from megatron.training.config.resolve import resolve
-from megatron.training.config.transformer_settings import transformer_config
 from megatron.training.metrics.flops import (
     FlopConvention,
     forward_flops_per_token,
@@ -130,7 +129,7 @@ def test_the_count_is_that_of_the_model_that_is_built(flags, is_tied):
     if not is_tied:
         words.append("--untie-embeddings-and-output-weights")
     run = resolve(parse_command_line(words).config, world_size=1)
-    config = transformer_config(run)
+    config = run.transformer_config
     spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False)
     model = GPTModel(
         config, spec, vocab_size=64, max_sequence_length=8, position_embedding_type="rope",

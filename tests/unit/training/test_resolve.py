@@ -14,11 +14,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.training.arguments import run_as_in
 from megatron.training.cli.parser import parse_command_line
 from megatron.training.config.resolve import resolve
 from megatron.training.config.resolved import Machine
-from megatron.training.config.transformer_settings import transformer_config
 from megatron.training.config.vocabulary import pad_vocabulary, resolve_vocabulary
+from megatron.training.rules import resolve_and_check
+from megatron.training.setup.stages import is_dataset_built_on_rank
 
 
 def words_of(text: str) -> list[str]:
@@ -259,4 +262,23 @@ def test_latent_attention_takes_local_layers_beside_those_of_transformer_engine(
 @pytest.mark.parametrize("kind", ["rope", "yarn"])
 def test_the_rotation_of_latent_attention_is_chosen_by_rope_type(kind):
     resolved = run("--multi-latent-attention", "--rope-type", kind)
-    assert transformer_config(resolved).rope_type == kind
+    assert resolved.transformer_config.rope_type == kind
+
+
+def test_the_config_of_the_model_is_built_once(monkeypatch):
+    built = []
+    post_init = TransformerConfig.__post_init__
+    monkeypatch.setattr(
+        TransformerConfig, "__post_init__", lambda self: [built.append(self), post_init(self)]
+    )
+    command = parse_command_line(SMALL)
+    checked = resolve_and_check(lambda: command, lambda config: 1)
+    found = resolve_vocabulary(checked, 300)
+    args = found.namespace()
+    assert run_as_in(args) is found
+    assert is_dataset_built_on_rank(args)
+    assert built == [checked.transformer_config]
+    assert found.transformer_config.unpadded_vocab_size == found.model.unpadded_vocab_size
+
+    args.num_layers = 6
+    assert run_as_in(args).transformer_config.num_layers == 6

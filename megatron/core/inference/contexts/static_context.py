@@ -95,7 +95,12 @@ class StaticInferenceContext(BaseInferenceContext):
         if self._entered == (num_tokens, num_rows):
             return
         offsets = self._offsets or (self._offset,) * num_rows
-        assert len(offsets) == num_rows, (len(offsets), num_rows)
+        if len(offsets) != num_rows:
+            raise ConfigError(
+                f"a pass over {num_rows} rows, of which set_rows() gave {len(offsets)}.",
+                rule="set_rows() is called with an offset and a length for each row of the pass",
+                fix=f"give set_rows() {num_rows} offsets and lengths",
+            )
         self._num_keys = max(offsets) + num_tokens
         rows = self.batch_size_offset + num_rows
         if self._num_keys > self.max_sequence_length or rows > self.max_batch_size:
