@@ -9,31 +9,28 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 import tempfile
 import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-os.environ["TOKENIZERS_PARALLELISM"] = "false"
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.append(str(ROOT))
+import numpy as np
 
-import numpy as np  # noqa: E402
-
-from megatron.core.datasets.blends.sampling import greedy_blend  # noqa: E402
-from megatron.core.datasets.indexed_dataset import (  # noqa: E402
+from megatron.core.datasets.blends.sampling import greedy_blend
+from megatron.core.datasets.indexed_dataset import (
     IndexedDataset,
     IndexedDatasetBuilder,
 )
-from megatron.core.datasets.order.index_building import (  # noqa: E402
+from megatron.core.datasets.order.index_building import (
     EpochPlan,
     build_document_index,
     build_sample_index,
     build_shuffle_index,
     plan_epochs,
 )
+
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 
 def timed(label: str, work: Callable[[], object]) -> None:

@@ -14,13 +14,10 @@ import argparse
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.tensor_parallel import Call, backward_of, take_turns
 from megatron.core.foundation.optional_imports import has, require

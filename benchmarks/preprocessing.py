@@ -29,11 +29,9 @@ import tempfile
 import time
 from pathlib import Path
 
+from megatron.core.datasets.indexed_dataset import IndexedDataset
+
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.append(str(ROOT))
-
-from megatron.core.datasets.indexed_dataset import IndexedDataset  # noqa: E402
-
 RAW = r"""
 import os
 os.environ["TOKENIZERS_PARALLELISM"] = "false"

@@ -1,7 +1,7 @@
 """What the tensor-parallel layers and fused functions cost beside plain torch.
 
-    python benchmarks/tensor_parallel.py             # one process, processor time
-    python benchmarks/tensor_parallel.py --gloo      # collectives of two processes, wall time
+    python -m benchmarks.tensor_parallel             # one process, processor time
+    python -m benchmarks.tensor_parallel --gloo      # collectives of two processes, wall time
 
 Each function alternates with its plain counterpart in one run on one thread; figures are medians.
 Shapes: 1,024 tokens, width 512, MLP 2,048 (gated: 1,408), vocabulary 32,000.
@@ -12,19 +12,15 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch import Tensor, nn
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.fusions.fused_bias_swiglu import swiglu

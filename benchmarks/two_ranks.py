@@ -1,6 +1,6 @@
 """Wall time of two ranks against the same work without communication.
 
-    python benchmarks/two_ranks.py            # TP 2, TP 2 + SP, PP 2, VPP 2, DP 2 on a CPU
+    python -m benchmarks.two_ranks            # TP 2, TP 2 + SP, PP 2, VPP 2, DP 2 on a CPU
 
 Two single-threaded processes run 8 micro batches of sequence 256 through a GPT of width 512
 (forward, backward, gradient finalisation; no optimizer step). Each layout alternates with its own
@@ -18,18 +18,14 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.core import parallel_state
 from megatron.core.distributed import (

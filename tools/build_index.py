@@ -15,8 +15,6 @@ import sys
 import time
 from collections.abc import Sequence
 
-sys.path.append(os.path.join(os.path.dirname(os.path.abspath(__file__)), os.pardir))
-
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.utils import Split
 from megatron.core.foundation.exit_status import ExitStatus, tool

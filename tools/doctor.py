@@ -16,8 +16,6 @@ import os
 import sys
 from collections.abc import Sequence
 
-sys.path.append(os.path.join(os.path.dirname(os.path.abspath(__file__)), os.pardir))
-
 from megatron.core.foundation.exit_status import ExitStatus, tool
 from megatron.training.doctor import findings
 from megatron.training.doctor.findings import Finding, State

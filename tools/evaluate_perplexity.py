@@ -15,12 +15,8 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
-import sys
 from collections.abc import Iterator
 from pathlib import Path
-
-sys.path.append(os.path.join(os.path.dirname(os.path.abspath(__file__)), os.pardir))
 
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.foundation.errors import ConfigError, DataError

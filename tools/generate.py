@@ -14,12 +14,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
-
-sys.path.append(os.path.join(os.path.dirname(os.path.abspath(__file__)), os.pardir))
 
 from megatron.core.foundation.errors import ConfigError, DataError
 from megatron.inference.engine import Engine, Request

@@ -25,8 +25,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import ClassVar
 
-sys.path.append(os.path.join(os.path.dirname(os.path.abspath(__file__)), os.pardir))
-
 from megatron.core.datasets.blended_megatron_dataset_config import SAMPLE_ORDERS
 from megatron.core.datasets.corpus import inspection
 from megatron.core.datasets.corpus.paths import MASK_SUFFIX

@@ -18,8 +18,6 @@ import os
 import sys
 from collections.abc import Sequence
 
-sys.path.append(os.path.join(os.path.dirname(os.path.abspath(__file__)), os.pardir))
-
 import numpy as np
 
 from megatron.core.datasets.corpus.index_file import write_index

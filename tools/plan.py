@@ -17,10 +17,6 @@ from pathlib import Path
 
 import numpy as np
 
-REPOSITORY = Path(__file__).resolve().parent.parent
-if str(REPOSITORY) not in sys.path:
-    sys.path.insert(0, str(REPOSITORY))
-
 from megatron.core.foundation.exit_status import ExitStatus, tool
 from megatron.planner.figures import TITLES, figures
 from megatron.planner.hardware import load_hardware, save_constants

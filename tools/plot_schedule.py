@@ -15,10 +15,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-REPOSITORY = Path(__file__).resolve().parent.parent
-if str(REPOSITORY) not in sys.path:
-    sys.path.insert(0, str(REPOSITORY))
-
 from megatron.core.foundation.exit_status import ExitStatus, tool
 from megatron.core.pipeline_parallel.instructions import FORWARD, WEIGHT_GRAD
 from megatron.core.pipeline_parallel.lower import lower

@@ -22,8 +22,6 @@ from typing import Any
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("RAYON_NUM_THREADS", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-sys.path.append(os.path.join(os.path.dirname(os.path.abspath(__file__)), os.pardir))
-
 from megatron.core.datasets.corpus.index_file import DType
 from megatron.core.datasets.corpus.paths import MASK_SUFFIX
 from megatron.core.datasets.preprocessing.chat_template import find_chat_template

@@ -20,13 +20,12 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-ROOT = os.path.abspath(os.path.join(os.path.dirname(os.path.abspath(__file__)), os.pardir))
-sys.path.append(ROOT)
-
 from megatron.core.datasets.preprocessing.flags import usable_cores
 from megatron.core.foundation.errors import ConfigError
 from megatron.core.foundation.exit_status import ExitStatus, tool
 from megatron.core.foundation.optional_imports import require
+
+ROOT = os.path.abspath(os.path.join(os.path.dirname(os.path.abspath(__file__)), os.pardir))
 
 
 class ShardTask:

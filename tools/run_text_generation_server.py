@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import os
 import signal
 import socket
 import sys
@@ -23,8 +22,6 @@ import threading
 import time
 from pathlib import Path
 from typing import Any
-
-sys.path.append(os.path.join(os.path.dirname(os.path.abspath(__file__)), os.pardir))
 
 from megatron.core.datasets.preprocessing.chat_template import find_chat_template
 from megatron.core.datasets.preprocessing.template_process import (

@@ -74,3 +74,13 @@ def test_the_tour_names_every_module_state():
 def test_the_keys_that_are_read_of_deepspeeds_json_are_declared():
     for key in deepspeed_keys():
         key_at(key)
+
+
+def test_scripts_import_the_installed_package():
+    """No script adds folders to the import path; a folder that is run replaces its own entry."""
+    root = Path(__file__).resolve().parents[2]
+    tops = ("tools", "benchmarks", "examples")
+    scripts = [path for top in tops for path in (root / top).rglob("*.py")]
+    assert len(scripts) > 40
+    patched = {str(p.relative_to(root)) for p in scripts if "sys.path" in p.read_text()}
+    assert patched == {"tools/checkpoint/__main__.py"}
