@@ -127,30 +127,25 @@ def exposed_replicated_data(
 ) -> FloatArray:
     """Return what of reducing gradients and gathering parameters nothing hides.
 
-    One backward hides the reductions and one forward the gathers, in software that overlaps.
+    One backward hides the reductions and one forward the gathers, in software that overlaps;
+    gradients and parameters travel in 16 bits, so that both move the same.
     """
     shares = parameters_of_rank(workloads)
     size = workloads.data_size * workloads.context_size
     expert_size = np.maximum(size / workloads.expert_size, 1.0)
     tp = workloads.tensor_size
     expert_stride = workloads.experts_tensor_size * workloads.expert_size
-    bytes_of_gradient = 2.0
     # The output layer's tied copy is reduced by its own group; it is small beside the rest.
-    reduce_dense = collectives.all_gather(bytes_of_gradient * shares.dense, size, tp)
-    reduce_expert = collectives.all_gather(
-        bytes_of_gradient * shares.expert, expert_size, expert_stride
-    )
-    gather_dense = collectives.all_gather(2 * shares.dense, size, tp)
-    gather_expert = collectives.all_gather(2 * shares.expert, expert_size, expert_stride)
-    reduce, gather = reduce_dense + reduce_expert, gather_dense + gather_expert
+    dense = collectives.all_gather(2 * shares.dense, size, tp)
+    exchange = dense + collectives.all_gather(2 * shares.expert, expert_size, expert_stride)
     share = hardware.per_software("data_exposed", workloads)
     # Chunks of an interleaved stage are done at different times of the last p micro batches.
     chunks = workloads.num_chunks
     spread = 1 + (workloads.pipeline_size - 1) * (1 - 1 / chunks)
     window = np.where(workloads.flash_attention > 0, stage_layers * spread, 0.0)
-    exposed = reduce * share + np.maximum(reduce * (1 - share) - window * layer.backward, 0.0)
-    exposed = exposed + gather * share
-    return exposed + np.maximum(gather * (1 - share) - window * layer.forward, 0.0)
+    always, hideable = exchange * share, exchange * (1 - share)
+    exposed = always + np.maximum(hideable - window * layer.backward, 0.0)
+    return exposed + always + np.maximum(hideable - window * layer.forward, 0.0)
 
 
 def exposed_sharded_data(

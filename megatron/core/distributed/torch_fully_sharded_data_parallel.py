@@ -113,9 +113,14 @@ class TorchFullyShardedDataParallel(DistributedDataParallel):
                     self._fsdp_modules.append(part)
         # torch 2.7 moves a shard that it pads to new memory when it first gathers it, and an update
         # of the old memory would be lost without a word: it gathers before the shards are read.
-        for module in self._fsdp_modules:
-            module.unshard()
-            module.reshard()
+        if any(
+            p.shape[0] % p.device_mesh.size()
+            for p in self.module.parameters()
+            if isinstance(p, DTensor)
+        ):
+            for module in self._fsdp_modules:
+                module.unshard()
+                module.reshard()
         for name, parameter in self.module.named_parameters():
             vars(parameter).update(metadata[name])
 

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron.core import num_microbatches_calculator as calculator
 from megatron.core.foundation import device
 from megatron.core.optimizer.state_declarations import initialize_state
 from megatron.core.pipeline_parallel.instructions import Op, Placement, Step
@@ -34,6 +33,7 @@ from megatron.training.run.context import MicrobatchPlanner, StepPlan, TrainingC
 from megatron.training.run.step import forward_backward
 from megatron.training.setup.callbacks import install_callbacks
 from megatron.training.setup.distributed import create_groups, seed_everything
+from megatron.training.setup.initialize import configure_num_microbatches
 from megatron.training.setup.model import build_model
 from megatron.training.setup.optimizer import build_optimizer, build_scheduler
 
@@ -202,16 +202,7 @@ class RankUnderTest:
     def _publish(run: ResolvedRun) -> None:
         global_vars.set_args(run.namespace())
         global_vars.set_timers(Timers(0, "max"))
-        calculator.reconfigure_num_microbatches_calculator(
-            run.topology.rank,
-            run.schedule.rampup_batch_size,
-            run.schedule.global_batch_size,
-            run.schedule.micro_batch_size,
-            run.topology.data_parallel_size,
-            run.schedule.decrease_batch_size_if_needed,
-            run.schedule.step_batch_size_schedule,
-            run.model.seq_length,
-        )
+        configure_num_microbatches(run)
 
     def _mark_weights(self, model: Sequence[Any]) -> None:
         for chunk in model:

@@ -174,6 +174,11 @@ def publish(session: Session) -> None:
     global_vars.set_tensorboard_writer(session.tensorboard)
     global_vars.set_wandb_writer(session.wandb)
     global_vars.set_signal_handler(session.signal)
+    configure_num_microbatches(run)
+
+
+def configure_num_microbatches(run: ResolvedRun) -> None:
+    """Give Megatron's calculator of micro batches the batch sizes of `run`."""
     calculator.reconfigure_num_microbatches_calculator(
         run.topology.rank,
         run.schedule.rampup_batch_size,
