@@ -17,6 +17,7 @@ import statistics
 import sys
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,11 @@ from megatron.inference.session import open_session
 from pretrain_gpt import model_provider
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True, kw_only=True)
+class NoFlags:
+    """None beside those of training."""
 
 
 def their_model(directory: Path, options: argparse.Namespace) -> Any:
@@ -62,7 +68,7 @@ def our_model(directory: Path, options: argparse.Namespace) -> Any:
         "--seq-length", "2048", "--transformer-impl", "local",
         *(["--bf16"] if options.dtype == "bf16" else []),
     ]  # fmt: skip
-    return open_session(model_provider, lambda parser: parser).model
+    return open_session(model_provider, NoFlags).model
 
 
 def floor_of(model: Any) -> float:

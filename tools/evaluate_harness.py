@@ -10,8 +10,8 @@ of a model's or a task's repository is executed unless the harness is told so by
 
 from __future__ import annotations
 
-import argparse
 import json
+from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.core.foundation.optional_imports import require
@@ -24,15 +24,20 @@ from megatron.training.setup.distributed import shut_down
 from pretrain_gpt import model_provider
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add the flags of this tool to those of training."""
-    group = parser.add_argument_group("evaluation harness")
-    group.add_argument("--tasks", required=True, help="names, joined by commas")
-    group.add_argument("--include-path", type=Path, help="folder with task files of your own")
-    group.add_argument("--num-fewshot", type=int, help="examples before each question")
-    group.add_argument("--limit", type=int, help="questions of each task, from the first")
-    group.add_argument("--output", type=Path, help="file for the results, in JSON")
-    return parser
+@dataclass(frozen=True, kw_only=True)
+class HarnessFlags:
+    """Evaluation harness."""
+
+    tasks: str
+    """Names, joined by commas."""
+    include_path: Path | None = None
+    """Folder with task files of your own."""
+    num_fewshot: int | None = None
+    """Examples before each question."""
+    limit: int | None = None
+    """Questions of each task, from the first."""
+    output: Path | None = None
+    """File for the results, in JSON."""
 
 
 def main() -> None:
@@ -41,7 +46,7 @@ def main() -> None:
     with failures_reported(status, []):
         harness = require("lm_eval", purpose=PURPOSE)
         tasks = require("lm_eval.tasks", purpose=PURPOSE)
-        session = open_session(model_provider, add_arguments)
+        session = open_session(model_provider, HarnessFlags)
         options = session.options
         folder = None if options.include_path is None else str(options.include_path)
         found = harness.simple_evaluate(

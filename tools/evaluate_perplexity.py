@@ -12,10 +12,10 @@ more context and costs more. The result is the same in every layout, up to the r
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.core.datasets.indexed_dataset import IndexedDataset
@@ -32,18 +32,23 @@ AT_A_TIME = 64
 """Micro batches per rank between two reports of progress."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add the flags of this tool to those of training."""
-    group = parser.add_argument_group("perplexity")
-    group.add_argument("--corpus", help="path of a .bin/.idx pair, without the ending")
-    group.add_argument("--text", type=Path, help="a text file, tokenized as one document")
-    group.add_argument("--window", type=int, help="tokens of a window; --seq-length by default")
-    group.add_argument("--stride", type=int, help="tokens between windows; a window by default")
-    group.add_argument("--max-tokens", type=int, help="of the corpus, from its beginning")
-    return parser
+@dataclass(frozen=True, kw_only=True)
+class PerplexityFlags:
+    """Perplexity."""
+
+    corpus: str | None = None
+    """Path of a .bin/.idx pair, without the ending."""
+    text: Path | None = None
+    """A text file, tokenized as one document."""
+    window: int | None = None
+    """Tokens of a window; --seq-length by default."""
+    stride: int | None = None
+    """Tokens between windows; a window by default."""
+    max_tokens: int | None = None
+    """Of the corpus, from its beginning."""
 
 
-def tokens_of(session: ModelSession) -> tuple[list[int], int | None]:
+def tokens_of(session: ModelSession[PerplexityFlags]) -> tuple[list[int], int | None]:
     """Return the tokens, and the bytes of text that they stand for where they are known."""
     options = session.options
     if (options.corpus is None) == (options.text is None):
@@ -107,7 +112,7 @@ def main() -> None:
     """Load, score, print."""
     status = RunStatus.of_this_process()
     with failures_reported(status, []):
-        session = open_session(model_provider, add_arguments)
+        session = open_session(model_provider, PerplexityFlags)
         options = session.options
         window = options.window or session.run.model.seq_length + 1
         stride = options.stride or window - 1

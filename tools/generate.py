@@ -12,12 +12,13 @@ pretrain_gpt.py. Without --temperature the most likely token is taken.
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.core.foundation.errors import ConfigError, DataError
+from megatron.core.settings.flags import flag
 from megatron.inference.engine import Engine, Request
 from megatron.inference.forward import has_cache
 from megatron.inference.generate import generate
@@ -31,32 +32,37 @@ from megatron.training.setup.distributed import shut_down
 from pretrain_gpt import model_provider
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add the flags of this tool to those of training."""
-    group = parser.add_argument_group("text generation")
-    group.add_argument("--prompt", action="append", default=[], help="text; may be repeated")
-    group.add_argument(
-        "--prompts-file", type=Path, help="a prompt a line, or JSON lines with a 'prompt'"
-    )
-    group.add_argument("--max-new-tokens", type=int, default=50, help="tokens added to each")
-    group.add_argument("--temperature", type=float, default=0.0, help="0 takes the most likely")
-    group.add_argument("--top-k", type=int, default=0, help="choose among the k most likely")
-    group.add_argument("--top-p", type=float, default=1.0, help="choose inside this probability")
-    group.add_argument("--stop", action="append", default=[], help="end before this text")
-    group.add_argument(
-        "--log-probs", type=int, help="with --json: log-probabilities, also of so many best tokens"
-    )
-    group.add_argument("--max-batch-size", type=int, default=32, help="prompts processed at once")
-    group.add_argument("--json", action="store_true", help="write a JSON object a prompt")
-    group.add_argument("--output", type=Path, help="file for the text, besides the screen")
-    group.add_argument(
-        "--no-weight-packing", action="store_true",
-        help="on CPUs: keep no second copy of the weights; slower, half the memory",
-    )  # fmt: skip
-    return parser
+@dataclass(frozen=True, kw_only=True)
+class GenerateFlags:
+    """Text generation."""
+
+    prompt: tuple[str, ...] = flag((), is_repeated=True)
+    """Text; may be repeated."""
+    prompts_file: Path | None = None
+    """A prompt a line, or JSON lines with a 'prompt'."""
+    max_new_tokens: int = 50
+    """Tokens added to each."""
+    temperature: float = 0.0
+    """0 takes the most likely."""
+    top_k: int = 0
+    """Choose among the k most likely."""
+    top_p: float = 1.0
+    """Choose inside this probability."""
+    stop: tuple[str, ...] = flag((), is_repeated=True)
+    """End before this text."""
+    log_probs: int | None = None
+    """With --json: log-probabilities, also of so many best tokens."""
+    max_batch_size: int = 32
+    """Prompts processed at once."""
+    json: bool = False
+    """Write a JSON object a prompt."""
+    output: Path | None = None
+    """File for the text, besides the screen."""
+    no_weight_packing: bool = False
+    """On CPUs: keep no second copy of the weights; slower, half the memory."""
 
 
-def prompts_of(options: argparse.Namespace) -> list[str]:
+def prompts_of(options: GenerateFlags) -> list[str]:
     """Return the prompts of the command line, then those of the file."""
     prompts = list(options.prompt)
     if options.prompts_file is not None:
@@ -100,7 +106,9 @@ def prompt_of_line(line: str, number: int) -> str:
     )
 
 
-def continuations(session: ModelSession, prompts: Sequence[Sequence[int]]) -> list[Continuation]:
+def continuations(
+    session: ModelSession[GenerateFlags], prompts: Sequence[Sequence[int]]
+) -> list[Continuation]:
     """Continue tokenized prompts: with a cache, where the layout has one."""
     options, tokenizer = session.options, session.tokenizer
     sampling = Sampling(
@@ -168,7 +176,7 @@ def main() -> None:
     """Load, continue, print."""
     status = RunStatus.of_this_process()
     with failures_reported(status, []):
-        session = open_session(model_provider, add_arguments)
+        session = open_session(model_provider, GenerateFlags)
         options, tokenizer = session.options, session.tokenizer
         prompts = prompts_of(options)
         found = continuations(session, [tokenizer.tokenize(prompt) for prompt in prompts])

@@ -10,7 +10,6 @@ the pipeline stage that needs most. What torch, its allocator and its kernels us
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -20,6 +19,8 @@ from megatron.core.distributed.distributed_data_parallel_config import SHARDING_
 from megatron.core.foundation.errors import ConfigError
 from megatron.core.foundation.exit_status import ExitStatus, tool
 from megatron.core.pipeline_parallel.layout import pipeline_layout
+from megatron.core.settings.command_line import flags_provider, settings_of
+from megatron.core.settings.flags import flag
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 from megatron.training.cli.dry_run import memory_of_stages, planned_world_size
 from megatron.training.cli.parser import ParsedCommand, parse_command_line
@@ -46,13 +47,16 @@ class Row:
     """Why there is no estimate: this combination does not run."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add what the flags of a run do not say."""
-    group = parser.add_argument_group("Memory report")
-    group.add_argument("--world-size", type=int, help="ranks to plan for")
-    group.add_argument("--all-layouts", action="store_true", default=False, help="every split")
-    group.add_argument("--fits", type=float, metavar="GIB", help="only rows of at most so much")
-    return parser
+@dataclass(frozen=True, kw_only=True)
+class ReportFlags:
+    """Memory report."""
+
+    world_size: int | None = None
+    """Ranks to plan for."""
+    all_layouts: bool = False
+    """Every split."""
+    fits: float | None = flag(None, metavar="GIB")
+    """Only rows of at most so much."""
 
 
 def layouts(values: dict[str, Any], world_size: int, *, is_all: bool) -> Iterator[dict[str, int]]:
@@ -130,15 +134,15 @@ def table(found: Sequence[Row], fits: float | None) -> list[str]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the report; return the exit status."""
     command = parse_command_line(
-        arguments, extra_args_provider=add_arguments, args_defaults=WITHOUT_A_RUN
+        arguments, extra_args_provider=flags_provider(ReportFlags), args_defaults=WITHOUT_A_RUN
     )
-    extra = command.extra
-    world_size = extra["world_size"] or planned_world_size(command.config)
-    found = list(rows(command.config.changed(), world_size, is_all=bool(extra["all_layouts"])))
+    flags = settings_of(ReportFlags, command.extra)
+    world_size = flags.world_size or planned_world_size(command.config)
+    found = list(rows(command.config.changed(), world_size, is_all=flags.all_layouts))
     if not any(row.estimate for row in found):
         print(found[0].reason, file=sys.stderr)
         return ExitStatus.WRONG_USAGE
-    print("\n".join(table(found, extra["fits"])))
+    print("\n".join(table(found, flags.fits)))
     return ExitStatus.DONE
 
 

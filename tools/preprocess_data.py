@@ -11,11 +11,11 @@ killed continues where it stopped when the same command is given again. See docs
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 # Before a tokenizer library is loaded: --workers says how many processes work, each on one thread.
@@ -31,10 +31,9 @@ from megatron.core.datasets.preprocessing.conversations import (
 )
 from megatron.core.datasets.preprocessing.encoder import Encoder
 from megatron.core.datasets.preprocessing.fill_in_middle import FillInMiddle, fill_in_middle
-from megatron.core.datasets.preprocessing.flags import check_flags, parse_flags
+from megatron.core.datasets.preprocessing.flags import PreprocessingFlags
 from megatron.core.datasets.preprocessing.inputs import (
     InputFile,
-    InputFormat,
     expand_inputs,
     share_of,
 )
@@ -43,10 +42,11 @@ from megatron.core.datasets.preprocessing.length_report import check_report_name
 from megatron.core.datasets.preprocessing.sentence_splitting import SentenceSplitter
 from megatron.core.datasets.preprocessing.shards import rank_and_world, shard_name, shards_of
 from megatron.core.datasets.preprocessing.stats import CorpusStats, percentiles_of, summary
-from megatron.core.datasets.preprocessing.template_process import template_limits_of
 from megatron.core.datasets.preprocessing.units import read_units
 from megatron.core.datasets.preprocessing.workers import encode_in_order
 from megatron.core.foundation.exit_status import ExitStatus, tool
+from megatron.core.settings.command_line import read_command_line
+from megatron.core.settings.flags import flag
 from megatron.core.tokenizers.base import TextTokenizer
 from megatron.core.tokenizers.gigatoken_backend import (
     CheckedEngine,
@@ -56,68 +56,110 @@ from megatron.core.tokenizers.gigatoken_backend import (
 )
 from megatron.core.tokenizers.megatron_tokenizer import TOKENIZER_TYPES, make_tokenizer
 
+DESCRIPTION = """Turn text into token files for training: PREFIX_text_document.bin and .idx.
+The same input gives the same bytes with any number of workers. A killed run continues where it
+stopped when the same command is given again.
 
-def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Read the command line; the flags are Megatron's."""
-    return parse_flags(argv, TOKENIZER_TYPES, [one.value for one in TokenizerBackend])
+example:
+  python tools/preprocess_data.py --input 'corpus/*.jsonl.zst' --output-prefix data/corpus \\
+      --tokenizer-type HuggingFaceTokenizer --tokenizer-model FOLDER --append-eod"""
 
 
-def load_tokenizer(args: argparse.Namespace) -> TextTokenizer:
-    """Load the tokenizer that the flags name."""
-    return make_tokenizer(
-        args.tokenizer_type,
-        tokenizer_model=args.tokenizer_model,
-        vocab_file=args.vocab_file,
-        merge_file=args.merge_file,
-        vocab_size=args.vocab_size,
-        vocab_extra_ids=args.vocab_extra_ids,
-        tiktoken_pattern=args.tiktoken_pattern,
-        tiktoken_num_special_tokens=args.tiktoken_num_special_tokens,
-        tiktoken_special_tokens=args.tiktoken_special_tokens,
-        trust_remote_code=args.trust_remote_code,
+@dataclass(frozen=True, kw_only=True)
+class TokenizerFlags:
+    """Tokenizer."""
+
+    tokenizer_type: str = flag(metavar="TYPE", help=", ".join(TOKENIZER_TYPES))
+    tokenizer_model: str | None = None
+    """File, folder or name of the model."""
+    vocab_file: str | None = None
+    """Vocabulary of GPT2BPETokenizer."""
+    merge_file: str | None = None
+    """Merges of GPT2BPETokenizer."""
+    vocab_size: int | None = None
+    """Ids of NullTokenizer, limit of TikTokenizer."""
+    vocab_extra_ids: int = 0
+    """Added <extra_id_N> tokens."""
+    tiktoken_pattern: str | None = None
+    """v1, v2, or a regular expression."""
+    tiktoken_num_special_tokens: int | None = None
+    """Ids reserved before the ranks of a list (1000, or what its file says)."""
+    tiktoken_special_tokens: tuple[str, ...] | None = None
+    """Names of the first of them."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with a tokenizer."""
+    tokenizer_backend: TokenizerBackend = flag(
+        TokenizerBackend.auto, values={one.value: one for one in TokenizerBackend}
     )
+    """auto takes gigatoken where it is installed and gives the same ids."""
+    append_eod: bool = False
+    """End every document with a token."""
+
+    def load(self) -> TextTokenizer:
+        """Load the tokenizer."""
+        return make_tokenizer(
+            self.tokenizer_type,
+            tokenizer_model=self.tokenizer_model,
+            vocab_file=self.vocab_file,
+            merge_file=self.merge_file,
+            vocab_size=self.vocab_size,
+            vocab_extra_ids=self.vocab_extra_ids,
+            tiktoken_pattern=self.tiktoken_pattern,
+            tiktoken_num_special_tokens=self.tiktoken_num_special_tokens,
+            tiktoken_special_tokens=self.tiktoken_special_tokens,
+            trust_remote_code=self.trust_remote_code,
+        )
 
 
-def make_encoder(
-    args: argparse.Namespace, files: Sequence[InputFile]
-) -> Encoder | ConversationEncoder:
+@dataclass(frozen=True, kw_only=True)
+class Flags(PreprocessingFlags):
+    """What the command line says."""
+
+    tokenizer: TokenizerFlags
+
+
+def make_encoder(flags: Flags, files: Sequence[InputFile]) -> Encoder | ConversationEncoder:
     """Load the tokenizer and everything else that a worker needs."""
-    check_flags(args, files)
-    tokenizer = load_tokenizer(args)
-    engine, reason = make_engine(tokenizer, TokenizerBackend(args.tokenizer_backend))
+    flags.check(files)
+    tokenizer = flags.tokenizer.load()
+    engine, reason = make_engine(tokenizer, flags.tokenizer.tokenizer_backend)
     print(f"tokenizing with {reason}", file=sys.stderr)
     checked = CheckedEngine(engine, tokenizer) if isinstance(engine, GigatokenEngine) else engine
-    end = tokenizer.special_id("eod", purpose="--append-eod") if args.append_eod else None
+    end = (
+        tokenizer.special_id("eod", purpose="--append-eod") if flags.tokenizer.append_eod else None
+    )
     dtype = DType.optimal_dtype(tokenizer.vocab_size)
-    if args.sft:
+    if flags.conversations.sft:
         return ConversationEncoder(
             engine=checked,
             template=find_chat_template(
-                args.chat_template, args.tokenizer_model, template_limits_of(args)
+                flags.conversations.chat_template,
+                flags.tokenizer.tokenizer_model,
+                flags.template_limits,
             ),
-            key=args.json_keys[0],
+            key=flags.json_keys[0],
             dtype=dtype,
             vocab_size=tokenizer.vocab_size,
             end_of_document=end,
-            pack_length=args.pack_length,
+            pack_length=flags.conversations.pack_length,
             identity=tokenizer.unique_identifiers,
         )
     splitter = None
-    if args.split_sentences:
-        splitter = SentenceSplitter(args.lang, keep_newlines=args.keep_newlines)
+    if flags.input.split_sentences:
+        splitter = SentenceSplitter(flags.input.lang, keep_newlines=flags.input.keep_newlines)
         splitter.load()
     middle: FillInMiddle | None = None
-    if args.fim_rate:
+    if flags.fill_in_middle.fim_rate:
         middle = fill_in_middle(
             tokenizer.vocab,
-            rate=args.fim_rate,
-            spm_rate=args.fim_spm_rate,
-            seed=args.fim_seed,
-            names=args.fim_tokens,
+            rate=flags.fill_in_middle.fim_rate,
+            spm_rate=flags.fill_in_middle.fim_spm_rate,
+            seed=flags.fill_in_middle.fim_seed,
+            names=flags.fill_in_middle.fim_tokens,
         )
     return Encoder(
         engine=checked,
-        keys=args.json_keys,
+        keys=flags.json_keys,
         dtype=dtype,
         vocab_size=tokenizer.vocab_size,
         end_of_document=end,
@@ -127,22 +169,31 @@ def make_encoder(
     )
 
 
-def settings_of(args: argparse.Namespace, encoder: Encoder | ConversationEncoder) -> dict[str, Any]:
+def settings_of(flags: Flags, encoder: Encoder | ConversationEncoder) -> dict[str, Any]:
     """Return what decides the output besides the files."""
     if isinstance(encoder, ConversationEncoder):
         return {
             "tokenizer": encoder.identity,
             "chat_template": encoder.template.source,
-            "json_keys": args.json_keys,
-            "append_eod": args.append_eod,
-            "pack_length": args.pack_length,
+            "json_keys": flags.json_keys,
+            "append_eod": flags.tokenizer.append_eod,
+            "pack_length": flags.conversations.pack_length,
         }
-    names = "json_keys split_sentences append_eod fim_rate"
-    if args.split_sentences:
-        names += " lang keep_newlines"
-    if args.fim_rate:
-        names += " fim_spm_rate fim_seed fim_tokens"
-    return {"tokenizer": encoder.identity, **{name: getattr(args, name) for name in names.split()}}
+    text, middle = flags.input, flags.fill_in_middle
+    found = {
+        "tokenizer": encoder.identity,
+        "json_keys": flags.json_keys,
+        "split_sentences": text.split_sentences,
+        "append_eod": flags.tokenizer.append_eod,
+        "fim_rate": middle.fim_rate,
+    }
+    if text.split_sentences:
+        found |= {"lang": text.lang, "keep_newlines": text.keep_newlines}
+    if middle.fim_rate:
+        names = None if middle.fim_tokens is None else list(middle.fim_tokens)
+        found |= {"fim_spm_rate": middle.fim_spm_rate, "fim_seed": middle.fim_seed}
+        found["fim_tokens"] = names
+    return found
 
 
 def corpus_prefix(output: str, name: str, level: str, keys: Sequence[str]) -> str:
@@ -152,37 +203,36 @@ def corpus_prefix(output: str, name: str, level: str, keys: Sequence[str]) -> st
     return f"{output}_{name}_{level}"
 
 
-def preprocess(args: argparse.Namespace) -> list[CorpusStats]:
+def preprocess(flags: Flags) -> list[CorpusStats]:
     """Write the corpora of this process's shards and print what was made."""
-    if args.report:
-        check_report_name(args.report)
-    format = InputFormat(args.input_format) if args.input_format else None
-    files = expand_inputs(args.input, format)
-    num_shards = args.num_shards or args.world_size or 1
+    if flags.output.report:
+        check_report_name(flags.output.report)
+    files = expand_inputs(flags.input.input, flags.input.input_format)
+    num_shards = flags.shards.num_shards or flags.shards.world_size or 1
     rank, world_size = 0, 1
-    if args.num_shards or args.world_size or args.rank is not None:
-        rank, world_size = rank_and_world(num_shards, args.rank, args.world_size)
-    encoder = make_encoder(args, files)
-    level = "sentence" if args.split_sentences else "document"
+    if flags.shards.num_shards or flags.shards.world_size or flags.shards.rank is not None:
+        rank, world_size = rank_and_world(num_shards, flags.shards.rank, flags.shards.world_size)
+    encoder = make_encoder(flags, files)
+    level = "sentence" if flags.input.split_sentences else "document"
     tallies = []
     for shard in shards_of(rank, world_size, num_shards):
-        output = shard_name(args.output_prefix, shard, num_shards)
+        output = shard_name(flags.output.output_prefix, shard, num_shards)
         prefixes = {
-            name: corpus_prefix(output, name, level, args.json_keys) for name in encoder.corpora
+            name: corpus_prefix(output, name, level, flags.json_keys) for name in encoder.corpora
         }
         job = Job(
             files=share_of(files, shard, num_shards),
-            keys=args.json_keys,
+            keys=flags.json_keys,
             encoder=encoder,
-            settings=settings_of(args, encoder),
+            settings=settings_of(flags, encoder),
             corpora={name: (prefixes[name], dtype) for name, dtype in encoder.corpora.items()},
             output=output,
-            num_workers=args.workers,
-            skip_bad=args.skip_bad_lines,
-            restart=args.restart,
-            log_interval=args.log_interval,
-            journal_interval_s=args.journal_interval,
-            unit_bytes=unit_bytes_for(args.pack_length),
+            num_workers=flags.running.workers,
+            skip_bad=flags.input.skip_bad_lines,
+            restart=flags.output.restart,
+            log_interval=flags.running.log_interval,
+            journal_interval_s=flags.running.journal_interval,
+            unit_bytes=unit_bytes_for(flags.conversations.pack_length),
         )
         begun = time.perf_counter()
         tally = job.run()
@@ -192,9 +242,11 @@ def preprocess(args: argparse.Namespace) -> list[CorpusStats]:
         if job.was_finished:
             told += f"\nalready there; --restart makes {output} again"
         print(told, flush=True)
-        if args.report:
+        if flags.output.report:
             write_report(
-                shard_name(args.report, shard, num_shards) if num_shards > 1 else args.report,
+                shard_name(flags.output.report, shard, num_shards)
+                if num_shards > 1
+                else flags.output.report,
                 tally,
                 percentiles,
                 title=os.path.basename(output),
@@ -204,19 +256,19 @@ def preprocess(args: argparse.Namespace) -> list[CorpusStats]:
     return tallies
 
 
-def find_optimal_num_workers(args: argparse.Namespace) -> None:
+def find_optimal_num_workers(flags: Flags) -> None:
     """Tokenize the beginning of the input with several numbers of workers and print the rates."""
-    files = expand_inputs(args.input, InputFormat(args.input_format) if args.input_format else None)
-    encoder = make_encoder(args, files)
+    files = expand_inputs(flags.input.input, flags.input.input_format)
+    encoder = make_encoder(flags, files)
     units, documents = [], 0
-    for unit in read_units(files, keys=args.json_keys):
+    for unit in read_units(files, keys=flags.json_keys):
         units.append(unit)
         documents += sum(len(part.sequences.per_document) for part in encoder(unit).parts.values())
-        if documents >= args.max_documents:
+        if documents >= flags.running.max_documents:
             break
     rates: dict[int, float] = {}
     print(f"{'workers':>8} {'docs/s':>12} {'tokens/s':>12}")
-    for num_workers in args.workers_to_check:
+    for num_workers in flags.running.workers_to_check:
         begun = time.perf_counter()
         tally = CorpusStats()
         for encoded in encode_in_order(units, encoder, num_workers):
@@ -234,12 +286,18 @@ def find_optimal_num_workers(args: argparse.Namespace) -> None:
 @tool
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the tool; return its exit status."""
-    args = parse_args(argv)
+    flags = read_command_line(
+        Flags,
+        argv,
+        usage="%(prog)s --input PATH ... --output-prefix PREFIX --tokenizer-type TYPE [flags]",
+        description=DESCRIPTION,
+        allow_abbrev=False,
+    )
     try:
-        if args.find_optimal_num_workers:
-            find_optimal_num_workers(args)
+        if flags.running.find_optimal_num_workers:
+            find_optimal_num_workers(flags)
         else:
-            preprocess(args)
+            preprocess(flags)
     except KeyboardInterrupt:
         print("interrupted; the same command continues where it stopped", file=sys.stderr)
         return ExitStatus.INTERRUPTED

@@ -13,23 +13,21 @@ layout, precision and tokenizer are those of pretrain_gpt.py. Control-C ends it 
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import signal
 import socket
 import sys
 import threading
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megatron.core.datasets.preprocessing.chat_template import find_chat_template
-from megatron.core.datasets.preprocessing.template_process import (
-    add_template_flags,
-    template_limits_of,
-)
+from megatron.core.datasets.preprocessing.template_process import TemplateLimits
 from megatron.core.foundation.errors import ConfigError, MegatronError
 from megatron.core.foundation.optional_imports import require
+from megatron.core.settings.flags import flag, flag_specs
 from megatron.core.transport import backend
 from megatron.core.transport.object_collectives import control_group, raise_on_all_ranks
 from megatron.inference.engine import Engine
@@ -44,96 +42,66 @@ from megatron.training.resilience.status import RunStatus
 from megatron.training.setup.distributed import shut_down
 from pretrain_gpt import model_provider
 
-LIMITS = Limits()
+
+@dataclass(frozen=True, kw_only=True)
+class ServerFlags:
+    """Text generation server."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on."""
+    port: int = 5000
+    """0 takes a free one."""
+    api_key_file: Path | None = None
+    """Keys, one a line: clients need one of them."""
+    allowed_hosts: tuple[str, ...] = flag((), metavar="NAME")
+    """Names in the Host header that are answered besides localhost, if --host is this machine; *
+    answers all."""
+    no_request_log: bool = False
+    """Print no line for a request: its path, status, tokens and time."""
+    served_model_name: str = "model"
+    """What clients call it."""
+    max_batch_size: int = 8
+    """Sequences processed at once."""
+    max_context: int | None = None
+    """Tokens of prompt and answer; the model's own by default."""
+    chat_template: str | None = flag(None, metavar="FILE")
+    """Jinja; the tokenizer's own if not given."""
+    max_connections_per_address: int | None = flag(None, metavar="N")
+    """Of one client; without it half of --max-connections, and all of them where --host is this
+    machine: a proxy is one client."""
+    no_weight_packing: bool = False
+    """On CPUs: keep no second copy of the weights; slower, half the memory."""
+    template_limits: TemplateLimits
+    limits: Limits
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add the flags of this tool to those of training."""
-    group = parser.add_argument_group("text generation server")
-    group.add_argument("--host", default="127.0.0.1", help="address to listen on")
-    group.add_argument("--port", type=int, default=5000, help="0 takes a free one")
-    group.add_argument(
-        "--api-key-file", type=Path, help="keys, one a line: clients need one of them"
-    )
-    group.add_argument(
-        "--allowed-hosts", nargs="+", default=[], metavar="NAME",
-        help="names in the Host header that are answered besides localhost, if --host is this "
-        "machine; * answers all",
-    )  # fmt: skip
-    group.add_argument(
-        "--no-request-log", action="store_true",
-        help="print no line for a request: its path, status, tokens and time",
-    )  # fmt: skip
-    group.add_argument("--served-model-name", default="model", help="what clients call it")
-    group.add_argument("--max-batch-size", type=int, default=8, help="sequences processed at once")
-    group.add_argument(
-        "--max-context", type=int, help="tokens of prompt and answer; the model's own by default"
-    )
-    add_template_flags(group, default="the tokenizer's own")
-    group.add_argument(
-        "--max-queue", type=int, default=LIMITS.queued, help="sequences that may wait"
-    )
-    group.add_argument(
-        "--max-body-bytes", type=int, default=LIMITS.body_bytes, help="size of a request"
-    )
-    group.add_argument(
-        "--max-connections", type=int, default=LIMITS.connections, help="clients at once"
-    )
-    group.add_argument(
-        "--max-connections-per-address", type=int, metavar="N",
-        help="of one client; without it half of --max-connections, and all of them where --host is "
-        "this machine: a proxy is one client",
-    )  # fmt: skip
-    group.add_argument(
-        "--receive-timeout-s", type=float, default=LIMITS.receive_timeout_s,
-        help="for headers, and for a body",
-    )  # fmt: skip
-    group.add_argument(
-        "--send-timeout-s", type=float, default=LIMITS.send_timeout_s,
-        help="for a client to take a piece of an answer",
-    )  # fmt: skip
-    group.add_argument(
-        "--request-timeout-s", type=float, default=LIMITS.request_timeout_s,
-        help="from the body to the last token",
-    )  # fmt: skip
-    group.add_argument(
-        "--no-weight-packing", action="store_true",
-        help="on CPUs: keep no second copy of the weights; slower, half the memory",
-    )  # fmt: skip
-    return parser
-
-
-def limits_of(options: argparse.Namespace) -> Limits:
+def limits_of(options: ServerFlags) -> Limits:
     """Return the limits of the command line.
 
     Raises:
         ConfigError: one is not positive.
     """
-    flags = {
-        "queued": "max_queue",
-        "body_bytes": "max_body_bytes",
-        "connections": "max_connections",
-        "receive_timeout_s": "receive_timeout_s",
-        "send_timeout_s": "send_timeout_s",
-        "request_timeout_s": "request_timeout_s",
-    }
-    if options.max_connections_per_address is None:
+    per_address = options.max_connections_per_address
+    if per_address is None:
         share = 1 if is_loopback(options.host) else 2
-        options.max_connections_per_address = -(-options.max_connections // share)
-    flags["connections_per_address"] = "max_connections_per_address"
-    for name in (*flags.values(), "max_batch_size"):
-        value = getattr(options, name)
+        per_address = -(-options.limits.connections // share)
+    values: dict[str, float] = {
+        spec.flag: getattr(options.limits, spec.field) for spec in flag_specs(Limits, "")
+    }
+    values["--max-connections-per-address"] = per_address
+    values["--max-batch-size"] = options.max_batch_size
+    for spelling, value in values.items():
         if not value > 0:
             raise ConfigError(
-                f"--{name.replace('_', '-')} {value:g}.",
+                f"{spelling} {value:g}.",
                 rule="limits are positive",
-                flags=[f"--{name.replace('_', '-')}"],
+                flags=[spelling],
                 fix="leave it out, or give a number above 0",
             )
-    return dataclasses.replace(LIMITS, **{k: getattr(options, v) for k, v in flags.items()})
+    return dataclasses.replace(options.limits, connections_per_address=per_address)
 
 
-def access_of(options: argparse.Namespace) -> Access:
+def access_of(options: ServerFlags) -> Access:
     """Return who is answered; print a warning if that is anybody on the network.
 
     Raises:
@@ -151,13 +119,12 @@ def access_of(options: argparse.Namespace) -> Access:
     return Access(keys=keys, hosts=None if not is_local or "*" in hosts else hosts)
 
 
-def chat_template_of(session: ModelSession) -> Any:
+def chat_template_of(session: ModelSession[ServerFlags]) -> Any:
     """Return the chat template, or None if nobody gives one."""
     options = session.options
-    limits = template_limits_of(options)
     try:
         return find_chat_template(
-            options.chat_template, session.run.tokenizer.tokenizer_model, limits
+            options.chat_template, session.run.tokenizer.tokenizer_model, options.template_limits
         )
     except ConfigError:
         if options.chat_template is not None:
@@ -219,7 +186,7 @@ def main() -> None:
     status = RunStatus.of_this_process()
     with failures_reported(status, []):
         require("uvicorn", purpose="tools/run_text_generation_server.py")
-        session = open_session(model_provider, add_arguments)
+        session = open_session(model_provider, ServerFlags)
         options, limits = session.options, limits_of(session.options)
         model = session.with_cache(
             max_rows=options.max_batch_size,

@@ -57,7 +57,7 @@ def rolling_rows(tokens: Sequence[int], prefix: int, longest: int) -> list[Row]:
     return rows
 
 
-def harness_model(session: ModelSession, *, batch_size: int) -> Any:
+def harness_model(session: ModelSession[Any], *, batch_size: int) -> Any:
     """Return an `lm_eval.api.model.LM` that asks this model.
 
     Raises:
@@ -157,7 +157,7 @@ def check_generation(how: Mapping[str, object]) -> None:
 
 
 def _written(
-    session: ModelSession, engine: Engine, context: str, how: dict[str, Any], longest: int
+    session: ModelSession[Any], engine: Engine, context: str, how: dict[str, Any], longest: int
 ) -> str:
     tokenizer = session.tokenizer
     until = how.get("until") or []

@@ -5,15 +5,15 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from torch import nn
 
 from megatron.core.foundation.errors import ConfigError
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.settings.command_line import flags_provider, settings_of
 from megatron.inference.forward import CachedModel, has_cache
 from megatron.training.checkpointing import load_checkpoint
-from megatron.training.cli.parser import ExtraArguments
 from megatron.training.config.resolved import ResolvedRun
 from megatron.training.initialize import initialize_megatron
 from megatron.training.setup.model import ModelProvider, build_model
@@ -33,19 +33,19 @@ FROM_HUGGING_FACE = {"seq_length": 4096}
 """Such a model was not trained on one length: this, or all its positions if they are fewer."""
 
 
+OptionsT = TypeVar("OptionsT")
+
+
 @dataclass
-class ModelSession:
+class ModelSession(Generic[OptionsT]):
     """What is up: the settings, the ranks, the weights, the tokenizer."""
 
     run: ResolvedRun
     groups: ProcessGroupCollection
     model: list[nn.Module]
     tokenizer: Any
-
-    @property
-    def options(self) -> Any:
-        """The settings and a tool's own flags, by name."""
-        return self.run.namespace()
+    options: OptionsT
+    """The tool's own flags."""
 
     @property
     def max_sequence_length(self) -> int:
@@ -85,19 +85,19 @@ def defaults_beside(words: Sequence[str]) -> dict[str, Any]:
 
 
 def open_session(
-    provider: ModelProvider, add_arguments: ExtraArguments, **defaults: object
-) -> ModelSession:
+    provider: ModelProvider, flags: type[OptionsT], **defaults: object
+) -> ModelSession[OptionsT]:
     """Read the command line, start the ranks, build the model and load it, ready for use.
 
     Args:
         provider: builds a chunk of the model, as in training.
-        add_arguments: adds the flags of a tool to those of training.
+        flags: a dataclass of the tool's flags, which are added to those of training.
         defaults: of settings, before those of the command line.
     Raises:
         ConfigError: with all problems of the settings, on all ranks; or nothing is to be loaded.
     """
     session = initialize_megatron(
-        extra_args_provider=add_arguments,
+        extra_args_provider=flags_provider(flags),
         args_defaults={**defaults_beside(sys.argv[1:]), **defaults},
     )
     run = session.run
@@ -112,4 +112,5 @@ def open_session(
     load_checkpoint(model, None, None)
     for chunk in model:
         chunk.eval()
-    return ModelSession(run, session.groups, model, session.tokenizer)
+    options = settings_of(flags, run.extra)
+    return ModelSession(run, session.groups, model, session.tokenizer, options)

@@ -51,6 +51,8 @@ class FlagMetadata:
     choices: Collection[str | int] = ()
     """Read when a value is: a registry may have grown since the declaration."""
     nargs: int | str | None = None
+    """How many values; without it the type says so: `tuple[int, int]` takes two, `list[int]` one
+    or more."""
     parse: Callable[[str], Any] | None = None
     """Turns the text of one value into the value, or raises ValueError with the reason."""
     type_text: str = ""
@@ -64,10 +66,17 @@ class FlagMetadata:
     """Accepted, and changes no result: the line that tells the user so."""
     part_of: str = ""
     """Field without which this one has no effect, because it only tunes that mechanism."""
+    metavar: str | tuple[str, ...] = ""
+    """What the help of a tool calls the value."""
+    is_positional: bool = False
+    is_repeated: bool = False
+    """The flag is given once for each value."""
+    is_hidden: bool = False
+    """The help does not show it."""
 
 
 def flag(
-    default: object,
+    default: object = dataclasses.MISSING,
     *spellings: str,
     name: str = "",
     cli_default: object = _SAME,
@@ -82,8 +91,14 @@ def flag(
     refuse_values: Mapping[object, str] | None = None,
     note: str = "",
     part_of: str = "",
+    metavar: str | tuple[str, ...] = "",
+    is_repeated: bool = False,
+    is_hidden: bool = False,
 ) -> Any:
-    """Declare a field whose flag is irregular; see `FlagMetadata` for the arguments."""
+    """Declare a field whose flag is irregular; see `FlagMetadata` for the arguments.
+
+    Without a default the flag must be given, like that of a field that has none.
+    """
     metadata = FlagMetadata(
         name=name,
         cli_default=cli_default,
@@ -99,6 +114,27 @@ def flag(
         refuse_values=refuse_values or {},
         note=note,
         part_of=part_of,
+        metavar=metavar,
+        is_repeated=is_repeated,
+        is_hidden=is_hidden,
+    )
+    return _field(default, metadata)
+
+
+def positional(
+    default: object = dataclasses.MISSING,
+    *,
+    metavar: str = "",
+    choices: Sequence[str | int] = (),
+    nargs: int | str | None = None,
+) -> Any:
+    """Declare a field whose value stands on the command line by itself, without a flag.
+
+    Args:
+        nargs: `argparse.REMAINDER` takes everything that follows.
+    """
+    metadata = FlagMetadata(
+        is_positional=True, metavar=metavar, choices=tuple(choices), nargs=nargs
     )
     return _field(default, metadata)
 
@@ -194,6 +230,11 @@ class FlagSpec:
         return self.element is bool
 
     @property
+    def is_required(self) -> bool:
+        """Whether there is no default: the command line must say it."""
+        return self.default is dataclasses.MISSING
+
+    @property
     def opposites(self) -> tuple[str, ...]:
         """Spellings that set a switch to its default, whatever a file or a preset says."""
         if not self.is_switch:
@@ -274,6 +315,8 @@ def kebab(name: str) -> str:
 
 
 def _spellings(name: str, default: Any, is_switch: bool, metadata: FlagMetadata) -> tuple[str, ...]:
+    if metadata.is_positional:
+        return (name,)
     if not (is_switch and default is True):
         return metadata.spellings or (kebab(name),)
     found = list(metadata.spellings or (f"--no-{name.replace('_', '-')}",))
@@ -295,6 +338,22 @@ def _element_type(annotation: Any) -> type:
     return annotation
 
 
+def _num_values(annotation: Any, metadata: FlagMetadata, default: Any) -> int | str | None:
+    """Return argparse's `nargs` for a field of this type."""
+    if metadata.nargs is not None or metadata.parse is not None or metadata.is_repeated:
+        return metadata.nargs
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        inner = [a for a in typing.get_args(annotation) if a is not type(None)]
+        return _num_values(inner[0], metadata, default)
+    is_optional = metadata.is_positional and default is not dataclasses.MISSING
+    if typing.get_origin(annotation) not in (list, tuple):
+        return "?" if is_optional else None
+    elements = typing.get_args(annotation)
+    if len(elements) > 1 and elements[-1] is not Ellipsis:
+        return len(elements)
+    return "*" if is_optional else "+"
+
+
 def flag_specs(group_class: type, group: str) -> tuple[FlagSpec, ...]:
     """Return the flags of one group dataclass, in the order of its fields."""
     key: typing.Hashable = group_class
@@ -308,8 +367,10 @@ def _flag_specs(group_class: Any, group: str) -> tuple[FlagSpec, ...]:
     specs = []
     for field in dataclasses.fields(group_class):
         metadata = _metadata_of(field)
-        if not metadata.is_flag:
+        if not metadata.is_flag or dataclasses.is_dataclass(hints[field.name]):
             continue
+        nargs = _num_values(hints[field.name], metadata, _default(field))
+        metadata = dataclasses.replace(metadata, nargs=nargs)
         name = metadata.name or field.name
         element = metadata.kind or (str if metadata.values else _element_type(hints[field.name]))
         spec = FlagSpec(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from megatron.core.foundation.errors import ConfigError, DataError
@@ -62,7 +62,7 @@ def make_tokenizer(
     vocab_extra_ids: int = 0,
     tiktoken_pattern: str | None = None,
     tiktoken_num_special_tokens: int | None = None,
-    tiktoken_special_tokens: list[str] | None = None,
+    tiktoken_special_tokens: Sequence[str] | None = None,
     trust_remote_code: bool = False,
 ) -> TextTokenizer:
     """Make a tokenizer by its type.

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from megatron.core.foundation.errors import ConfigError, MegatronError, described_together
+from megatron.core.settings.command_line import add_flag
 from megatron.core.settings.flags import FlagSpec
 from megatron.training.cli.help import Help, HelpFormatter
 from megatron.training.cli.suggest import suggestion
@@ -119,12 +120,8 @@ def build_parser(
 
 def _add(group: Any, spec: FlagSpec, parser: CommandParser) -> None:
     text = spec.help + (f" One of {', '.join(map(str, spec.choices))}." if spec.choices else "")
-    text = text.replace("%", "%%")
     if spec.is_switch:
-        action = "store_false" if spec.default else "store_true"
-        group.add_argument(
-            *spec.spellings, dest=spec.name, action=action, default=argparse.SUPPRESS, help=text
-        )
+        add_flag(group, spec, default=argparse.SUPPRESS, help=text.replace("%", "%%"))
         group.add_argument(
             *spec.opposites,
             dest=spec.name,
@@ -142,15 +139,14 @@ def _add(group: Any, spec: FlagSpec, parser: CommandParser) -> None:
             parser.unreadable.add(spec.name)
             return None
 
-    options: dict[str, Any] = {"dest": spec.name, "type": convert, "default": argparse.SUPPRESS}
-    if spec.metadata.nargs is not None:
-        options["nargs"] = spec.metadata.nargs
     default = "" if spec.default in (None, []) else f" [{_shown(spec.default)}]"
-    group.add_argument(
-        *spec.spellings,
-        help=text + default.replace("%", "%%"),
+    add_flag(
+        group,
+        spec,
+        type=convert,
+        default=argparse.SUPPRESS,
         metavar=spec.element.__name__.upper() if not spec.choices else "NAME",
-        **options,
+        help=(text + default).replace("%", "%%"),
     )
 
 

@@ -14,18 +14,22 @@ import urllib.request
 import pytest
 
 from examples.fine_tuning import make_inputs
+from megatron.core.settings.command_line import flags_provider
 from megatron.inference.session import defaults_beside
 from megatron.training.cli.parser import parse_command_line
 from megatron.training.resilience.status import RunStatus
 from megatron.training.setup.initialize import read_settings
 from tests.harness.pool import REPOSITORY
-from tools import evaluate_harness, evaluate_perplexity, generate, run_text_generation_server
+from tools.evaluate_harness import HarnessFlags
+from tools.evaluate_perplexity import PerplexityFlags
+from tools.generate import GenerateFlags
+from tools.run_text_generation_server import ServerFlags
 
 TOOLS = {
-    "evaluate_harness": evaluate_harness,
-    "evaluate_perplexity": evaluate_perplexity,
-    "generate": generate,
-    "run_text_generation_server": run_text_generation_server,
+    "evaluate_harness": HarnessFlags,
+    "evaluate_perplexity": PerplexityFlags,
+    "generate": GenerateFlags,
+    "run_text_generation_server": ServerFlags,
 }
 QUESTION = {"role": "user", "content": "What is the capital of Peru?"}
 
@@ -101,9 +105,9 @@ def test_nothing_is_missing_in_a_documented_command(place, inputs):
     flags = words[next(at for at, word in enumerate(words) if word.startswith("tools/")) + 1 :]
 
     def read():
-        add_arguments = TOOLS[place.split(": ")[1]].add_arguments
+        provider = flags_provider(TOOLS[place.split(": ")[1]])
         return parse_command_line(
-            flags, extra_args_provider=add_arguments, args_defaults=defaults_beside(flags)
+            flags, extra_args_provider=provider, args_defaults=defaults_beside(flags)
         )
 
     run = read_settings(read, count, RunStatus())

@@ -1,6 +1,5 @@
 """The server answers OpenAI's own client, says what is wrong, and outlives hostile clients."""
 
-import argparse
 import http.client
 import json
 import re
@@ -18,6 +17,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.parameters.rng import rng_state
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.settings.command_line import read_command_line
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transport.object_collectives import SingleProcess
 from megatron.inference.engine import Engine, Request
@@ -32,6 +32,7 @@ from megatron.inference.server.serving import Service
 from megatron.inference.text import continue_texts
 from tests.parity import hostile_requests
 from tools import run_text_generation_server
+from tools.run_text_generation_server import ServerFlags
 
 LIMITS = Limits(
     body_bytes=1 << 18,
@@ -348,9 +349,8 @@ def test_an_address_that_the_network_reaches_without_keys_is_warned_of(
     tmp_path, capsys, words, is_warned
 ):
     (tmp_path / "keys").write_text("first-key\n")
-    parser = run_text_generation_server.add_arguments(argparse.ArgumentParser())
     words = words.replace("KEYS", str(tmp_path / "keys"))
-    run_text_generation_server.access_of(parser.parse_args(words.split()))
+    run_text_generation_server.access_of(read_command_line(ServerFlags, words.split()))
     said = capsys.readouterr().err
     assert ("warning: --host" in said and "--api-key-file" in said) == is_warned
 
@@ -492,6 +492,5 @@ def test_an_address_is_one_client_and_so_is_a_network_of_ipv6(peer, origin):
 @pytest.mark.parametrize(("words", "share"), [("", 256), ("--host 0.0.0.0", 128),
                                               ("--max-connections-per-address 7", 7)])  # fmt: skip
 def test_a_client_from_elsewhere_gets_half_of_the_places(words, share):
-    parser = run_text_generation_server.add_arguments(argparse.ArgumentParser())
-    options = parser.parse_args(words.split())
+    options = read_command_line(ServerFlags, words.split())
     assert run_text_generation_server.limits_of(options).connections_per_address == share

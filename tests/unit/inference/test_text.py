@@ -1,14 +1,14 @@
 """Text that comes in pieces is the text that would have come at once."""
 
-import argparse
 import json
 
 import pytest
 
 from megatron.core.foundation.errors import ConfigError, DataError
+from megatron.core.settings.command_line import read_command_line
 from megatron.inference.engine import Token
 from megatron.inference.text import Continuation, TextStream, take
-from tools.generate import add_arguments, described, prompts_of
+from tools.generate import GenerateFlags, described, prompts_of
 
 
 class Bytes:
@@ -65,7 +65,7 @@ def test_a_continuation_knows_why_it_ended(reason, stop, expected):
 
 
 def options(*flags):
-    return add_arguments(argparse.ArgumentParser()).parse_args(flags)
+    return read_command_line(GenerateFlags, flags)
 
 
 def test_prompts_come_from_flags_and_from_lines(tmp_path):

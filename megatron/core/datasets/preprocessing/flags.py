@@ -1,183 +1,15 @@
-"""The flags of tools/preprocess_data.py. No torch import."""
+"""The flags of tools/preprocess_data.py, which are Megatron's. No torch import."""
 
 from __future__ import annotations
 
-import argparse
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from megatron.core.datasets.preprocessing.inputs import InputFile, InputFormat
-from megatron.core.datasets.preprocessing.template_process import add_template_flags
+from megatron.core.datasets.preprocessing.template_process import TemplateLimits
 from megatron.core.foundation.errors import ConfigError, raise_together
-
-DESCRIPTION = """Turn text into token files for training: PREFIX_text_document.bin and .idx.
-The same input gives the same bytes with any number of workers. A killed run continues where it
-stopped when the same command is given again."""
-EXAMPLE = """example:
-  python tools/preprocess_data.py --input 'corpus/*.jsonl.zst' --output-prefix data/corpus \\
-      --tokenizer-type HuggingFaceTokenizer --tokenizer-model FOLDER --append-eod"""
-
-
-def parse_flags(
-    argv: Sequence[str] | None, tokenizer_types: Sequence[str], backends: Sequence[str]
-) -> argparse.Namespace:
-    """Read the command line; the flags are Megatron's.
-
-    Args:
-        tokenizer_types, backends: values of --tokenizer-type and --tokenizer-backend.
-    """
-    parser = argparse.ArgumentParser(
-        description=f"{DESCRIPTION}\n\n{EXAMPLE}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        usage="%(prog)s --input PATH ... --output-prefix PREFIX --tokenizer-type TYPE [flags]",
-        allow_abbrev=False,
-    )
-    data = parser.add_argument_group("input")
-    data.add_argument(
-        "--input",
-        required=True,
-        nargs="+",
-        metavar="PATH",
-        help="files, folders, glob patterns or URLs; .gz, .bz2, .xz and .zst are decompressed",
-    )
-    data.add_argument(
-        "--input-format",
-        choices=[one.value for one in InputFormat],
-        help="of every file; by the suffix if not given",
-    )
-    data.add_argument("--json-keys", nargs="+", help="members that hold text (by default 'text')")
-    data.add_argument(
-        "--split-sentences", action="store_true", help="one sequence for each sentence (NLTK)"
-    )
-    data.add_argument(
-        "--lang", default="english", help="language of the sentence model (%(default)s)"
-    )
-    data.add_argument(
-        "--keep-newlines", action="store_true", help="keep white space between sentences"
-    )
-    data.add_argument(
-        "--skip-bad-lines", action="store_true", help="leave faulty documents out and count them"
-    )
-
-    text = parser.add_argument_group("tokenizer")
-    text.add_argument(
-        "--tokenizer-type", required=True, metavar="TYPE", help=", ".join(tokenizer_types)
-    )
-    text.add_argument("--tokenizer-model", help="file, folder or name of the model")
-    text.add_argument("--vocab-file", help="vocabulary of GPT2BPETokenizer")
-    text.add_argument("--merge-file", help="merges of GPT2BPETokenizer")
-    text.add_argument("--vocab-size", type=int, help="ids of NullTokenizer, limit of TikTokenizer")
-    text.add_argument("--vocab-extra-ids", type=int, default=0, help="added <extra_id_N> tokens")
-    text.add_argument("--tiktoken-pattern", help="v1, v2, or a regular expression")
-    text.add_argument(
-        "--tiktoken-num-special-tokens",
-        type=int,
-        help="ids reserved before the ranks of a list (1000, or what its file says)",
-    )
-    text.add_argument("--tiktoken-special-tokens", nargs="+", help="names of the first of them")
-    text.add_argument(
-        "--trust-remote-code",
-        action="store_true",
-        help="run Python code that comes with a tokenizer",
-    )
-    text.add_argument(
-        "--tokenizer-backend",
-        choices=backends,
-        default="auto",
-        help="auto takes gigatoken where it is installed and gives the same ids",
-    )
-    text.add_argument("--append-eod", action="store_true", help="end every document with a token")
-
-    middle = parser.add_argument_group("fill in the middle")
-    middle.add_argument(
-        "--fim-rate",
-        type=float,
-        default=0.0,
-        help="share of documents cut in three (%(default)s: none)",
-    )
-    middle.add_argument(
-        "--fim-spm-rate", type=float, default=0.5, help="of those, suffix first (%(default)s)"
-    )
-    middle.add_argument("--fim-seed", type=int, default=1234, help="names the cuts (%(default)s)")
-    middle.add_argument(
-        "--fim-tokens",
-        nargs=3,
-        metavar=("PREFIX", "MIDDLE", "SUFFIX"),
-        help="tokens of the vocabulary; the usual names if not given",
-    )
-
-    chat = parser.add_argument_group("conversations")
-    chat.add_argument(
-        "--sft",
-        action="store_true",
-        help="documents are lists of messages, under --json-keys (by default 'messages'); a loss "
-        "mask is written beside the tokens",
-    )
-    add_template_flags(chat, default="the tokenizer's own")
-    chat.add_argument(
-        "--pack-length", type=int, help="pack conversations into samples of this many tokens"
-    )
-
-    output = parser.add_argument_group("output")
-    output.add_argument("--output-prefix", required=True, help="path without _KEY_document.bin")
-    output.add_argument("--report", metavar="FILE", help="lengths of documents: .html or .png")
-    output.add_argument(
-        "--restart", action="store_true", help="forget an unfinished run and a finished output"
-    )
-    output.add_argument("--dataset-impl", default="mmap", choices=["mmap"], help=argparse.SUPPRESS)
-
-    many = parser.add_argument_group("many machines")
-    many.add_argument("--num-shards", type=int, help="outputs that the input is cut into")
-    many.add_argument("--rank", type=int, help="of this process; SLURM's variables if not given")
-    many.add_argument("--world-size", type=int, help="processes that share the shards")
-
-    run = parser.add_argument_group("running")
-    run.add_argument(
-        "--workers",
-        type=int,
-        default=usable_cores(),
-        help="processes that tokenize; 0: this one (one for each core: %(default)s)",
-    )
-    run.add_argument(
-        "--partitions",
-        type=int,
-        default=1,
-        help="accepted, without effect: the workers share one ordered stream",
-    )
-    run.add_argument(
-        "--keep-sequential-samples",
-        action="store_true",
-        help="accepted: documents always stay in the order of the input",
-    )
-    run.add_argument(
-        "--log-interval",
-        type=int,
-        default=1000,
-        help="documents between two lines of progress (%(default)s)",
-    )
-    run.add_argument(
-        "--journal-interval",
-        type=float,
-        default=5.0,
-        help="seconds of work a kill can cost (%(default)s)",
-    )
-    run.add_argument(
-        "--find-optimal-num-workers",
-        action="store_true",
-        help="measure --workers-to-check on the first --max-documents and write nothing",
-    )
-    run.add_argument(
-        "--workers-to-check",
-        type=int,
-        nargs="+",
-        default=[1, 2, 4, 8, 16],
-        help="numbers of workers to measure (1 2 4 8 16)",
-    )
-    run.add_argument("--max-documents", type=int, default=100_000, help="measured on (%(default)s)")
-    args = parser.parse_args(argv)
-    if args.json_keys is None:
-        args.json_keys = ["messages" if args.sft else "text"]
-    return args
+from megatron.core.settings.flags import flag
 
 
 def usable_cores() -> int:
@@ -187,47 +19,161 @@ def usable_cores() -> int:
     return os.cpu_count() or 1
 
 
-def check_flags(args: argparse.Namespace, files: Sequence[InputFile]) -> None:
-    """Refuse flags that cannot work together, all of them in one message."""
-    problems = []
-    if args.workers < 0:
-        problems.append(
-            ConfigError(
-                f"--workers {args.workers}.", rule="0 (this process) or more", flags=["--workers"]
-            )
-        )
-    for flag, is_given in (
-        ("--split-sentences", args.split_sentences),
-        ("--fim-rate", args.fim_rate),
-        ("--json-keys", len(args.json_keys) > 1),
-    ):
-        if args.sft and is_given:
+@dataclass(frozen=True, kw_only=True)
+class InputFlags:
+    """Input."""
+
+    input: tuple[str, ...] = flag(metavar="PATH")
+    """Files, folders, glob patterns or URLs; .gz, .bz2, .xz and .zst are decompressed."""
+    input_format: InputFormat | None = flag(None, values={one.value: one for one in InputFormat})
+    """Of every file; by the suffix if not given."""
+    json_keys: tuple[str, ...] = ()
+    """Members that hold text (by default 'text')."""
+    split_sentences: bool = False
+    """One sequence for each sentence (NLTK)."""
+    lang: str = "english"
+    """Language of the sentence model (%(default)s)."""
+    keep_newlines: bool = False
+    """Keep white space between sentences."""
+    skip_bad_lines: bool = False
+    """Leave faulty documents out and count them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FillInMiddleFlags:
+    """Fill in the middle."""
+
+    fim_rate: float = 0.0
+    """Share of documents cut in three (%(default)s: none)."""
+    fim_spm_rate: float = 0.5
+    """Of those, suffix first (%(default)s)."""
+    fim_seed: int = 1234
+    """Names the cuts (%(default)s)."""
+    fim_tokens: tuple[str, str, str] | None = flag(None, metavar=("PREFIX", "MIDDLE", "SUFFIX"))
+    """Tokens of the vocabulary; the usual names if not given."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConversationFlags:
+    """Conversations."""
+
+    sft: bool = False
+    """Documents are lists of messages, under --json-keys (by default 'messages'); a loss mask is
+    written beside the tokens."""
+    pack_length: int | None = None
+    """Pack conversations into samples of this many tokens."""
+    chat_template: str | None = flag(None, metavar="FILE")
+    """Jinja; the tokenizer's own if not given."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutputFlags:
+    """Output."""
+
+    output_prefix: str
+    """Path without _KEY_document.bin."""
+    report: str | None = flag(None, metavar="FILE")
+    """Lengths of documents: .html or .png."""
+    restart: bool = False
+    """Forget an unfinished run and a finished output."""
+    dataset_impl: str = flag("mmap", choices=["mmap"], is_hidden=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardFlags:
+    """Many machines."""
+
+    num_shards: int | None = None
+    """Outputs that the input is cut into."""
+    rank: int | None = None
+    """Of this process; SLURM's variables if not given."""
+    world_size: int | None = None
+    """Processes that share the shards."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunningFlags:
+    """Running."""
+
+    workers: int = usable_cores()
+    """Processes that tokenize; 0: this one (one for each core: %(default)s)."""
+    partitions: int = 1
+    """Accepted, without effect: the workers share one ordered stream."""
+    keep_sequential_samples: bool = False
+    """Accepted: documents always stay in the order of the input."""
+    log_interval: int = 1000
+    """Documents between two lines of progress (%(default)s)."""
+    journal_interval: float = 5.0
+    """Seconds of work a kill can cost (%(default)s)."""
+    find_optimal_num_workers: bool = False
+    """Measure --workers-to-check on the first --max-documents and write nothing."""
+    workers_to_check: tuple[int, ...] = (1, 2, 4, 8, 16)
+    """Numbers of workers to measure (1 2 4 8 16)."""
+    max_documents: int = 100_000
+    """Measured on (%(default)s)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreprocessingFlags:
+    """What is read and written, and how; the tokenizer is the tool's."""
+
+    input: InputFlags
+    fill_in_middle: FillInMiddleFlags
+    conversations: ConversationFlags
+    template_limits: TemplateLimits
+    output: OutputFlags
+    shards: ShardFlags
+    running: RunningFlags
+
+    @property
+    def json_keys(self) -> list[str]:
+        """The members of a document that are tokenized."""
+        return list(self.input.json_keys) or ["messages" if self.conversations.sft else "text"]
+
+    def check(self, files: Sequence[InputFile]) -> None:
+        """Refuse flags that cannot work together, all of them in one message."""
+        problems = []
+        sft, pack_length = self.conversations.sft, self.conversations.pack_length
+        if self.running.workers < 0:
             problems.append(
                 ConfigError(
-                    f"--sft with {flag}{' of several keys' if flag == '--json-keys' else ''}.",
-                    rule="conversations are written by their template, from one key",
-                    flags=["--sft", flag],
-                    fix=f"leave out {flag}",
+                    f"--workers {self.running.workers}.",
+                    rule="0 (this process) or more",
+                    flags=["--workers"],
                 )
             )
-    if args.pack_length is not None and (not args.sft or args.pack_length < 2):
-        problems.append(
-            ConfigError(
-                f"--pack-length {args.pack_length}{'' if args.sft else ' without --sft'}.",
-                rule="conversations are packed, into 2 tokens or more; plain text is cut into "
-                "samples when it is read",
-                flags=["--pack-length", "--sft"],
+        for spelling, of_what, is_given in (
+            ("--split-sentences", "", self.input.split_sentences),
+            ("--fim-rate", "", self.fill_in_middle.fim_rate),
+            ("--json-keys", " of several keys", len(self.json_keys) > 1),
+        ):
+            if sft and is_given:
+                problems.append(
+                    ConfigError(
+                        f"--sft with {spelling}{of_what}.",
+                        rule="conversations are written by their template, from one key",
+                        flags=["--sft", spelling],
+                        fix=f"leave out {spelling}",
+                    )
+                )
+        if pack_length is not None and (not sft or pack_length < 2):
+            problems.append(
+                ConfigError(
+                    f"--pack-length {pack_length}{'' if sft else ' without --sft'}.",
+                    rule="conversations are packed, into 2 tokens or more; plain text is cut into "
+                    "samples when it is read",
+                    flags=["--pack-length", "--sft"],
+                )
             )
-        )
-    is_text = [f for f in files if f.format in (InputFormat.text, InputFormat.text_lines)]
-    if is_text and (len(args.json_keys) > 1 or args.sft):
-        given = "--sft" if args.sft else f"--json-keys {' '.join(args.json_keys)}"
-        problems.append(
-            ConfigError(
-                f"{given}, and {is_text[0].path} is plain text.",
-                rule="plain text has one key, and no messages",
-                flags=["--json-keys", "--sft", "--input-format"],
-                fix="give one key, which names the output",
+        is_text = [f for f in files if f.format in (InputFormat.text, InputFormat.text_lines)]
+        if is_text and (len(self.json_keys) > 1 or sft):
+            given = "--sft" if sft else f"--json-keys {' '.join(self.json_keys)}"
+            problems.append(
+                ConfigError(
+                    f"{given}, and {is_text[0].path} is plain text.",
+                    rule="plain text has one key, and no messages",
+                    flags=["--json-keys", "--sft", "--input-format"],
+                    fix="give one key, which names the output",
+                )
             )
-        )
-    raise_together(problems, summary="this command line")
+        raise_together(problems, summary="this command line")

@@ -5,7 +5,6 @@ No torch import.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import math
@@ -22,6 +21,7 @@ from typing import Any
 
 from megatron.core.foundation.errors import ConfigError
 from megatron.core.foundation.optional_imports import require
+from megatron.core.settings.flags import flag
 
 _SCRIPT = Path(__file__).with_name("_template_sandbox.py")
 _LEAST_MIB = 64
@@ -29,12 +29,14 @@ _LEAST_MIB = 64
 
 @dataclass(frozen=True, kw_only=True)
 class TemplateLimits:
-    """What one rendering of a chat template may take."""
+    """Limits of rendering with a chat template."""
 
-    seconds: float = 10.0
-    """Processor time; a conversation takes about a millisecond."""
-    memory_mib: int = 1024
-    """Of the process that renders; a text may have a character for 16 bytes of it."""
+    seconds: float = flag(10.0, name="chat_template_seconds", metavar="S")
+    """Processor time in which a template must have written a conversation (%(default)g); it takes
+    about a millisecond."""
+    memory_mib: int = flag(1024, name="chat_template_mib", metavar="MIB")
+    """Memory of the process that renders; a text may have a character for 16 bytes of it
+    (%(default)s)."""
 
     def __post_init__(self) -> None:
         if not (0 < self.seconds < math.inf):
@@ -51,31 +53,6 @@ class TemplateLimits:
                 flags=["--chat-template-mib"],
                 fix="--chat-template-mib 1024",
             )
-
-
-def add_template_flags(group: argparse._ArgumentGroup, *, default: str) -> None:
-    """Declare which chat template is used, and what rendering it may take.
-
-    Args:
-        default: where it is from if no file is given.
-    """
-    group.add_argument("--chat-template", metavar="FILE", help=f"Jinja; {default} if not given")
-    group.add_argument(
-        "--chat-template-seconds", type=float, default=TemplateLimits.seconds, metavar="S",
-        help="processor time in which a template must have written a conversation (%(default)g)",
-    )  # fmt: skip
-    group.add_argument(
-        "--chat-template-mib", type=int, default=TemplateLimits.memory_mib, metavar="MIB",
-        help="memory of the process that renders; a text may have a character for 16 bytes of it "
-        "(%(default)s)",
-    )  # fmt: skip
-
-
-def template_limits_of(options: argparse.Namespace) -> TemplateLimits:
-    """Return the limits that the flags of `add_template_flags` set."""
-    return TemplateLimits(
-        seconds=options.chat_template_seconds, memory_mib=options.chat_template_mib
-    )
 
 
 class RenderingRefusedError(Exception):

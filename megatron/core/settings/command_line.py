@@ -1,0 +1,187 @@
+"""Read the command line of a tool into a dataclass, whose fields are the flags.
+
+    @dataclass(frozen=True, kw_only=True)
+    class Flags:
+        corpora: tuple[str, ...] = positional()
+        vocab_size: int
+        eod: int | None = None
+
+    flags = read_command_line(Flags, description=__doc__)
+
+How a field becomes a flag is said in `megatron.core.settings.flags`. A field without a default must
+be given. A field that is a dataclass itself is a group of flags under the first line of its
+docstring. The docstring of a field is its help, in which argparse fills in `%(default)s`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import typing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from megatron.core.settings.flags import FlagSpec, flag_specs
+
+SettingsT = TypeVar("SettingsT")
+
+
+@dataclass(frozen=True)
+class Subcommand(Generic[SettingsT]):
+    """A command of a tool that has several."""
+
+    settings: type[SettingsT]
+    run: Callable[[SettingsT], int]
+    """Returns the exit status."""
+    description: str = ""
+    """Its first line is shown in the list of commands; the docstring of `settings` by default."""
+
+
+def read_command_line(
+    settings: type[SettingsT],
+    argv: Sequence[str] | None = None,
+    *,
+    prog: str | None = None,
+    usage: str | None = None,
+    description: str | None = None,
+    allow_abbrev: bool = True,
+) -> SettingsT:
+    """Return what a command line says; argparse ends the process with status 2 if it is wrong.
+
+    Args:
+        settings: a frozen dataclass.
+        argv: words after the program's name; those of this process by default.
+        prog, usage, description, allow_abbrev: as of `argparse.ArgumentParser`.
+    """
+    parser = argparse.ArgumentParser(
+        prog=prog,
+        usage=usage,
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=allow_abbrev,
+    )
+    add_flags(parser, settings)
+    return settings_of(settings, vars(parser.parse_args(argv)))
+
+
+def run_subcommand(
+    commands: Mapping[str, Subcommand[Any]],
+    argv: Sequence[str] | None = None,
+    *,
+    prog: str | None = None,
+    description: str | None = None,
+    allow_abbrev: bool = True,
+) -> int:
+    """Run the command that the first word names, with the settings that the others say.
+
+    Returns:
+        Its exit status.
+    """
+    parser = argparse.ArgumentParser(
+        prog=prog,
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=allow_abbrev,
+    )
+    parsers = parser.add_subparsers(dest="command", required=True)
+    for name, command in commands.items():
+        text = command.description or command.settings.__doc__ or ""
+        made = parsers.add_parser(
+            name,
+            help=_first_line(text),
+            description=text,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=allow_abbrev,
+        )
+        add_flags(made, command.settings)
+    values = vars(parser.parse_args(argv))
+    chosen = commands[values.pop("command")]
+    return chosen.run(settings_of(chosen.settings, values))
+
+
+def flags_provider(
+    settings: type,
+) -> Callable[[argparse.ArgumentParser], argparse.ArgumentParser]:
+    """Return an `extra_args_provider` that adds the flags of a dataclass to those of training."""
+
+    def provide(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        add_flags(parser, settings, title=_title_of(settings))
+        return parser
+
+    return provide
+
+
+def add_flags(parser: argparse.ArgumentParser, settings: type, title: str = "") -> None:
+    """Declare the flags of a dataclass on an argparse parser, in a group if it has a title."""
+    place = parser.add_argument_group(title) if title else parser
+    for spec in flag_specs(settings, ""):
+        add_flag(place, spec)
+    for _, nested in _groups(settings):
+        add_flags(parser, nested, _title_of(nested))
+
+
+def add_flag(parser: argparse._ActionsContainer, spec: FlagSpec, **options: Any) -> None:
+    """Declare one flag on an argparse parser.
+
+    Args:
+        options: of `add_argument`, instead of those that follow from the declaration.
+    """
+    found: dict[str, Any] = {"help": spec.help, "default": spec.default}
+    if spec.metadata.is_hidden:
+        found["help"] = argparse.SUPPRESS
+    if spec.is_required:
+        found |= {"default": None, "required": True}
+    if spec.metadata.is_positional:
+        found.pop("required", None)
+    else:
+        found["dest"] = spec.name
+    if spec.is_switch:
+        found["action"] = "store_false" if spec.default else "store_true"
+    else:
+        found |= {"type": _converter(spec), "nargs": spec.metadata.nargs}
+        found["metavar"] = spec.metadata.metavar or None
+        if spec.choices and not spec.metadata.metavar:
+            found["metavar"] = "{" + ",".join(map(str, spec.choices)) + "}"
+        if spec.metadata.nargs == "?" and not spec.metadata.is_positional:
+            found["const"] = ""
+    if spec.metadata.is_repeated:
+        found |= {"action": "append", "default": list(spec.default)}
+    parser.add_argument(*spec.spellings, **found | options)
+
+
+def settings_of(settings: type[SettingsT], values: Mapping[str, Any]) -> SettingsT:
+    """Return the dataclass whose flags, declared by `add_flags`, have these values."""
+    found: dict[str, Any] = {
+        name: settings_of(nested, values) for name, nested in _groups(settings)
+    }
+    for spec in flag_specs(settings, ""):
+        value = values[spec.name]
+        found[spec.field] = tuple(value) if isinstance(value, list) else spec.to_field(value)
+    return settings(**found)
+
+
+def _groups(settings: type) -> Iterator[tuple[str, type]]:
+    """Yield the fields that are dataclasses themselves."""
+    hints = typing.get_type_hints(settings)
+    for field in dataclasses.fields(settings):
+        if dataclasses.is_dataclass(hints[field.name]):
+            yield field.name, hints[field.name]
+
+
+def _converter(spec: FlagSpec) -> Callable[[str], Any]:
+    def convert(text: str) -> Any:
+        try:
+            return spec.convert(text)
+        except ValueError as reason:
+            raise argparse.ArgumentTypeError(f"{text!r} {reason}") from None
+
+    return convert
+
+
+def _title_of(settings: type) -> str:
+    return _first_line(settings.__doc__ or "").rstrip(".")
+
+
+def _first_line(text: str) -> str:
+    return text.strip().split("\n")[0]
