@@ -180,9 +180,9 @@ CASES = (
     Case(
         "flags whose mechanism does not exist",
         lambda directory: pretrain(
-            *MOCK, "--fp8-format", "hybrid", "--hybrid-layer-pattern", "M-"
+            *MOCK, "--fim-data", "--hybrid-layer-pattern", "M-"
         ),
-        ("--fp8-format hybrid is not supported", "--hybrid-layer-pattern M- is not supported"),
+        ("--fim-data is not supported", "--hybrid-layer-pattern M- is not supported"),
     ),
     Case(
         "missing data",

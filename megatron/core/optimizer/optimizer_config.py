@@ -130,7 +130,9 @@ class OptimizerFlags:
     """Decay of Lion's moment."""
     muon_momentum: float = flag(0.9, part_of="optimizer")
     """Momentum of Muon."""
-    muon_use_nesterov: bool = flag(False, part_of="optimizer")
+    muon_use_nesterov: bool = flag(
+        False, "--muon-use-nesterov", "--muon-nesterov", part_of="optimizer"
+    )
     """Let Muon look one step ahead along its momentum."""
     muon_num_ns_steps: int = flag(5, part_of="optimizer")
     """Newton-Schulz steps of Muon."""

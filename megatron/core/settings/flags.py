@@ -64,6 +64,10 @@ class FlagMetadata:
     """The same for single values of a flag that otherwise acts."""
     note: str = ""
     """Accepted, and changes no result: the line that tells the user so."""
+    note_values: Mapping[Any, str] = dataclasses.field(default_factory=dict)
+    """The same for single values of a flag that otherwise acts."""
+    only_on_gpu: str = ""
+    """Acts on a GPU alone: what happens on other devices."""
     part_of: str = ""
     """Field without which this one has no effect, because it only tunes that mechanism."""
     metavar: str | tuple[str, ...] = ""
@@ -90,6 +94,8 @@ def flag(
     refuse: str = "",
     refuse_values: Mapping[object, str] | None = None,
     note: str = "",
+    note_values: Mapping[object, str] | None = None,
+    only_on_gpu: str = "",
     part_of: str = "",
     metavar: str | tuple[str, ...] = "",
     is_repeated: bool = False,
@@ -113,6 +119,8 @@ def flag(
         refuse=refuse,
         refuse_values=refuse_values or {},
         note=note,
+        note_values=note_values or {},
+        only_on_gpu=only_on_gpu,
         part_of=part_of,
         metavar=metavar,
         is_repeated=is_repeated,

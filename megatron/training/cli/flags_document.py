@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from megatron.core.settings.flag_rows import FlagTable
 from megatron.core.settings.flags import FlagSpec
 from megatron.training.config.run import GROUP_CLASSES, all_flags, plain
+from megatron.training.rules.support import Support, support_of
 
 HEAD = """# Flags of pretrain_gpt.py
 
@@ -17,7 +19,11 @@ values, `x+` one or more, `x*` any number. The same names, with `_` or `-`, are 
 
 Support: a flag with an empty last column acts. *refused*: the mechanism does not exist here, and
 any value but the default stops the run with what to use instead. *no effect*: accepted because it
-changes no result, and a line in the log says so. *of --x*: tunes the mechanism of that flag.
+changes no result, and a line in the log says so. *on a GPU*: acts where there is one, and
+is accepted elsewhere. *of --x*: tunes the mechanism of that flag.
+
+The last tables are flags of Megatron-LM for parts that are not here; with those above they are all
+flags that its parser knows, so that its launch lines can be read.
 """
 
 
@@ -34,7 +40,8 @@ def flags_document() -> str:
 
 def _row(spec: FlagSpec) -> str:
     kind, _, choices = spec.type_text().partition(": ")
-    meaning = spec.help + (f" One of {choices.replace('/', ', ')}." if choices else "")
+    meaning = "" if issubclass(GROUP_CLASSES[spec.group], FlagTable) else spec.help
+    meaning += f" One of {choices.replace('/', ', ')}." if choices else ""
     cells = [f"`{spec.flag}`", kind, _default(spec), meaning, _support(spec)]
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
@@ -51,16 +58,19 @@ def _default(spec: FlagSpec) -> str:
 
 
 def _support(spec: FlagSpec) -> str:
-    metadata = spec.metadata
-    if metadata.refuse:
-        return f"refused: {metadata.refuse}"
-    if metadata.note:
-        return f"no effect: {metadata.note}"
+    metadata, (support, line) = spec.metadata, support_of(spec)
+    parts = []
     if metadata.part_of:
-        return f"of {all_flags()[metadata.part_of].flag}"
+        parts = [f"of {all_flags()[metadata.part_of].flag}"]
+    elif support is Support.ONLY_ON_GPU:
+        parts = [f"on a GPU: {line}"]
+    elif line:
+        parts = [f"{support.value}: {line}"]
     if metadata.refuse_values:
-        return f"refused: {', '.join(map(str, metadata.refuse_values))}"
-    return ""
+        parts.append(f"refused: {', '.join(map(str, metadata.refuse_values))}")
+    if metadata.note_values:
+        parts.append(f"no effect: {', '.join(map(str, metadata.note_values))}")
+    return "; ".join(parts)
 
 
 if __name__ == "__main__":

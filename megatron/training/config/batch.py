@@ -62,8 +62,14 @@ class ScheduleSettings:
     """Give each replica other weights."""
     eval_interval: int | None = None
     """Steps between evaluations; none if not given."""
+    start_eval_at_iter: int | None = flag(None, part_of="eval_interval")
+    """First step after which there may be an evaluation."""
     eval_iters: int = 100
     """Batches of one evaluation."""
+    eval_global_batch_size: int | None = None
+    """Samples of one batch of an evaluation. Default global-batch-size."""
+    eval_micro_batch_size: int | None = None
+    """Samples of one forward pass of an evaluation. Default micro-batch-size."""
     skip_train: bool = False
     """Evaluate only."""
     full_validation: bool = False
@@ -87,6 +93,12 @@ class ScheduleSettings:
     """Collect garbage at the same step on all ranks, not whenever Python likes."""
     manual_gc_interval: int = 0
     """Steps between such collections; 0 collects never."""
+    manual_gc_eval: bool = flag(
+        True,
+        part_of="manual_gc",
+        help="With --manual-gc, do not collect garbage before and after an evaluation.",
+    )
+    """With --manual-gc, collect garbage before and after each evaluation as well."""
     train_sync_interval: int | None = flag(
         None, note="ranks meet in every step already, to agree on loss and stop"
     )
@@ -101,7 +113,6 @@ class ScheduleSettings:
     rerun_mode: str = flag(
         "validate_results",
         choices=("disabled", "validate_results", "report_stats"),
-        refuse_values={"report_stats": "use validate_results: not-finite steps stop the run"},
         note="no step is run again; one that is not finite stops the run",
     )
     """What happens to a suspicious step."""
@@ -116,3 +127,11 @@ class ScheduleSettings:
     """Length of the last phase of warmup-stable-decay."""
     wd_incr_steps: int = no_flag(0, is_arg=True)
     """Length of the change of weight decay."""
+
+    @property
+    def eval_batch(self) -> tuple[int, int]:
+        """Samples of one batch of an evaluation, and of one of its micro batches."""
+        return (
+            self.eval_global_batch_size or self.global_batch_size,
+            self.eval_micro_batch_size or self.micro_batch_size,
+        )

@@ -31,7 +31,7 @@ class CheckpointSettings:
         "--ckpt-format",
         "--dist-ckpt-format",
         choices=("torch", "torch_dist", "torch_dcp", "fsdp_dtensor"),
-        refuse_values={"fsdp_dtensor": "use torch_dist"},
+        note_values=dict.fromkeys(("torch", "torch_dcp", "fsdp_dtensor"), _WRITES_NATIVE),
     )
     """Format; the sharded one can be read in any layout."""
     ckpt_step: int | None = None

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from megatron.core.settings.flags import SettingsGroup, flag
 from megatron.core.transformer.config.experts import ExpertConfig
 
+_NO_LIBRARY = "tokens travel by the collectives of torch.distributed"
 _NO_PADDING = "products of 16 and 32 bits take any number of tokens"
 
 
@@ -18,12 +19,10 @@ class ExpertSettings(ExpertConfig, SettingsGroup):
         "deepep",
         choices=("deepep", "hybridep", "ncclep"),
         part_of="num_experts",
-        refuse="use --moe-token-dispatcher-type alltoall",
+        note=_NO_LIBRARY,
     )
     """Library of the flex dispatcher."""
-    moe_enable_deepep: bool = flag(
-        False, part_of="num_experts", refuse="use --moe-token-dispatcher-type alltoall"
-    )
+    moe_enable_deepep: bool = flag(False, part_of="num_experts", note=_NO_LIBRARY)
     """Older spelling of the DeepEP backend."""
     moe_router_padding_for_fp8: bool = flag(False, part_of="num_experts", note=_NO_PADDING)
     """Give every expert a number of tokens that FP8 products take."""
@@ -42,6 +41,7 @@ class ExpertSettings(ExpertConfig, SettingsGroup):
     delay_wgrad_compute: bool = flag(
         False,
         part_of="overlap_moe_expert_parallel_comm",
-        refuse="drop it, or use --pipeline-schedule dualpipe-v: it puts weight gradients off",
+        note="the other micro batch hides communication; --pipeline-schedule dualpipe-v puts weight"
+        " gradients off",
     )
     """Split the backward so that weight gradients hide communication."""

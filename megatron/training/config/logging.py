@@ -71,9 +71,11 @@ class LoggingSettings:
     use_pytorch_profiler: bool = False
     """Write a chrome trace with torch.profiler instead of marking the range for nsys. On CPUs a
     trace is always written."""
-    record_memory_history: bool = False
+    record_memory_history: bool = flag(
+        False, only_on_gpu="allocations of a device are recorded, and there is none"
+    )
     """Record allocations of the device, on GPUs."""
-    memory_snapshot_path: str = "snapshot.pickle"
+    memory_snapshot_path: str = flag("snapshot.pickle", part_of="record_memory_history")
     """Where that record is written."""
     log_straggler: bool = flag(False, note="stragglers are not searched for; see the timers")
     """Look for slow ranks."""

@@ -66,7 +66,7 @@ class ModelSettings(ShapeConfig, BlockConfig, PositionConfig, InitializationConf
     transformer_impl: str = flag(
         "transformer_engine",
         choices=("local", "transformer_engine", "inference_optimized"),
-        refuse_values={"inference_optimized": "use local"},
+        note_values={"inference_optimized": "layers are local ones"},
     )
     """Where layers come from; without Transformer Engine installed, local ones are used."""
     export_force_local_attention: bool = flag(False, refuse="use --transformer-impl local")

@@ -14,7 +14,7 @@ from megatron.core.pipeline_parallel.schedule_definitions import SCHEDULES
 from megatron.core.settings.flags import SettingsGroup, flag
 from megatron.core.transformer.config.stages import StageConfig
 
-_BF16_GRADS = "use --grad-reduce-in-bf16"
+_FP16_GRADS: dict[object, str] = {"fp16": "use bf16, or fp32 with --fp16"}
 
 
 @dataclass(kw_only=True)
@@ -90,29 +90,30 @@ class DataParallelSettings(DataParallelFlags, ShardedOptimizerFlags, SettingsGro
             "bf16": "use --use-precision-aware-optimizer --main-params-dtype fp16",
             "fp16": "use --use-precision-aware-optimizer --main-params-dtype fp16",
         },
-        note="main weights are fp32, or as --main-params-dtype says",
+        note_values={"auto": "main weights are fp32, or as --main-params-dtype says"},
     )
     """Precision of main weights under --use-megatron-fsdp."""
     megatron_fsdp_main_grads_dtype: str = flag(
         "auto",
         choices=("fp32", "bf16", "fp16", "auto"),
-        refuse_values={"bf16": _BF16_GRADS, "fp16": _BF16_GRADS},
-        note="gradients are summed in fp32, unless --grad-reduce-in-bf16 is given",
+        refuse_values=_FP16_GRADS,
+        note_values={"fp32": "so they are, unless --grad-reduce-in-bf16 is given"},
     )
-    """Precision of main gradients under --use-megatron-fsdp."""
+    """Precision of main gradients under --use-megatron-fsdp; bf16 is --grad-reduce-in-bf16."""
     megatron_fsdp_grad_comm_dtype: str = flag(
         "auto",
         choices=("fp32", "fp16", "bf16", "auto"),
-        refuse_values={"bf16": _BF16_GRADS, "fp16": _BF16_GRADS},
-        note="gradients are reduced in the precision in which they are summed",
+        refuse_values=_FP16_GRADS,
+        note_values={"fp32": "so they are, unless --grad-reduce-in-bf16 is given"},
     )
-    """Precision in which gradients are reduced under --use-megatron-fsdp."""
+    """Precision in which gradients are reduced under --use-megatron-fsdp; they are summed in it,
+    too, and bf16 is --grad-reduce-in-bf16."""
     fsdp_manual_registration: bool = flag(False, note=TUNES_NETWORK)
     """Register buffers of --use-megatron-fsdp with NCCL before the first step."""
     outer_dp_sharding_strategy: str = flag(
         "no_shard",
         choices=("no_shard", "optim"),
-        refuse_values={"optim": "use --num-distributed-optimizer-instances: copies are whole"},
+        note="the copies of sharded state are whole",
     )
     """What the copies of sharded state share among them."""
     use_torch_fsdp2: bool = False

@@ -34,7 +34,7 @@ from megatron.training.config.parallelism import DataParallelSettings, Paralleli
 from megatron.training.config.precision import PrecisionSettings
 from megatron.training.config.ramp_up import samples_for_steps, steps_for_samples
 from megatron.training.config.resolved import Derivation, Machine, ResolvedRun, Topology
-from megatron.training.config.run import RunConfig
+from megatron.training.config.run import GROUP_CLASSES, RunConfig
 
 GroupT = TypeVar(
     "GroupT",
@@ -106,21 +106,18 @@ def resolve(
     tokenizer = _tokenizer(config.tokenizer, data.mock_data, log)
     parallelism = _backend(parallelism, machine, log)
     model = _layers(model, config.latent_attention.multi_latent_attention, machine, log)
+    derived: dict[str, Any] = {
+        "model": model,
+        "parallelism": parallelism,
+        "ddp": ddp,
+        "schedule": schedule,
+        "optimizer": optimizer,
+        "precision": precision,
+        "data": data,
+        "tokenizer": tokenizer,
+    }
     return ResolvedRun(
-        model=model,
-        latent_attention=config.latent_attention,
-        experts=config.experts,
-        lora=config.lora,
-        parallelism=parallelism,
-        ddp=ddp,
-        schedule=schedule,
-        optimizer=optimizer,
-        precision=precision,
-        data=data,
-        tokenizer=tokenizer,
-        checkpoint=config.checkpoint,
-        logging=config.logging,
-        launch=config.launch,
+        **{group: getattr(config, group) for group in GROUP_CLASSES} | derived,
         config=config,
         topology=topology,
         derivations=tuple(log.derivations),
@@ -300,9 +297,15 @@ def _gradient_dtype(
     log: _Log,
 ) -> DataParallelSettings:
     found = asked
-    if optimizer.main_grads_dtype == torch.bfloat16 and precision.bf16:
-        after = replace(found, grad_reduce_in_bf16=True)
-        found = log.derived(found, after, "--main-grads-dtype bf16")
+    if precision.bf16:
+        for flag, wanted in (
+            ("--main-grads-dtype", optimizer.main_grads_dtype == torch.bfloat16),
+            ("--megatron-fsdp-main-grads-dtype", asked.megatron_fsdp_main_grads_dtype == "bf16"),
+            ("--megatron-fsdp-grad-comm-dtype", asked.megatron_fsdp_grad_comm_dtype == "bf16"),
+        ):
+            if wanted:
+                after = replace(found, grad_reduce_in_bf16=True)
+                found = log.derived(found, after, f"{flag} bf16")
     if precision.bf16 and not found.grad_reduce_in_bf16:
         found = log.derived(
             found,
@@ -436,7 +439,9 @@ def _layers(
     asked: ModelSettings, multi_latent_attention: bool, machine: Machine, log: _Log
 ) -> ModelSettings:
     local = replace(asked, transformer_impl="local")
-    if asked.transformer_impl != "transformer_engine":
+    if asked.transformer_impl == "inference_optimized":
+        return local
+    if asked.transformer_impl == "local":
         return asked
     if not machine.has_engine_layers:
         return log.derived(asked, local, "there are no layers of Transformer Engine here")

@@ -18,6 +18,11 @@ from megatron.training.config.experts import ExpertSettings
 from megatron.training.config.logging import LaunchSettings, LoggingSettings
 from megatron.training.config.model import LatentAttentionSettings, ModelSettings
 from megatron.training.config.optimizer import OptimizerSettings
+from megatron.training.config.other_parts.computation import ComputationSettings
+from megatron.training.config.other_parts.generation import GenerationSettings
+from megatron.training.config.other_parts.operation import OperationSettings
+from megatron.training.config.other_parts.other_models import OtherModelSettings
+from megatron.training.config.other_parts.reinforcement_learning import RewardSettings
 from megatron.training.config.parallelism import DataParallelSettings, ParallelismSettings
 from megatron.training.config.precision import PrecisionSettings
 
@@ -43,6 +48,11 @@ class RunConfig:
     checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)
     logging: LoggingSettings = field(default_factory=LoggingSettings)
     launch: LaunchSettings = field(default_factory=LaunchSettings)
+    computation: ComputationSettings = field(default_factory=ComputationSettings)
+    operation: OperationSettings = field(default_factory=OperationSettings)
+    other_models: OtherModelSettings = field(default_factory=OtherModelSettings)
+    generation: GenerationSettings = field(default_factory=GenerationSettings)
+    rewards: RewardSettings = field(default_factory=RewardSettings)
 
     @staticmethod
     def from_values(values: Mapping[str, object]) -> RunConfig:
@@ -89,6 +99,11 @@ GROUP_CLASSES: dict[str, type] = {
     "checkpoint": CheckpointSettings,
     "logging": LoggingSettings,
     "launch": LaunchSettings,
+    "computation": ComputationSettings,
+    "operation": OperationSettings,
+    "other_models": OtherModelSettings,
+    "generation": GenerationSettings,
+    "rewards": RewardSettings,
 }
 """Attribute of `RunConfig` -> its dataclass."""
 

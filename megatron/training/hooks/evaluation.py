@@ -38,11 +38,13 @@ class Evaluate(Hook):
         self.scalars = scalars
         self.write = write
         self.should_exit = should_exit
+        self.at_begin_and_end: Callable[[], object] = lambda: None
 
     def after_step(self, state: TrainState, result: StepResult) -> TrainState:
         """Evaluate when it is time."""
-        interval = self.context.run.schedule.eval_interval
-        if interval is None or state.iteration % interval:
+        schedule = self.context.run.schedule
+        interval, first = schedule.eval_interval, schedule.start_eval_at_iter or 0
+        if interval is None or state.iteration % interval or state.iteration < first:
             return state
         return self._validate(state, f"iteration {state.iteration}")
 
@@ -81,6 +83,7 @@ class Evaluate(Hook):
         """Evaluate on `data`, print the result and send it to the scalars."""
         if num_rows == 0:
             return
+        self.at_begin_and_end()
         with self.status.doing("evaluating"):
             found = evaluate(
                 self.context,
@@ -90,6 +93,7 @@ class Evaluate(Hook):
                 with_non_loss=True,
                 should_exit=self.should_exit,
             )
+        self.at_begin_and_end()
         if found is None:
             if is_last_rank():
                 self.write(f" the evaluation at {where} is left out: a signal")

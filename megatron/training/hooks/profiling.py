@@ -18,10 +18,15 @@ class CollectGarbage(Hook):
 
     Left to itself, Python collects at different moments on different ranks, and each collection
     stalls all of them.
+
+    Args:
+        interval: steps between collections; 0 collects never.
+        around_evaluation: collect before and after an evaluation as well.
     """
 
-    def __init__(self, interval: int) -> None:
+    def __init__(self, interval: int, *, around_evaluation: bool = False) -> None:
         self.interval = interval
+        self.around_evaluation = around_evaluation
 
     def before_training(self, state: TrainState) -> TrainState:
         """Switch automatic collection off."""
@@ -34,6 +39,11 @@ class CollectGarbage(Hook):
         if self.interval and state.iteration % self.interval == 0:
             gc.collect()
         return state
+
+    def collect_around_evaluation(self) -> None:
+        """Collect where an evaluation begins or ends."""
+        if self.around_evaluation:
+            gc.collect()
 
     def close(self) -> None:
         """Switch automatic collection on again."""

@@ -95,7 +95,11 @@ def standard_hooks(
         hooks.append(WatchForSpikes(write))
     hooks += _profilers(context)
     if run.schedule.manual_gc:
-        hooks.append(CollectGarbage(run.schedule.manual_gc_interval))
+        garbage = CollectGarbage(
+            run.schedule.manual_gc_interval, around_evaluation=run.schedule.manual_gc_eval
+        )
+        evaluate.at_begin_and_end = garbage.collect_around_evaluation
+        hooks.append(garbage)
     if run.schedule.eval_interval is not None and run.schedule.eval_iters > 0:
         hooks.append(evaluate)
     if checkpointer is not None and run.checkpoint.save is not None:
@@ -138,12 +142,11 @@ def local_save_directory(run: ResolvedRun) -> str | None:
 
 def evaluation_plan(context: TrainingContext) -> StepPlan:
     """Evaluate on full batches, also while the training batch still grows."""
-    run = context.run
+    samples, micro = context.run.schedule.eval_batch
     return StepPlan(
-        num_microbatches=run.schedule.global_batch_size
-        // (run.schedule.micro_batch_size * run.topology.data_parallel_size),
-        micro_batch_size=run.schedule.micro_batch_size,
-        global_batch_size=run.schedule.global_batch_size,
+        num_microbatches=samples // (micro * context.run.topology.data_parallel_size),
+        micro_batch_size=micro,
+        global_batch_size=samples,
     )
 
 

@@ -35,10 +35,36 @@ def replicas_share_the_batch(run: ResolvedRun) -> Iterator[MegatronError]:
             fix=f"use --global-batch-size {near}",
         )
         return
-    yield from _enough_micro_batches(run, size // step)
+    yield from _enough_micro_batches(run, size // step, step, "--global-batch-size")
 
 
-def _enough_micro_batches(run: ResolvedRun, num_microbatches: int) -> Iterator[MegatronError]:
+@rule
+def replicas_share_the_batch_of_an_evaluation(run: ResolvedRun) -> Iterator[MegatronError]:
+    """Where evaluations have a batch of their own, it is a whole number of micro batches too."""
+    asked = run.config.schedule
+    if not asked.eval_global_batch_size and not asked.eval_micro_batch_size:
+        return
+    size, micro = run.schedule.eval_batch
+    step = (micro or 0) * run.topology.data_parallel_size
+    if size is None or step < 1:
+        return
+    if size % step:
+        yield problem(
+            f"--eval-global-batch-size {size} cannot be split into micro batches of {micro} on"
+            f" {run.topology.data_parallel_size} replicas.",
+            f"it is a multiple of micro batch * replicas = {step}; the defaults are those of"
+            " training",
+            "--eval-global-batch-size",
+            "--eval-micro-batch-size",
+            fix=f"use --eval-global-batch-size {max(round(size / step), 1) * step}",
+        )
+        return
+    yield from _enough_micro_batches(run, size // step, step, "--eval-global-batch-size")
+
+
+def _enough_micro_batches(
+    run: ResolvedRun, num_microbatches: int, step: int, flag: str
+) -> Iterator[MegatronError]:
     if num_microbatches < 1:
         return
     schedule = schedule_named(run.parallelism.pipeline_schedule)
@@ -56,10 +82,9 @@ def _enough_micro_batches(run: ResolvedRun, num_microbatches: int) -> Iterator[M
             f"{num_microbatches} micro batches per step for {name} on"
             f" {plan.pipeline_size} pipeline ranks.",
             schedule.min_microbatches_rule,
-            "--global-batch-size",
+            flag,
             "--pipeline-schedule",
-            fix=f"use --global-batch-size {fewest * _step(run)}, or a different"
-            " --pipeline-schedule",
+            fix=f"use {flag} {fewest * step}, or a different --pipeline-schedule",
         )
         return
     try:
@@ -149,7 +174,7 @@ def the_batch_changes_at_numbers_of_tokens(run: ResolvedRun) -> Iterator[Megatro
                 fix=f"use {max(size // step, 1) * step} for {size}",
             )
         elif size != schedule.global_batch_size:
-            yield from _enough_micro_batches(run, size // step)
+            yield from _enough_micro_batches(run, size // step, step, "--global-batch-size")
 
 
 @rule

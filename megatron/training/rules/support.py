@@ -1,14 +1,42 @@
-"""Known flags whose mechanism does not exist here: refused with the nearest that works, or,
-where they change no result, accepted with a line that says so."""
+"""What becomes of each flag: it acts, acts on a GPU alone, changes nothing, or is refused."""
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Iterator
 
+from megatron.core.foundation import device
 from megatron.core.foundation.errors import ConfigError, MegatronError
 from megatron.core.settings.flags import FlagSpec
 from megatron.deepspeed.reading import ReadSettings, read_settings
 from megatron.training.config.run import RunConfig, all_flags, plain
+
+
+class Support(enum.Enum):
+    """What becomes of a flag that is given."""
+
+    ACTS = "acts"
+    ONLY_ON_GPU = "acts on a GPU alone"
+    NO_EFFECT = "no effect"
+    REFUSED = "refused"
+
+
+def support_of(spec: FlagSpec) -> tuple[Support, str]:
+    """Return the class of a flag, and a line that says why it does not act, or what to use."""
+    metadata, owner = spec.metadata, all_flags().get(spec.metadata.part_of)
+    if metadata.refuse:
+        return Support.REFUSED, metadata.refuse
+    if metadata.note:
+        return Support.NO_EFFECT, metadata.note
+    if metadata.only_on_gpu:
+        return Support.ONLY_ON_GPU, metadata.only_on_gpu
+    if owner is not None and owner is not spec:
+        support, line = support_of(owner)
+        if support is Support.REFUSED:
+            return Support.NO_EFFECT, f"it tunes {owner.flag}, which is refused"
+        if support is Support.NO_EFFECT:
+            return support, line
+    return Support.ACTS, ""
 
 
 def _changed(config: RunConfig) -> Iterator[tuple[FlagSpec, object]]:
@@ -36,7 +64,7 @@ def refusals(config: RunConfig) -> list[MegatronError]:
             problems.append(
                 ConfigError(
                     f"{_as_typed(spec, value)} is not supported yet.",
-                    rule="a known flag either acts or is refused; it is never ignored",
+                    rule="a flag that would change the model or the data acts or is refused",
                     flags=[spec.flag],
                     fix=instead,
                 )
@@ -49,22 +77,25 @@ def notes(config: RunConfig) -> list[str]:
     lines = []
     table = all_flags()
     for spec, value in _changed(config):
-        if spec.metadata.note:
-            lines.append(f"{_as_typed(spec, value)}: {spec.metadata.note}.")
-        owner = table.get(spec.metadata.part_of)
-        if owner is not None and config.value_of(owner.name) == owner.default:
-            lines.append(f"{_as_typed(spec, value)}: has no effect without {owner.flag}.")
+        metadata = spec.metadata
+        hashable = value if not isinstance(value, list) else None
+        why = metadata.note or metadata.note_values.get(hashable, "")
+        if not why and device.device_type() == "cpu":
+            why = metadata.only_on_gpu
+        owner = table.get(metadata.part_of)
+        if not why and owner is not None:
+            if owner.metadata.note:
+                why = owner.metadata.note
+            elif config.value_of(owner.name) == owner.default:
+                why = f"has no effect without {owner.flag}"
+        if why:
+            lines.append(f"{_as_typed(spec, value)}: {why}.")
     if config.launch.deepspeed_config is not None:
         read = read_settings(config.launch.deepspeed_config)
         ignored = dict(read.without_effect) | _unused_monitors(read)
         if "warmup_type" not in read.sections.get("scheduler", {"params": "warmup_type"})["params"]:
             ignored["scheduler"] = "warm-up is linear; DeepSpeed's default is logarithmic"
         lines += [f"{key} of the DeepSpeed configuration: {why}." for key, why in ignored.items()]
-    if config.checkpoint.ckpt_format in ("torch", "torch_dcp"):
-        lines.append(
-            f"--ckpt-format {config.checkpoint.ckpt_format}: checkpoints are written in the native"
-            " sharded format."
-        )
     return lines
 
 

@@ -51,7 +51,7 @@ def sample_counts(run: ResolvedRun, consumed_samples: int = 0) -> SampleCounts:
         if run.schedule.eval_interval
         else 0
     )
-    size = run.schedule.eval_iters * run.schedule.global_batch_size
+    size = run.schedule.eval_iters * run.schedule.eval_batch[0]
     wants_valid = run.schedule.eval_iters > 0 and (
         run.schedule.eval_interval is not None or run.schedule.skip_train
     )
@@ -135,7 +135,7 @@ def _chunk_data(
     train, valid, test = provider(list(sample_counts(run, consumed)), **options)
     if is_rank_0() and vp_stage in (None, 0):
         describe_blend(train, begin, run.data.data_audit_path)
-    row = run.schedule.micro_batch_size * run.topology.data_parallel_size
+    row = run.schedule.eval_batch[1] * run.topology.data_parallel_size
     consumed_valid = 0 if run.schedule.full_validation else state.consumed_valid_samples
     sets = valid if isinstance(valid, list) else [valid]
     return DataIterators(
@@ -197,7 +197,8 @@ def _open(
     """Return an iterator of micro batches that continues after `consumed_samples`.
 
     Args:
-        repeats: begin again at the end: the number of evaluations may grow after a resume.
+        repeats: it is for evaluations: begin again at the end, as their number may grow after a
+            resume, and in micro batches of their own size.
         consumed_before: samples of earlier phases, which come before the first of this dataset.
     """
     if dataset is None:
@@ -207,7 +208,7 @@ def _open(
     loader = build_pretraining_data_loader(
         dataset,
         consumed_samples,
-        micro_batch_size=run.schedule.micro_batch_size,
+        micro_batch_size=run.schedule.eval_batch[1] if repeats else run.schedule.micro_batch_size,
         dp_rank=get_pg_rank(groups.dp),
         dp_size=get_pg_size(groups.dp),
         dataloader_type=run.data.dataloader_type,

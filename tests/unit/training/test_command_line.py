@@ -178,12 +178,12 @@ def test_mistakes_of_every_kind_come_in_one_message_without_what_follows_from_th
     found = settings_problems(
         "--num-layer 4 --num-attention-heads 3 --micro-batch-size 2 --lr 1e-3"
         f" --train-iters 10 --foo --min-lr 1 --global-batch-size 0 --yaml-cfg {path} --adam-beta1 x"
-        " --cuda-graph-impl local --rampup-batch-size 1 2"
+        " --position-embedding-type mrope --rampup-batch-size 1 2"
     )
     expected = [
         "--adam-beta1 'x'", "--rampup-batch-size", "unknown flag --num-layer.",
         "unknown flag --foo", "unknown setting 'hiden_size'", "seq_length: 'long'",
-        "--global-batch-size 0", "--cuda-graph-impl local", "--lr 0.001 with --min-lr 1",
+        "--global-batch-size 0", "--position-embedding-type mrope", "--lr 0.001 with --min-lr 1",
     ]  # fmt: skip
     assert len(found) == len(expected)
     for text in expected:

@@ -13,24 +13,87 @@ from megatron.core.settings.flags import flag_specs
 from megatron.training.checkpointing.stored_settings import MODEL_SHAPE_ARGS
 from megatron.training.cli.flags_document import flags_document
 from megatron.training.cli.parser import build_parser, parse_command_line
-from megatron.training.config.run import GROUP_CLASSES, all_flags, flags_by_spelling, plain
+from megatron.training.config.run import (
+    GROUP_CLASSES,
+    all_flags,
+    flags_by_spelling,
+    opposites_by_spelling,
+    plain,
+)
+from megatron.training.rules.support import Support, support_of
 
-MEGATRON = json.loads((Path(__file__).parent / "megatron_flags.json").read_text())["flags"]
-OUR_OWN_CHOICES = {"ByteTokenizer"}
-DERIVED_DEFAULTS = {
+FIXTURE = Path(__file__).parents[2] / "fixtures" / "compatibility" / "megatron_flags.tsv"
+MEGATRON = [line.split("\t") for line in FIXTURE.read_text().splitlines()[1:]]
+"""Spellings, type, nargs, default and choices of every flag of Megatron-LM's parser."""
+
+OTHER_FORMS = {
+    # An expression, a pair or a signal has its own type; a bool with a value is a word.
+    "--moe-layer-freq": "int or list expr",
+    "--no-rope-freq": "int or list expr",
+    "--window-attn-skip-freq": "int or list expr",
+    "--window-size": "int,int",
+    "--exit-signal": "str",
+    "--attention-backend": "enum",
+    "--no-persist-layer-norm": "off-switch",
+}
+OTHER_DEFAULTS = {
     # Megatron's default acts only with --use-megatron-fsdp; here the flag acts by itself.
     "--data-parallel-sharding-strategy",
 }
 
 
-@pytest.mark.parametrize("expected", MEGATRON, ids=[row["flag"] for row in MEGATRON])
-def test_a_flag_of_megatron_has_its_type_and_default(expected):
-    spec = flags_by_spelling()[expected["flag"]]
-    kind, _, choices = spec.type_text().partition(": ")
-    kept = [choice for choice in choices.split("/") if choice not in OUR_OWN_CHOICES]
-    assert kind + (": " + "/".join(kept) if choices else "") == expected["type"]
-    derived = expected["flag"] in DERIVED_DEFAULTS
-    assert plain(spec.default) == (None if derived else expected["default"])
+def spec_of(spelling):
+    """Return the flag with this spelling, as the parser reads it: `_` and `-` are one."""
+    table = {s.replace("_", "-"): f for s, f in flags_by_spelling().items()}
+    table |= {s.replace("_", "-"): f for s, f in opposites_by_spelling().items()}
+    return table.get(spelling.replace("_", "-"))
+
+
+def test_every_flag_of_megatron_is_known_by_all_its_spellings():
+    unknown = [s for row in MEGATRON for s in row[0].split() if spec_of(s) is None]
+    assert unknown == []
+    assert len(MEGATRON) == 840
+
+
+def test_every_flag_of_megatron_has_one_class_and_a_line_where_it_does_not_act():
+    for row in MEGATRON:
+        support, line = support_of(spec_of(row[0].split()[0]))
+        assert bool(line) == (support is not Support.ACTS), row[0]
+
+
+def test_a_flag_of_megatron_takes_the_same_words():
+    wrong = []
+    for spellings, kind, nargs, _, choices in MEGATRON:
+        flag = spellings.split()[0]
+        spec = spec_of(flag)
+        if flag in opposites_by_spelling():
+            assert spec.is_switch, flag
+            continue
+        expected = OTHER_FORMS.get(flag, {"bool": "str"}.get(kind, kind))
+        expected += f" x{nargs}" if nargs else ""
+        found = spec.type_text().partition(": ")[0].removesuffix(" x?")
+        if found not in (expected, expected.replace("x+", "x*")) or not set(choices.split()) <= set(
+            map(str, spec.choices)
+        ):
+            wrong.append((flag, found, expected, choices))
+    assert wrong == []
+
+
+def test_a_flag_of_megatron_has_the_same_default():
+    wrong = []
+    for spellings, kind, _, default, _ in MEGATRON:
+        flag = spellings.split()[0]
+        spec = spec_of(flag)
+        if kind in ("on", "off-switch") or flag in OTHER_DEFAULTS or flag != spec.flag:
+            continue
+        found = plain(spec.default)
+        found = " ".join(map(str, found)) or "[]" if isinstance(found, list) else found
+        same = str(found) == default
+        if kind in ("int", "float") and found not in (None, "[]") and default:
+            same = float(found) == float(default)
+        if not same and not (found is None and default == ""):
+            wrong.append((flag, found, default))
+    assert wrong == []
 
 
 def test_every_field_is_documented():
@@ -114,15 +177,15 @@ def test_every_flag_that_acts_is_read_somewhere():
     # The declaration of a field and its place in a list of names read nothing.
     text = re.sub(r"^    \w+: [^=]+ = [^(]+$", "", text, flags=re.MULTILINE)
     text = text.replace(str(MODEL_SHAPE_ARGS), "")
+    read = {"".join(groups) for groups in re.findall(r"\.(\w+)\b|[\"'](\w+)[\"']|\b(\w+)=", text)}
     table = all_flags()
     ignored = []
     for spec in table.values():
         owner = table[spec.metadata.part_of] if spec.metadata.part_of else spec
-        left = [choice for choice in spec.choices if choice not in spec.metadata.refuse_values]
+        told_values = {*spec.metadata.refuse_values, *spec.metadata.note_values}
+        left = [choice for choice in spec.choices if choice not in told_values]
         told = any((f.refuse or f.note) for f in (spec.metadata, owner.metadata))
         told = told or left == [spec.default] or spec.metadata.part_of == "cuda_graph_impl"
-        names = {spec.name, spec.field}
-        uses = [rf"\.{name}\b|[\"']{name}[\"']|\b{name}=" for name in names]
-        if not told and not re.search("|".join(uses), text):
+        if not told and not {spec.name, spec.field} & read:
             ignored.append(spec.flag)
     assert ignored == []

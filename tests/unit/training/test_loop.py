@@ -23,12 +23,14 @@ from megatron.training.hooks.counters import ProgressFile
 from megatron.training.hooks.log import IntervalMeans, LinesForFirstRank, LogLine
 from megatron.training.hooks.profiling import CollectGarbage, Profile
 from megatron.training.hooks.scalars import JsonLinesSink, Scalars, TensorBoardSink
+from megatron.training.hooks.standard import evaluation_plan
 from megatron.training.hooks.stop import ExitDuration, ExitInterval, ExitOnSignal, StepBudget
 from megatron.training.resilience.signals import SignalFlag
 from megatron.training.resilience.status import RunStatus
 from megatron.training.run.context import StepPlan, ValidationSet
 from megatron.training.run.loss_reduction import LossTable
 from megatron.training.run.state import StepResult, StopReason, TrainState
+from megatron.training.setup.data import sample_counts
 
 
 def result(loss: float = 1.0, **changes) -> StepResult:
@@ -152,6 +154,32 @@ def test_a_signal_leaves_an_evaluation_between_two_batches(monkeypatch):
     assert passes == [0, 8, 16]
     assert lines == [" the evaluation at iteration 5 is left out: a signal"]
     assert state.consumed_valid_samples == 200 * 8
+
+
+def test_evaluations_begin_at_their_step_in_batches_of_their_own_size(monkeypatch):
+    passes, collected = [], []
+    monkeypatch.setattr(
+        hook_module, "evaluate", lambda _, data, rows, plan, **o: passes.append(rows)
+    )
+    monkeypatch.setattr(hook_module, "is_last_rank", lambda: False)
+    settings = {
+        "eval_iters": 3, "eval_interval": 5, "start_eval_at_iter": 10, "micro_batch_size": 2,
+        "global_batch_size": 8, "eval_global_batch_size": 4, "eval_micro_batch_size": 1,
+    }  # fmt: skip
+    run = ResolvedRun().overlaid(settings)
+    context = SimpleNamespace(
+        run=run, data=SimpleNamespace(valid=[ValidationSet("", iter(()), 1)]), model=[]
+    )
+    plan = evaluation_plan(context)
+    assert (plan.num_microbatches, plan.micro_batch_size, plan.row_size) == (4, 1, 1)
+    assert sample_counts(run).test == 3 * 4
+    hook = hook_module.Evaluate(context, plan=plan, status=RunStatus(), scalars=None, write=print)
+    monkeypatch.setattr(gc, "collect", lambda: collected.append(len(passes)))
+    hook.at_begin_and_end = CollectGarbage(0, around_evaluation=True).collect_around_evaluation
+    states = [hook.after_step(TrainState(iteration=step), result(1.0)) for step in (5, 10)]
+    assert [state.consumed_valid_samples for state in states] == [0, 12]
+    assert passes == [12]
+    assert collected == [0, 1]
 
 
 def test_all_reasons_are_asked_and_the_first_wins(run):

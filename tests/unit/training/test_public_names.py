@@ -82,7 +82,7 @@ def test_validate_args_takes_a_scripts_defaults():
 
 def test_validate_args_raises_all_problems():
     with pytest.raises(ConfigError) as caught:
-        validate_args(arguments("--global-batch-size 3 --moe-enable-deepep"))
+        validate_args(arguments("--global-batch-size 3 --perform-rl-step"))
     assert len(caught.value.problems) == 2
 
 

@@ -96,6 +96,7 @@ def problems(*words: str, world_size: int = 1, base=SMALL) -> list[str]:
             "qk_pos_emb_head_dim=5",
         ),
         (["--global-batch-size", "7"], 1, "--global-batch-size 7 cannot be split"),
+        (["--eval-global-batch-size", "3"], 1, "--eval-global-batch-size 3 cannot be split"),
         (["--tensor-model-parallel-size", "3"], 3, "num_attention_heads=4 cannot be split"),
         (["--pipeline-model-parallel-size", "3"], 3, "4 layers cannot be split over 3"),
         (["--tensor-model-parallel-size", "2"], 3, "3 ranks cannot be arranged as tp=2"),
@@ -235,7 +236,7 @@ def test_what_is_loaded_is_looked_at_before_anything_is_built(tmp_path):
 
 
 def test_every_problem_names_a_flag_and_a_fix():
-    words = ["--moe-enable-deepep", "--mock-data", "--clip-grad", "-1"]
+    words = ["--perform-rl-step", "--mock-data", "--clip-grad", "-1"]
     with pytest.raises(ConfigError) as caught:
         resolve_and_check(lambda: parse_command_line(words), lambda config: 1)
     assert len(caught.value.problems) >= 9
@@ -260,12 +261,10 @@ def test_missing_data_names_the_files_and_what_is_near(tmp_path):
 @pytest.mark.parametrize(
     ("words", "instead"),
     [
-        (["--moe-token-dispatcher-type", "flex"], "dispatcher-type alltoall"),
         (["--optimizer", "soap"], "--optimizer muon"),
-        (["--fp8-format", "hybrid"], "use --bf16"),
-        (["--outer-dp-sharding-strategy", "optim"], "--num-distributed-optimizer-instances"),
+        (["--megatron-fsdp-grad-comm-dtype", "fp16"], "use bf16"),
+        (["--perform-rl-step"], "megatron.core"),
         (["--position-embedding-type", "mrope"], "use rope"),
-        (["--cuda-graph-impl", "local"], "use none"),
         (["--tokenizer-type", "BertWordPieceCase"], "HuggingFaceTokenizer"),
     ],
 )
@@ -290,8 +289,11 @@ def test_flags_that_change_no_result_are_accepted_with_a_note():
     words = [
         "--use-mcore-models", "--use-flash-attn", "--tp-comm-overlap", "--local-rank", "0",
         "--moe-router-topk", "4", "--ckpt-format", "torch", "--no-persist-layer-norm",
+        "--fp8-format", "hybrid", "--fp8-margin", "1", "--cuda-graph-impl", "local",
+        "--moe-token-dispatcher-type", "flex", "--empty-unused-memory-level", "1",
+        "--inference-max-seq-length", "4096", "--mamba-num-heads", "4",
     ]  # fmt: skip
     assert problems(*words) == []
     lines = notes(parse_command_line(words).config)
-    assert len(lines) == 7
+    assert len(lines) == 14
     assert "--moe-router-topk 4: has no effect without --num-experts." in lines

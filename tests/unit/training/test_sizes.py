@@ -10,6 +10,7 @@ from megatron.core.foundation.errors import ConfigError
 from megatron.training.cli.parser import ParsedCommand, parse_command_line
 from megatron.training.config.run import RunConfig, all_flags
 from megatron.training.rules import resolve_and_check
+from megatron.training.rules.support import Support, support_of
 
 SMALL = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 2"
@@ -29,7 +30,9 @@ VALUES = (0, -1, 1, 2**31 - 1, 2**53, 10**30)
 NUMBERS = [
     spec
     for spec in all_flags().values()
-    if spec.element is int and not spec.choices and spec.metadata.parse is None
+    if spec.element is int
+    and not (spec.choices or spec.metadata.parse)
+    and support_of(spec)[0] in (Support.ACTS, Support.ONLY_ON_GPU)
 ]
 
 

@@ -12,7 +12,7 @@ from megatron.core.utils import best_divisor
 
 BALANCE_METHODS = ("aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none")
 SCORE_FUNCTIONS = ("softmax", "sigmoid", "sqrtsoftplus")
-DISPATCHERS = ("allgather", "alltoall")
+DISPATCHERS = ("allgather", "alltoall", "flex")
 DROP_POLICIES = ("probs", "position")
 
 
@@ -85,9 +85,9 @@ class ExpertConfig:
         "allgather",
         choices=("allgather", "alltoall", "flex"),
         part_of="num_experts",
-        refuse_values={"flex": "use --moe-token-dispatcher-type alltoall"},
+        note_values={"flex": "tokens travel by the all-to-all of torch.distributed"},
     )
-    """How tokens travel to experts on other ranks."""
+    """How tokens travel to experts on other ranks; flex is alltoall."""
     moe_expert_capacity_factor: float | None = flag(None, part_of="num_experts")
     """Tokens of one sequence that an expert takes, over the even share; None drops nothing."""
     moe_token_drop_policy: str = flag("probs", choices=("probs", "position"), part_of="num_experts")
@@ -242,7 +242,7 @@ class ExpertConfig:
                 )
             )
         if self.moe_shared_expert_overlap and (
-            shared is None or self.moe_token_dispatcher_type != "alltoall"
+            shared is None or self.moe_token_dispatcher_type == "allgather"
         ):
             problems.append(
                 _problem(

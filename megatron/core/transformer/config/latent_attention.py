@@ -34,11 +34,13 @@ class LatentAttentionConfig:
     rotary_scaling_factor: float = flag(40, cli_default=1.0)
     """YaRN: how many times longer the context becomes (arXiv 2309.00071). Of multi-latent attention
     and of --position-embedding-type yarn, like the next ones."""
-    original_max_position_embeddings: int = 4096
+    original_max_position_embeddings: int = flag(
+        4096, "--original-max-position-embeddings", "--yarn-original-max-position-embeddings"
+    )
     """YaRN: context that the model was trained with first."""
-    beta_fast: float = 32
+    beta_fast: float = flag(32, "--beta-fast", "--yarn-beta-fast")
     """YaRN: channels that turn more often than this within that context keep their speed."""
-    beta_slow: float = 1
+    beta_slow: float = flag(1, "--beta-slow", "--yarn-beta-slow")
     """YaRN: channels that turn less often are slowed down by the whole factor."""
     yarn_correction_range_round_to_int: bool = flag(
         True, help="YaRN: let the share between the two change over whole channels."

@@ -16,7 +16,7 @@ def overlap_f_b_problems(config: Any) -> list[MegatronError]:
         return []
     problems: list[MegatronError] = []
     ranks, dispatcher = config.expert_model_parallel_size, config.moe_token_dispatcher_type
-    if config.num_moe_experts is None or ranks == 1 or dispatcher != "alltoall":
+    if config.num_moe_experts is None or ranks == 1 or dispatcher == "allgather":
         problems.append(
             ConfigError(
                 f"overlap_moe_expert_parallel_comm with {config.num_moe_experts} experts,"

@@ -12,7 +12,7 @@ from megatron.core.settings.flags import flag, no_flag
 class ShapeConfig:
     """Number of layers, width, heads, vocabulary."""
 
-    num_layers: int = flag(0, cli_default=None)
+    num_layers: int = flag(0, "--num-layers", "--encoder-num-layers", cli_default=None)
     """Transformer layers of the whole model."""
     hidden_size: int = flag(0, cli_default=None)
     """Width of the residual stream."""

@@ -276,4 +276,5 @@ def _transpose_blocks(rows: Tensor, counts: Sequence[Sequence[int]]) -> Tensor:
 DISPATCHERS: dict[str, Callable[..., TokenDispatcher]] = {
     "allgather": MoEAllGatherTokenDispatcher,
     "alltoall": MoEAlltoAllTokenDispatcher,
+    "flex": MoEAlltoAllTokenDispatcher,
 }

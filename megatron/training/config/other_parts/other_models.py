@@ -1,0 +1,160 @@
+"""Flags of models and layers that are not here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron.core.settings.flag_rows import FlagTable
+
+_ROWS = """
+refused: describe the model by --num-layers
+--hybrid-override-pattern str
+--is-hybrid-model on
+of hybrid_layer_pattern
+--mamba-head-dim int = 64
+--mamba-num-groups int = 8
+--mamba-num-heads int
+--mamba-state-dim int = 128
+--mamba-training-ssm-states-dtype str: fp32/bf16
+--disable-mamba-mem-eff-path off-switch
+--mtp-hybrid-override-pattern str
+
+refused: use softmax attention, or --multi-latent-attention
+--experimental-attention-variant str: gdn/gdn2/dsa/gated_delta_net
+of experimental_attention_variant
+--linear-attention-freq str
+--linear-conv-kernel-dim int = 4
+--linear-key-head-dim int = 128
+--linear-num-key-heads int = 16
+--linear-num-value-heads int = 32
+--linear-value-head-dim int = 128
+--gdp-cutedsl-kernel on
+--gdp-num-chunk-states-to-recompute int = 2
+--gdp-num-householder int = 3
+--dsa-indexer-head-dim int
+--dsa-indexer-k-norm-epsilon float
+--dsa-indexer-k-norm-fp32 on
+--dsa-indexer-loss-coeff float
+--dsa-indexer-n-heads int
+--dsa-indexer-rope-interleaved on
+--dsa-indexer-skip-topk-offset int = 0
+--dsa-indexer-topk int
+--dsa-indexer-topk-freq int = 1
+--dsa-indexer-use-sparse-loss on
+--dsa-kernel-backend str: none/tilelang/cudnn = none
+--no-dsa-indexer-rotate-activation off-switch
+--no-dsa-indexer-scoring-relu off-switch
+
+refused: use the plain residual connection
+--enable-mhc-connections on
+of enable_mhc_connections
+--mhc-init-gating-factor float = 0.01
+--mhc-num-residual-streams int = 4
+--mhc-recompute-layer-num int
+--mhc-sinkhorn-iterations int = 20
+
+refused: give all layers one size; --moe-layer-freq and --window-attn-skip-freq tell them apart
+--heterogeneous-layers-config-path str
+--heterogeneous-layers-config-encoded-json str
+
+refused: train a decoder: an encoder beside it is not here
+--decoder-num-layers int
+--decoder-seq-length int
+refused: use --position-embedding-type rope
+--mrope-section int x+
+no effect: no layer has relative positions
+--relative-attention-max-distance int = 128
+--relative-attention-num-buckets int = 32
+
+no effect: the data are those of a decoder, and masked words are no part of them
+--bert-no-binary-head off-switch
+--mask-prob float = 0.15
+--short-seq-prob float = 0.1
+
+no effect: this program trains no retriever
+--bert-embedder-type str: megatron/huggingface = megatron
+--bert-load str
+--biencoder-projection-dim int = 0
+--biencoder-shared-query-context-model on
+--block-data-path str
+--embedding-path str
+--evidence-data-path str
+--ict-head-size int
+--ict-load str
+--indexer-batch-size int = 128
+--indexer-log-interval int = 1000
+--output-bert-embeddings on
+--query-in-block-prob float = 0.1
+--retriever-report-topk-accuracies int x+ = []
+--retriever-score-scaling on
+--sample-rate float = 1.0
+--titles-data-path str
+--use-one-sent-docs on
+
+refused: train on text
+--vision-pretraining on
+of vision_pretraining
+--vision-pretraining-type str: classify/inpaint/dino = classify
+--vision-backbone-type str: vit/mit/swin = vit
+--swin-backbone-type str: tiny/base/h3 = tiny
+--classes-fraction float = 1.0
+--data-per-class-fraction float = 1.0
+--dino-bottleneck-size int = 256
+--dino-freeze-last-layer float = 1
+--dino-head-hidden-size int = 2048
+--dino-local-crops-number int = 10
+--dino-local-img-size int = 96
+--dino-norm-last-layer on
+--dino-teacher-temp float = 0.07
+--dino-warmup-teacher-temp float = 0.04
+--dino-warmup-teacher-temp-epochs int = 30
+--head-lr-mult float = 1.0
+--img-h int = 224
+--img-w int = 224
+--iter-per-epoch int = 1250
+--mask-factor float = 1.0
+--mask-type str: random/row = random
+--num-channels int = 3
+--num-classes int = 1000
+--patch-dim int = 16
+
+refused: drop it: layers are the usual ones without it
+--freeze-all-layers on
+--moe-apply-probs-on-input on
+--moe-router-force-biased float
+--mtp-detach-heads on
+--mtp-hsm on
+--moe-latent-size int
+--mtp-use-repeated-layer on
+--qk-l2-norm on
+--embedding-init-method-std float
+--qk-clip on
+of qk_clip
+--qk-clip-alpha float = 0.5
+--qk-clip-threshold float = 100
+--log-max-attention-logit on
+refused: scale --lr and --init-method-std by the width
+--use-mup on
+of use_mup
+--mup-attn-scale-power float = 1.0
+--mup-base-head-dim float
+--mup-base-hidden-size int
+--mup-embedding-mult float = 1.0
+--mup-output-mult float = 1.0
+--mup-width-mult float = 1.0
+refused: use the quintic coefficients
+--muon-coefficient-type str = quintic
+refused: give the layers of prediction a stage by --pipeline-model-parallel-layout
+--mtp-standalone on
+refused: upcycle with whole experts: each begins as the dense MLP
+--moe-upcycling-granularity int = 1
+no effect: the balance that it smooths is not here
+--moe-router-quantile-balancing-ema float = 0.0
+no effect: models are not exported to ONNX
+--onnx-safe str
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OtherModelSettings(FlagTable, rows=_ROWS):
+    """Models and layers that are not here."""
