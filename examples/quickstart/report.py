@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
 import matplotlib
@@ -30,7 +31,8 @@ def draw_losses(directory: Path, picture: Path, unigram: float, title: str) -> N
     scalars = read_scalars(directory)
     figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
     steps, losses = zip(*scalars[TRAINING_SCALAR], strict=True)
-    axes.plot(steps, losses, linewidth=1, color="tab:blue", label="training")
+    axes.plot(steps, losses, linewidth=1, color="tab:blue", alpha=0.25)
+    axes.plot(steps, running_mean(losses), color="tab:blue", label="training (running mean)")
     if VALIDATION_SCALAR in scalars:
         steps, losses = zip(*scalars[VALIDATION_SCALAR], strict=True)
         axes.plot(steps, losses, "o-", color="tab:orange", label="held-out plays")
@@ -45,6 +47,15 @@ def draw_losses(directory: Path, picture: Path, unigram: float, title: str) -> N
     axes.legend()
     figure.savefig(picture, dpi=150)
     pyplot.close(figure)
+
+
+def running_mean(losses: Sequence[float], weight: float = 0.9) -> list[float]:
+    """Return the exponentially weighted mean up to each step, of those steps alone."""
+    means, total, weights = [], 0.0, 0.0
+    for loss in losses:
+        total, weights = weight * total + loss, weight * weights + 1.0
+        means.append(total / weights)
+    return means
 
 
 def closing_table(rows: list[tuple[str, str]]) -> str:

@@ -23,6 +23,12 @@ _COLOUR = {
     Op.INPUT_GRAD: (57, 150, 150),
     Op.WEIGHT_GRAD: (214, 160, 50),
 }
+_NAME = {
+    Op.FORWARD: "F: forward",
+    Op.BACKWARD: "B: backward",
+    Op.INPUT_GRAD: "I: gradient of the input",
+    Op.WEIGHT_GRAD: "W: gradient of the weights",
+}
 _FILL = {Op.FORWARD: "-", Op.BACKWARD: "=", Op.INPUT_GRAD: "~", Op.WEIGHT_GRAD: "+"}
 _ROW_HEIGHT, _LEFT, _TOP, _PANEL_GAP, _WIDTH = 26, 64, 34, 30, 1180
 
@@ -116,7 +122,12 @@ def svg(traces: Sequence[Trace]) -> str:
     the run lost time.
     """
     parts: list[str] = []
-    top = 10
+    x = float(_LEFT)
+    for text, colour in _legend(traces):
+        parts.append(f'<rect x="{x}" y="8" width="14" height="14" fill="rgb{colour}"/>')
+        parts.append(f'<text x="{x + 19}" y="19">{text}</text>')
+        x += 40 + 6.5 * len(text)
+    top = 26
     for trace in traces:
         parts.extend(_svg_panel(trace, top, _WIDTH / _common_makespan(trace, traces)))
         top += _TOP + _ROW_HEIGHT * trace.placement.num_ranks + _PANEL_GAP
@@ -126,6 +137,16 @@ def svg(traces: Sequence[Trace]) -> str:
     )
     background = '<rect width="100%" height="100%" fill="white"/>'
     return "\n".join([head, background, *parts, "</svg>", ""])
+
+
+def _legend(traces: Sequence[Trace]) -> list[tuple[str, tuple[int, int, int]]]:
+    """Return what the colours of these traces mean: ops, and chunks where a rank has several."""
+    used = {span.step.op for trace in traces for span in trace.spans}
+    entries = [(name, _COLOUR[op]) for op, name in _NAME.items() if op in used]
+    chunks = max((trace.placement.num_chunks for trace in traces), default=1)
+    if chunks > 1:
+        entries += [(f"F of chunk {c}", _shade(Op.FORWARD, c, chunks)) for c in range(1, chunks)]
+    return entries
 
 
 def _common_makespan(trace: Trace, traces: Sequence[Trace]) -> float:
@@ -184,10 +205,11 @@ def save_png(traces: Sequence[Trace], path: str | Path) -> None:
     """Write the panels of `svg` as a PNG with matplotlib."""
     purpose = "drawing a pipeline as PNG"
     figures = optional_imports.require("matplotlib.figure", purpose=purpose)
+    patches = optional_imports.require("matplotlib.patches", purpose=purpose)
     canvases = optional_imports.require("matplotlib.backends.backend_agg", purpose=purpose)
 
     rows = sum(trace.placement.num_ranks + 2 for trace in traces)
-    figure = figures.Figure(figsize=(14, 0.45 * rows + 0.4), layout="constrained")
+    figure = figures.Figure(figsize=(14, 0.45 * rows + 0.8), layout="constrained")
     canvases.FigureCanvasAgg(figure)
     panels = figure.subplots(len(traces), 1, squeeze=False)
     for axis, trace in zip(panels[:, 0], traces, strict=True):
@@ -207,7 +229,12 @@ def save_png(traces: Sequence[Trace], path: str | Path) -> None:
         axis.set_yticks(range(trace.placement.num_ranks))
         axis.set_yticklabels([f"rank {rank}" for rank in range(trace.placement.num_ranks)])
         axis.invert_yaxis()
-        axis.set_xlabel(trace.unit or "time, in units of the costs", fontsize=8)
+        axis.set_xlabel(trace.unit or "time (unit of --forward-cost)", fontsize=8)
+    entries = [
+        patches.Patch(color=[part / 255 for part in colour], label=text)
+        for text, colour in _legend(traces)
+    ]
+    figure.legend(handles=entries, loc="outside upper left", ncols=len(entries), fontsize=8)
     figure.savefig(path, dpi=130)
 
 

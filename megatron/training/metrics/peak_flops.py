@@ -1,4 +1,4 @@
-"""The rate that a device could reach: from a table for known GPUs, from a measurement on a CPU."""
+"""The rate that a device could reach: from a table for known GPUs, measured on others."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def peak_of_gpu(name: str, dtype: torch.dtype) -> float | None:
     return peak * PEAK_TF32_SHARE if dtype == torch.float32 else peak
 
 
-def measured_matmul_rate(dtype: torch.dtype, *, size: int = 512, seconds: float = 0.15) -> float:
+def measured_matmul_rate(dtype: torch.dtype, *, size: int = 8192, seconds: float = 0.15) -> float:
     """Return the best FLOP/s of a square matrix product on this process' device and threads."""
     where = device.current_device()
     left = torch.randn(size, size, device=where).to(dtype)
@@ -55,11 +55,13 @@ def measured_matmul_rate(dtype: torch.dtype, *, size: int = 512, seconds: float 
 
 
 @functools.cache
-def peak_flops(dtype: torch.dtype) -> float:
-    """Return the peak FLOP/s of this rank's device for matrix products of `dtype`."""
-    if device.device_type() == "cuda":
-        known = peak_of_gpu(device.device_name(), dtype)
-        if known is not None:
-            return known
-        return measured_matmul_rate(dtype, size=8192)
-    return measured_matmul_rate(dtype)
+def peak_flops(dtype: torch.dtype) -> float | None:
+    """Return the peak FLOP/s of this rank's device for matrix products of `dtype`.
+
+    None on a CPU: its cores are shared with other processes, so a product that was timed once is
+    no bound, and a share of it can exceed 1.
+    """
+    if device.device_type() != "cuda":
+        return None
+    known = peak_of_gpu(device.device_name(), dtype)
+    return measured_matmul_rate(dtype) if known is None else known

@@ -30,7 +30,7 @@ from megatron.training.metrics.log_line import (
 )
 from megatron.training.metrics.memory import ChunkSize, estimate_memory
 from megatron.training.metrics.model_size import ModelSize
-from megatron.training.metrics.peak_flops import peak_of_gpu
+from megatron.training.metrics.peak_flops import peak_flops, peak_of_gpu
 
 
 def words_of(text: str) -> list[str]:
@@ -163,6 +163,12 @@ def test_a_gpu_is_known_by_a_part_of_its_name():
     assert peak_of_gpu("NVIDIA H100 80GB HBM3", torch.bfloat16) == 989e12
     assert peak_of_gpu("NVIDIA GB200", torch.bfloat16) == 2450e12
     assert peak_of_gpu("Some new card", torch.bfloat16) is None
+
+
+def test_no_share_of_a_cpu_is_told_since_other_processes_use_its_cores():
+    import torch
+
+    assert peak_flops(torch.float32) is None
 
 
 def test_memory_of_the_175b_model_is_that_of_the_paper():
