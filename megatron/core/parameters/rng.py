@@ -36,9 +36,15 @@ that a block's memory does not grow with the square of the length."""
 
 def derive_seed(*key: int | str) -> int:
     """Hash a key of ints and strings to a 63-bit seed; equal keys give equal seeds anywhere."""
-    text = "\x1f".join(f"{type(part).__name__[0]}{part}" for part in key)
-    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
+    return _seed(hashlib.blake2b(_key_bytes(key), digest_size=8))
+
+
+def _key_bytes(key: tuple[int | str, ...]) -> bytes:
+    return "\x1f".join(f"{type(part).__name__[0]}{part}" for part in key).encode()
+
+
+def _seed(key_hash: hashlib.blake2b) -> int:
+    return int.from_bytes(key_hash.digest(), "little") >> 1
 
 
 @dataclass(frozen=True)
@@ -209,11 +215,22 @@ def _generator(device: torch.device) -> torch.Generator:
     return torch.Generator(device=device)
 
 
-def seeded_generator(device: torch.device, *key: int | str) -> torch.Generator:
-    """Return this device's scratch generator, seeded by `key`; valid until the next call."""
-    generator = _generator(device)
-    generator.manual_seed(derive_seed(*key))
-    return generator
+class SeededGenerators:
+    """Generators for keys that begin alike, of which the common part is hashed once."""
+
+    def __init__(self, device: torch.device, *prefix: int | str) -> None:
+        self._generator = _generator(device)
+        self._prefix = hashlib.blake2b(_key_bytes(prefix), digest_size=8)
+
+    def get(self, *rest: int) -> torch.Generator:
+        """Return the device's scratch generator for (*prefix, *rest), valid until the next call.
+
+        Its seed is `derive_seed(*prefix, *rest)`.
+        """
+        key_hash = self._prefix.copy()
+        for part in rest:
+            key_hash.update(b"\x1fi%d" % part)
+        return self._generator.manual_seed(_seed(key_hash))
 
 
 @contextmanager
@@ -265,12 +282,13 @@ def _keyed_draw(
         rows = SequenceShard.full(x.shape[0])
     drawn = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     tail = x.shape[2:]
+    blocks = rows.blocks(MAX_ROW_BLOCKS)
+    generators = SeededGenerators(x.device, *key)
     for sample in range(x.shape[1]):
         row = 0
-        for index, block_rows, first, used in rows.blocks(MAX_ROW_BLOCKS):
-            generator = seeded_generator(x.device, *key, first_sample + sample, index)
+        for index, block_rows, first, used in blocks:
             block = torch.empty((block_rows, *tail), dtype=x.dtype, device=x.device)
-            draw(block, generator)
+            draw(block, generators.get(first_sample + sample, index))
             drawn[row : row + used, sample] = block[first : first + used]
             row += used
     return drawn
@@ -313,10 +331,10 @@ class AttentionKeepMask:
             sample: index in the micro batch; head: index in the whole model.
         """
         pieces = []
+        generators = SeededGenerators(device, *self.key, self.first_sample + sample, head)
         for index, block_rows, first, used in rows.blocks(self.max_blocks(rows.total)):
-            generator = seeded_generator(device, *self.key, self.first_sample + sample, head, index)
             block = torch.empty((block_rows, self.num_keys), dtype=dtype, device=device)
-            block.bernoulli_(self.keep_probability, generator=generator)
+            block.bernoulli_(self.keep_probability, generator=generators.get(index))
             pieces.append(block[first : first + used])
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
