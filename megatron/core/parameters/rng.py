@@ -216,7 +216,7 @@ def _generator(device: torch.device) -> torch.Generator:
 
 
 class SeededGenerators:
-    """Generators for keys that begin alike, of which the common part is hashed once."""
+    """Generators for keys with a common prefix, which is hashed once."""
 
     def __init__(self, device: torch.device, *prefix: int | str) -> None:
         self._generator = _generator(device)
