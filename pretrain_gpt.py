@@ -1,6 +1,7 @@
 """Pretrain a GPT: `torchrun --nproc-per-node 4 pretrain_gpt.py --preset gpt2-124m ...`.
 
-Without torchrun it trains in one process. `--dry-run` prints what a command would do.
+Without torchrun it trains in one process. `--dry-run` prints what a command would do, and
+`--auto-parallel H100 --dry-run-world-size 64` which layout is fastest.
 """
 
 from __future__ import annotations
@@ -120,5 +121,19 @@ def datasets_provider(num_samples: Sequence[int | None], vp_stage: int | None = 
 
 datasets_provider.is_distributed = True
 
+
+def layout_search(words: Sequence[str], gpu: str, num_gpus: int) -> str:
+    """Return the report of `--auto-parallel`."""
+    from megatron.planner.search_command import Cluster, search_command
+
+    return search_command(words, Cluster(gpu, num_gpus), script="pretrain_gpt.py")
+
+
 if __name__ == "__main__":
-    pretrain(datasets_provider, model_provider, ModelType.encoder_or_decoder, forward_step)
+    pretrain(
+        datasets_provider,
+        model_provider,
+        ModelType.encoder_or_decoder,
+        forward_step,
+        layout_search=layout_search,
+    )

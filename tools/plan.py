@@ -3,6 +3,8 @@
     python tools/plan.py score ROWS.csv --output OUT.csv   # id, seconds of a step, GiB of a rank
     python tools/plan.py evaluate ROWS.csv ...             # errors against measured rows
     python tools/plan.py calibrate ROWS.csv ...            # fit the constants to measured rows
+    python tools/plan.py search --gpu H100 --num-gpus 64 --preset llama3-8b --bf16 \\
+        --seq-length 8192 --global-batch-size 256          # the fastest layout, and its flags
 
 A row says model, batch, GPU and layout; docs/planner.md lists the columns. Empty MBS, VPP and
 recompute are filled with the fastest choice that fits. `score` reads no time, rate or memory.
@@ -48,6 +50,13 @@ def parser() -> argparse.ArgumentParser:
     ):
         command = commands.add_parser(name, help=text)
         command.add_argument("rows", type=Path, nargs="+", metavar="ROWS.csv")
+    search = commands.add_parser(
+        "search", help="find the fastest layout for the flags of pretrain_gpt.py that follow"
+    )
+    search.add_argument("--gpu", required=True, metavar="KIND", help="A100, H100, H200, B200 ...")
+    search.add_argument("--num-gpus", type=int, required=True)
+    search.add_argument("--nvlink-domain", type=int, help="GPUs that NVLink joins")
+    search.add_argument("--nic-gbytes-per-s", type=float, help="of one GPU, each way")
     return made
 
 
@@ -102,7 +111,17 @@ def calibrate(paths: Sequence[Path]) -> None:
 @tool
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; return the exit status."""
-    options = parser().parse_args(arguments)
+    options, flags = parser().parse_known_args(arguments)
+    if options.command == "search":
+        from megatron.planner.search_command import Cluster, search_command
+
+        cluster = Cluster(
+            options.gpu, options.num_gpus, options.nvlink_domain, options.nic_gbytes_per_s
+        )
+        print(search_command(flags, cluster, script="pretrain_gpt.py"))
+        return ExitStatus.DONE
+    if flags:
+        parser().error(f"unrecognized arguments: {' '.join(flags)}")
     if options.command == "score":
         score(options.rows, options.output)
     elif options.command == "evaluate":

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron.planner.blanks import fill_blanks
 from megatron.planner.hardware import Hardware
-from megatron.planner.search import fill_blanks
 from megatron.planner.step_time import predict_step
 from megatron.planner.workload import FloatArray, Workloads
 

@@ -66,7 +66,7 @@ class CollectiveCosts:
         once for each expert.
         """
         loads = self.workloads
-        size, stride = loads.expert_size, loads.experts_tensor_size
+        size, stride = loads.expert_size, loads.expert_tensor_size
         inside = self.rows.nvlink_bytes_per_s * self.hardware.constant("nvlink_efficiency")
         across = loads.nic_bytes_per_s * self.hardware.constant("nic_efficiency")
         members = self.members_of_domain(size, stride)

@@ -35,6 +35,9 @@ class Gpu:
     memory_bytes: float
     memory_bytes_per_s: float
     nvlink_bytes_per_s: float
+    nvlink_domain: float
+    """GPUs that NVLink joins in the usual build, and the NIC of one of them, each way."""
+    nic_bytes_per_s: float
     num_multiprocessors: float
     power: str = ""
     """Constant that scales the sustained rate of a card with another power limit; or empty."""

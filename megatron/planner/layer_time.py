@@ -9,7 +9,7 @@ import numpy as np
 from megatron.planner.collectives import CollectiveCosts
 from megatron.planner.operators import OperatorCosts
 from megatron.planner.parameters import parameters_of_layer
-from megatron.planner.workload import FloatArray, Workloads
+from megatron.planner.workload import RECOMPUTE_KINDS, FloatArray, Workloads
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +56,8 @@ def layer_time(operators: OperatorCosts, collectives: CollectiveCosts) -> PassTi
     dense_forward = sum(operators.linear_forward(*shape) for shape in dense_products)
     dense_backward = sum(operators.linear_backward(*shape) for shape in dense_products)
     expert_forward, expert_backward = _experts(operators)
-    forward_gemm = scale * (forward_gemm + np.where(loads.is_moe, expert_forward, dense_forward))
+    feed_forward = scale * np.where(loads.is_moe, expert_forward, dense_forward)
+    forward_gemm = scale * forward_gemm + feed_forward
     backward_gemm = scale * (
         backward_gemm + np.where(loads.is_moe, expert_backward, dense_backward)
     )
@@ -66,8 +67,15 @@ def layer_time(operators: OperatorCosts, collectives: CollectiveCosts) -> PassTi
     backward_gpu = backward_gemm + operators.attention_backward() + 1.6 * elementwise
 
     again = np.select(
-        [loads.recompute == kind for kind in ("full", "selective", "selective_op", "modules")],
-        [forward_gpu, attention, 0.5 * forward_gemm + elementwise, elementwise],
+        [loads.recompute == kind for kind in RECOMPUTE_KINDS[1:]],
+        [
+            attention,
+            operators.norms_forward(),
+            feed_forward,
+            0.5 * forward_gemm + elementwise,
+            elementwise,
+            forward_gpu,
+        ],
         0.0,
     )
     again = again * loads.recompute_share
@@ -91,6 +99,9 @@ def layer_time(operators: OperatorCosts, collectives: CollectiveCosts) -> PassTi
     per_pass = per_pass + expert * hardware.constant("expert_exposed")
     exposed_forward = per_pass
     exposed_backward = per_pass * (1 + layers_again)
+    # Tokens go to their experts once more where these are recomputed by themselves.
+    routed_again = np.where(loads.recompute == "mlp", loads.recompute_share, 0.0)
+    exposed_backward += routed_again * expert * hardware.constant("expert_exposed")
     return PassTime(
         forward=forward_gpu + exposed_forward,
         backward=backward_gpu + exposed_backward,
@@ -103,7 +114,7 @@ def _experts(operators: OperatorCosts) -> tuple[FloatArray, FloatArray]:
     loads = operators.workloads
     local = loads.local_experts
     rows = loads.microbatch_tokens * np.maximum(loads.moe_router_topk, 1.0) / local
-    split = loads.experts_tensor_size
+    split = loads.expert_tensor_size
     # Tokens of a tensor-parallel rank go to whole experts where experts are not split.
     rows = np.maximum(rows * split / loads.tensor_size, 1.0)
     width = np.maximum(loads.moe_ffn_hidden_size, 1.0) / split

@@ -17,7 +17,7 @@ from megatron.planner.parameters import (
     parameters_of_layer,
     parameters_of_rank,
 )
-from megatron.planner.workload import FloatArray, Workloads
+from megatron.planner.workload import RECOMPUTE_KINDS, FloatArray, Workloads
 
 GIB = 2.0**30
 
@@ -68,8 +68,8 @@ def predict_memory(workloads: Workloads, hardware: Hardware) -> Memory:
 def model_states(workloads: Workloads) -> FloatArray:
     """Return weights, gradients and optimizer state of a rank.
 
-    Mixed precision Adam: 2 bytes of weights, 2 of fp16 or 4 of accumulated fp32 gradients, 12 of
-    fp32 master weights and moments; divided over data parallelism from their ZeRO stage on.
+    Mixed precision Adam: 2 bytes of weights, 2 of 16-bit or 4 of fp32 gradients, 12 of fp32 main
+    weights and moments; divided over data parallelism from their ZeRO stage on.
     """
     shares = parameters_of_rank(workloads)
     size = workloads.data_size * workloads.context_size
@@ -81,16 +81,9 @@ def _states(workloads: Workloads, weights: FloatArray, size: FloatArray) -> Floa
     # In a pipeline, FSDP gathers parameters once a step: they stay, and so do full gradients.
     is_kept = workloads.pipeline_size > 1
     stage = np.where(is_kept, np.minimum(workloads.sharding_stage, 1.0), workloads.sharding_stage)
-    # Fused software reduces 16-bit gradients; bf16 of 2022 accumulated them in fp32.
-    is_accumulated = (workloads.precision == "bf16") & (workloads.flash_attention == 0)
-    gradient = np.where(is_accumulated, 6.0, 2.0)
-    weight_bytes = np.full(len(weights), 2.0)
-    is_eight_bit = np.isin(workloads.precision, ("mxfp8", "nvfp4"))
-    # Block-scaled weights are kept in both orientations beside the 16-bit ones.
-    weight_bytes = weight_bytes + np.where(is_eight_bit & (stage < 3), 1.0, 0.0)
-    kept = weight_bytes * np.where(stage >= 3, 1 / size, 1.0)
-    kept = kept + gradient * np.where(stage >= 2, 1 / size, 1.0)
-    kept = kept + 12.0 * np.where(stage >= 1, 1 / size, 1.0)
+    kept = workloads.weight_bytes * np.where(stage >= 3, 1 / size, 1.0)
+    kept = kept + workloads.gradient_bytes * np.where(stage >= 2, 1 / size, 1.0)
+    kept = kept + workloads.optimizer_bytes * np.where(stage >= 1, 1 / size, 1.0)
     gathered = np.where(
         stage >= 3, 2 * 2 * parameters_of_layer(workloads) + 2 * embedding_parameters(workloads), 0
     )
@@ -123,21 +116,21 @@ def layer_activations(workloads: Workloads, recompute: np.ndarray) -> FloatArray
     attention = (queries + 4 * loads.kv_width) / tp
     scores = np.where(flash, 0.0, 5 * loads.num_attention_heads * loads.seq_length) / tp
     halves = 1 + loads.gated_linear_unit
-    ffn = np.where(
-        loads.is_moe,
-        loads.moe_ffn_hidden_size * loads.moe_router_topk / loads.experts_tensor_size,
-        loads.ffn_hidden_size / tp,
-    )
+    # Whether tensor-parallel ranks split an expert or the tokens, each has 1/tp of the products.
+    routed_width = loads.moe_ffn_hidden_size * loads.moe_router_topk
+    ffn = np.where(loads.is_moe, routed_width, loads.ffn_hidden_size) / tp
     feed_forward = ffn * (2 * halves + operand)
-    routed = np.where(loads.is_moe, loads.moe_router_topk * hidden * (2 + operand), 0.0)
+    routed = np.where(loads.is_moe, loads.moe_router_topk * hidden * (2 + operand), 0.0) / split
     everything = residual + attention + scores + feed_forward + routed
     kept = np.select(
-        [recompute == kind for kind in ("full", "selective", "selective_op", "modules")],
+        [recompute == kind for kind in RECOMPUTE_KINDS[1:]],
         [
-            2 * hidden / split,
             everything - scores,
+            everything - 2 * operand * hidden / split,
+            everything - feed_forward - routed,
             2 * hidden / split + 0.5 * (attention + feed_forward),
             everything - 2 * operand * hidden / split - ffn * operand - routed / 2,
+            2 * hidden / split,
         ],
         everything,
     )

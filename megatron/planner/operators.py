@@ -124,7 +124,7 @@ class OperatorCosts:
         residual_split = np.where(loads.sequence_parallel > 0, loads.tensor_size, 1.0)
         ffn = np.where(
             loads.is_moe,
-            loads.moe_ffn_hidden_size * loads.moe_router_topk / loads.experts_tensor_size,
+            loads.moe_ffn_hidden_size * loads.moe_router_topk / loads.expert_tensor_size,
             loads.ffn_hidden_size / loads.tensor_size,
         )
         per_token = 20 * loads.hidden_size / residual_split
@@ -135,6 +135,13 @@ class OperatorCosts:
         routed = 12 * loads.moe_router_topk * loads.hidden_size
         per_token = per_token + routed * self.hardware.constant("routing_traffic")
         return self.memory(per_token * loads.microbatch_tokens * scale)
+
+    def norms_forward(self) -> FloatArray:
+        """Return the time of both norms of a layer alone: 16 bits read and written."""
+        loads = self.workloads
+        split = np.where(loads.sequence_parallel > 0, loads.tensor_size, 1.0)
+        scale = self.hardware.per_software("elementwise_traffic", loads)
+        return self.memory(8 * loads.hidden_size / split * loads.microbatch_tokens * scale)
 
     def launch(self) -> FloatArray:
         """Return the host's time to launch the forward of one layer."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megatron.planner.blanks import fill_blanks
 from megatron.planner.calibrate import Measured, fit
 from megatron.planner.correction import Correction, fit_correction, load_correction
 from megatron.planner.hardware import Hardware, load_hardware
-from megatron.planner.search import fill_blanks
 from megatron.planner.step_time import predict_step
 from megatron.planner.workload import FloatArray, Workloads
 

@@ -6,9 +6,9 @@ import csv
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from megatron.planner.blanks import fill_blanks, fits
 from megatron.planner.memory import GIB, predict_memory
 from megatron.planner.predictor import Predictor
-from megatron.planner.search import fill_blanks, fits
 from megatron.planner.workload import from_rows
 
 COLUMNS = ("id", "predicted_step_s", "predicted_mem_GB", "fits")

@@ -40,7 +40,7 @@ def predict_step(workloads: Workloads, hardware: Hardware) -> StepTime:
     """Predict the time of a step of each row.
 
     Args:
-        workloads: without blanks, see `search.fill_blanks`.
+        workloads: without blanks, see `blanks.fill_blanks`.
     """
     rows = rows_hardware(workloads, hardware)
     operators = OperatorCosts(workloads, rows, hardware)
@@ -134,7 +134,7 @@ def exposed_replicated_data(
     size = workloads.data_size * workloads.context_size
     expert_size = np.maximum(size / workloads.expert_size, 1.0)
     tp = workloads.tensor_size
-    expert_stride = workloads.experts_tensor_size * workloads.expert_size
+    expert_stride = workloads.expert_tensor_size * workloads.expert_size
     # The output layer's tied copy is reduced by its own group; it is small beside the rest.
     dense = collectives.all_gather(2 * shares.dense, size, tp)
     exchange = dense + collectives.all_gather(2 * shares.expert, expert_size, expert_stride)
@@ -144,7 +144,10 @@ def exposed_replicated_data(
     spread = 1 + (workloads.pipeline_size - 1) * (1 - 1 / chunks)
     window = np.where(workloads.flash_attention > 0, stage_layers * spread, 0.0)
     always, hideable = exchange * share, exchange * (1 - share)
-    exposed = always + np.maximum(hideable - window * layer.backward, 0.0)
+    reduced = always + np.maximum(hideable - window * layer.backward, 0.0)
+    # A rank that keeps its shard of the gradients reduces those of every micro batch.
+    is_each = (workloads.sharding_stage == 2) & (workloads.pipeline_size == 1)
+    exposed = reduced * np.where(is_each, workloads.num_microbatches, 1.0)
     return exposed + always + np.maximum(hideable - window * layer.forward, 0.0)
 
 

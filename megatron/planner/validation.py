@@ -9,11 +9,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron.planner.blanks import fill_blanks, fits
 from megatron.planner.calibrate import Measured, balanced_weights
 from megatron.planner.hardware import Hardware
 from megatron.planner.memory import GIB, predict_memory
 from megatron.planner.predictor import Predictor, fit_predictor
-from megatron.planner.search import fill_blanks, fits
 from megatron.planner.workload import FloatArray, from_rows
 
 NUM_FOLDS = 5

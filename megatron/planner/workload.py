@@ -27,11 +27,11 @@ FloatArray = NDArray[np.float64]
 TextArray = NDArray[np.str_]
 
 UNKNOWN = math.nan
-"""A number that the source of a row does not say; `search.fill_blanks` replaces it."""
+"""A number that the source of a row does not say; `blanks.fill_blanks` replaces it."""
 
-RECOMPUTE_KINDS = ("none", "selective", "selective_op", "modules", "full")
-"""Recomputation: nothing, the attention core, every second matrix product, norms and activations,
-the whole layer."""
+RECOMPUTE_KINDS = ("none", "selective", "layernorm", "mlp", "selective_op", "modules", "full")
+"""Recomputation: nothing; the attention core; the norms; the feed-forward, with its experts; every
+second matrix product; norms and activations; the whole layer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,8 +55,12 @@ class Workloads:
     active_params: FloatArray
     """Parameters that a token is multiplied with, as published, for what the other columns cannot
     tell (shared experts, latent attention); 0 where they tell all."""
-    total_params: FloatArray
-    """The same for all parameters; 0 where the other columns tell."""
+    dense_params: FloatArray
+    """Weights of a layer beside its routed experts, the mean of all layers."""
+    expert_params: FloatArray
+    """Weights of all routed experts of a layer, the mean of all layers."""
+    num_tables: FloatArray
+    """Matrices of vocabulary size: 1 where the output layer is the embedding, else 2."""
     seq_length: FloatArray
     gpu: TextArray
     world_size: FloatArray
@@ -66,11 +70,18 @@ class Workloads:
     """Model chunks on every pipeline rank; unknown where it was not published."""
     context_size: FloatArray
     expert_size: FloatArray
+    expert_tensor_size: FloatArray
+    """Ranks that one expert is split over."""
     data_size: FloatArray
     micro_batch_size: FloatArray
     global_batch_size: FloatArray
     sharding_stage: FloatArray
     """0: none, 1: optimizer state, 2: and gradients, 3: and parameters (ZeRO, FSDP)."""
+    weight_bytes: FloatArray
+    """Of a parameter: in the precision that is computed in, gathered parameters included."""
+    gradient_bytes: FloatArray
+    optimizer_bytes: FloatArray
+    """Of a parameter: main weights and moments on the GPU."""
     recompute: TextArray
     """One of RECOMPUTE_KINDS; empty where it was not published."""
     recompute_share: FloatArray
@@ -146,11 +157,6 @@ class Workloads:
         """Return the experts of one rank."""
         return np.maximum(self.num_experts / self.expert_size, 1.0)
 
-    @property
-    def experts_tensor_size(self) -> FloatArray:
-        """Return over how many ranks one expert is split: many small experts are not."""
-        return np.where(self.num_experts <= 16, self.tensor_size, 1.0)
-
 
 _FIELDS = dataclasses.fields(Workloads)
 
@@ -217,20 +223,32 @@ def _record(index: int, row: Mapping[str, str]) -> dict[str, Any]:
     num_chunks = number("VPP", UNKNOWN if is_pipelined and schedule != "1f1b" else 1)
     flash = (row.get("attention") or "flash").strip() != "unfused"
     world_size, tp, pp, cp = (number(name, 1) for name in ("n_gpus", "TP", "PP", "CP"))
+    groups, head_dim = number("kv_heads", heads), number("head_dim", hidden / heads)
+    halves, num_experts = 1 + number("glu", 0), number("experts", 0)
+    attention = 2 * hidden * (heads + groups) * head_dim
+    # Of layers with experts, the router.
+    mlp = hidden * (num_experts or number("ffn", 4 * hidden) * (1 + halves))
+    precision = _precision(row.get("precision") or "bf16")
+    sharding_stage = _sharding_stage(row.get("zero") or "", flash)
+    # Block-scaled weights are kept in both orientations beside the 16-bit ones.
+    has_copies = precision in ("mxfp8", "nvfp4") and sharding_stage < 3
     return {
         "num_layers": number("layers"),
         "hidden_size": hidden,
         "num_attention_heads": heads,
-        "num_query_groups": number("kv_heads", heads),
-        "kv_channels": number("head_dim", hidden / heads),
+        "num_query_groups": groups,
+        "kv_channels": head_dim,
         "ffn_hidden_size": number("ffn", 4 * hidden),
-        "gated_linear_unit": number("glu", 0),
+        "gated_linear_unit": halves - 1,
         "vocab_size": number("vocab"),
-        "num_experts": number("experts", 0),
+        "num_experts": num_experts,
         "moe_router_topk": number("topk", 0),
         "moe_ffn_hidden_size": number("moe_ffn", 0),
         "active_params": number("active_B", 0) * 1e9,
-        "total_params": number("params_B", 0) * 1e9,
+        "dense_params": attention + mlp,
+        "expert_params": hidden * number("moe_ffn", 0) * (1 + halves) * num_experts,
+        # Software of 2024 has an output layer of its own.
+        "num_tables": halves,
         "seq_length": number("seq"),
         "gpu": (row.get("gpu") or "").strip(),
         "world_size": world_size,
@@ -239,13 +257,19 @@ def _record(index: int, row: Mapping[str, str]) -> dict[str, Any]:
         "num_chunks": num_chunks,
         "context_size": cp,
         "expert_size": number("EP", 1),
+        # Many small experts are not split.
+        "expert_tensor_size": tp if num_experts <= 16 else 1.0,
         "data_size": number("DP", world_size / (tp * pp * cp)),
         "micro_batch_size": number("MBS", UNKNOWN),
         "global_batch_size": number("GBS"),
-        "sharding_stage": _sharding_stage(row.get("zero") or "", flash),
+        "sharding_stage": sharding_stage,
+        "weight_bytes": 3.0 if has_copies else 2.0,
+        # Fused software reduces 16-bit gradients; bf16 of 2022 accumulated them in fp32.
+        "gradient_bytes": 6.0 if precision == "bf16" and not flash else 2.0,
+        "optimizer_bytes": 12.0,
         "recompute": _recompute(row.get("recompute") or ""),
         "recompute_share": 1.0,
-        "precision": _precision(row.get("precision") or "bf16"),
+        "precision": precision,
         "sequence_parallel": number("sp", 0),
         "may_interleave": float(is_pipelined and schedule != "1f1b"),
         "must_interleave": float(is_pipelined and schedule == "interleaved"),

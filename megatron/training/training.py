@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
+from megatron.core.foundation.errors import ConfigError
 from megatron.training.cli.dry_run import describe_run
 from megatron.training.cli.parser import (
     ExtraArguments,
@@ -16,7 +18,7 @@ from megatron.training.cli.parser import (
 from megatron.training.config.run import RunConfig
 from megatron.training.hooks.standard import standard_hooks
 from megatron.training.launch import rank_info
-from megatron.training.launch.printing import print_rank_0
+from megatron.training.launch.printing import is_rank_0, print_rank_0
 from megatron.training.resilience.failure import failures_reported
 from megatron.training.resilience.status import RunStatus
 from megatron.training.run.loop import train
@@ -45,6 +47,9 @@ __all__ = [
     "train_step",
 ]
 
+LayoutSearch = Callable[[Sequence[str], str, int], str]
+"""Takes a command line, a kind of GPU and their number; returns a report."""
+
 
 def pretrain(*given: Any, **named: Any) -> None:
     """Pretrain a model: settings, processes, model, data, loop, checkpoints.
@@ -67,6 +72,7 @@ def pretrain(*given: Any, **named: Any) -> None:
         process_non_loss_data_func: takes what `loss_func(output, non_loss_data=True)` collected
             after an evaluation.
         non_loss_data_func: `(model)` -> such data, instead of a forward step.
+        layout_search: `(words, GPU, number of ranks)` -> report of --auto-parallel.
         extra_args_provider: adds a script's own flags to the parser.
         args_defaults: a script's defaults for flags that are not given.
     Raises:
@@ -79,6 +85,11 @@ def pretrain(*given: Any, **named: Any) -> None:
         if call.is_dry_run():
             status.activity = "planning a dry run"
             print_rank_0(describe_run(call.read))
+            return
+        if call.asks_for_layout():
+            status.activity = "searching a layout"
+            if is_rank_0():
+                print(call.searched_layout(), flush=True)
             return
         session = start_session(
             call.read,
@@ -100,11 +111,12 @@ class PretrainCall:
         "train_valid_test_dataset_provider", "model_provider", "model_type", "forward_step_func",
         "process_non_loss_data_func", "extra_args_provider", "args_defaults",
         "get_embedding_ranks", "get_position_embedding_ranks", "non_loss_data_func", "store",
+        "layout_search",
     )  # fmt: skip
     CONFIG_FIRST = (
         "cfg_container", "train_valid_test_dataset_provider", "model_type", "forward_step_func",
         "model_provider", "process_non_loss_data_func", "get_embedding_ranks",
-        "get_position_embedding_ranks", "non_loss_data_func", "store",
+        "get_position_embedding_ranks", "non_loss_data_func", "store", "layout_search",
     )  # fmt: skip
     NEEDED = ("train_valid_test_dataset_provider", "model_provider", "forward_step_func")
 
@@ -148,6 +160,29 @@ class PretrainCall:
             return self.read().config.launch.dry_run
         except UnreadableCommandError as error:
             return error.command.config.launch.dry_run
+
+    def asks_for_layout(self) -> bool:
+        """Return whether a layout shall be searched instead of trained with."""
+        return self.read().config.launch.auto_parallel is not None
+
+    def searched_layout(self) -> str:
+        """Return the report of --auto-parallel.
+
+        Raises:
+            ConfigError: the script has no search, or there is no layout.
+        """
+        launch = self.read().config.launch
+        search: LayoutSearch | None = self.options.get("layout_search")
+        if search is None or launch.auto_parallel is None:
+            raise ConfigError(
+                "--auto-parallel in a script that cannot search.",
+                rule="the script hands a layout search to pretrain",
+                flags=["--auto-parallel"],
+                fix="use pretrain_gpt.py, or pass layout_search as it does",
+            )
+        info = rank_info.read_rank_info()
+        launched = info.world_size if info.is_launched else 0
+        return search(sys.argv[1:], launch.auto_parallel, launch.dry_run_world_size or launched)
 
 
 def run_session(session: Session, call: PretrainCall) -> None:

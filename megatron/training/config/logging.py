@@ -104,3 +104,6 @@ class LaunchSettings:
     dry_run_world_size: int | None = None
     """Ranks to plan for in a dry run. Default what the launcher started, or the fewest that
     fit."""
+    auto_parallel: str | None = None
+    """Search the fastest layout on GPUs of this kind (A100, H100, B200 ...), as many as
+    --dry-run-world-size says or were launched; print it with its command line; train nothing."""

@@ -15,6 +15,7 @@ from megatron.core.pipeline_parallel.lower import lower
 from megatron.core.pipeline_parallel.schedule import StepPlan
 from megatron.core.pipeline_parallel.simulate import simulate
 from megatron.core.pipeline_parallel.step_plan import compute_orders
+from megatron.planner.blanks import fill_blanks, fits, has_blanks
 from megatron.planner.figures import figures
 from megatron.planner.hardware import load_hardware
 from megatron.planner.memory import (
@@ -26,7 +27,6 @@ from megatron.planner.memory import (
 )
 from megatron.planner.operators import wave_efficiency
 from megatron.planner.predictor import fit_predictor, load_predictor
-from megatron.planner.search import fill_blanks, fits, has_blanks
 from megatron.planner.step_time import bubble_time, predict_step
 from megatron.planner.validation import (
     family_of,

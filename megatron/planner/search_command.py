@@ -1,0 +1,224 @@
+"""From a command line to the fastest layout for it, and the command line that trains so.
+
+`tools/plan.py search` and `pretrain_gpt.py --auto-parallel` are this function. Model, batch and
+precision are those of the resolved settings; layouts that the search prefers are resolved and
+checked by all rules of a run before they are shown.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from megatron.core.foundation.errors import ConfigError, MegatronError
+from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
+from megatron.planner.hardware import Gpu, Hardware, gpu_named
+from megatron.planner.layout_search import SearchResult, search_layouts
+from megatron.planner.predictor import load_predictor
+from megatron.planner.run_workload import (
+    FREE_LAYOUT,
+    choices_of,
+    settings_of_layout,
+    workload_of_run,
+)
+from megatron.planner.search_report import Chosen, refusal, report
+from megatron.planner.workload import Workloads
+from megatron.training.cli.parser import ParsedCommand, parse_command_line
+from megatron.training.config.resolved import ResolvedRun
+from megatron.training.config.run import (
+    RunConfig,
+    all_flags,
+    flags_by_spelling,
+    opposites_by_spelling,
+    plain,
+)
+from megatron.training.config.vocabulary import resolve_vocabulary
+from megatron.training.metrics.flops import FlopConvention, training_flops
+from megatron.training.metrics.model_size import ModelSize
+from megatron.training.rules import resolve_and_check
+
+WITHOUT_A_RUN: Mapping[str, Any] = {"train_iters": 1000, "lr": 3e-4}
+"""What a run must be told, and a search need not be."""
+NUM_SHOWN = 5
+MOST_CHECKED = 64
+"""Layouts that are held against the rules of a run."""
+_NOT_OF_A_RUN = ("auto_parallel", "dry_run", "dry_run_world_size")
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """The GPUs to search for, in their usual build or another one."""
+
+    gpu: str
+    world_size: int
+    nvlink_domain: int | None = None
+    nic_gbytes_per_s: float | None = None
+
+    def build(self, hardware: Hardware) -> Gpu:
+        """Return the GPU with its network.
+
+        Raises:
+            ConfigError: the planner does not know it.
+        """
+        gpu = gpu_named(self.gpu, hardware)
+        if self.world_size < 1:
+            raise ConfigError(
+                f"{self.world_size} GPUs.",
+                rule="a search needs to know how many GPUs there are",
+                flags=["--num-gpus", "--dry-run-world-size"],
+                fix="give their number",
+            )
+        domain, nic = self.nvlink_domain, self.nic_gbytes_per_s
+        return Gpu(
+            **vars(gpu)
+            | {
+                "nvlink_domain": domain or gpu.nvlink_domain,
+                "nic_bytes_per_s": nic * 1e9 if nic else gpu.nic_bytes_per_s,
+            }
+        )
+
+
+def search_command(words: Sequence[str], cluster: Cluster, *, script: str) -> str:
+    """Search and return the report.
+
+    Args:
+        words: flags of `pretrain_gpt.py`; parallel sizes, micro batch, sharding and recomputation
+            that they name stay as they are.
+        script: to begin the command line with.
+    Raises:
+        ConfigError: the settings cannot be used, or nothing fits.
+    """
+    command = parse_command_line(list(words), args_defaults=WITHOUT_A_RUN)
+    predictor = load_predictor()
+    gpu = cluster.build(predictor.hardware)
+    run, model = _model(command, gpu, cluster.world_size)
+    choices = choices_of(command.config, command.given)
+    found = search_layouts(model, choices, predictor)
+    if not len(found.order):
+        raise refusal(found, model, choices, predictor)
+    chosen, broken = _allowed(found, command, cluster.world_size)
+    if not chosen:
+        raise broken[0]
+    best = chosen[0]
+    flops = training_flops(
+        ModelSize.from_settings(run), int(model.global_batch_size[0]), FlopConvention.CAUSAL
+    )
+    line = command_line(words, command, best.settings, cluster.world_size, gpu, script)
+    text = report(found, chosen, predictor, flops=flops, refused=len(broken), line=line)
+    missing = [all_flags()[name].flag for name in _without_length(command)]
+    if missing:
+        text = f"{' and '.join(missing)} were not given: the last line has placeholders\n\n{text}"
+    return text
+
+
+def _model(command: ParsedCommand, gpu: Gpu, world_size: int) -> tuple[ResolvedRun, Workloads]:
+    """Resolve the settings for one process, and read model and batch from them."""
+    batch = command.config.schedule.global_batch_size
+    if not batch:
+        raise ConfigError(
+            "--global-batch-size is not given.",
+            rule="layouts are compared at the batch that is trained with",
+            flags=["--global-batch-size"],
+            fix="add it, for example --global-batch-size 1024",
+        )
+    alone = {**FREE_LAYOUT, "global_batch_size": 1, "rampup_batch_size": None}
+    run = _resolved(command, alone, 1)
+    model = workload_of_run(run, gpu, world_size)
+    return run, model.replace(global_batch_size=np.array([float(batch)]))
+
+
+def _resolved(command: ParsedCommand, settings: Mapping[str, Any], world_size: int) -> ResolvedRun:
+    """Resolve and check the command with other settings."""
+    values = {**command.config.flat(), **settings}
+    config = RunConfig.from_values({n: v for n, v in values.items() if n not in _NOT_OF_A_RUN})
+    changed = ParsedCommand(config=config, given=command.given | frozenset(settings))
+    run = resolve_and_check(lambda: changed, lambda _: world_size)
+    return resolve_vocabulary(run, build_tokenizer(run.namespace()).vocab_size)
+
+
+def _allowed(
+    found: SearchResult, command: ParsedCommand, world_size: int
+) -> tuple[list[Chosen], list[MegatronError]]:
+    """Return the fastest layouts that the rules of a run allow, one for each split of ranks."""
+    chosen: list[Chosen] = []
+    broken: list[MegatronError] = []
+    splits = set()
+    for index in found.order[: 100 * MOST_CHECKED]:
+        row = found.table.take(np.array([index]))
+        split = tuple(
+            float(getattr(row, name)[0])
+            for name in ("tensor_size", "pipeline_size", "context_size", "expert_size")
+        )
+        if split in splits:
+            continue
+        settings = settings_of_layout(
+            row, has_dispatcher="moe_token_dispatcher_type" in command.given
+        )
+        try:
+            _resolved(command, settings, world_size)
+        except MegatronError as error:
+            broken.append(error)
+        else:
+            splits.add(split)
+            chosen.append(Chosen(int(index), settings))
+        if len(chosen) == NUM_SHOWN or len(chosen) + len(broken) == MOST_CHECKED:
+            break
+    return chosen, broken
+
+
+def command_line(
+    words: Sequence[str],
+    command: ParsedCommand,
+    settings: Mapping[str, Any],
+    world_size: int,
+    gpu: Gpu,
+    script: str,
+) -> str:
+    """Return the command line of a layout: the user's words, and the settings of the layout."""
+    per_node = min(8, world_size) if gpu.nvlink_domain >= 8 else int(gpu.nvlink_domain)
+    launcher = f"torchrun --nproc-per-node {per_node}"
+    if world_size > per_node:
+        launcher += f" --nnodes {world_size // per_node} --rdzv-backend c10d --rdzv-endpoint $HOST"
+    kept = _without(words, {*settings, *FREE_LAYOUT, *_NOT_OF_A_RUN})
+    values = {**{name: WITHOUT_A_RUN[name] for name in _without_length(command)}, **settings}
+    flags = [word for name, value in values.items() for word in _flag(name, value)]
+    return f"{launcher} {script} {shlex.join([*kept, *flags])}"
+
+
+def _without_length(command: ParsedCommand) -> list[str]:
+    """Return the settings that a run must have and this command lacks."""
+    has_samples = bool(command.config.schedule.train_samples)
+    return [
+        name
+        for name in WITHOUT_A_RUN
+        if name not in command.given and not (name == "train_iters" and has_samples)
+    ]
+
+
+def _without(words: Sequence[str], names: set[str]) -> list[str]:
+    """Return a command line without some flags and their values."""
+    kept: list[str] = []
+    is_dropped = False
+    for word in words:
+        if word.startswith("--"):
+            spelling = word.partition("=")[0].replace("_", "-")
+            spec = flags_by_spelling().get(spelling) or opposites_by_spelling().get(spelling)
+            is_dropped = spec is not None and spec.name in names
+        if not is_dropped:
+            kept.append(word)
+    return kept
+
+
+def _flag(name: str, value: Any) -> list[str]:
+    """Return the words that set a flag; none where the value is its default."""
+    spec = all_flags()[name]
+    if value is None or value == spec.default:
+        return []
+    if spec.is_switch:
+        return [spec.flag]
+    shown = plain(value)
+    return [spec.flag, *map(str, shown if isinstance(shown, list) else [shown])]

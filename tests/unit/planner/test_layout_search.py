@@ -1,0 +1,172 @@
+"""The search for a layout: what it leaves out, what it prefers, and the command line it prints."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import shlex
+
+import numpy as np
+import pytest
+
+from megatron.core.foundation.errors import ConfigError, MegatronError
+from megatron.core.foundation.exit_status import ExitStatus
+from megatron.planner.blanks import fits
+from megatron.planner.hardware import gpu_named
+from megatron.planner.layout_search import search_layouts, what_would_fit
+from megatron.planner.layout_space import Choices, divisors, layout_space
+from megatron.planner.memory import model_states
+from megatron.planner.predictor import load_predictor
+from megatron.planner.run_workload import choices_of, settings_of_layout, workload_of_run
+from megatron.planner.search_command import Cluster, search_command
+from megatron.planner.workload import Workloads
+from megatron.training.cli.dry_run import describe_run
+from megatron.training.cli.parser import ParsedCommand, parse_command_line
+from megatron.training.config.run import RunConfig
+from megatron.training.rules import resolve_and_check
+from megatron.training.training import PretrainCall
+from tests.harness.resolved_run import WITHOUT_A_RUN, run_of
+from tools import plan
+
+PREDICTOR = load_predictor()
+LLAMA_8B = "--preset llama3-8b --bf16 --seq-length 8192 --global-batch-size 64"
+EXPERTS = (
+    "--num-layers 6 --hidden-size 1024 --num-attention-heads 8 --seq-length 2048 --bf16"
+    " --vocab-size 32000 --num-experts 8 --moe-router-topk 2 --swiglu --disable-bias-linear"
+    " --global-batch-size 32 --untie-embeddings-and-output-weights --position-embedding-type rope"
+)
+
+
+def model_of(words: str, world_size: int, gpu: str = "H100") -> Workloads:
+    run = run_of(f"{words} --micro-batch-size 1", 1)
+    return workload_of_run(run, gpu_named(gpu, PREDICTOR.hardware), world_size)
+
+
+def row_of(table: Workloads, index: int) -> Workloads:
+    return table.take(np.array([index]))
+
+
+def checked(words: str, settings: dict[str, object], world_size: int) -> None:
+    values = parse_command_line(shlex.split(words), args_defaults=WITHOUT_A_RUN).config.flat()
+    command = ParsedCommand(config=RunConfig.from_values({**values, **settings}))
+    resolve_and_check(lambda: command, lambda _: world_size)
+
+
+@pytest.mark.parametrize("words", [LLAMA_8B, EXPERTS], ids=["dense", "experts"])
+def test_the_line_that_is_printed_passes_a_dry_run_of_so_many_ranks(words: str) -> None:
+    found = search_command(shlex.split(words), Cluster("H100", 16), script="pretrain_gpt.py")
+    flags = shlex.split(found.splitlines()[-1].partition("pretrain_gpt.py ")[2])
+    planned = describe_run(
+        lambda: parse_command_line([*flags, "--dry-run", "--dry-run-world-size", "16"])
+    )
+    assert "16 = tensor" in planned
+
+
+def test_the_search_is_a_command_with_the_flags_of_a_run(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = ["search", "--gpu", "A100", "--num-gpus", "8", *shlex.split(LLAMA_8B)]
+    assert plan.main(words) == ExitStatus.DONE
+    assert "torchrun --nproc-per-node 8 pretrain_gpt.py" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("words", [LLAMA_8B, EXPERTS], ids=["dense", "experts"])
+def test_layouts_of_the_space_are_allowed_by_the_rules_of_a_run(words: str) -> None:
+    table = layout_space(model_of(words, 16), Choices()).table
+    for index in np.random.default_rng(3).choice(len(table), 12, replace=False):
+        checked(words, settings_of_layout(row_of(table, index), has_dispatcher=False), 16)
+
+
+def test_sizes_that_the_space_leaves_out_are_refused_by_the_rules_of_a_run() -> None:
+    words = f"{EXPERTS} --micro-batch-size 1"
+    table = layout_space(model_of(EXPERTS, 12), Choices()).table
+    sizes = ("tensor_size", "pipeline_size", "context_size", "expert_size")
+    kept = set(zip(*(getattr(table, name).astype(int).tolist() for name in sizes), strict=True))
+    tried = [
+        sizes
+        for sizes in itertools.product(divisors(12), divisors(12), (1, 2, 4), (1, 2, 4))
+        if 12 % (sizes[0] * sizes[1] * sizes[2]) == 0
+    ]
+    left_out = [sizes for sizes in tried if sizes not in kept]
+    assert kept and left_out
+    for tp, pp, cp, ep in left_out:
+        settings = {
+            "tensor_model_parallel_size": tp,
+            "pipeline_model_parallel_size": pp,
+            "context_parallel_size": cp,
+            "expert_model_parallel_size": ep,
+            "expert_tensor_parallel_size": 1,
+            "moe_token_dispatcher_type": "alltoall",
+            "sequence_parallel": tp > 1,
+        }
+        with pytest.raises(MegatronError):
+            checked(words, settings, 12)
+
+
+def test_what_the_user_decides_stays() -> None:
+    words = f"{LLAMA_8B} --tensor-model-parallel-size 2 --recompute-granularity full"
+    command = parse_command_line(shlex.split(words))
+    choices = choices_of(command.config, command.given)
+    found = search_layouts(model_of(LLAMA_8B, 16), choices, PREDICTOR)
+    assert set(found.table.tensor_size) == {2.0}
+    assert set(found.table.recompute) == {"full"}
+    assert len(set(found.table.pipeline_size)) > 1
+
+
+def test_the_first_layout_is_the_fastest_that_fits() -> None:
+    found = search_layouts(model_of(LLAMA_8B, 16), Choices(), PREDICTOR)
+    assert fits(found.table.take(found.order), PREDICTOR.hardware).all()
+    assert np.isinf(np.delete(found.seconds, found.order)).all()
+    assert found.seconds[found.order[0]] == found.seconds.min()
+    assert sum(found.refused.values()) > 0
+
+
+def test_where_nothing_fits_the_message_says_what_would() -> None:
+    words = shlex.split("--preset llama3-70b --bf16 --seq-length 8192 --global-batch-size 64")
+    with pytest.raises(ConfigError, match="none of .* layouts fits on 8 H100") as refused:
+        search_command(words, Cluster("H100", 8), script="pretrain_gpt.py")
+    assert "--optimizer-cpu-offload" in refused.value.fix
+    enough = re.search(r"(\d+) GPUs", refused.value.fix)
+    assert enough
+    assert search_command(words, Cluster("H100", int(enough[1])), script="pretrain_gpt.py")
+
+
+def test_a_recomputation_that_was_asked_for_is_named_where_another_would_fit() -> None:
+    model = model_of("--preset llama3-8b --bf16 --seq-length 8192 --global-batch-size 8", 8)
+    choices = Choices(tensor_size=(1,), pipeline_size=(1,), context_size=(1,), recompute=("none",))
+    longer = model.replace(seq_length=np.array([24576.0]))
+    assert "leave the recomputation to the search" in what_would_fit(longer, choices, PREDICTOR)
+
+
+@pytest.mark.parametrize(
+    ("words", "gpu", "named"),
+    [
+        ("--preset llama3-8b --bf16 --seq-length 8192", "H100", "--global-batch-size"),
+        (LLAMA_8B.replace("--bf16", ""), "H100", "fp32"),
+        (LLAMA_8B, "V100", "V100"),
+        (f"{LLAMA_8B} --pipeline-schedule gpipe", "H100", "--pipeline-schedule"),
+        (f"{LLAMA_8B} --decoder-first-pipeline-num-layers 3", "H100", "--decoder-first"),
+        (f"{LLAMA_8B} --tensor-model-parallel-size 3", "H100", "attention heads"),
+    ],
+)
+def test_a_search_that_cannot_be_says_why(words: str, gpu: str, named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        search_command(shlex.split(words), Cluster(gpu, 8), script="pretrain_gpt.py")
+
+
+def test_the_states_of_a_run_are_those_of_its_settings() -> None:
+    """18 bytes of a parameter; fp32 gradients, and 12 bytes shared by two ranks."""
+    model = model_of("--preset llama3-8b --bf16 --seq-length 8192 --global-batch-size 8", 2)
+    assert model_states(model.replace(data_size=np.array([2.0])))[0] == pytest.approx(
+        (2 + 4 + 12 / 2) * 8.03e9, rel=0.01
+    )
+
+
+def test_a_script_without_a_search_refuses_auto_parallel() -> None:
+    command = parse_command_line(["--auto-parallel", "H100"])
+    call = PretrainCall.of(
+        (command.config, lambda _: [], None, lambda *_: None, lambda *_: None), {}
+    )
+    assert call.asks_for_layout()
+    with pytest.raises(ConfigError, match="cannot search"):
+        call.searched_layout()
