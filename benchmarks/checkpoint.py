@@ -26,7 +26,6 @@ With `--megatron`, the Python of an environment with megatron-core, that takes i
 
 from __future__ import annotations
 
-import argparse
 import os
 import random
 import shutil
@@ -36,6 +35,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +51,8 @@ from benchmarks.checkpoint_candidates import (
     make_state,
     resident_bytes,
 )
+from megatron.core.settings.command_line import read_command_line
+from megatron.core.settings.flags import flag
 
 Way = Callable[[], Any]
 FILES = ("raw", "safetensors", "torch", "ours")
@@ -259,7 +261,24 @@ def watch_memory(candidates: Candidates, num_saves: int) -> None:
             )
 
 
-def bench(rank: int, size: int, arguments: argparse.Namespace, root: str, ports: list[int]) -> None:
+@dataclass(frozen=True, kw_only=True)
+class Flags:
+    """What the command line says."""
+
+    only: tuple[str, ...] = flag(tuple(PARTS), choices=PARTS)
+    """These questions."""
+    million_parameters: int = 64
+    ranks: tuple[int, ...] = (1, 2)
+    turns: int = 5
+    directory: str | None = None
+    """Where to write; a temporary one."""
+    megatron: str | None = None
+    """Python of megatron-core's environment."""
+    saves: int = 50
+    """Of the question of memory."""
+
+
+def bench(rank: int, size: int, arguments: Flags, root: str, ports: list[int]) -> None:
     """Be one rank."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
@@ -299,17 +318,7 @@ def bench(rank: int, size: int, arguments: argparse.Namespace, root: str, ports:
 
 def main() -> None:
     """Measure and print one table per number of ranks."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--only", choices=PARTS, nargs="+", default=PARTS, help="these questions")
-    parser.add_argument("--million-parameters", type=int, default=64)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--turns", type=int, default=5)
-    parser.add_argument("--directory", default=None, help="where to write; a temporary one")
-    parser.add_argument("--megatron", default=None, help="Python of megatron-core's environment")
-    parser.add_argument("--saves", type=int, default=50, help="of the question of memory")
-    arguments = parser.parse_args()
+    arguments = read_command_line(Flags, description=__doc__)
     for size in arguments.ranks:
         root = tempfile.mkdtemp(dir=arguments.directory)
         try:

@@ -10,8 +10,8 @@ lacks was waited for. Best of five. Takes about half a minute on two quiet cores
 
 from __future__ import annotations
 
-import argparse
 import time
+from dataclasses import dataclass
 
 import torch
 
@@ -21,6 +21,7 @@ from megatron.core.context_parallel.attention import (
 )
 from megatron.core.kernels.attention_options import AttentionOptions
 from megatron.core.kernels.block_mask import MaskSpec
+from megatron.core.settings.command_line import read_command_line
 from megatron.core.utils import get_pg_size
 from tests.harness.distributed import run_distributed
 
@@ -45,7 +46,7 @@ def seconds_of_attention(groups, kind: str, length: int, share: int = 1) -> tupl
         out = context_parallel_attention(
             *inputs,
             AttentionOptions(0.2, MaskSpec((-1, 0))),
-            kind=kind,
+            cp_comm_type=kind,
             groups=ContextParallelGroups(groups.cp),
         )
         out.sum().backward()
@@ -53,11 +54,16 @@ def seconds_of_attention(groups, kind: str, length: int, share: int = 1) -> tupl
     return best
 
 
+@dataclass(frozen=True, kw_only=True)
+class Flags:
+    """What the command line says."""
+
+    seq_length: int = 8192
+
+
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seq-length", type=int, default=8192)
-    options = parser.parse_args()
+    options = read_command_line(Flags, description=__doc__.splitlines()[0])
     length = options.seq_length
     ((alone, used),) = run_distributed(seconds_of_attention, 1, "p2p", length, timeout_s=300)
     print(f"one rank     {alone:7.3f} s   processor {used:7.3f} s")

@@ -12,7 +12,6 @@ its process above that of one that has imported the same and opened the model.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import shutil
@@ -22,11 +21,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from benchmarks.peak_memory import status_mib
+from megatron.core.settings.command_line import read_command_line
+from megatron.core.settings.flags import flag
 from megatron.hugging_face import open_model, write_model
 from megatron.hugging_face.model_directory import CONFIG_NAME, SINGLE_NAME
 from megatron.hugging_face.writing import write_tensors
@@ -102,15 +104,21 @@ def in_fresh_process(source: Path, target: Path | None) -> dict[str, float]:
     return measured
 
 
+@dataclass(frozen=True, kw_only=True)
+class Flags:
+    """What the command line says."""
+
+    megabytes: int = 1000
+    repeats: int = 3
+    directory: Path | None = None
+    """Where the files are; default: temporary."""
+    source: Path | None = flag(None, is_hidden=True)
+    target: Path | None = flag(None, is_hidden=True)
+
+
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--megabytes", type=int, default=1000)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--directory", type=Path, help="where the files are; default: temporary")
-    parser.add_argument("--source", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--target", type=Path, help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    options = read_command_line(Flags, description=__doc__.splitlines()[0])
     if options.source is not None:
         print(json.dumps(convert(options.source, options.target)))
         return

@@ -7,11 +7,11 @@ Processor seconds are the figure to compare, wall seconds depend on who else is 
 
 from __future__ import annotations
 
-import argparse
 import os
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -29,6 +29,7 @@ from megatron.core.datasets.order.index_building import (
     build_shuffle_index,
     plan_epochs,
 )
+from megatron.core.settings.command_line import read_command_line
 
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
@@ -71,11 +72,16 @@ def indices(folder: Path, num_documents: int) -> None:
         timed(f"blend of {count} datasets, 10,000,000 samples", blend)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Flags:
+    """What the command line says."""
+
+    documents: int = 1_000_000
+
+
 def main() -> None:
     """Measure everything and print it."""
-    parser = argparse.ArgumentParser(description="Rates of the data path.")
-    parser.add_argument("--documents", type=int, default=1_000_000)
-    args = parser.parse_args()
+    args = read_command_line(Flags, description="Rates of the data path.")
     with tempfile.TemporaryDirectory() as name:
         indices(Path(name), args.documents)
 

@@ -20,7 +20,6 @@ time; all are means of the two ranks.
 
 from __future__ import annotations
 
-import argparse
 import os
 import resource
 import statistics
@@ -28,6 +27,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -44,6 +44,8 @@ from megatron.core.distributed import (
 )
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.settings.command_line import read_command_line
+from megatron.core.settings.flags import flag
 
 SEQUENCE = 256
 CONFIG = SimpleNamespace(calculate_per_token_loss=False)
@@ -67,13 +69,39 @@ CANDIDATES = (*OURS, "torch DDP", "torch FSDP2")
 WARMUP_STEPS = 3
 
 
-def build_model(options: argparse.Namespace) -> nn.Module:
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """What a step computes; the command lines of this benchmark and others say it."""
+
+    optimizer: bool = False
+    """Clip and update as well."""
+    layers: int = 8
+    """Layers of the model."""
+    vocabulary: int
+    """Rows of the embedding."""
+    microbatches: int
+    """Micro batches per step."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flags(Workload):
+    """What the command line says."""
+
+    vocabulary: int = 1024
+    microbatches: int = 8
+    rounds: int = 7
+    """Steps of each candidate."""
+    only: tuple[str, ...] | None = flag(None, choices=CANDIDATES)
+    """Some of the candidates."""
+
+
+def build_model(options: Workload) -> nn.Module:
     """Return the model that every candidate wraps."""
     sizes = Sizes(num_layers=options.layers, vocab_size=options.vocabulary, sequence=SEQUENCE)
     return PlainGPT2(sizes)
 
 
-def micro_batches(rank: int, options: argparse.Namespace) -> list[torch.Tensor]:
+def micro_batches(rank: int, options: Workload) -> list[torch.Tensor]:
     """Return token ids [1, s + 1] for each micro batch of a rank."""
     generator = torch.Generator().manual_seed(rank)
     shape = (options.microbatches, 1, SEQUENCE + 1)
@@ -99,7 +127,7 @@ def backward(
 def our_step(
     rank: int,
     settings: dict[str, object] | None,
-    options: argparse.Namespace,
+    options: Workload,
     phase: Phase = no_phase,
 ) -> Step:
     """Return a step of our wrapper; `settings` None is one replica without communication.
@@ -133,7 +161,7 @@ def our_step(
     return step
 
 
-def torch_step(rank: int, options: argparse.Namespace) -> Step:
+def torch_step(rank: int, options: Workload) -> Step:
     """Return a step of torch's DistributedDataParallel with its defaults."""
     ddp = nn.parallel.DistributedDataParallel(build_model(options), gradient_as_bucket_view=True)
     rule = torch.optim.AdamW(ddp.parameters(), lr=1e-4, weight_decay=0.01, fused=True)
@@ -152,7 +180,7 @@ def torch_step(rank: int, options: argparse.Namespace) -> Step:
     return step
 
 
-def fsdp2_step(rank: int, options: argparse.Namespace) -> Step:
+def fsdp2_step(rank: int, options: Workload) -> Step:
     """Return a step of torch's fully_shard, one unit per layer, with its defaults."""
     from torch.distributed.fsdp import fully_shard
 
@@ -177,7 +205,7 @@ def fsdp2_step(rank: int, options: argparse.Namespace) -> Step:
     return step
 
 
-def step_of(name: str, rank: int, options: argparse.Namespace) -> Step:
+def step_of(name: str, rank: int, options: Workload) -> Step:
     """Return a step of a candidate."""
     if name in OURS:
         return our_step(rank, OURS[name], options)
@@ -212,7 +240,7 @@ def cost(step: Step) -> Cost:
     return Cost(wall, processor, resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults)
 
 
-def serve(rank: int, store: str, name: str, options: argparse.Namespace, orders: Any) -> None:
+def serve(rank: int, store: str, name: str, options: Workload, orders: Any) -> None:
     """Run a step of a candidate whenever told to; the job of one process."""
     become_rank(rank, f"file://{store}", name)
     step = step_of(name, rank, options)
@@ -224,7 +252,7 @@ def serve(rank: int, store: str, name: str, options: argparse.Namespace, orders:
 class Ranks:
     """Two ranks of one candidate, which wait for their turn."""
 
-    def __init__(self, name: str, options: argparse.Namespace) -> None:
+    def __init__(self, name: str, options: Workload) -> None:
         context = mp.get_context("spawn")
         self._directory = tempfile.TemporaryDirectory()
         self._pipes, self._processes = [], []
@@ -260,7 +288,7 @@ def ratios(found: Sequence[float], around: Sequence[float]) -> list[float]:
     return [2 * figure / (a + b) for figure, (a, b) in zip(found, pairs, strict=True)]
 
 
-def compare(name: str, yardstick: Ranks, options: argparse.Namespace) -> None:
+def compare(name: str, yardstick: Ranks, options: Flags) -> None:
     """Let a candidate and the yardstick alternate, and print its row."""
     candidate = Ranks(name, options)
     around, found = [yardstick.step()], []
@@ -282,14 +310,7 @@ def compare(name: str, yardstick: Ranks, options: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--optimizer", action="store_true", help="clip and update as well")
-    parser.add_argument("--layers", type=int, default=8, help="layers of the model")
-    parser.add_argument("--vocabulary", type=int, default=1024, help="rows of the embedding")
-    parser.add_argument("--microbatches", type=int, default=8, help="micro batches per step")
-    parser.add_argument("--rounds", type=int, default=7, help="steps of each candidate")
-    parser.add_argument("--only", nargs="+", choices=CANDIDATES, help="some of the candidates")
-    options = parser.parse_args()
+    options = read_command_line(Flags, description=__doc__.splitlines()[0])
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     without_optimizer = ("alone", "stage 0", "stage 0, no overlap", "torch DDP")
     names = options.only or (CANDIDATES if options.optimizer else without_optimizer)

@@ -16,7 +16,6 @@ peer's arrays are compared with ours.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import resource
@@ -24,11 +23,14 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.random import RandomState  # here, so that no clock runs while numpy loads it
+
+from megatron.core.settings.command_line import read_command_line
 
 SEQUENCE = 4096
 VOCABULARY = 50_000
@@ -242,14 +244,20 @@ def show(label: str, state: str, result: dict[str, Any]) -> None:
     )
 
 
+@dataclass(frozen=True, kw_only=True)
+class Flags:
+    """What the command line says."""
+
+    peer: str | None = None
+    """Interpreter of an environment with megatron-core."""
+    documents: int = 2_000_000
+    files: int = 1000
+    repeats: int = 2
+
+
 def main() -> None:
     """Write the corpora, measure, print; fail when arrays differ."""
-    parser = argparse.ArgumentParser(description="Start-up and fetching of datasets.")
-    parser.add_argument("--peer", help="interpreter of an environment with megatron-core")
-    parser.add_argument("--documents", type=int, default=2_000_000)
-    parser.add_argument("--files", type=int, default=1_000)
-    parser.add_argument("--repeats", type=int, default=2)
-    args = parser.parse_args()
+    args = read_command_line(Flags, description="Start-up and fetching of datasets.")
     from megatron.core.datasets import native
 
     if native.compiled is None:

@@ -10,11 +10,11 @@ that shard state give it back, and pay for the page faults.
 
 from __future__ import annotations
 
-import argparse
 import os
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -27,6 +27,7 @@ from megatron.core.distributed.communication import (
     gather_parameters,
     reduce_gradients,
 )
+from megatron.core.settings.command_line import read_command_line
 from megatron.core.topology.group import SINGLE_RANK
 from megatron.core.transport.shm.shared_buffer import SharedBuffer
 from megatron.core.transport.shm.shm_bucket_transport import BucketSlot
@@ -57,7 +58,19 @@ def gather(buckets: Buckets, mesh: Mesh) -> None:
             place.memory.wait_for_readers()
 
 
-def measure(rank: int, store: str, options: argparse.Namespace) -> None:
+@dataclass(frozen=True, kw_only=True)
+class Flags:
+    """What the command line says."""
+
+    elements: int = 34_000_000
+    """Of the buffer."""
+    bucket: int = 4_000_000
+    """Elements of a bucket."""
+    rounds: int = 5
+    """Turns of each way."""
+
+
+def measure(rank: int, store: str, options: Flags) -> None:
     """Let the ways alternate; the job of one process."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
@@ -102,11 +115,7 @@ def measure(rank: int, store: str, options: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--elements", type=int, default=34_000_000, help="of the buffer")
-    parser.add_argument("--bucket", type=int, default=4_000_000, help="elements of a bucket")
-    parser.add_argument("--rounds", type=int, default=5, help="turns of each way")
-    options = parser.parse_args()
+    options = read_command_line(Flags, description=__doc__.splitlines()[0])
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     with tempfile.TemporaryDirectory() as directory:
         mp.spawn(measure, args=(os.path.join(directory, "store"), options), nprocs=2)

@@ -10,9 +10,9 @@ Median of five steps of six micro batches. Takes about half a minute.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -22,6 +22,7 @@ import torch
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+from megatron.core.settings.command_line import read_command_line
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transport import collectives
 from megatron.core.transport.work import Work
@@ -108,11 +109,17 @@ def seconds_of_a_step(groups: Any, way: dict[str, Any], held_s: float) -> tuple[
     return statistics.median(steps[1:]), statistics.median(waits[1:])
 
 
+@dataclass(frozen=True, kw_only=True)
+class Flags:
+    """What the command line says."""
+
+    held_ms: float = 10.0
+    """Least time of an exchange."""
+
+
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--held-ms", type=float, default=10.0, help="least time of an exchange")
-    options = parser.parse_args()
+    options = read_command_line(Flags, description=__doc__.splitlines()[0])
     print(f"{'':<26}{'step s':>9}{'waiting s':>11}")
     for name, way in WAYS.items():
         found = run_distributed(seconds_of_a_step, 2, way, options.held_ms / 1e3, ep=2)

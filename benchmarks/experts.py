@@ -10,10 +10,10 @@ visits without routing, permuting or activation: the lower bound.
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +24,7 @@ from megatron.core.foundation.optional_imports import has, require
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.parameters.initialization import canonical_names
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.settings.command_line import read_command_line
 from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -52,7 +53,21 @@ class PlainExperts(nn.Module):
         return out.view(x.shape)
 
 
-def ours(sizes: argparse.Namespace, plain: PlainExperts, *, grouped: bool) -> nn.Module:
+@dataclass(frozen=True, kw_only=True)
+class Flags:
+    """What the command line says."""
+
+    tokens: int = 1024
+    hidden: int = 512
+    width: int = 704
+    """Of an expert's MLP."""
+    experts: int = 8
+    topk: int = 2
+    """Experts of a token."""
+    rounds: int = 9
+
+
+def ours(sizes: Flags, plain: PlainExperts, *, grouped: bool) -> nn.Module:
     """Return our layer with the weights of `plain`."""
     config = TransformerConfig(
         num_layers=1,
@@ -79,7 +94,7 @@ def ours(sizes: argparse.Namespace, plain: PlainExperts, *, grouped: bool) -> nn
     return layer
 
 
-def mixtral(sizes: argparse.Namespace, plain: PlainExperts) -> nn.Module | None:
+def mixtral(sizes: Flags, plain: PlainExperts) -> nn.Module | None:
     """Return Transformers' block with the weights of `plain`; None without Transformers."""
     if not has("transformers"):
         return None
@@ -134,7 +149,7 @@ def forgetting(layer: nn.Module, x: Tensor, function: Callable[[Tensor], Tensor]
     return backward_of(lambda leaf, *_: function(leaf), x, *layer.parameters())
 
 
-def products_alone(sizes: argparse.Namespace, x: Tensor) -> Call:
+def products_alone(sizes: Flags, x: Tensor) -> Call:
     """Return the matrix products of the visits, evenly spread, forward and backward."""
     rows = sizes.tokens * sizes.topk // sizes.experts
     fc1 = [torch.randn(2 * sizes.width, sizes.hidden) for _ in range(sizes.experts)]
@@ -155,12 +170,7 @@ def products_alone(sizes: argparse.Namespace, x: Tensor) -> Call:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    for name, value in dict(
-        tokens=1024, hidden=512, width=704, experts=8, topk=2, rounds=9
-    ).items():
-        parser.add_argument(f"--{name}", type=int, default=value)
-    sizes = parser.parse_args()
+    sizes = read_command_line(Flags, description=__doc__.splitlines()[0])
     torch.set_num_threads(1)
     torch.manual_seed(1)
     plain = PlainExperts(sizes.hidden, sizes.width, sizes.experts, sizes.topk)

@@ -12,7 +12,6 @@ is the lower bound of a step, whatever the batch.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 import tempfile
@@ -25,6 +24,8 @@ import torch
 
 from megatron.core.foundation.optional_imports import require
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.settings.command_line import read_command_line
+from megatron.core.settings.flags import flag
 from megatron.inference.forward import CachedModel
 from megatron.inference.generate import generate
 from megatron.inference.session import open_session
@@ -38,7 +39,25 @@ class NoFlags:
     """None beside those of training."""
 
 
-def their_model(directory: Path, options: argparse.Namespace) -> Any:
+@dataclass(frozen=True, kw_only=True)
+class Flags:
+    """What the command line says."""
+
+    batches: tuple[int, ...] = (1, 8)
+    prompt_tokens: int = 32
+    new_tokens: int = 64
+    dtype: str = flag("fp32", choices=DTYPES)
+    turns: int = 3
+    no_weight_packing: bool = False
+    layers: int = 30
+    hidden: int = 576
+    heads: int = 9
+    kv_heads: int = 3
+    ffn: int = 1536
+    vocabulary: int = 49152
+
+
+def their_model(directory: Path, options: Flags) -> Any:
     """Save a Llama of the options' size, and return it."""
     transformers = require("transformers", purpose="this comparison")
     config = transformers.LlamaConfig(
@@ -61,7 +80,7 @@ def their_model(directory: Path, options: argparse.Namespace) -> Any:
     return model
 
 
-def our_model(directory: Path, options: argparse.Namespace) -> Any:
+def our_model(directory: Path, options: Flags) -> Any:
     """Load the saved model."""
     sys.argv = [
         sys.argv[0], "--load-hf", str(directory), "--tokenizer-type", "NullTokenizer",
@@ -88,20 +107,7 @@ def floor_of(model: Any) -> float:
 
 def main() -> int:
     """Measure and print; return the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8])
-    parser.add_argument("--prompt-tokens", type=int, default=32)
-    parser.add_argument("--new-tokens", type=int, default=64)
-    parser.add_argument("--dtype", choices=DTYPES, default="fp32")
-    parser.add_argument("--turns", type=int, default=3)
-    parser.add_argument("--no-weight-packing", action="store_true")
-    parser.add_argument("--layers", type=int, default=30)
-    parser.add_argument("--hidden", type=int, default=576)
-    parser.add_argument("--heads", type=int, default=9)
-    parser.add_argument("--kv-heads", type=int, default=3)
-    parser.add_argument("--ffn", type=int, default=1536)
-    parser.add_argument("--vocabulary", type=int, default=49152)
-    options = parser.parse_args()
+    options = read_command_line(Flags, description=__doc__.split("\n")[0])
     with tempfile.TemporaryDirectory() as folder:
         theirs = their_model(Path(folder), options)
         ours = our_model(Path(folder), options)

@@ -16,7 +16,6 @@ offload to host memory saves bytes of an accelerator, but none here, and the tab
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import os
@@ -28,13 +27,14 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from benchmarks.data_parallel import CONFIG, backward, build_model, micro_batches
+from benchmarks.data_parallel import CONFIG, Workload, backward, build_model, micro_batches
 from benchmarks.peak_memory import status_mib
 from megatron.core.distributed import (
     DistributedDataParallel,
@@ -43,6 +43,8 @@ from megatron.core.distributed import (
 )
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.settings.command_line import read_command_line
+from megatron.core.settings.flags import flag, no_flag
 
 PLACES = ("device", "host memory", "file", "file, weights too")
 KILLED = -9
@@ -70,7 +72,22 @@ def sharding_of(place: str, directory: str) -> DistributedDataParallelConfig:
     )
 
 
-def train(options: argparse.Namespace) -> dict[str, Any]:
+@dataclass(frozen=True, kw_only=True)
+class Flags(Workload):
+    """What the command line says."""
+
+    directory: str = tempfile.gettempdir()
+    """Of the file of state."""
+    optimizer: bool = no_flag(True)
+    vocabulary: int = 16384
+    microbatches: int = no_flag(1)
+    steps: int = 4
+    """Steps of each run."""
+    place: str | None = flag(None, choices=PLACES, is_hidden=True)
+    report: str | None = flag(None, is_hidden=True)
+
+
+def train(options: Flags) -> dict[str, Any]:
     """Train with state in `options.place`; the job of one process."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -157,9 +174,7 @@ def problem() -> str | None:
     return None
 
 
-def run(
-    place: str, options: argparse.Namespace, members: Path | None = None
-) -> tuple[int, dict[str, Any]]:
+def run(place: str, options: Flags, members: Path | None = None) -> tuple[int, dict[str, Any]]:
     """Run a process, in a control group if its list of members is given.
 
     Returns:
@@ -188,7 +203,7 @@ def print_row(name: str, found: dict[str, Any], digest: str) -> None:
     )
 
 
-def compare(options: argparse.Namespace) -> int:
+def compare(options: Flags) -> int:
     """Run all; return the exit status."""
     print(f"{'state in':<26}{'device MiB':>12}{'peak MiB':>10}{'ms a step':>12}   weights")
     found = {}
@@ -214,15 +229,7 @@ def compare(options: argparse.Namespace) -> int:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--directory", default=tempfile.gettempdir(), help="of the file of state")
-    parser.add_argument("--layers", type=int, default=8, help="layers of the model")
-    parser.add_argument("--vocabulary", type=int, default=16384, help="rows of the embedding")
-    parser.add_argument("--steps", type=int, default=4, help="steps of each run")
-    parser.add_argument("--place", choices=PLACES, help=argparse.SUPPRESS)
-    parser.add_argument("--report", help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    options.microbatches = 1
+    options = read_command_line(Flags, description=__doc__.splitlines()[0])
     if options.place is not None:
         Path(options.report).write_text(json.dumps(train(options)))
         return 0

@@ -8,12 +8,12 @@ above what it had before the optimizer was built. About 40 seconds.
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import multiprocessing
 import statistics
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,6 +24,7 @@ from torch import nn
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.settings.command_line import read_command_line
 
 MIB = 2**20
 COMPACT = {"use_precision_aware_optimizer": True}
@@ -79,13 +80,19 @@ def measure(
         connection.send(time.perf_counter() - began)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Flags:
+    """What the command line says."""
+
+    millions: int = 16
+    rounds: int = 5
+    directory: str = tempfile.gettempdir()
+    """For the file."""
+
+
 def main() -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--millions", type=int, default=16)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--directory", default=tempfile.gettempdir(), help="for the file")
-    options = parser.parse_args()
+    options = read_command_line(Flags, description=__doc__)
     context = multiprocessing.get_context("spawn")
     num_weights = options.millions * 1_000_000 // 4096 * 4096
     memory: list[int] = []

@@ -13,7 +13,6 @@ ui.perfetto.dev) shows phases and link of the last turn of each candidate.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import shutil
@@ -32,7 +31,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from benchmarks.data_parallel import our_step
+from benchmarks.data_parallel import Workload, our_step
+from megatron.core.settings.command_line import read_command_line
+from megatron.core.settings.flags import flag, no_flag
 
 CANDIDATES: dict[str, dict[str, object]] = {
     "stage 0": {},
@@ -124,7 +125,24 @@ class Link:
             timeline.sent.append((time.perf_counter(), int(self._path.read_text())))
 
 
-def train(rank: int, options: argparse.Namespace) -> list[dict[str, object]]:
+@dataclass(frozen=True, kw_only=True)
+class Flags(Workload):
+    """What the command line says."""
+
+    mbit: int = 2000
+    """Speed of the link in Mbit/s."""
+    optimizer: bool = no_flag(True)
+    vocabulary: int = 4096
+    microbatches: int = no_flag(1)
+    rounds: int = 3
+    """Turns of each candidate."""
+    trace: str | None = None
+    """File for a chrome trace of the last step of each."""
+    rank: int | None = flag(None, is_hidden=True)
+    directory: str | None = flag(None, is_hidden=True)
+
+
+def train(rank: int, options: Flags) -> list[dict[str, object]]:
     """Let the candidates alternate; return the events of the trace. The job of one process."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -256,16 +274,7 @@ def run_ranks(words: list[str]) -> int:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--mbit", type=int, default=2000, help="speed of the link in Mbit/s")
-    parser.add_argument("--layers", type=int, default=8, help="layers of the model")
-    parser.add_argument("--vocabulary", type=int, default=4096, help="rows of the embedding")
-    parser.add_argument("--rounds", type=int, default=3, help="turns of each candidate")
-    parser.add_argument("--trace", help="file for a chrome trace of the last step of each")
-    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--directory", help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    options.optimizer, options.microbatches = True, 1
+    options = read_command_line(Flags, description=__doc__.splitlines()[0])
     if options.rank is not None:
         found = train(options.rank, options)
         if options.rank == 0 and options.trace:

@@ -11,16 +11,18 @@ process that has imported torch and this benchmark and done nothing.
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from benchmarks.data_parallel import become_rank, step_of
+from benchmarks.data_parallel import Workload, become_rank, step_of
+from megatron.core.settings.command_line import read_command_line
+from megatron.core.settings.flags import no_flag
 
 CANDIDATES = (
     "imported", "torch DDP", "torch FSDP2", "stage 0", "stage 1", "stage 2", "stage 3",
@@ -35,7 +37,20 @@ def status_mib(name: str) -> float:
     raise RuntimeError(f"/proc/self/status has no {name}: this benchmark needs Linux")
 
 
-def train(rank: int, directory: str, name: str, options: argparse.Namespace) -> None:
+@dataclass(frozen=True, kw_only=True)
+class Flags(Workload):
+    """What the command line says."""
+
+    optimizer: bool = no_flag(True)
+    vocabulary: int = 16384
+    microbatches: int = 1
+    steps: int = 3
+    """Steps of each process."""
+    rounds: int = 3
+    """Turns of each candidate."""
+
+
+def train(rank: int, directory: str, name: str, options: Flags) -> None:
     """Train with one candidate and leave the peak in a file; the job of one process."""
     become_rank(rank, f"file://{directory}/store", name)
     if name != "imported":
@@ -47,7 +62,7 @@ def train(rank: int, directory: str, name: str, options: argparse.Namespace) -> 
     dist.destroy_process_group()
 
 
-def measure(name: str, options: argparse.Namespace) -> float:
+def measure(name: str, options: Flags) -> float:
     """Return the larger peak of the two ranks in MiB."""
     with tempfile.TemporaryDirectory() as directory:
         mp.spawn(train, args=(directory, name, options), nprocs=2)
@@ -55,14 +70,7 @@ def measure(name: str, options: argparse.Namespace) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--layers", type=int, default=8, help="layers of the model")
-    parser.add_argument("--vocabulary", type=int, default=16384, help="rows of the embedding")
-    parser.add_argument("--microbatches", type=int, default=1, help="micro batches per step")
-    parser.add_argument("--steps", type=int, default=3, help="steps of each process")
-    parser.add_argument("--rounds", type=int, default=3, help="turns of each candidate")
-    options = parser.parse_args()
-    options.optimizer = True
+    options = read_command_line(Flags, description=__doc__.splitlines()[0])
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     peaks: dict[str, list[float]] = {name: [] for name in CANDIDATES}
     for _ in range(options.rounds):

@@ -17,7 +17,6 @@ The quietest of several steps counts: other programs on the machine only ever ad
 
 from __future__ import annotations
 
-import argparse
 import os
 import tempfile
 import time
@@ -35,6 +34,7 @@ from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.pipeline_parallel.recorder import PipelineRecorder
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.settings.command_line import read_command_line
 from tests.distributed.pipeline_parallel.sleeping_stages import SleepingCase, measure
 from tests.harness.distributed import run_distributed
 
@@ -190,7 +190,17 @@ def message_table(groups: ProcessGroupCollection, num_steps: int, trace: Path | 
             print(f"  {f'pp2, v={num_chunks}':<14}{bubble:>9.4f}{ratio:>13.3f}", flush=True)
 
 
-def worker(rank: int, world_size: int, store: str, options: argparse.Namespace) -> None:
+@dataclass(frozen=True, kw_only=True)
+class Flags:
+    """What the command line says."""
+
+    steps: int = 5
+    """Per line; the quietest counts."""
+    trace: Path | None = None
+    """Write the trace of the last pipeline here."""
+
+
+def worker(rank: int, world_size: int, store: str, options: Flags) -> None:
     """Run one rank of the last table."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
@@ -202,12 +212,7 @@ def worker(rank: int, world_size: int, store: str, options: argparse.Namespace) 
 
 def main() -> None:
     """Print the tables."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--steps", type=int, default=5, help="per line; the quietest counts")
-    parser.add_argument("--trace", type=Path, help="write the trace of the last pipeline here")
-    options = parser.parse_args()
+    options = read_command_line(Flags, description=__doc__)
     torch.set_num_threads(1)
     dispatch_table()
     bubble_table(options.steps)

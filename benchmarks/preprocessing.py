@@ -18,7 +18,6 @@ and one process writes them through megatron-core's builder. The files must be e
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import os
@@ -27,9 +26,12 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.core.datasets.indexed_dataset import IndexedDataset
+from megatron.core.settings.command_line import read_command_line
+from megatron.core.settings.flags import flag
 
 ROOT = Path(__file__).resolve().parents[1]
 RAW = r"""
@@ -85,7 +87,32 @@ if __name__ == "__main__":
 """The job in the shape of Megatron-LM's tool."""
 
 
-def prepare_default(folder: Path) -> argparse.Namespace:
+@dataclass(frozen=True, kw_only=True)
+class Flags:
+    """What the command line says."""
+
+    input: str | None = None
+    """JSON lines with a key 'text'."""
+    megabytes: float | None = None
+    """Of it; all of it if not given."""
+    bpe: str | None = None
+    """Folder with vocab.json and merges.txt."""
+    pieces: str | None = None
+    """A SentencePiece model."""
+    ranks: str | None = None
+    """A .tiktoken file cut as GPT-2 cuts."""
+    repeats: int = 3
+    peer: str | None = None
+    """Interpreter of an environment with megatron-core."""
+    largest: int = 4
+    """Times the input, for memory; 0: not."""
+    ways: tuple[str, ...] = flag(
+        ("library:1", "library:2", "auto:1", "auto:2"), metavar="BACKEND:WORKERS"
+    )
+    """What is compared with the bare library."""
+
+
+def prepare_default(folder: Path) -> Flags:
     """Write the test text as JSON lines and train tokenizers on it."""
     import base64
 
@@ -110,7 +137,7 @@ def prepare_default(folder: Path) -> argparse.Namespace:
     ranks = [base64.b64encode(bytes([b])) for b in range(256)]
     lines = (b"%s %d\n" % (token, rank) for rank, token in enumerate(ranks))
     (folder / "bytes.tiktoken").write_bytes(b"".join(lines))
-    return argparse.Namespace(
+    return Flags(
         input=str(corpus), bpe=str(folder), pieces=str(folder / "tokenizer.model"),
         ranks=str(folder / "bytes.tiktoken"),
     )  # fmt: skip
@@ -240,25 +267,7 @@ def against_peer(python: str, corpus: str, files: list[str], flags: list[str], n
 
 def main() -> None:
     """Measure everything and print it."""
-    parser = argparse.ArgumentParser(description="Rates of preprocessing.")
-    parser.add_argument("--input", help="JSON lines with a key 'text'")
-    parser.add_argument("--megabytes", type=float, help="of it; all of it if not given")
-    parser.add_argument("--bpe", help="folder with vocab.json and merges.txt")
-    parser.add_argument("--pieces", help="a SentencePiece model")
-    parser.add_argument("--ranks", help="a .tiktoken file cut as GPT-2 cuts")
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--peer", help="interpreter of an environment with megatron-core")
-    parser.add_argument(
-        "--largest", type=int, default=4, help="times the input, for memory; 0: not"
-    )
-    parser.add_argument(
-        "--ways",
-        nargs="+",
-        default=["library:1", "library:2", "auto:1", "auto:2"],
-        metavar="BACKEND:WORKERS",
-        help="what is compared with the bare library",
-    )
-    args = parser.parse_args()
+    args = read_command_line(Flags, description="Rates of preprocessing.")
     from megatron.core.tokenizers.tik_token import PATTERNS
 
     with tempfile.TemporaryDirectory() as name:

@@ -16,12 +16,12 @@ the steps, and the share of it that the model's own matrix products reach is pri
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,11 +29,45 @@ import torch
 from benchmarks.candidates import CANDIDATES, FAMILIES, Step, model_flops, sizes_of
 from benchmarks.plain_gpt import Sizes
 from megatron.core.foundation.device import current_device, synchronize
+from megatron.core.settings.command_line import read_command_line
+from megatron.core.settings.flags import flag
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-def chosen_sizes(family: str, options: argparse.Namespace) -> Sizes:
+@dataclass(frozen=True, kw_only=True)
+class Flags:
+    """What the command line says."""
+
+    family: tuple[str, ...] = flag(tuple(FAMILIES), choices=FAMILIES)
+    dtype: tuple[str, ...] = flag(tuple(DTYPES), choices=DTYPES)
+    sequence: int = 512
+    batch: int = 2
+    """Sequences per step."""
+    vocabulary: int = 32000
+    layers: int | None = None
+    """Size of the model."""
+    hidden: int | None = None
+    """Size of the model."""
+    heads: int | None = None
+    """Size of the model."""
+    kv_heads: int | None = None
+    """Size of the model."""
+    ffn: int | None = None
+    """Size of the model."""
+    rounds: int = 5
+    optimizer: bool = False
+    """Include an AdamW step."""
+    only: tuple[str, ...] | None = flag(None, choices=CANDIDATES)
+    breakdown: bool = False
+    """Profile by operator instead."""
+    rows: int = 18
+    """Lines per breakdown."""
+    json: str | None = None
+    """Write the figures to this file."""
+
+
+def chosen_sizes(family: str, options: Flags) -> Sizes:
     """Return the benchmark's sizes, changed as the command line says."""
     changed = {
         "sequence": options.sequence,
@@ -86,7 +120,7 @@ def take_turns(steps: dict[str, Step], rounds: int, clock: Callable[[], float]) 
     return times
 
 
-def measure(family: str, dtype_name: str, options: argparse.Namespace) -> dict[str, Any]:
+def measure(family: str, dtype_name: str, options: Flags) -> dict[str, Any]:
     """Time all candidates for one family and dtype, and return the figures."""
     device, dtype = current_device(), DTYPES[dtype_name]
     sizes = chosen_sizes(family, options)
@@ -130,7 +164,7 @@ def print_table(results: list[dict[str, Any]]) -> None:
         print(f"{'':<20}matmul {result['matmul_flops_per_s'] / 1e9:.0f} GFLOP/s")
 
 
-def print_breakdown(family: str, dtype_name: str, options: argparse.Namespace) -> None:
+def print_breakdown(family: str, dtype_name: str, options: Flags) -> None:
     """Print where the step of each candidate goes, by operator."""
     device, dtype = current_device(), DTYPES[dtype_name]
     sizes = chosen_sizes(family, options)
@@ -153,30 +187,9 @@ def print_breakdown(family: str, dtype_name: str, options: argparse.Namespace) -
             print(f"  {part / 1e3:9.1f} ms {part / total:6.1%} {event.count:6d}x  {event.key}")
 
 
-def make_parser() -> argparse.ArgumentParser:
-    """Return the parser of the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--family", choices=FAMILIES, nargs="+", default=list(FAMILIES))
-    parser.add_argument("--dtype", choices=list(DTYPES), nargs="+", default=list(DTYPES))
-    parser.add_argument("--sequence", type=int, default=512)
-    parser.add_argument("--batch", type=int, default=2, help="sequences per step")
-    parser.add_argument("--vocabulary", type=int, default=32000)
-    for name in ("layers", "hidden", "heads", "kv-heads", "ffn"):
-        parser.add_argument(f"--{name}", type=int, default=None, help="size of the model")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--optimizer", action="store_true", help="include an AdamW step")
-    parser.add_argument("--only", nargs="+", choices=list(CANDIDATES), default=None)
-    parser.add_argument("--breakdown", action="store_true", help="profile by operator instead")
-    parser.add_argument("--rows", type=int, default=18, help="lines per breakdown")
-    parser.add_argument("--json", default=None, help="write the figures to this file")
-    return parser
-
-
 def main() -> None:
     """Parse the command line, measure, print."""
-    options = make_parser().parse_args()
+    options = read_command_line(Flags, description=__doc__)
     torch.set_num_threads(1)
     cases = [(family, dtype) for family in options.family for dtype in options.dtype]
     if options.breakdown:

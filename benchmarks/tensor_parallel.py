@@ -9,12 +9,12 @@ Shapes: 1,024 tokens, width 512, MLP 2,048 (gated: 1,408), vocabulary 32,000.
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,7 @@ from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.fusions.fused_bias_swiglu import swiglu
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.parameters.initialization import init_method_normal
+from megatron.core.settings.command_line import read_command_line
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, VocabParallelEmbedding
 from megatron.core.tensor_parallel.linear_cross_entropy import linear_cross_entropy
@@ -210,14 +211,18 @@ def time_collectives(rank: int, rendezvous: str, rounds: int) -> None:
     dist.destroy_process_group()
 
 
+@dataclass(frozen=True, kw_only=True)
+class Flags:
+    """What the command line says."""
+
+    rounds: int = 9
+    gloo: bool = False
+    """Time collectives instead."""
+
+
 def main() -> None:
     """Parse the command line and print the tables."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--gloo", action="store_true", help="time collectives instead")
-    options = parser.parse_args()
+    options = read_command_line(Flags, description=__doc__)
     torch.set_num_threads(1)
     if options.gloo:
         with tempfile.TemporaryDirectory() as directory:

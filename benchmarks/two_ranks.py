@@ -15,12 +15,12 @@ The pipeline's figure includes its bubble: (p - 1) / m = 1.125 for PP 2, 1.0625 
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -38,6 +38,8 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.parameters.rng import rng_state
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.settings.command_line import read_command_line
+from megatron.core.settings.flags import positional
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_pg_rank, get_pg_size
 
@@ -188,11 +190,17 @@ def measure(rank: int, store: str, names: list[str], rounds: int) -> None:
     dist.destroy_process_group()
 
 
+@dataclass(frozen=True, kw_only=True)
+class Flags:
+    """What the command line says."""
+
+    layouts: tuple[str, ...] = positional((), help=f"any of {', '.join(LAYOUTS)}; default all")
+    rounds: int = 5
+    """Alternating rounds per layout."""
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("layouts", nargs="*", help=f"any of {', '.join(LAYOUTS)}; default all")
-    parser.add_argument("--rounds", type=int, default=5, help="alternating rounds per layout")
-    options = parser.parse_args()
+    options = read_command_line(Flags, description=__doc__.splitlines()[0])
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     with tempfile.TemporaryDirectory() as directory:
         store = os.path.join(directory, "store")

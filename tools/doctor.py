@@ -10,29 +10,39 @@ The exit status is 1 if something is wrong; what is merely not installed is not 
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from megatron.core.foundation.exit_status import ExitStatus, tool
+from megatron.core.settings.command_line import read_command_line
+from megatron.core.settings.flags import flag
 from megatron.training.doctor import findings
 from megatron.training.doctor.findings import Finding, State
 from megatron.training.doctor.self_test import python_of, run_rank, self_test
 
 
-def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+@dataclass(frozen=True, kw_only=True)
+class Flags:
+    """What the command line says."""
+
+    no_self_test: bool = False
+    """Start no ranks."""
+    imports: bool = False
+    """Import every optional library."""
+    json: bool = False
+    """Write a JSON list of findings."""
+    self_test_rank: bool = flag(False, is_hidden=True)
+
+
+def parse_args(argv: Sequence[str] | None = None) -> Flags:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--no-self-test", action="store_true", help="start no ranks")
-    parser.add_argument("--imports", action="store_true", help="import every optional library")
-    parser.add_argument("--json", action="store_true", help="write a JSON list of findings")
-    parser.add_argument("--self-test-rank", action="store_true", help=argparse.SUPPRESS)
-    return parser.parse_args(argv)
+    return read_command_line(Flags, argv, description=__doc__.split("\n")[0])
 
 
-def examine(options: argparse.Namespace) -> list[Finding]:
+def examine(options: Flags) -> list[Finding]:
     """Return everything that was found."""
     parts = (
         findings.base_findings,

@@ -15,15 +15,15 @@ itself is wrong.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import os
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from megatron.core.datasets.blended_megatron_dataset_config import SAMPLE_ORDERS
 from megatron.core.datasets.corpus import inspection
@@ -34,51 +34,95 @@ from megatron.core.datasets.preprocessing.stats import CorpusStats, CorpusTally,
 from megatron.core.datasets.utils import get_blend_from_list
 from megatron.core.foundation.errors import DataError
 from megatron.core.foundation.exit_status import tool
+from megatron.core.settings.command_line import Subcommand, run_subcommand
+from megatron.core.settings.flags import flag, positional
 from megatron.core.tokenizers.megatron_tokenizer import TOKENIZER_TYPES, make_tokenizer
 
-_SHOWN_TOKENS = 200
+
+@dataclass(frozen=True, kw_only=True)
+class VerifyFlags:
+    """Check that index and tokens fit, and that the tokens are allowed."""
+
+    corpora: tuple[str, ...] = positional()
+    vocab_size: int | None = None
+    """Every id must be below this."""
+    eod: int | None = None
+    """Every document must end with this id."""
 
 
-def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Read the command line."""
-    parser = argparse.ArgumentParser(description="Look into token files.", allow_abbrev=False)
-    commands = parser.add_subparsers(dest="command", required=True)
+@dataclass(frozen=True, kw_only=True)
+class StatsFlags:
+    """Lengths and sizes."""
 
-    def command(name: str, text: str, corpora: str = "+") -> argparse.ArgumentParser:
-        made = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
-        made.add_argument("corpora", nargs=corpora if corpora == "+" else int(corpora))
-        return made
+    corpora: tuple[str, ...] = positional()
+    json: bool = False
+    """One JSON object per corpus."""
+    report: str | None = flag(None, metavar="FILE")
+    """Draw the lengths: .html or .png."""
 
-    verify = command("verify", "check that index and tokens fit, and that the tokens are allowed")
-    verify.add_argument("--vocab-size", type=int, help="every id must be below this")
-    verify.add_argument("--eod", type=int, help="every document must end with this id")
-    stats = command("stats", "lengths and sizes")
-    stats.add_argument("--json", action="store_true", help="one JSON object per corpus")
-    stats.add_argument("--report", metavar="FILE", help="draw the lengths: .html or .png")
-    show = command("show", "print documents", "1")
-    show.add_argument("--documents", type=int, nargs="+", default=[0], metavar="NUMBER")
-    show.add_argument("--tokens", type=int, default=_SHOWN_TOKENS, help="print so many of each")
-    show.add_argument("--ids", action="store_true", help="print ids beside the text")
-    show.add_argument(
-        "--tokenizer-type", metavar="TYPE", help=f"decode with it: {', '.join(TOKENIZER_TYPES)}"
+
+@dataclass(frozen=True, kw_only=True)
+class ShowFlags:
+    """Print documents."""
+
+    corpus: str = positional()
+    documents: tuple[int, ...] = flag((0,), metavar="NUMBER")
+    tokens: int = 200
+    """Print so many of each."""
+    ids: bool = False
+    """Print ids beside the text."""
+    tokenizer_type: str | None = flag(
+        None, metavar="TYPE", help=f"Decode with it: {', '.join(TOKENIZER_TYPES)}."
     )
-    show.add_argument("--tokenizer-model", help="file, folder or name of the model")
-    show.add_argument("--vocab-file", help="vocabulary of GPT2BPETokenizer")
-    show.add_argument("--merge-file", help="merges of GPT2BPETokenizer")
-    show.add_argument("--vocab-size", type=int, help="ids of NullTokenizer")
-    command("compare", "say whether two corpora hold the same documents", "2")
-    duplicates = command("duplicates", "find documents that equal an earlier one exactly")
-    duplicates.add_argument("--list", metavar="FILE", help="write each copy and its original")
-    blend = command("blend", "samples, share and epochs of each corpus of a blend")
-    blend.add_argument("--samples", type=int, help="that a run asks for; without it, one epoch")
-    blend.add_argument("--seq-length", type=int, required=True, help="tokens of a sample")
-    blend.add_argument("--split", default="1", help="as of the run; the share of training is shown")
-    blend.add_argument("--sample-order", default="megatron", choices=SAMPLE_ORDERS)
-    blend.add_argument("--mid-level-dataset-surplus", type=float, default=0.005)
-    blend.add_argument("--json", action="store_true", help="one JSON object per corpus")
-    audit = commands.add_parser("audit", help="what a run consumed", allow_abbrev=False)
-    audit.add_argument("folder", help="of --data-audit-path")
-    return parser.parse_args(argv)
+    tokenizer_model: str | None = None
+    """File, folder or name of the model."""
+    vocab_file: str | None = None
+    """Vocabulary of GPT2BPETokenizer."""
+    merge_file: str | None = None
+    """Merges of GPT2BPETokenizer."""
+    vocab_size: int | None = None
+    """Ids of NullTokenizer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompareFlags:
+    """Say whether two corpora hold the same documents."""
+
+    corpora: tuple[str, str] = positional()
+
+
+@dataclass(frozen=True, kw_only=True)
+class DuplicatesFlags:
+    """Find documents that equal an earlier one exactly."""
+
+    corpora: tuple[str, ...] = positional()
+    list: str | None = flag(None, metavar="FILE")
+    """Write each copy and its original."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlendFlags:
+    """Samples, share and epochs of each corpus of a blend."""
+
+    corpora: tuple[str, ...] = positional()
+    samples: int | None = None
+    """That a run asks for; without it, one epoch."""
+    seq_length: int
+    """Tokens of a sample."""
+    split: str = "1"
+    """As of the run; the share of training is shown."""
+    sample_order: str = flag("megatron", choices=SAMPLE_ORDERS)
+    mid_level_dataset_surplus: float = 0.005
+    json: bool = False
+    """One JSON object per corpus."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AuditFlags:
+    """What a run consumed."""
+
+    folder: str = positional()
+    """Of --data-audit-path."""
 
 
 def corpora_of(names: Sequence[str]) -> list[str]:
@@ -95,14 +139,14 @@ def corpora_of(names: Sequence[str]) -> list[str]:
     return prefixes
 
 
-def verify(args: argparse.Namespace) -> int:
+def verify(flags: VerifyFlags) -> int:
     """Check corpora; every faulty one is named."""
     faulty = 0
-    for prefix in corpora_of(args.corpora):
+    for prefix in corpora_of(flags.corpora):
         try:
             corpus = IndexedDataset(prefix, check=False)
             corpus.check()
-            problems = _problems_of(corpus, args)
+            problems = _problems_of(corpus, flags)
         except DataError as error:
             problems = [str(error)]
         faulty += bool(problems)
@@ -112,40 +156,40 @@ def verify(args: argparse.Namespace) -> int:
     return int(faulty > 0)
 
 
-def _problems_of(corpus: IndexedDataset, args: argparse.Namespace) -> list[str]:
+def _problems_of(corpus: IndexedDataset, flags: VerifyFlags) -> list[str]:
     problems = []
-    if args.vocab_size is not None:
-        for bad in inspection.tokens_outside(corpus, args.vocab_size):
+    if flags.vocab_size is not None:
+        for bad in inspection.tokens_outside(corpus, flags.vocab_size):
             problems.append(
                 f"token {bad.token} at position {bad.position} of document {bad.document} is "
-                f"outside the vocabulary of {args.vocab_size}"
+                f"outside the vocabulary of {flags.vocab_size}"
             )
-    if args.eod is not None:
-        missing = inspection.documents_without_end(corpus, args.eod)
+    if flags.eod is not None:
+        missing = inspection.documents_without_end(corpus, flags.eod)
         if missing:
-            problems.append(f"{missing} documents do not end with {args.eod} (--append-eod)")
+            problems.append(f"{missing} documents do not end with {flags.eod} (--append-eod)")
     return problems
 
 
-def stats(args: argparse.Namespace) -> int:
+def stats(flags: StatsFlags) -> int:
     """Print lengths and sizes, and draw the lengths if asked to."""
-    if args.report is not None:
-        check_report_name(args.report)
-    prefixes, told = corpora_of(args.corpora), []
+    if flags.report is not None:
+        check_report_name(flags.report)
+    prefixes, told = corpora_of(flags.corpora), []
     for prefix in prefixes:
         found = inspection.statistics(IndexedDataset(prefix))
-        if args.json:
+        if flags.json:
             print(json.dumps({"corpus": prefix, **dataclasses.asdict(found)}))
         else:
             print(described(prefix, found))
         told.append(described(prefix, found))
-    if args.report is not None:
+    if flags.report is not None:
         tally = CorpusStats(
             corpora={prefix: CorpusTally.of(IndexedDataset(prefix)) for prefix in prefixes}
         )
         percentiles = {prefix: percentiles_of(prefix) for prefix in prefixes}
         title = f"lengths of {', '.join(map(os.path.basename, prefixes))}"
-        write_report(args.report, tally, percentiles, title=title, summary="\n".join(told))
+        write_report(flags.report, tally, percentiles, title=title, summary="\n".join(told))
     return 0
 
 
@@ -167,23 +211,23 @@ def described(prefix: str, found: inspection.Statistics) -> str:
     return "\n".join(lines)
 
 
-def show(args: argparse.Namespace) -> int:
+def show(flags: ShowFlags) -> int:
     """Print documents as ids, and as text if a tokenizer is named."""
-    (prefix,) = corpora_of(args.corpora)
+    (prefix,) = corpora_of([flags.corpus])
     corpus = IndexedDataset(prefix)
     has_mask = IndexedDataset.exists(prefix + MASK_SUFFIX)
     mask = IndexedDataset(prefix + MASK_SUFFIX) if has_mask else None
     tokenizer = None
-    if args.tokenizer_type is not None:
+    if flags.tokenizer_type is not None:
         tokenizer = make_tokenizer(
-            args.tokenizer_type,
-            tokenizer_model=args.tokenizer_model,
-            vocab_file=args.vocab_file,
-            merge_file=args.merge_file,
-            vocab_size=args.vocab_size,
+            flags.tokenizer_type,
+            tokenizer_model=flags.tokenizer_model,
+            vocab_file=flags.vocab_file,
+            merge_file=flags.merge_file,
+            vocab_size=flags.vocab_size,
         )
     count = len(corpus.document_indices) - 1
-    for number in args.documents:
+    for number in flags.documents:
         if not 0 <= number < count:
             raise DataError(
                 f"{prefix} has no document {number}.",
@@ -191,16 +235,16 @@ def show(args: argparse.Namespace) -> int:
                 flags=["--documents"],
             )
         tokens = inspection.document_tokens(corpus, number)
-        shown = [int(token) for token in tokens[: args.tokens]]
+        shown = [int(token) for token in tokens[: flags.tokens]]
         rest = f" (the first {len(shown)})" if len(shown) < len(tokens) else ""
         print(f"document {number}: {len(tokens)} tokens{rest}")
         if tokenizer is not None:
             print(readable(tokenizer.detokenize(shown)))
-        if tokenizer is None or args.ids:
+        if tokenizer is None or flags.ids:
             print(f"  ids   {' '.join(map(str, shown))}")
         if mask is not None:  # conversations
             is_learned = inspection.document_tokens(mask, number) == 1
-            learned = tokens[: args.tokens][is_learned[: args.tokens]]
+            learned = tokens[: flags.tokens][is_learned[: flags.tokens]]
             print(f"  of these {len(learned)} are learned{'' if tokenizer is None else ':'}")
             if tokenizer is not None:
                 print(readable(tokenizer.detokenize(learned.tolist())))
@@ -222,7 +266,7 @@ class _AnyTokens:
     unique_identifiers: ClassVar[dict[str, str]] = {"class": "any"}
 
 
-def blend(args: argparse.Namespace) -> int:
+def blend(flags: BlendFlags) -> int:
     """Print what each corpus gives to a blend, as a run would make it."""
     from megatron.core.datasets.blended_megatron_dataset_builder import (
         BlendedMegatronDatasetBuilder,
@@ -233,35 +277,35 @@ def blend(args: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory() as cache:
         config = GPTDatasetConfig(
             random_seed=1234,
-            sequence_length=args.seq_length,
-            blend=get_blend_from_list(args.corpora),
-            split=args.split,
+            sequence_length=flags.seq_length,
+            blend=get_blend_from_list(list(flags.corpora)),
+            split=flags.split,
             path_to_cache=cache,
-            sample_order=args.sample_order,
-            mid_level_dataset_surplus=args.mid_level_dataset_surplus,
+            sample_order=flags.sample_order,
+            mid_level_dataset_surplus=flags.mid_level_dataset_surplus,
             tokenizer=_AnyTokens(),
             reset_position_ids=False,
             reset_attention_mask=False,
             eod_mask_loss=False,
         )
         parts = BlendedMegatronDatasetBuilder(
-            GPTDataset, [args.samples, 0, 0], lambda: True, config
+            GPTDataset, [flags.samples, 0, 0], lambda: True, config
         ).build()
         shares = shares_of(parts[0])
         num_samples = len(parts[0])
-    if args.json:
+    if flags.json:
         for share in shares:
             print(json.dumps(dataclasses.asdict(share)))
         return 0
-    print(f"{num_samples:,} samples of {args.seq_length:,} tokens")
+    print(f"{num_samples:,} samples of {flags.seq_length:,} tokens")
     for line in lines_of(shares, max_lines=len(shares)):
         print(f"  {line}")
     return 0
 
 
-def compare(args: argparse.Namespace) -> int:
+def compare(flags: CompareFlags) -> int:
     """Print the first difference between two corpora."""
-    names = [name.removesuffix(".idx").removesuffix(".bin") for name in args.corpora]
+    names = [name.removesuffix(".idx").removesuffix(".bin") for name in flags.corpora]
     first, second = (IndexedDataset(name) for name in names)
     found = inspection.compare(first, second)
     if found is None:
@@ -271,16 +315,16 @@ def compare(args: argparse.Namespace) -> int:
     return 1
 
 
-def duplicates(args: argparse.Namespace) -> int:
+def duplicates(flags: DuplicatesFlags) -> int:
     """Print how many documents are copies, and list them if asked."""
-    prefixes = corpora_of(args.corpora)
+    prefixes = corpora_of(flags.corpora)
     found = inspection.find_duplicates([IndexedDataset(prefix) for prefix in prefixes])
     print(
         f"{len(found.copies):,} of {found.num_documents:,} documents equal an earlier one "
         f"({found.num_tokens_of_copies:,} tokens)"
     )
-    if args.list is not None:
-        with open(args.list, "w") as file:
+    if flags.list is not None:
+        with open(flags.list, "w") as file:
             for copy, original in zip(found.copies.tolist(), found.originals.tolist(), strict=True):
                 line = {
                     "corpus": prefixes[copy[0]],
@@ -291,11 +335,11 @@ def duplicates(args: argparse.Namespace) -> int:
     return int(len(found.copies) > 0)
 
 
-def audit(args: argparse.Namespace) -> int:
+def audit(flags: AuditFlags) -> int:
     """Print what the records of a run prove."""
     from megatron.training.datasets.audit import read_audit
 
-    found = read_audit(args.folder)
+    found = read_audit(flags.folder)
     print(
         f"{found.num_samples:,} samples consumed, {found.num_repeated:,} of them again with the "
         "same tokens"
@@ -304,25 +348,26 @@ def audit(args: argparse.Namespace) -> int:
         print(f"  samples {first} to {last} are missing")
     for number in found.contradictions[:10]:
         print(f"  sample {number} had other tokens the second time")
-    for path in sorted(Path(args.folder).glob("blend-*.txt")):
+    for path in sorted(Path(flags.folder).glob("blend-*.txt")):
         print(path.read_text(), end="")
     return int(bool(found.missing or found.contradictions))
+
+
+COMMANDS: Mapping[str, Subcommand[Any]] = {
+    "verify": Subcommand(VerifyFlags, verify),
+    "stats": Subcommand(StatsFlags, stats),
+    "show": Subcommand(ShowFlags, show),
+    "compare": Subcommand(CompareFlags, compare),
+    "duplicates": Subcommand(DuplicatesFlags, duplicates),
+    "blend": Subcommand(BlendFlags, blend),
+    "audit": Subcommand(AuditFlags, audit),
+}
 
 
 @tool
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; return the exit status."""
-    args = parse_args(argv)
-    commands = {
-        "verify": verify,
-        "stats": stats,
-        "show": show,
-        "compare": compare,
-        "duplicates": duplicates,
-        "blend": blend,
-        "audit": audit,
-    }
-    return commands[args.command](args)
+    return run_subcommand(COMMANDS, argv, description="Look into token files.", allow_abbrev=False)
 
 
 if __name__ == "__main__":

@@ -13,10 +13,10 @@ tokens stay in the files of the shards, which must then stay too.
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -33,20 +33,26 @@ from megatron.core.datasets.indexed_dataset import (
 from megatron.core.datasets.preprocessing.shards import by_kind, refuse_missing_shards
 from megatron.core.foundation.errors import DataError
 from megatron.core.foundation.exit_status import ExitStatus, tool
+from megatron.core.settings.command_line import read_command_line
 
 
-def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+@dataclass(frozen=True, kw_only=True)
+class Flags:
+    """What the command line says."""
+
+    input: tuple[str, ...]
+    """A folder of corpora, or their prefixes."""
+    output_prefix: str
+    """Path without .bin and .idx."""
+    no_copy: bool = False
+    """Join the indices; the tokens stay where they are."""
+    multimodal: bool = False
+    """The corpora hold modes."""
+
+
+def parse_args(argv: Sequence[str] | None = None) -> Flags:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description="Join corpora into one.", allow_abbrev=False)
-    parser.add_argument(
-        "--input", required=True, nargs="+", help="a folder of corpora, or their prefixes"
-    )
-    parser.add_argument("--output-prefix", required=True, help="path without .bin and .idx")
-    parser.add_argument(
-        "--no-copy", action="store_true", help="join the indices; the tokens stay where they are"
-    )
-    parser.add_argument("--multimodal", action="store_true", help="the corpora hold modes")
-    return parser.parse_args(argv)
+    return read_command_line(Flags, argv, description="Join corpora into one.", allow_abbrev=False)
 
 
 def corpora_of(inputs: Sequence[str]) -> list[str]:

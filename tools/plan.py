@@ -12,14 +12,17 @@ recompute are filled with the fastest choice that fits. `score` reads no time, r
 
 from __future__ import annotations
 
-import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from megatron.core.foundation.exit_status import ExitStatus, tool
+from megatron.core.settings.command_line import Subcommand, run_subcommand
+from megatron.core.settings.flags import flag, positional, unknown_words
 from megatron.planner.figures import TITLES, figures
 from megatron.planner.hardware import load_hardware, save_constants
 from megatron.planner.predictor import fit_predictor, load_predictor
@@ -35,39 +38,51 @@ from megatron.planner.validation import (
 from megatron.planner.workload import read_rows
 
 
-def parser() -> argparse.ArgumentParser:
-    """Return the command line."""
-    made = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    commands = made.add_subparsers(dest="command", required=True)
-    score = commands.add_parser("score", help="predict the rows of a CSV file")
-    score.add_argument("rows", type=Path, metavar="ROWS.csv")
-    score.add_argument("--output", type=Path, required=True, metavar="OUT.csv")
-    for name, text in (
-        ("evaluate", "compare predictions with the column ref_step_s"),
-        ("calibrate", "fit the constants to the column ref_step_s and write their files"),
-    ):
-        command = commands.add_parser(name, help=text)
-        command.add_argument("rows", type=Path, nargs="+", metavar="ROWS.csv")
-    search = commands.add_parser(
-        "search", help="find the fastest layout for the flags of pretrain_gpt.py that follow"
-    )
-    search.add_argument("--gpu", required=True, metavar="KIND", help="A100, H100, H200, B200 ...")
-    search.add_argument("--num-gpus", type=int, required=True)
-    search.add_argument("--nvlink-domain", type=int, help="GPUs that NVLink joins")
-    search.add_argument("--nic-gbytes-per-s", type=float, help="of one GPU, each way")
-    return made
+@dataclass(frozen=True, kw_only=True)
+class ScoreFlags:
+    """Predict the rows of a CSV file."""
+
+    rows: Path = positional(metavar="ROWS.csv")
+    output: Path = flag(metavar="OUT.csv")
 
 
-def score(rows_path: Path, output: Path) -> None:
+@dataclass(frozen=True, kw_only=True)
+class EvaluateFlags:
+    """Compare predictions with the column ref_step_s."""
+
+    rows: tuple[Path, ...] = positional(metavar="ROWS.csv")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CalibrateFlags:
+    """Fit the constants to the column ref_step_s and write their files."""
+
+    rows: tuple[Path, ...] = positional(metavar="ROWS.csv")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchFlags:
+    """Find the fastest layout for the flags of pretrain_gpt.py that follow."""
+
+    gpu: str = flag(metavar="KIND")
+    """A100, H100, H200, B200 ..."""
+    num_gpus: int
+    nvlink_domain: int | None = None
+    """GPUs that NVLink joins."""
+    nic_gbytes_per_s: float | None = None
+    """Of one GPU, each way."""
+    flags_of_training: tuple[str, ...] = unknown_words()
+
+
+def score(flags: ScoreFlags) -> int:
     """Write a prediction for each row."""
-    write_scores(score_rows(read_rows(rows_path), load_predictor()), output)
+    write_scores(score_rows(read_rows(flags.rows), load_predictor()), flags.output)
+    return ExitStatus.DONE
 
 
-def evaluate(paths: Sequence[Path]) -> None:
+def evaluate(flags: EvaluateFlags) -> int:
     """Print how far predictions are from measured times and memory, for each file."""
-    tables = [read_rows(path) for path in paths]
+    tables = [read_rows(path) for path in flags.rows]
     rows, predictor = [row for table in tables for row in table], load_predictor()
     measured = measured_rows(rows)
     families = [family_of(row) for row in rows]
@@ -83,7 +98,7 @@ def evaluate(paths: Sequence[Path]) -> None:
         "5 folds of families, corrected": whole.corrected,
     }
     start = 0
-    for path, table in zip(paths, tables, strict=True):
+    for path, table in zip(flags.rows, tables, strict=True):
         mine = slice(start, start + len(table))
         start += len(table)
         print(f"{path.name}\n{TITLES}")
@@ -97,38 +112,40 @@ def evaluate(paths: Sequence[Path]) -> None:
             f"memory of {len(errors)} rows: median {100 * np.median(errors):.1f}%,"
             f" mean {100 * np.mean(errors):.1f}%"
         )
+    return ExitStatus.DONE
 
 
-def calibrate(paths: Sequence[Path]) -> None:
+def calibrate(flags: CalibrateFlags) -> int:
     """Fit and save constants and correction."""
-    rows = [row for path in paths for row in read_rows(path)]
+    rows = [row for path in flags.rows for row in read_rows(path)]
     fitted = fit_predictor(measured_rows(rows), load_hardware())
-    names = ", ".join(path.name for path in paths)
+    names = ", ".join(path.name for path in flags.rows)
     save_constants(fitted.hardware, f"fitted to {len(rows)} measured steps ({names})")
     fitted.correction.save()
+    return ExitStatus.DONE
+
+
+def search(flags: SearchFlags) -> int:
+    """Print the fastest layouts, and the command line of the first."""
+    from megatron.planner.search_command import Cluster, search_command
+
+    cluster = Cluster(flags.gpu, flags.num_gpus, flags.nvlink_domain, flags.nic_gbytes_per_s)
+    print(search_command(flags.flags_of_training, cluster, script="pretrain_gpt.py"))
+    return ExitStatus.DONE
+
+
+COMMANDS: Mapping[str, Subcommand[Any]] = {
+    "score": Subcommand(ScoreFlags, score),
+    "evaluate": Subcommand(EvaluateFlags, evaluate),
+    "calibrate": Subcommand(CalibrateFlags, calibrate),
+    "search": Subcommand(SearchFlags, search),
+}
 
 
 @tool
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; return the exit status."""
-    options, flags = parser().parse_known_args(arguments)
-    if options.command == "search":
-        from megatron.planner.search_command import Cluster, search_command
-
-        cluster = Cluster(
-            options.gpu, options.num_gpus, options.nvlink_domain, options.nic_gbytes_per_s
-        )
-        print(search_command(flags, cluster, script="pretrain_gpt.py"))
-        return ExitStatus.DONE
-    if flags:
-        parser().error(f"unrecognized arguments: {' '.join(flags)}")
-    if options.command == "score":
-        score(options.rows, options.output)
-    elif options.command == "evaluate":
-        evaluate(options.rows)
-    else:
-        calibrate(options.rows)
-    return ExitStatus.DONE
+    return run_subcommand(COMMANDS, arguments, description=__doc__)
 
 
 if __name__ == "__main__":

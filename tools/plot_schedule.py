@@ -10,9 +10,9 @@ backward last as long as the run's means, so that the two pictures can be compar
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.core.foundation.exit_status import ExitStatus, tool
@@ -25,41 +25,45 @@ from megatron.core.pipeline_parallel.simulate import Costs
 from megatron.core.pipeline_parallel.step_plan import compute_orders
 from megatron.core.pipeline_parallel.trace import Trace, load_trace, planned_trace
 from megatron.core.pipeline_parallel.validate import validate
+from megatron.core.settings.command_line import read_command_line
+from megatron.core.settings.flags import flag
+
+COMBINED = " and ".join(name for name, known in SCHEDULES.items() if known.overlaps_f_b)
 
 
-def parser() -> argparse.ArgumentParser:
-    """Return the command line."""
-    made = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+@dataclass(frozen=True, kw_only=True)
+class Flags:
+    """What is drawn."""
+
+    schedule: str = flag("1f1b", choices=SCHEDULES)
+    """1f1b with -v > 1 is interleaved."""
+    pipeline_size: int = flag(4, "-p", "--pipeline-size")
+    """Pipeline ranks."""
+    num_chunks: int = flag(1, "-v", "--num-chunks")
+    """Model chunks per rank."""
+    num_microbatches: int = flag(8, "-m", "--num-microbatches")
+    group_size: int | None = None
+    """Micro batches per turn of a chunk (interleaved; default p)."""
+    combined: bool = flag(
+        False, help=f"forwards and backwards of the steady state overlap ({COMBINED})"
     )
-    made.add_argument(
-        "--schedule", choices=SCHEDULES, default="1f1b", help="1f1b with -v > 1 is interleaved"
-    )
-    made.add_argument("-p", "--pipeline-size", type=int, default=4, help="pipeline ranks")
-    made.add_argument("-v", "--num-chunks", type=int, default=1, help="model chunks per rank")
-    made.add_argument("-m", "--num-microbatches", type=int, default=8)
-    made.add_argument(
-        "--group-size", type=int, help="micro batches per turn of a chunk (interleaved; default p)"
-    )
-    made.add_argument(
-        "--combined",
-        action="store_true",
-        help="forwards and backwards of the steady state overlap"
-        f" ({' and '.join(name for name, known in SCHEDULES.items() if known.overlaps_f_b)})",
-    )
-    made.add_argument("--forward-only", action="store_true", help="evaluation: no backward")
-    made.add_argument("--forward-cost", type=float, help="of one chunk, in any unit (default 1)")
-    made.add_argument("--backward-cost", type=float, help="of one chunk (default 2)")
-    made.add_argument("--pair-cost", type=float, help="of both, overlapped (default their sum)")
-    made.add_argument("--transfer-cost", type=float, default=0.0, help="of one message")
-    made.add_argument("--measured", type=Path, metavar="JSON", help="trace of a run to draw too")
-    made.add_argument(
-        "--out", type=Path, help=".svg, .png, .txt, .json or .chrome.json; text to stdout if absent"
-    )
-    return made
+    forward_only: bool = False
+    """Evaluation: no backward."""
+    forward_cost: float | None = None
+    """Of one chunk, in any unit (default 1)."""
+    backward_cost: float | None = None
+    """Of one chunk (default 2)."""
+    pair_cost: float | None = None
+    """Of both, overlapped (default their sum)."""
+    transfer_cost: float = 0.0
+    """Of one message."""
+    measured: Path | None = flag(None, metavar="JSON")
+    """Trace of a run to draw too."""
+    out: Path | None = None
+    """.svg, .png, .txt, .json or .chrome.json; text to stdout if absent."""
 
 
-def plan_of(options: argparse.Namespace, measured: Trace | None) -> Trace:
+def plan_of(options: Flags, measured: Trace | None) -> Trace:
     """Return the proved and simulated plan that the options, or the measured run, ask for."""
     forward, backward, unit = options.forward_cost or 1.0, options.backward_cost or 2.0, ""
     plan = StepPlan(
@@ -102,7 +106,7 @@ def _mean_duration(trace: Trace, *, backward: bool) -> float:
 @tool
 def main(arguments: Sequence[str] | None = None) -> int:
     """Draw; return the exit status."""
-    options = parser().parse_args(arguments)
+    options = read_command_line(Flags, arguments, description=__doc__)
     measured = None if options.measured is None else load_trace(options.measured)
     traces = [plan_of(options, measured)] + ([] if measured is None else [measured])
     if options.out is None:

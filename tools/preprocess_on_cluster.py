@@ -13,17 +13,19 @@ tools/merge_datasets.py.
 
 from __future__ import annotations
 
-import argparse
 import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from megatron.core.datasets.preprocessing.flags import usable_cores
 from megatron.core.foundation.errors import ConfigError
 from megatron.core.foundation.exit_status import ExitStatus, tool
 from megatron.core.foundation.optional_imports import require
+from megatron.core.settings.command_line import read_command_line
+from megatron.core.settings.flags import flag, positional
 
 ROOT = os.path.abspath(os.path.join(os.path.dirname(os.path.abspath(__file__)), os.pardir))
 
@@ -59,33 +61,47 @@ class ShardTask:
         return []
 
 
-def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+@dataclass(frozen=True, kw_only=True)
+class Flags:
+    """What the command line says."""
+
+    executor: str = flag(choices=["local", "slurm", "ray"])
+    tasks: int
+    """Tasks, each one shard."""
+    logging_dir: str
+    """Logs and which tasks are done; shared by all machines."""
+    at_once: int = -1
+    """Tasks that run at one time."""
+    python: str = sys.executable
+    """Interpreter on the machines."""
+    cpus_per_task: int = 1
+    """SLURM, Ray; also the workers of a task."""
+    mem_per_cpu_gb: int = 2
+    """SLURM, Ray."""
+    partition: str | None = None
+    """SLURM."""
+    time: str = "24:00:00"
+    """SLURM: limit of a task."""
+    qos: str = "normal"
+    """SLURM."""
+    env_command: str | None = None
+    """SLURM: run before each task, to set up Python."""
+    flags: tuple[str, ...] = positional(metavar="-- FLAGS")
+    """Of preprocess_data.py."""
+
+
+def parse_args(argv: Sequence[str] | None = None) -> Flags:
     """Read the command line; what follows `--` is kept for preprocess_data.py."""
-    parser = argparse.ArgumentParser(
+    return read_command_line(
+        Flags,
+        argv,
         description="Preprocess on many machines through datatrove's executors.",
         allow_abbrev=False,
         usage="%(prog)s --executor {local,slurm,ray} --tasks N --logging-dir DIR [...] -- FLAGS",
     )
-    parser.add_argument("--executor", required=True, choices=["local", "slurm", "ray"])
-    parser.add_argument("--tasks", type=int, required=True, help="tasks, each one shard")
-    parser.add_argument(
-        "--logging-dir", required=True, help="logs and which tasks are done; shared by all machines"
-    )
-    parser.add_argument("--at-once", type=int, default=-1, help="tasks that run at one time")
-    parser.add_argument("--python", default=sys.executable, help="interpreter on the machines")
-    parser.add_argument(
-        "--cpus-per-task", type=int, default=1, help="SLURM, Ray; also the workers of a task"
-    )
-    parser.add_argument("--mem-per-cpu-gb", type=int, default=2, help="SLURM, Ray")
-    parser.add_argument("--partition", help="SLURM")
-    parser.add_argument("--time", default="24:00:00", help="SLURM: limit of a task")
-    parser.add_argument("--qos", default="normal", help="SLURM")
-    parser.add_argument("--env-command", help="SLURM: run before each task, to set up Python")
-    parser.add_argument("flags", nargs="+", metavar="-- FLAGS", help="of preprocess_data.py")
-    return parser.parse_args(argv)
 
 
-def workers_of(args: argparse.Namespace) -> list[str]:
+def workers_of(args: Flags) -> list[str]:
     """Return the flag that shares the cores among the tasks of a machine; a later one counts."""
     if args.executor != "local":
         return ["--workers", str(args.cpus_per_task)]
@@ -93,7 +109,7 @@ def workers_of(args: argparse.Namespace) -> list[str]:
     return ["--workers", str(max(1, usable_cores() // max(1, at_once)))]
 
 
-def make_executor(args: argparse.Namespace) -> Any:
+def make_executor(args: Flags) -> Any:
     """Return datatrove's executor for the command line.
 
     Raises:

@@ -16,7 +16,7 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +24,8 @@ import torch
 
 from megatron.core.foundation import device
 from megatron.core.foundation.errors import ConfigError, MegatronError
+from megatron.core.settings.command_line import read_command_line
+from megatron.core.settings.flags import flag, positional
 
 DEFAULT_HOSTFILE = "/job/hostfile"
 EXPORTED = ("NCCL", "GLOO", "PYTHON", "UCX", "OMP", "LATTICE")
@@ -54,77 +56,85 @@ class Node:
         return f"cd {shlex.quote(directory)}; {exports}{shlex.join(self.command)}"
 
 
-class LauncherFlags(argparse.Namespace):
-    """The values of `parser`."""
+@dataclass(frozen=True, kw_only=True)
+class LauncherFlags:
+    """The command line, with the spellings of DeepSpeed."""
 
-    hostfile: str | None
-    include: str
-    exclude: str
-    num_nodes: int
-    num_gpus: int
-    master_addr: str
-    master_port: int
-    launcher: str
-    launcher_args: str
-    ssh_port: int | None
-    no_ssh: bool
-    node_rank: int
-    force_multi: bool
-    module: bool
-    no_python: bool
-    no_local_rank: bool
-    enable_each_rank_log: str | None
-    user_script: str
-    user_args: list[str]
-
-
-def parser() -> argparse.ArgumentParser:
-    """Return the parser of the command line."""
-    made = argparse.ArgumentParser(
-        prog="python -m megatron.deepspeed.launcher",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    hostfile: str | None = flag(
+        None, "-H", "--hostfile", help=f"Lines `host slots=4`; {DEFAULT_HOSTFILE} if it is."
     )
-    made.add_argument("-H", "--hostfile", help=f"lines `host slots=4`; {DEFAULT_HOSTFILE} if it is")
-    made.add_argument("-i", "--include", default="", help='for example "a:0,1@b": these alone')
-    made.add_argument("-e", "--exclude", default="", help='for example "a:0@b": all but these')
-    made.add_argument("--num_nodes", type=int, default=-1, help="the first machines of the file")
-    made.add_argument(
-        "--num_gpus", "--num_accelerators", type=int, default=-1,
-        help="processes on each machine; all of its accelerators, or 1 on CPUs",
-    )  # fmt: skip
-    made.add_argument("--master_addr", default="", help="of the first machine")
-    made.add_argument("--master_port", type=int, default=29500)
-    made.add_argument(
-        "--launcher", default="print", type=str.lower,
-        help="of several machines: print the commands, or start them by ssh or pdsh",
-    )  # fmt: skip
-    made.add_argument("--launcher_args", default="", help="for ssh or pdsh")
-    made.add_argument("--ssh_port", type=int, help="of ssh on the other machines")
-    made.add_argument(
-        "--no_ssh", action="store_true", help="start this machine's part; give --node_rank"
+    include: str = flag("", "-i", "--include")
+    """For example "a:0,1@b": these alone."""
+    exclude: str = flag("", "-e", "--exclude")
+    """For example "a:0@b": all but these."""
+    num_nodes: int = flag(-1, "--num_nodes")
+    """The first machines of the file."""
+    num_gpus: int = flag(-1, "--num_gpus", "--num_accelerators")
+    """Processes on each machine; all of its accelerators, or 1 on CPUs."""
+    master_addr: str = flag("", "--master_addr")
+    """Of the first machine."""
+    master_port: int = flag(29500, "--master_port")
+    launcher: str = flag("print", parse=str.lower)
+    """Of several machines: print the commands, or start them by ssh or pdsh."""
+    launcher_args: str = flag("", "--launcher_args")
+    """For ssh or pdsh."""
+    ssh_port: int | None = flag(None, "--ssh_port")
+    """Of ssh on the other machines."""
+    no_ssh: bool = flag(False, "--no_ssh")
+    """Start this machine's part; give --node_rank."""
+    node_rank: int = flag(-1, "--node_rank")
+    """This machine's number."""
+    force_multi: bool = flag(False, "--force_multi")
+    """Also one machine by the launcher."""
+    module: bool = False
+    """The script is a module, as python -m."""
+    no_python: bool = flag(False, "--no_python")
+    """The script is a program."""
+    no_local_rank: bool = flag(False, "--no_local_rank")
+    """Do not pass --local_rank=N."""
+    enable_each_rank_log: str | None = flag(None, "--enable_each_rank_log", metavar="DIR")
+    """A log of each process in DIR."""
+    autotuning: str | None = flag(None, nargs="?", is_hidden=True)
+    elastic_training: str | None = flag(None, "--elastic_training", nargs="?", is_hidden=True)
+    bind_cores_to_rank: str | None = flag(None, "--bind_cores_to_rank", nargs="?", is_hidden=True)
+    bind_core_list: str | None = flag(None, "--bind_core_list", nargs="?", is_hidden=True)
+    venv_script: str | None = flag(None, "--venv_script", nargs="?", is_hidden=True)
+    user_script: str = positional()
+    """The script to start."""
+    user_args: tuple[str, ...] = positional((), nargs=argparse.REMAINDER)
+    """Its arguments."""
+
+    def refused(self) -> Iterator[tuple[str, str]]:
+        """Yield the flags given that do not act here, with what to do instead."""
+        here = "set OMP_NUM_THREADS, and bind with numactl around the script"
+        for flag_name, value, instead in (
+            (
+                "--autotuning",
+                self.autotuning,
+                "plan with tools/plan.py search, which starts no job",
+            ),
+            (
+                "--elastic_training",
+                self.elastic_training,
+                "any number of ranks loads any checkpoint: start anew with them",
+            ),
+            ("--bind_cores_to_rank", self.bind_cores_to_rank, here),
+            ("--bind_core_list", self.bind_core_list, here),
+            (
+                "--venv_script",
+                self.venv_script,
+                f"activate it in the shell's profile, or set PATH in {ENVIRONMENT_FILE}",
+            ),
+        ):
+            if value is not None:
+                yield flag_name, instead
+
+
+def read_flags(words: Sequence[str] | None = None) -> LauncherFlags:
+    """Read the command line."""
+    return read_command_line(
+        LauncherFlags, words, prog="python -m megatron.deepspeed.launcher", description=__doc__
     )
-    made.add_argument("--node_rank", type=int, default=-1, help="this machine's number")
-    made.add_argument("--force_multi", action="store_true", help="also one machine by the launcher")
-    made.add_argument("--module", action="store_true", help="the script is a module, as python -m")
-    made.add_argument("--no_python", action="store_true", help="the script is a program")
-    made.add_argument("--no_local_rank", action="store_true", help="do not pass --local_rank=N")
-    made.add_argument("--enable_each_rank_log", metavar="DIR", help="a log of each process in DIR")
-    for flag, instead in _REFUSED.items():
-        made.add_argument(flag, nargs="?", const="", help=argparse.SUPPRESS)
-        assert instead
-    made.add_argument("user_script", help="the script to start")
-    made.add_argument("user_args", nargs=argparse.REMAINDER, help="its arguments")
-    return made
-
-
-_REFUSED = {
-    "--autotuning": "plan with tools/memory_report.py, which starts no job",
-    "--elastic_training": "any number of ranks loads any checkpoint: start anew with them",
-    "--bind_cores_to_rank": "set OMP_NUM_THREADS, and bind with numactl around the script",
-    "--bind_core_list": "set OMP_NUM_THREADS, and bind with numactl around the script",
-    "--venv_script": f"activate it in the shell's profile, or set PATH in {ENVIRONMENT_FILE}",
-}
 
 
 def read_hostfile(text: str, name: str) -> Slots:
@@ -163,17 +173,17 @@ def choose(slots: Slots, include: str, exclude: str) -> Slots:
             flags=["--include", "--exclude"],
             fix="drop one of the two",
         )
-    flag = "--include" if include else "--exclude"
+    given = "--include" if include else "--exclude"
     named: Slots = {}
     for part in filter(None, (include or exclude).split("@")):
         host, _, numbers = part.strip().partition(":")
         chosen = [int(n) for n in numbers.split(",")] if _is_list(numbers) else slots.get(host, [])
         if host not in slots or (numbers and not _is_list(numbers)) or set(chosen) - {*slots[host]}:
             raise ConfigError(
-                f"{flag} {include or exclude}: {part!r} is not there.",
+                f"{given} {include or exclude}: {part!r} is not there.",
                 rule="it is HOST or HOST:N,N,..., joined by @, of the hosts "
                 + ", ".join(f"{h} (slots 0 to {max(s)})" for h, s in slots.items()),
-                flags=[flag],
+                flags=[given],
                 fix=f"for example {next(iter(slots))}:0",
             )
         named[host] = sorted({*named.get(host, []), *chosen})
@@ -249,14 +259,13 @@ def num_accelerators() -> int:
 
 def plan(flags: LauncherFlags) -> list[Node]:
     """Return the machines of a run, and what each of them starts."""
-    for flag, instead in _REFUSED.items():
-        if getattr(flags, flag[2:]) is not None:
-            raise ConfigError(
-                f"{flag} is not supported.",
-                rule="the launcher starts one process for each slot, with torchrun",
-                flags=[flag],
-                fix=instead,
-            )
+    for refused, instead in flags.refused():
+        raise ConfigError(
+            f"{refused} is not supported.",
+            rule="the launcher starts one process for each slot, with torchrun",
+            flags=[refused],
+            fix=instead,
+        )
     if flags.launcher not in ("print", "ssh", "pdsh"):
         raise ConfigError(
             f"--launcher {flags.launcher} is not supported.",
@@ -348,7 +357,7 @@ def start(nodes: Sequence[Node], flags: LauncherFlags) -> int:
 
 def main(words: Sequence[str] | None = None) -> int:
     """Start a script, or print how to; return the exit status."""
-    flags = parser().parse_args(words, namespace=LauncherFlags())
+    flags = read_flags(words)
     try:
         nodes = plan(flags)
     except MegatronError as error:

@@ -31,8 +31,7 @@ def parse_args(
     )
     info = rank_info.read_rank_info()
     return Args(
-        **command.config.flat(),
-        **command.extra,
+        **{**command.config.flat(), **command.extra},
         rank=info.rank,
         world_size=info.world_size,
     )

@@ -84,3 +84,30 @@ def test_scripts_import_the_installed_package():
     assert len(scripts) > 40
     patched = {str(p.relative_to(root)) for p in scripts if "sys.path" in p.read_text()}
     assert patched == {"tools/checkpoint/__main__.py"}
+
+
+OWN_PARSERS = {
+    "megatron/core/settings/command_line.py": "the mechanism of tools: dataclasses become flags",
+    "megatron/training/cli/parser.py": "that of training: it reports every problem at once",
+    "megatron/deepspeed/initialize.py": "adds to the parser of a DeepSpeed script",
+    "examples/deepspeed/train.py": "is a DeepSpeed script as its users write them",
+    "examples/run_simple_mcore_train_loop.py": "shows the library in a script of somebody else",
+    "examples/quickstart/quickstart.py": "runs where the package is installed a moment later",
+    "tests/parity/interop_peer.py": "runs beside Megatron-LM, without this package",
+    "tests/parity/interop_deepspeed_peer.py": "runs beside DeepSpeed, without this package",
+    "tests/parity/deepspeed_engine_job.py": "is a DeepSpeed script, run with both engines",
+}
+"""Files that declare flags on an argparse parser themselves -> why."""
+
+
+def test_flags_are_declared_by_dataclasses():
+    root = Path(__file__).resolve().parents[2]
+    tops = ("megatron", "tools", "benchmarks", "examples", "tests")
+    files = [file for top in tops for file in (root / top).rglob("*.py")]
+    texts = {str(file.relative_to(root)): file.read_text() for file in files}
+    found = {
+        name
+        for name, text in texts.items()
+        if re.search(r"\.add_argument\(|ArgumentParser\(", text) and "/test_" not in name
+    }
+    assert found == set(OWN_PARSERS)

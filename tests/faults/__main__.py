@@ -14,7 +14,6 @@ curve is that of an undisturbed run, to the bit. Exits with 1 if a case fails, a
 
 from __future__ import annotations
 
-import argparse
 import shutil
 import sys
 import tempfile
@@ -22,10 +21,13 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from megatron.core.datasets.preprocessing.flags import usable_cores
+from megatron.core.settings.command_line import read_command_line
+from megatron.core.settings.flags import positional
 from tests.faults import namespaces, plan
 from tests.faults.checks import References
 from tests.faults.job import can_have_its_own_shared_memory, take_signals
@@ -38,7 +40,31 @@ Task = tuple[str, Callable[..., Result]]
 """A name, and what runs it in a folder."""
 
 
-def tasks_of(campaign: str, arguments: argparse.Namespace) -> list[Task]:
+CAMPAIGNS = ("matrix", "preempt", "restarts", "namespaces")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flags:
+    """What the command line says."""
+
+    campaigns: tuple[str, ...] = positional((), metavar="CAMPAIGN", help=", ".join(CAMPAIGNS))
+    cases: str = ""
+    """Only cases whose name has these words; | between alternatives."""
+    list: bool = False
+    """Print the cases, run none."""
+    repeat: int = 1
+    """Run everything so many times."""
+    times: int = 20
+    """Of preempt."""
+    kills: int = 30
+    """Of restarts."""
+    seed: str = "0"
+    """Of the random moments."""
+    jobs: int = usable_cores() + 1
+    """Runs side by side (%(default)s)."""
+
+
+def tasks_of(campaign: str, arguments: Flags) -> list[Task]:
     """Return the cases of a campaign that the pattern asks for."""
     tasks: list[Task] = []
     base = f"{arguments.seed} {campaign}"
@@ -88,28 +114,12 @@ def run_all(tasks: list[Task], num_jobs: int, folder: Path) -> list[Result]:
 
 def main() -> int:
     """Run what is asked for."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tests.faults",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    names = ("matrix", "preempt", "restarts", "namespaces")
-    parser.add_argument("campaigns", nargs="*", metavar="CAMPAIGN", help=", ".join(names))
-    parser.add_argument(
-        "--cases", default="", help="only cases whose name has these words; | between alternatives"
-    )
-    parser.add_argument("--list", action="store_true", help="print the cases, run none")
-    parser.add_argument("--repeat", type=int, default=1, help="run everything so many times")
-    parser.add_argument("--times", type=int, default=20, help="of preempt")
-    parser.add_argument("--kills", type=int, default=30, help="of restarts")
-    parser.add_argument("--seed", default="0", help="of the random moments")
-    parser.add_argument(
-        "--jobs", type=int, default=usable_cores() + 1, help="runs side by side (%(default)s)"
-    )
-    arguments = parser.parse_args()
-    if unknown := set(arguments.campaigns) - set(names):
-        parser.error(f"unknown campaigns {sorted(unknown)}; known are {', '.join(names)}")
-    tasks = [t for name in arguments.campaigns or names for t in tasks_of(name, arguments)]
+    arguments = read_command_line(Flags, prog="python -m tests.faults", description=__doc__)
+    if unknown := set(arguments.campaigns) - set(CAMPAIGNS):
+        known = ", ".join(CAMPAIGNS)
+        print(f"unknown campaigns {sorted(unknown)}; known are {known}", file=sys.stderr)
+        return 2
+    tasks = [t for name in arguments.campaigns or CAMPAIGNS for t in tasks_of(name, arguments)]
     if arguments.list:
         print("\n".join(name for name, _ in tasks))
         return 0

@@ -9,12 +9,13 @@ It prints when it builds and when an evaluation begins.
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from megatron.core.enums import ModelType
+from megatron.core.settings.command_line import flags_provider
 from megatron.training import get_args, pretrain
 from pretrain_gpt import datasets_provider, forward_step, model_provider
 
@@ -22,11 +23,13 @@ BUILDING, EVALUATING = "slowly building the datasets", "slowly evaluating"
 _was_training = True
 
 
-def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Declare the sleeps, in seconds."""
-    for name in ("building", "step", "evaluation"):
-        parser.add_argument(f"--slow-{name}", type=float, default=0.0)
-    return parser
+@dataclass(frozen=True, kw_only=True)
+class SlowFlags:
+    """Sleeps, in seconds."""
+
+    slow_building: float = 0.0
+    slow_step: float = 0.0
+    slow_evaluation: float = 0.0
 
 
 def slow_datasets(num_samples: Sequence[int | None], vp_stage: int | None = None) -> list:
@@ -56,5 +59,5 @@ if __name__ == "__main__":
         model_provider,
         ModelType.encoder_or_decoder,
         slow_forward_step,
-        extra_args_provider=add_flags,
+        extra_args_provider=flags_provider(SlowFlags),
     )

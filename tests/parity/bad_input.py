@@ -6,7 +6,6 @@ needs; the exit status is 1 if one is missing. `--only TEXT` runs the cases whos
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import os
 import socket
@@ -21,6 +20,7 @@ import numpy
 import torch
 
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+from megatron.core.settings.command_line import read_command_line
 
 ROOT = Path(__file__).parents[2]
 MODEL = [
@@ -215,10 +215,16 @@ def last_words(said: str) -> str:
     return "\n".join(lines[: fatal[-1] + 1] if fatal else lines).strip()
 
 
+@dataclass(frozen=True, kw_only=True)
+class Flags:
+    """What the command line says."""
+
+    only: str = ""
+    """Run cases whose title has this text."""
+
+
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", default="", help="run cases whose title has this text")
-    only = parser.parse_args().only
+    only = read_command_line(Flags, description=__doc__.splitlines()[0]).only
     failures = []
     for case in CASES:
         if only not in case.title:

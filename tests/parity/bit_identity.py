@@ -12,7 +12,6 @@ run on one machine: another processor may add in another order.
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import os
@@ -20,6 +19,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,8 @@ import torch
 from torch import Tensor
 
 from megatron.core.dist_checkpointing.digest import checkpoint_digest
+from megatron.core.settings.command_line import read_command_line
+from megatron.core.settings.flags import positional
 from tests.parity.random_layouts.cases import Case, draw_cases
 from tests.parity.random_layouts.outcomes import Kind
 from tests.parity.random_layouts.runner import Runner
@@ -198,16 +200,20 @@ def _differences(before: dict[str, Any], runner: Runner, save: Path, old: Path) 
         yield f"took no step from a recorded checkpoint: {further}"
 
 
+@dataclass(frozen=True, kw_only=True)
+class Flags:
+    """What the command line says."""
+
+    what: str = positional(choices=["record", "compare"])
+    folder: Path = positional()
+    jobs: int = max(1, os.cpu_count() or 2)
+
+
 def main() -> int:
     """Run the command."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tests.parity.bit_identity", description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
-    parser.add_argument("what", choices=["record", "compare"])
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 2)))
-    options = parser.parse_args()
+    options = read_command_line(
+        Flags, prog="python -m tests.parity.bit_identity", description=__doc__
+    )
     torch.set_num_threads(1)
     count = 1 if options.what == "record" else options.jobs
     runners = [Runner(is_wide=False) for _ in range(count)]

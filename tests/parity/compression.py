@@ -8,9 +8,9 @@ that is above 0.5 %.
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.parameters.rng import rng_state
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.settings.command_line import read_command_line
 from megatron.core.transformer.transformer_config import TransformerConfig
 from tests.harness.distributed import run_distributed
 
@@ -92,11 +93,16 @@ def train(
     return losses, sum(t.sent for t in traffic), sum(t.plain for t in traffic)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Flags:
+    """What the command line says."""
+
+    steps: int = 300
+
+
 def main() -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=300)
-    num_steps = parser.parse_args().steps
+    num_steps = read_command_line(Flags, description=__doc__).steps
     last = min(50, num_steps)
     print(f"{'form':<18}{'bytes sent':>12}{'loss':>9}{'difference':>12}{'seconds':>9}")
     plain, worst = 0.0, 0.0

@@ -8,10 +8,11 @@ by more than `LIMIT`.
 
 from __future__ import annotations
 
-import argparse
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
+from megatron.core.settings.command_line import read_command_line
 from tests.harness.distributed import run_distributed
 from tests.parity.layouts import LayoutCase, ModelCase
 from tests.parity.training_case import train
@@ -90,13 +91,22 @@ def panel(curves: Curves, top: float, title: str, offset: int) -> list[str]:
     return parts
 
 
+@dataclass(frozen=True, kw_only=True)
+class Flags:
+    """What the command line says."""
+
+    steps: int = 50
+    """Steps of each run."""
+    max_ranks: int = 8
+    """Largest world size."""
+    only: tuple[str, ...] = ("",)
+    """Layouts with this in their name."""
+    picture: str | None = None
+    """File for a picture, .svg."""
+
+
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=50, help="steps of each run")
-    parser.add_argument("--max-ranks", type=int, default=8, help="largest world size")
-    parser.add_argument("--only", nargs="+", default=[""], help="layouts with this in their name")
-    parser.add_argument("--picture", help="file for a picture, .svg")
-    options = parser.parse_args()
+    options = read_command_line(Flags, description=__doc__.splitlines()[0])
     curves: Curves = {}
     print(f"{'layout':<28}{'first loss':>12}{'last loss':>12}{'largest difference':>20}")
     worst = 0.0

@@ -10,15 +10,16 @@ stage 0. Exits with status 1 if a difference is larger than its limit.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
 import sys
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron.core.settings.command_line import read_command_line
 from tests.harness.pool import REPOSITORY
 from tests.parity.deepspeed_engine_job import CASES
 
@@ -49,11 +50,17 @@ def largest_difference(ours: list[float], theirs: list[float]) -> float:
     return max(abs(a - b) / max(abs(b), 1e-12) for a, b in zip(ours, theirs, strict=True))
 
 
+@dataclass(frozen=True, kw_only=True)
+class Flags:
+    """What the command line says."""
+
+    peer: str
+    """A Python that has deepspeed."""
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run both programs and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--peer", required=True, help="a Python that has deepspeed")
-    options = parser.parse_args(arguments)
+    options = read_command_line(Flags, arguments, description=__doc__)
     plain = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     with tempfile.TemporaryDirectory() as directory:
         theirs = run(options.peer, 29861, plain, directory)

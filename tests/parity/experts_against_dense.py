@@ -14,7 +14,6 @@ Takes about three minutes on one core; --train-iters 200 takes half of one and s
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import tempfile
@@ -23,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
+from megatron.core.settings.command_line import read_command_line
 from tests.harness.distributed import run_distributed
 from tests.parity.long_context import TEXTS, prepare_corpus
 from tests.parity.training_run import read_metrics, train_with_flags
@@ -76,12 +76,20 @@ def train(corpus: Path, steps: int, seed: int, flags: str) -> Curve:
     return Curve([x["lm loss"] for x in trained], validation, loads, time.time() - started)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Flags:
+    """What the command line says."""
+
+    train_iters: int = 1000
+    """Optimizer steps."""
+    seed: int = 1234
+    """Of weights and data."""
+    texts: tuple[Path, ...] = tuple(TEXTS)
+    """Files to read."""
+
+
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--train-iters", type=int, default=1000, help="optimizer steps")
-    parser.add_argument("--seed", type=int, default=1234, help="of weights and data")
-    parser.add_argument("--texts", nargs="+", type=Path, default=TEXTS, help="files to read")
-    options = parser.parse_args()
+    options = read_command_line(Flags, description=__doc__.splitlines()[0])
     steps, window = options.train_iters, max(options.train_iters // 5, 1)
     with tempfile.TemporaryDirectory() as directory:
         corpus = prepare_corpus(Path(directory), options.texts, DOCUMENT)

@@ -9,11 +9,11 @@ Transformers loads them, is in `tests/unit/hugging_face`.)
 
 from __future__ import annotations
 
-import argparse
 import sys
 import tempfile
 import time
 import traceback
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from megatron.core.distributed import (
 from megatron.core.parameters.param_meta import get_param_meta
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.settings.command_line import read_command_line
 from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
 from megatron.core.utils import get_pg_rank
 from tests.harness.distributed import run_distributed
@@ -131,11 +132,17 @@ def compare(case: str, layout: dict[str, Any], directory: Path, theirs: Any) -> 
     return float((logits.detach() - expected).abs().max()), worst
 
 
+@dataclass(frozen=True, kw_only=True)
+class Flags:
+    """What the command line says."""
+
+    cases: str = ""
+    """Only cases whose name begins so."""
+
+
 def main() -> int:
     """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--cases", default="", help="only cases whose name begins so")
-    options = parser.parse_args()
+    options = read_command_line(Flags, description=__doc__.splitlines()[0])
     torch.set_num_threads(1)
     started, failures, num_cases = time.time(), [], 0
     print(f"{'case':<40}{'layout':<18}{'logits':>10}{'gradients':>11}")

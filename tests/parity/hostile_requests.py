@@ -11,7 +11,6 @@ Prints a table; the exit status is 1 if an answer was wrong, a status was 500 or
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import random
@@ -25,10 +24,12 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
+from megatron.core.settings.command_line import read_command_line
 from tests.harness.pool import REPOSITORY
 
 GOOD = {"model": "model", "prompt": [5, 17, 3], "max_tokens": 8, "temperature": 0}
@@ -278,12 +279,17 @@ def memory_bytes(launcher: int) -> int:
     return sum(child.memory_info().rss for child in psutil.Process(launcher).children())
 
 
+@dataclass(frozen=True, kw_only=True)
+class Flags:
+    """What the command line says."""
+
+    requests: int = 2000
+    ranks: int = 2
+
+
 def main() -> int:
     """Run and print; return the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--requests", type=int, default=2000)
-    parser.add_argument("--ranks", type=int, default=2)
-    options = parser.parse_args()
+    options = read_command_line(Flags, description=__doc__.split("\n")[0])
     sizes: list[tuple[int, int]] = []
     with tempfile.TemporaryDirectory() as folder:
         timeouts = ("--receive-timeout-s", "2", "--send-timeout-s", "2")

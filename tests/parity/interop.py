@@ -12,11 +12,10 @@ with status 1 if anything differs by more than rounding.
 
 from __future__ import annotations
 
-import argparse
 import subprocess
 import sys
 import tempfile
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from megatron.core.dist_checkpointing.digest import tensor_digests
 from megatron.core.dist_checkpointing.interop.opening import open_any
 from megatron.core.dist_checkpointing.interop.stored_view import StoredView, ViewReader
 from megatron.core.dist_checkpointing.interop.torch_file import read_torch_file
+from megatron.core.settings.command_line import read_command_line
 from megatron.core.transport.object_collectives import SingleProcess
 from tests.harness.distributed import run_distributed
 from tests.harness.tolerances import EXACT, FP32_REORDERED_SUM, assert_close
@@ -103,12 +103,19 @@ def exchange_both_ways(peer: str, exchange: Exchange, directory: Path) -> tuple[
     return first, compare(ours, theirs)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Flags:
+    """What the command line says."""
+
+    peer: str
+    """A Python that has megatron-core."""
+    only: str = ""
+    """Run cases whose text holds this."""
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run all exchanges and print a table."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--peer", required=True, help="a Python that has megatron-core")
-    parser.add_argument("--only", default="", help="run cases whose text holds this")
-    options = parser.parse_args(arguments)
+    options = read_command_line(Flags, arguments, description=__doc__)
     failures = 0
     print(f"{'exchange':60} {'there to here':>14} {'here to there':>14}   largest logit error")
     for exchange in CASES:

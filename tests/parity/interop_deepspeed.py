@@ -7,10 +7,10 @@ tensors are read here from its files. All must be equal to the bit. Exits with s
 
 from __future__ import annotations
 
-import argparse
 import subprocess
 import sys
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -19,6 +19,7 @@ from megatron.core.dist_checkpointing import load_plain_tensors
 from megatron.core.dist_checkpointing.interop.opening import find_deepspeed
 from megatron.core.dist_checkpointing.interop.stored_view import ViewReader
 from megatron.core.dist_checkpointing.interop.torch_file import read_torch_file
+from megatron.core.settings.command_line import read_command_line
 
 PEER_SCRIPT = Path(__file__).with_name("interop_deepspeed_peer.py")
 CASES = ((1, 2), (2, 2), (2, 3), (3, 2), (3, 3))
@@ -41,11 +42,17 @@ def differing(peer: str, stage: int, ranks: int, directory: Path) -> list[str]:
     return [name for name, tensor in theirs.items() if not torch.equal(ours[name], tensor)]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Flags:
+    """What the command line says."""
+
+    peer: str
+    """A Python that has deepspeed."""
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run all cases and print a table."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--peer", required=True, help="a Python that has deepspeed")
-    options = parser.parse_args(arguments)
+    options = read_command_line(Flags, arguments, description=__doc__)
     failures = 0
     for stage, ranks in CASES:
         with tempfile.TemporaryDirectory() as directory:

@@ -12,15 +12,17 @@ Takes about four minutes on two cores; --seq-length 4096 takes half of one.
 
 from __future__ import annotations
 
-import argparse
 import json
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
+from megatron.core.settings.command_line import read_command_line
+from megatron.core.settings.flags import flag
 from tests.harness.distributed import run_distributed
 from tests.harness.pool import REPOSITORY
 from tests.harness.tolerances import FP32_REORDERED_SUM
@@ -69,11 +71,17 @@ def losses(corpus: Path, seq_length: int, flags: str, **layout) -> list[float]:
     return [line["lm loss"] for line in read_metrics(metrics)]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Flags:
+    """What the command line says."""
+
+    seq_length: int = 32768
+    """Tokens of a sample."""
+    kinds: tuple[str, ...] = flag(tuple(KINDS), choices=KINDS)
+
+
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seq-length", type=int, default=32768, help="tokens of a sample")
-    parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=list(KINDS))
-    options = parser.parse_args()
+    options = read_command_line(Flags, description=__doc__.splitlines()[0])
     failed = False
     with tempfile.TemporaryDirectory() as directory:
         corpus = prepare_corpus(Path(directory))

@@ -6,7 +6,6 @@ Prints each kill (when, and how many bytes stood in the unfinished file), then t
 non-zero if the output differs, a final name appears early, or a worker outlives its parent.
 """
 
-import argparse
 import json
 import os
 import random
@@ -15,7 +14,12 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+
+from megatron.core.settings.command_line import read_command_line
+from megatron.core.settings.flags import positional
 
 ROOT = Path(__file__).parents[2]
 
@@ -30,7 +34,7 @@ def write_input(path: Path, megabytes: float) -> None:
             file.write(json.dumps({"text": text}) + "\n")
 
 
-def command(source: str, output: Path, flags: list[str]) -> list[str]:
+def command(source: str, output: Path, flags: Sequence[str]) -> list[str]:
     """Return the command line of a run that journals after every unit."""
     return [
         sys.executable, str(ROOT / "tools/preprocess_data.py"), "--input", source,
@@ -74,7 +78,7 @@ def wait_for_moment(
 
 
 def run_until_through(
-    folder: Path, source: str, flags: list[str], kills: int, seed: int
+    folder: Path, source: str, flags: Sequence[str], kills: int, seed: int
 ) -> tuple[int, list[str]]:
     """Kill a run `kills` times, beginning again whenever it got through.
 
@@ -130,15 +134,22 @@ def run_until_through(
     return done, problems
 
 
+@dataclass(frozen=True, kw_only=True)
+class Flags:
+    """What the command line says."""
+
+    kills: int = 50
+    seed: int = 0
+    input: str | None = None
+    """JSON lines; made up if not given."""
+    megabytes: float = 20.0
+    """Of made-up input."""
+    flags: tuple[str, ...] = positional(("--tokenizer-type", "ByteTokenizer"))
+
+
 def main() -> int:
     """Run the table."""
-    parser = argparse.ArgumentParser(description="Kill preprocessing and resume it.")
-    parser.add_argument("--kills", type=int, default=50)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--input", help="JSON lines; made up if not given")
-    parser.add_argument("--megabytes", type=float, default=20.0, help="of made-up input")
-    parser.add_argument("flags", nargs="*", default=["--tokenizer-type", "ByteTokenizer"])
-    args = parser.parse_args()
+    args = read_command_line(Flags, description="Kill preprocessing and resume it.")
     with tempfile.TemporaryDirectory() as name:
         source = args.input
         if source is None:

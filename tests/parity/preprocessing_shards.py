@@ -8,15 +8,18 @@ tokens are written, and run again. Prints a row for each; exits non-zero if a by
 shards of one process, or from one run over everything once they are joined.
 """
 
-import argparse
 import os
 import signal
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
+from megatron.core.settings.command_line import read_command_line
+from megatron.core.settings.flags import positional
 from tests.parity.preprocessing_kills import ROOT, command, write_input
 
 SHARDS = 2
@@ -29,7 +32,7 @@ def shards(output: Path) -> list[bytes]:
     return [path.read_bytes() for path in paths] if all(p.exists() for p in paths) else []
 
 
-def on_cluster(python: str, executor: str, source: str, output: Path, flags: list[str]) -> str:
+def on_cluster(python: str, executor: str, source: str, output: Path, flags: Sequence[str]) -> str:
     """Make the shards through datatrove; return what went wrong."""
     _, script, *rest = command(source, output, flags)
     done = subprocess.run(
@@ -40,7 +43,9 @@ def on_cluster(python: str, executor: str, source: str, output: Path, flags: lis
     return done.stderr[-2000:] if done.returncode else ""
 
 
-def array_task(source: str, output: Path, flags: list[str], task: int) -> "subprocess.Popen[bytes]":
+def array_task(
+    source: str, output: Path, flags: Sequence[str], task: int
+) -> "subprocess.Popen[bytes]":
     """Start one task as a scheduler would."""
     return subprocess.Popen(
         [*command(source, output, flags), "--num-shards", str(SHARDS)],
@@ -49,7 +54,7 @@ def array_task(source: str, output: Path, flags: list[str], task: int) -> "subpr
     )  # fmt: skip
 
 
-def array_with_a_kill(source: str, output: Path, flags: list[str], expected: int) -> str:
+def array_with_a_kill(source: str, output: Path, flags: Sequence[str], expected: int) -> str:
     """Run both tasks, the second killed when `expected` / 2 bytes are written, then again."""
     begun = array_task(source, output, flags, 1)
     growing = Path(f"{output}-00001-of-{SHARDS:05d}_text_document.bin.unfinished")
@@ -66,7 +71,7 @@ def array_with_a_kill(source: str, output: Path, flags: list[str], expected: int
     return "" if statuses == [0, 0] else f"exit statuses {statuses}"
 
 
-def joined(output: Path, flags: list[str], source: str) -> str:
+def joined(output: Path, flags: Sequence[str], source: str) -> str:
     """Compare the shards joined with one run over everything."""
     parts = [f"{output}-{i:05d}-of-{SHARDS:05d}_text_document" for i in range(SHARDS)]
     merge = [sys.executable, str(ROOT / "tools/merge_datasets.py"), "--input", *parts]
@@ -79,13 +84,20 @@ def joined(output: Path, flags: list[str], source: str) -> str:
     return ""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Flags:
+    """What the command line says."""
+
+    input: str | None = None
+    """JSON lines; made up if not given."""
+    ray: str | None = None
+    """Interpreter of an environment that has Ray."""
+    flags: tuple[str, ...] = positional(("--tokenizer-type", "ByteTokenizer"))
+
+
 def main() -> int:
     """Run the table."""
-    parser = argparse.ArgumentParser(description="Make the same shards in several ways.")
-    parser.add_argument("--input", help="JSON lines; made up if not given")
-    parser.add_argument("--ray", help="interpreter of an environment that has Ray")
-    parser.add_argument("flags", nargs="*", default=["--tokenizer-type", "ByteTokenizer"])
-    args = parser.parse_args()
+    args = read_command_line(Flags, description="Make the same shards in several ways.")
     with tempfile.TemporaryDirectory() as name:
         folder, source, flags = Path(name), args.input, args.flags
         if source is None:

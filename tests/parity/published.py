@@ -15,7 +15,6 @@ one. Exits with status 1 otherwise.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import tempfile
@@ -34,6 +33,8 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from megatron.core.foundation.errors import ConfigError
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.settings.command_line import read_command_line
+from megatron.core.settings.flags import flag
 from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
 from megatron.core.utils import get_pg_size
 from megatron.inference.generate import generate
@@ -258,12 +259,17 @@ def check(make: Callable[[Path, Path], Published], wheel: Path) -> list[str]:
     return failures
 
 
+@dataclass(frozen=True, kw_only=True)
+class Flags:
+    """What the command line says."""
+
+    glassllm: Path | None = flag(None, metavar="WHEEL")
+    smollm2: Path | None = flag(None, metavar="WHEEL")
+
+
 def main() -> int:
     """Check the models whose files were given."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--glassllm", type=Path, metavar="WHEEL")
-    parser.add_argument("--smollm2", type=Path, metavar="WHEEL")
-    options = parser.parse_args()
+    options = read_command_line(Flags, description=__doc__.splitlines()[0])
     failures = []
     if options.glassllm is not None:
         failures += check(glassllm, options.glassllm)

@@ -9,7 +9,6 @@ checkpoint. Exits with status 1 if a bit differs.
 
 from __future__ import annotations
 
-import argparse
 import random
 import sys
 import tempfile
@@ -20,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.core.dist_checkpointing.digest import checkpoint_digest
+from megatron.core.settings.command_line import read_command_line
 from tests.harness.distributed import run_distributed
 from tests.parity.training_run import read_metrics, train_with_flags
 
@@ -160,13 +160,19 @@ VARIANTS = (
 )
 
 
+@dataclass(frozen=True, kw_only=True)
+class Flags:
+    """What the command line says."""
+
+    only: str = ""
+    """Run the layouts whose name has this text."""
+    steps: int = 20
+    stops: int = 3
+    seed: int = 0
+
+
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--only", default="", help="run the layouts whose name has this text")
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--stops", type=int, default=3)
-    parser.add_argument("--seed", type=int, default=0)
-    arguments = parser.parse_args()
+    arguments = read_command_line(Flags, description=(__doc__ or "").splitlines()[0])
     cases = [case for case in CASES if arguments.only in case.name]
     # Four loader workers are more than some machines have cores for, and are meant.
     warnings.filterwarnings("ignore", message="This DataLoader will create")

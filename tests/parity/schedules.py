@@ -9,7 +9,6 @@ about five minutes of processor time; `--all-groups --prefetch 0 1` twenty-six.
 
 from __future__ import annotations
 
-import argparse
 import multiprocessing
 import os
 import sys
@@ -29,6 +28,8 @@ from megatron.core.pipeline_parallel.schedule_definitions.zero_bubble import zer
 from megatron.core.pipeline_parallel.schedule_definitions.zero_bubble_v import zero_bubble_v_orders
 from megatron.core.pipeline_parallel.simulate import simulate
 from megatron.core.pipeline_parallel.validate import validate
+from megatron.core.settings.command_line import read_command_line
+from megatron.core.settings.flags import flag
 
 Make = Callable[[int, int, int], Orders]
 SCHEDULES: dict[str, tuple[bool, Make]] = {
@@ -180,18 +181,22 @@ def prove(job: tuple[str, int, int, int, int]) -> tuple[str, int, CorpusStats]:
     return name, prefetch, tally
 
 
+@dataclass(frozen=True, kw_only=True)
+class Flags:
+    """What the command line says."""
+
+    max_p: int = 16
+    max_v: int = 4
+    max_m: int = 64
+    prefetch: tuple[int, ...] = flag((1,), choices=(0, 1, 2))
+    all_groups: bool = False
+    """Interleaved also with groups of p+1 and 2p."""
+    workers: int = os.cpu_count()
+
+
 def main() -> int:
     """Print the table; return the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    parser.add_argument("--max-p", type=int, default=16)
-    parser.add_argument("--max-v", type=int, default=4)
-    parser.add_argument("--max-m", type=int, default=64)
-    parser.add_argument("--prefetch", type=int, nargs="+", default=[1], choices=(0, 1, 2))
-    parser.add_argument(
-        "--all-groups", action="store_true", help="interleaved also with groups of p+1 and 2p"
-    )
-    parser.add_argument("--workers", type=int, default=os.cpu_count())
-    options = parser.parse_args()
+    options = read_command_line(Flags, description=__doc__.split("\n", 1)[0])
     names = [n for n in SCHEDULES if options.all_groups or n not in LARGER_GROUPS]
     jobs = [
         (name, p, options.max_v, options.max_m, prefetch)

@@ -9,14 +9,16 @@ Exits with status 1 if any error exceeds its named tolerance.
 
 from __future__ import annotations
 
-import argparse
 import functools
 import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 
+from megatron.core.settings.command_line import read_command_line
+from megatron.core.settings.flags import flag
 from tests.harness.distributed import run_distributed
 from tests.harness.tolerances import FP32_AFTER_OPTIMIZER, FP32_REORDERED_SUM, Tolerance
 from tests.parity.compare import Errors, compare
@@ -115,26 +117,37 @@ def print_table(cases: Sequence[Case], num_steps: int = NUM_STEPS) -> int:
     return 1 if failures else 0
 
 
+@dataclass(frozen=True, kw_only=True)
+class Flags:
+    """What the command line says."""
+
+    models: str = ""
+    """Only models whose name begins so, e.g. "llama tied"."""
+    max_ranks: int = 8
+    """Largest world size."""
+    stage: int | None = flag(None, choices=(0, 1, 2, 3))
+    """Only this sharding stage."""
+    steps: int = NUM_STEPS
+    """Optimizer steps of a case."""
+
+
 def run_command(title: str, cases_up_to: Mapping[str, CasesUpTo], default: str = "all") -> int:
     """Print the table that the command line asks for; return the exit status."""
-    parser = argparse.ArgumentParser(description=title)
-    parser.add_argument(
-        "--models", default="", help='only models whose name begins so, e.g. "llama tied"'
-    )
-    parser.add_argument(
-        "--layouts", choices=sorted(cases_up_to), default=default, help="which layouts to run"
-    )
-    parser.add_argument("--max-ranks", type=int, default=8, help="largest world size")
-    parser.add_argument("--stage", type=int, choices=(0, 1, 2, 3), help="only this sharding stage")
-    parser.add_argument("--steps", type=int, default=NUM_STEPS, help="optimizer steps of a case")
-    options = parser.parse_args()
+
+    @dataclass(frozen=True, kw_only=True)
+    class FlagsWithLayouts(Flags):
+        layouts: str = flag(default, choices=sorted(cases_up_to))
+        """Which layouts to run."""
+
+    options = read_command_line(FlagsWithLayouts, description=title)
     cases = [
         (model, layout)
         for model, layout in cases_up_to[options.layouts](options.max_ranks)
         if str(model).startswith(options.models) and options.stage in (None, layout.stage)
     ]
     if not cases:
-        parser.error("no case is left of these layouts and models")
+        print("no case is left of these layouts and models", file=sys.stderr)
+        return 2
     return print_table(cases, options.steps)
 
 

@@ -12,8 +12,8 @@
 
 SAVE is one checkpoint (SAVE/iter_0000100) or a save directory, whose newest one is taken.
 
-Each command is a file of this directory with a docstring, `add_arguments(parser)` and
-`run(arguments)`, which returns the exit status.
+Each command is a file of this directory with a docstring, a dataclass `Flags` and `run(flags)`,
+which returns the exit status.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ if __name__ == "__main__":
     # The directory of a script heads the path, where `inspect.py` would hide Python's own.
     sys.path[0] = os.path.join(os.path.dirname(os.path.abspath(__file__)), os.pardir, os.pardir)
 
-import argparse
 import importlib
 from collections.abc import Sequence
 
 from megatron.core.foundation.exit_status import tool
+from megatron.core.settings.command_line import Subcommand, run_subcommand
 
 COMMANDS = (
     "inspect",
@@ -48,25 +48,13 @@ COMMANDS = (
 @tool
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return the exit status."""
-    parser = argparse.ArgumentParser(
+    modules = {name: importlib.import_module(f"tools.checkpoint.{name}") for name in COMMANDS}
+    return run_subcommand(
+        {name: Subcommand(m.Flags, m.run, m.__doc__ or "") for name, m in modules.items()},
+        argv,
         prog="tools/checkpoint",
         description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    commands = parser.add_subparsers(dest="command", required=True)
-    for name in COMMANDS:
-        module = importlib.import_module(f"tools.checkpoint.{name}")
-        command = commands.add_parser(
-            name,
-            help=(module.__doc__ or "").splitlines()[0],
-            description=module.__doc__,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )
-        module.add_arguments(command)
-        command.set_defaults(run=module.run)
-    arguments = parser.parse_args(argv)
-    status: int = arguments.run(arguments)
-    return status
 
 
 if __name__ == "__main__":

@@ -9,8 +9,9 @@ train on from it with --pretrained-checkpoint OUT.
 
 from __future__ import annotations
 
-import argparse
+from argparse import Namespace
 from contextlib import ExitStack
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -21,23 +22,27 @@ from megatron.core.dist_checkpointing.object_store import storage_path
 from megatron.core.dist_checkpointing.rewrite import Produced, read_full, write_full_tensors
 from megatron.core.dist_checkpointing.shard_file import DTYPES
 from megatron.core.foundation.errors import CheckpointError
+from megatron.core.settings.flags import positional
 from megatron.training.checkpointing.key_mapping import MAIN_WEIGHT_PREFIX
 from tools.checkpoint.opening import OPTIMIZER_PREFIX, checkpoint_in, held, opened, settings_of
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options."""
-    parser.add_argument("out", help="the save directory, or its URL, to write OUT/release to")
-    parser.add_argument("paths", nargs="+", help="checkpoints, or save directories")
-    parser.add_argument(
-        "--factors", type=float, nargs="+", help="one per checkpoint; scaled to a sum of 1"
-    )
+@dataclass(frozen=True, kw_only=True)
+class Flags:
+    """Which checkpoints, and how much of each."""
+
+    out: str = positional()
+    """The save directory, or its URL, to write OUT/release to."""
+    paths: tuple[str, ...] = positional()
+    """Checkpoints, or save directories."""
+    factors: tuple[float, ...] = ()
+    """One per checkpoint; scaled to a sum of 1."""
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run(flags: Flags) -> int:
     """Write and return 0."""
-    every = [opened(checkpoint_in(storage_path(path))) for path in arguments.paths]
-    factors = arguments.factors or [1.0] * len(every)
+    every = [opened(checkpoint_in(storage_path(path))) for path in flags.paths]
+    factors = list(flags.factors) or [1.0] * len(every)
     if len(factors) != len(every) or not sum(factors) > 0:
         raise CheckpointError(
             f"{len(factors)} factors for {len(every)} checkpoints, with a sum of {sum(factors):g}.",
@@ -52,7 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
     }
     for other in every[1:]:
         _check_same_model(every[0], other)
-    out = storage_path(arguments.out)
+    out = storage_path(flags.out)
     with held(out), ExitStack() as stack:
         readers = [stack.enter_context(c.open_reader()) for c in every]
 
@@ -74,7 +79,7 @@ def run(arguments: argparse.Namespace) -> int:
             for key, t in weights.items()
         }
         state = every[0].common_state()
-        args = argparse.Namespace(**settings_of(state))
+        args = Namespace(**settings_of(state))
         kept = {"args": args, "checkpoint_version": state.get("checkpoint_version", 4.0)}
         plain = {"common": typed_json.encode(kept), "objects": {}}
         sources = [

@@ -6,60 +6,53 @@ any layout.
 
 from __future__ import annotations
 
-import argparse
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from megatron.core.dist_checkpointing.object_store import storage_path
+from megatron.core.settings.flags import flag, positional
 from megatron.hugging_face import open_model, write_adapters, write_model
-from tools.checkpoint.opening import add_path, opened, size_text
+from tools.checkpoint.opening import PathFlags, opened, size_text
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options."""
-    add_path(parser)
-    parser.add_argument("target", type=Path, help="directory to make")
-    parser.add_argument("--dtype", choices=_DTYPES, help="of the written weights; else as stored")
-    parser.add_argument(
-        "--adapter",
-        action="store_true",
-        help="write the low-rank adapters of the checkpoint for PEFT, instead of a whole model",
-    )
-    parser.add_argument(
-        "--base",
-        type=Path,
-        metavar="DIRECTORY",
-        help="the Hugging Face model into which the adapters of the checkpoint are merged; with"
-        " --adapter, the one that they belong to",
-    )
-    parser.add_argument(
-        "--companion",
-        type=Path,
-        metavar="DIRECTORY",
-        help="the model that training began with: its tokenizer and generation settings go along",
-    )
+@dataclass(frozen=True, kw_only=True)
+class Flags(PathFlags):
+    """What is written, and what goes along."""
+
+    target: Path = positional()
+    """Directory to make."""
+    dtype: str | None = flag(None, choices=_DTYPES)
+    """Of the written weights; else as stored."""
+    adapter: bool = False
+    """Write the low-rank adapters of the checkpoint for PEFT, instead of a whole model."""
+    base: Path | None = flag(None, metavar="DIRECTORY")
+    """The Hugging Face model into which the adapters of the checkpoint are merged; with --adapter,
+    the one that they belong to."""
+    companion: Path | None = flag(None, metavar="DIRECTORY")
+    """The model that training began with: its tokenizer and generation settings go along."""
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run(flags: Flags) -> int:
     """Write, and say what was written."""
-    contents = opened(storage_path(arguments.path))
-    base = arguments.base
-    if arguments.adapter:
-        write_adapters(contents, arguments.target, base=None if base is None else str(base))
-        print(f"{arguments.target}: adapters for PEFT")
+    contents = opened(storage_path(flags.path))
+    base = flags.base
+    if flags.adapter:
+        write_adapters(contents, flags.target, base=None if base is None else str(base))
+        print(f"{flags.target}: adapters for PEFT")
         return 0
     written = write_model(
         contents if base is None else open_model(base),
-        arguments.target,
+        flags.target,
         adapters=None if base is None else contents,
-        dtype=_DTYPES.get(arguments.dtype),
-        companion=arguments.companion or base,
+        dtype=_DTYPES.get(flags.dtype),
+        companion=flags.companion or base,
     )
     print(
-        f"{arguments.target}: a {written.family} model, {written.num_tensors} tensors,"
+        f"{flags.target}: a {written.family} model, {written.num_tensors} tensors,"
         f" {size_text(written.num_bytes)}"
     )
     return 0

@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
-import argparse
+from dataclasses import dataclass
 from typing import Any
 
 from megatron.core.dist_checkpointing.digest import tensor_digests
 from megatron.core.dist_checkpointing.loader import Contents
 from megatron.core.dist_checkpointing.object_store import storage_path
-from tools.checkpoint.opening import add_path, data_of, opened, settings_of
+from megatron.core.settings.flags import positional
+from tools.checkpoint.opening import PathFlags, data_of, opened, settings_of
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options."""
-    add_path(parser)
-    parser.add_argument("other", help="the second one")
-    parser.add_argument("--contents", action="store_true", help="compare values as well")
+@dataclass(frozen=True, kw_only=True)
+class Flags(PathFlags):
+    """What is compared."""
+
+    other: str = positional()
+    """The second one."""
+    contents: bool = False
+    """Compare values as well."""
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run(flags: Flags) -> int:
     """Print the differences and return whether there are any."""
-    both = [opened(storage_path(p)) for p in (arguments.path, arguments.other)]
+    both = [opened(storage_path(p)) for p in (flags.path, flags.other)]
     settings = [_settings_of(contents) for contents in both]
     num_found = 0
     for name in sorted(settings[0].keys() | settings[1].keys()):
@@ -37,7 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
         if pair[0] != pair[1]:
             num_found += 1
             print(f"{key}: {pair[0] or 'absent'} -> {pair[1] or 'absent'}")
-    if arguments.contents:
+    if flags.contents:
         digests = [dict(tensor_digests(contents)) for contents in both]
         for key in sorted(digests[0].keys() & digests[1].keys()):
             if kinds[0][key] == kinds[1][key] and digests[0][key] != digests[1][key]:

@@ -5,28 +5,31 @@ Equal state gives an equal digest in any layout and under any padding of the voc
 
 from __future__ import annotations
 
-import argparse
+from dataclasses import dataclass
 
 from megatron.core.dist_checkpointing.digest import checkpoint_digest, tensor_digests
 from megatron.core.dist_checkpointing.object_store import storage_path
-from tools.checkpoint.opening import OPTIMIZER_PREFIX, add_path, checkpoint_in, opened
+from tools.checkpoint.opening import OPTIMIZER_PREFIX, PathFlags, checkpoint_in, opened
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options."""
-    add_path(parser)
-    parser.add_argument("--weights", action="store_true", help="the model alone")
-    parser.add_argument("--each", action="store_true", help="one digest per tensor")
+@dataclass(frozen=True, kw_only=True)
+class Flags(PathFlags):
+    """What the digest is of."""
+
+    weights: bool = False
+    """The model alone."""
+    each: bool = False
+    """One digest per tensor."""
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run(flags: Flags) -> int:
     """Print and return 0."""
-    path = checkpoint_in(storage_path(arguments.path))
-    if arguments.each:
+    path = checkpoint_in(storage_path(flags.path))
+    if flags.each:
         for key, value in tensor_digests(opened(path)):
             print(f"{value}  {key}")
         return 0
-    only_weights = arguments.weights
+    only_weights = flags.weights
     value = checkpoint_digest(
         path,
         only=lambda key: not (only_weights and key.startswith(OPTIMIZER_PREFIX)),

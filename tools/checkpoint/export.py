@@ -8,31 +8,36 @@ written by parameter, as Megatron's distributed optimizer does with
 
 from __future__ import annotations
 
-import argparse
+from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.core.dist_checkpointing.interop.formats import FORMATS
 from megatron.core.dist_checkpointing.interop.opening import write_format
-from tools.checkpoint.opening import add_path, opened
+from megatron.core.settings.flags import flag, positional
+from tools.checkpoint.opening import PathFlags, opened
 
 WRITABLE = {form.name: form for form in FORMATS if form.write is not None}
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options."""
-    add_path(parser)
-    parser.add_argument("output", help="directory to write iter_NNNNNNN and the tracker into")
-    parser.add_argument("--weights", action="store_true", help="leave the optimizer state out")
-    parser.add_argument("--format", choices=WRITABLE, default="torch_dist", help="of the files")
+@dataclass(frozen=True, kw_only=True)
+class Flags(PathFlags):
+    """What is written where."""
+
+    output: str = positional()
+    """Directory to write iter_NNNNNNN and the tracker into."""
+    weights: bool = False
+    """Leave the optimizer state out."""
+    format: str = flag("torch_dist", choices=WRITABLE)
+    """Of the files."""
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run(flags: Flags) -> int:
     """Write the checkpoint and print where it is."""
     final = write_format(
-        opened(Path(arguments.path)),
-        Path(arguments.output),
-        WRITABLE[arguments.format],
-        with_optimizer=not arguments.weights,
+        opened(Path(flags.path)),
+        Path(flags.output),
+        WRITABLE[flags.format],
+        with_optimizer=not flags.weights,
     )
     print(f"wrote {final}")
     return 0

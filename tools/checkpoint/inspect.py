@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import argparse
 from collections import Counter
+from dataclasses import dataclass
 
 from megatron.core.dist_checkpointing import commit
 from megatron.core.dist_checkpointing.interop.contents import InteropContents
 from megatron.core.dist_checkpointing.object_store import storage_path
 from tools.checkpoint.opening import (
     OPTIMIZER_PREFIX,
-    add_path,
+    PathFlags,
     data_of,
     is_checkpoint,
     opened,
@@ -19,16 +19,19 @@ from tools.checkpoint.opening import (
 )
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options."""
-    add_path(parser)
-    parser.add_argument("--tensors", action="store_true", help="list every tensor")
-    parser.add_argument("--args", action="store_true", help="list the saved settings")
+@dataclass(frozen=True, kw_only=True)
+class Flags(PathFlags):
+    """What is listed."""
+
+    tensors: bool = False
+    """List every tensor."""
+    args: bool = False
+    """List the saved settings."""
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run(flags: Flags) -> int:
     """Print and return 0."""
-    path = storage_path(arguments.path)
+    path = storage_path(flags.path)
     if not is_checkpoint(path):
         listing = commit.list_checkpoints(path)
         print(f"{path}: tracker says {commit.read_tracker(path)}")
@@ -59,7 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
         dtypes = Counter(t.dtype for t in group)
         shown = ", ".join(f"{n} {dtype}" for dtype, n in sorted(dtypes.items()))
         print(f"  {what}: {size_text(sum(t.num_bytes for t in group))} ({shown or 'none'})")
-    if arguments.tensors:
+    if flags.tensors:
         width = max(map(len, tensors), default=0)
         for key, tensor in tensors.items():
             shape = "x".join(map(str, tensor.shape)) or "scalar"
@@ -68,7 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
                 f"    {key:{width}}  {tensor.dtype:5} {shape:>20} {size:>10} "
                 f"{len(tensor.shards)} shards"
             )
-    if arguments.args:
+    if flags.args:
         for name, value in sorted(settings_of(state).items()):
             print(f"    {name} = {value!r}")
     return 0

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
+from argparse import Namespace
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,18 @@ from megatron.core.dist_checkpointing.manifest import METADATA_NAME
 from megatron.core.dist_checkpointing.object_store import StoragePath
 from megatron.core.dist_checkpointing.save_lock import SaveLock
 from megatron.core.foundation.errors import CheckpointError
+from megatron.core.settings.flags import positional
 from megatron.core.transport.object_collectives import SingleProcess
 
 OPTIMIZER_PREFIX = "optimizer."
+
+
+@dataclass(frozen=True, kw_only=True)
+class PathFlags:
+    """The flags of a command that works on one checkpoint."""
+
+    path: str = positional()
+    """A checkpoint, or a save directory."""
 
 
 def checkpoint_in(path: StoragePath) -> StoragePath:
@@ -54,7 +64,7 @@ def held(directory: StoragePath) -> Iterator[None]:
 def settings_of(state: dict[str, Any]) -> dict[str, Any]:
     """Return the settings of the run that saved a state."""
     args = state.get("args")
-    return vars(args) if isinstance(args, argparse.Namespace) else {}
+    return vars(args) if isinstance(args, Namespace) else {}
 
 
 def data_of(state: dict[str, Any]) -> dict[str, Any]:
@@ -83,8 +93,3 @@ def size_text(num_bytes: int) -> str:
             break
         size, unit = size / 1024, larger
     return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
-
-
-def add_path(parser: argparse.ArgumentParser) -> None:
-    """Add the argument that all commands have."""
-    parser.add_argument("path", help="a checkpoint, or a save directory")

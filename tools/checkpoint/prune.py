@@ -6,35 +6,42 @@ deleted. Without --yes it only prints what it would delete.
 
 from __future__ import annotations
 
-import argparse
 from contextlib import nullcontext
+from dataclasses import dataclass
 
 from megatron.core.dist_checkpointing import commit
 from megatron.core.dist_checkpointing.durable import describe_os_error
 from megatron.core.dist_checkpointing.object_store import storage_path
 from megatron.core.dist_checkpointing.verify import verify_checkpoint
 from megatron.core.foundation.errors import CheckpointError
+from megatron.core.settings.flags import positional
 from tools.checkpoint.opening import held
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options."""
-    parser.add_argument("path", help="a save directory, or its URL")
-    parser.add_argument("--keep-last", type=int, default=1, help="the newest N; default 1")
-    parser.add_argument("--keep-every", type=int, help="iterations that N divides as well")
-    parser.add_argument("--yes", action="store_true", help="delete, instead of only printing")
+@dataclass(frozen=True, kw_only=True)
+class Flags:
+    """What is kept."""
+
+    path: str = positional()
+    """A save directory, or its URL."""
+    keep_last: int = 1
+    """The newest N; default 1."""
+    keep_every: int | None = None
+    """Iterations that N divides as well."""
+    yes: bool = False
+    """Delete, instead of only printing."""
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run(flags: Flags) -> int:
     """Delete and return 0."""
-    directory, last, every = storage_path(arguments.path), arguments.keep_last, arguments.keep_every
+    directory, last, every = storage_path(flags.path), flags.keep_last, flags.keep_every
     if last < 1 or (every is not None and every < 1):
         raise CheckpointError(
             f"--keep-last {last}, --keep-every {every}.",
             rule="both are at least 1: the newest checkpoint is never deleted",
             flags=["--keep-last", "--keep-every"],
         )
-    with held(directory) if arguments.yes else nullcontext():
+    with held(directory) if flags.yes else nullcontext():
         found = [
             f
             for f in commit.list_checkpoints(directory).checkpoints
@@ -51,13 +58,13 @@ def run(arguments: argparse.Namespace) -> int:
         for each in kept:
             print(f"keep    {each.path}")
         for each in doomed:
-            print(f"{'deleted' if arguments.yes else 'delete '} {each.path}")
-            if arguments.yes:
+            print(f"{'deleted' if flags.yes else 'delete '} {each.path}")
+            if flags.yes:
                 try:
                     commit.remove_checkpoint(each, "0")
                 except OSError as error:
                     path = str(each.path)
                     raise describe_os_error(error, path=path, doing="deleting") from error
-    if doomed and not arguments.yes:
+    if doomed and not flags.yes:
         print("nothing was deleted: add --yes")
     return 0

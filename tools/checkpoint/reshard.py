@@ -8,7 +8,7 @@ checkpoint of Megatron-LM or DeepSpeed become a checkpoint of this program.
 
 from __future__ import annotations
 
-import argparse
+from dataclasses import dataclass
 
 from megatron.core.dist_checkpointing import commit
 from megatron.core.dist_checkpointing.interop.contents import InteropContents
@@ -20,25 +20,30 @@ from megatron.core.dist_checkpointing.rewrite import (
     write_full_tensors,
 )
 from megatron.core.foundation.errors import CheckpointError
-from tools.checkpoint.opening import OPTIMIZER_PREFIX, add_path, held, opened, size_text
+from megatron.core.settings.flags import positional
+from tools.checkpoint.opening import OPTIMIZER_PREFIX, PathFlags, held, opened, size_text
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options."""
-    add_path(parser)
-    parser.add_argument("out", help="the save directory to write to, or its URL")
-    parser.add_argument("--files", type=int, default=1, help="how many shard files; default 1")
-    parser.add_argument("--weights", action="store_true", help="leave optimizer state out")
+@dataclass(frozen=True, kw_only=True)
+class Flags(PathFlags):
+    """What is written where."""
+
+    out: str = positional()
+    """The save directory to write to, or its URL."""
+    files: int = 1
+    """How many shard files; default 1."""
+    weights: bool = False
+    """Leave optimizer state out."""
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run(flags: Flags) -> int:
     """Write and return 0."""
-    contents = opened(storage_path(arguments.path))
+    contents = opened(storage_path(flags.path))
     found = contents.manifest.tensors
-    out = storage_path(arguments.out)
+    out = storage_path(flags.out)
     final = out / contents.directory.name
     if isinstance(contents, InteropContents):
-        if not arguments.weights:
+        if not flags.weights:
             raise CheckpointError(
                 f"{contents.directory} is a checkpoint of {contents.kind}.",
                 rule="settings of another program's optimizer are taken over only by a run",
@@ -50,11 +55,11 @@ def run(arguments: argparse.Namespace) -> int:
         tensors = {
             key: Produced(t.dtype, t.shape, t.is_padded, lambda t=t: read_full(t, reader))
             for key, t in found.items()
-            if not (arguments.weights and key.startswith(OPTIMIZER_PREFIX))
+            if not (flags.weights and key.startswith(OPTIMIZER_PREFIX))
         }
         info = contents.manifest.info
         write_full_tensors(
-            final, tensors, plain_state(contents), info, num_files=max(1, arguments.files)
+            final, tensors, plain_state(contents), info, num_files=max(1, flags.files)
         )
         name = final.name.removeprefix("iter_")
         if name == commit.RELEASE or name.isdecimal():

@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
-import argparse
+from dataclasses import dataclass
 
 from megatron.core.dist_checkpointing import commit
 from megatron.core.dist_checkpointing.object_store import storage_path
 from megatron.core.dist_checkpointing.verify import verify_checkpoint
-from tools.checkpoint.opening import add_path, checkpoint_in, size_text
+from tools.checkpoint.opening import PathFlags, checkpoint_in, size_text
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options."""
-    add_path(parser)
-    parser.add_argument("--all", action="store_true", help="every checkpoint of SAVE")
+@dataclass(frozen=True, kw_only=True)
+class Flags(PathFlags):
+    """What is verified."""
+
+    all: bool = False
+    """Every checkpoint of SAVE."""
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run(flags: Flags) -> int:
     """Print a verdict per checkpoint and return whether any is damaged."""
-    path = storage_path(arguments.path)
+    path = storage_path(flags.path)
     paths = [checkpoint_in(path)]
-    if arguments.all:
+    if flags.all:
         paths = [found.path for found in commit.list_checkpoints(path).checkpoints]
     is_damaged = False
     for each in paths:

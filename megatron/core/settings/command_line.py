@@ -62,7 +62,8 @@ def read_command_line(
         allow_abbrev=allow_abbrev,
     )
     add_flags(parser, settings)
-    return settings_of(settings, vars(parser.parse_args(argv)))
+    values, unknown = parser.parse_known_args(argv)
+    return settings_of(settings, vars(values) | _unknown_words(parser, settings, unknown))
 
 
 def run_subcommand(
@@ -95,9 +96,10 @@ def run_subcommand(
             allow_abbrev=allow_abbrev,
         )
         add_flags(made, command.settings)
-    values = vars(parser.parse_args(argv))
-    chosen = commands[values.pop("command")]
-    return chosen.run(settings_of(chosen.settings, values))
+    known, unknown = parser.parse_known_args(argv)
+    command = commands[known.command]
+    values = vars(known) | _unknown_words(parser, command.settings, unknown)
+    return command.run(settings_of(command.settings, values))
 
 
 def flags_provider(
@@ -116,7 +118,8 @@ def add_flags(parser: argparse.ArgumentParser, settings: type, title: str = "") 
     """Declare the flags of a dataclass on an argparse parser, in a group if it has a title."""
     place = parser.add_argument_group(title) if title else parser
     for spec in flag_specs(settings, ""):
-        add_flag(place, spec)
+        if not spec.metadata.takes_unknown:
+            add_flag(place, spec)
     for _, nested in _groups(settings):
         add_flags(parser, nested, _title_of(nested))
 
@@ -159,6 +162,18 @@ def settings_of(settings: type[SettingsT], values: Mapping[str, Any]) -> Setting
         value = values[spec.name]
         found[spec.field] = tuple(value) if isinstance(value, list) else spec.to_field(value)
     return settings(**found)
+
+
+def _unknown_words(
+    parser: argparse.ArgumentParser, settings: type, words: Sequence[str]
+) -> dict[str, tuple[str, ...]]:
+    """Return the value of the field for words that no other takes; without it they are an error."""
+    for spec in flag_specs(settings, ""):
+        if spec.metadata.takes_unknown:
+            return {spec.name: tuple(words)}
+    if words:
+        parser.error(f"unrecognized arguments: {' '.join(words)}")
+    return {}
 
 
 def _groups(settings: type) -> Iterator[tuple[str, type]]:

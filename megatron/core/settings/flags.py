@@ -17,7 +17,7 @@ import functools
 import math
 import types
 import typing
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,6 +77,8 @@ class FlagMetadata:
     """The flag is given once for each value."""
     is_hidden: bool = False
     """The help does not show it."""
+    takes_unknown: bool = False
+    """Its value is every word that no other field takes."""
 
 
 def flag(
@@ -87,7 +89,7 @@ def flag(
     kind: type | None = None,
     help: str = "",
     values: Mapping[str, object] | None = None,
-    choices: Sequence[str | int] = (),
+    choices: Collection[str | int] = (),
     nargs: int | str | None = None,
     parse: Callable[[str], object] | None = None,
     type_text: str = "",
@@ -133,8 +135,9 @@ def positional(
     default: object = dataclasses.MISSING,
     *,
     metavar: str = "",
-    choices: Sequence[str | int] = (),
+    choices: Collection[str | int] = (),
     nargs: int | str | None = None,
+    help: str = "",
 ) -> Any:
     """Declare a field whose value stands on the command line by itself, without a flag.
 
@@ -142,9 +145,14 @@ def positional(
         nargs: `argparse.REMAINDER` takes everything that follows.
     """
     metadata = FlagMetadata(
-        is_positional=True, metavar=metavar, choices=tuple(choices), nargs=nargs
+        is_positional=True, metavar=metavar, choices=tuple(choices), nargs=nargs, help=help
     )
     return _field(default, metadata)
+
+
+def unknown_words() -> Any:
+    """Declare a field of type `tuple[str, ...]` that takes the words which no other field takes."""
+    return _field((), FlagMetadata(takes_unknown=True, is_hidden=True))
 
 
 def required(*spellings: str) -> Any:

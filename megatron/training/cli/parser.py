@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 
 from megatron.core.foundation.errors import ConfigError, MegatronError, described_together
 from megatron.core.settings.command_line import add_flag
+from megatron.core.settings.flag_rows import FlagTable
 from megatron.core.settings.flags import FlagSpec
 from megatron.training.cli.help import Help, HelpFormatter
 from megatron.training.cli.suggest import suggestion
@@ -72,6 +73,8 @@ class CommandParser(argparse.ArgumentParser):
         self.problems: list[MegatronError] = []
         self.unreadable: set[str] = set()
         """Fields with such a problem."""
+        self.replaced: set[str] = set()
+        """Fields that a script's own flag of the same spelling stands for."""
 
     def with_known_spellings(self, words: Sequence[str]) -> list[str]:
         """Return the command line with `_` and `-` in names of flags as they were declared."""
@@ -93,7 +96,10 @@ class CommandParser(argparse.ArgumentParser):
 def build_parser(
     extra_args_provider: ExtraArguments | None = None, prog: str | None = None
 ) -> CommandParser:
-    """Return a parser of all flags, with those that `extra_args_provider` adds."""
+    """Return a parser of all flags, with those that `extra_args_provider` adds.
+
+    A flag of a script may have the spelling of one that nothing here reads, and stands for it.
+    """
     parser = CommandParser(
         prog=prog,
         usage="%(prog)s [flags]",
@@ -107,15 +113,29 @@ def build_parser(
             groups[spec.group] = parser.add_argument_group(doc.rstrip("."))
         _add(groups[spec.group], spec, parser)
     if extra_args_provider is not None:
-        before = len(parser._actions)
-        extended = extra_args_provider(parser)
-        if extended is not None and extended is not parser:
-            raise TypeError("extra_args_provider returns the parser that it was given")
-        # argument_default=SUPPRESS keeps our own values apart; a script's have their defaults.
-        for action in parser._actions[before:]:
-            if action.default is argparse.SUPPRESS and action.dest != argparse.SUPPRESS:
-                action.default = None
+        _extend(parser, extra_args_provider)
     return parser
+
+
+def _extend(parser: CommandParser, provider: ExtraArguments) -> None:
+    """Add a script's flags; one that nothing here reads gives way to its namesake."""
+    before = set(parser._actions)
+    ours = dict(parser._option_string_actions)
+    parser.conflict_handler = parser._optionals.conflict_handler = "resolve"
+    extended = provider(parser)
+    if extended is not None and extended is not parser:
+        raise TypeError("extra_args_provider returns the parser that it was given")
+    for spelling, action in ours.items():
+        if parser._option_string_actions[spelling] is action:
+            continue
+        spec = all_flags().get(action.dest)
+        if spec is None or not issubclass(GROUP_CLASSES[spec.group], FlagTable):
+            raise argparse.ArgumentError(action, f"conflicting option string: {spelling}")
+        parser.replaced.add(spec.name)
+    # argument_default=SUPPRESS keeps our own values apart; a script's have their defaults.
+    for action in set(parser._actions) - before:
+        if action.default is argparse.SUPPRESS and action.dest != argparse.SUPPRESS:
+            action.default = None
 
 
 def _add(group: Any, spec: FlagSpec, parser: CommandParser) -> None:
@@ -187,12 +207,10 @@ def parse_command_line(
             be read all the same.
     """
     words = sys.argv[1:] if argv is None else list(argv)
-    values, unknown, problems = _read_words(words, extra_args_provider)
+    values, extra, unknown, problems = _read_words(words, extra_args_provider)
     if not ignore_unknown_args:
         problems += _unknown_flags(unknown)
-    command_line = {
-        n: _unwrapped(all_flags()[n], values.pop(n)) for n in all_flags() if n in values
-    }
+    command_line = {n: _unwrapped(all_flags()[n], value) for n, value in values.items()}
     from_yaml: dict[str, Any] = {}
     if command_line.get("yaml_cfg"):
         from_yaml = read_yaml(command_line["yaml_cfg"], problems)
@@ -208,7 +226,7 @@ def parse_command_line(
     from_deepspeed = _deepspeed_values({**from_yaml, **command_line}, problems)
     asked = {**from_preset, **from_deepspeed, **from_yaml, **command_line}
     command = ParsedCommand(
-        config=RunConfig.from_values({**defaults, **asked}), extra=values, given=frozenset(asked)
+        config=RunConfig.from_values({**defaults, **asked}), extra=extra, given=frozenset(asked)
     )
     if problems:
         raise UnreadableCommandError(problems, command)
@@ -217,8 +235,8 @@ def parse_command_line(
 
 def _read_words(
     words: Sequence[str], extra_args_provider: ExtraArguments | None
-) -> tuple[dict[str, Any], list[str], list[MegatronError]]:
-    """Return values by name, words that no flag claims, and problems.
+) -> tuple[dict[str, Any], dict[str, Any], list[str], list[MegatronError]]:
+    """Return our values by name, those of the script's flags, words that no flag claims, problems.
 
     argparse stops at the first flag with too few values: that flag is left out, and the others
     are read again.
@@ -234,14 +252,15 @@ def _read_words(
             place = next((i for i, w in enumerate(words) if w.split("=")[0] in spellings), None)
             incomplete.append(_incomplete(error, spellings[0]))
             if place is None:
-                return {}, [], incomplete
+                return {}, {}, [], incomplete
             rest = place + 1
             while rest < len(words) and not words[rest].startswith("--"):
                 rest += 1
             words = [*words[:place], *words[rest:]]
             continue
         values = {n: v for n, v in vars(namespace).items() if n not in parser.unreadable}
-        return values, unknown, [*parser.problems, *incomplete]
+        ours = {n: values.pop(n) for n in all_flags() if n in values and n not in parser.replaced}
+        return ours, values, unknown, [*parser.problems, *incomplete]
 
 
 def _incomplete(error: argparse.ArgumentError, flag: str) -> ConfigError:

@@ -118,7 +118,7 @@ class ResolvedRun(RunConfig):
 
     def namespace(self) -> Args:
         """Return all settings as Megatron's `args`. Changing it changes nothing in the run."""
-        args = Args(**self.values, **self.extra)
+        args = Args(**{**self.values, **self.extra})
         args.run = self
         args.remember(self)
         return args

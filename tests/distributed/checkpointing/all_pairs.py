@@ -12,11 +12,11 @@ with expert parallelism. Prints a summary; exits 1 on any difference.
 
 from __future__ import annotations
 
-import argparse
 import shutil
 import sys
 import tempfile
 import time
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
@@ -24,6 +24,7 @@ import torch
 
 from megatron.core.dist_checkpointing.digest import checkpoint_digest, tensor_digests
 from megatron.core.dist_checkpointing.loader import open_contents
+from megatron.core.settings.command_line import read_command_line
 from megatron.core.transport.object_collectives import SingleProcess
 from megatron.training.checkpointing.key_mapping import EMBEDDING, HEAD, is_head
 from tests.distributed.checkpointing.gpt_run import (
@@ -172,16 +173,25 @@ def check_dense(every: list[Layout], root: Path, table: Table, involving: str) -
     return worst
 
 
+@dataclass(frozen=True, kw_only=True)
+class Flags:
+    """What the command line says."""
+
+    max_ranks: int = 4
+    stages: tuple[int, ...] = (0, 1, 2, 3)
+    experts_only: bool = False
+    """Not the dense models."""
+    dense_only: bool = False
+    """Not the model with experts."""
+    involving: str = ""
+    """Pairs with this in a layout's name."""
+    others: int = 6
+    """Layouts beside those."""
+
+
 def main() -> int:
     """Run all pairs and print what was found."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--max-ranks", type=int, default=4)
-    parser.add_argument("--stages", type=int, nargs="+", default=[0, 1, 2, 3])
-    parser.add_argument("--experts-only", action="store_true", help="not the dense models")
-    parser.add_argument("--dense-only", action="store_true", help="not the model with experts")
-    parser.add_argument("--involving", default="", help="pairs with this in a layout's name")
-    parser.add_argument("--others", type=int, default=6, help="layouts beside those")
-    arguments = parser.parse_args()
+    arguments = read_command_line(Flags, description=__doc__)
     every, started_at = layouts(arguments.max_ranks, tuple(arguments.stages)), time.monotonic()
     every = layouts_around(every, arguments.involving, arguments.others)
     with_experts = expert_layouts(arguments.max_ranks)

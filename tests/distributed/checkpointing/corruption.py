@@ -9,7 +9,6 @@ or one file is not named.
 
 from __future__ import annotations
 
-import argparse
 import logging
 import random
 import shutil
@@ -18,6 +17,7 @@ import tempfile
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.durable import DamagedCheckpointError
+from megatron.core.settings.command_line import read_command_line
 from tests.unit.dist_checkpointing.ranks import must_succeed, run_ranks
 
 Change = tuple[str, Callable[[], None]]
@@ -167,12 +168,17 @@ def outcomes(checkpoint: Ours | Theirs, changes: Iterator[Change]) -> Counter[st
     return found
 
 
+@dataclass(frozen=True, kw_only=True)
+class Flags:
+    """What the command line says."""
+
+    flips: int = 10000
+    torch_flips: int = 300
+
+
 def main() -> int:
     """Damage both formats and print what happened."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--flips", type=int, default=10_000)
-    parser.add_argument("--torch-flips", type=int, default=300)
-    arguments = parser.parse_args()
+    arguments = read_command_line(Flags, description=__doc__)
     warnings.simplefilter("ignore")
     logging.disable()
     is_bad = False

@@ -21,7 +21,6 @@ counts the same calls. Prints a table; exits 1 if one point fails.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import errno
 import io
@@ -39,6 +38,8 @@ from typing import Any
 from megatron.core.dist_checkpointing import commit
 from megatron.core.dist_checkpointing.verify import verify_checkpoint
 from megatron.core.foundation.errors import CheckpointError
+from megatron.core.settings.command_line import read_command_line
+from megatron.core.settings.flags import flag
 from tests.harness.distributed import DistributedFailure, run_distributed
 from tests.harness.file_calls import (
     Action,
@@ -227,7 +228,22 @@ def compare_with_strace(calls: FileCalls, result: Path) -> int:
     return 0
 
 
-def check_all(arguments: argparse.Namespace) -> int:
+@dataclass(frozen=True, kw_only=True)
+class Flags:
+    """What the command line says."""
+
+    sample: int = 1
+    """Try every N-th call."""
+    only: str = ""
+    """The saves whose name has this text."""
+    directory: str | None = None
+    """Where to save; a temporary one."""
+    strace: bool = False
+    """Compare the count with strace's."""
+    count_into: Path | None = flag(None, is_hidden=True)
+
+
+def check_all(arguments: Flags) -> int:
     """Bring every trouble at every call and print the table."""
     calls, started_at, num_points, failures = FileCalls(), time.monotonic(), 0, []
     for name in CASES:
@@ -262,15 +278,7 @@ def check_all(arguments: argparse.Namespace) -> int:
 
 def main() -> int:
     """Run all points."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--sample", type=int, default=1, help="try every N-th call")
-    parser.add_argument("--only", default="", help="the saves whose name has this text")
-    parser.add_argument("--directory", default=None, help="where to save; a temporary one")
-    parser.add_argument("--strace", action="store_true", help="compare the count with strace's")
-    parser.add_argument("--count-into", type=Path, default=None, help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
+    arguments = read_command_line(Flags, description=__doc__)
     module = "tests.distributed.checkpointing.killed_saves"
     if is_loaded():
         if arguments.count_into is not None:

@@ -10,10 +10,10 @@ Takes about three minutes on two cores; --longest 16384 takes ten seconds.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -25,6 +25,8 @@ from megatron.core.context_parallel.attention import (
 from megatron.core.kernels.attention_options import AttentionOptions
 from megatron.core.kernels.block_mask import MaskSpec
 from megatron.core.kernels.cpu.malloc import return_free_pages
+from megatron.core.settings.command_line import read_command_line
+from megatron.core.settings.flags import flag
 from megatron.core.utils import get_pg_size
 from tests.harness.distributed import run_distributed
 from tests.harness.machine import resident_bytes
@@ -53,13 +55,22 @@ def peak_of_attention(groups, cp_comm_type: str, length: int) -> int:
     return resident_bytes("VmHWM") - before
 
 
+NAMES = tuple(cp_comm_type for cp_comm_type, _ in KINDS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flags:
+    """What the command line says."""
+
+    longest: int = 65536
+    """Longest sequence."""
+    shortest: int = 8192
+    """Shortest sequence."""
+    kinds: tuple[str, ...] = flag(NAMES, choices=NAMES, metavar="KIND")
+
+
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--longest", type=int, default=65536, help="longest sequence")
-    parser.add_argument("--shortest", type=int, default=8192, help="shortest sequence")
-    kinds = [cp_comm_type for cp_comm_type, _ in KINDS]
-    parser.add_argument("--kinds", nargs="+", default=kinds, choices=kinds, metavar="KIND")
-    options = parser.parse_args()
+    options = read_command_line(Flags, description=__doc__.splitlines()[0])
     lengths = []
     length = options.shortest
     while length <= options.longest:

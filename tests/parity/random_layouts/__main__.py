@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import shlex
 import sys
 from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from megatron.core.settings.command_line import read_command_line
 from tests.parity.random_layouts import __doc__ as about
 from tests.parity.random_layouts.campaign import Campaign, described
 from tests.parity.random_layouts.cases import Case, draw_cases
@@ -48,22 +49,32 @@ def report(campaign: Campaign, show: int) -> int:
     return 1 if failures else 0
 
 
+@dataclass(frozen=True, kw_only=True)
+class Flags:
+    """What the command line says."""
+
+    cases: int = 100
+    seed: int = 1
+    jobs: int = max(1, os.cpu_count() or 2)
+    show: int = 1
+    """Examples of each kind of refusal."""
+    no_shrink: bool = False
+    """Show failures as they were drawn."""
+    former: bool = False
+    """Run former_failures.txt as well."""
+    command: str | None = None
+    """Run this command line alone."""
+    ranks: int = 1
+    """Ranks of --command."""
+    wide: bool = False
+    """fp64 for fp32 in --command."""
+
+
 def main() -> int:
     """Run cases and report."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tests.parity.random_layouts", description=about,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
-    parser.add_argument("--cases", type=int, default=100)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 2)))
-    parser.add_argument("--show", type=int, default=1, help="examples of each kind of refusal")
-    parser.add_argument("--no-shrink", action="store_true", help="show failures as they were drawn")
-    parser.add_argument("--former", action="store_true", help="run former_failures.txt as well")
-    parser.add_argument("--command", help="run this command line alone")
-    parser.add_argument("--ranks", type=int, default=1, help="ranks of --command")
-    parser.add_argument("--wide", action="store_true", help="fp64 for fp32 in --command")
-    options = parser.parse_args()
+    options = read_command_line(
+        Flags, prog="python -m tests.parity.random_layouts", description=about
+    )
     torch.set_num_threads(1)
     if options.command is not None:
         settings = from_words(shlex.split(options.command))

@@ -40,7 +40,7 @@ def hosts(tmp_path, monkeypatch):
 
 
 def planned(*words):
-    return launcher.plan(launcher.parser().parse_args([*words, "train.py", "--lr", "1"]))
+    return launcher.plan(launcher.read_flags([*words, "train.py", "--lr", "1"]))
 
 
 def free_port() -> str:
@@ -96,7 +96,7 @@ def test_chosen_slots_and_variables_reach_the_machine(hosts, monkeypatch, tmp_pa
         ("--num_gpus 3", "b has 2 slots"),
         ("--num_nodes 3", "--num_nodes 3 of 2 hosts"),
         ("--launcher openmpi", "--launcher openmpi"),
-        ("--autotuning run", "memory_report"),
+        ("--autotuning run", "tools/plan.py search"),
         ("--bind_cores_to_rank", "numactl"),
     ],
 )

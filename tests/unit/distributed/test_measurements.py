@@ -1,6 +1,6 @@
 """The commands that measure sharding say what they cannot do, and count what they say."""
 
-from argparse import Namespace
+import dataclasses
 
 import pytest
 
@@ -41,10 +41,10 @@ def test_bytes_are_counted_in_the_phase_in_which_they_were_sent():
 
 
 def test_offloaded_moments_leave_the_device_and_no_bit_changes(tmp_path):
-    options = Namespace(directory=str(tmp_path), layers=1, vocabulary=64, microbatches=1, steps=2)
-    found = {}
-    for options.place in offload.PLACES:
-        found[options.place] = offload.train(options)
+    options = offload.Flags(directory=str(tmp_path), layers=1, vocabulary=64, steps=2)
+    found = {
+        place: offload.train(dataclasses.replace(options, place=place)) for place in offload.PLACES
+    }
     assert len({report["digest"] for report in found.values()}) == 1
     for place, saved in (("host memory", 2.0), ("file", 2.0), ("file, weights too", 4.0)):
         assert found["device"]["device"] / found[place]["device"] == pytest.approx(saved, rel=0.01)

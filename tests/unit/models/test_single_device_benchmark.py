@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.candidates import CANDIDATES, FAMILIES, model_flops, sizes_of
-from benchmarks.single_device import make_parser, measure, print_breakdown, print_table
+from benchmarks.single_device import Flags, measure, print_breakdown, print_table
+from megatron.core.settings.command_line import read_command_line
 
 SMALL = [
     "--sequence", "16", "--vocabulary", "64", "--layers", "1", "--hidden", "32", "--heads", "4",
@@ -23,7 +24,7 @@ def test_flops_are_those_counted_by_hand():
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_candidate_runs_and_is_reported(family, capsys):
-    result = measure(family, "fp32", make_parser().parse_args(SMALL))
+    result = measure(family, "fp32", read_command_line(Flags, SMALL))
     assert set(result["seconds"]) == set(CANDIDATES)
     assert all(seconds > 0 for seconds in result["seconds"].values())
     print_table([result])
@@ -32,6 +33,6 @@ def test_every_candidate_runs_and_is_reported(family, capsys):
 
 
 def test_the_breakdown_names_operators(capsys):
-    options = make_parser().parse_args([*SMALL, "--only", "lattice", "--rows", "5"])
+    options = read_command_line(Flags, [*SMALL, "--only", "lattice", "--rows", "5"])
     print_breakdown("llama", "bf16", options)
     assert "aten::mm" in capsys.readouterr().out

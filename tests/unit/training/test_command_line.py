@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
+
 import pytest
 
 from megatron.core.foundation.errors import ConfigError
 from megatron.core.transformer.enums import AttnBackend
+from megatron.training.arguments import parse_args
 from megatron.training.cli.parser import UnreadableCommandError, parse_command_line
 from megatron.training.cli.suggest import suggestion
 from megatron.training.config.run import flags_by_spelling, opposites_by_spelling
@@ -94,6 +97,26 @@ def test_scripts_add_their_own_flags():
 
     command = parse_command_line(["--my-other", "x"], extra_args_provider=add)
     assert command.extra == {"my_flag": 7, "my_other": "x"}
+
+
+def test_a_flag_of_a_script_stands_for_a_namesake_that_nothing_reads():
+    def add(parser):
+        parser.add_argument("--chat-template", type=str)
+        return parser
+
+    command = parse_command_line(["--chat-template", "x"], extra_args_provider=add)
+    assert command.extra == {"chat_template": "x"}
+    assert command.config.flat()["chat_template"] is None
+    args = parse_args(extra_args_provider=add, args=["--chat-template", "x"])
+    assert args.chat_template == "x"
+
+
+def test_a_flag_of_a_script_cannot_replace_one_that_acts():
+    def add(parser):
+        parser.add_argument("--lr", type=str)
+
+    with pytest.raises(argparse.ArgumentError, match="conflicting option string: --lr"):
+        parse_command_line([], extra_args_provider=add)
 
 
 def test_unknown_flags_can_be_left_to_the_caller():
