@@ -22,7 +22,6 @@ from megatron.core.context_parallel.attention import (
 from megatron.core.kernels.attention_options import AttentionOptions
 from megatron.core.kernels.block_mask import MaskSpec
 from megatron.core.settings.command_line import read_command_line
-from megatron.core.utils import get_pg_size
 from tests.harness.distributed import run_distributed
 
 HEADS, KEY_HEADS, WIDTH, REPEATS = 4, 2, 32, 5
@@ -34,7 +33,7 @@ def seconds_of_attention(groups, kind: str, length: int, share: int = 1) -> tupl
     Args:
         share: of the heads, one in so many is computed.
     """
-    local = length // get_pg_size(groups.cp)
+    local = length // groups.cp.size()
     heads, key_heads = HEADS // share, KEY_HEADS // share
     shapes = ((heads, WIDTH), (key_heads, WIDTH), (key_heads, WIDTH))
     inputs = [torch.randn(local, 1, *shape, requires_grad=True) for shape in shapes]

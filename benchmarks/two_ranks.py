@@ -41,7 +41,6 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.settings.command_line import read_command_line
 from megatron.core.settings.flags import positional
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.utils import get_pg_rank, get_pg_size
 
 SEQUENCE, WIDTH, HEADS, LAYERS, VOCABULARY, MICROBATCHES = 256, 512, 8, 8, 1024, 8
 
@@ -97,7 +96,7 @@ def build_step(
         pipeline_model_parallel_size=pp,
         virtual_pipeline_model_parallel_size=vp if vp > 1 else None,
     )
-    stage, last = get_pg_rank(groups.pp), get_pg_size(groups.pp) - 1
+    stage, last = groups.pp.rank(), groups.pp.size() - 1
     chunks = []
     for chunk in range(vp):
         model = GPTModel(

@@ -14,15 +14,16 @@ from megatron.core.parameters.initialization import (  # noqa: F401  part of thi
     init_method_normal,
     scaled_init_method_normal,
 )
+from megatron.core.topology.group import Group
 
 
-def get_pg_size(group: Any = None) -> int:
-    """Return the number of ranks in `group`; None is an axis that does not exist: 1."""
+def get_pg_size(group: Group | None = None) -> int:
+    """Return the number of ranks in `group`; 1 for None, as code outside has it."""
     return 1 if group is None else group.size()
 
 
-def get_pg_rank(group: Any = None) -> int:
-    """Return this rank's position in `group`; 0 for None."""
+def get_pg_rank(group: Group | None = None) -> int:
+    """Return this rank's position in `group`; 0 for None, as code outside has it."""
     return 0 if group is None else group.rank()
 
 
@@ -151,7 +152,7 @@ def best_divisor(number: int, at_most: int) -> int:
     return max(d for d in (1, *small, *(number // d for d in small)) if d <= max(at_most, 1))
 
 
-def split_tensor_into_1d_equal_chunks(tensor: Tensor, group: object) -> Tensor:
+def split_tensor_into_1d_equal_chunks(tensor: Tensor, group: Group | None) -> Tensor:
     """Return this rank's equal piece [n/tp] of the flattened tensor."""
     flat = tensor.reshape(-1)
     length = divide(flat.numel(), get_pg_size(group))

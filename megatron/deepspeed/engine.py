@@ -17,7 +17,6 @@ from megatron.core.foundation import device
 from megatron.core.foundation.errors import ConfigError, ScheduleError
 from megatron.core.parameters.rng import rng_state
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.utils import get_pg_rank
 from megatron.deepspeed import checkpoints
 from megatron.deepspeed.engine_state import EngineState
 from megatron.deepspeed.flops import FlopsProfiler, print_profile
@@ -58,7 +57,7 @@ class DeepSpeedEngine(EngineState):
         state.begin_step(
             self.global_samples,
             micro_batch_size=self.settings.batch.micro,
-            dp_rank=get_pg_rank(self.pg_collection.dp_cp),
+            dp_rank=self.pg_collection.dp_cp.rank(),
             dp_size=self.settings.batch.replicas,
         )
         state.set_microbatch(self.micro_steps % self._accumulation)

@@ -12,7 +12,6 @@ from megatron.core.foundation import device
 from megatron.core.foundation.errors import ConfigError
 from megatron.core.optimizer import DynamicGradScaler, MegatronOptimizer
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.utils import get_pg_rank
 from megatron.deepspeed import comm
 from megatron.deepspeed.monitors import LossMean, MonitorMaster, StepTimes
 from megatron.deepspeed.settings import EngineSettings
@@ -75,7 +74,7 @@ class EngineState(nn.Module):
 
     @property
     def _is_first(self) -> bool:
-        return get_pg_rank(self.pg_collection.dp_cp) == 0
+        return self.pg_collection.dp_cp.rank() == 0
 
     @property
     def device(self) -> torch.device:

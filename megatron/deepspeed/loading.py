@@ -8,7 +8,6 @@ from typing import Any
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.utils import get_pg_rank
 from megatron.deepspeed.settings import EngineSettings
 
 
@@ -39,7 +38,7 @@ def replica_loader(
     sampler: DistributedSampler[Any] = DistributedSampler(
         data,
         num_replicas=settings.batch.replicas,
-        rank=get_pg_rank(pg_collection.dp_cp),
+        rank=pg_collection.dp_cp.rank(),
         seed=settings["seed"] or 0,
     )
     loader: DataLoader[Any] = DataLoader(

@@ -22,7 +22,7 @@ from megatron.core.parameters.initialization import canonical_names
 from megatron.core.parameters.param_meta import get_param_meta, shard_of
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.low_rank_adapter import TARGETS, adapter_parameters
-from megatron.core.utils import get_pg_rank, get_pg_size, unwrap_model
+from megatron.core.utils import unwrap_model
 from megatron.hugging_face.adapters import CONFIG_NAME, PREFIX, WEIGHTS_NAME
 from megatron.hugging_face.families.family import geometry_of
 from megatron.hugging_face.model_directory import ModelDirectory, read_json, tensors_of_file
@@ -132,7 +132,7 @@ def load_adapters(
     adapter: PeftAdapter, chunks: list[nn.Module], groups: ProcessGroupCollection
 ) -> None:
     """Fill the adapters of this rank's part of a model; those without a file become zero."""
-    rank, size = get_pg_rank(groups.tp), get_pg_size(groups.tp)
+    rank, size = groups.tp.rank(), groups.tp.size()
     for chunk in chunks:
         model = unwrap_model(chunk)
         names = canonical_names(model)

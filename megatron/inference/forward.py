@@ -21,7 +21,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
 from megatron.core.tensor_parallel.parallel_parameters import ParallelLinear
 from megatron.core.transport import backend
-from megatron.core.utils import as_list, get_model_config, get_pg_rank, get_pg_size, unwrap_model
+from megatron.core.utils import as_list, get_model_config, unwrap_model
 from megatron.inference.sampling import Draw, choose_tokens, gather_logprobs
 
 
@@ -61,9 +61,9 @@ class CachedModel:
         if packs_weights:
             for weight in self._weights():
                 prepack(weight, is_for_one_row=max_rows == 1)
-        self._rank = get_pg_rank(groups.pp)
+        self._rank = groups.pp.rank()
         shape = schedule_named(self.config.pipeline_schedule).shape
-        self._placement = Placement(get_pg_size(groups.pp), len(self.chunks), shape)
+        self._placement = Placement(groups.pp.size(), len(self.chunks), shape)
         has_peers = self._placement.num_ranks > 1
         self._channel = P2PCommunicator(groups.pp, self.config) if has_peers else None
 

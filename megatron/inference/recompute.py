@@ -22,7 +22,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
 from megatron.core.topology.group import SINGLE_RANK
 from megatron.core.transport import backend
-from megatron.core.utils import as_list, get_model_config, get_pg_size
+from megatron.core.utils import as_list, get_model_config
 from megatron.inference.engine import not_finite
 from megatron.inference.sampling import NO_TOKEN, Draw, Sampling, choose_tokens
 
@@ -47,10 +47,10 @@ def continue_without_cache(
     lengths = [len(prompt) for prompt in prompts]
     longest = max(lengths)
     # Interleaved schedules run whole groups of micro batches; one batch is enough otherwise.
-    num_parts = get_pg_size(groups.pp) if len(chunks) > 1 else 1
+    num_parts = groups.pp.size() if len(chunks) > 1 else 1
     num_rows = -(-len(prompts) // num_parts) * num_parts
-    cp_size = get_pg_size(groups.cp)
-    pieces = get_pg_size(groups.tp) * (2 * cp_size if cp_size > 1 else 1)
+    cp_size = groups.cp.size()
+    pieces = groups.tp.size() * (2 * cp_size if cp_size > 1 else 1)
     width = -(-(longest + max_new_tokens) // pieces) * pieces
     tokens = torch.zeros((num_rows, width), dtype=torch.long, device=device.current_device())
     for row, prompt in enumerate(prompts):
@@ -87,14 +87,12 @@ def _last_logits(
 ) -> Tensor | None:
     """Return the logits [b, v] that follow `position`, on ranks of the last stage only."""
     parts = tokens.chunk(num_parts)
-    held = sequence_shard_of_rank(
-        tokens.shape[1] // get_pg_size(groups.cp), cp=groups.cp, sp=SINGLE_RANK
-    )
+    held = sequence_shard_of_rank(tokens.shape[1] // groups.cp.size(), cp=groups.cp, sp=SINGLE_RANK)
     index = held.index_of(position)
 
     def collect(output: Tensor, **_options: bool) -> Tensor:
         own = output[:, index or 0].contiguous()
-        if get_pg_size(groups.cp) > 1:
+        if groups.cp.size() > 1:
             # One context-parallel rank holds the position; the others add zeros.
             own = own if index is not None else torch.zeros_like(own)
             backend.all_reduce(own, groups.cp)
@@ -121,5 +119,5 @@ def _last_logits(
 
 
 def _broadcast_from_last_stage(chosen: Tensor, chunk: Any, groups: ProcessGroupCollection) -> None:
-    if get_pg_size(groups.pp) > 1:
+    if groups.pp.size() > 1:
         backend.broadcast(chosen, groups.pp, loss_rank(get_model_config(chunk)))

@@ -23,7 +23,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron.core.topology.group import SINGLE_RANK
 from megatron.core.transport import backend
-from megatron.core.utils import as_list, get_model_config, get_pg_rank, get_pg_size
+from megatron.core.utils import as_list, get_model_config
 
 UNSCORED = -100
 """Label of positions whose next token is not asked for; the loss of it is 0."""
@@ -64,9 +64,9 @@ def score(
         2 x b x s numbers on cp and dp; a broadcast of them on pp.
     """
     chunks = as_list(model)
-    dp_size, dp_rank = get_pg_size(groups.dp), get_pg_rank(groups.dp)
+    dp_size, dp_rank = groups.dp.size(), groups.dp.rank()
     # Interleaved schedules run whole groups of micro batches; a pipeline is full with as many.
-    at_a_time = get_pg_size(groups.pp)
+    at_a_time = groups.pp.size()
     found: list[Score] = []
     for begin in range(0, len(rows), batch_size * dp_size * at_a_time):
         part = list(rows[begin : begin + batch_size * dp_size * at_a_time])
@@ -88,8 +88,8 @@ def score(
 
 def _width(length: int, groups: ProcessGroupCollection) -> int:
     """Return a length that the ranks which share sequences can split."""
-    cp_size = get_pg_size(groups.cp)
-    pieces = get_pg_size(groups.tp) * (2 * cp_size if cp_size > 1 else 1)
+    cp_size = groups.cp.size()
+    pieces = groups.tp.size() * (2 * cp_size if cp_size > 1 else 1)
     return -(-max(length, 1) // pieces) * pieces
 
 
@@ -114,7 +114,7 @@ def _run(
     groups: ProcessGroupCollection,
 ) -> list[Tensor]:
     """Return [2, b, s] per micro batch on the last stage, this rank's positions filled."""
-    held = sequence_shard_of_rank(width // get_pg_size(groups.cp), cp=groups.cp, sp=SINGLE_RANK)
+    held = sequence_shard_of_rank(width // groups.cp.size(), cp=groups.cp, sp=SINGLE_RANK)
     where = device.current_device()
     positions = held.positions(where)
     labels_of_next: list[Tensor] = []
@@ -156,7 +156,7 @@ def _of_tokens(
         labels: [b, s/cp].
     """
     loss = vocab_parallel_cross_entropy(logits, labels, tp_group=groups.tp, num_valid=vocab_size)
-    first = get_pg_rank(groups.tp) * logits.shape[-1]
+    first = groups.tp.rank() * logits.shape[-1]
     real = logits[..., : max(0, min(vocab_size - first, logits.shape[-1]))].float()
     local = labels - first
     is_local = (local >= 0) & (local < real.shape[-1])
@@ -177,7 +177,7 @@ def _share(table: Tensor, last_rank: int, groups: ProcessGroupCollection) -> Non
     Args:
         last_rank: of the pipeline, where the logits are.
     """
-    if get_pg_rank(groups.pp) == last_rank:
+    if groups.pp.rank() == last_rank:
         for group in (groups.cp, groups.dp):
             backend.all_reduce(table, group)
     backend.broadcast(table, groups.pp, last_rank)

@@ -32,7 +32,6 @@ from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.settings.command_line import read_command_line
 from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
-from megatron.core.utils import get_pg_rank
 from tests.harness.distributed import run_distributed
 from tests.harness.tolerances import FP32_REORDERED_SUM, assert_close
 from tests.parity.training_case import RankReport, assemble, named_parameters, whole_gradient
@@ -102,7 +101,7 @@ def one_step(
         logits = gather_from_tensor_model_parallel_region(collected[0], group=groups.tp)
     model.zero_grad_buffer()
     losses = run(forward_step_func=loss_step, forward_only=False)
-    ranks = get_pg_rank(groups.tp), get_pg_rank(groups.expt_tp), 0
+    ranks = groups.tp.rank(), groups.expt_tp.rank(), 0
     report = RankReport(*ranks, [float(x["loss"]) for x in losses], [], {}, {}, {}, {})
     named = list(named_parameters([model]))
     report.gradients[0] = {name: whole_gradient(c, p) for name, c, p in named}

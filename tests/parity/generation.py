@@ -16,7 +16,6 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.parameters.rng import rng_state
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.utils import get_pg_rank, get_pg_size
 from megatron.inference.generate import generate
 from megatron.inference.sampling import Sampling
 from tests.harness.distributed import run_distributed
@@ -36,7 +35,7 @@ SAMPLINGS = (Sampling(), Sampling(temperature=0.9, top_p=0.9, seed=11))
 def llama(groups, num_chunks):
     """Build this rank's chunks of a small Llama."""
     rng_state().set_seed(8)
-    pp, rank = get_pg_size(groups.pp), get_pg_rank(groups.pp)
+    pp, rank = groups.pp.size(), groups.pp.rank()
     config = TransformerConfig(
         num_layers=4,
         hidden_size=64,
@@ -47,7 +46,7 @@ def llama(groups, num_chunks):
         gated_linear_unit=True,
         activation_func=F.silu,
         add_bias_linear=False,
-        tensor_model_parallel_size=get_pg_size(groups.tp),
+        tensor_model_parallel_size=groups.tp.size(),
         pipeline_model_parallel_size=pp,
         virtual_pipeline_model_parallel_size=num_chunks if num_chunks > 1 else None,
         pipeline_dtype=torch.float32,

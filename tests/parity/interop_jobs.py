@@ -15,7 +15,6 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.parameters.rng import rng_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.utils import get_pg_size
 from megatron.training.checkpointing import CheckpointContext, Checkpointer, CheckpointSettings
 from megatron.training.run.state import TrainState
 from tests.parity import interop_case as case
@@ -45,7 +44,7 @@ def build(family: str, groups: ProcessGroupCollection, *, seed: int) -> Checkpoi
     config = TransformerConfig(
         **values,
         unpadded_vocab_size=case.VOCABULARY,
-        tensor_model_parallel_size=get_pg_size(groups.tp),
+        tensor_model_parallel_size=groups.tp.size(),
     )
     model = GPTModel(
         config,
@@ -66,9 +65,9 @@ def logits_of(model: Any, groups: ProcessGroupCollection) -> Tensor:
     positions = torch.arange(case.SEQUENCE).expand(case.BATCH, -1)
     with torch.no_grad():
         part = model(tokens, positions, None)
-    if groups.tp is None or get_pg_size(groups.tp) == 1:
+    if groups.tp is None or groups.tp.size() == 1:
         return part
-    parts = [torch.empty_like(part) for _ in range(get_pg_size(groups.tp))]
+    parts = [torch.empty_like(part) for _ in range(groups.tp.size())]
     torch.distributed.all_gather(parts, part.contiguous(), group=groups.tp)
     return torch.cat(parts, -1)
 

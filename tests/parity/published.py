@@ -36,7 +36,6 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.settings.command_line import read_command_line
 from megatron.core.settings.flags import flag
 from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
-from megatron.core.utils import get_pg_size
 from megatron.inference.generate import generate
 from tests.harness.distributed import run_distributed
 from tests.harness.groups import fake_groups
@@ -69,7 +68,7 @@ def here(
     groups: ProcessGroupCollection, directory: Path, prompts: list[list[int]], vocab_size: int
 ) -> tuple[list[Tensor] | None, list[list[int]]]:
     """Return logits of the prompts (without a pipeline) and their continuations, on every rank."""
-    tp, pp = get_pg_size(groups.tp), get_pg_size(groups.pp)
+    tp, pp = groups.tp.size(), groups.pp.size()
     words = ["--tensor-model-parallel-size", str(tp), "--pipeline-model-parallel-size", str(pp)]
     model, settings = our_model(directory, groups, *words)
     model.eval()

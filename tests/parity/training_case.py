@@ -39,7 +39,6 @@ from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.load_balancing import routers_of
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.utils import get_pg_rank, get_pg_size
 from tests.parity.layouts import EXPERTS, LayoutCase, ModelCase
 
 UNEVEN_EIGHT_STAGES = "Et|tt|t|tt|t|tt|t|ttL"
@@ -159,7 +158,7 @@ def build_chunks(
 ) -> list[GPTModel]:
     """Build this rank's model chunks."""
     padded = -(-VOCABULARY // (8 * layout.tp)) * 8 * layout.tp
-    pp_rank, stages = get_pg_rank(groups.pp), pipeline_layout(config)
+    pp_rank, stages = groups.pp.rank(), pipeline_layout(config)
     specs = [
         get_gpt_decoder_block_spec(
             config, False, vp_stage=stage if layout.vp > 1 else None, pp_rank=pp_rank
@@ -281,8 +280,8 @@ def train(
         config.no_sync_func, config.grad_sync_func = wrapped[0].no_sync, wrapped[0].start_grad_sync
     schedule = get_forward_backward_func(pp_size=layout.pp, vp_size=layout.vp)
 
-    dp_rank, dp_size = get_pg_rank(groups.dp), get_pg_size(groups.dp)
-    ranks = get_pg_rank(groups.tp), get_pg_rank(groups.expt_tp), dp_rank
+    dp_rank, dp_size = groups.dp.rank(), groups.dp.size()
+    ranks = groups.tp.rank(), groups.expt_tp.rank(), dp_rank
     report = RankReport(*ranks, [], [], {}, {}, {}, {})
     named = list(named_parameters(wrapped))
     for step in range(num_steps):
@@ -360,11 +359,11 @@ def whole_gradient(chunk: DistributedDataParallel, parameter: torch.nn.Parameter
 def _mean_loss(reported, groups) -> float:
     """Sum (loss, tokens) over micro batches, each micro batch weighing the same, and over DP."""
     pairs = torch.stack([r["lm loss"] for r in reported]).double()
-    if get_pg_size(groups.cp) > 1:
+    if groups.cp.size() > 1:
         torch.distributed.all_reduce(pairs, group=groups.cp)
     means = pairs[:, 0] / pairs[:, 1]
     total = torch.tensor([means.sum(), len(means)], dtype=torch.float64)
-    if get_pg_size(groups.dp) > 1:
+    if groups.dp.size() > 1:
         torch.distributed.all_reduce(total, group=groups.dp)
     return float(total[0] / total[1])
 

@@ -31,7 +31,6 @@ from megatron.core.kernels.attention_options import AttentionKernel, AttentionOp
 from megatron.core.kernels.blockwise_attention import KVExchange, blockwise_attention
 from megatron.core.parameters.rng import SequenceShard
 from megatron.core.topology.group import SINGLE_RANK, Group
-from megatron.core.utils import get_pg_rank, get_pg_size
 
 CP_COMM_TYPES = ("p2p", "all_gather", "a2a", "a2a+p2p")
 
@@ -62,8 +61,8 @@ class _Plan:
 
 
 def _plan(cp_comm_type: str, groups: ContextParallelGroups, num_local_rows: int) -> _Plan:
-    total = num_local_rows * get_pg_size(groups.cp)
-    if get_pg_size(groups.cp) == 1 or cp_comm_type == "a2a":
+    total = num_local_rows * groups.cp.size()
+    if groups.cp.size() == 1 or cp_comm_type == "a2a":
         return _Plan(groups.cp, None, SequenceShard.full(total))
     heads: Group = SINGLE_RANK
     ring = groups.cp
@@ -76,8 +75,8 @@ def _plan(cp_comm_type: str, groups: ContextParallelGroups, num_local_rows: int)
                 fix="give two sizes whose product is the context-parallel size",
             )
         heads, ring = groups.hierarchical
-    rows = SequenceShard.zigzag(total, get_pg_rank(ring), get_pg_size(ring))
-    if get_pg_size(ring) == 1:
+    rows = SequenceShard.zigzag(total, ring.rank(), ring.size())
+    if ring.size() == 1:
         return _Plan(heads, None, rows)
     if cp_comm_type == "all_gather":
         return _Plan(heads, AllGatherExchange(ring, total), rows)
@@ -112,7 +111,7 @@ def context_parallel_attention(
     """
     num_heads = query.shape[2]
     plan = _plan(cp_comm_type, groups, query.shape[0])
-    ranks, rank = get_pg_size(plan.heads), get_pg_rank(plan.heads)
+    ranks, rank = plan.heads.size(), plan.heads.rank()
     if ranks > 1:
         picked = key_heads_for_ranks(num_heads, key.shape[2], ranks)
         if picked is not None:

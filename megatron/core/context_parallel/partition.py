@@ -21,7 +21,6 @@ from megatron.core.parameters.rng import SequenceShard
 from megatron.core.process_groups_config import resolve_group
 from megatron.core.topology.group import Group
 from megatron.core.transport import collectives
-from megatron.core.utils import get_pg_rank, get_pg_size
 
 SEQUENCE_DIM = {"attention_mask": 2}
 """Where the rows of a batch entry are if not in dimension 1."""
@@ -38,9 +37,9 @@ def sequence_shard_of_rank(num_local_rows: int, *, cp: Group, sp: Group) -> Sequ
         sp: tensor-parallel group if sequence parallelism cuts the rows once more, else
             `SINGLE_RANK`.
     """
-    size, cuts = get_pg_size(cp), get_pg_size(sp)
-    rows = SequenceShard.zigzag(num_local_rows * size * cuts, get_pg_rank(cp), size)
-    return rows.shard(get_pg_rank(sp), cuts)
+    size, cuts = cp.size(), sp.size()
+    rows = SequenceShard.zigzag(num_local_rows * size * cuts, cp.rank(), size)
+    return rows.shard(sp.rank(), cuts)
 
 
 def get_batch_on_this_cp_rank(
@@ -58,13 +57,13 @@ def get_batch_on_this_cp_rank(
         DataError: s is not a multiple of 2 * cp. All ranks see the same length and raise.
     """
     group = resolve_group(cp_group, "cp")
-    size = get_pg_size(group)
+    size = group.size()
     if size == 1:
         return dict(batch)
     return {
         name: value
         if value is None or name in UNSHARDED_ENTRIES
-        else shard_sequence(value, SEQUENCE_DIM.get(name, 1), get_pg_rank(group), size, name)
+        else shard_sequence(value, SEQUENCE_DIM.get(name, 1), group.rank(), size, name)
         for name, value in batch.items()
     }
 
@@ -114,7 +113,7 @@ def shift_left(x: Tensor, distance: int, cp: Group) -> Tensor:
     Communication:
         an all-gather on `cp`: for token ids, not for activations.
     """
-    size = get_pg_size(cp)
+    size = cp.size()
     full = x
     if size > 1:
         pieces = collectives.all_gather(x.contiguous().unsqueeze(0), cp)
@@ -122,4 +121,4 @@ def shift_left(x: Tensor, distance: int, cp: Group) -> Tensor:
     shifted = torch.zeros_like(full)
     if distance < full.shape[1]:
         shifted[:, : full.shape[1] - distance] = full[:, distance:]
-    return shifted if size == 1 else shard_sequence(shifted, 1, get_pg_rank(cp), size)
+    return shifted if size == 1 else shard_sequence(shifted, 1, cp.rank(), size)

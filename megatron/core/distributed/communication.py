@@ -23,7 +23,6 @@ from megatron.core.transport.transport import (
     select_bucket_transport,
 )
 from megatron.core.transport.work import Steps, Work
-from megatron.core.utils import get_pg_size
 
 SUM_TAG = (1 << 31) - 1
 """Message tag of `sum_in_place`, different from those of buckets."""
@@ -106,9 +105,9 @@ def gather_parameters(
 
 def sum_in_place(flat: Tensor, group: Group) -> None:
     """Sum a flat tensor [n] over a group, in place; on gloo in rank order, equal on all ranks."""
-    if get_pg_size(group) == 1:
+    if group.size() == 1:
         return
-    if flat.numel() % get_pg_size(group) or not has_tags(group):
+    if flat.numel() % group.size() or not has_tags(group):
         backend.all_reduce(flat, group)
         return
     message_transport(group, SUM_TAG, is_in_order=True).all_reduce(flat).wait()
@@ -150,7 +149,7 @@ def reduce_gradients(
         a reduce-scatter on `mesh.shard`, then an all-reduce of the own shard on
         `mesh.replicate`; axes of size 1 cost nothing.
     """
-    groups = [axis for axis in (mesh.shard, mesh.replicate) if get_pg_size(axis) > 1]
+    groups = [axis for axis in (mesh.shard, mesh.replicate) if axis.size() > 1]
     sums_in_order = all(has_tags(group) for group in groups)
     is_compressed = compression is not None and compression.is_on(bucket, mesh)
     factor = scale / mesh.size if average and (sums_in_order or is_compressed) else scale

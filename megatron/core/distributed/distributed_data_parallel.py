@@ -40,7 +40,6 @@ from megatron.core.parameters.param_meta import get_param_meta
 from megatron.core.process_groups_config import ProcessGroupCollection, resolve_groups
 from megatron.core.step_context.deferred_wgrad import defer_wgrad
 from megatron.core.topology.group import SINGLE_RANK, Group
-from megatron.core.utils import get_pg_rank, get_pg_size
 
 
 class DistributedDataParallel(nn.Module):
@@ -155,7 +154,7 @@ class DistributedDataParallel(nn.Module):
     def _policy(self, mesh: Mesh) -> ReductionPolicy:
         """Average over the dense replicas, also for experts: an expert's gradient is already a
         sum over the tokens of several replicas."""
-        num_replicas = get_pg_size(self.pg_collection.dp_cp)
+        num_replicas = self.pg_collection.dp_cp.size()
         check = self.ddp_config.check_for_nan_in_grad
         config = self.ddp_config
         compression = CompressionSettings(
@@ -170,7 +169,7 @@ class DistributedDataParallel(nn.Module):
 
     def _tied_parameters(self) -> list[nn.Parameter]:
         """Return the parameters that exist on another pipeline stage as well."""
-        if get_pg_size(self.pg_collection.embd) == 1:
+        if self.pg_collection.embd.size() == 1:
             return []
         return tied_parameters(self.module)
 
@@ -274,7 +273,7 @@ class DistributedDataParallel(nn.Module):
         if hasattr(module, "sharded_state_dict"):
             declared = module.sharded_state_dict(*args, **kwargs)
         else:
-            declared = declare_replicated(module, get_pg_rank(self.pg_collection.dp_cp), *args[:1])
+            declared = declare_replicated(module, self.pg_collection.dp_cp.rank(), *args[:1])
         return declare_shards(module, declared, self._sharded(), *args[:1])
 
     def load_state_dict(
@@ -354,7 +353,7 @@ class DistributedDataParallel(nn.Module):
             if buffer.reducer.nonfinite is not None:
                 return NumericsError(
                     f"gradient of {buffer.reducer.nonfinite} is not finite in data replica"
-                    f" {get_pg_rank(self.pg_collection.dp_cp)}.",
+                    f" {self.pg_collection.dp_cp.rank()}.",
                     rule="NaN or infinity in one replica would reach the weights of all",
                     flags=["--no-check-for-nan-in-loss-and-grad"],
                     fix="look at the samples of this step on that rank, or lower --lr; backward"

@@ -16,7 +16,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection, resolve_
 from megatron.core.transformer.moe.load_balancing import finish_router_step
 from megatron.core.transport import backend
 from megatron.core.transport.object_collectives import raise_on_all_ranks
-from megatron.core.utils import get_model_config, get_pg_size
+from megatron.core.utils import get_model_config
 
 
 def finalize_model_grads(
@@ -79,7 +79,7 @@ def _sum_partial_gradients(model: Sequence[nn.Module], groups: ProcessGroupColle
     for chunk in model:
         for parameter in chunk.parameters():
             for axis in get_param_meta(parameter).partial_grad_axes:
-                if parameter.requires_grad and get_pg_size(getattr(groups, axis)) > 1:
+                if parameter.requires_grad and getattr(groups, axis).size() > 1:
                     for gradient in _reduced(chunk, parameter):
                         partial.setdefault((axis, gradient.dtype), []).append(gradient)
     for (axis, _), gradients in partial.items():
@@ -96,7 +96,7 @@ def _sum_tied_gradients(model: Sequence[nn.Module], groups: ProcessGroupCollecti
     Sharded gradients are added shard by shard: both stages cut the weight at the same places.
     In a V both stages are on this rank.
     """
-    if get_pg_size(groups.embd) == 1:
+    if groups.embd.size() == 1:
         return
     by_stage: list[list[Tensor]] = []
     for chunk in model:
@@ -117,7 +117,7 @@ def _divide_by_tokens(
     model: Sequence[nn.Module], num_tokens: Tensor, groups: ProcessGroupCollection
 ) -> None:
     total = num_tokens.clone()
-    if get_pg_size(groups.pp) > 1:
+    if groups.pp.size() > 1:
         # Only the last stage has counted.
         last = loss_rank(get_model_config(model[0]))
         backend.broadcast(total, groups.pp, last)

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.distributed.parameter_shard import ParameterShard
-from megatron.core.utils import get_pg_rank
 
 Sharded = Mapping[nn.Parameter, Sequence[ParameterShard]]
 """Parameters whose values are sharded, each with the pieces that this rank owns."""
@@ -86,7 +85,7 @@ def _declare(
     declaration: ShardedTensor | ShardedTensorFactory, shard: ParameterShard
 ) -> ShardedTensor | ShardedTensorFactory:
     # Owners of different ranges are no copies of each other.
-    replica_id, replica = declaration.replica_id, get_pg_rank(shard.mesh.replicate)
+    replica_id, replica = declaration.replica_id, shard.mesh.replicate.rank()
     is_full = shard.is_full
     return replace(
         declaration,

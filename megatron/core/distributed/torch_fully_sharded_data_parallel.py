@@ -32,7 +32,6 @@ from megatron.core.parameters.param_meta import get_param_meta
 from megatron.core.process_groups_config import ProcessGroupCollection, resolve_groups
 from megatron.core.topology.group import SINGLE_RANK
 from megatron.core.transport.torch_transport import averages
-from megatron.core.utils import get_pg_size
 
 
 class TorchFullyShardedDataParallel(DistributedDataParallel):
@@ -127,7 +126,7 @@ class TorchFullyShardedDataParallel(DistributedDataParallel):
     def _device_mesh(self, is_expert: bool) -> DeviceMesh | None:
         """Return the ranks that shard a kind of parameters, as torch takes them; None for one."""
         group: Any = self.mesh(is_expert).shard
-        if get_pg_size(group) == 1:
+        if group.size() == 1:
             return None
         device = next(self.module.parameters()).device
         return DeviceMesh.from_group(group, device.type)
@@ -273,10 +272,10 @@ def _problems(
 ) -> list[ConfigError]:
     """Return what this layout or these settings ask of torch that it does not do."""
     problems = []
-    if get_pg_size(groups.pp) > 1:
+    if groups.pp.size() > 1:
         problems.append(
             ConfigError(
-                f"torch's FSDP2 in a pipeline of {get_pg_size(groups.pp)} stages.",
+                f"torch's FSDP2 in a pipeline of {groups.pp.size()} stages.",
                 rule="its hooks expect forward and backward of a micro batch to follow each other",
                 flags=["--use-torch-fsdp2", "--pipeline-model-parallel-size"],
                 fix="use --use-megatron-fsdp, which shards the same in pipelines",

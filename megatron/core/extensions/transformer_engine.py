@@ -31,7 +31,6 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.topology.group import Group
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.utils import get_pg_size
 
 HAVE_TE = has("transformer_engine")
 """Whether the library is installed. Without it every class below refuses to be built."""
@@ -72,7 +71,7 @@ def _linear_options(
         "sequence_parallel": config.sequence_parallel,
         "fuse_wgrad_accumulation": False,
         "tp_group": tp,
-        "tp_size": get_pg_size(tp),
+        "tp_size": tp.size(),
         "get_rng_state_tracker": get_cuda_rng_tracker,
         "init_method": init_method if fills else _keep,
         "params_dtype": config.params_dtype,

@@ -25,7 +25,6 @@ from megatron.core.parameters.param_meta import get_param_meta, num_elements_bef
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.topology.group import Group
 from megatron.core.transport import backend
-from megatron.core.utils import get_pg_rank
 
 SMALLEST_FAST_NORM = 1e-15
 """Below it, squares of fp32 elements underflow: the exact path is taken."""
@@ -42,7 +41,7 @@ def is_counted_on_rank(parameter: Tensor, groups: ProcessGroupCollection) -> boo
         return False
     if meta.split_dim is not None:
         return True
-    return get_pg_rank(groups.expt_tp if meta.is_expert else groups.tp) == 0
+    return (groups.expt_tp if meta.is_expert else groups.tp).rank() == 0
 
 
 def without_padding(
@@ -52,7 +51,7 @@ def without_padding(
     meta = get_param_meta(shard.parameter)
     if meta.num_rows is None:
         return values
-    rank = get_pg_rank(groups.expt_tp if meta.is_expert else groups.tp)
+    rank = (groups.expt_tp if meta.is_expert else groups.tp).rank()
     end = num_elements_before_padding(shard.parameter, meta, rank)
     return values.reshape(-1)[: max(end - shard.begin, 0)]
 

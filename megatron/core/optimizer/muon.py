@@ -26,7 +26,6 @@ from megatron.core.parameters.param_meta import ParamMeta, get_param_meta, shard
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.topology.group import SINGLE_RANK, Group
 from megatron.core.transport.collectives import all_gather
-from megatron.core.utils import get_pg_rank, get_pg_size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,13 +121,13 @@ class Muon(torch.optim.Optimizer):
         """Turn the direction of a parameter, of its shape, into its update."""
         meta = get_param_meta(parameter)
         tp = self._groups.expt_tp if meta.is_expert else self._groups.tp
-        if meta.split_dim is None or get_pg_size(tp) == 1:
+        if meta.split_dim is None or tp.size() == 1:
             return self._fused_update(direction, meta, SINGLE_RANK)
         if self.settings.tp_mode != "duplicated":
             return self._fused_update(direction, meta, tp)
-        parts = all_gather(direction.contiguous(), tp).chunk(get_pg_size(tp))
+        parts = all_gather(direction.contiguous(), tp).chunk(tp.size())
         update = self._fused_update(unshard(parts, meta), meta, SINGLE_RANK)
-        return shard_of(update, meta, get_pg_rank(tp), get_pg_size(tp))
+        return shard_of(update, meta, tp.rank(), tp.size())
 
     def _fused_update(self, direction: Tensor, meta: ParamMeta, tp: Group) -> Tensor:
         """Orthogonalise each of the matrices that are stacked in one.
@@ -136,7 +135,7 @@ class Muon(torch.optim.Optimizer):
         Args:
             tp: the ranks that hold the other parts; of one rank for an unsharded matrix.
         """
-        rank, size = get_pg_rank(tp), get_pg_size(tp)
+        rank, size = tp.rank(), tp.size()
         num_rows, num_columns = direction.shape
         if meta.split_dim == 1:
             num_columns *= size

@@ -18,7 +18,6 @@ from megatron.core.distributed.communication import Mesh
 from megatron.core.optimizer.main_param_shard import MainParamShard
 from megatron.core.transport.collectives import all_to_all
 from megatron.core.transport.object_collectives import all_gather_object
-from megatron.core.utils import get_pg_rank, get_pg_size
 
 ROUND_NUMEL = 1 << 25
 """Elements of the matrices that travel at a time: bounds the memory of the exchange."""
@@ -67,7 +66,7 @@ class MuonRedistribute:
         self._group = mesh.shard if self._is_sharded else mesh.replicate
         mine = [(m, begin, item.shard.end) for (m, begin), item in self._shards.items()]
         everyone = [mine]
-        self._rank, size = get_pg_rank(self._group), get_pg_size(self._group)
+        self._rank, size = self._group.rank(), self._group.size()
         if size > 1:
             everyone = all_gather_object(mine, self._group)
         self._pieces = sorted(
@@ -118,7 +117,7 @@ class MuonRedistribute:
         """Send pieces along (piece, from, to); return those that are for this rank."""
         if all(source == target for _, source, target in routes):
             return {piece: data[piece] for piece, _, target in routes if target == self._rank}
-        size = get_pg_size(self._group)
+        size = self._group.size()
         outgoing = [[p for p, s, t in routes if s == self._rank and t == r] for r in range(size)]
         incoming = [[p for p, s, t in routes if t == self._rank and s == r] for r in range(size)]
         flat = [data[piece] for its in outgoing for piece in its]

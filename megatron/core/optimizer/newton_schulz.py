@@ -20,7 +20,6 @@ from torch import Tensor
 from megatron.core.foundation.device import computes_fast_in_bf16
 from megatron.core.topology.group import Group
 from megatron.core.transport import backend
-from megatron.core.utils import get_pg_size
 
 QUINTIC = (3.4445, -4.7750, 2.0315)
 """Coefficients a, b, c: steepest at 0 among those that stay near 1 once there."""
@@ -40,7 +39,7 @@ def orthogonalize(
         for a split matrix, an all-reduce of one number and, in each step, of the Gram matrix over
         the dimension that is not split.
     """
-    is_split = split_dim is not None and get_pg_size(group) > 1
+    is_split = split_dim is not None and group.size() > 1
     transposes = split_dim == 0 if is_split else matrix.shape[0] > matrix.shape[1]
     # Work on [k, l] with the Gram matrix [k, k] over k: the shorter side, or the unsplit one.
     x = (matrix.T if transposes else matrix).contiguous()

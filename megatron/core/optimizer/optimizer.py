@@ -28,7 +28,6 @@ from megatron.core.optimizer.state_declarations import (
 )
 from megatron.core.transport import backend
 from megatron.core.transport.object_collectives import all_gather_object
-from megatron.core.utils import get_pg_rank
 
 CLIP_EPSILON = 1e-6
 """Added to the norm before it divides: keeps the factor finite."""
@@ -165,7 +164,7 @@ class MegatronOptimizer:
     def nonfinite_parameters(self, report: GradientReport) -> list[tuple[int, int, int, str]]:
         """Return (chunk, stage, number, name) of the local parameters with a bad gradient."""
         param_index = {id(item.shard): item.param_index for item in self.shards}
-        stage = get_pg_rank(self.reader.groups.pp)
+        stage = self.reader.groups.pp.rank()
         found = set()
         for shard in (self.reader.shards[i] for i in report.bad_shards):
             chunk, number = param_index[id(shard)]
@@ -312,7 +311,7 @@ def describe_nonfinite(
     bad: list[tuple[int, int, int, str]] = []
     for optimizer, report in zip(optimizers, reports, strict=True):
         bad += optimizer.nonfinite_parameters(report)
-    rank = get_pg_rank(backend.world())
+    rank = backend.world().rank()
     everyone: list[Any] = all_gather_object(bad, backend.world())
     # Of several ranks that hold the parameter, the first one is named.
     found = [

@@ -17,7 +17,6 @@ from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.parameters.param_meta import get_param_meta
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transport.object_collectives import all_gather_object
-from megatron.core.utils import get_pg_size
 
 
 class ParamGroupOverride(TypedDict, total=False):
@@ -181,7 +180,7 @@ def agree_on_keys(keys: set[GroupKey], groups: ProcessGroupCollection) -> list[G
     Communication: one all-gather of small Python objects over `mp`.
     """
     union = set(keys)
-    if get_pg_size(groups.mp) > 1 and isinstance(groups.mp, dist.ProcessGroup):
+    if groups.mp.size() > 1 and isinstance(groups.mp, dist.ProcessGroup):
         union = set().union(*all_gather_object(keys, groups.mp))
     return sorted(union, key=repr, reverse=True)
 

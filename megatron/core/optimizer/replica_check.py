@@ -36,7 +36,6 @@ from megatron.core.parameters.param_meta import get_param_meta
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transport import backend
 from megatron.core.transport.object_collectives import all_gather_object
-from megatron.core.utils import get_pg_size
 
 _ROW = 1024
 """Words that are added before a row is weighted by its place."""
@@ -111,7 +110,7 @@ def copies_of_model(
             _place(copies, "dp_cp", f"buffer {local}", buffer)
             _place(copies, "tp", f"buffer {local}", buffer)
     # In a V both copies may be on one rank, the first of which is compared with other ranks.
-    if tied and get_pg_size(groups.embd) > 1:
+    if tied and groups.embd.size() > 1:
         copies["embd"] = tied[:1]
     return copies
 
@@ -175,7 +174,7 @@ def check_replicas(
         for group_name in ("dp_cp", "expt_dp", "inter_dist_opt", "tp", "expt_tp", "embd"):
             group = getattr(groups, group_name)
             held = copies.get(group_name, [])
-            if held and get_pg_size(group) > 1:
+            if held and group.size() > 1:
                 digests = torch.stack([digest_of(tensor) for _, tensor in held])
                 # The largest of ~d is the complement of the smallest d.
                 extremes = torch.cat([digests, ~digests])

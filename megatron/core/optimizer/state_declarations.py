@@ -20,7 +20,6 @@ from megatron.core.dist_checkpointing.parameter_shards import (
 from megatron.core.foundation.errors import CheckpointError
 from megatron.core.optimizer.chunked_state_optimizer import ChunkedStateOptimizer
 from megatron.core.optimizer.main_param_shard import MainParamShard
-from megatron.core.utils import get_pg_rank
 
 Declaration = ShardedTensor | ShardedTensorFactory
 
@@ -200,7 +199,7 @@ def _declare(
 ) -> Declaration:
     shard = item.shard
     # Ranks that own different ranges are no copies of each other.
-    replica_id = _with_replica(declaration.replica_id, get_pg_rank(shard.mesh.replicate))
+    replica_id = _with_replica(declaration.replica_id, shard.mesh.replicate.rank())
     is_range = not shard.is_full
     return make_sharded_optimizer_tensor(
         declaration,

@@ -34,7 +34,6 @@ from megatron.core.pipeline_parallel.step_handshake import (
 from megatron.core.topology.group import Group, keep_for_group
 from megatron.core.transport import backend
 from megatron.core.transport.work import Handle, Steps, Work
-from megatron.core.utils import get_pg_rank, get_pg_size
 
 Shape = tuple[int, ...]
 
@@ -93,8 +92,8 @@ class P2PCommunicator:
     def __init__(self, pp_group: Group, config: ModelParallelConfig) -> None:
         self.pp_group = pp_group if isinstance(pp_group, dist.ProcessGroup) else None
         self.config = config
-        self.rank = get_pg_rank(pp_group)
-        self.size = get_pg_size(pp_group)
+        self.rank = pp_group.rank()
+        self.size = pp_group.size()
         self.dtype = config.pipeline_dtype or config.params_dtype
         self.announces_shapes = config.variable_seq_lengths
         self.device = device.current_device()

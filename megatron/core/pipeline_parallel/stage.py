@@ -23,8 +23,9 @@ from megatron.core.foundation.errors import ConfigError
 from megatron.core.step_context.aux_loss import set_aux_loss_scale
 from megatron.core.step_context.context import AuxLossScale, WeightGradient
 from megatron.core.step_context.deferred_wgrad import capture_wgrads
+from megatron.core.topology.group import Group
 from megatron.core.transport import backend
-from megatron.core.utils import get_attr_wrapped_model, get_pg_size, unwrap_model
+from megatron.core.utils import get_attr_wrapped_model, unwrap_model
 
 
 @dataclass(kw_only=True)
@@ -33,22 +34,22 @@ class LossSettings:
 
     Attributes:
         num_microbatches: the loss is divided by it, unless `per_token`.
-        cp_group: ranks that share each micro batch's tokens, or None. Gradients are averaged over
-            them later, so a rank's share of a mean over all their tokens counts cp times.
+        cp_group: ranks that share each micro batch's tokens. Gradients are averaged over them
+            later, so a rank's share of a mean over all their tokens counts cp times.
         per_token: gradients will be divided by the number of tokens of the whole batch instead.
         collect_non_loss_data: call the loss function with `non_loss_data=True` and only collect.
         scale: applied to the loss before its backward (fp16), or None.
     """
 
     num_microbatches: int
-    cp_group: Any = None
+    cp_group: Group
     per_token: bool = False
     collect_non_loss_data: bool = False
     scale: Callable[[Tensor], Tensor] | None = None
 
     def aux_loss_scale(self) -> AuxLossScale:
         """Return how losses that arise inside the model are weighted beside this one."""
-        factor = get_pg_size(self.cp_group) / self.num_microbatches
+        factor = self.cp_group.size() / self.num_microbatches
         return AuxLossScale(factor, self.per_token, self.scale)
 
 
@@ -213,7 +214,7 @@ class Stage:
     ) -> list[Tensor]:
         """Compute the loss of one micro batch, and remember it for backward."""
         settings, reported = self._loss, self._reported
-        cp_size = get_pg_size(settings.cp_group)
+        cp_size = settings.cp_group.size()
         if settings.collect_non_loss_data:
             reported.entries.append(loss_function(output, non_loss_data=True))
             return []
@@ -254,7 +255,7 @@ class Stage:
 
         A mean of the ranks' means would weigh a token by how many others its rank happens to hold.
         """
-        if get_pg_size(self._loss.cp_group) == 1:
+        if self._loss.cp_group.size() == 1:
             return num_tokens
         total = num_tokens.detach().clone()
         return backend.all_reduce(total, self._loss.cp_group)

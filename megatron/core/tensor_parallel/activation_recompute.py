@@ -27,7 +27,6 @@ from megatron.core.tensor_parallel.rng_tracker import (
 )
 from megatron.core.topology.group import Group
 from megatron.core.transport import collectives
-from megatron.core.utils import get_pg_size
 
 
 def is_recomputing() -> bool:
@@ -94,7 +93,7 @@ def _distribute_saved_input(
     function: Callable[..., Any], args: tuple[Any, ...], group: Group
 ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """Replace the first argument by this rank's part of it."""
-    size = get_pg_size(group)
+    size = group.size()
     first = args[0] if args else None
     if size == 1 or not isinstance(first, Tensor) or first.numel() % size:
         return function, args

@@ -28,7 +28,6 @@ from megatron.core.tensor_parallel.vocab_parallel_softmax import (
     softmax_to_gradient,
 )
 from megatron.core.topology.group import Group
-from megatron.core.utils import get_pg_size
 
 
 def vocab_parallel_cross_entropy(
@@ -90,7 +89,7 @@ def transformer_engine_cross_entropy(
         is_padding = torch.arange(shard.num_local, device=target.device) >= shard.num_local_valid
         vocab_parallel_logits = vocab_parallel_logits.masked_fill(is_padding, lowest)
     # Before 2.10 it takes no keywords: no smoothing, and no mean over the tokens.
-    group = tp_group if get_pg_size(tp_group) > 1 else None
+    group = tp_group if tp_group.size() > 1 else None
     return library.parallel_cross_entropy(vocab_parallel_logits, target, 0.0, False, group)
 
 

@@ -13,7 +13,6 @@ from megatron.core.foundation.errors import DataError
 from megatron.core.process_groups_config import resolve_group
 from megatron.core.topology.group import Group
 from megatron.core.transport import collectives
-from megatron.core.utils import get_pg_rank, get_pg_size
 
 MAX_DIMS = 5
 _OK, _MISSING, _WRONG_DTYPE, _TOO_MANY_DIMS = range(4)
@@ -45,7 +44,7 @@ def broadcast_data(
         DataError: on every rank, if the first rank's batch lacks a key or has another dtype.
     """
     group = resolve_group(tp_group, "tp")
-    is_alone, is_source = get_pg_size(group) == 1, get_pg_rank(group) == 0
+    is_alone, is_source = group.size() == 1, group.rank() == 0
     device = current_device()
     header = torch.zeros((len(keys), MAX_DIMS + 2), dtype=torch.int64)
     if is_source:

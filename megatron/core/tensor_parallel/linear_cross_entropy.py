@@ -31,7 +31,6 @@ from megatron.core.tensor_parallel.vocab_parallel_softmax import (
 )
 from megatron.core.topology.group import SINGLE_RANK, Group
 from megatron.core.transport import collectives
-from megatron.core.utils import get_pg_size
 
 MAX_CHUNK_BYTES = 64 * 2**20
 """Logits of one chunk of tokens: enough rows for a GEMM at full speed."""
@@ -86,7 +85,7 @@ def linear_cross_entropy(
     """
     group = resolve_group(tp_group, "tp")
     shard = VocabShard.of(weight.shape[0], num_valid, group)
-    is_scattered = sequence_parallel and get_pg_size(group) > 1
+    is_scattered = sequence_parallel and group.size() > 1
     # Autograd is always off inside forward(): ask here.
     needs_grad = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     return _LinearCrossEntropy.apply(
@@ -252,7 +251,7 @@ def _add_product(total: Tensor | None, left: Tensor, right: Tensor, *, is_only: 
 
 def _sum_over_ranks(grad: Tensor, group: Group, is_scattered: bool) -> Tensor:
     """Add the partial input gradients [s, b, h] of the ranks; keep own rows if scattered."""
-    if get_pg_size(group) == 1:
+    if group.size() == 1:
         return grad
     if is_scattered:
         return collectives.reduce_scatter(grad, group)

@@ -32,7 +32,6 @@ from megatron.core.step_context import deferred_wgrad
 from megatron.core.tensor_parallel import mappings
 from megatron.core.topology.group import Group
 from megatron.core.transport import collectives
-from megatron.core.utils import get_pg_size
 
 
 class InputMode(Enum):
@@ -74,7 +73,7 @@ class LinearCommSpec:
     @cached_property
     def communicates(self) -> bool:
         """Whether any collective happens."""
-        return get_pg_size(self.group) > 1 and (
+        return self.group.size() > 1 and (
             self.input_mode is not InputMode.LOCAL or self.output_mode is not OutputMode.LOCAL
         )
 

@@ -24,7 +24,7 @@ from megatron.core.step_context.overlap import yield_to_peer
 from megatron.core.topology.group import Group
 from megatron.core.transport import collectives
 from megatron.core.transport.work import Work
-from megatron.core.utils import divide, get_pg_size
+from megatron.core.utils import divide
 
 Sizes = Sequence[int] | None
 
@@ -248,19 +248,19 @@ def copy_to_tensor_model_parallel_region(input_: Tensor, group: Group | None = N
         input_: [...], equal on all ranks.
     """
     group = resolve_group(group, "tp")
-    return input_ if get_pg_size(group) == 1 else _Copy.apply(input_, group)
+    return input_ if group.size() == 1 else _Copy.apply(input_, group)
 
 
 def reduce_from_tensor_model_parallel_region(input_: Tensor, group: Group | None = None) -> Tensor:
     """Leave a tensor-parallel block: all-reduce partial sums [...]; backward is the identity."""
     group = resolve_group(group, "tp")
-    return input_ if get_pg_size(group) == 1 else _Reduce.apply(input_, group)
+    return input_ if group.size() == 1 else _Reduce.apply(input_, group)
 
 
 def scatter_to_tensor_model_parallel_region(input_: Tensor, group: Group | None = None) -> Tensor:
     """Keep this rank's part of the last dimension: [..., h] -> [..., h/tp]; backward gathers."""
     group = resolve_group(group, "tp")
-    return input_ if get_pg_size(group) == 1 else _ScatterLastDim.apply(input_, group)
+    return input_ if group.size() == 1 else _ScatterLastDim.apply(input_, group)
 
 
 def gather_from_tensor_model_parallel_region(input_: Tensor, group: Group | None = None) -> Tensor:
@@ -270,13 +270,13 @@ def gather_from_tensor_model_parallel_region(input_: Tensor, group: Group | None
     `all_gather_last_dim_from_tensor_parallel_region`.
     """
     group = resolve_group(group, "tp")
-    return input_ if get_pg_size(group) == 1 else _GatherLastDim.apply(input_, group)
+    return input_ if group.size() == 1 else _GatherLastDim.apply(input_, group)
 
 
 def scatter_to_sequence_parallel_region(input_: Tensor, group: Group | None = None) -> Tensor:
     """Keep this rank's rows: [s, ...] -> [s/tp, ...]; backward gathers them."""
     group = resolve_group(group, "tp")
-    return input_ if get_pg_size(group) == 1 else _ScatterSequence.apply(input_, group)
+    return input_ if group.size() == 1 else _ScatterSequence.apply(input_, group)
 
 
 def gather_from_sequence_parallel_region(
@@ -296,7 +296,7 @@ def gather_from_sequence_parallel_region(
         use_global_buffer: accepted for compatibility; torch's allocator recycles the memory.
     """
     group = resolve_group(group, "tp")
-    if get_pg_size(group) == 1:
+    if group.size() == 1:
         return input_
     return _GatherSequence.apply(input_, group, tensor_parallel_output_grad, output_split_sizes)
 
@@ -309,7 +309,7 @@ def reduce_scatter_to_sequence_parallel_region(
 ) -> Tensor:
     """Sum partial results and keep this rank's rows: [s, ...] -> [s/tp, ...]; backward gathers."""
     group = resolve_group(group, "tp")
-    if get_pg_size(group) == 1:
+    if group.size() == 1:
         return input_
     return _ReduceScatterSequence.apply(input_, group, input_split_sizes)
 
@@ -319,7 +319,7 @@ def all_gather_last_dim_from_tensor_parallel_region(
 ) -> Tensor:
     """Collect the last dimension: [..., h/tp] -> [..., h]; backward reduce-scatters it."""
     group = resolve_group(group, "tp")
-    return input_ if get_pg_size(group) == 1 else _SumGatherLastDim.apply(input_, group)
+    return input_ if group.size() == 1 else _SumGatherLastDim.apply(input_, group)
 
 
 def reduce_scatter_last_dim_to_tensor_parallel_region(
@@ -327,7 +327,7 @@ def reduce_scatter_last_dim_to_tensor_parallel_region(
 ) -> Tensor:
     """Sum over ranks and keep this rank's part: [..., h] -> [..., h/tp]; backward gathers."""
     group = resolve_group(group, "tp")
-    return input_ if get_pg_size(group) == 1 else _ReduceScatterLastDim.apply(input_, group)
+    return input_ if group.size() == 1 else _ReduceScatterLastDim.apply(input_, group)
 
 
 def all_to_all(
@@ -362,7 +362,7 @@ def all_to_all(
 def all_to_all_sp2hp(input_: Tensor, group: Group | None = None) -> Tensor:
     """Trade split tokens for a split hidden dimension: [t/tp, ..., h] -> [t, h/tp]."""
     group = resolve_group(group, "tp")
-    size = get_pg_size(group)
+    size = group.size()
     if size == 1:
         return input_
     tokens = input_.reshape(-1, input_.shape[-1])
@@ -373,7 +373,7 @@ def all_to_all_sp2hp(input_: Tensor, group: Group | None = None) -> Tensor:
 def all_to_all_hp2sp(input_: Tensor, group: Group | None = None) -> Tensor:
     """Trade a split hidden dimension for split tokens: [t, ..., h/tp] -> [t/tp, h]."""
     group = resolve_group(group, "tp")
-    size = get_pg_size(group)
+    size = group.size()
     if size == 1:
         return input_
     tokens = input_.reshape(-1, input_.shape[-1])

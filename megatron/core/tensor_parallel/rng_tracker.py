@@ -18,7 +18,6 @@ from megatron.core.foundation.device import (
 from megatron.core.foundation.errors import ConfigError, refuse_given
 from megatron.core.parameters.rng import rng_state
 from megatron.core.process_groups_config import resolve_groups
-from megatron.core.utils import get_pg_rank
 
 _MODEL_PARALLEL = "model-parallel-rng"
 _EXPERT_PARALLEL = "expert-parallel-rng"
@@ -171,9 +170,9 @@ def model_parallel_cuda_manual_seed(
         fix="leave these out",
     )
     collection = resolve_groups(None)
-    tp_rank = get_pg_rank(collection.tp) if tp_rank is None else tp_rank
-    ep_rank = get_pg_rank(collection.ep) if ep_rank is None else ep_rank
-    etp_rank = get_pg_rank(collection.expt_tp) if etp_rank is None else etp_rank
+    tp_rank = collection.tp.rank() if tp_rank is None else tp_rank
+    ep_rank = collection.ep.rank() if ep_rank is None else ep_rank
+    etp_rank = collection.expt_tp.rank() if etp_rank is None else etp_rank
 
     rng_state().set_seed(seed)
     initialize_rng_tracker(force_reset=True)

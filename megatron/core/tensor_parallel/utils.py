@@ -9,7 +9,7 @@ from torch import Tensor
 from megatron.core.process_groups_config import resolve_group
 from megatron.core.topology.group import Group
 from megatron.core.transport import collectives
-from megatron.core.utils import divide, get_pg_rank, get_pg_size
+from megatron.core.utils import divide
 
 
 def split_tensor_along_last_dim(
@@ -29,15 +29,15 @@ def split_tensor_into_1d_equal_chunks(
         new_buffer: copy the piece, so that the full tensor can be freed.
     """
     group = resolve_group(tp_group, "tp")
-    length = divide(tensor.numel(), get_pg_size(group))
-    piece = tensor.reshape(-1).narrow(0, get_pg_rank(group) * length, length)
+    length = divide(tensor.numel(), group.size())
+    piece = tensor.reshape(-1).narrow(0, group.rank() * length, length)
     return piece.clone() if new_buffer else piece
 
 
 def gather_split_1d_tensor(tensor: Tensor, tp_group: Group | None = None) -> Tensor:
     """Join the pieces [n/tp] of all ranks to [n]: one all-gather."""
     group = resolve_group(tp_group, "tp")
-    return tensor if get_pg_size(group) == 1 else collectives.all_gather(tensor, group)
+    return tensor if group.size() == 1 else collectives.all_gather(tensor, group)
 
 
 class VocabUtility:

@@ -23,7 +23,6 @@ from megatron.core.kernels.vocab_softmax import (
 from megatron.core.tensor_parallel.token_ids import check_token_ids
 from megatron.core.topology.group import Group
 from megatron.core.transport import collectives
-from megatron.core.utils import get_pg_rank, get_pg_size
 
 IGNORED_LABEL = -100
 """A label that takes no part in the loss: its loss and its gradient are zero."""
@@ -45,9 +44,9 @@ class VocabShard:
     @staticmethod
     def of(num_local: int, num_valid: int | None, group: Group) -> VocabShard:
         """Return the shard of this rank: equal, consecutive pieces in rank order."""
-        total = num_local * get_pg_size(group)
+        total = num_local * group.size()
         num_valid = total if num_valid is None else num_valid
-        first = get_pg_rank(group) * num_local
+        first = group.rank() * num_local
         return VocabShard(
             first, num_local, max(0, min(num_local, num_valid - first)), num_valid, group
         )
@@ -146,7 +145,7 @@ def _merge(
         local: [3 or 4, t]: highest logit, log of the sum relative to it, logit of the label (zero
             where it is elsewhere), sum of the logits.
     """
-    if get_pg_size(shard.group) > 1:
+    if shard.group.size() > 1:
         shared = collectives.all_gather(local.unsqueeze(0), shard.group)  # [tp, 3 or 4, t]
         highest = shared[:, 0].amax(0)
         log_sums = shared[:, 0] - highest + shared[:, 1]
@@ -191,7 +190,7 @@ def softmax_to_gradient(
         scale: [t], gradient of each row's loss, in the arithmetic dtype; None for ones.
     """
     coefficient = statistics.local_fraction if scale is None else statistics.local_fraction * scale
-    if scale is not None or get_pg_size(shard.group) > 1:
+    if scale is not None or shard.group.size() > 1:
         multiply_rows(softmax, coefficient)
     return add_label_terms(softmax, statistics, labels, shard, label_smoothing, scale)
 

@@ -31,7 +31,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.rotary import cos_sin, rotate
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.utils import divide, get_pg_rank, get_pg_size
+from megatron.core.utils import divide
 
 
 @dataclass
@@ -77,7 +77,7 @@ class Attention(MegatronModule):
         self.attn_mask_type = attn_mask_type
         self.pg_collection = resolve_groups(pg_collection)
         self.num_attention_heads_per_partition = divide(
-            config.num_attention_heads, get_pg_size(self.pg_collection.tp)
+            config.num_attention_heads, self.pg_collection.tp.size()
         )
         self.softmax_scale = config.softmax_scale
         self.build_projections(submodules)
@@ -268,7 +268,7 @@ class SelfAttention(Attention):
     def build_projections(self, submodules: SelfAttentionSubmodules) -> None:
         """Build `linear_qkv` and the norms of heads."""
         config = self.config
-        tp_size = get_pg_size(self.pg_collection.tp)
+        tp_size = self.pg_collection.tp.size()
         groups, head = config.num_query_groups, config.kv_channels
         assert groups and head
         self.hidden_size_per_attention_head = head
@@ -330,7 +330,7 @@ class SelfAttention(Attention):
         _, cos, sin = rotary_pos_emb
         has_norms = self.q_layernorm is not None or self.k_layernorm is not None
         in_parts = has_norms or not self.uses_rotary or key_value_states is not None
-        shares_group = get_pg_size(self.pg_collection.tp) > (self.config.num_query_groups or 1)
+        shares_group = self.pg_collection.tp.size() > (self.config.num_query_groups or 1)
         if torch.is_grad_enabled() or in_parts or shares_group or cos is None or sin is None:
             return super().get_rotated_qkv(
                 hidden_states, key_value_states, positions, rotary_pos_emb
@@ -353,7 +353,7 @@ class SelfAttention(Attention):
         s, b, _ = packed.shape
         d, r = self.hidden_size_per_attention_head, self.queries_per_group
         tp = self.pg_collection.tp
-        groups, tp_size = self.config.num_query_groups, get_pg_size(tp)
+        groups, tp_size = self.config.num_query_groups, tp.size()
         assert groups
         local = self.num_attention_heads_per_partition
         if tp_size <= groups:
@@ -363,7 +363,7 @@ class SelfAttention(Attention):
         # Several ranks share a group: its key and value rows may be on another rank.
         packed = all_gather_last_dim_from_tensor_parallel_region(packed, group=tp)
         ranks_per_group = tp_size // groups
-        group, part = divmod(get_pg_rank(tp), ranks_per_group)
+        group, part = divmod(tp.rank(), ranks_per_group)
         grouped = packed.view(s, b, groups, r + 2, d)[:, :, group]
         before = part * local
         _, query, _, key, value = torch.split(

@@ -26,7 +26,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection, resolve_
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.utils import divide, get_pg_rank, get_pg_size
+from megatron.core.utils import divide
 
 CAUSAL_TYPES = (
     AttnMaskType.causal,
@@ -107,7 +107,7 @@ class DotProductAttention(MegatronModule):
         options = self._options(query, mask_type, packed_seq_params, attention_mask, attention_bias)
         if mask_type == AttnMaskType.causal_bottom_right:
             options = replace(options, first_query=key.shape[0] - query.shape[0])
-        comm_type = self.cp_comm_type if get_pg_size(self.context_groups.cp) > 1 else None
+        comm_type = self.cp_comm_type if self.context_groups.cp.size() > 1 else None
         kernel = choose_attention(
             query, key, value, options, backend=self.backend, comm_type=comm_type
         ).kernel
@@ -134,7 +134,7 @@ class DotProductAttention(MegatronModule):
         s, b, heads, _ = query.shape
         document_ids = None
         if packed is not None:
-            total = s * get_pg_size(self.context_groups.cp)
+            total = s * self.context_groups.cp.size()
             document_ids = packed.resolve(b, total, query.device).ids
         config = self.config
         return AttentionOptions(
@@ -143,7 +143,7 @@ class DotProductAttention(MegatronModule):
             attention_mask=attention_mask,
             attention_bias=attention_bias,
             dropout=self.attention_dropout if self.training else 0.0,
-            first_head=get_pg_rank(self.pg_collection.tp) * heads,
+            first_head=self.pg_collection.tp.rank() * heads,
             sink=self.softmax_offset,
             softcap=config.attn_logit_softcapping,
             layer_scaling=self.layer_number if config.apply_query_key_layer_scaling else 1,
@@ -158,7 +158,7 @@ class DotProductAttention(MegatronModule):
         config, tp = self.config, self.pg_collection.tp
         if config.softmax_type == "vanilla":
             return None
-        count, size = config.num_attention_heads, get_pg_size(tp)
+        count, size = config.num_attention_heads, tp.size()
         where = torch.device("cpu") if config.use_cpu_initialization else current_device()
         scores = torch.zeros(divide(count, size), dtype=config.params_dtype, device=where)
         if config.softmax_type == "off-by-one":
@@ -170,7 +170,7 @@ class DotProductAttention(MegatronModule):
             assert config.init_method is not None
             with torch.no_grad():
                 full = full_weight((count,), meta, config.init_method, where)
-                sink.copy_(shard_of(full, meta, get_pg_rank(tp), size))
+                sink.copy_(shard_of(full, meta, tp.rank(), size))
         return sink
 
     def window(self, mask_type: AttnMaskType) -> tuple[int, int]:

@@ -36,7 +36,6 @@ from megatron.core.tensor_parallel.mappings import (
     reduce_scatter_to_sequence_parallel_region,
 )
 from megatron.core.topology.group import SINGLE_RANK
-from megatron.core.utils import get_pg_rank, get_pg_size
 
 TARGETS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 """Layers that can have an adapter."""
@@ -144,7 +143,7 @@ class LowRankAdapter(nn.Module):
                 return keyed_dropout(x, probability)
             # The inputs of all ranks are drawn, of which these are some columns.
             full = x.new_empty(1).expand(*x.shape[:-1], self.input_size)
-            begin = get_pg_rank(self.tp) * x.shape[-1]
+            begin = self.tp.rank() * x.shape[-1]
             mask = keyed_keep_mask(full, 1.0 - probability)[..., begin : begin + x.shape[-1]]
             return x * mask.div_(1.0 - probability)
 
@@ -161,9 +160,9 @@ class LowRankAdapter(nn.Module):
                 first, last
             )
         # Where a run is gathered it is the same run of every rank's shard.
-        size = get_pg_size(self.tp)
+        size = self.tp.size()
         full = sequence_shard_of_rank(num_rows * size, cp=self.groups.cp, sp=SINGLE_RANK)
-        shards = [get_pg_rank(self.tp)] if holds_shard else range(size)
+        shards = [self.tp.rank()] if holds_shard else range(size)
         runs = [full.shard(rank, size).run(first, last) for rank in shards]
         return SequenceShard(tuple(pair for part in runs for pair in part.ranges), full.total)
 
@@ -207,7 +206,7 @@ def add_adapters(
             fix="name layers that the model has, with --transformer-impl local",
         )
     names = canonical_names(model)
-    tp_rank, tp_size = get_pg_rank(groups.tp), get_pg_size(groups.tp)
+    tp_rank, tp_size = groups.tp.rank(), groups.tp.size()
     trained = 0
     for name, parameter in adapter_parameters(model):
         trained += parameter.numel()

@@ -32,7 +32,6 @@ from megatron.core.transformer.rotary import cos_sin, rotate
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.yarn import yarn_attention_factor, yarn_of_config
-from megatron.core.utils import get_pg_size
 
 
 @dataclass
@@ -137,7 +136,7 @@ class MLASelfAttention(Attention):
     def _for_all_heads(self, shared_key: Tensor) -> Tensor:
         """Give every rank the shared rotary key of all rows; its gradient is summed over heads."""
         tp = self.pg_collection.tp
-        if get_pg_size(tp) == 1:
+        if tp.size() == 1:
             return shared_key
         if self.config.sequence_parallel:
             return gather_from_sequence_parallel_region(shared_key, group=tp)

@@ -23,7 +23,6 @@ from megatron.core.dist_checkpointing.parameter_shards import (
 from megatron.core.parameters.param_meta import get_param_meta
 from megatron.core.process_groups_config import ProcessGroupCollection, resolve_groups
 from megatron.core.topology.group import Group
-from megatron.core.utils import get_pg_rank, get_pg_size
 
 
 def sharded_state_dict_of(
@@ -105,9 +104,9 @@ def declare_tensor(
         key,
         tensor.detach(),
         meta,
-        tp_rank=get_pg_rank(tp),
-        tp_size=get_pg_size(tp),
-        dp_replica=get_pg_rank(dp),
+        tp_rank=tp.rank(),
+        tp_size=tp.size(),
+        dp_replica=dp.rank(),
         prepend_offsets=tuple(sharded_offsets),
         copy=copy,
         # The vocabulary is padded for the tensor-parallel size, so its length may differ.

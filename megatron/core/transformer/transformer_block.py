@@ -30,7 +30,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec, build_module, get_m
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
-from megatron.core.utils import get_pg_rank, make_viewless_tensor
+from megatron.core.utils import make_viewless_tensor
 
 
 def get_num_layers_to_build(
@@ -100,7 +100,7 @@ class TransformerBlock(GraphableMegatronModule):
         self.pre_process, self.post_process = pre_process, post_process
         self.vp_stage = vp_stage
         self.input_tensor: Tensor | None = None
-        pp_rank = get_pg_rank(self.pg_collection.pp)
+        pp_rank = self.pg_collection.pp.rank()
         self.submodules = block_submodules(config, spec, vp_stage, pp_rank)
         offset = pipeline_layout(config).layers(pp_rank, vp_stage).start
         self.layers = nn.ModuleList(

@@ -36,7 +36,6 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.sharded_state import replace_key_prefixes
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module, get_module
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.utils import get_pg_rank
 
 
 def get_transformer_layer_offset(
@@ -101,7 +100,7 @@ class TransformerLayer(GraphableMegatronModule):
             pp_layer_offset = 0
         elif pp_layer_offset is None:
             pp_layer_offset = get_transformer_layer_offset(
-                config, vp_stage, get_pg_rank(self.pg_collection.pp)
+                config, vp_stage, self.pg_collection.pp.rank()
             )
         self.layer_number = layer_number + pp_layer_offset
         self.is_mtp_layer = is_mtp_layer

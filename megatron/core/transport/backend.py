@@ -7,6 +7,8 @@ The group of all processes is `world()`.
 
 from __future__ import annotations
 
+from typing import TypeGuard
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -23,8 +25,8 @@ def world() -> Group:
     return SINGLE_RANK if group is None else group
 
 
-def has_peers(group: Group) -> bool:
-    """Return whether `group` has more than one rank."""
+def has_peers(group: Group) -> TypeGuard[dist.ProcessGroup]:
+    """Return whether `group` has more than one rank; it is a process group then."""
     return group.size() > 1
 
 
@@ -72,6 +74,7 @@ def barrier(group: Group) -> None:
 
 def isend(x: Tensor, target: int, group: Group, tag: int = 0) -> Handle:
     """Start to send contiguous `x` [...] to rank `target` of `group`."""
+    assert has_peers(group), "one rank has nobody to send to"
     work = dist.isend(x, global_rank(group, target), group, tag)
     assert work is not None, "both ranks belong to the group"
     return work
@@ -79,6 +82,7 @@ def isend(x: Tensor, target: int, group: Group, tag: int = 0) -> Handle:
 
 def irecv(x: Tensor, source: int, group: Group, tag: int = 0) -> Handle:
     """Start to receive into contiguous `x` [...] from rank `source` of `group`."""
+    assert has_peers(group), "one rank has nobody to receive from"
     work = dist.irecv(x, global_rank(group, source), group, tag)
     assert work is not None, "both ranks belong to the group"
     return work
@@ -86,4 +90,5 @@ def irecv(x: Tensor, source: int, group: Group, tag: int = 0) -> Handle:
 
 def global_rank(group: Group, group_rank: int) -> int:
     """Return the number among all processes of a rank of `group`."""
+    assert isinstance(group, dist.ProcessGroup), f"{group} has no ranks but this one"
     return dist.get_global_rank(group, group_rank)

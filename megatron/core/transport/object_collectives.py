@@ -170,7 +170,9 @@ class TorchControlGroup:
     def scatter(self, values: Sequence[object] | None) -> Any:
         """See `ControlGroup`."""
         mine: list[Any] = [None]
-        dist.scatter_object_list(mine, values, src=self._coordinator, group=self.group)
+        dist.scatter_object_list(
+            mine, None if values is None else list(values), src=self._coordinator, group=self.group
+        )
         return mine[0]
 
     def broadcast(self, value: object) -> Any:

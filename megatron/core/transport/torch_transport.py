@@ -188,14 +188,14 @@ def all_to_all(
     """
     rows = x.shape[0] if output_sizes is None else sum(output_sizes)
     received = x.new_empty((rows, *x.shape[1:]))
-    sizes = [None if s is None else list(s) for s in (output_sizes, input_sizes)]
-    return Work.of(
-        [dist.all_to_all_single(received, x, *sizes, group=group, async_op=True)], received
-    )
+    into, out_of = (None if s is None else list(s) for s in (output_sizes, input_sizes))
+    work = dist.all_to_all_single(received, x, into, out_of, group, async_op=True)
+    return Work.of([work], received)
 
 
 def ring_shift(x: Tensor, group: Group) -> Work[Tensor]:
     """Start to send `x` [...] to the next rank, and to receive as much from the one before."""
+    assert isinstance(group, dist.ProcessGroup), "a ring has more than one rank"
     rank, received = group.rank(), torch.empty_like(x)
     following = dist.get_global_rank(group, (rank + 1) % group.size())
     preceding = dist.get_global_rank(group, (rank - 1) % group.size())

@@ -13,13 +13,14 @@ Sums over the ranks of CPUs are computed in rank order, but for gloo's own all-r
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, TypeGuard
 
 import torch.distributed as dist
 from torch import Tensor
 
 from megatron.core.foundation.device import maps_pages
 from megatron.core.topology.group import Group
+from megatron.core.transport.backend import has_peers
 from megatron.core.transport.shm.shm_bucket_transport import BucketSlot, ShmBucketTransport
 from megatron.core.transport.shm.shm_collectives import open_shm_group
 from megatron.core.transport.shm.shm_transport import ShmTransport
@@ -69,8 +70,7 @@ def select_transport(x: Tensor, group: Group) -> Transport:
     """
     if not x.is_cpu:
         return NativeTransport(group)
-    is_shared = group.size() > 1 and maps_pages(x.device)
-    shm = open_shm_group(group) if is_shared else None
+    shm = open_shm_group(group) if has_peers(group) and maps_pages(x.device) else None
     return GlooTransport(group) if shm is None else ShmTransport(group, shm)
 
 
@@ -115,6 +115,6 @@ def message_transport(
     return NativeTransport(group, averages=averages, blocks=not is_in_order)
 
 
-def has_tags(group: Group) -> bool:
+def has_tags(group: Group) -> TypeGuard[dist.ProcessGroup]:
     """Return whether the backend of `group` matches messages by tags (gloo does, NCCL does not)."""
-    return dist.get_backend(group) == dist.Backend.GLOO
+    return isinstance(group, dist.ProcessGroup) and dist.get_backend(group) == dist.Backend.GLOO

@@ -24,7 +24,6 @@ from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.pipeline_parallel.simulate import Span
 from megatron.core.timers import Timers
 from megatron.core.transformer.transformer_layer import TransformerLayer
-from megatron.core.utils import get_pg_rank
 from megatron.planner.tracing.ledger import Kind, Peak, StorageLedger
 from megatron.training import global_vars
 from megatron.training.config.resolved import ResolvedRun
@@ -194,7 +193,7 @@ class RankUnderTest:
             timers=timers,
             size=ModelSize.from_settings(run),
         )
-        self.context.data.train = self._data(run, get_pg_rank(groups.pp), len(model))
+        self.context.data.train = self._data(run, groups.pp.rank(), len(model))
         if ledger is not None:
             self._watch_layers(model)
 

@@ -19,7 +19,6 @@ from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.process_groups_config import ProcessGroupCollection, resolve_groups
 from megatron.core.settings.flags import from_args
-from megatron.core.utils import get_pg_rank
 from megatron.training.checkpointing.checkpointer import Checkpointer
 from megatron.training.checkpointing.run_state import CheckpointContext
 from megatron.training.checkpointing.stored_settings import MODEL_SHAPE_ARGS, stored_args
@@ -60,9 +59,9 @@ def save_checkpoint(
     args = get_args() if args is None else args
     groups = resolve_groups(pg_collection)
     for name, said, own in (
-        ("pipeline_rank", pipeline_rank, get_pg_rank(groups.pp)),
-        ("tensor_rank", tensor_rank, get_pg_rank(groups.tp)),
-        ("expert_rank", expert_rank, get_pg_rank(groups.ep)),
+        ("pipeline_rank", pipeline_rank, groups.pp.rank()),
+        ("tensor_rank", tensor_rank, groups.tp.rank()),
+        ("expert_rank", expert_rank, groups.ep.rank()),
     ):
         refuse_given(
             "save_checkpoint",

@@ -28,7 +28,6 @@ from megatron.core.settings.resumed_schedule import SCHEDULED_IN_GROUPS
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.transformer.low_rank_adapter import is_of_adapter
 from megatron.core.transformer.sharded_state import sharded_state_dict_of
-from megatron.core.utils import get_pg_rank, get_pg_size
 from megatron.training.run.state import TrainState
 
 CHECKPOINT_VERSION = 4.0
@@ -188,8 +187,7 @@ def describe_layout(context: CheckpointContext) -> dict[str, Any]:
     """Return the sizes of all axes and what else depends on them."""
     groups = context.groups
     layout = {
-        axis: get_pg_size(getattr(groups, axis))
-        for axis in ("tp", "pp", "cp", "dp", "ep", "expt_tp")
+        axis: getattr(groups, axis).size() for axis in ("tp", "pp", "cp", "dp", "ep", "expt_tp")
     }
     layout["vp"] = len(context.model)
     vocabulary = context.args.get("unpadded_vocab_size")
@@ -220,9 +218,9 @@ def declare_generators(groups: ProcessGroupCollection) -> ShardedObject:
     return ShardedObject(
         "generators",
         generator_states(),
-        global_shape=(get_pg_size(groups.pp), get_pg_size(groups.tp)),
-        global_offset=(get_pg_rank(groups.pp), get_pg_rank(groups.tp)),
-        replica_id=get_pg_rank(groups.dp_cp),
+        global_shape=(groups.pp.size(), groups.tp.size()),
+        global_offset=(groups.pp.rank(), groups.tp.rank()),
+        replica_id=groups.dp_cp.rank(),
     )
 
 

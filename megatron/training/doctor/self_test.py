@@ -19,7 +19,6 @@ from megatron.core.parameters.rng import rng_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.utils import get_pg_size
 from megatron.training.doctor.findings import Finding, State
 
 TIMEOUT_S = 180
@@ -107,7 +106,7 @@ def _loss_and_gradient(groups: ProcessGroupCollection) -> list[torch.Tensor]:
         num_layers=2,
         hidden_size=32,
         num_attention_heads=4,
-        tensor_model_parallel_size=get_pg_size(groups.tp),
+        tensor_model_parallel_size=groups.tp.size(),
         hidden_dropout=0.0,
         attention_dropout=0.0,
     )

@@ -13,7 +13,6 @@ from megatron.core.optimizer.gradient_norm import is_counted_on_rank, without_pa
 from megatron.core.parameters.param_meta import get_param_meta, num_elements_before_padding
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transport.object_collectives import sum_across_ranks
-from megatron.core.utils import get_pg_rank
 
 
 def params_norm(model: Sequence[nn.Module], groups: ProcessGroupCollection) -> float:
@@ -46,7 +45,7 @@ def _of_chunk(chunk: nn.Module, groups: ProcessGroupCollection, *, is_expert: bo
             for shard in wrapper.shards_of(parameter):
                 sharded += _sum_of_squares(without_padding(shard, shard.values.detach(), groups))
         else:
-            axis_rank = get_pg_rank(groups.expt_tp if is_expert else groups.tp)
+            axis_rank = (groups.expt_tp if is_expert else groups.tp).rank()
             end = num_elements_before_padding(parameter, meta, axis_rank)
             full += _sum_of_squares(parameter.detach().reshape(-1)[:end])
     if wrapper is not None and are_sharded:

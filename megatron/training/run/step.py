@@ -17,7 +17,7 @@ from megatron.core.transport.object_collectives import (
     broadcast_object,
     raise_on_all_ranks,
 )
-from megatron.core.utils import get_model_config, get_pg_rank, get_pg_size
+from megatron.core.utils import get_model_config
 from megatron.training.metrics.expert_load import first_bad_router
 from megatron.training.metrics.flops import FlopConvention, training_flops
 from megatron.training.run.context import StepPlan, TrainingContext
@@ -87,8 +87,8 @@ def forward_backward(
     rng_state().begin_step(
         first_sample,
         micro_batch_size=plan.micro_batch_size,
-        dp_rank=get_pg_rank(context.groups.dp),
-        dp_size=get_pg_size(context.groups.dp),
+        dp_rank=context.groups.dp.rank(),
+        dp_size=context.groups.dp.size(),
     )
     model = context.model if len(context.model) > 1 else context.model[0]
     return context.forward_backward(
@@ -113,7 +113,7 @@ def loss_table(context: TrainingContext, reports: Sequence[Report]) -> LossTable
     """
     table, group = LossTable.of(reports), context.groups.pp
     source = loss_rank(get_model_config(context.model[0]))
-    return table if source == get_pg_size(group) - 1 else broadcast_object(table, source, group)
+    return table if source == group.size() - 1 else broadcast_object(table, source, group)
 
 
 def _check_losses(
@@ -134,7 +134,7 @@ def _check_losses(
         routers = first_bad_router(context.model, context.groups)
     if found is not None:
         microbatch, name, value = found
-        row = microbatch * get_pg_size(context.groups.dp) + get_pg_rank(context.groups.dp)
+        row = microbatch * context.groups.dp.size() + context.groups.dp.rank()
         first = state.consumed_train_samples + row * plan.micro_batch_size
         problem = NumericsError(
             f"iteration {state.iteration + 1}: {name} is {value} in micro batch"

@@ -14,7 +14,6 @@ from megatron.core.datasets.blends.report import lines_of, shares_of
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transport import backend
 from megatron.core.transport.object_collectives import max_across_ranks
-from megatron.core.utils import get_pg_rank, get_pg_size
 from megatron.training.config.phases import phase_of
 from megatron.training.config.resolved import ResolvedRun
 from megatron.training.datasets.audit import audited
@@ -125,7 +124,7 @@ def _chunk_data(
     vp_stage: int | None,
 ) -> DataIterators:
     builds_everywhere = getattr(provider, "is_distributed", False)
-    if not builds_everywhere and get_pg_rank(groups.tp) != 0:
+    if not builds_everywhere and groups.tp.rank() != 0:
         return DataIterators()
     options: dict[str, Any] = {}
     if "vp_stage" in inspect.signature(provider).parameters:
@@ -209,8 +208,8 @@ def _open(
         dataset,
         consumed_samples,
         micro_batch_size=run.schedule.eval_batch[1] if repeats else run.schedule.micro_batch_size,
-        dp_rank=get_pg_rank(groups.dp),
-        dp_size=get_pg_size(groups.dp),
+        dp_rank=groups.dp.rank(),
+        dp_size=groups.dp.size(),
         dataloader_type=run.data.dataloader_type,
         num_workers=run.data.num_workers,
         seed=run.schedule.seed,
@@ -225,15 +224,15 @@ def _open(
     return audited(
         _once(loader),
         run.data.data_audit_path,
-        first_sample=first + get_pg_rank(groups.dp) * run.schedule.micro_batch_size,
+        first_sample=first + groups.dp.rank() * run.schedule.micro_batch_size,
         row_size=run.schedule.micro_batch_size * run.topology.data_parallel_size,
-        dp_rank=get_pg_rank(groups.dp),
+        dp_rank=groups.dp.rank(),
     )
 
 
 def _records_samples(groups: ProcessGroupCollection) -> bool:
     """Return whether this is the rank of its replica that keeps the record."""
-    return all(get_pg_rank(group) == 0 for group in (groups.tp, groups.pp, groups.cp))
+    return all(group.rank() == 0 for group in (groups.tp, groups.pp, groups.cp))
 
 
 def _once(loader: Any) -> Iterator[Any]:

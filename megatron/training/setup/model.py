@@ -27,7 +27,7 @@ from megatron.core.settings.flags import fields_of
 from megatron.core.transformer.low_rank_adapter import AdapterSettings, add_adapters
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.utils import get_model_config, get_pg_rank
+from megatron.core.utils import get_model_config
 from megatron.training import global_vars
 from megatron.training.arguments import run_as_in
 from megatron.training.config.adapters import LoraSettings
@@ -76,7 +76,7 @@ def build_model(
     config = copy.copy(run.transformer_config)  # callbacks are set in it: one for each model
     layout = pipeline_layout(config)
     num_chunks = run.parallelism.virtual_pipeline_model_parallel_size or 1
-    pp_rank = get_pg_rank(groups.pp)
+    pp_rank = groups.pp.rank()
     chunks = []
     # A model whose parameters will be sharded need not fit as a whole: it is filled unit by unit.
     shards_parameters = run.ddp.use_torch_fsdp2
@@ -159,10 +159,10 @@ def _call_with_known(provider: ModelProvider, **options: Any) -> nn.Module:
 
 def _announce_size(chunks: list[nn.Module], groups: ProcessGroupCollection) -> None:
     """Print the number of parameters of this model-parallel rank, once per replica."""
-    if get_pg_rank(groups.dp_cp) != 0:
+    if groups.dp_cp.rank() != 0:
         return
     count = sum(parameter.numel() for chunk in chunks for parameter in chunk.parameters())
-    place = f"({get_pg_rank(groups.tp)}, {get_pg_rank(groups.pp)})"
+    place = f"({groups.tp.rank()}, {groups.pp.rank()})"
     print(
         f" > number of parameters on (tensor, pipeline) model parallel rank {place}: {count}",
         flush=True,

@@ -6,7 +6,6 @@ import argparse
 
 from megatron.core.pipeline_parallel.layout import pipeline_layout
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.utils import get_pg_rank
 from megatron.training.arguments import run_as_in
 
 
@@ -20,5 +19,5 @@ def is_dataset_built_on_rank(args: argparse.Namespace, vp_stage: int | None = No
     if run.data.reset_attention_mask or run.data.sft:
         return True
     layout = pipeline_layout(run.transformer_config)
-    pp_rank = get_pg_rank(ProcessGroupCollection.current().pp)
+    pp_rank = ProcessGroupCollection.current().pp.rank()
     return layout.has_embedding(pp_rank, vp_stage) or layout.has_loss(pp_rank, vp_stage)

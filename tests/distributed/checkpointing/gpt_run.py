@@ -28,7 +28,7 @@ from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.utils import get_pg_rank, get_pg_size, unwrap_model
+from megatron.core.utils import unwrap_model
 from megatron.training.checkpointing import (
     CheckpointContext,
     Checkpointer,
@@ -176,7 +176,7 @@ class Run:
 
     def train(self, num_steps: int) -> None:
         """Run optimizer steps; the loss of each is kept on the last stage."""
-        dp_rank, dp_size = get_pg_rank(self.groups.dp), get_pg_size(self.groups.dp)
+        dp_rank, dp_size = self.groups.dp.rank(), self.groups.dp.size()
         for _ in range(num_steps):
             consumed = self.train_state.consumed_train_samples
             rng_state().begin_step(consumed, micro_batch_size=1, dp_rank=dp_rank, dp_size=dp_size)
@@ -271,7 +271,7 @@ def _chunk(
     groups: ProcessGroupCollection,
     vp_stage: int,
 ) -> GPTModel:
-    stage, last = get_pg_rank(groups.pp), get_pg_size(groups.pp) - 1
+    stage, last = groups.pp.rank(), groups.pp.size() - 1
     multiple = 8 * layout.tp if layout.tp < 4 else 32
     return GPTModel(
         config,

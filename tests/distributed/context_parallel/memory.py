@@ -27,7 +27,6 @@ from megatron.core.kernels.block_mask import MaskSpec
 from megatron.core.kernels.cpu.malloc import return_free_pages
 from megatron.core.settings.command_line import read_command_line
 from megatron.core.settings.flags import flag
-from megatron.core.utils import get_pg_size
 from tests.harness.distributed import run_distributed
 from tests.harness.machine import resident_bytes
 
@@ -38,7 +37,7 @@ KINDS = (("p2p", 2), ("all_gather", 2), ("a2a", 2), ("a2a+p2p", 4))
 
 def peak_of_attention(groups, cp_comm_type: str, length: int) -> int:
     """Return by how many bytes forward and backward of one attention raise this rank's peak."""
-    local = length // get_pg_size(groups.cp)
+    local = length // groups.cp.size()
     shapes = ((HEADS, WIDTH), (KEY_HEADS, WIDTH), (KEY_HEADS, WIDTH))
     inputs = [torch.randn(local, 1, *shape, requires_grad=True) for shape in shapes]
     gc.collect()

@@ -14,7 +14,6 @@ from megatron.core.kernels.attention_options import AttentionOptions
 from megatron.core.kernels.block_mask import MaskSpec
 from megatron.core.parameters.rng import rng_state
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.utils import get_pg_rank, get_pg_size
 from tests.harness.distributed import run_distributed
 from tests.harness.tolerances import BF16_WHOLE_MODEL, FP32_REORDERED_SUM, assert_close
 
@@ -52,7 +51,7 @@ def output_and_gradients(groups, cp_comm_type, case):
     """Attend with this rank's rows; return rows of output and gradients, and the sink's."""
     rng_state().set_seed(11)
     tensors, grad, options = attention_case(*case)
-    rank, size = get_pg_rank(groups.cp), get_pg_size(groups.cp)
+    rank, size = groups.cp.rank(), groups.cp.size()
     if size > 1:
         tensors = {name: shard_sequence(t, 0, rank, size) for name, t in tensors.items()}
         grad = shard_sequence(grad, 0, rank, size)

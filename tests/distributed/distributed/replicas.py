@@ -13,7 +13,6 @@ from megatron.core.distributed import (
     DistributedDataParallelConfig,
     finalize_model_grads,
 )
-from megatron.core.utils import get_pg_rank, get_pg_size
 
 NUM_SAMPLES = 8
 CONFIG = SimpleNamespace(calculate_per_token_loss=False)
@@ -58,7 +57,7 @@ def wrap(groups, dtype=torch.float32, model=None, **ddp):
 
 def accumulate(ddp, groups, step, num_microbatches, finalize=True):
     """Run forward and backward of this replica's share of a step; gradients end up reduced."""
-    rank, size = get_pg_rank(groups.dp_cp), get_pg_size(groups.dp_cp)
+    rank, size = groups.dp_cp.rank(), groups.dp_cp.size()
     mine = samples(step)[rank::size].chunk(num_microbatches)
     ddp.zero_grad_buffer()
     losses = []

@@ -9,7 +9,6 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.parameters.rng import rng_state
 from megatron.core.pipeline_parallel.layout import pipeline_layout
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.utils import get_pg_rank, get_pg_size
 from megatron.inference.generate import generate
 from megatron.inference.sampling import Sampling
 from tests.harness.distributed import run_distributed
@@ -27,7 +26,7 @@ def tiny_gpt(
     schedule="1f1b",
     num_experts=None,
 ):
-    pp, tp = get_pg_size(groups.pp), get_pg_size(groups.tp)
+    pp, tp = groups.pp.size(), groups.tp.size()
     rng_state().set_seed(42)
     config = TransformerConfig(
         num_layers=4,
@@ -39,15 +38,15 @@ def tiny_gpt(
         pipeline_schedule=schedule,
         virtual_pipeline_model_parallel_size=num_chunks if num_chunks > 1 else None,
         sequence_parallel=sequence_parallel,
-        context_parallel_size=get_pg_size(groups.cp),
+        context_parallel_size=groups.cp.size(),
         pipeline_dtype=torch.float32,
         num_moe_experts=num_experts,
-        expert_model_parallel_size=get_pg_size(groups.ep),
+        expert_model_parallel_size=groups.ep.size(),
         moe_token_dispatcher_type="alltoall",
         # Wide enough that the most likely token is not a matter of rounding.
         init_method_std=0.5,
     )
-    rank, layout = get_pg_rank(groups.pp), pipeline_layout(config)
+    rank, layout = groups.pp.rank(), pipeline_layout(config)
     return [
         GPTModel(
             config,

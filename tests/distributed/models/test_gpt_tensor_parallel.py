@@ -13,7 +13,6 @@ from megatron.core.parameters.param_meta import get_param_meta, unshard
 from megatron.core.parameters.rng import rng_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.utils import get_pg_size
 from tests.harness.distributed import run_distributed
 from tests.harness.tolerances import FP32_REORDERED_SUM, assert_close
 
@@ -39,7 +38,7 @@ FAMILIES = {
 
 def gradients_of_a_step(groups, family, tied, options):
     """Return the loss [b, s] and the whole model's gradients by name."""
-    tp = get_pg_size(groups.tp)
+    tp = groups.tp.size()
     rng_state().set_seed(17)
     config = TransformerConfig(
         num_layers=2, hidden_size=16, num_attention_heads=4, ffn_hidden_size=24,

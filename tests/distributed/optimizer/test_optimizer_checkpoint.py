@@ -14,7 +14,6 @@ from megatron.core.foundation.errors import CheckpointError
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.parameters.param_meta import ParamMeta, get_param_meta, set_param_meta, shard_of
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.utils import get_pg_rank, get_pg_size
 from tests.distributed.distributed.replicas import CONFIG, wrap
 from tests.harness.distributed import run_distributed
 from tests.harness.tolerances import EXACT, FP32_AFTER_OPTIMIZER, FP32_ROUNDED_ONCE, assert_close
@@ -50,7 +49,7 @@ class Layers(nn.Module):
             )
 
     def _place(self, name, full, dtype):
-        rank, size = get_pg_rank(self.groups.tp), get_pg_size(self.groups.tp)
+        rank, size = self.groups.tp.rank(), self.groups.tp.size()
         parameter = nn.Parameter(shard_of(full, METAS[name], rank, size).to(dtype).clone())
         set_param_meta(parameter, METAS[name])
         return parameter
@@ -68,9 +67,9 @@ class Layers(nn.Module):
                 name,
                 parameter,
                 get_param_meta(parameter),
-                tp_rank=get_pg_rank(groups.tp),
-                tp_size=get_pg_size(groups.tp),
-                dp_replica=get_pg_rank(groups.dp_cp),
+                tp_rank=groups.tp.rank(),
+                tp_size=groups.tp.size(),
+                dp_replica=groups.dp_cp.rank(),
             )
             for name, parameter in self.named_parameters()
         }
@@ -199,7 +198,7 @@ def test_a_run_that_has_not_begun_can_be_saved_and_loaded(tmp_path):
 
 def train_the_second_stage_and_save(groups, directory):
     """Rank 0 holds frozen weights only: its optimizer has no shard to count updates with."""
-    is_trained = get_pg_rank(groups.pp) == 1
+    is_trained = groups.pp.rank() == 1
     ddp, optimizer = build(groups, "no_shard", torch.float32, is_trained=is_trained)
     assert bool(optimizer.shards) == is_trained
     for number in range(3):

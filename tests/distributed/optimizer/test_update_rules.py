@@ -11,7 +11,6 @@ from torch import nn
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.parameters.param_meta import ParamMeta, set_param_meta, shard_of
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.utils import get_pg_rank, get_pg_size
 from tests.distributed.checkpointing.gpt_run import Layout, Model, Run, resume_and_train
 from tests.distributed.distributed.replicas import accumulate, wrap
 from tests.distributed.optimizer.test_sharded_optimizer import build
@@ -68,7 +67,7 @@ FACTS = {
 
 def split_weights(groups, **settings: Any) -> dict[str, torch.Tensor]:
     """Update this rank's parts of four matrices by Muon, and return them."""
-    rank, size = get_pg_rank(groups.tp), get_pg_size(groups.tp)
+    rank, size = groups.tp.rank(), groups.tp.size()
     model = nn.Module()
     for name, (shape, facts) in FACTS.items():
         whole = torch.randn(shape, generator=torch.Generator().manual_seed(len(name)))

@@ -16,7 +16,6 @@ from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.linear_with_overlap import LinearCommSpec, parallel_linear
 from megatron.core.topology.group import SINGLE_RANK
-from megatron.core.utils import get_pg_rank, get_pg_size
 
 SEQUENCE, BATCH, HIDDEN = 6, 2, 5
 LAYERS_PER_STAGE = 2
@@ -89,8 +88,8 @@ def build_chunks(groups: ProcessGroupCollection, config: Any, num_chunks: int) -
 def stages(groups: ProcessGroupCollection, config: Any, num_chunks: int) -> list[int]:
     """Return the position in the model of each chunk of this rank."""
     shape = schedule_named(config.pipeline_schedule).shape
-    placement = Placement(get_pg_size(groups.pp), num_chunks, shape)
-    return [placement.stage(get_pg_rank(groups.pp), chunk) for chunk in range(num_chunks)]
+    placement = Placement(groups.pp.size(), num_chunks, shape)
+    return [placement.stage(groups.pp.rank(), chunk) for chunk in range(num_chunks)]
 
 
 def run_step(
@@ -146,7 +145,7 @@ def assert_equal_to_serial(
     sequences: list[int] | None = None,
 ) -> None:
     """Fail unless every gradient of this rank equals the serial one bit for bit."""
-    expected = serial_gradients(get_pg_size(groups.pp) * len(chunks), num_microbatches, sequences)
+    expected = serial_gradients(groups.pp.size() * len(chunks), num_microbatches, sequences)
     here = stages(groups, chunks[0].config, len(chunks))
     for stage, grads in zip(here, gradients(chunks), strict=True):
         for mine, theirs in zip(grads, expected[stage], strict=True):

@@ -18,7 +18,6 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.parameters.rng import rng_state
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.utils import get_pg_rank
 from megatron.training.metrics.params_norm import params_norm
 from tests.harness.distributed import run_distributed
 from tests.harness.tolerances import EXACT, FP32_REORDERED_SUM, assert_close
@@ -55,7 +54,7 @@ def figures(groups, layout, model, wrapper):
     chunk = build(config, model, layout, groups)
     for name, parameter in chunk.named_parameters():
         if "word_embeddings" in name or "output_layer" in name:
-            first_row = get_pg_rank(groups.tp) * len(parameter)
+            first_row = groups.tp.rank() * len(parameter)
             parameter.data[max(VOCABULARY - first_row, 0) :] = 5.0
     ddp = wrapper(config, chunk, groups)
     settings = OptimizerConfig(
@@ -69,7 +68,7 @@ def figures(groups, layout, model, wrapper):
     optimizer.zero_grad()
     config.finalize_model_grads_func = partial(finalize_model_grads, pg_collection=groups)
     config.no_sync_func = ddp.no_sync
-    dp_rank = get_pg_rank(groups.dp)
+    dp_rank = groups.dp.rank()
     rng_state().begin_step(0, micro_batch_size=1, dp_rank=dp_rank, dp_size=layout.dp)
     get_forward_backward_func(pp_size=1, vp_size=1)(
         forward_step_func=forward_step,
@@ -133,7 +132,7 @@ def initial_weights(groups, layout):
     config.init_method = config.embedding_init_method = nn.init.xavier_uniform_
     chunk = build(config, model, layout, groups)
     weight = chunk.shared_embedding_or_output_weight().detach()
-    first_row = get_pg_rank(groups.tp) * len(weight)
+    first_row = groups.tp.rank() * len(weight)
     return weight[: max(VOCABULARY - first_row, 0)].clone()
 
 

@@ -12,7 +12,6 @@ from megatron.core import parallel_state
 from megatron.core.foundation.errors import MegatronError
 from megatron.core.parameters.param_meta import get_param_meta
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.utils import get_pg_rank
 from pretrain_gpt import forward_step
 from tests.parity.training_case import RankReport, named_parameters
 from tests.parity.training_run import train_with_flags
@@ -61,7 +60,7 @@ def run_rank(groups: ProcessGroupCollection, words: list[str], metrics: str) -> 
 
 def _weights(chunks: list[Any]) -> RankReport:
     current = ProcessGroupCollection.current()
-    ranks = (get_pg_rank(group) for group in (current.tp, current.expt_tp, current.dp))
+    ranks = (group.rank() for group in (current.tp, current.expt_tp, current.dp))
     report = RankReport(*ranks, [0.0], [], {}, {}, {}, {})
     for name, _, parameter in _parameters(chunks):
         meta = get_param_meta(parameter)

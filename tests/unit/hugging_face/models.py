@@ -18,7 +18,6 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.sharded_state import sharded_state_dict_of
 from megatron.core.transport.object_collectives import SingleProcess
-from megatron.core.utils import get_pg_rank, get_pg_size
 from megatron.hugging_face import open_model, read_model_directory
 from megatron.hugging_face.families.family import geometry_of
 from megatron.hugging_face.reading import full_name
@@ -198,10 +197,10 @@ def our_model(
         words: further flags, of the layout for example.
     """
     groups = groups or ProcessGroupCollection.single()
-    stage, num_stages = get_pg_rank(groups.pp), get_pg_size(groups.pp)
-    tp = get_pg_size(groups.tp)
+    stage, num_stages = groups.pp.rank(), groups.pp.size()
+    tp = groups.tp.size()
     config = parse_command_line([*flags_for(directory), *words]).config
-    run = resolve(config, world_size=tp * num_stages * get_pg_size(groups.dp))
+    run = resolve(config, world_size=tp * num_stages * groups.dp.size())
     run = run.overlaid({"unpadded_vocab_size": run.tokenizer.vocab_size})
     transformer = run.transformer_config
     model = GPTModel(

@@ -21,6 +21,7 @@ from megatron.core.models.common.language_module.language_module import (
 from megatron.core.tensor_parallel import cross_entropy
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron.core.tensor_parallel.vocab_embedding import index_add, sorted_index_put
+from megatron.core.topology.group import SINGLE_RANK
 from tests.harness.tolerances import FP32_REORDERED_SUM, assert_close
 from tests.unit.models.test_gpt_model import make_model
 
@@ -110,7 +111,7 @@ def test_the_cross_entropy_of_transformer_engine_leaves_padding_out(monkeypatch,
     target = torch.randint(0, 7, (5, 2))
     target[0, 0] = -100
     weight = torch.rand(5, 2)
-    how = dict(tp_group=None, num_valid=num_valid)
+    how = dict(tp_group=SINGLE_RANK, num_valid=num_valid)
     found = []
     for run in (cross_entropy.transformer_engine_cross_entropy, vocab_parallel_cross_entropy):
         loss = run(logits, target, **how)

@@ -13,6 +13,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 )
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.topology.group import SINGLE_RANK
 from megatron.core.transformer.transformer_config import TransformerConfig
 from tests.harness.tolerances import FP32_REORDERED_SUM, assert_close
 
@@ -105,8 +106,8 @@ def test_evaluation_predicts_the_next_token_only():
 
 def test_later_positions_end_with_the_sequence():
     x = torch.arange(6).view(1, 6)
-    assert shift_left(x, 2, None).tolist() == [[2, 3, 4, 5, 0, 0]]
-    assert shift_left(x, 9, None).tolist() == [[0] * 6]
+    assert shift_left(x, 2, SINGLE_RANK).tolist() == [[2, 3, 4, 5, 0, 0]]
+    assert shift_left(x, 9, SINGLE_RANK).tolist() == [[0] * 6]
 
 
 def test_a_layout_that_predicts_without_the_head_is_refused():

@@ -406,7 +406,7 @@ def test_input_gradients_leave_weight_gradients_to_their_own_step():
         ),
         None,
         is_last=True,
-        loss=LossSettings(num_microbatches=1),
+        loss=LossSettings(num_microbatches=1, cp_group=SINGLE_RANK),
         reported=StepReport(),
     )
     seen = []

@@ -19,7 +19,6 @@ from megatron.core.topology.group import Group
 from megatron.core.transport.ordered_sum import piece_of
 from megatron.core.transport.transport import message_transport
 from megatron.core.transport.work import Steps
-from megatron.core.utils import get_pg_rank, get_pg_size
 
 
 @dataclass
@@ -98,7 +97,7 @@ class CompressedReduction:
     def _scatter(self, values: Tensor, group: Group, axis: str, tag: int) -> Steps[None]:
         """Sum over a group what other ranks sent of this rank's piece, into that piece."""
         assert self._format is not None
-        rank, size = get_pg_rank(group), get_pg_size(group)
+        rank, size = group.rank(), group.size()
         self._add_error(values, axis)
         packed = self._format.pack(values)
         self._keep_error(values, packed, axis)
@@ -115,7 +114,7 @@ class CompressedReduction:
     def _gather(self, values: Tensor, group: Group, tag: int) -> Steps[None]:
         """Give every rank all pieces, each as its owner packed it."""
         assert self._format is not None
-        rank, size = get_pg_rank(group), get_pg_size(group)
+        rank, size = group.rank(), group.size()
         own = piece_of(values, rank, size)
         self._add_error(own, "sum")
         packed = self._format.pack(own)
@@ -130,7 +129,7 @@ class CompressedReduction:
         assert self._low_rank is not None
         matrices = self._low_rank
         self._add_error(values, "bucket")
-        groups = [g for g in (mesh.shard, mesh.replicate) if get_pg_size(g) > 1]
+        groups = [g for g in (mesh.shard, mesh.replicate) if g.size() > 1]
         message = matrices.project(values, mesh.size)
         for group in groups:
             yield from message_transport(group, tag).all_reduce(message)
@@ -145,7 +144,7 @@ class CompressedReduction:
         matrices.keep_error(before, self._error("bucket", before))
 
     def _count_all_reduce(self, message: Tensor, group: Group) -> None:
-        size = get_pg_size(group)
+        size = group.size()
         self.traffic.sent += int(2 * (size - 1) / size * message.nbytes)
 
     def _error(self, axis: str, like: Tensor) -> Tensor:

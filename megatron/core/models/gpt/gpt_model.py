@@ -33,7 +33,6 @@ from megatron.core.transformer.transformer_block import (
     TransformerBlockSubmodules,
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.utils import get_pg_rank, get_pg_size
 
 POSITION_EMBEDDING_TYPES = ("learned_absolute", "rope", "yarn", "none")
 
@@ -167,8 +166,8 @@ class GPTModel(LanguageModule):
         initialize_parameters(
             self,
             seed=rng_state().seed,
-            axis_rank={name: get_pg_rank(group) for name, group in axes.items()},
-            axis_size={name: get_pg_size(group) for name, group in axes.items()},
+            axis_rank={name: group.rank() for name, group in axes.items()},
+            axis_size={name: group.size() for name, group in axes.items()},
         )
 
     def set_input_tensor(

@@ -22,7 +22,6 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.grouped_linear import GroupedLinear, rows_with_bias
 from megatron.core.transformer.sharded_state import declare_tensor
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.utils import get_pg_rank, get_pg_size
 
 
 class _Experts(MegatronModule):
@@ -39,14 +38,14 @@ class _Experts(MegatronModule):
         super().__init__(config)
         self.pg_collection = pg_collection
         self.num_local_experts = num_local_experts
-        self.first_expert = get_pg_rank(self.pg_collection.ep) * num_local_experts
+        self.first_expert = self.pg_collection.ep.rank() * num_local_experts
         self.names_in_model: dict[str, str] = {}
         """Name of each parameter -> its name in the one-device model: numbered by expert."""
 
     @property
     def adds_bias(self) -> bool:
         """Whether this rank adds the second layer's bias: one of those that share an expert."""
-        return get_pg_rank(self.pg_collection.expt_tp) == 0
+        return self.pg_collection.expt_tp.rank() == 0
 
     def expert_and_kind(self, name: str) -> tuple[int, str]:
         """Split a parameter's name into the expert's local number and the name inside it."""
@@ -67,7 +66,7 @@ class _Experts(MegatronModule):
 
         Keys are `experts.linear_fc1.weight` and so on, for both forms.
         """
-        total = self.num_local_experts * get_pg_size(self.pg_collection.ep)
+        total = self.num_local_experts * self.pg_collection.ep.size()
         declared: ShardedStateDict = {}
         for name, parameter in self.named_parameters():
             index, kind = self.expert_and_kind(name)

@@ -21,7 +21,6 @@ from torch import Tensor, nn
 
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transport import backend
-from megatron.core.utils import get_pg_size
 
 AUX_LOSS_NAMES = {
     "aux_loss": "load_balancing_loss",
@@ -204,5 +203,5 @@ def finish_router_step(model: Sequence[nn.Module], groups: ProcessGroupCollectio
     backend.all_reduce(everything, groups.tp_dp_cp)
     parts = everything.split([part.numel() for part in packed])
     for router, own, part in zip(routers, names, parts, strict=True):
-        router.load.finish_step(part, own, get_pg_size(groups.tp) * get_pg_size(groups.cp))
+        router.load.finish_step(part, own, groups.tp.size() * groups.cp.size())
         router.apply_load()

@@ -22,6 +22,7 @@ from megatron.core.tensor_parallel.mappings import (
     scatter_to_sequence_parallel_region,
 )
 from megatron.core.tensor_parallel.random import checkpoint
+from megatron.core.topology.group import SINGLE_RANK, Group
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.router import TopKRouter, expert_capacity
 from megatron.core.transformer.moe.shared_experts import SharedExpertOverlap
@@ -32,7 +33,7 @@ from megatron.core.transformer.moe.token_dispatcher import (
 )
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.utils import divide, get_pg_rank, get_pg_size
+from megatron.core.utils import divide
 
 
 @dataclass
@@ -66,8 +67,8 @@ class MoELayer(MegatronModule):
         assert config.num_moe_experts and submodules is not None
         self.pg_collection = groups = resolve_groups(pg_collection)
         self.layer_number = 0
-        num_local_experts = divide(config.num_moe_experts, get_pg_size(groups.ep))
-        first = get_pg_rank(groups.ep) * num_local_experts
+        num_local_experts = divide(config.num_moe_experts, groups.ep.size())
+        first = groups.ep.rank() * num_local_experts
         self.local_expert_indices = list(range(first, first + num_local_experts))
         self.router = build_module(
             submodules.router, config=config, pg_collection=groups, is_mtp_layer=is_mtp_layer
@@ -84,7 +85,7 @@ class MoELayer(MegatronModule):
             num_local_experts, self.local_expert_indices, groups
         )
         # Without sequence parallelism the layer itself gives each rank other rows.
-        self._cut = None if config.sequence_parallel else groups.tp
+        self._cut = SINGLE_RANK if config.sequence_parallel else groups.tp
         if layer_number is not None:
             self.set_layer_number(layer_number)
 
@@ -137,12 +138,10 @@ class MoELayer(MegatronModule):
     ) -> Tensor:
         mask = None if padding_mask is None else padding_mask.t()  # [s/cp, b]
         x, rows = hidden_states, hidden_states.shape[0]
-        cut = self._cut if get_pg_size(self._cut) > 1 else None
-        if cut is not None:
-            x, mask = _pad_tokens(x, mask, get_pg_size(cut))
-            x = scatter_to_sequence_parallel_region(x, cut)
+        x, mask = _pad_tokens(x, mask, self._cut.size())
+        x = scatter_to_sequence_parallel_region(x, self._cut)
         if mask is not None:
-            mask = _shard_of_mask(mask, cut or self.pg_collection.tp)
+            mask = _shard_of_mask(mask, self.pg_collection.tp)
         probs, routing_map = self.router(x, mask)
         begin, end = (
             (None, None) if shared_overlap is None else (shared_overlap.begin, shared_overlap.end)
@@ -153,16 +152,15 @@ class MoELayer(MegatronModule):
             sent = pad_to_capacity(sent, self._max_tokens_per_expert(x))
         output, _ = self.experts(sent.tokens, sent.tokens_per_expert, sent.probs)
         output = sent.combine(output, end).view(x.shape)
-        if cut is not None:
-            output = gather_from_sequence_parallel_region(output, False, cut)[:rows]
-        return output
+        output = gather_from_sequence_parallel_region(output, False, self._cut)
+        return output if output.shape[0] == rows else output[:rows]
 
     def _max_tokens_per_expert(self, x: Tensor) -> int:
         """Return how many rows an expert gets at most: its capacity in every sequence at hand."""
         groups = self.pg_collection
-        parts = get_pg_size(groups.tp) * get_pg_size(groups.cp)
+        parts = groups.tp.size() * groups.cp.size()
         capacity = expert_capacity(self.config, x.shape[0] * parts)
-        senders = get_pg_size(groups.tp_ep)
+        senders = groups.tp_ep.size()
         of_my_sequences = set(groups.ranks.get("tp_ep", [0])) & set(groups.ranks.get("tp_cp", [0]))
         return x.shape[1] * capacity * (senders // max(len(of_my_sequences), 1))
 
@@ -177,7 +175,7 @@ def _pad_tokens(x: Tensor, mask: Tensor | None, parts: int) -> tuple[Tensor, Ten
     return F.pad(x, (0, 0, 0, 0, 0, missing)), F.pad(mask, (0, 0, 0, missing), value=True)
 
 
-def _shard_of_mask(mask: Tensor, group: Any) -> Tensor:
+def _shard_of_mask(mask: Tensor, group: Group) -> Tensor:
     """Return this rank's piece of the rows [s, b]."""
-    length = mask.shape[0] // get_pg_size(group)
-    return mask.narrow(0, get_pg_rank(group) * length, length)
+    length = mask.shape[0] // group.size()
+    return mask.narrow(0, group.rank() * length, length)

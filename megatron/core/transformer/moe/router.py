@@ -34,7 +34,6 @@ from megatron.core.transformer.moe.routing import (
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transport import collectives
-from megatron.core.utils import get_pg_size
 
 ROUTER_DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 
@@ -184,11 +183,11 @@ class TopKRouter(LoadTrackingRouter, ParallelLayer):
     def _sum_over_sequences(self, x: Tensor) -> Tensor:
         """Sum a small tensor over the ranks that hold the tokens of the micro batch."""
         group = self.pg_collection.tp_cp
-        return x if get_pg_size(group) == 1 else collectives.all_reduce(x.clone(), group)
+        return x if group.size() == 1 else collectives.all_reduce(x.clone(), group)
 
     @property
     def _ranks_per_sample(self) -> int:
-        return get_pg_size(self.pg_collection.tp) * get_pg_size(self.pg_collection.cp)
+        return self.pg_collection.tp.size() * self.pg_collection.cp.size()
 
     def _apply_capacity(self, choice: RoutingResult, shape: torch.Size) -> Tensor:
         """Return the choices [t, e] within the capacity of the experts.
@@ -199,7 +198,7 @@ class TopKRouter(LoadTrackingRouter, ParallelLayer):
         length = shape[0] * self._ranks_per_sample
         capacity = expert_capacity(config, length)
         priorities, chosen = choice.probs.detach().view(shape), choice.routing_map.view(shape)
-        if get_pg_size(group) == 1:
+        if group.size() == 1:
             kept = apply_capacity(priorities, chosen, capacity, config.moe_token_drop_policy)
             return kept.flatten(0, 1)
         rows = sequence_shard_of_rank(shape[0], cp=self.pg_collection.cp, sp=self.pg_collection.tp)

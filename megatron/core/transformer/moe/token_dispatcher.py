@@ -21,7 +21,6 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import mappings
 from megatron.core.topology.group import Group
 from megatron.core.transport import collectives
-from megatron.core.utils import get_pg_rank, get_pg_size
 
 OverlapFn = Callable[[], None] | None
 """What a rank computes while its tokens are in flight."""
@@ -132,7 +131,7 @@ class MoEAllGatherTokenDispatcher(_Dispatcher):
         group = self.tp_ep
         tokens = mappings.gather_from_sequence_parallel_region(tokens, group=group)
         probs = mappings.gather_from_sequence_parallel_region(probs, group=group)
-        if get_pg_size(group) > 1:
+        if group.size() > 1:
             marks = collectives.all_gather(routing_map.to(torch.uint8), group)
             routing_map = marks.bool()
         first = self.local_expert_indices[0]
@@ -207,19 +206,19 @@ class _ExchangePlan:
     def of(dispatcher: _Dispatcher, assignments: Tensor) -> _ExchangePlan:
         """Plan the exchange of a rank with [e] assignments. Communication: see above."""
         ep, expt_tp, local = dispatcher.ep, dispatcher.expt_tp, dispatcher.num_local_experts
-        ep_size, tp_size = get_pg_size(ep), get_pg_size(expt_tp)
+        ep_size, tp_size = ep.size(), expt_tp.size()
         counts = assignments.view(1, -1)
         # The counts travel the way of the rows, so that the order of the ranks is the same.
         if ep_size > 1:
             counts = collectives.all_gather(counts, ep)
         if tp_size > 1:
             counts = collectives.all_gather(counts, expt_tp)
-        own = get_pg_rank(ep) * local
+        own = ep.rank() * local
         table = counts.tolist()  # [expt_tp * ep][e]
         blocks = [row[own : own + local] for row in table]
-        mine = get_pg_rank(expt_tp) * ep_size
+        mine = expt_tp.rank() * ep_size
         sums = [sum(row) for row in blocks]
-        local_assignments = table[mine + get_pg_rank(ep)]
+        local_assignments = table[mine + ep.rank()]
         sent = [sum(local_assignments[r * local : (r + 1) * local]) for r in range(ep_size)]
         return _ExchangePlan(
             sent,

@@ -127,7 +127,9 @@ def map_gather(
                 for file in files:
                     os.close(file)
     is_complete = len(joined) == len(layouts)
-    if not (is_complete if peers is None else all_ranks_can(is_complete, group)):
+    if isinstance(group, dist.ProcessGroup) and peers is not None:
+        is_complete = all_ranks_can(is_complete, group)
+    if not is_complete:
         return None
     return MappedGather(memory, peers, joined)
 

@@ -8,7 +8,6 @@ from megatron.core.parameters.initialization import deferred_initialization, ini
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.utils import get_pg_rank, get_pg_size
 
 H, E, K = 16, 4, 2
 
@@ -27,8 +26,8 @@ def layer(groups=None, seed=3, **options):
     groups = groups or ProcessGroupCollection.single()
     with deferred_initialization():
         built = build_module(spec.submodules.mlp, config=config, pg_collection=groups)
-    place = {"expt_tp": get_pg_rank(groups.expt_tp), "tp": get_pg_rank(groups.tp)}
-    size = {"expt_tp": get_pg_size(groups.expt_tp), "tp": get_pg_size(groups.tp)}
+    place = {"expt_tp": groups.expt_tp.rank(), "tp": groups.tp.rank()}
+    size = {"expt_tp": groups.expt_tp.size(), "tp": groups.tp.size()}
     initialize_parameters(built, seed=seed, axis_rank=place, axis_size=size)
     built.set_layer_number(1)
     for name, parameter in built.named_parameters():

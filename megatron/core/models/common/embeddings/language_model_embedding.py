@@ -24,7 +24,6 @@ from megatron.core.tensor_parallel.mappings import scatter_to_sequence_parallel_
 from megatron.core.topology.group import SINGLE_RANK, Group
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.utils import get_pg_rank, get_pg_size
 
 
 class LanguageModelEmbedding(MegatronModule):
@@ -144,7 +143,7 @@ class LanguageModelEmbedding(MegatronModule):
         if self.config.fp32_residual_connection:
             hidden = hidden.float()
         if self.scatters:
-            rows = rows.shard(get_pg_rank(self.tp_group), get_pg_size(self.tp_group))
+            rows = rows.shard(self.tp_group.rank(), self.tp_group.size())
             if not self.reduce_scatter_embeddings:
                 hidden = scatter_to_sequence_parallel_region(hidden, group=self.tp_group)
         with rng_state().in_scope("embedding", rows=rows):
