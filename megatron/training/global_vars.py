@@ -18,6 +18,7 @@ from megatron.training.config.batch import ScheduleSettings
 from megatron.training.config.data import TokenizerSettings
 from megatron.training.config.logging import LoggingSettings
 from megatron.training.config.model import ModelSettings
+from megatron.training.config.resolved import Topology
 
 _slots: dict[str, Any] = {}
 
@@ -103,13 +104,14 @@ def set_global_variables(args: argparse.Namespace, build_tokenizer: bool = True)
     set_args(args)
     values = vars(args)
     logging, schedule = from_args(LoggingSettings, values), from_args(ScheduleSettings, values)
+    topology = from_args(Topology, values)
     set_timers(Timers(logging.timing_log_level, logging.timing_log_option))
     calculator.reconfigure_num_microbatches_calculator(
-        args.rank,
+        topology.rank,
         schedule.rampup_batch_size,
         schedule.global_batch_size,
         schedule.micro_batch_size,
-        args.data_parallel_size,
+        topology.data_parallel_size,
         schedule.decrease_batch_size_if_needed,
         schedule.step_batch_size_schedule,
         from_args(ModelSettings, values).seq_length,
