@@ -34,6 +34,17 @@ WITHOUT_EFFECT = frozenset({
 })  # fmt: skip
 """Fields that change no logit of the model: they may stay unread. See `is_without_effect`."""
 
+YARN: dict[str, Any] = {
+    "rotary_scaling_factor": 1.0,
+    "original_max_position_embeddings": 4096,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "yarn_correction_range_round_to_int": True,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.0,
+}
+"""Settings of YaRN with their defaults."""
+
 _REQUIRED = object()
 
 
@@ -113,3 +124,118 @@ class ConfigFields:
                 fix=fix,
             )
         )
+
+
+def rope_settings(
+    config: ConfigFields,
+    *,
+    default_base: float = 10000.0,
+    base_name: str = "rope_theta",
+    percent_name: str = "partial_rotary_factor",
+    default_percent: float = 1.0,
+) -> dict[str, Any]:
+    """Return the rotary settings, from older fields of the config or from `rope_parameters`.
+
+    Args:
+        base_name, percent_name: what older configs of the family call base and rotated share;
+            the scaling is `rope_scaling` there.
+        default_base, default_percent: what absence means.
+    """
+    both = dict(config.take("rope_parameters", {}))
+    both.update(config.take("rope_scaling", None) or {})
+    for name, older, default in (
+        ("rope_theta", base_name, default_base),
+        ("partial_rotary_factor", percent_name, default_percent),
+    ):
+        value = config.take(older, None)
+        both[name] = both.get(name, default) if value is None else value
+    return rope_parameters(both, f"rope_scaling in {config.source}")
+
+
+def rope_parameters(fields: Mapping[str, object], source: str) -> dict[str, Any]:
+    """Return the rotary settings of one `rope_parameters`.
+
+    Raises:
+        ConfigError: they ask for a scaling that does not exist here.
+    """
+    scaling = ConfigFields(fields, source)
+    base = scaling.take("rope_theta")
+    kind = scaling.take("rope_type", None) or scaling.take("type", "default")
+    scaling.take("type", None)
+    settings: dict[str, Any] = {
+        "position_embedding_type": "rope",
+        "rotary_base": int(base) if float(base).is_integer() else base,
+    }
+    percent = scaling.take("partial_rotary_factor", 1.0)
+    if percent != 1.0:
+        settings["rotary_percent"] = percent
+    if kind == "llama3":
+        settings["use_rope_scaling"] = True
+        settings["rope_scaling_factor"] = float(scaling.take("factor"))
+        scaling.only("low_freq_factor", 1.0)
+        scaling.only("high_freq_factor", 4.0)
+        scaling.only("original_max_position_embeddings", 8192)
+    elif kind == "linear":
+        settings["rotary_seq_len_interpolation_factor"] = scaling.take("factor")
+    elif kind == "yarn":
+        settings |= _yarn_settings(scaling)
+    else:
+        scaling.only("rope_type", "default")
+        scaling.only("type", "default")
+    scaling.finish()
+    return settings
+
+
+def _yarn_settings(scaling: ConfigFields) -> dict[str, Any]:
+    """Return the settings of YaRN, with its temperature as Transformers reads it."""
+    scaling.only("attention_factor")
+    # The temperature follows from both strengths, or from the factor alone.
+    mscale, of_all = scaling.take("mscale", 0.0), scaling.take("mscale_all_dim", 0.0)
+    if of_all and not mscale:
+        scaling.only("mscale_all_dim")
+    return {
+        "position_embedding_type": "yarn",
+        "rotary_scaling_factor": float(scaling.take("factor")),
+        "original_max_position_embeddings": scaling.take("original_max_position_embeddings"),
+        "beta_fast": float(scaling.take("beta_fast", 32)),
+        "beta_slow": float(scaling.take("beta_slow", 1)),
+        "yarn_correction_range_round_to_int": bool(scaling.take("truncate", True)),
+        "mscale": float(mscale) if of_all else 1.0,
+        "mscale_all_dim": float(of_all),
+    }
+
+
+def _yarn_fields(settings: Mapping[str, Any]) -> dict[str, Any]:
+    values = {name: settings.get(name, usual) for name, usual in YARN.items()}
+    fields = {
+        "rope_type": "yarn",
+        "factor": float(values["rotary_scaling_factor"]),
+        "original_max_position_embeddings": values["original_max_position_embeddings"],
+        "beta_fast": float(values["beta_fast"]),
+        "beta_slow": float(values["beta_slow"]),
+        "truncate": values["yarn_correction_range_round_to_int"],
+    }
+    if values["mscale_all_dim"]:
+        fields |= {name: float(values[name]) for name in ("mscale", "mscale_all_dim")}
+    return fields
+
+
+def rope_fields(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the config fields of rotary settings, in the older, widely read spelling."""
+    fields: dict[str, Any] = {"rope_theta": float(settings["rotary_base"]), "rope_scaling": None}
+    if settings.get("use_rope_scaling"):
+        fields["rope_scaling"] = {
+            "rope_type": "llama3",
+            "factor": settings["rope_scaling_factor"],
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        }
+    elif settings.get("position_embedding_type") == "yarn" or (
+        settings.get("multi_latent_attention") and settings.get("rotary_scaling_factor", 1.0) != 1.0
+    ):
+        fields["rope_scaling"] = _yarn_fields(settings)
+    elif settings.get("rotary_seq_len_interpolation_factor"):
+        factor = float(settings["rotary_seq_len_interpolation_factor"])
+        fields["rope_scaling"] = {"rope_type": "linear", "factor": factor}
+    return fields

@@ -19,7 +19,6 @@ from megatron.core.dist_checkpointing.shard_file import DTYPES
 from megatron.core.foundation.errors import CheckpointError, MegatronError, shown
 from megatron.hugging_face.config_fields import ConfigFields
 from megatron.hugging_face.families import Family, family_of_config
-from megatron.hugging_face.model_description import ModelDescription
 
 CONFIG_NAME = "config.json"
 SINGLE_NAME = "model.safetensors"
@@ -44,8 +43,8 @@ class ModelDirectory:
     fields: dict[str, Any]
     """Of its config.json."""
     family: Family
-    settings: ModelDescription
-    """What the config means here."""
+    settings: dict[str, Any]
+    """What the config means here, by names of flags."""
 
 
 def read_model_directory(path: Path) -> ModelDirectory:

@@ -76,7 +76,7 @@ def features_of(workloads: Workloads, hardware: Hardware) -> FloatArray:
     kinds = [rows.generation == name for name in ("ampere", "hopper", "blackwell")]
     kinds += [workloads.precision == name for name in ("mxfp8", "nvfp4")]
     kinds += [np.isin(workloads.precision, ("fp8",))]
-    kinds += [workloads.software == name for name in ("unfused", "megatron", "fsdp")]
+    kinds += [workloads.software == name for name in ("unfused", "deepspeed", "megatron", "fsdp")]
     scaled = [_OTHER_KIND * kind for kind in kinds]
     scaled.append(_OTHER_KIND * np.log2(rows.peak_16_bit_flops))
     model = (

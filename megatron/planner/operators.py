@@ -91,10 +91,13 @@ class OperatorCosts:
         loads, hardware, rows = self.workloads, self.hardware, self.rows
         width = loads.query_width / loads.tensor_size
         score_flops = 4 * loads.microbatch_tokens * loads.seq_length * width
-        # Models with FSDP and no gated feed-forward are of 2023: linear biases, for which the
-        # kernels of their time took the slow path.
-        is_biased = (loads.software == "fsdp") & (loads.gated_linear_unit == 0)
-        kernel = np.where(is_biased, "attention_with_bias", "attention")
+        # PyTorch's own attention is a FlashAttention-2 that was written for Ampere; Megatron calls
+        # the kernels of the GPU's generation (cuDNN, FlashAttention-3).
+        # Models with FSDP and no gated feed-forward are of 2023: FlashAttention-1.
+        is_torch, is_gated = loads.software == "fsdp", loads.gated_linear_unit > 0
+        kernel = np.where(
+            is_torch, np.where(is_gated, "flash_attention_2", "flash_attention_1"), "attention"
+        )
         flash_efficiency = np.array(
             [
                 hardware.constants[f"{generation}.{name}"]

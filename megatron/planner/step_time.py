@@ -109,10 +109,15 @@ def exposed_pipeline(
     workloads: Workloads, collectives: CollectiveCosts, hardware: Hardware
 ) -> FloatArray:
     """Return the time in which a rank only waits for activations and gradients to arrive."""
-    split = np.where(workloads.sequence_parallel > 0, workloads.tensor_size, 1.0)
-    message = 2 * workloads.microbatch_tokens * workloads.hidden_size / split
+    # Each tensor-parallel rank sends its part, and where the next layer needs the whole, NVLink
+    # gathers it: "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM",
+    # section 4.1, arXiv 2104.04473.
+    whole, tp = 2 * workloads.microbatch_tokens * workloads.hidden_size, workloads.tensor_size
     stride = workloads.world_size / workloads.pipeline_size
-    once = 2 * collectives.point_to_point(message, stride)
+    gathered = np.where(workloads.sequence_parallel > 0, 0.0, whole)
+    gather = collectives.all_gather(gathered, tp, np.ones_like(tp))
+    gather = np.where(workloads.sequence_parallel > 0, 0.0, gather)
+    once = 2 * (collectives.point_to_point(whole / tp, stride) + gather)
     hops = workloads.num_microbatches * workloads.num_chunks + workloads.pipeline_size
     needed = once * hops * hardware.per_software("pipeline_exposed", workloads)
     return np.where(workloads.pipeline_size > 1, needed, 0.0)

@@ -144,13 +144,15 @@ class Workloads:
     def software(self) -> TextArray:
         """Return which kind of software runs: its constants differ.
 
-        `unfused`: of 2021. `megatron`: fused, with replicated parameters or ZeRO-1. `fsdp`: fused,
-        with sharded parameters (FSDP, ZeRO-3), which is PyTorch's kernels and overlap.
+        `unfused`: of 2021. `deepspeed`: of 2021 with a ZeRO stage, whose engine runs the pipeline.
+        `megatron`: fused, with replicated parameters or ZeRO-1. `fsdp`: fused, with sharded
+        parameters (FSDP, ZeRO-3), which is PyTorch's kernels and overlap.
         """
         alone = self.tensor_size * self.pipeline_size == 1
         is_fsdp = (self.sharding_stage >= 3) | ((self.sharding_stage >= 2) & alone)
         fused = np.where(is_fsdp, "fsdp", "megatron")
-        return np.where(self.flash_attention > 0, fused, "unfused")
+        unfused = np.where(self.sharding_stage >= 1, "deepspeed", "unfused")
+        return np.where(self.flash_attention > 0, fused, unfused)
 
     @property
     def local_experts(self) -> FloatArray:

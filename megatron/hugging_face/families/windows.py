@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 from megatron.hugging_face.config_fields import ConfigFields
-from megatron.hugging_face.model_description import ModelDescription
+from megatron.hugging_face.families.family import Settings, windowed_layers
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 
 
-def with_window(
-    model: ModelDescription, config: ConfigFields, usual: Sequence[bool]
-) -> ModelDescription:
-    """Return `model` with the window of the config.
+def window_settings(config: ConfigFields, usual: Sequence[bool]) -> dict[str, Any]:
+    """Return the settings of the window.
 
     Args:
         usual: which layers have it where the config does not list them.
@@ -27,15 +24,16 @@ def with_window(
     elif kinds is not None:
         config.only("layer_types", [SLIDING, FULL])
     window = config.take("sliding_window", None)
-    if window is None:
-        return model
-    return replace(model, window_size=(window - 1, 0), window_attn_skip_freq=pattern)
+    return {
+        "window_size": None if window is None else (window - 1, 0),
+        "window_attn_skip_freq": None if window is None else pattern,
+    }
 
 
-def window_fields(settings: ModelDescription) -> dict[str, Any]:
+def window_fields(settings: Settings) -> dict[str, Any]:
     """Return the fields of the window."""
-    window = settings.window_size
-    kinds = [SLIDING if windowed and window else FULL for windowed in settings.windowed_layers]
+    window = settings.get("window_size")
+    kinds = [SLIDING if windowed and window else FULL for windowed in windowed_layers(settings)]
     return {
         "sliding_window": None if window is None else window[0] + 1,
         "layer_types": kinds,
