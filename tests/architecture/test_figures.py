@@ -90,6 +90,8 @@ OWN_PARSERS = {
     "megatron/core/settings/command_line.py": "the mechanism of tools: dataclasses become flags",
     "megatron/training/cli/parser.py": "that of training: it reports every problem at once",
     "megatron/deepspeed/initialize.py": "adds to the parser of a DeepSpeed script",
+    "tools/constraints_beside.py": "makes the environment, before the package is installed",
+    "tools/lowest_versions.py": "makes the environment, before the package is installed",
     "examples/deepspeed/train.py": "is a DeepSpeed script as its users write them",
     "examples/run_simple_mcore_train_loop.py": "shows the library in a script of somebody else",
     "examples/quickstart/quickstart.py": "runs where the package is installed a moment later",

@@ -38,6 +38,11 @@ class Subcommand(Generic[SettingsT]):
     """Its first line is shown in the list of commands; the docstring of `settings` by default."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class NoFlags:
+    """A script that only answers --help."""
+
+
 def read_command_line(
     settings: type[SettingsT],
     argv: Sequence[str] | None = None,

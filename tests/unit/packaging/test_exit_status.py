@@ -1,6 +1,7 @@
 """Every tool ends with 0, 1, 2 or 130, and they mean the same everywhere."""
 
 import importlib
+import json
 import os
 import subprocess
 import sys
@@ -55,22 +56,29 @@ def test_a_tool_ends_with_1_for_what_cannot_be_read(name, tmp_path, capsys):
     assert str(tmp_path) in capsys.readouterr().err
 
 
-def test_a_tool_that_runs_as_training_does_ends_with_the_codes_of_training():
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory):
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.unit.packaging.help_of_scripts", *RUNS],
+        cwd=tmp_path_factory.mktemp("elsewhere"), check=True, timeout=400, text=True,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)}, stdout=subprocess.PIPE,
+    )  # fmt: skip
+    return json.loads(done.stdout)
+
+
+def test_a_tool_that_runs_as_training_does_ends_with_the_codes_of_training(answers):
     assert RUNS == [
         "evaluate_harness", "evaluate_perplexity", "generate", "run_text_generation_server",
     ]  # fmt: skip
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-    started = [
-        subprocess.Popen(
-            [sys.executable, f"tools/{name}.py", "--no-such-flag"], cwd=REPOSITORY,
-            env=environment, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True,
-        )
-        for name in RUNS
-    ]  # fmt: skip
-    said = [process.communicate(timeout=240)[1] for process in started]
-    named = {10: "FATAL[CONFIG]", 15: "FATAL[MISSING_LIBRARY]"}
-    for process, told in zip(started, said, strict=True):
-        assert named[process.returncode] in told, told
+    for name, word, code, said in answers:
+        if word == "--no-such-flag":
+            assert (code, "FATAL[CONFIG]" in said) == (10, True), f"{name}: {said}"
+
+
+def test_every_script_answers_help_without_the_repository_on_its_path(answers):
+    asked = [(name, code, said) for name, word, code, said in answers if word == "--help"]
+    assert len(asked) > 60
+    assert [one for one in asked if one[1] or "usage: " not in one[2]] == []
 
 
 @pytest.mark.parametrize(
