@@ -20,11 +20,24 @@ import dataclasses
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+from megatron.core.foundation import standard_output
 from megatron.core.settings.flags import FlagSpec, flag_specs
 
+if TYPE_CHECKING:
+    from _typeshed import SupportsWrite
+
 SettingsT = TypeVar("SettingsT")
+
+
+class _Parser(argparse.ArgumentParser):
+    def print_help(self, file: SupportsWrite[str] | None = None) -> None:
+        """Print it as argparse does, for a reader that may want the first lines only."""
+        if file is None:
+            standard_output.write(self.format_help())
+        else:
+            super().print_help(file)
 
 
 @dataclass(frozen=True)
@@ -59,7 +72,7 @@ def read_command_line(
         argv: words after the program's name; those of this process by default.
         prog, usage, description, allow_abbrev: as of `argparse.ArgumentParser`.
     """
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog=prog,
         usage=usage,
         description=description,
@@ -84,7 +97,7 @@ def run_subcommand(
     Returns:
         Its exit status.
     """
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog=prog,
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -1,4 +1,4 @@
-"""Every tool ends with 0, 1, 2 or 130, and they mean the same everywhere."""
+"""Every tool ends with 0, 1, 2, 130 or 141, and they mean the same everywhere."""
 
 import importlib
 import json
@@ -11,6 +11,7 @@ import pytest
 from megatron.core.foundation.errors import CheckpointError, ConfigError, DataError, raise_together
 from megatron.core.foundation.exit_status import ExitStatus, tool
 from tests.harness.pool import REPOSITORY
+from tests.harness.unread_stdout import unread_stdout
 
 OF_THE_PROJECT = {"constraints_beside", "lowest_versions"}
 """Parts of `make venv` and `make lowest`."""
@@ -99,3 +100,23 @@ def test_an_error_decides_how_a_tool_ends(parts, expected):
         raise_together(parts, summary="this command line")
 
     assert main() == expected
+
+
+def test_a_tool_ends_quietly_where_nobody_reads_what_it_prints(capsys):
+    @tool
+    def main(argv=None):
+        print("one line")
+        return ExitStatus.DONE
+
+    with unread_stdout():
+        assert main() == ExitStatus.OUTPUT_CLOSED
+    assert not capsys.readouterr().err
+
+
+def test_a_broken_pipe_to_another_process_is_an_error_of_the_tool():
+    @tool
+    def main(argv=None):
+        raise BrokenPipeError
+
+    with pytest.raises(BrokenPipeError):
+        main()
