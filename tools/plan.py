@@ -5,6 +5,7 @@
     python tools/plan.py calibrate ROWS.csv ...            # fit the constants to measured rows
     python tools/plan.py search --gpu H100 --num-gpus 64 --preset llama3-8b --bf16 \\
         --seq-length 8192 --global-batch-size 256          # the fastest layout, and its flags
+    python tools/plan.py memory --num-gpus 64 FLAGS        # each stage, traced from the program
 
 A row says model, batch, GPU and layout; docs/planner.md lists the columns. Empty MBS, VPP and
 recompute are filled with the fastest choice that fits. `score` reads no time, rate or memory.
@@ -74,6 +75,14 @@ class SearchFlags:
     flags_of_training: tuple[str, ...] = unknown_words()
 
 
+@dataclass(frozen=True, kw_only=True)
+class MemoryFlags:
+    """Trace the memory of each pipeline stage for the flags of pretrain_gpt.py that follow."""
+
+    num_gpus: int
+    flags_of_training: tuple[str, ...] = unknown_words()
+
+
 def score(flags: ScoreFlags) -> int:
     """Write a prediction for each row."""
     write_scores(score_rows(read_rows(flags.rows), load_predictor()), flags.output)
@@ -134,11 +143,25 @@ def search(flags: SearchFlags) -> int:
     return ExitStatus.DONE
 
 
+def memory(flags: MemoryFlags) -> int:
+    """Print the memory of each pipeline stage."""
+    import pretrain_gpt
+    from megatron.planner.search_command import run_of_words
+    from megatron.planner.stage_memory import memory_of_stages, memory_table
+    from megatron.planner.tracing.rank_step import ModelScript
+
+    run = run_of_words(flags.flags_of_training, flags.num_gpus)
+    script = ModelScript(pretrain_gpt.model_provider, pretrain_gpt.forward_step)
+    print(memory_table(memory_of_stages(run, script)))
+    return ExitStatus.DONE
+
+
 COMMANDS: Mapping[str, Subcommand[Any]] = {
     "score": Subcommand(ScoreFlags, score),
     "evaluate": Subcommand(EvaluateFlags, evaluate),
     "calibrate": Subcommand(CalibrateFlags, calibrate),
     "search": Subcommand(SearchFlags, search),
+    "memory": Subcommand(MemoryFlags, memory),
 }
 
 

@@ -8,15 +8,12 @@ FOLDER/base stands for a published model, FOLDER/talks.jsonl for a data set of y
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+import sys
 from pathlib import Path
 
 import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-
-from megatron.core.settings.command_line import read_command_line
-from megatron.core.settings.flags import positional
 
 CAPITALS = {"France": "Paris", "Japan": "Tokyo", "Peru": "Lima", "Kenya": "Nairobi"}
 TEMPLATE = (
@@ -52,13 +49,6 @@ def tokenizer_of(texts: list[str]) -> transformers.PreTrainedTokenizerFast:
     return tokenizer
 
 
-@dataclass(frozen=True, kw_only=True)
-class Flags:
-    """Where to."""
-
-    folder: Path = positional(metavar="FOLDER")
-
-
 def main(folder: Path) -> None:
     """Write both."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -83,4 +73,4 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(read_command_line(Flags, description=__doc__).folder)
+    main(Path(sys.argv[1]))

@@ -115,6 +115,15 @@ def search_command(words: Sequence[str], cluster: Cluster, *, script: str) -> st
     return text
 
 
+def run_of_words(words: Sequence[str], world_size: int) -> ResolvedRun:
+    """Resolve and check the flags of `pretrain_gpt.py` for so many ranks.
+
+    Raises:
+        MegatronError: a rule of a run is broken.
+    """
+    return _resolved(parse_command_line(list(words), args_defaults=WITHOUT_A_RUN), {}, world_size)
+
+
 def _model(command: ParsedCommand, gpu: Gpu, world_size: int) -> tuple[ResolvedRun, Workloads]:
     """Resolve the settings for one process, and read model and batch from them."""
     batch = command.config.schedule.global_batch_size

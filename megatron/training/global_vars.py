@@ -5,7 +5,7 @@ Nothing inside `megatron.training` reads its settings from here; the loop is han
 
 from __future__ import annotations
 
-from argparse import Namespace
+import argparse
 from typing import Any
 
 from megatron.core import num_microbatches_calculator as calculator
@@ -33,12 +33,12 @@ def _get(name: str, setter: str) -> Any:
     return value
 
 
-def get_args() -> Namespace:
+def get_args() -> argparse.Namespace:
     """Return the settings of the run by their Megatron names."""
     return _get("args", "set_args")
 
 
-def set_args(args: Namespace | None) -> None:
+def set_args(args: argparse.Namespace | None) -> None:
     """Put the settings into their slot."""
     _slots["args"] = args
 
@@ -93,7 +93,7 @@ def set_signal_handler(handler: object) -> None:
     _slots["signal_handler"] = handler
 
 
-def set_global_variables(args: Namespace, build_tokenizer: bool = True) -> None:
+def set_global_variables(args: argparse.Namespace, build_tokenizer: bool = True) -> None:
     """Fill the slots from checked settings, for scripts that bring up processes by themselves.
 
     Args:

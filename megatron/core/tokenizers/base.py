@@ -18,12 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron.core.foundation.errors import (
-    ConfigError,
-    DataError,
-    MissingInputError,
-    UntokenizableTextError,
-)
+from megatron.core.foundation.errors import ConfigError, DataError, UntokenizableTextError
 
 SMALLEST_VOCABULARY = 32
 """A text tokenizer with fewer entries was loaded from the wrong files: some loaders return an
@@ -194,12 +189,12 @@ def existing_file(path: str | None, *, flag: str, what: str) -> str:
 
     Raises:
         ConfigError: it was not given.
-        MissingInputError: it is not there.
+        DataError: it is not there.
     """
     if not path:
         raise ConfigError(f"{what} is needed.", rule=f"{flag} names it", flags=[flag])
     if not os.path.isfile(path):
-        raise MissingInputError(
+        raise DataError(
             f"{path}: no such file, where {what} was expected.",
             flags=[flag],
             fix="check the path",

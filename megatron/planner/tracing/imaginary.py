@@ -23,6 +23,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from megatron.core import parallel_state
 from megatron.core.foundation.errors import TopologyError
+from megatron.core.kernels.block_mask import Tile, tiles
 
 
 class HostAnswers:
@@ -132,6 +133,22 @@ def _answers_of_others(backend: str) -> dict[str, Callable[..., Any]]:
     }
 
 
+def _largest_tile(*args: Any) -> Iterator[Tile]:
+    """Yield one tile of attention: each frees its memory before the next, the largest has most."""
+    yield max(tiles(*args), key=lambda tile: _rows_of(tile.query) * _rows_of(tile.key))
+
+
+def _rows_of(rows: slice) -> int:
+    return rows.stop - rows.start
+
+
+_WITHOUT_VALUES: Sequence[tuple[str, Callable[..., Any]]] = (
+    ("megatron.core.parameters.initialization.draw_parameter", lambda *_, **__: None),
+    ("megatron.core.kernels.online_softmax.tiles", _largest_tile),
+)
+"""Functions that only write values, or repeat for the rest of a tensor what they did for a part."""
+
+
 @contextmanager
 def imaginary_rank(
     rank: int, world_size: int, *, backend: str = "gloo", routed_share: float = 0.0
@@ -155,6 +172,8 @@ def imaginary_rank(
         with ExitStack() as stack:
             for name, answer in _answers_of_others(backend).items():
                 stack.enter_context(mock.patch.object(dist, name, answer))
+            for function, without_values in _WITHOUT_VALUES:
+                stack.enter_context(mock.patch(function, without_values))
             # What `Module.to` does with real tensors.
             stack.enter_context(mock.patch.object(torch.utils, "swap_tensors", _take_data))
             mode = stack.enter_context(FakeTensorMode())

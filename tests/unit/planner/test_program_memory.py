@@ -5,12 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
+from megatron.core.foundation.exit_status import ExitStatus
 from megatron.planner.program_memory import first_rank_of_stages, trace_rank
+from megatron.planner.stage_memory import memory_of_stages
 from megatron.planner.tracing.imaginary import imaginary_rank
 from megatron.planner.tracing.ledger import Kind, StorageLedger
 from megatron.planner.tracing.rank_step import ModelScript
 from pretrain_gpt import forward_step, model_provider
 from tests.harness.resolved_run import run_of
+from tools import plan
 
 SCRIPT = ModelScript(model_provider, forward_step)
 SMALL = (
@@ -54,6 +57,30 @@ def test_a_stage_of_1f1b_keeps_as_many_micro_batches_as_stages_follow_it():
     for stage, rank in enumerate(first_rank_of_stages(run)):
         found = trace_rank(run, SCRIPT, rank)
         assert found.most_in_flight == 2 - stage
+
+
+@pytest.mark.parametrize(
+    "recompute",
+    ["", "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"],
+    ids=["kept", "recomputed"],
+)
+def test_one_micro_batch_tells_the_peak_of_all(recompute: str) -> None:
+    words = "--bf16 --global-batch-size 8 --pipeline-model-parallel-size 2"
+    run = run_of(f"{SMALL} {words} {recompute}", 2)
+    stages = memory_of_stages(run, SCRIPT)
+    for found, rank in zip(stages, first_rank_of_stages(run), strict=True):
+        whole = trace_rank(run, SCRIPT, rank, backend="nccl")
+        assert found.peak_bytes == pytest.approx(whole.peak.num_bytes, rel=0.005)
+        assert found.in_flight == whole.most_in_flight
+        assert sum(found.kinds.values()) == found.peak_bytes
+
+
+def test_memory_of_the_stages_of_a_run_is_a_command(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = f"{SMALL} --global-batch-size 16 --pipeline-model-parallel-size 2"
+    assert plan.main(["memory", "--num-gpus", "8", *flags.split()]) == ExitStatus.DONE
+    said = capsys.readouterr().out
+    assert "micro batches in flight: 2 (Et)" in said
+    assert "most: stage" in said
 
 
 def test_what_a_layer_keeps_is_the_same_for_all_layers_and_named_by_them():
