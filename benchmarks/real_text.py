@@ -12,14 +12,17 @@ from __future__ import annotations
 import gzip
 import hashlib
 import json
-import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+
+from megatron.core.settings.command_line import read_command_line
+from megatron.core.settings.flags import positional
 
 SUFFIXES = (".rst", ".txt", ".py")
 
 
-def files_below(roots: list[str]) -> list[Path]:
+def files_below(roots: Sequence[str]) -> list[Path]:
     """Return the text files below folders, and files named themselves, in a fixed mixed order."""
     found = [
         path
@@ -43,12 +46,20 @@ def documents(path: Path) -> Iterator[str]:
         yield entry.decode(errors="replace")
 
 
+@dataclass(frozen=True, kw_only=True)
+class Flags:
+    """What to write, and from which files."""
+
+    target: Path = positional(metavar="FILE.jsonl")
+    roots: tuple[str, ...] = positional(metavar="FOLDER")
+
+
 def main() -> None:
     """Write the file and say what it holds."""
-    target, *roots = sys.argv[1:]
+    flags = read_command_line(Flags, description=__doc__)
     count = size = left_out = 0
-    with open(target, "w") as out:
-        for path in files_below(roots):
+    with flags.target.open("w") as out:
+        for path in files_below(flags.roots):
             try:
                 for text in documents(path):
                     out.write(json.dumps({"text": text}, ensure_ascii=False) + "\n")

@@ -8,6 +8,7 @@ distribution cannot be installed, so an image that pins its own torch needs the 
 
 from __future__ import annotations
 
+import argparse
 import re
 import sys
 from collections.abc import Iterable, Iterator
@@ -28,8 +29,10 @@ def constraints_beside(lines: Iterable[str], others: Iterable[str]) -> Iterator[
 
 def main() -> None:
     """Filter standard input."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("others", nargs="*", help="a distribution or a constraints file")
     others: list[str] = []
-    for argument in sys.argv[1:]:
+    for argument in parser.parse_args().others:
         is_file = Path(argument).is_file()
         others += Path(argument).read_text().splitlines() if is_file else [argument]
     sys.stdout.writelines(constraints_beside(sys.stdin, others))

@@ -39,14 +39,18 @@ class HarnessFlags:
     output: Path | None = None
     """File for the results, in JSON."""
 
+    def __post_init__(self) -> None:
+        """Miss the library before a model is loaded, but not where only help is wanted."""
+        require("lm_eval", purpose=PURPOSE)
+
 
 def main() -> None:
     """Load, ask, print."""
     status = RunStatus.of_this_process()
     with failures_reported(status, []):
+        session = open_session(model_provider, HarnessFlags)
         harness = require("lm_eval", purpose=PURPOSE)
         tasks = require("lm_eval.tasks", purpose=PURPOSE)
-        session = open_session(model_provider, HarnessFlags)
         options = session.options
         folder = None if options.include_path is None else str(options.include_path)
         found = harness.simple_evaluate(

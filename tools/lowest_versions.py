@@ -8,8 +8,8 @@ so whoever tests with it installs it first.
 
 from __future__ import annotations
 
+import argparse
 import re
-import sys
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
@@ -43,9 +43,12 @@ def lowest_versions(project: dict[str, Any], extras: Sequence[str]) -> dict[str,
 
 def main() -> None:
     """Print a requirement a line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("extras", nargs="*", help="all that are tested by default")
+    extras = parser.parse_args().extras
     path = Path(__file__).resolve().parent.parent / "pyproject.toml"
     project = tomllib.loads(path.read_text())["project"]
-    for name, version in sorted(lowest_versions(project, sys.argv[1:]).items()):
+    for name, version in sorted(lowest_versions(project, extras).items()):
         print(f"{name}=={version}" if version else name)
 
 

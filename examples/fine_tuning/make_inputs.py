@@ -8,12 +8,15 @@ FOLDER/base stands for a published model, FOLDER/talks.jsonl for a data set of y
 from __future__ import annotations
 
 import json
-import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from megatron.core.settings.command_line import read_command_line
+from megatron.core.settings.flags import positional
 
 CAPITALS = {"France": "Paris", "Japan": "Tokyo", "Peru": "Lima", "Kenya": "Nairobi"}
 TEMPLATE = (
@@ -49,6 +52,13 @@ def tokenizer_of(texts: list[str]) -> transformers.PreTrainedTokenizerFast:
     return tokenizer
 
 
+@dataclass(frozen=True, kw_only=True)
+class Flags:
+    """Where to."""
+
+    folder: Path = positional(metavar="FOLDER")
+
+
 def main(folder: Path) -> None:
     """Write both."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -73,4 +83,4 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(read_command_line(Flags, description=__doc__).folder)

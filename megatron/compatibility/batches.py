@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import argparse
+from argparse import Namespace
 from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
@@ -118,7 +118,7 @@ def maybe_wrap_for_inprocess_restart(pretrain: object) -> tuple[Any, None]:
     return pretrain, None
 
 
-def get_blend_and_blend_per_split(args: argparse.Namespace) -> tuple[Any, Any]:
+def get_blend_and_blend_per_split(args: Namespace) -> tuple[Any, Any]:
     """Return `blend` and `blend_per_split` of a dataset config; one of them, or both, are None."""
     found = blends_of(from_args(DataSettings, vars(args)))
     return found.get("blend"), found.get("blend_per_split")
@@ -164,7 +164,7 @@ def get_ltor_masks_and_position_ids(
     return attention_mask(seen), loss_mask, positions.clone()
 
 
-def core_transformer_config_from_yaml(args: argparse.Namespace, _: str = "language_model") -> Any:
+def core_transformer_config_from_yaml(args: Namespace, _: str = "language_model") -> Any:
     """Return the model's config: a YAML file of flags is read into `args` already."""
     return core_transformer_config_from_args(args)
 

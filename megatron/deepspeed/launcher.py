@@ -9,13 +9,13 @@ started from here with --launcher ssh or pdsh. A hostfile has lines `host slots=
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 import shlex
 import subprocess
 import sys
 import time
+from argparse import REMAINDER
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -101,7 +101,7 @@ class LauncherFlags:
     venv_script: str | None = flag(None, "--venv_script", nargs="?", is_hidden=True)
     user_script: str = positional()
     """The script to start."""
-    user_args: tuple[str, ...] = positional((), nargs=argparse.REMAINDER)
+    user_args: tuple[str, ...] = positional((), nargs=REMAINDER)
     """Its arguments."""
 
     def refused(self) -> Iterator[tuple[str, str]]:

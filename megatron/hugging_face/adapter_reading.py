@@ -24,7 +24,6 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.low_rank_adapter import TARGETS, adapter_parameters
 from megatron.core.utils import unwrap_model
 from megatron.hugging_face.adapters import CONFIG_NAME, PREFIX, WEIGHTS_NAME
-from megatron.hugging_face.families.family import geometry_of
 from megatron.hugging_face.model_directory import ModelDirectory, read_json, tensors_of_file
 from megatron.hugging_face.reading import full_name
 from megatron.hugging_face.weight_map import RowRange
@@ -99,7 +98,7 @@ def read_adapters(path: Path, model: ModelDirectory) -> PeftAdapter:
     fields = read_json(path / CONFIG_NAME)
     rank, scale, dropout = _strength(path, fields)
     stored, used = tensors_of_file(path / WEIGHTS_NAME), set()
-    geometry, prefix = geometry_of(model.settings), model.family.prefixes[0]
+    geometry, prefix = model.settings.geometry, model.family.prefixes[0]
     adapted, needed = {}, rank
     for rule in model.family.rules(model.settings):
         for megatron_name, hf_names in rule.names(geometry):

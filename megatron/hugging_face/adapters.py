@@ -15,9 +15,9 @@ from megatron.core.dist_checkpointing.durable import write_durably
 from megatron.core.dist_checkpointing.loader import Contents
 from megatron.core.dist_checkpointing.shard_file import dtype_name
 from megatron.hugging_face.families import family_of_settings
-from megatron.hugging_face.families.family import geometry_of
+from megatron.hugging_face.model_description import ModelDescription
 from megatron.hugging_face.reading import full_name
-from megatron.hugging_face.stored import stored_adapters
+from megatron.hugging_face.stored import stored_adapters, stored_values
 from megatron.hugging_face.writing import new_directory, write_tensors
 
 CONFIG_NAME = "adapter_config.json"
@@ -36,8 +36,8 @@ def write_adapters(contents: Contents, target: Path, *, base: str | None) -> Non
         CheckpointError: the checkpoint has none, or the directory cannot be written.
         ConfigError: no family can express this model.
     """
-    settings = vars(contents.common_state()["args"])
-    family, geometry = family_of_settings(settings), geometry_of(settings)
+    settings = ModelDescription.from_values(stored_values(contents))
+    family, geometry = family_of_settings(settings), settings.geometry
     adapters = stored_adapters(contents)
     tensors: dict[str, Tensor] = {}
     target_modules: set[str] = set()

@@ -19,6 +19,7 @@ from megatron.core.dist_checkpointing.shard_file import DTYPES
 from megatron.core.foundation.errors import CheckpointError, MegatronError, shown
 from megatron.hugging_face.config_fields import ConfigFields
 from megatron.hugging_face.families import Family, family_of_config
+from megatron.hugging_face.model_description import ModelDescription
 
 CONFIG_NAME = "config.json"
 SINGLE_NAME = "model.safetensors"
@@ -43,8 +44,8 @@ class ModelDirectory:
     fields: dict[str, Any]
     """Of its config.json."""
     family: Family
-    settings: dict[str, Any]
-    """What the config means here, by names of flags."""
+    settings: ModelDescription
+    """What the config means here."""
 
 
 def read_model_directory(path: Path) -> ModelDirectory:

@@ -27,7 +27,7 @@ from megatron.core.dist_checkpointing.interop.stored_view import (
 from megatron.core.dist_checkpointing.manifest import StoredTensor
 from megatron.core.dist_checkpointing.planner import ReadItem
 from megatron.core.foundation.errors import CheckpointError
-from megatron.hugging_face.families.family import Family, geometry_of
+from megatron.hugging_face.families.family import Family
 from megatron.hugging_face.model_directory import (
     ModelDirectory,
     read_model_directory,
@@ -103,13 +103,13 @@ def open_model(path: Path) -> ModelContents:
         draft.declare(key, pieces[0][1].dtype, shape)
         for offset, view in pieces:
             draft.add(key, offset, view)
-    contents = draft.finish({}, model.settings)
+    contents = draft.finish({}, model.settings.stated())
     return ModelContents(**vars(contents))
 
 
 def _left_out(model: ModelDirectory) -> dict[str, str]:
     """Return pattern -> what it is, of weights of this model that are not read."""
-    number = str(model.settings["num_layers"])
+    number = str(model.settings.num_layers)
     left_out = model.family.left_out
     return {key.replace("{num_layers}", number): what for key, what in left_out.items()}
 
@@ -126,7 +126,7 @@ def arranged(
     Raises:
         CheckpointError: tensors are missing, or some are not understood.
     """
-    geometry, family = geometry_of(model.settings), model.family
+    geometry, family = model.settings.geometry, model.family
     rules = family.rules(model.settings)
     prefix = _prefix(family, rules, stored)
     found, used = [], set()
@@ -148,7 +148,7 @@ def arranged(
             found.append((megatron_name, *_pieces(model, rule, names, stored, geometry)))
     meaningless = [prefix + pattern for pattern in family.without_meaning]
     meaningless += _left_out(model)
-    if not model.settings["untie_embeddings_and_output_weights"]:
+    if not model.settings.untie_embeddings_and_output_weights:
         meaningless.append("lm_head.weight")  # a copy of the embedding
     unknown = [
         name

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,6 +15,8 @@ from megatron.core.dist_checkpointing.manifest import StoredTensor
 from megatron.core.dist_checkpointing.planner import ShardIndex
 from megatron.core.dist_checkpointing.shard_file import DTYPES
 from megatron.core.foundation.errors import CheckpointError
+from megatron.core.settings.flags import from_args
+from megatron.core.transformer.low_rank_adapter import LoraConfig
 
 _LAYER = re.compile(r"(decoder\.layers)\.(\d+)\.(.+)", re.ASCII)
 
@@ -87,15 +91,20 @@ class StoredAdapters:
         return product.to(weight.dtype)
 
 
+def stored_values(contents: Contents) -> Mapping[str, Any]:
+    """Return the settings of the run that saved a checkpoint, by Megatron's names."""
+    args = contents.common_state().get("args")
+    return {} if args is None else vars(args)
+
+
 def stored_adapters(contents: Contents) -> StoredAdapters:
     """Return the adapters of a checkpoint.
 
     Raises:
         CheckpointError: it has none.
     """
-    args = contents.common_state().get("args")
-    settings = {} if args is None else vars(args)
-    rank = settings.get("lora_rank")
+    settings = from_args(LoraConfig, stored_values(contents))
+    rank = settings.lora_rank
     if not rank:
         raise CheckpointError(
             f"{contents.directory} holds no adapters.",
@@ -103,5 +112,5 @@ def stored_adapters(contents: Contents) -> StoredAdapters:
             flags=["--lora-rank"],
             fix="give a checkpoint of such a run",
         )
-    alpha = settings.get("lora_alpha") or rank
-    return StoredAdapters(contents, int(rank), float(alpha), settings.get("lora_dropout") or 0.0)
+    alpha = settings.lora_alpha or rank
+    return StoredAdapters(contents, int(rank), float(alpha), settings.lora_dropout or 0.0)

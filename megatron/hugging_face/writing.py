@@ -30,7 +30,8 @@ from megatron.core.dist_checkpointing.shard_file import DTYPES, as_bytes, build_
 from megatron.core.foundation.errors import CheckpointError
 from megatron.hugging_face.config_fields import is_without_effect
 from megatron.hugging_face.families import family_of_settings
-from megatron.hugging_face.families.family import Family, Settings, geometry_of
+from megatron.hugging_face.families.family import Family
+from megatron.hugging_face.model_description import ModelDescription
 from megatron.hugging_face.model_directory import CONFIG_NAME, INDEX_NAME, SINGLE_NAME
 from megatron.hugging_face.reading import full_name
 from megatron.hugging_face.stored import (
@@ -39,6 +40,7 @@ from megatron.hugging_face.stored import (
     find_source,
     read_source,
     stored_adapters,
+    stored_values,
 )
 from megatron.hugging_face.weight_map import RowRange, WeightRule
 
@@ -79,7 +81,7 @@ def write_model(
     contents: Contents,
     target: Path,
     *,
-    settings: Settings | None = None,
+    settings: Mapping[str, Any] | None = None,
     dtype: torch.dtype | None = None,
     adapters: Contents | None = None,
     companion: Path | None = None,
@@ -100,15 +102,14 @@ def write_model(
         ConfigError: no family can express this model.
         CheckpointError: weights are missing, or the directory cannot be written.
     """
-    if settings is None:
-        settings = vars(contents.common_state()["args"])
-    family = family_of_settings(settings)
-    groups = _plan(contents, family, settings)
+    model = ModelDescription.from_values(stored_values(contents) if settings is None else settings)
+    family = family_of_settings(model)
+    groups = _plan(contents, family, model)
     merge = None if adapters is None else stored_adapters(adapters)
     with new_directory(target) as draft:
         files, total = _write_weights(contents, groups, merge, draft, dtype, file_bytes)
         stored = DTYPES[groups[0].source.tensor.dtype] if dtype is None else dtype
-        _write_config(draft, family, settings, stored, companion)
+        _write_config(draft, family, model, stored, companion)
     count = sum(len(group.names) for group in groups)
     return Written(
         family.model_type, count, total, tuple(files), str(stored).removeprefix("torch.")
@@ -141,10 +142,10 @@ def new_directory(target: Path) -> Iterator[Path]:
         shutil.rmtree(draft, ignore_errors=True)
 
 
-def _plan(contents: Contents, family: Family, settings: Settings) -> list[Group]:
+def _plan(contents: Contents, family: Family, settings: ModelDescription) -> list[Group]:
     """Find the source of every Hugging Face tensor."""
-    geometry = geometry_of(settings)
-    vocabulary = settings["unpadded_vocab_size"]
+    geometry = settings.geometry
+    vocabulary = settings.unpadded_vocab_size
     groups = []
     for rule in family.rules(settings):
         for megatron_name, hf_names in rule.names(geometry):
@@ -260,7 +261,11 @@ def _write_weights(
 
 
 def _write_config(
-    draft: Path, family: Family, settings: Settings, dtype: torch.dtype, companion: Path | None
+    draft: Path,
+    family: Family,
+    settings: ModelDescription,
+    dtype: torch.dtype,
+    companion: Path | None,
 ) -> None:
     carried: Mapping[str, Any] = {}
     if companion is not None:

@@ -101,6 +101,7 @@ def open_session(
         args_defaults={**defaults_beside(sys.argv[1:]), **defaults},
     )
     run = session.run
+    options = settings_of(flags, run.extra)
     if run.checkpoint.load is None and run.checkpoint.load_hf is None:
         raise ConfigError(
             "there is no trained model.",
@@ -112,5 +113,4 @@ def open_session(
     load_checkpoint(model, None, None)
     for chunk in model:
         chunk.eval()
-    options = settings_of(flags, run.extra)
     return ModelSession(run, session.groups, model, session.tokenizer, options)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import argparse
 import functools
+from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -20,7 +20,7 @@ def parse_args(
     extra_args_provider: ExtraArguments | None = None,
     ignore_unknown_args: bool = False,
     args: Sequence[str] | None = None,
-) -> argparse.Namespace:
+) -> Namespace:
     """Read the command line (or `args`) without deriving or checking combinations.
 
     Raises:
@@ -37,9 +37,7 @@ def parse_args(
     )
 
 
-def validate_args(
-    args: argparse.Namespace, defaults: Mapping[str, object] | None = None
-) -> argparse.Namespace:
+def validate_args(args: Namespace, defaults: Mapping[str, object] | None = None) -> Namespace:
     """Derive what is open and raise every problem; `args` is updated in place and returned.
 
     Args:
@@ -59,13 +57,13 @@ def parse_and_validate_args(
     extra_args_provider: ExtraArguments | None = None,
     args_defaults: Mapping[str, object] | None = None,
     ignore_unknown_args: bool = False,
-) -> argparse.Namespace:
+) -> Namespace:
     """Read and check the command line."""
     args = parse_args(extra_args_provider, ignore_unknown_args)
     return validate_args(args, args_defaults)
 
 
-def run_config_from_args(args: argparse.Namespace) -> RunConfig:
+def run_config_from_args(args: Namespace) -> RunConfig:
     """Return the typed settings in a namespace; names that are no flags are left out."""
     return RunConfig.from_values(_asked_values(args))
 
@@ -74,9 +72,7 @@ pretrain_cfg_container_from_args = run_config_from_args
 """Megatron's name for it."""
 
 
-def run_from_args(
-    args: argparse.Namespace, defaults: Mapping[str, object] | None = None
-) -> ResolvedRun:
+def run_from_args(args: Namespace, defaults: Mapping[str, object] | None = None) -> ResolvedRun:
     """Resolve a namespace."""
     command = command_of_namespace(args, defaults or {})
     return resolve(
@@ -87,7 +83,7 @@ def run_from_args(
     )
 
 
-def run_as_in(args: argparse.Namespace) -> ResolvedRun:
+def run_as_in(args: Namespace) -> ResolvedRun:
     """Return the settings in `args`; what was derived there is not derived again.
 
     A loop that asks in every step gets the same object until a setting is changed.
@@ -101,11 +97,11 @@ def run_as_in(args: argparse.Namespace) -> ResolvedRun:
     return run
 
 
-def _world_size_of(args: argparse.Namespace) -> int:
+def _world_size_of(args: Namespace) -> int:
     return getattr(args, "world_size", None) or rank_info.read_rank_info().world_size
 
 
-def command_of_namespace(args: argparse.Namespace, defaults: Mapping[str, object]) -> ParsedCommand:
+def command_of_namespace(args: Namespace, defaults: Mapping[str, object]) -> ParsedCommand:
     """Return the command that a namespace stands for.
 
     Args:
@@ -121,7 +117,7 @@ def command_of_namespace(args: argparse.Namespace, defaults: Mapping[str, object
     return ParsedCommand(config=config, extra=extra, given=frozenset(config.changed()))
 
 
-def _asked_values(args: argparse.Namespace) -> dict[str, Any]:
+def _asked_values(args: Namespace) -> dict[str, Any]:
     """Return what the user asked for: not what was derived from it, unless it was changed since."""
     values = {n: v for n, v in vars(args).items() if n in all_flags()}
     run = getattr(args, "run", None)
@@ -139,7 +135,7 @@ def _derived_names() -> frozenset[str]:
 
 
 def core_transformer_config_from_args(
-    args: argparse.Namespace, config_class: type[ConfigT] | None = None
+    args: Namespace, config_class: type[ConfigT] | None = None
 ) -> ConfigT:
     """Build the model's config from settings by their Megatron names.
 

@@ -5,7 +5,7 @@ Nothing inside `megatron.training` reads its settings from here; the loop is han
 
 from __future__ import annotations
 
-import argparse
+from argparse import Namespace
 from typing import Any
 
 from megatron.core import num_microbatches_calculator as calculator
@@ -18,6 +18,7 @@ from megatron.training.config.batch import ScheduleSettings
 from megatron.training.config.data import TokenizerSettings
 from megatron.training.config.logging import LoggingSettings
 from megatron.training.config.model import ModelSettings
+from megatron.training.config.resolved import Topology
 
 _slots: dict[str, Any] = {}
 
@@ -33,12 +34,12 @@ def _get(name: str, setter: str) -> Any:
     return value
 
 
-def get_args() -> argparse.Namespace:
+def get_args() -> Namespace:
     """Return the settings of the run by their Megatron names."""
     return _get("args", "set_args")
 
 
-def set_args(args: argparse.Namespace | None) -> None:
+def set_args(args: Namespace | None) -> None:
     """Put the settings into their slot."""
     _slots["args"] = args
 
@@ -93,7 +94,7 @@ def set_signal_handler(handler: object) -> None:
     _slots["signal_handler"] = handler
 
 
-def set_global_variables(args: argparse.Namespace, build_tokenizer: bool = True) -> None:
+def set_global_variables(args: Namespace, build_tokenizer: bool = True) -> None:
     """Fill the slots from checked settings, for scripts that bring up processes by themselves.
 
     Args:
@@ -103,13 +104,14 @@ def set_global_variables(args: argparse.Namespace, build_tokenizer: bool = True)
     set_args(args)
     values = vars(args)
     logging, schedule = from_args(LoggingSettings, values), from_args(ScheduleSettings, values)
+    topology = from_args(Topology, values)
     set_timers(Timers(logging.timing_log_level, logging.timing_log_option))
     calculator.reconfigure_num_microbatches_calculator(
-        args.rank,
+        topology.rank,
         schedule.rampup_batch_size,
         schedule.global_batch_size,
         schedule.micro_batch_size,
-        args.data_parallel_size,
+        topology.data_parallel_size,
         schedule.decrease_batch_size_if_needed,
         schedule.step_batch_size_schedule,
         from_args(ModelSettings, values).seq_length,

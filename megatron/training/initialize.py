@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import argparse
+from argparse import Namespace
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -50,7 +50,7 @@ def initialize_megatron(
     get_embedding_ranks: Callable[..., list[int]] | None = None,
     get_position_embedding_ranks: Callable[..., list[int]] | None = None,
     store: object = None,
-    parsed_args: argparse.Namespace | None = None,
+    parsed_args: Namespace | None = None,
 ) -> Session:
     """Read and check the settings, start the processes, fill the slots of `global_vars`.
 

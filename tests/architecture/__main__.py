@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass
 
+from megatron.core.settings.command_line import read_command_line
+from megatron.core.settings.flags import positional
 from tests.architecture.figures import FIGURES, tensor_functions
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flags:
+    """What to print."""
+
+    name: tuple[str, ...] = positional(())
+    """A figure, whose places are wanted."""
 
 
 def main() -> int:
     """Run the command."""
-    if len(sys.argv) > 1:
-        name = " ".join(sys.argv[1:])
+    name = " ".join(read_command_line(Flags, description=__doc__).name)
+    if name:
         if name not in FIGURES:
             print(f"no figure is called {name!r}; there are: {', '.join(FIGURES)}")
             return 2

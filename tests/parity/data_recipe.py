@@ -5,10 +5,20 @@ python -m tests.parity.data_recipe [number of cases, default 200]
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
+from dataclasses import dataclass
 
+from megatron.core.settings.command_line import read_command_line
+from megatron.core.settings.flags import positional
 from tests.unit.datasets import recipe_cases
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flags:
+    """How much to compare."""
+
+    num_cases: int = positional(200)
+    """Random cases (%(default)s)."""
 
 
 def _show(title: str, kinds: Counter[str]) -> None:
@@ -19,8 +29,8 @@ def _show(title: str, kinds: Counter[str]) -> None:
 
 def main() -> None:
     """Compare and print; a difference raises with the seed of its case."""
-    num_cases = int(sys.argv[1]) if len(sys.argv) > 1 else 200
-    corpora, blends = recipe_cases.run(num_cases)
+    flags = read_command_line(Flags, description=__doc__)
+    corpora, blends = recipe_cases.run(flags.num_cases)
     _show("document, sample and shuffle index", corpora)
     _show("blend", blends)
 

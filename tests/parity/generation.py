@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.parameters.rng import rng_state
+from megatron.core.settings.command_line import NoFlags, read_command_line
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.inference.generate import generate
 from megatron.inference.sampling import Sampling
@@ -93,6 +94,7 @@ def written(groups, num_chunks, max_rows):
 
 def main() -> int:
     """Compare and print; return the exit status."""
+    read_command_line(NoFlags, description=__doc__)
     (expected,) = run_distributed(written, 1, 1, 32)
     cases = [(1, {}, 1, rows) for rows in (1, 7, 50)]
     cases += [(size, layout, chunks, 16) for size, layout, chunks in LAYOUTS]

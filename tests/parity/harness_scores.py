@@ -17,6 +17,7 @@ import tempfile
 from pathlib import Path
 
 from megatron.core.foundation.optional_imports import require
+from megatron.core.settings.command_line import NoFlags, read_command_line
 from tests.parity.started_tool import run_tool
 
 NUM_RANKS = 2
@@ -149,6 +150,7 @@ def our_scores(model: Path, tasks: Path) -> dict:
 
 def main() -> int:
     """Compare and print; return the exit status."""
+    read_command_line(NoFlags, description=__doc__)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     with tempfile.TemporaryDirectory() as folder:
         model, tasks = Path(folder) / "model", Path(folder) / "tasks"

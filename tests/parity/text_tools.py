@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core.foundation.optional_imports import require
+from megatron.core.settings.command_line import NoFlags, read_command_line
 from tests.parity.harness_scores import make_model, sentence
 from tests.parity.started_tool import run_tool
 
@@ -61,6 +62,7 @@ def their_texts_and_loss(folder: Path, text: str) -> tuple[list[str], float]:
 
 def main() -> int:
     """Compare and print; return the exit status."""
+    read_command_line(NoFlags, description=__doc__)
     all_equal = True
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

@@ -119,6 +119,10 @@ class DataError(MegatronError):
     """A corpus, index, tokenizer or token id that cannot be used."""
 
 
+class MissingInputError(DataError):
+    """A corpus, tokenizer or list of corpora that is not on this machine; others may have it."""
+
+
 class UntokenizableTextError(DataError):
     """A text that the library of a tokenizer does not take; others it may."""
 

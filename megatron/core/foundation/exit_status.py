@@ -4,6 +4,7 @@
     1    it failed, or what it was asked to check is not so
     2    its arguments or settings cannot be used: nothing was done
     130  Ctrl-C
+    141  whoever read its output ended first, as in `tool | head -1`
 
 A training run, and tools that load a model as a run does, end with a code for each class of failure
 instead: `megatron/training/resilience/failure.py`.
@@ -16,6 +17,7 @@ import sys
 from collections.abc import Callable, Sequence
 from enum import IntEnum
 
+from megatron.core.foundation import standard_output
 from megatron.core.foundation.errors import ConfigError, MegatronError, ScheduleError, TopologyError
 
 
@@ -26,6 +28,8 @@ class ExitStatus(IntEnum):
     FAILED = 1
     WRONG_USAGE = 2
     INTERRUPTED = 130
+    OUTPUT_CLOSED = 141
+    """What a shell tells of a process that SIGPIPE ended."""
 
 
 _OF_SETTINGS = (ConfigError, TopologyError, ScheduleError)
@@ -45,12 +49,18 @@ def tool(main: Callable[[Sequence[str] | None], int]) -> Callable[..., int]:
     @functools.wraps(main)
     def reported(argv: Sequence[str] | None = None) -> int:
         try:
-            return int(main(argv))
+            status = int(main(argv))
+            sys.stdout.flush()
         except MegatronError as error:
             print(error, file=sys.stderr)
             return int(status_of(error))
         except KeyboardInterrupt:
             print("interrupted", file=sys.stderr)
             return int(ExitStatus.INTERRUPTED)
+        except BrokenPipeError as error:
+            if standard_output.cause_of(error) is error:
+                raise
+            return int(ExitStatus.OUTPUT_CLOSED)
+        return status
 
     return reported

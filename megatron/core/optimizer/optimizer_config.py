@@ -44,13 +44,13 @@ class OptimizerFlags:
         "adam",
         choices=tuple(dict.fromkeys((*_MEGATRON_OPTIMIZERS, *OPTIMIZERS))),
         refuse_values={
-            "dist_muon": "use --optimizer muon --use-distributed-optimizer: its work is shared",
             "soap": _NO_OPTIMIZER,
             "adaptive_muon": _NO_OPTIMIZER,
         },
     )
     """"adam" (with decoupled weight decay: AdamW, arXiv 1711.05101), "sgd", "lion" (arXiv
-    2302.06675) or "muon" (matrices; the rest by `muon_scalar_optimizer`)."""
+    2302.06675) or "muon" (matrices; the rest by `muon_scalar_optimizer`). On the command line
+    "dist_muon" is muon with a sharded state."""
     lr: float | None = None
     """Highest learning rate; a scheduler sets that of each step."""
     min_lr: float | None = flag(None, cli_default=0.0)

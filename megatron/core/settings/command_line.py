@@ -20,11 +20,24 @@ import dataclasses
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+from megatron.core.foundation import standard_output
 from megatron.core.settings.flags import FlagSpec, flag_specs
 
+if TYPE_CHECKING:
+    from _typeshed import SupportsWrite
+
 SettingsT = TypeVar("SettingsT")
+
+
+class _Parser(argparse.ArgumentParser):
+    def print_help(self, file: SupportsWrite[str] | None = None) -> None:
+        """Print it as argparse does, for a reader that may want the first lines only."""
+        if file is None:
+            standard_output.write(self.format_help())
+        else:
+            super().print_help(file)
 
 
 @dataclass(frozen=True)
@@ -36,6 +49,11 @@ class Subcommand(Generic[SettingsT]):
     """Returns the exit status."""
     description: str = ""
     """Its first line is shown in the list of commands; the docstring of `settings` by default."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NoFlags:
+    """A script that only answers --help."""
 
 
 def read_command_line(
@@ -54,7 +72,7 @@ def read_command_line(
         argv: words after the program's name; those of this process by default.
         prog, usage, description, allow_abbrev: as of `argparse.ArgumentParser`.
     """
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog=prog,
         usage=usage,
         description=description,
@@ -79,7 +97,7 @@ def run_subcommand(
     Returns:
         Its exit status.
     """
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog=prog,
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -18,7 +18,12 @@ from typing import Any
 
 import numpy as np
 
-from megatron.core.foundation.errors import ConfigError, DataError, UntokenizableTextError
+from megatron.core.foundation.errors import (
+    ConfigError,
+    DataError,
+    MissingInputError,
+    UntokenizableTextError,
+)
 
 SMALLEST_VOCABULARY = 32
 """A text tokenizer with fewer entries was loaded from the wrong files: some loaders return an
@@ -189,12 +194,12 @@ def existing_file(path: str | None, *, flag: str, what: str) -> str:
 
     Raises:
         ConfigError: it was not given.
-        DataError: it is not there.
+        MissingInputError: it is not there.
     """
     if not path:
         raise ConfigError(f"{what} is needed.", rule=f"{flag} names it", flags=[flag])
     if not os.path.isfile(path):
-        raise DataError(
+        raise MissingInputError(
             f"{path}: no such file, where {what} was expected.",
             flags=[flag],
             fix="check the path",

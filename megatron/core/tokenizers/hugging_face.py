@@ -10,7 +10,7 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from megatron.core.foundation.errors import ConfigError, DataError
+from megatron.core.foundation.errors import ConfigError, DataError, MissingInputError
 from megatron.core.foundation.json_text import parse_json
 from megatron.core.foundation.optional_imports import require
 from megatron.core.tokenizers.base import TextTokenizer, digest_of_file, existing_file
@@ -186,7 +186,7 @@ def _through_transformers(path: str, trust_remote_code: bool) -> tuple[Any, dict
             path, use_fast=True, trust_remote_code=trust_remote_code
         )
     except (OSError, ValueError, KeyError) as error:
-        raise DataError(
+        raise MissingInputError(
             f"no tokenizer could be loaded from {path!r}: {str(error).splitlines()[0]}",
             rule="a folder with tokenizer.json, a tokenizer.json, or a name that transformers "
             "can resolve",

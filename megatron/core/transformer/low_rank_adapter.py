@@ -28,6 +28,7 @@ from megatron.core.parameters.initialization import canonical_names, draw_parame
 from megatron.core.parameters.param_meta import ParamMeta, get_param_meta, set_param_meta
 from megatron.core.parameters.rng import SequenceShard, keyed_dropout, keyed_keep_mask, rng_state
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.settings.flags import flag
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
@@ -53,6 +54,23 @@ class UniformInit:
 
     def __call__(self, tensor: Tensor) -> Tensor:
         return nn.init.uniform_(tensor, -self.bound, self.bound)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraConfig:
+    """Settings of the adapters of a run, which its checkpoints name, too."""
+
+    lora_rank: int | None = None
+    """Train adapters of this rank beside the layers of a frozen model, which --load-hf or
+    --pretrained-checkpoint gives. Checkpoints hold the adapters alone."""
+    lora_alpha: float | None = flag(None, part_of="lora_rank")
+    """Their product is scaled by lora-alpha / lora-rank. Default lora-rank."""
+    lora_dropout: float = flag(0.0, part_of="lora_rank")
+    """Dropout of an adapter's input."""
+    lora_target_modules: list[str] = flag(
+        list(TARGETS), nargs="+", choices=TARGETS, part_of="lora_rank"
+    )
+    """Layers that get one."""
 
 
 @dataclass(frozen=True, kw_only=True)

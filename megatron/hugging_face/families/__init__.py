@@ -16,7 +16,8 @@ from megatron.hugging_face.families import (
     llama,
     phi3,
 )
-from megatron.hugging_face.families.family import Family, differences
+from megatron.hugging_face.families.family import Family
+from megatron.hugging_face.model_description import ModelDescription, differences
 
 FAMILIES: tuple[Family, ...] = (
     gpt2.GPT2,
@@ -56,7 +57,7 @@ def family_of_config(fields: Mapping[str, object], source: str) -> Family:
     )
 
 
-def family_of_settings(settings: Mapping[str, object]) -> Family:
+def family_of_settings(settings: ModelDescription) -> Family:
     """Return the first family that can express a model of these settings exactly.
 
     Raises:
@@ -75,7 +76,7 @@ def family_of_settings(settings: Mapping[str, object]) -> Family:
     )
 
 
-def family_misfit(family: Family, settings: Mapping[str, object]) -> list[str]:
+def family_misfit(family: Family, settings: ModelDescription) -> list[str]:
     """Return in which settings a model would differ after a way out and back; none if it fits."""
     fields = family.fields(settings)
     return differences(settings, family.settings(ConfigFields(fields, "the exported config")))

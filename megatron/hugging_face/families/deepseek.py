@@ -9,32 +9,23 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from megatron.hugging_face.config_fields import ConfigFields, rope_fields, rope_settings
+from megatron.hugging_face.config_fields import ConfigFields
 from megatron.hugging_face.families.experts import expert_rules
-from megatron.hugging_face.families.family import (
-    PLAIN,
-    Family,
-    Settings,
-    experts_width,
-    layers_with_experts,
-)
+from megatron.hugging_face.families.family import Family
 from megatron.hugging_face.families.llama import LLAMA, gated_settings
+from megatron.hugging_face.model_description import ModelDescription
+from megatron.hugging_face.rope import rope_fields, with_rope
 from megatron.hugging_face.weight_map import WeightRule, concat, identity
 
 _MEGATRON, _HF = "decoder.layers.{}.", "model.layers.{}."
 _OF_TRAINING = ("aux_loss_alpha", "seq_aux", "ep_size", "output_router_logits")
 _FOLLOWING = ("head_dim", "qk_head_dim")
 """Written by Transformers beside the widths that they follow from."""
-_WIDTHS = {
-    "q_lora_rank": "q_lora_rank", "kv_lora_rank": "kv_lora_rank", "qk_head_dim": "qk_nope_head_dim",
-    "qk_pos_emb_head_dim": "qk_rope_head_dim", "v_head_dim": "v_head_dim",
-}  # fmt: skip
-"""Megatron's name -> Hugging Face's."""
 _LATENT_EPSILON = 1e-6
 """Of the norms of latents, whatever the config says of the others."""
 
 
-def _common_settings(config: ConfigFields) -> dict[str, Any]:
+def _common_settings(config: ConfigFields) -> ModelDescription:
     for name in (*_OF_TRAINING, *_FOLLOWING):
         config.take(name, None)
     config.only("hidden_act", "silu")
@@ -43,82 +34,88 @@ def _common_settings(config: ConfigFields) -> dict[str, Any]:
     config.only("moe_layer_freq", 1)
     config.only("rms_norm_eps", _LATENT_EPSILON)
     settings = gated_settings(config)
-    config.only("num_key_value_heads", settings["num_attention_heads"])
-    layers, dense = settings["num_layers"], config.take("first_k_dense_replace", 0)
+    config.only("num_key_value_heads", settings.num_attention_heads)
+    layers, dense = settings.num_layers, config.take("first_k_dense_replace", 0)
     width = config.take("moe_intermediate_size")
     factor = config.take("routed_scaling_factor", 1.0)
-    return {
-        **settings,
-        "kv_channels": None,
-        "group_query_attention": False,
-        "swiglu": True,
-        "untie_embeddings_and_output_weights": not config.take("tie_word_embeddings", False),
-        **rope_settings(config),
+    return replace(
+        with_rope(settings, config),
+        kv_channels=None,
+        group_query_attention=False,
+        swiglu=True,
         # Its strength is that of the parts of heads that rotate, so it is not a kind of position.
-        "position_embedding_type": "rope",
-        "multi_latent_attention": True,
-        "qk_layernorm": True,
-        **{here: config.take(there) for here, there in _WIDTHS.items() if here != "q_lora_rank"},
-        "q_lora_rank": config.take("q_lora_rank", None),
-        "num_experts": config.take("n_routed_experts"),
-        "moe_layer_freq": [int(n >= dense) for n in range(layers)] if dense else 1,
-        "moe_ffn_hidden_size": width,
-        "moe_shared_expert_intermediate_size": width * config.take("n_shared_experts"),
-        "moe_router_topk": config.take("num_experts_per_tok"),
-        "moe_router_topk_scaling_factor": None if factor == 1.0 else factor,
-        "moe_router_dtype": "fp32",
-    }
+        position_embedding_type="rope",
+        multi_latent_attention=True,
+        qk_layernorm=True,
+        q_lora_rank=config.take("q_lora_rank", None),
+        kv_lora_rank=config.take("kv_lora_rank"),
+        qk_head_dim=config.take("qk_nope_head_dim"),
+        qk_pos_emb_head_dim=config.take("qk_rope_head_dim"),
+        v_head_dim=config.take("v_head_dim"),
+        num_experts=config.take("n_routed_experts"),
+        moe_layer_freq=[int(n >= dense) for n in range(layers)] if dense else 1,
+        moe_ffn_hidden_size=width,
+        moe_shared_expert_intermediate_size=width * config.take("n_shared_experts"),
+        moe_router_topk=config.take("num_experts_per_tok"),
+        moe_router_topk_scaling_factor=None if factor == 1.0 else factor,
+        moe_router_dtype="fp32",
+    )
 
 
-def _groups(config: ConfigFields, judges: int) -> dict[str, Any]:
-    """Return the settings of group-limited routing; one group limits nothing."""
+def _with_groups(settings: ModelDescription, config: ConfigFields, judges: int) -> ModelDescription:
+    """Return `settings` with group-limited routing; one group limits nothing."""
     groups, kept = config.take("n_group", 1), config.take("topk_group", 1)
     if groups == kept:
-        return {}
-    return {
-        "moe_router_num_groups": groups,
-        "moe_router_group_topk": kept,
-        "moe_router_group_score_topk": judges,
-    }
+        return settings
+    return replace(
+        settings,
+        moe_router_num_groups=groups,
+        moe_router_group_topk=kept,
+        moe_router_group_score_topk=judges,
+    )
 
 
-def _common_fields(settings: Settings) -> dict[str, Any]:
+def _common_fields(settings: ModelDescription) -> dict[str, Any]:
     fields = LLAMA.fields(settings)
     del fields["head_dim"]
-    width = experts_width(settings)
+    width = settings.experts_width
     return {
         **fields,
         **rope_fields(settings),
-        "num_key_value_heads": settings["num_attention_heads"],
+        "num_key_value_heads": settings.num_attention_heads,
         "attention_bias": False,
-        **{there: settings.get(here) or PLAIN[here] for here, there in _WIDTHS.items()},
-        "n_routed_experts": settings.get("num_experts") or 1,
-        "n_shared_experts": (settings.get("moe_shared_expert_intermediate_size") or 0) // width,
-        "first_k_dense_replace": layers_with_experts(settings).count(False),
+        "q_lora_rank": settings.q_lora_rank,
+        "kv_lora_rank": settings.kv_lora_rank,
+        "qk_nope_head_dim": settings.qk_head_dim,
+        "qk_rope_head_dim": settings.qk_pos_emb_head_dim,
+        "v_head_dim": settings.v_head_dim,
+        "n_routed_experts": settings.num_experts or 1,
+        "n_shared_experts": (settings.moe_shared_expert_intermediate_size or 0) // width,
+        "first_k_dense_replace": settings.layers_with_experts.count(False),
         "moe_layer_freq": 1,
         "moe_intermediate_size": width,
-        "num_experts_per_tok": settings.get("moe_router_topk") or 2,
-        "routed_scaling_factor": settings.get("moe_router_topk_scaling_factor") or 1.0,
-        "n_group": settings.get("moe_router_num_groups") or 1,
-        "topk_group": settings.get("moe_router_group_topk") or 1,
+        "num_experts_per_tok": settings.moe_router_topk,
+        "routed_scaling_factor": settings.moe_router_topk_scaling_factor or 1.0,
+        "n_group": settings.moe_router_num_groups or 1,
+        "topk_group": settings.moe_router_group_topk or 1,
     }
 
 
-def _v2_settings(config: ConfigFields) -> dict[str, Any]:
+def _v2_settings(config: ConfigFields) -> ModelDescription:
     config.only("scoring_func", "softmax")
     config.only("norm_topk_prob", False)
     is_limited = config.only("topk_method", "greedy", "group_limited_greedy")
-    groups = _groups(config, judges=1)
-    return {
-        **_common_settings(config),
-        "rotary_interleaved": True,
-        "moe_router_pre_softmax": True,
-        **(groups if is_limited == "group_limited_greedy" else {}),
-    }
+    settings = _common_settings(config)
+    limited = _with_groups(settings, config, judges=1)
+    return replace(
+        limited if is_limited == "group_limited_greedy" else settings,
+        rotary_interleaved=True,
+        moe_router_pre_softmax=True,
+    )
 
 
-def _v2_fields(settings: Settings) -> dict[str, Any]:
-    limited = settings.get("moe_router_num_groups")
+def _v2_fields(settings: ModelDescription) -> dict[str, Any]:
+    limited = settings.moe_router_num_groups
     return {
         **_common_fields(settings),
         "topk_method": "group_limited_greedy" if limited else "greedy",
@@ -127,32 +124,31 @@ def _v2_fields(settings: Settings) -> dict[str, Any]:
     }
 
 
-def _v3_settings(config: ConfigFields) -> dict[str, Any]:
+def _v3_settings(config: ConfigFields) -> ModelDescription:
     config.only("scoring_func", "sigmoid")
     config.only("topk_method", "noaux_tc")
     config.only("norm_topk_prob", True)
     config.take("num_nextn_predict_layers", None)
-    return {
-        **_common_settings(config),
-        "rotary_interleaved": config.take("rope_interleave", True),
-        "moe_router_score_function": "sigmoid",
-        "moe_router_enable_expert_bias": True,
-        **_groups(config, judges=2),
-    }
+    return replace(
+        _with_groups(_common_settings(config), config, judges=2),
+        rotary_interleaved=config.take("rope_interleave", True),
+        moe_router_score_function="sigmoid",
+        moe_router_enable_expert_bias=True,
+    )
 
 
-def _v3_fields(settings: Settings) -> dict[str, Any]:
+def _v3_fields(settings: ModelDescription) -> dict[str, Any]:
     return {
         **_common_fields(settings),
         "topk_method": "noaux_tc",
         "scoring_func": "sigmoid",
         "norm_topk_prob": True,
-        "rope_interleave": bool(settings.get("rotary_interleaved")),
+        "rope_interleave": settings.rotary_interleaved,
         "num_nextn_predict_layers": 0,
     }
 
 
-def _attention(settings: Settings) -> list[WeightRule]:
+def _attention(settings: ModelDescription) -> list[WeightRule]:
     megatron_prefix, hf_prefix = _MEGATRON + "self_attention.", _HF + "self_attn."
     pairs = {
         "linear_kv_down_proj": "kv_a_proj_with_mqa",
@@ -160,7 +156,7 @@ def _attention(settings: Settings) -> list[WeightRule]:
         "linear_kv_up_proj": "kv_b_proj",
         "linear_proj": "o_proj",
     }
-    if settings.get("q_lora_rank") is None:
+    if settings.q_lora_rank is None:
         pairs |= {"linear_q_proj": "q_proj"}
     else:
         pairs |= {"linear_q_down_proj": "q_a_proj", "q_layernorm": "q_a_layernorm",
@@ -175,8 +171,8 @@ def _attention(settings: Settings) -> list[WeightRule]:
     ]
 
 
-def _rules(settings: Settings) -> list[WeightRule]:
-    has_experts = layers_with_experts(settings)
+def _rules(settings: ModelDescription) -> list[WeightRule]:
+    has_experts = settings.layers_with_experts
     sparse, dense = (
         tuple(n for n, has in enumerate(has_experts) if has == wanted) for wanted in (True, False)
     )
@@ -194,7 +190,7 @@ def _rules(settings: Settings) -> list[WeightRule]:
         ),
         identity(megatron_prefix + "linear_fc2.weight", hf_prefix + "down_proj.weight"),
     ]
-    if settings.get("moe_router_enable_expert_bias"):
+    if settings.moe_router_enable_expert_bias:
         bias = _HF + "mlp.gate.e_score_correction_bias"
         experts.append(identity(_MEGATRON + "mlp.router.expert_bias", bias))
     return [

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 from megatron.hugging_face.config_fields import ConfigFields
-from megatron.hugging_face.families.family import Family, Settings, experts_width
+from megatron.hugging_face.families.family import Family
 from megatron.hugging_face.families.llama import MISTRAL, QWEN3
+from megatron.hugging_face.model_description import ModelDescription
 from megatron.hugging_face.weight_map import WeightRule, experts, identity
 
 _MEGATRON, _HF = "decoder.layers.{}.", "model.layers.{}."
@@ -22,67 +24,71 @@ def _num_experts(config: ConfigFields) -> int:
     return number
 
 
-def _mixtral_settings(config: ConfigFields) -> dict[str, Any]:
+def _mixtral_settings(config: ConfigFields) -> ModelDescription:
     for name in _WITHOUT_EFFECT:
         config.take(name, None)
     config.only("router_jitter_noise", 0.0)
     settings = MISTRAL.settings(config)
-    return {
-        **settings,
-        "num_experts": _num_experts(config),
-        "moe_router_topk": config.take("num_experts_per_tok"),
-        "moe_ffn_hidden_size": settings["ffn_hidden_size"],
-    }
+    return replace(
+        settings,
+        num_experts=_num_experts(config),
+        moe_router_topk=config.take("num_experts_per_tok"),
+        moe_ffn_hidden_size=settings.ffn_hidden_size,
+    )
 
 
-def _mixtral_fields(settings: Settings) -> dict[str, Any]:
+def _mixtral_fields(settings: ModelDescription) -> dict[str, Any]:
     return {
         **MISTRAL.fields(settings),
-        "intermediate_size": experts_width(settings),
-        "num_local_experts": settings.get("num_experts") or 1,
-        "num_experts_per_tok": settings.get("moe_router_topk") or 2,
+        "intermediate_size": settings.experts_width,
+        "num_local_experts": settings.num_experts or 1,
+        "num_experts_per_tok": settings.moe_router_topk,
     }
 
 
-def _qwen3_settings(config: ConfigFields) -> dict[str, Any]:
+def _qwen3_settings(config: ConfigFields) -> ModelDescription:
     for name in _WITHOUT_EFFECT:
         config.take(name, None)
     config.only("decoder_sparse_step", 1)
     config.only("mlp_only_layers", [])
-    return {
-        **QWEN3.settings(config),
-        "num_experts": _num_experts(config),
-        "moe_router_topk": config.take("num_experts_per_tok"),
-        "moe_ffn_hidden_size": config.take("moe_intermediate_size"),
-        "moe_router_pre_softmax": not config.take("norm_topk_prob", False),
-    }
+    return replace(
+        QWEN3.settings(config),
+        num_experts=_num_experts(config),
+        moe_router_topk=config.take("num_experts_per_tok"),
+        moe_ffn_hidden_size=config.take("moe_intermediate_size"),
+        moe_router_pre_softmax=not config.take("norm_topk_prob", False),
+    )
 
 
-def _qwen3_fields(settings: Settings) -> dict[str, Any]:
+def _qwen3_fields(settings: ModelDescription) -> dict[str, Any]:
     return {
         **QWEN3.fields(settings),
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],
-        "num_experts": settings.get("num_experts") or 1,
-        "num_experts_per_tok": settings.get("moe_router_topk") or 2,
-        "moe_intermediate_size": experts_width(settings),
-        "norm_topk_prob": not settings.get("moe_router_pre_softmax"),
+        "num_experts": settings.num_experts or 1,
+        "num_experts_per_tok": settings.moe_router_topk,
+        "moe_intermediate_size": settings.experts_width,
+        "norm_topk_prob": not settings.moe_router_pre_softmax,
     }
 
 
-def _rules(dense: Family, block: str, gate: str, up: str, down: str) -> Any:
+def _rules(
+    dense: Family, block: str, gate: str, up: str, down: str
+) -> Callable[[ModelDescription], list[WeightRule]]:
     """Return the function that gives the rules of a dense family with experts in its MLP."""
 
-    def rules(settings: Settings) -> list[WeightRule]:
+    def rules(settings: ModelDescription) -> list[WeightRule]:
         found = [rule for rule in dense.rules(settings) if ".mlp." not in rule.megatron_name]
         return [*found, *expert_rules(settings, block, gate, up, down)]
 
     return rules
 
 
-def expert_rules(settings: Settings, block: str, gate: str, up: str, down: str) -> list[WeightRule]:
+def expert_rules(
+    settings: ModelDescription, block: str, gate: str, up: str, down: str
+) -> list[WeightRule]:
     """Return the rules of a layer's experts, their router and the norm before them."""
-    count = settings.get("num_experts") or 1
+    count = settings.num_experts or 1
     hf_prefix, megatron_prefix = (
         f"{_HF}{block}.experts.{{expert}}.",
         f"{_MEGATRON}mlp.experts.experts.",

@@ -7,51 +7,48 @@ Gemma 3 that see images (`gemma3`) are not built.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from megatron.hugging_face.config_fields import (
-    ConfigFields,
-    rope_parameters,
-    rope_settings,
-)
-from megatron.hugging_face.families.family import Family, Settings
+from megatron.hugging_face.config_fields import ConfigFields
+from megatron.hugging_face.families.family import Family
 from megatron.hugging_face.families.llama import LLAMA, gated_settings
 from megatron.hugging_face.families.windows import (
     FULL,
     SLIDING,
     window_fields,
-    window_settings,
+    with_window,
 )
+from megatron.hugging_face.model_description import ModelDescription
+from megatron.hugging_face.rope import with_rope, with_rope_parameters
 from megatron.hugging_face.weight_map import WeightRule, identity
 
 _MEGATRON, _HF = "decoder.layers.{}.", "model.layers.{}."
 _GEMMA3_GLOBAL_BASE, _GEMMA3_LOCAL_BASE, _GEMMA3_PERIOD = 1_000_000.0, 10_000.0, 6
 
 
-def _common_settings(config: ConfigFields, period: int) -> dict[str, Any]:
+def _common_settings(config: ConfigFields, period: int) -> ModelDescription:
     config.only("use_bidirectional_attention", False)
     config.only("attention_bias", False)
     for name in ("hidden_act", "hidden_activation"):
         config.only(name, "gelu_pytorch_tanh", "gelu_tanh")
-    settings = gated_settings(config)
-    layers = settings["num_layers"]
-    return {
-        **settings,
-        "geglu": True,
-        "untie_embeddings_and_output_weights": not config.take("tie_word_embeddings", True),
-        "apply_layernorm_1p": True,
-        "sandwich_norm": True,
-        "embedding_multiplier": settings["hidden_size"] ** 0.5,
-        "softmax_scale": config.take("query_pre_attn_scalar", 256) ** -0.5,
-        "final_logit_softcapping": config.take("final_logit_softcapping", None),
-        **window_settings(config, [(n + 1) % period != 0 for n in range(layers)]),
-    }
+    settings = gated_settings(config, is_tied=True)
+    usual = [(n + 1) % period != 0 for n in range(settings.num_layers)]
+    return replace(
+        with_window(settings, config, usual),
+        geglu=True,
+        apply_layernorm_1p=True,
+        sandwich_norm=True,
+        embedding_multiplier=settings.hidden_size**0.5,
+        softmax_scale=config.take("query_pre_attn_scalar", 256) ** -0.5,
+        final_logit_softcapping=config.take("final_logit_softcapping", None),
+    )
 
 
-def _common_fields(settings: Settings) -> dict[str, Any]:
+def _common_fields(settings: ModelDescription) -> dict[str, Any]:
     # Theirs is a whole number; the scale of ours is its inverse root, as nearly as floats can be.
-    scale = settings.get("softmax_scale") or 256**-0.5
+    scale = settings.softmax_scale or 256**-0.5
     fields = LLAMA.fields(settings)
     del fields["hidden_act"], fields["mlp_bias"]
     return {
@@ -59,47 +56,47 @@ def _common_fields(settings: Settings) -> dict[str, Any]:
         "hidden_activation": "gelu_pytorch_tanh",
         "query_pre_attn_scalar": round(scale**-2),
         **window_fields(settings),
-        "final_logit_softcapping": settings.get("final_logit_softcapping"),
+        "final_logit_softcapping": settings.final_logit_softcapping,
         "use_bidirectional_attention": False,
     }
 
 
-def _gemma2_settings(config: ConfigFields) -> dict[str, Any]:
-    return {
-        **_common_settings(config, 2),
-        "attn_logit_softcapping": config.take("attn_logit_softcapping", None),
-        **rope_settings(config),
-    }
+def _gemma2_settings(config: ConfigFields) -> ModelDescription:
+    cap = config.take("attn_logit_softcapping", None)
+    settings = replace(_common_settings(config, 2), attn_logit_softcapping=cap)
+    return with_rope(settings, config)
 
 
-def _gemma2_fields(settings: Settings) -> dict[str, Any]:
-    cap = settings.get("attn_logit_softcapping")
+def _gemma2_fields(settings: ModelDescription) -> dict[str, Any]:
+    cap = settings.attn_logit_softcapping
     return {**_common_fields(settings), "attn_logit_softcapping": cap}
 
 
-def _gemma3_settings(config: ConfigFields) -> dict[str, Any]:
+def _gemma3_settings(config: ConfigFields) -> ModelDescription:
     # Their Gemma 3 has the field, and does not bound its scores.
     config.take("attn_logit_softcapping", None)
     # Written by Transformers beside `layer_types`, which then says it.
     period = config.take("_sliding_window_pattern", _GEMMA3_PERIOD)
     period = config.take("sliding_window_pattern", period)
-    settings = {**_common_settings(config, period), "qk_layernorm": True}
+    settings = replace(_common_settings(config, period), qk_layernorm=True)
     by_kind = config.take("rope_parameters", {})
     full = dict(by_kind.get(FULL) or {}) | dict(config.take("rope_scaling", None) or {})
     local = dict(by_kind.get(SLIDING) or {})
     full.setdefault("rope_theta", config.take("rope_theta", _GEMMA3_GLOBAL_BASE))
     local.setdefault("rope_theta", config.take("rope_local_base_freq", _GEMMA3_LOCAL_BASE))
-    local_settings = rope_parameters(local, f"rope_parameters of windows in {config.source}")
-    rope = rope_parameters(full, f"rope_parameters in {config.source}")
-    return {**settings, **rope, "rotary_base_local": local_settings["rotary_base"]}
+    windowed = with_rope_parameters(
+        settings, local, f"rope_parameters of windows in {config.source}"
+    )
+    settings = replace(settings, rotary_base_local=windowed.rotary_base)
+    return with_rope_parameters(settings, full, f"rope_parameters in {config.source}")
 
 
-def _gemma3_fields(settings: Settings) -> dict[str, Any]:
-    local = settings.get("rotary_base_local") or settings["rotary_base"]
+def _gemma3_fields(settings: ModelDescription) -> dict[str, Any]:
+    local = settings.rotary_base_local or settings.rotary_base
     return {**_common_fields(settings), "rope_local_base_freq": float(local)}
 
 
-def _rules(settings: Settings) -> list[WeightRule]:
+def _rules(settings: ModelDescription) -> list[WeightRule]:
     """Those of Llama; its second norm is here after the attention, and two more follow."""
     before_mlp = _MEGATRON + "mlp.linear_fc1.layer_norm_weight"
     rules = [rule for rule in LLAMA.rules(settings) if rule.megatron_name != before_mlp]
@@ -112,7 +109,12 @@ def _rules(settings: Settings) -> list[WeightRule]:
     return rules
 
 
-def _family(model_type: str, architecture: str, settings: Any, fields: Any) -> Family:
+def _family(
+    model_type: str,
+    architecture: str,
+    settings: Callable[[ConfigFields], ModelDescription],
+    fields: Callable[[ModelDescription], dict[str, Any]],
+) -> Family:
     return replace(
         LLAMA,
         model_type=model_type,

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from megatron.hugging_face.config_fields import ConfigFields
-from megatron.hugging_face.families.family import Family, Settings
+from megatron.hugging_face.families.family import Family
+from megatron.hugging_face.model_description import ModelDescription
 from megatron.hugging_face.weight_map import (
     WeightRule,
     fused_query_key_value,
@@ -23,44 +24,44 @@ _WITHOUT_EFFECT = (
 )  # fmt: skip
 
 
-def _settings(config: ConfigFields) -> dict[str, Any]:
+def _settings(config: ConfigFields) -> ModelDescription:
     for name in _WITHOUT_EFFECT:
         config.take(name, None)
     config.only("scale_attn_weights", True)
     config.only("scale_attn_by_inverse_layer_idx", False)
     activation = config.only("activation_function", *_ACTIVATIONS)
     hidden = config.take("n_embd")
+    return ModelDescription(
+        num_layers=config.take("n_layer"),
+        hidden_size=hidden,
+        num_attention_heads=config.take("n_head"),
+        ffn_hidden_size=config.take("n_inner", 4 * hidden),
+        max_position_embeddings=config.take("n_positions"),
+        norm_epsilon=config.take("layer_norm_epsilon", 1e-5),
+        openai_gelu=_ACTIVATIONS.get(activation or "gelu_new", True),
+        position_embedding_type="learned_absolute",
+        untie_embeddings_and_output_weights=not config.take("tie_word_embeddings", True),
+        hidden_dropout=config.take("resid_pdrop", 0.1),
+        attention_dropout=config.take("attn_pdrop", 0.1),
+        unpadded_vocab_size=config.take("vocab_size"),
+    )
+
+
+def _fields(settings: ModelDescription) -> dict[str, Any]:
     return {
-        "num_layers": config.take("n_layer"),
-        "hidden_size": hidden,
-        "num_attention_heads": config.take("n_head"),
-        "ffn_hidden_size": config.take("n_inner", 4 * hidden),
-        "max_position_embeddings": config.take("n_positions"),
-        "norm_epsilon": config.take("layer_norm_epsilon", 1e-5),
-        "openai_gelu": _ACTIVATIONS.get(activation or "gelu_new", True),
-        "position_embedding_type": "learned_absolute",
-        "untie_embeddings_and_output_weights": not config.take("tie_word_embeddings", True),
-        "hidden_dropout": config.take("resid_pdrop", 0.1),
-        "attention_dropout": config.take("attn_pdrop", 0.1),
-        "unpadded_vocab_size": config.take("vocab_size"),
+        "n_layer": settings.num_layers,
+        "n_embd": settings.hidden_size,
+        "n_head": settings.num_attention_heads,
+        "n_inner": settings.ffn_hidden_size,
+        "n_positions": settings.max_position_embeddings,
+        "layer_norm_epsilon": settings.norm_epsilon,
+        "activation_function": "gelu_new" if settings.openai_gelu else "gelu",
+        "tie_word_embeddings": not settings.untie_embeddings_and_output_weights,
+        "vocab_size": settings.unpadded_vocab_size,
     }
 
 
-def _fields(settings: Settings) -> dict[str, Any]:
-    return {
-        "n_layer": settings["num_layers"],
-        "n_embd": settings["hidden_size"],
-        "n_head": settings["num_attention_heads"],
-        "n_inner": settings["ffn_hidden_size"],
-        "n_positions": settings["max_position_embeddings"],
-        "layer_norm_epsilon": settings["norm_epsilon"],
-        "activation_function": "gelu_new" if settings.get("openai_gelu") else "gelu",
-        "tie_word_embeddings": not settings["untie_embeddings_and_output_weights"],
-        "vocab_size": settings["unpadded_vocab_size"],
-    }
-
-
-def _rules(settings: Settings) -> list[WeightRule]:
+def _rules(settings: ModelDescription) -> list[WeightRule]:
     megatron_prefix, hf_prefix = "decoder.layers.{}.", "h.{}."
     rules = [
         vocabulary("embedding.word_embeddings.weight", "wte.weight"),
@@ -87,7 +88,7 @@ def _rules(settings: Settings) -> list[WeightRule]:
         ("decoder.final_layernorm.", "ln_f"),
     ):
         rules += [identity(f"{here}{kind}", f"{there}.{kind}") for kind in ("weight", "bias")]
-    if settings["untie_embeddings_and_output_weights"]:
+    if settings.untie_embeddings_and_output_weights:
         rules.append(vocabulary("output_layer.weight", "/lm_head.weight"))
     return rules
 

@@ -4,60 +4,62 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron.hugging_face.config_fields import ConfigFields, rope_settings
-from megatron.hugging_face.families.family import Family, Settings
+from megatron.hugging_face.config_fields import ConfigFields
+from megatron.hugging_face.families.family import Family
+from megatron.hugging_face.model_description import ModelDescription
+from megatron.hugging_face.rope import with_rope
 from megatron.hugging_face.weight_map import WeightRule, identity, vocabulary
 
 _ACTIVATIONS = {"gelu": False, "gelu_new": True, "gelu_fast": True, "gelu_pytorch_tanh": True}
 """Name -> whether it is the tanh form."""
 
 
-def _settings(config: ConfigFields) -> dict[str, Any]:
+def _settings(config: ConfigFields) -> ModelDescription:
     config.take("classifier_dropout", None)
     config.only("attention_bias", True)
     activation = config.only("hidden_act", *_ACTIVATIONS)
-    return {
-        "num_layers": config.take("num_hidden_layers"),
-        "hidden_size": config.take("hidden_size"),
-        "num_attention_heads": config.take("num_attention_heads"),
-        "ffn_hidden_size": config.take("intermediate_size"),
-        "max_position_embeddings": config.take("max_position_embeddings"),
-        "norm_epsilon": config.take("layer_norm_eps", 1e-5),
-        "openai_gelu": _ACTIVATIONS.get(activation or "gelu", False),
-        "use_parallel_residual": config.take("use_parallel_residual", True),
-        "untie_embeddings_and_output_weights": not config.take("tie_word_embeddings", False),
-        "hidden_dropout": config.take("hidden_dropout", 0.0),
-        "attention_dropout": config.take("attention_dropout", 0.0),
-        "unpadded_vocab_size": config.take("vocab_size"),
-        **rope_settings(
-            config,
-            base_name="rotary_emb_base",
-            percent_name="rotary_pct",
-            default_percent=0.25,
-        ),
-    }
+    model = ModelDescription(
+        num_layers=config.take("num_hidden_layers"),
+        hidden_size=config.take("hidden_size"),
+        num_attention_heads=config.take("num_attention_heads"),
+        ffn_hidden_size=config.take("intermediate_size"),
+        max_position_embeddings=config.take("max_position_embeddings"),
+        norm_epsilon=config.take("layer_norm_eps", 1e-5),
+        openai_gelu=_ACTIVATIONS.get(activation or "gelu", False),
+        use_parallel_residual=config.take("use_parallel_residual", True),
+        untie_embeddings_and_output_weights=not config.take("tie_word_embeddings", False),
+        hidden_dropout=config.take("hidden_dropout", 0.0),
+        attention_dropout=config.take("attention_dropout", 0.0),
+        unpadded_vocab_size=config.take("vocab_size"),
+    )
+    return with_rope(
+        model,
+        config,
+        base_name="rotary_emb_base",
+        percent_name="rotary_pct",
+        default_percent=0.25,
+    )
 
 
-def _fields(settings: Settings) -> dict[str, Any]:
-    percent = settings.get("rotary_percent")
+def _fields(settings: ModelDescription) -> dict[str, Any]:
     return {
-        "num_hidden_layers": settings["num_layers"],
-        "hidden_size": settings["hidden_size"],
-        "num_attention_heads": settings["num_attention_heads"],
-        "intermediate_size": settings["ffn_hidden_size"],
-        "max_position_embeddings": settings["max_position_embeddings"],
-        "layer_norm_eps": settings["norm_epsilon"],
-        "hidden_act": "gelu_fast" if settings.get("openai_gelu") else "gelu",
-        "use_parallel_residual": bool(settings.get("use_parallel_residual")),
+        "num_hidden_layers": settings.num_layers,
+        "hidden_size": settings.hidden_size,
+        "num_attention_heads": settings.num_attention_heads,
+        "intermediate_size": settings.ffn_hidden_size,
+        "max_position_embeddings": settings.max_position_embeddings,
+        "layer_norm_eps": settings.norm_epsilon,
+        "hidden_act": "gelu_fast" if settings.openai_gelu else "gelu",
+        "use_parallel_residual": settings.use_parallel_residual,
         "attention_bias": True,
-        "rotary_pct": 1.0 if percent is None else percent,
-        "rotary_emb_base": float(settings["rotary_base"]),
-        "tie_word_embeddings": not settings["untie_embeddings_and_output_weights"],
-        "vocab_size": settings["unpadded_vocab_size"],
+        "rotary_pct": settings.rotary_percent,
+        "rotary_emb_base": float(settings.rotary_base),
+        "tie_word_embeddings": not settings.untie_embeddings_and_output_weights,
+        "vocab_size": settings.unpadded_vocab_size,
     }
 
 
-def _rules(settings: Settings) -> list[WeightRule]:
+def _rules(settings: ModelDescription) -> list[WeightRule]:
     megatron_prefix, hf_prefix = "decoder.layers.{}.", "layers.{}."
     rules = [vocabulary("embedding.word_embeddings.weight", "embed_in.weight")]
     for here, there in (
@@ -71,7 +73,7 @@ def _rules(settings: Settings) -> list[WeightRule]:
         ("decoder.final_layernorm.", "final_layer_norm."),
     ):
         rules += [identity(here + kind, there + kind) for kind in ("weight", "bias")]
-    if settings["untie_embeddings_and_output_weights"]:
+    if settings.untie_embeddings_and_output_weights:
         rules.append(vocabulary("output_layer.weight", "/embed_out.weight"))
     return rules
 

@@ -6,19 +6,22 @@ OpenAI, "gpt-oss-120b & gpt-oss-20b Model Card", section 2, arXiv 2508.10925. We
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
-from megatron.hugging_face.config_fields import ConfigFields, rope_settings
-from megatron.hugging_face.families.family import Family, Settings, experts_width
+from megatron.hugging_face.config_fields import ConfigFields
+from megatron.hugging_face.families.family import Family
 from megatron.hugging_face.families.llama import LLAMA, gated_settings, projections
-from megatron.hugging_face.families.windows import window_fields, window_settings
+from megatron.hugging_face.families.windows import window_fields, with_window
+from megatron.hugging_face.model_description import ModelDescription
+from megatron.hugging_face.rope import with_rope
 from megatron.hugging_face.weight_map import WeightRule, alternating_experts, identity
 
 _MEGATRON, _HF = "decoder.layers.{}.", "model.layers.{}."
 _BASE, _GAIN, _BOUND = 150_000.0, 1.702, 7.0
 
 
-def _settings(config: ConfigFields) -> dict[str, Any]:
+def _settings(config: ConfigFields) -> ModelDescription:
     for name in ("router_aux_loss_coef", "output_router_logits", "initial_context_length"):
         config.take(name, None)
     config.only("hidden_act", "silu")
@@ -29,23 +32,22 @@ def _settings(config: ConfigFields) -> dict[str, Any]:
     settings = gated_settings(config)
     topk = config.take("num_experts_per_tok")
     config.only("experts_per_token", topk)
-    return {
-        **settings,
-        **rope_settings(config, default_base=_BASE),
-        **window_settings(config, [n % 2 == 0 for n in range(settings["num_layers"])]),
-        "untie_embeddings_and_output_weights": not config.take("tie_word_embeddings", False),
-        "add_bias_linear": True,
-        "softmax_type": "learnable",
-        "quick_geglu": True,
-        "glu_linear_offset": 1.0,
-        "activation_func_clamp_value": float(config.take("swiglu_limit", _BOUND)),
-        "num_experts": config.take("num_local_experts"),
-        "moe_router_topk": topk,
-        "moe_ffn_hidden_size": settings["ffn_hidden_size"],
-    }
+    settings = with_rope(settings, config, default_base=_BASE)
+    settings = with_window(settings, config, [n % 2 == 0 for n in range(settings.num_layers)])
+    return replace(
+        settings,
+        add_bias_linear=True,
+        softmax_type="learnable",
+        quick_geglu=True,
+        glu_linear_offset=1.0,
+        activation_func_clamp_value=float(config.take("swiglu_limit", _BOUND)),
+        num_experts=config.take("num_local_experts"),
+        moe_router_topk=topk,
+        moe_ffn_hidden_size=settings.ffn_hidden_size,
+    )
 
 
-def _fields(settings: Settings) -> dict[str, Any]:
+def _fields(settings: ModelDescription) -> dict[str, Any]:
     fields = LLAMA.fields(settings)
     del fields["mlp_bias"]
     if fields["rope_scaling"] is None:  # which theirs would replace by its own
@@ -55,17 +57,17 @@ def _fields(settings: Settings) -> dict[str, Any]:
         **fields,
         **window_fields(settings),
         "attention_bias": True,
-        "intermediate_size": experts_width(settings),
-        "num_local_experts": settings.get("num_experts") or 1,
-        "num_experts_per_tok": settings.get("moe_router_topk") or 2,
-        "swiglu_limit": settings.get("activation_func_clamp_value"),
+        "intermediate_size": settings.experts_width,
+        "num_local_experts": settings.num_experts or 1,
+        "num_experts_per_tok": settings.moe_router_topk,
+        "swiglu_limit": settings.activation_func_clamp_value,
     }
 
 
-def _rules(settings: Settings) -> list[WeightRule]:
+def _rules(settings: ModelDescription) -> list[WeightRule]:
     attention, hf_prefix = _MEGATRON + "self_attention.", _HF + "self_attn."
     experts, router = _MEGATRON + "mlp.experts.experts.", _MEGATRON + "mlp.router."
-    count = settings.get("num_experts") or 1
+    count = settings.num_experts or 1
     found = [rule for rule in LLAMA.rules(settings) if ".mlp." not in rule.megatron_name]
     found += [
         projections("bias"),

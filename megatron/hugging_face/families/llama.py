@@ -6,10 +6,14 @@ key heads.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
-from megatron.hugging_face.config_fields import ConfigFields, rope_fields, rope_settings
-from megatron.hugging_face.families.family import Family, Settings, groups_of, head_dim_of
+from megatron.hugging_face.config_fields import ConfigFields
+from megatron.hugging_face.families.family import Family
+from megatron.hugging_face.model_description import ModelDescription
+from megatron.hugging_face.rope import rope_fields, with_rope
 from megatron.hugging_face.weight_map import (
     WeightRule,
     concat,
@@ -21,58 +25,59 @@ from megatron.hugging_face.weight_map import (
 _LAYER, _HF = "decoder.layers.{}.", "model.layers.{}."
 
 
-def gated_settings(config: ConfigFields) -> dict[str, Any]:
-    """Return the settings that all relatives with RMSNorm and a gated MLP have."""
+def gated_settings(config: ConfigFields, *, is_tied: bool = False) -> ModelDescription:
+    """Return the settings that all relatives with RMSNorm and a gated MLP have.
+
+    Args:
+        is_tied: whether the output head has the weights of the embedding, where the config does not
+            say it.
+    """
     heads, hidden = config.take("num_attention_heads"), config.take("hidden_size")
     groups = config.take("num_key_value_heads", heads)
-    return {
-        "num_layers": config.take("num_hidden_layers"),
-        "hidden_size": hidden,
-        "num_attention_heads": heads,
-        "group_query_attention": groups != heads,
-        "num_query_groups": groups,
-        "kv_channels": config.take("head_dim", hidden // heads),
-        "ffn_hidden_size": config.take("intermediate_size"),
-        "max_position_embeddings": config.take("max_position_embeddings"),
-        "normalization": "RMSNorm",
-        "norm_epsilon": config.take("rms_norm_eps"),
-        "add_bias_linear": False,
-        "unpadded_vocab_size": config.take("vocab_size"),
-        "hidden_dropout": 0.0,
-        "attention_dropout": config.take("attention_dropout", 0.0),
-    }
+    return ModelDescription(
+        num_layers=config.take("num_hidden_layers"),
+        hidden_size=hidden,
+        num_attention_heads=heads,
+        group_query_attention=groups != heads,
+        num_query_groups=groups,
+        kv_channels=config.take("head_dim", hidden // heads),
+        ffn_hidden_size=config.take("intermediate_size"),
+        max_position_embeddings=config.take("max_position_embeddings"),
+        untie_embeddings_and_output_weights=not config.take("tie_word_embeddings", is_tied),
+        normalization="RMSNorm",
+        norm_epsilon=config.take("rms_norm_eps"),
+        add_bias_linear=False,
+        unpadded_vocab_size=config.take("vocab_size"),
+        hidden_dropout=0.0,
+        attention_dropout=config.take("attention_dropout", 0.0),
+    )
 
 
-def _common_settings(config: ConfigFields) -> dict[str, Any]:
+def _common_settings(config: ConfigFields) -> ModelDescription:
     config.only("hidden_act", "silu")
     config.only("mlp_bias", False)
-    return {
-        **gated_settings(config),
-        "swiglu": True,
-        "untie_embeddings_and_output_weights": not config.take("tie_word_embeddings", False),
-        **rope_settings(config),
-    }
+    return with_rope(replace(gated_settings(config), swiglu=True), config)
 
 
-def _common_fields(settings: Settings) -> dict[str, Any]:
+def _common_fields(settings: ModelDescription) -> dict[str, Any]:
     return {
-        "num_hidden_layers": settings["num_layers"],
-        "hidden_size": settings["hidden_size"],
-        "num_attention_heads": settings["num_attention_heads"],
-        "num_key_value_heads": groups_of(settings),
-        "head_dim": head_dim_of(settings),
-        "intermediate_size": settings["ffn_hidden_size"],
-        "max_position_embeddings": settings["max_position_embeddings"],
-        "rms_norm_eps": settings["norm_epsilon"],
+        "num_hidden_layers": settings.num_layers,
+        "hidden_size": settings.hidden_size,
+        "num_attention_heads": settings.num_attention_heads,
+        "num_key_value_heads": settings.num_key_value_heads,
+        "head_dim": settings.head_dim,
+        "intermediate_size": settings.ffn_hidden_size,
+        "max_position_embeddings": settings.max_position_embeddings,
+        "rms_norm_eps": settings.norm_epsilon,
         "hidden_act": "silu",
         "attention_dropout": 0.0,
-        "tie_word_embeddings": not settings["untie_embeddings_and_output_weights"],
-        "vocab_size": settings["unpadded_vocab_size"],
+        "tie_word_embeddings": not settings.untie_embeddings_and_output_weights,
+        "vocab_size": settings.unpadded_vocab_size,
         **rope_fields(settings),
     }
 
 
-def _rules(settings: Settings) -> list[WeightRule]:
+def _rules(settings: ModelDescription) -> list[WeightRule]:
     attention, hf_prefix = _LAYER + "self_attention.", _HF + "self_attn."
     rules = [
         vocabulary("embedding.word_embeddings.weight", "model.embed_tokens.weight"),
@@ -91,12 +96,12 @@ def _rules(settings: Settings) -> list[WeightRule]:
         identity(_LAYER + "mlp.linear_fc2.weight", _HF + "mlp.down_proj.weight"),
         identity("decoder.final_layernorm.weight", "model.norm.weight"),
     ]
-    if settings.get("add_qkv_bias"):
+    if settings.add_qkv_bias:
         rules.append(projections("bias"))
-    if settings.get("qk_layernorm"):
+    if settings.qk_layernorm:
         rules.append(identity(attention + "q_layernorm.weight", hf_prefix + "q_norm.weight"))
         rules.append(identity(attention + "k_layernorm.weight", hf_prefix + "k_norm.weight"))
-    if settings["untie_embeddings_and_output_weights"]:
+    if settings.untie_embeddings_and_output_weights:
         rules.append(vocabulary("output_layer.weight", "lm_head.weight"))
     return rules
 
@@ -107,32 +112,30 @@ def projections(kind: str) -> WeightRule:
     return query_key_value(f"{_LAYER}self_attention.linear_qkv.{kind}", *names)
 
 
-def _llama_settings(config: ConfigFields) -> dict[str, Any]:
+def _llama_settings(config: ConfigFields) -> ModelDescription:
     config.only("attention_bias", False)
     return _common_settings(config)
 
 
-def _llama_fields(settings: Settings) -> dict[str, Any]:
+def _llama_fields(settings: ModelDescription) -> dict[str, Any]:
     return {**_common_fields(settings), "attention_bias": False, "mlp_bias": False}
 
 
-def _mistral_settings(config: ConfigFields) -> dict[str, Any]:
+def _mistral_settings(config: ConfigFields) -> ModelDescription:
     window = config.take("sliding_window", None)
     settings = _common_settings(config)
-    if window is not None:
-        settings["window_size"] = (window - 1, 0)
-    return settings
+    return settings if window is None else replace(settings, window_size=(window - 1, 0))
 
 
-def _mistral_fields(settings: Settings) -> dict[str, Any]:
-    window = settings.get("window_size")
+def _mistral_fields(settings: ModelDescription) -> dict[str, Any]:
+    window = settings.window_size
     return {
         **_common_fields(settings),
         "sliding_window": None if window is None else window[0] + 1,
     }
 
 
-def _qwen_settings(config: ConfigFields) -> dict[str, Any]:
+def _qwen_settings(config: ConfigFields) -> ModelDescription:
     # With use_sliding_window off, the window's size and layers have no effect.
     config.only("use_sliding_window", False)
     for name in ("sliding_window", "max_window_layers"):
@@ -143,24 +146,29 @@ def _qwen_settings(config: ConfigFields) -> dict[str, Any]:
     return _common_settings(config)
 
 
-def _qwen2_settings(config: ConfigFields) -> dict[str, Any]:
-    return {**_qwen_settings(config), "add_qkv_bias": True}
+def _qwen2_settings(config: ConfigFields) -> ModelDescription:
+    return replace(_qwen_settings(config), add_qkv_bias=True)
 
 
-def _qwen2_fields(settings: Settings) -> dict[str, Any]:
+def _qwen2_fields(settings: ModelDescription) -> dict[str, Any]:
     return {**_common_fields(settings), "use_sliding_window": False}
 
 
-def _qwen3_settings(config: ConfigFields) -> dict[str, Any]:
+def _qwen3_settings(config: ConfigFields) -> ModelDescription:
     config.only("attention_bias", False)
-    return {**_qwen_settings(config), "qk_layernorm": True}
+    return replace(_qwen_settings(config), qk_layernorm=True)
 
 
-def _qwen3_fields(settings: Settings) -> dict[str, Any]:
+def _qwen3_fields(settings: ModelDescription) -> dict[str, Any]:
     return {**_qwen2_fields(settings), "attention_bias": False}
 
 
-def _family(model_type: str, architecture: str, settings: Any, fields: Any) -> Family:
+def _family(
+    model_type: str,
+    architecture: str,
+    settings: Callable[[ConfigFields], ModelDescription],
+    fields: Callable[[ModelDescription], dict[str, Any]],
+) -> Family:
     return Family(
         model_type,
         architecture,

@@ -6,8 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 from megatron.hugging_face.config_fields import ConfigFields
-from megatron.hugging_face.families.family import Settings
 from megatron.hugging_face.families.llama import MISTRAL
+from megatron.hugging_face.model_description import ModelDescription
 from megatron.hugging_face.weight_map import WeightRule, fused_query_key_value, identity
 
 _MEGATRON, _HF = "decoder.layers.{}.", "model.layers.{}."
@@ -21,7 +21,7 @@ _FUSED = {
 }
 
 
-def _settings(config: ConfigFields) -> dict[str, Any]:
+def _settings(config: ConfigFields) -> ModelDescription:
     # Dropout that Transformers applies while training only; ours has flags of its own.
     for name in ("embd_pdrop", "resid_pdrop"):
         config.take(name, None)
@@ -30,17 +30,16 @@ def _settings(config: ConfigFields) -> dict[str, Any]:
     return MISTRAL.settings(config)
 
 
-def _fields(settings: Settings) -> dict[str, Any]:
-    percent = settings.get("rotary_percent")
+def _fields(settings: ModelDescription) -> dict[str, Any]:
     return {
         **{name: value for name, value in MISTRAL.fields(settings).items() if name != "head_dim"},
-        "partial_rotary_factor": 1.0 if percent is None else percent,
-        "original_max_position_embeddings": settings["max_position_embeddings"],
+        "partial_rotary_factor": settings.rotary_percent,
+        "original_max_position_embeddings": settings.max_position_embeddings,
         "pad_token_id": None,
     }
 
 
-def _rules(settings: Settings) -> list[WeightRule]:
+def _rules(settings: ModelDescription) -> list[WeightRule]:
     return [_FUSED.get(rule.megatron_name, rule) for rule in MISTRAL.rules(settings)]
 
 

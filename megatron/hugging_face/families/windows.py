@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from megatron.hugging_face.config_fields import ConfigFields
-from megatron.hugging_face.families.family import Settings, windowed_layers
+from megatron.hugging_face.model_description import ModelDescription
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 
 
-def window_settings(config: ConfigFields, usual: Sequence[bool]) -> dict[str, Any]:
-    """Return the settings of the window.
+def with_window(
+    model: ModelDescription, config: ConfigFields, usual: Sequence[bool]
+) -> ModelDescription:
+    """Return `model` with the window of the config.
 
     Args:
         usual: which layers have it where the config does not list them.
@@ -24,16 +27,15 @@ def window_settings(config: ConfigFields, usual: Sequence[bool]) -> dict[str, An
     elif kinds is not None:
         config.only("layer_types", [SLIDING, FULL])
     window = config.take("sliding_window", None)
-    return {
-        "window_size": None if window is None else (window - 1, 0),
-        "window_attn_skip_freq": None if window is None else pattern,
-    }
+    if window is None:
+        return model
+    return replace(model, window_size=(window - 1, 0), window_attn_skip_freq=pattern)
 
 
-def window_fields(settings: Settings) -> dict[str, Any]:
+def window_fields(settings: ModelDescription) -> dict[str, Any]:
     """Return the fields of the window."""
-    window = settings.get("window_size")
-    kinds = [SLIDING if windowed and window else FULL for windowed in windowed_layers(settings)]
+    window = settings.window_size
+    kinds = [SLIDING if windowed and window else FULL for windowed in settings.windowed_layers]
     return {
         "sliding_window": None if window is None else window[0] + 1,
         "layer_types": kinds,

@@ -6,7 +6,7 @@ this framework uses `Checkpointer` directly.
 
 from __future__ import annotations
 
-import argparse
+from argparse import Namespace
 from collections.abc import Sequence
 from typing import Any
 
@@ -43,7 +43,7 @@ def save_checkpoint(
     train_data_iterator: object = None,
     preprocess_common_state_dict_fn: object = None,
     *,
-    args: argparse.Namespace | None = None,
+    args: Namespace | None = None,
     pg_collection: ProcessGroupCollection | None = None,
 ) -> None:
     """Save the run into `args.save`: collective.
@@ -93,7 +93,7 @@ def load_checkpoint(
     checkpointing_context: object = None,
     skip_load_to_model_and_opt: bool = False,
     *,
-    args: argparse.Namespace | None = None,
+    args: Namespace | None = None,
     pg_collection: ProcessGroupCollection | None = None,
 ) -> tuple[int, float]:
     """Load the newest intact checkpoint of `args.load` into the parts: collective.
@@ -141,8 +141,8 @@ def maybe_finalize_async_save(blocking: bool = False, terminate: bool = False) -
 
 
 def load_args_from_checkpoint(
-    args: argparse.Namespace, load_arg: str = "load"
-) -> tuple[argparse.Namespace, argparse.Namespace | None]:
+    args: Namespace, load_arg: str = "load"
+) -> tuple[Namespace, Namespace | None]:
     """Return `args` with the model's shape as it was saved, and the saved settings.
 
     This process alone; every rank reads the same file. The second result is None where
@@ -155,7 +155,7 @@ def load_args_from_checkpoint(
     )
     if stored is None:
         return args, None
-    merged = argparse.Namespace(**vars(args))
+    merged = Namespace(**vars(args))
     for name in MODEL_SHAPE_ARGS:
         if hasattr(stored, name):
             setattr(merged, name, getattr(stored, name))
@@ -163,7 +163,7 @@ def load_args_from_checkpoint(
 
 
 def _checkpointer(
-    args: argparse.Namespace,
+    args: Namespace,
     model: nn.Module | Sequence[nn.Module],
     optimizer: Any,
     scheduler: Any,

@@ -7,9 +7,9 @@ their own in the checkpoint; `model0`, `model1` exist in memory only.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import random
+from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -111,7 +111,7 @@ def plain_run_state(
     return state
 
 
-def plain_args(args: Mapping[str, object]) -> argparse.Namespace:
+def plain_args(args: Mapping[str, object]) -> Namespace:
     """Return the settings as a namespace of storable values; others are kept as text."""
     kept: dict[str, Any] = {}
     for name, value in args.items():
@@ -122,7 +122,7 @@ def plain_args(args: Mapping[str, object]) -> argparse.Namespace:
             kept[name] = value
         except CheckpointError:
             kept[name] = repr(value)
-    return argparse.Namespace(**kept)
+    return Namespace(**kept)
 
 
 def train_state_of(state: Mapping[str, Any]) -> TrainState:

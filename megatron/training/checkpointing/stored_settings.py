@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import argparse
+from argparse import Namespace
 from collections.abc import Collection
 
 from megatron.core.dist_checkpointing.interop.opening import open_any
@@ -42,7 +42,7 @@ TOKENIZER_FILES = {"tokenizer_model", "vocab_file", "merge_file"}
 
 def stored_args(
     directory: str | None, ckpt_step: int | None = None, *, save: str | None = None
-) -> argparse.Namespace | None:
+) -> Namespace | None:
     """Return the settings saved in the newest readable checkpoint of a directory.
 
     Arguments are those of `select_checkpoints`.
@@ -55,7 +55,7 @@ def stored_args(
         except CheckpointError:
             continue
         args = state.get("args")
-        if isinstance(args, argparse.Namespace):
+        if isinstance(args, Namespace):
             return args
     return None
 

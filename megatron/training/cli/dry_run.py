@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
+from megatron.core.foundation.errors import MissingInputError
 from megatron.core.pipeline_parallel.layout import PipelineLayout, pipeline_layout
 from megatron.core.pipeline_parallel.schedule import StepPlan
 from megatron.core.pipeline_parallel.schedule_definitions import schedule_named
@@ -26,21 +27,30 @@ from megatron.training.metrics.model_size import ModelSize
 from megatron.training.rules import notes, resolve_and_check
 from megatron.training.setup.model import kernels_of_run
 
+_IDS_OF: Mapping[str, tuple[int, str]] = {
+    "GPT2BPETokenizer": (50257, "that of GPT-2"),
+    "Llama2Tokenizer": (32000, "that of Llama 2"),
+}
+"""Type of tokenizer -> number of its ids, and whose they are."""
+_USUAL_IDS = 128256
+
 
 def describe_run(read: Callable[[], ParsedCommand]) -> str:
-    """Return the report of `--dry-run`.
+    """Return the report of `--dry-run`. Corpora and tokenizers need not be on this machine.
 
     Raises:
         ConfigError: with all problems of the settings.
     """
-    run = resolve_and_check(read, planned_world_size)
-    run = resolve_vocabulary(run, build_tokenizer(run.namespace()).vocab_size)
+    absent: list[MissingInputError] = []
+    run = resolve_and_check(read, planned_world_size, absent=absent)
+    run = resolve_vocabulary(run, _num_ids(run, absent))
     size, config = ModelSize.from_settings(run), run.transformer_config
     layout = pipeline_layout(config)
     sections = [
         ("settings that differ from their defaults", _settings(run)),
         ("derived", [str(derivation) for derivation in run.derivations]),
         ("flags without effect here", notes(run.config)),
+        ("not on this machine, and needed by the run", [each.found for each in absent]),
         ("ranks", _ranks(run)),
         ("pipeline stages", layout.describe().split("\n")),
         ("schedule", _schedule(run)),
@@ -55,6 +65,23 @@ def describe_run(read: Callable[[], ParsedCommand]) -> str:
         if lines
         for line in ("", f"{title}:", *(f"  {text}" for text in lines))
     )
+
+
+def _num_ids(run: ResolvedRun, absent: list[MissingInputError]) -> int:
+    """Return the ids of the tokenizer; of one that is not here a guess, told in `absent`."""
+    try:
+        return build_tokenizer(run.namespace()).vocab_size
+    except MissingInputError:
+        kind = run.tokenizer.tokenizer_type or ""
+        size, whose = _IDS_OF.get(kind, (_USUAL_IDS, "that of Llama 3, by guess"))
+        size = run.tokenizer.vocab_size or size
+        if run.tokenizer.vocab_size is None:
+            absent.append(
+                MissingInputError(
+                    f"{kind}: planned with {size} ids, {whose}; --vocab-size says another number"
+                )
+            )
+        return size
 
 
 def planned_world_size(config: RunConfig) -> int:

@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
+from megatron.core.foundation import standard_output
 from megatron.core.foundation.errors import ConfigError
 
 
@@ -49,11 +50,13 @@ class Help(argparse.Action):
     ) -> NoReturn:
         """Print and exit."""
         if values is None:
-            parser.print_help()
-            print(f"\n--help GROUP shows the flags of one group: {', '.join(self.groups)};")
-            print("--help WORD those that have the word in their name or help.")
+            standard_output.write(
+                f"{parser.format_help()}\n"
+                f"--help GROUP shows the flags of one group: {', '.join(self.groups)};\n"
+                "--help WORD those that have the word in their name or help.\n"
+            )
         else:
-            print(help_about(parser, values, self.groups))
+            standard_output.write(help_about(parser, values, self.groups) + "\n")
         parser.exit()
         raise AssertionError
 

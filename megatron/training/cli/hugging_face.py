@@ -26,13 +26,11 @@ def model_values(
         CheckpointError, ConfigError: the model cannot be read, or cannot be built here.
     """
     path = Path(directory)
-    values = dict(read_model_directory(path).settings)
+    model = read_model_directory(path).settings
+    values = model.stated()
     values["vocab_size"] = values.pop("unpadded_vocab_size")
-    free = (
-        _FREE
-        if values["position_embedding_type"] != "learned_absolute"
-        else _FREE - {"max_position_embeddings"}
-    )
+    has_table = model.position_embedding_type == "learned_absolute"
+    free = _FREE - {"max_position_embeddings"} if has_table else _FREE
     problems += _contradictions(values, given, free, f"the model in {directory}", "--load-hf")
     if given.get("preset"):
         problems.append(

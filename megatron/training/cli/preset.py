@@ -28,7 +28,7 @@ def preset_values(name: str) -> dict[str, Any]:
     values: dict[str, Any] = {n: config.pop(n) for n in _SAME if n in config}
     values |= {flag: config.pop(n) for n, flag in _RENAMED.items() if n in config}
     groups = config.pop("num_query_groups", None)
-    if groups is not None and groups != values["num_attention_heads"]:
+    if groups is not None and groups != found.config["num_attention_heads"]:
         values |= {"group_query_attention": True, "num_query_groups": groups}
     activation, is_gated = (
         config.pop("activation_func", F.gelu),

@@ -8,65 +8,26 @@ equal settings, and the machine is one of them.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
 from megatron.core.pipeline_parallel.layout import virtual_stages_of
 from megatron.core.pipeline_parallel.schedule_definitions import schedule_named
-from megatron.core.settings.batch_size_phases import (
-    Phases,
-    parse_phases,
-    samples_in_phases,
-    steps_in_phases,
-)
 from megatron.core.settings.flag_expressions import expand_layer_pattern
-from megatron.core.settings.flags import arg_name
 from megatron.core.transformer.yarn import yarn_softmax_scale
-from megatron.training.config.batch import ScheduleSettings
+from megatron.training.config.checkpoint import CheckpointSettings
 from megatron.training.config.data import DataSettings, TokenizerSettings
+from megatron.training.config.derivation_log import DerivationLog
 from megatron.training.config.model import LatentAttentionSettings, ModelSettings
 from megatron.training.config.optimizer import OptimizerSettings
 from megatron.training.config.parallelism import DataParallelSettings, ParallelismSettings
 from megatron.training.config.precision import PrecisionSettings
-from megatron.training.config.ramp_up import samples_for_steps, steps_for_samples
-from megatron.training.config.resolved import Derivation, Machine, ResolvedRun, Topology
+from megatron.training.config.resolve_batch import resolve_batch, resolve_lengths
+from megatron.training.config.resolved import Machine, ResolvedRun, Topology
 from megatron.training.config.run import GROUP_CLASSES, RunConfig
-
-GroupT = TypeVar(
-    "GroupT",
-    ModelSettings,
-    ParallelismSettings,
-    DataParallelSettings,
-    PrecisionSettings,
-    OptimizerSettings,
-    ScheduleSettings,
-    DataSettings,
-    TokenizerSettings,
-)
-
-
-class _Log:
-    """What was derived so far, and whether it is of training."""
-
-    def __init__(self) -> None:
-        self.derivations: list[Derivation] = []
-        self.is_of_training = False
-
-    def note(self, name: str, value: Any, formula: str) -> None:
-        """Record a value of which nothing was known before."""
-        self.derivations.append(Derivation(name, value, formula, self.is_of_training))
-
-    def derived(self, before: GroupT, after: GroupT, formula: str) -> GroupT:
-        """Record the fields in which two states of a group differ; return the later one."""
-        for each in dataclasses.fields(before):
-            value = getattr(after, each.name)
-            if getattr(before, each.name) != value:
-                self.note(arg_name(each), value, formula)
-        return after
 
 
 def resolve(
@@ -82,28 +43,33 @@ def resolve(
         machine: of this rank; without it, rank 0 of a machine with a CPU alone.
         extra: arguments that a script added to the parser.
     """
-    log = _Log()
+    log = DerivationLog()
     machine = machine or Machine()
     topology = _topology(config.parallelism, world_size, machine.rank, log)
     parallelism = _parallelism(config.parallelism, config.model.num_layers, log)
     log.is_of_training = True
-    ddp = _sharding(config.ddp, log)
+    ddp = _sharding(config.ddp, config.optimizer.optimizer, log)
     log.is_of_training = False
     model = _model(config.model, config.latent_attention, log)
     precision = _recompute(config.precision, log)
     model = _softmax(model, log)
-    optimizer = _decayed_norms(config.optimizer, log)
+    optimizer = config.optimizer
+    if optimizer.optimizer == "dist_muon":
+        formula = "of which dist_muon shares the work between replicas"
+        optimizer = log.derived(optimizer, replace(optimizer, optimizer="muon"), formula)
+    optimizer = _decayed_norms(optimizer, log)
     precision = _dtype(precision, log)
     ddp = _gradient_dtype(ddp, optimizer, precision, log)
     log.is_of_training = True
-    schedule = _batch(config.schedule, model.seq_length, topology.data_parallel_size, log)
-    schedule = _lengths(schedule, optimizer.weight_decay_incr_style, log)
+    schedule = resolve_batch(config.schedule, model.seq_length, topology.data_parallel_size, log)
+    schedule = resolve_lengths(schedule, optimizer.weight_decay_incr_style, log)
     if optimizer.weight_decay_incr_style == "constant":
         decay = optimizer.weight_decay
         optimizer = replace(optimizer, start_weight_decay=decay, end_weight_decay=decay)
     data = _data(config.data, log)
     log.is_of_training = False
     tokenizer = _tokenizer(config.tokenizer, data.mock_data, log)
+    checkpoint = _checkpoint(config.checkpoint, log)
     parallelism = _backend(parallelism, machine, log)
     model = _layers(model, config.latent_attention.multi_latent_attention, machine, log)
     derived: dict[str, Any] = {
@@ -115,6 +81,7 @@ def resolve(
         "precision": precision,
         "data": data,
         "tokenizer": tokenizer,
+        "checkpoint": checkpoint,
     }
     return ResolvedRun(
         **{group: getattr(config, group) for group in GROUP_CLASSES} | derived,
@@ -125,7 +92,9 @@ def resolve(
     )
 
 
-def _topology(asked: ParallelismSettings, world_size: int, rank: int, log: _Log) -> Topology:
+def _topology(
+    asked: ParallelismSettings, world_size: int, rank: int, log: DerivationLog
+) -> Topology:
     tp, pp = asked.tensor_model_parallel_size, asked.pipeline_model_parallel_size
     cp = asked.context_parallel_size
     replicas = max(world_size // max(tp * pp * cp, 1), 1)
@@ -140,7 +109,9 @@ def _topology(asked: ParallelismSettings, world_size: int, rank: int, log: _Log)
     )
 
 
-def _parallelism(asked: ParallelismSettings, num_layers: int, log: _Log) -> ParallelismSettings:
+def _parallelism(
+    asked: ParallelismSettings, num_layers: int, log: DerivationLog
+) -> ParallelismSettings:
     tp, pp = asked.tensor_model_parallel_size, asked.pipeline_model_parallel_size
     found = asked
     if found.sequence_parallel and tp == 1:
@@ -180,7 +151,9 @@ def _virtual_stages(asked: ParallelismSettings, num_layers: int) -> tuple[int | 
     return counted // pp // per_chunk, f"{counted} layers / pp {pp} / {per_chunk} layers a chunk"
 
 
-def _sharding(asked: DataParallelSettings, log: _Log) -> DataParallelSettings:
+def _sharding(
+    asked: DataParallelSettings, optimizer: str, log: DerivationLog
+) -> DataParallelSettings:
     """One sharding strategy, whichever flag names it."""
     strategy: str | None = asked.data_parallel_sharding_strategy
     formula = "--data-parallel-sharding-strategy"
@@ -188,6 +161,8 @@ def _sharding(asked: DataParallelSettings, log: _Log) -> DataParallelSettings:
         strategy, formula = "optim_grads_params", "--use-megatron-fsdp"
     elif strategy is None and asked.use_distributed_optimizer:
         strategy, formula = "optim", "--use-distributed-optimizer"
+    elif strategy is None and optimizer == "dist_muon":
+        strategy, formula = "optim", "--optimizer dist_muon"
     found = log.derived(
         asked,
         replace(asked, data_parallel_sharding_strategy=strategy or "no_shard"),
@@ -209,7 +184,9 @@ def ffn_width(hidden_size: int, *, is_gated: bool) -> tuple[int, str]:
     return 4 * hidden_size, f"4 * hidden {hidden_size}"
 
 
-def _model(asked: ModelSettings, latent: LatentAttentionSettings, log: _Log) -> ModelSettings:
+def _model(
+    asked: ModelSettings, latent: LatentAttentionSettings, log: DerivationLog
+) -> ModelSettings:
     hidden, heads, found = asked.hidden_size, asked.num_attention_heads, asked
     if found.ffn_hidden_size is None and hidden:
         width, formula = ffn_width(hidden, is_gated=found.swiglu)
@@ -237,7 +214,9 @@ def _model(asked: ModelSettings, latent: LatentAttentionSettings, log: _Log) -> 
     return found
 
 
-def _positions(asked: ModelSettings, latent: LatentAttentionSettings, log: _Log) -> ModelSettings:
+def _positions(
+    asked: ModelSettings, latent: LatentAttentionSettings, log: DerivationLog
+) -> ModelSettings:
     found = asked
     for kind, applies, formula in (
         (
@@ -262,28 +241,28 @@ def _positions(asked: ModelSettings, latent: LatentAttentionSettings, log: _Log)
     return found
 
 
-def _recompute(asked: PrecisionSettings, log: _Log) -> PrecisionSettings:
+def _recompute(asked: PrecisionSettings, log: DerivationLog) -> PrecisionSettings:
     if not asked.recompute_activations or asked.recompute_granularity is not None:
         return asked
     after = replace(asked, recompute_granularity="selective")
     return log.derived(asked, after, "--recompute-activations")
 
 
-def _softmax(asked: ModelSettings, log: _Log) -> ModelSettings:
+def _softmax(asked: ModelSettings, log: DerivationLog) -> ModelSettings:
     if not asked.apply_query_key_layer_scaling:
         return asked
     after = replace(asked, attention_softmax_in_fp32=True)
     return log.derived(asked, after, "--apply-query-key-layer-scaling")
 
 
-def _decayed_norms(asked: OptimizerSettings, log: _Log) -> OptimizerSettings:
+def _decayed_norms(asked: OptimizerSettings, log: DerivationLog) -> OptimizerSettings:
     if asked.no_weight_decay_cond_type is None:
         return asked
     after = replace(asked, apply_wd_to_qk_layernorm=True)
     return log.derived(asked, after, "--no-weight-decay-cond-type")
 
 
-def _dtype(asked: PrecisionSettings, log: _Log) -> PrecisionSettings:
+def _dtype(asked: PrecisionSettings, log: DerivationLog) -> PrecisionSettings:
     half = {(True, False): torch.bfloat16, (False, True): torch.float16}
     dtype = half.get((asked.bf16, asked.fp16), torch.float32)
     after = replace(asked, params_dtype=dtype)
@@ -294,7 +273,7 @@ def _gradient_dtype(
     asked: DataParallelSettings,
     optimizer: OptimizerSettings,
     precision: PrecisionSettings,
-    log: _Log,
+    log: DerivationLog,
 ) -> DataParallelSettings:
     found = asked
     if precision.bf16:
@@ -316,94 +295,7 @@ def _gradient_dtype(
     return replace(found, grad_reduce_in_fp32=found.accumulate_allreduce_grads_in_fp32)
 
 
-def _batch(
-    asked: ScheduleSettings, seq_length: int | None, num_replicas: int, log: _Log
-) -> ScheduleSettings:
-    micro, dp, found = asked.micro_batch_size, num_replicas, asked
-    phases = batch_size_phases(asked.step_batch_size_schedule, seq_length)
-    if found.global_batch_size is None and phases:
-        found = log.derived(
-            found,
-            replace(found, global_batch_size=phases[-1][1]),
-            "the last of --step-batch-size-schedule",
-        )
-    if found.global_batch_size is None and micro:
-        found = log.derived(
-            found,
-            replace(found, global_batch_size=micro * dp),
-            f"micro batch {micro} * {dp} replicas",
-        )
-    size, ramp = found.global_batch_size, found.rampup_batch_size
-    if found.decrease_batch_size_if_needed and size and micro and size >= micro * dp:
-        shared = size // (micro * dp) * micro * dp
-        found = log.derived(
-            found,
-            replace(found, global_batch_size=shared),
-            f"{size} rounded down to a multiple of {micro * dp}",
-        )
-        size = shared
-    found = replace(found, is_sample_based=found.train_samples is not None)
-    if not size or size <= 0:
-        return found
-    if ramp is not None and (min(ramp) <= 0 or ramp[0] > size):
-        return found
-    if found.train_iters is None and found.train_samples is not None:
-        asked_for = found.train_samples
-        steps = (
-            steps_in_phases(asked_for, phases)
-            if phases
-            else steps_for_samples(asked_for, ramp, size)
-        )
-        formula = f"{asked_for} samples in batches of {size}"
-        found = log.derived(found, replace(found, train_iters=steps), formula)
-    elif found.train_iters is not None and found.train_samples is None:
-        asked_for = found.train_iters
-        samples = (
-            samples_in_phases(asked_for, phases)
-            if phases
-            else samples_for_steps(asked_for, ramp, size)
-        )
-        formula = f"{asked_for} steps of {size} samples"
-        found = log.derived(found, replace(found, train_samples=samples), formula)
-    return found
-
-
-def batch_size_phases(text: str | None, seq_length: int | None) -> Phases | None:
-    """Return the phases of --step-batch-size-schedule; None without it, or where it is wrong."""
-    if text is None or not seq_length:
-        return None
-    try:
-        return parse_phases(text, seq_length)
-    except ValueError:
-        return None
-
-
-def _lengths(asked: ScheduleSettings, weight_decay_style: str, log: _Log) -> ScheduleSettings:
-    """Learning rate and weight decay count samples, so that a growing batch does not bend them."""
-    size = asked.global_batch_size or 0
-    if asked.is_sample_based:
-        decay = asked.lr_decay_samples or asked.train_samples or 0
-        warmup, wsd = asked.lr_warmup_samples, asked.lr_wsd_decay_samples
-        unit = "samples"
-    else:
-        decay = (asked.lr_decay_iters or asked.train_iters or 0) * size
-        warmup = asked.lr_warmup_iters * size
-        wsd = asked.lr_wsd_decay_iters * size if asked.lr_wsd_decay_iters is not None else None
-        unit = f"steps * {size} samples"
-    log.note("lr_decay_steps", decay, f"decay length in samples, from {unit}")
-    if asked.lr_warmup_fraction is not None:
-        warmup = int(asked.lr_warmup_fraction * decay)
-        log.note("lr_warmup_steps", warmup, f"{asked.lr_warmup_fraction} of the decay length")
-    return replace(
-        asked,
-        lr_decay_steps=decay,
-        lr_warmup_steps=warmup,
-        wsd_decay_steps=wsd,
-        wd_incr_steps=(asked.train_samples or 0) if weight_decay_style != "constant" else 0,
-    )
-
-
-def _data(asked: DataSettings, log: _Log) -> DataSettings:
+def _data(asked: DataSettings, log: DerivationLog) -> DataSettings:
     found = replace(asked, dataloader_type=asked.dataloader_type or "single")
     per_split = (
         asked.per_split_data_args_path, asked.train_data_path, asked.valid_data_path,
@@ -417,7 +309,10 @@ def _data(asked: DataSettings, log: _Log) -> DataSettings:
     return found
 
 
-def _tokenizer(asked: TokenizerSettings, mock_data: bool, log: _Log) -> TokenizerSettings:
+def _tokenizer(asked: TokenizerSettings, mock_data: bool, log: DerivationLog) -> TokenizerSettings:
+    if asked.tokenizer_type is None and asked.vocab_file and asked.merge_file:
+        after = replace(asked, tokenizer_type="GPT2BPETokenizer")
+        return log.derived(asked, after, "what has --vocab-file and --merge-file")
     if asked.tokenizer_type is not None or not (mock_data or asked.vocab_size is not None):
         return asked
     formula = "synthetic samples, or ids of --vocab-size"
@@ -428,7 +323,16 @@ def _tokenizer(asked: TokenizerSettings, mock_data: bool, log: _Log) -> Tokenize
     return found
 
 
-def _backend(asked: ParallelismSettings, machine: Machine, log: _Log) -> ParallelismSettings:
+def _checkpoint(asked: CheckpointSettings, log: DerivationLog) -> CheckpointSettings:
+    if asked.save is not None or asked.save_interval is None:
+        return asked
+    after = replace(asked, save_interval=None)
+    return log.derived(asked, after, "no checkpoint is written without --save")
+
+
+def _backend(
+    asked: ParallelismSettings, machine: Machine, log: DerivationLog
+) -> ParallelismSettings:
     if asked.distributed_backend != "nccl":
         return asked
     after = replace(asked, distributed_backend=machine.communication_backend)
@@ -436,7 +340,7 @@ def _backend(asked: ParallelismSettings, machine: Machine, log: _Log) -> Paralle
 
 
 def _layers(
-    asked: ModelSettings, multi_latent_attention: bool, machine: Machine, log: _Log
+    asked: ModelSettings, multi_latent_attention: bool, machine: Machine, log: DerivationLog
 ) -> ModelSettings:
     local = replace(asked, transformer_impl="local")
     if asked.transformer_impl == "inference_optimized":

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
 import copy
 import dataclasses
 import functools
+from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -140,7 +140,7 @@ class ResolvedRun(RunConfig):
         return replace(self, **changed, topology=replace(self.topology, **ranks))
 
 
-class Args(argparse.Namespace):
+class Args(Namespace):
     """Megatron's `args`, which also knows what the settings in it were derived from.
 
     So settings that were derived once can be told from those that the user gave, when a script

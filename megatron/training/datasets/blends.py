@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import argparse
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from megatron.training.arguments import run_as_in
 from megatron.training.config.data import DataSettings
 
 
-def gpt_dataset_class(args: argparse.Namespace) -> type[MegatronDataset]:
+def gpt_dataset_class(args: Namespace) -> type[MegatronDataset]:
     """Return what the data flags make samples of: documents, conversations, or nothing at all."""
     data = from_args(DataSettings, vars(args))
     if data.mock_data:
@@ -26,7 +26,7 @@ def gpt_dataset_class(args: argparse.Namespace) -> type[MegatronDataset]:
     return SFTDataset if data.sft else GPTDataset
 
 
-def gpt_dataset_config(args: argparse.Namespace, tokenizer: TextTokenizer) -> GPTDatasetConfig:
+def gpt_dataset_config(args: Namespace, tokenizer: TextTokenizer) -> GPTDatasetConfig:
     """Return what the data flags of `pretrain_gpt.py` say, also to tools that prepare a run."""
     run = run_as_in(args)
     data, topology = run.data, run.topology

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core.dist_checkpointing.save_lock import SaveLock
+from megatron.core.foundation import standard_output
 from megatron.core.foundation.errors import (
     CheckpointError,
     ConfigError,
@@ -68,6 +69,7 @@ CLASSES: tuple[tuple[type[BaseException], str, int], ...] = (
     (MemoryError, "OOM", 16),
     (LauncherLostError, "LAUNCHER_LOST", 18),
     (ReplicaMismatchError, "REPLICA_MISMATCH", 19),
+    (standard_output.OutputClosedError, "OUTPUT_CLOSED", 141),
 )
 """Exception -> (class in the message, exit code); anything else is CRASH, 1."""
 
@@ -344,7 +346,7 @@ def failures_reported(status: RunStatus, store_slot: Sequence[object]) -> Iterat
     except (SystemExit, GeneratorExit):
         raise
     except BaseException as error:
-        code = report(error, status, store())
+        code = report(standard_output.cause_of(error), status, store())
         raise SystemExit(code) from None
     finally:
         if watch is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from megatron.core.foundation.errors import MegatronError, raise_together
+from megatron.core.foundation.errors import MegatronError, MissingInputError, raise_together
 from megatron.training.checkpointing.stored_settings import with_checkpoint_shape
 from megatron.training.cli.parser import ParsedCommand, UnreadableCommandError
 from megatron.training.config.resolve import resolve
@@ -35,7 +35,10 @@ _NO_CORPUS = (
 
 
 def resolve_and_check(
-    read: Callable[[], ParsedCommand], world_size: Callable[[RunConfig], int]
+    read: Callable[[], ParsedCommand],
+    world_size: Callable[[RunConfig], int],
+    *,
+    absent: list[MissingInputError] | None = None,
 ) -> ResolvedRun:
     """Read, derive and check the settings.
 
@@ -46,6 +49,8 @@ def resolve_and_check(
     Args:
         read: reads the command line, and the files that it names.
         world_size: number of ranks of a run with such settings.
+        absent: takes the inputs that are not on this machine, of a run that is planned for
+            another one; they are problems without it.
     Raises:
         ConfigError: with all problems.
     """
@@ -67,6 +72,9 @@ def resolve_and_check(
         config, world_size=world_size(config), machine=read_machine(), extra=command.extra
     )
     rules = [*refusals(config), *broken_rules(run)]
+    if absent is not None:
+        absent += [broken for broken in rules if isinstance(broken, MissingInputError)]
+        rules = [broken for broken in rules if broken not in absent]
     unclear.problems += [broken for broken in rules if not unclear.may_cause(broken)]
     summary = "this command line" if problems else "the settings of this run"
     is_synthetic = run.data.mock_data and not config.data.mock_data

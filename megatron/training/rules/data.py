@@ -7,7 +7,7 @@ from pathlib import Path
 
 from megatron.core.datasets.corpus.multi_file_bin import tokens_exist
 from megatron.core.datasets.corpus.object_store import is_url
-from megatron.core.foundation.errors import DataError, MegatronError
+from megatron.core.foundation.errors import MegatronError, MissingInputError
 from megatron.training.config.data import DataSettings, TokenizerSettings
 from megatron.training.config.phases import transitions_of
 from megatron.training.config.resolved import ResolvedRun
@@ -95,7 +95,7 @@ def corpora_exist(run: ResolvedRun) -> Iterator[MegatronError]:
                 )
                 break
             if missing:
-                yield DataError(
+                yield MissingInputError(
                     f"{flag} {prefix}: {' and '.join(missing)} not found.",
                     rule="a corpus is a pair of files PREFIX.idx and PREFIX.bin, given as PREFIX",
                     flags=[flag],
@@ -106,7 +106,7 @@ def corpora_exist(run: ResolvedRun) -> Iterator[MegatronError]:
         ("--per-split-data-args-path", data.per_split_data_args_path),
     ):
         if path and not Path(path).is_file():
-            yield DataError(
+            yield MissingInputError(
                 f"{flag} {path}: no such file.",
                 rule="it names a file",
                 flags=[flag],
@@ -276,7 +276,7 @@ def the_tokenizer_is_complete(run: ResolvedRun) -> Iterator[MegatronError]:
                 fix=f"add {flag}",
             )
         elif is_file and not Path(str(value)).is_file():
-            yield DataError(
+            yield MissingInputError(
                 f"{flag} {value}: no such file.",
                 rule="it names a file",
                 flags=[flag],

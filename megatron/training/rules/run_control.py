@@ -36,14 +36,6 @@ def checkpoints_have_a_place(run: ResolvedRun) -> Iterator[MegatronError]:
             "--save-hf",
             fix="name a new directory",
         )
-    if checkpoint.save_interval is not None and checkpoint.save is None:
-        yield problem(
-            "--save-interval without --save.",
-            "checkpoints are written to a directory",
-            "--save-interval",
-            "--save",
-            fix="add --save DIRECTORY",
-        )
     keep, every = checkpoint.save_retain_interval, checkpoint.save_interval
     if keep and every and keep % every:
         yield problem(

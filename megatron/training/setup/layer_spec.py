@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import argparse
+from argparse import Namespace
 from typing import Any
 
 from megatron.core.foundation.errors import ConfigError
@@ -13,9 +13,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.config.model import ModelSettings
 
 
-def layer_spec(
-    args: argparse.Namespace, config: TransformerConfig, vp_stage: int | None = None
-) -> Any:
+def layer_spec(args: Namespace, config: TransformerConfig, vp_stage: int | None = None) -> Any:
     """Return the spec of the layers of this chunk, from --spec and --transformer-impl.
 
     `--spec my_package.my_module my_spec` names a ModuleSpec, or a function that takes the

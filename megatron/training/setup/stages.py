@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import argparse
+from argparse import Namespace
 
 from megatron.core.pipeline_parallel.layout import pipeline_layout
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.training.arguments import run_as_in
 
 
-def is_dataset_built_on_rank(args: argparse.Namespace, vp_stage: int | None = None) -> bool:
+def is_dataset_built_on_rank(args: Namespace, vp_stage: int | None = None) -> bool:
     """Return whether this rank's chunk needs micro batches.
 
     The first stage needs tokens and the last one labels. Masks that follow the documents

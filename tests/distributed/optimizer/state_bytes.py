@@ -17,6 +17,7 @@ from torch import nn
 
 from megatron.core.distributed.distributed_data_parallel_config import SHARDING_STRATEGIES
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.settings.command_line import NoFlags, read_command_line
 from megatron.core.transport.shm.mapped_gather import MappedTensor
 from megatron.core.transport.shm.shared_buffer import PeerBuffers
 from tests.distributed.distributed.replicas import wrap
@@ -120,6 +121,7 @@ def differences(measured, expected) -> Iterator[str]:
 
 def main() -> int:
     """Print the table."""
+    read_command_line(NoFlags, description=__doc__)
     num_layers, failures = 24, []
     print(
         f"{'ranks':>5} {'stage':>5} {'dtype':<9}{'sent/param':>11}{'theory':>8}{'held/param':>12}"

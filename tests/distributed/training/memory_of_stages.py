@@ -20,6 +20,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer.state_declarations import initialize_state
 from megatron.core.pipeline_parallel.layout import pipeline_layout
+from megatron.core.settings.command_line import NoFlags, read_command_line
 from megatron.training.cli.dry_run import memory_of_stages
 from megatron.training.cli.parser import parse_command_line
 from megatron.training.config.resolve import resolve
@@ -135,6 +136,7 @@ def compare(model, dtype):
 
 def main() -> int:
     """Print the table."""
+    read_command_line(NoFlags, description=__doc__)
     failures = 0
     print(
         f"{'dtype':<6}{'stage':>5}  {'part':<14}{'estimate MiB':>14}{'measured MiB':>14}{'off':>8}"

@@ -17,6 +17,8 @@ from megatron.core.settings.command_line import (
     settings_of,
 )
 from megatron.core.settings.flags import flag, no_flag, positional
+from megatron.training.cli.parser import parse_command_line
+from tests.harness.unread_stdout import unread_stdout
 
 
 class Color(Enum):
@@ -102,6 +104,19 @@ def test_the_help_is_made_of_docstrings(capsys):
     assert "Of a machine (-1)." in text
     assert "--color {dark-red,dark-blue}" in text
     assert "--old" not in text and "--derived" not in text
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda: read_command_line(Flags, ["--help"]),
+        lambda: parse_command_line(["--help"]),
+        lambda: parse_command_line(["--help", "lr"]),
+    ],
+)
+def test_help_may_be_read_in_part(read):
+    with unread_stdout(), pytest.raises(SystemExit, match="0"):
+        read()
 
 
 @dataclass(frozen=True, kw_only=True)

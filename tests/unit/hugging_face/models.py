@@ -19,7 +19,6 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.sharded_state import sharded_state_dict_of
 from megatron.core.transport.object_collectives import SingleProcess
 from megatron.hugging_face import open_model, read_model_directory
-from megatron.hugging_face.families.family import geometry_of
 from megatron.hugging_face.reading import full_name
 from megatron.training.cli.parser import parse_command_line
 from megatron.training.config.resolve import resolve
@@ -244,7 +243,7 @@ def compare_gradients(directory: Path, theirs: Any, ours: Mapping[str, Tensor]) 
         names.setdefault("embed_out.weight", names["lm_head.weight"])  # so GPT-NeoX's file has it
     buffers = dict(theirs.named_buffers())
     model = read_model_directory(directory)
-    geometry = geometry_of(model.settings)
+    geometry = model.settings.geometry
     prefix = model.family.prefixes[0]
     compared, worst = 0, 0.0
     for rule in model.family.rules(model.settings):

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from megatron.core.foundation.errors import CheckpointError, ConfigError, MegatronError
 from megatron.hugging_face import family_of_settings, open_model, read_model_directory
+from megatron.hugging_face.model_description import ModelDescription
 from megatron.training.cli.parser import parse_command_line
 from megatron.training.rules import resolve_and_check
 from tests.unit.hugging_face.models import flags_for, saved
@@ -167,12 +168,11 @@ def test_flags_may_repeat_the_model_but_not_change_it(model):
 
 
 def test_a_model_that_no_family_can_express_is_not_exported():
-    settings = {
-        "num_layers": 1, "hidden_size": 8, "num_attention_heads": 2, "ffn_hidden_size": 16,
-        "max_position_embeddings": 8, "untie_embeddings_and_output_weights": True,
-        "squared_relu": True, "norm_epsilon": 1e-5, "rotary_base": 10000,
-        "unpadded_vocab_size": 16,
-    }  # fmt: skip
+    settings = ModelDescription(
+        num_layers=1, hidden_size=8, num_attention_heads=2, ffn_hidden_size=16,
+        max_position_embeddings=8, untie_embeddings_and_output_weights=True, squared_relu=True,
+        unpadded_vocab_size=16,
+    )  # fmt: skip
     with pytest.raises(ConfigError, match="squared_relu"):
         family_of_settings(settings)
 

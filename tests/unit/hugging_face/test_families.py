@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -19,6 +21,8 @@ from megatron.hugging_face import (
     write_model,
 )
 from megatron.hugging_face.families import family_misfit
+from megatron.hugging_face.model_description import ModelDescription
+from megatron.training.config.run import all_flags
 from tests.harness.tolerances import FP32_REORDERED_SUM, assert_close
 from tests.unit.hugging_face.models import (
     CASES,
@@ -28,6 +32,19 @@ from tests.unit.hugging_face.models import (
     our_model,
     saved,
 )
+
+DESCRIPTION_DEFAULTS = {
+    field.name: field.default
+    for field in dataclasses.fields(ModelDescription)
+    if field.default is not dataclasses.MISSING
+}
+
+
+def test_what_a_description_leaves_out_has_the_default_of_its_flag():
+    flags = {
+        name: spec.default for name, spec in all_flags().items() if name in DESCRIPTION_DEFAULTS
+    }
+    assert flags == DESCRIPTION_DEFAULTS
 
 
 def tokens(seed: int = 0) -> torch.Tensor:

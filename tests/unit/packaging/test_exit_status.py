@@ -1,6 +1,7 @@
-"""Every tool ends with 0, 1, 2 or 130, and they mean the same everywhere."""
+"""Every tool ends with 0, 1, 2, 130 or 141, and they mean the same everywhere."""
 
 import importlib
+import json
 import os
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import pytest
 from megatron.core.foundation.errors import CheckpointError, ConfigError, DataError, raise_together
 from megatron.core.foundation.exit_status import ExitStatus, tool
 from tests.harness.pool import REPOSITORY
+from tests.harness.unread_stdout import unread_stdout
 
 OF_THE_PROJECT = {"constraints_beside", "lowest_versions"}
 """Parts of `make venv` and `make lowest`."""
@@ -55,22 +57,29 @@ def test_a_tool_ends_with_1_for_what_cannot_be_read(name, tmp_path, capsys):
     assert str(tmp_path) in capsys.readouterr().err
 
 
-def test_a_tool_that_runs_as_training_does_ends_with_the_codes_of_training():
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory):
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.unit.packaging.help_of_scripts", *RUNS],
+        cwd=tmp_path_factory.mktemp("elsewhere"), check=True, timeout=400, text=True,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)}, stdout=subprocess.PIPE,
+    )  # fmt: skip
+    return json.loads(done.stdout)
+
+
+def test_a_tool_that_runs_as_training_does_ends_with_the_codes_of_training(answers):
     assert RUNS == [
         "evaluate_harness", "evaluate_perplexity", "generate", "run_text_generation_server",
     ]  # fmt: skip
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-    started = [
-        subprocess.Popen(
-            [sys.executable, f"tools/{name}.py", "--no-such-flag"], cwd=REPOSITORY,
-            env=environment, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True,
-        )
-        for name in RUNS
-    ]  # fmt: skip
-    said = [process.communicate(timeout=240)[1] for process in started]
-    named = {10: "FATAL[CONFIG]", 15: "FATAL[MISSING_LIBRARY]"}
-    for process, told in zip(started, said, strict=True):
-        assert named[process.returncode] in told, told
+    for name, word, code, said in answers:
+        if word == "--no-such-flag":
+            assert (code, "FATAL[CONFIG]" in said) == (10, True), f"{name}: {said}"
+
+
+def test_every_script_answers_help_without_the_repository_on_its_path(answers):
+    asked = [(name, code, said) for name, word, code, said in answers if word == "--help"]
+    assert len(asked) > 60
+    assert [one for one in asked if one[1] or "usage: " not in one[2]] == []
 
 
 @pytest.mark.parametrize(
@@ -91,3 +100,23 @@ def test_an_error_decides_how_a_tool_ends(parts, expected):
         raise_together(parts, summary="this command line")
 
     assert main() == expected
+
+
+def test_a_tool_ends_quietly_where_nobody_reads_what_it_prints(capsys):
+    @tool
+    def main(argv=None):
+        print("one line")
+        return ExitStatus.DONE
+
+    with unread_stdout():
+        assert main() == ExitStatus.OUTPUT_CLOSED
+    assert not capsys.readouterr().err
+
+
+def test_a_broken_pipe_to_another_process_is_an_error_of_the_tool():
+    @tool
+    def main(argv=None):
+        raise BrokenPipeError
+
+    with pytest.raises(BrokenPipeError):
+        main()

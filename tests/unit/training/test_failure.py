@@ -42,6 +42,7 @@ from megatron.training.resilience.peers import LocalPeers, Peer
 from megatron.training.resilience.status import RunStatus
 from megatron.training.resilience.watch import Watch
 from tests.harness.save_lock_holder import held_by_another_run
+from tests.harness.unread_stdout import unread_stdout
 
 FATAL = re.compile(
     r"^FATAL\[(?P<kind>\w+)\] (iter=(?P<iter>\d+) )?rank=(?P<rank>\d+) host=\S+"
@@ -165,6 +166,18 @@ def test_ctrl_c_has_no_traceback(capsys):
     err = capsys.readouterr().err
     assert "Traceback" not in err
     assert "interrupted while training" in err
+
+
+def test_a_run_whose_output_nobody_reads_lost_no_rank(capsys):
+    with (
+        unread_stdout(),
+        pytest.raises(SystemExit, match="141"),
+        failures_reported(RunStatus(), []),
+    ):
+        print("iteration 1", flush=True)
+    said = capsys.readouterr().err
+    assert "FATAL[OUTPUT_CLOSED]" in said
+    assert "Traceback" not in said
 
 
 def test_a_mistake_in_the_settings_is_told_without_iteration_and_checkpoint(capsys):

@@ -1,0 +1,54 @@
+"""The program that reads stdout may end first, as `head` does in `tool --help | head -1`."""
+
+from __future__ import annotations
+
+import io
+import os
+import select
+import sys
+
+from megatron.core.foundation.errors import MegatronError
+
+
+class OutputClosedError(MegatronError):
+    """The program that read what this one prints is gone."""
+
+
+def cause_of(error: BaseException) -> BaseException:
+    """Return `OutputClosedError` for what `print` raised without a reader, else the error.
+
+    From then on nothing is written: the interpreter would complain when it flushes at its end.
+    """
+    if not isinstance(error, BrokenPipeError) or not _is_closed():
+        return error
+    _discard()
+    return OutputClosedError(
+        "the program that read the output of this one has ended, so nothing can be printed.",
+        rule="what writes to a pipe lives as long as the reader of the pipe",
+        fix="let the output go to a file, or to a program that reads all of it",
+    )
+
+
+def write(text: str) -> None:
+    """Print, and leave out what nobody reads."""
+    try:
+        print(text, end="", flush=True)
+    except BrokenPipeError:
+        _discard()
+
+
+def _is_closed() -> bool:
+    """Return whether stdout is a pipe or socket that nobody reads any more."""
+    try:
+        descriptor = sys.stdout.fileno()
+    except (AttributeError, io.UnsupportedOperation):
+        return False
+    poll = select.poll()
+    poll.register(descriptor, 0)
+    return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
+
+
+def _discard() -> None:
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, sys.stdout.fileno())
+    os.close(null)

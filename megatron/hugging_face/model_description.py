@@ -1,0 +1,255 @@
+"""What a model computes, in Megatron's terms: a `config.json` and a checkpoint both say it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from megatron.core.foundation.errors import ConfigError
+from megatron.core.transformer.config.block import BlockConfig
+from megatron.core.transformer.config.experts import ExpertConfig
+from megatron.core.transformer.yarn import yarn_softmax_scale
+from megatron.hugging_face.weight_map import Geometry
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelDescription:
+    """Settings that decide what a model computes, by the names of their flags.
+
+    A field with a default may be absent, and the default is then what the flag has: a test compares
+    the two.
+    """
+
+    num_layers: int
+    hidden_size: int
+    ffn_hidden_size: int
+    num_attention_heads: int
+    max_position_embeddings: int
+    untie_embeddings_and_output_weights: bool
+    unpadded_vocab_size: int
+    group_query_attention: bool = False
+    num_query_groups: int = 1
+    kv_channels: int | None = None
+    position_embedding_type: str = "learned_absolute"
+    rotary_base: float = 10000
+    rotary_percent: float = 1.0
+    rotary_interleaved: bool = False
+    rotary_seq_len_interpolation_factor: int | None = None
+    use_rope_scaling: bool = False
+    rope_scaling_factor: float = 8.0
+    no_rope_freq: list[int] | None = None
+    rotary_base_local: float | None = None
+    rotary_scaling_factor: float = 1.0
+    original_max_position_embeddings: int = 4096
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    yarn_correction_range_round_to_int: bool = True
+    mscale: float = 1.0
+    mscale_all_dim: float = 0.0
+    normalization: str = "LayerNorm"
+    norm_epsilon: float = 1e-5
+    apply_layernorm_1p: bool = False
+    apply_residual_connection_post_layernorm: bool = False
+    sandwich_norm: bool = False
+    use_parallel_residual: bool = False
+    embedding_multiplier: float = 1.0
+    swiglu: bool = False
+    geglu: bool = False
+    squared_relu: bool = False
+    quick_geglu: bool = False
+    glu_linear_offset: float = 0.0
+    activation_func_clamp_value: float | None = None
+    openai_gelu: bool = False
+    add_bias_linear: bool = True
+    add_qkv_bias: bool = False
+    qk_layernorm: bool = False
+    window_size: tuple[int, int] | None = None
+    window_attn_skip_freq: int | list[int] | None = None
+    softmax_scale: float | None = None
+    softmax_type: str = "vanilla"
+    attn_logit_softcapping: float | None = None
+    final_logit_softcapping: float | None = None
+    hidden_dropout: float = 0.1
+    attention_dropout: float = 0.1
+    multi_latent_attention: bool = False
+    q_lora_rank: int | None = None
+    kv_lora_rank: int = 32
+    qk_head_dim: int = 128
+    qk_pos_emb_head_dim: int = 64
+    v_head_dim: int = 128
+    num_experts: int | None = None
+    moe_layer_freq: int | list[int] = 1
+    moe_ffn_hidden_size: int | None = None
+    moe_router_topk: int = 2
+    moe_router_score_function: str = "softmax"
+    moe_router_pre_softmax: bool = False
+    moe_router_topk_scaling_factor: float | None = None
+    moe_router_num_groups: int | None = None
+    moe_router_group_topk: int | None = None
+    moe_router_group_score_topk: int | None = None
+    moe_router_enable_expert_bias: bool = False
+    moe_router_dtype: str | None = None
+    moe_shared_expert_intermediate_size: int | None = None
+    moe_shared_expert_gate: bool = False
+    moe_expert_capacity_factor: float | None = None
+    mtp_num_layers: int | None = None
+
+    @classmethod
+    def from_values(cls, values: Mapping[str, Any]) -> ModelDescription:
+        """Describe the model of a run by its settings, `vars(args)` of a checkpoint for example.
+
+        Raises:
+            ConfigError: sizes are missing.
+        """
+        known = dataclasses.fields(cls)
+        found = {f.name: values[f.name] for f in known if values.get(f.name) is not None}
+        missing = [f.name for f in known if _is_required(f) and f.name not in found]
+        if missing:
+            raise ConfigError(
+                f"the settings of the model lack {', '.join(missing)}.",
+                rule="a model is exported by the settings that it was trained with",
+                fix="use a checkpoint that holds the settings of its run",
+            )
+        return cls(**found)
+
+    def stated(self) -> dict[str, Any]:
+        """Return what a config says of the model, by names of flags: without what is the default,
+        but for what distinguishes all models."""
+        always = {"group_query_attention", "position_embedding_type"}
+        if self.has_rotary_positions:
+            always.add("rotary_base")
+        return {
+            field.name: value
+            for field in dataclasses.fields(self)
+            for value in [getattr(self, field.name)]
+            if field.name in always or _is_required(field) or value != field.default
+        }
+
+    @property
+    def has_rotary_positions(self) -> bool:
+        """Whether heads are rotated."""
+        return self.position_embedding_type in ("rope", "yarn")
+
+    @property
+    def num_key_value_heads(self) -> int:
+        """The number of key/value heads."""
+        return self.num_query_groups if self.group_query_attention else self.num_attention_heads
+
+    @property
+    def head_dim(self) -> int:
+        """The width of a head."""
+        return self.kv_channels or self.hidden_size // self.num_attention_heads
+
+    @property
+    def geometry(self) -> Geometry:
+        """The numbers that rules need."""
+        return Geometry(
+            num_layers=self.num_layers,
+            num_heads=self.num_attention_heads,
+            num_groups=self.num_key_value_heads,
+            head_dim=self.head_dim,
+        )
+
+    @property
+    def experts_width(self) -> int:
+        """The width of an expert."""
+        return self.moe_ffn_hidden_size or self.ffn_hidden_size
+
+    @property
+    def layers_with_experts(self) -> list[bool]:
+        """For every layer, whether it has experts."""
+        experts = ExpertConfig(num_moe_experts=self.num_experts, moe_layer_freq=self.moe_layer_freq)
+        return experts.layers_with_experts(self.num_layers)
+
+    @property
+    def windowed_layers(self) -> list[bool]:
+        """For every layer, whether it has the window, if there is one."""
+        block = BlockConfig(window_size=(0, 0), window_attn_skip_freq=self.window_attn_skip_freq)
+        return [block.window_of(n + 1) is not None for n in range(self.num_layers)]
+
+    @property
+    def scale_of_scores(self) -> float | None:
+        """The factor on the scores; None where latent attention has its own."""
+        if self.multi_latent_attention:
+            return None
+        if self.softmax_scale is None and self.position_embedding_type == "yarn":
+            return yarn_softmax_scale(self.head_dim, self.rotary_scaling_factor, self.mscale)
+        return self.softmax_scale or self.head_dim**-0.5
+
+
+def _is_required(field: dataclasses.Field[Any]) -> bool:
+    return field.default is dataclasses.MISSING
+
+
+_YARN = (
+    "rotary_scaling_factor", "original_max_position_embeddings", "beta_fast", "beta_slow",
+    "yarn_correction_range_round_to_int", "mscale", "mscale_all_dim",
+)  # fmt: skip
+_LATENT_SIZES = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
+_DEFAULTS = {
+    field.name: field.default
+    for field in dataclasses.fields(ModelDescription)
+    if not _is_required(field)
+}
+_OF_TRAINING = {
+    "hidden_dropout": 0.0, "attention_dropout": 0.0, "moe_router_dtype": None,
+    "unpadded_vocab_size": 0,
+}  # fmt: skip
+"""Fields that say nothing about the logits of a model, and what stands for all values of each."""
+
+
+def differences(one: ModelDescription, other: ModelDescription) -> list[str]:
+    """Return in words where two such models would compute something different."""
+    first, second = _canonical(one), _canonical(other)
+    pairs = {
+        field.name: (getattr(first, field.name), getattr(second, field.name))
+        for field in dataclasses.fields(ModelDescription)
+    }
+    return [f"{name} {a!r} would become {b!r}" for name, (a, b) in pairs.items() if a != b]
+
+
+def _canonical(model: ModelDescription) -> ModelDescription:
+    """Return the description that all models which compute the same have."""
+    has_latents = model.multi_latent_attention
+    has_experts, windowed = model.layers_with_experts, model.windowed_layers
+    without_effect: set[str] = set()
+    if not model.has_rotary_positions:
+        without_effect |= {n for n in _DEFAULTS if n.startswith(("rotary", "rope", "use_rope"))}
+    is_stretched = model.position_embedding_type == "yarn" or has_latents
+    if not is_stretched or model.rotary_scaling_factor == 1.0:
+        without_effect |= set(_YARN)
+    if not model.use_rope_scaling:
+        without_effect.add("rope_scaling_factor")
+    if model.add_bias_linear:
+        without_effect.add("add_qkv_bias")  # implied
+    if model.num_experts is None:
+        without_effect |= {name for name in _DEFAULTS if name.startswith("moe_")}
+    if model.moe_router_topk_scaling_factor == 1.0:
+        without_effect.add("moe_router_topk_scaling_factor")
+    without_effect |= (
+        {"kv_channels", "group_query_attention", "num_query_groups"}
+        if has_latents
+        else set(_LATENT_SIZES)
+    )
+    plain: dict[str, Any] = {name: _DEFAULTS[name] for name in without_effect} | _OF_TRAINING
+    model = replace(model, softmax_scale=model.scale_of_scores)
+    if not has_latents:
+        model = replace(
+            model,
+            kv_channels=model.head_dim,
+            group_query_attention=False,
+            num_query_groups=model.num_key_value_heads,
+        )
+    if model.num_experts is not None:
+        # The width of dense layers, of which there may be none.
+        dense_width = 0 if all(has_experts) else model.ffn_hidden_size
+        model = replace(model, moe_ffn_hidden_size=model.experts_width, ffn_hidden_size=dense_width)
+    window = model.window_size
+    return replace(
+        replace(model, **plain),
+        moe_layer_freq=[int(has_it) for has_it in has_experts],
+        window_size=None if window is None else (window[0], window[1]),
+        window_attn_skip_freq=[int(window is not None and has_it) for has_it in windowed],
+    )

@@ -1,0 +1,127 @@
+"""Rotary positions in a `config.json`, in its older and newer fields, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from megatron.hugging_face.config_fields import ConfigFields
+from megatron.hugging_face.model_description import ModelDescription
+
+
+def with_rope(
+    model: ModelDescription,
+    config: ConfigFields,
+    *,
+    default_base: float = 10000.0,
+    base_name: str = "rope_theta",
+    percent_name: str = "partial_rotary_factor",
+    default_percent: float = 1.0,
+) -> ModelDescription:
+    """Return `model` with the rotary positions of older fields or of `rope_parameters`.
+
+    Args:
+        base_name, percent_name: what older configs of the family call base and rotated share;
+            the scaling is `rope_scaling` there.
+        default_base, default_percent: what absence means.
+    """
+    both = dict(config.take("rope_parameters", {}))
+    both.update(config.take("rope_scaling", None) or {})
+    for name, older, default in (
+        ("rope_theta", base_name, default_base),
+        ("partial_rotary_factor", percent_name, default_percent),
+    ):
+        value = config.take(older, None)
+        both[name] = both.get(name, default) if value is None else value
+    return with_rope_parameters(model, both, f"rope_scaling in {config.source}")
+
+
+def with_rope_parameters(
+    model: ModelDescription, fields: Mapping[str, object], source: str
+) -> ModelDescription:
+    """Return `model` with the rotary positions of one `rope_parameters`.
+
+    Raises:
+        ConfigError: they ask for a scaling that does not exist here.
+    """
+    scaling = ConfigFields(fields, source)
+    base = scaling.take("rope_theta")
+    kind = scaling.take("rope_type", None) or scaling.take("type", "default")
+    scaling.take("type", None)
+    model = replace(
+        model,
+        position_embedding_type="rope",
+        rotary_base=int(base) if float(base).is_integer() else base,
+        rotary_percent=scaling.take("partial_rotary_factor", 1.0),
+    )
+    if kind == "llama3":
+        factor = float(scaling.take("factor"))
+        model = replace(model, use_rope_scaling=True, rope_scaling_factor=factor)
+        scaling.only("low_freq_factor", 1.0)
+        scaling.only("high_freq_factor", 4.0)
+        scaling.only("original_max_position_embeddings", 8192)
+    elif kind == "linear":
+        model = replace(model, rotary_seq_len_interpolation_factor=scaling.take("factor"))
+    elif kind == "yarn":
+        model = _with_yarn(model, scaling)
+    else:
+        scaling.only("rope_type", "default")
+        scaling.only("type", "default")
+    scaling.finish()
+    return model
+
+
+def _with_yarn(model: ModelDescription, scaling: ConfigFields) -> ModelDescription:
+    """Return `model` with the settings of YaRN, and its temperature as Transformers reads it."""
+    scaling.only("attention_factor")
+    # The temperature follows from both strengths, or from the factor alone.
+    mscale, of_all = scaling.take("mscale", 0.0), scaling.take("mscale_all_dim", 0.0)
+    if of_all and not mscale:
+        scaling.only("mscale_all_dim")
+    return replace(
+        model,
+        position_embedding_type="yarn",
+        rotary_scaling_factor=float(scaling.take("factor")),
+        original_max_position_embeddings=scaling.take("original_max_position_embeddings"),
+        beta_fast=float(scaling.take("beta_fast", 32)),
+        beta_slow=float(scaling.take("beta_slow", 1)),
+        yarn_correction_range_round_to_int=bool(scaling.take("truncate", True)),
+        mscale=float(mscale) if of_all else 1.0,
+        mscale_all_dim=float(of_all),
+    )
+
+
+def _yarn_fields(model: ModelDescription) -> dict[str, Any]:
+    fields = {
+        "rope_type": "yarn",
+        "factor": float(model.rotary_scaling_factor),
+        "original_max_position_embeddings": model.original_max_position_embeddings,
+        "beta_fast": float(model.beta_fast),
+        "beta_slow": float(model.beta_slow),
+        "truncate": model.yarn_correction_range_round_to_int,
+    }
+    if model.mscale_all_dim:
+        fields |= {"mscale": float(model.mscale), "mscale_all_dim": float(model.mscale_all_dim)}
+    return fields
+
+
+def rope_fields(model: ModelDescription) -> dict[str, Any]:
+    """Return the config fields of rotary positions, in the older, widely read spelling."""
+    fields: dict[str, Any] = {"rope_theta": float(model.rotary_base), "rope_scaling": None}
+    if model.use_rope_scaling:
+        fields["rope_scaling"] = {
+            "rope_type": "llama3",
+            "factor": model.rope_scaling_factor,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        }
+    elif model.position_embedding_type == "yarn" or (
+        model.multi_latent_attention and model.rotary_scaling_factor != 1.0
+    ):
+        fields["rope_scaling"] = _yarn_fields(model)
+    elif model.rotary_seq_len_interpolation_factor:
+        factor = float(model.rotary_seq_len_interpolation_factor)
+        fields["rope_scaling"] = {"rope_type": "linear", "factor": factor}
+    return fields

@@ -1,0 +1,52 @@
+"""Launch lines as people write them for Megatron-LM pass a dry run, without their files."""
+
+from __future__ import annotations
+
+import shlex
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from megatron.core.foundation.errors import MegatronError
+from megatron.training.cli.dry_run import describe_run
+from megatron.training.cli.parser import parse_command_line
+
+FIXTURE = Path(__file__).parents[2] / "fixtures" / "compatibility" / "launch_lines.toml"
+FOUND = tomllib.loads(FIXTURE.read_text())
+
+
+def words_of(name):
+    line = FOUND["lines"][name]
+    flags = FOUND["bases"].get(line.get("base"), "") + line["flags"]
+    return [*shlex.split(flags), "--dry-run", "--dry-run-world-size", str(line["ranks"])]
+
+
+@pytest.mark.parametrize("name", FOUND["lines"])
+def test_a_launch_line_can_be_planned(name):
+    """`refused` in the fixture says what is not here yet: nothing else is refused."""
+    refused = FOUND["lines"][name].get("refused", [])
+    if not refused:
+        report = describe_run(lambda: parse_command_line(words_of(name)))
+        assert ("not on this machine" in report) == ("--mock-data" not in words_of(name))
+        return
+    with pytest.raises(MegatronError) as caught:
+        describe_run(lambda: parse_command_line(words_of(name)))
+    problems = [str(each) for each in caught.value.problems or [caught.value]]
+    assert all(any(text in each for text in refused) for each in problems), problems
+    assert all(any(text in each for each in problems) for text in refused), problems
+
+
+def test_what_is_not_on_this_machine_is_told():
+    report = describe_run(lambda: parse_command_line(words_of("gpt-345m")))
+    assert "tokenizer_type = GPT2BPETokenizer  (what has --vocab-file and --merge-file)" in report
+    assert "unpadded_vocab_size = 50257" in report
+    absent = report.split("not on this machine, and needed by the run:")[1]
+    assert "my-gpt2_text_document.idx" in absent and "--vocab-file" in absent
+    assert "planned with 50257 ids, that of GPT-2; --vocab-size says another number" in absent
+
+
+def test_most_lines_pass():
+    lines = FOUND["lines"].values()
+    assert len(lines) >= 50
+    assert sum("refused" not in line for line in lines) / len(lines) >= 0.85
