@@ -6,7 +6,7 @@ PYTEST_ARGS ?=
 export PATH := $(abspath $(VENV))/bin:$(PATH)
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test lint checks parity bench lowest venv clean
+.PHONY: help quickstart test lint checks parity bench lowest mbridge venv clean
 
 help: ## list the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -40,12 +40,16 @@ bench: venv ## step time against plain PyTorch and Hugging Face; cost of two ran
 lowest: ## the tests of what uses optional libraries, with the lowest versions that are allowed
 	@tools/test_lowest.sh $(PYTEST_ARGS)
 
+mbridge: ## models of Transformers through mbridge, as it is published
+	@tools/test_mbridge.sh $(PYTEST_ARGS)
+
 venv: ## make or refresh the virtual environment .venv
 	@tools/make_venv.sh "$(VENV)" dev
 
 clean: ## remove environments, outputs and caches
 	tools/make_venv.sh --remove "$(VENV)"
 	tools/make_venv.sh --remove .venv-lowest
+	tools/make_venv.sh --remove .venv-mbridge
 	rm -rf quickstart build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache \
 	    .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

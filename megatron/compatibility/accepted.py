@@ -135,8 +135,6 @@ ACCEPTED: dict[str, tuple[str, ...]] = {
     "it acts only together with an argument that is refused": (
         f"{_PARALLEL}.linear_with_overlap:linear_with_grad_accumulation_and_async_allreduce"
         " wgrad_deferral_limit",
-        f"{_CORE}.models.gpt.gpt_layer_specs:get_gpt_layer_with_transformer_engine_submodules"
-        " moe_grouped_gemm",
         f"{_CORE}.models.common.embeddings.rotary_pos_embedding:apply_rotary_pos_emb cp_group",
         f"{_HERE}.functions:get_fp8_context layer_no is_init",
         f"{_HERE}.rerun:RerunStateMachine.__init__"
@@ -159,10 +157,6 @@ ACCEPTED: dict[str, tuple[str, ...]] = {
         f"{_CORE}.models.gpt.gpt_layer_specs:get_gpt_mtp_block_spec vp_stage pp_rank",
         f"{_HERE}.batches:get_batch_on_this_tp_rank mtp_on_this_rank vp_stage",
         f"{_HERE}.groups:is_pipeline_stage_before_split rank",
-    ),
-    "there is one type of model": (
-        "megatron.training.setup.model:get_model model_type",
-        "megatron.training.setup.third_party:setup_model_and_optimizer model_type",
     ),
     "a machine without GPUs computes on its CPU": (
         "megatron.training.initialize:initialize_megatron allow_no_cuda",

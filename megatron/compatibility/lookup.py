@@ -21,10 +21,11 @@ from types import ModuleType
 from typing import Any
 
 from megatron.compatibility.deepspeed_names import DEEPSPEED_ELSEWHERE, DEEPSPEED_LACKING
-from megatron.compatibility.moved_names import ELSEWHERE
+from megatron.compatibility.moved_names import ELSEWHERE, STAR_NAMES
 from megatron.compatibility.unsupported_names import LACKING
 
 _FOUND = {**ELSEWHERE, **DEEPSPEED_ELSEWHERE}
+_FOUND |= {module: names | _FOUND.get(module, {}) for module, names in STAR_NAMES.items()}
 _NOT_HERE = {**LACKING, **DEEPSPEED_LACKING}
 
 
@@ -138,6 +139,7 @@ class _WithNames(SourceFileLoader):
             return ours(name)
 
         vars(module)["__getattr__"] = get
+        _export_with_star(module)
 
 
 class _EmptyModule(Loader):
@@ -149,3 +151,11 @@ class _EmptyModule(Loader):
     def exec_module(self, module: ModuleType) -> None:
         module.__doc__ = "Names of Megatron; see megatron.compatibility."
         vars(module)["__getattr__"] = getter(module.__name__)
+        _export_with_star(module)
+
+
+def _export_with_star(module: ModuleType) -> None:
+    """Let `from module import *` give the further names of a module from which code takes all."""
+    if module.__name__ in STAR_NAMES:
+        own = [name for name in vars(module) if not name.startswith("_")]
+        vars(module)["__all__"] = sorted({*own, *_FOUND[module.__name__]})

@@ -48,7 +48,9 @@ ELSEWHERE: dict[str, dict[str, str]] = {
     "megatron.core.extensions.transformer_engine_spec_provider": {
         "TESpecProvider": f"{_TE}:TransformerEngineBackend"
     },
-    "megatron.core.fp8_utils": _all(f"{_OWN}.functions", "get_fp8_context"),
+    "megatron.core.fp8_utils": _all(
+        f"{_OWN}.functions", "correct_amax_history_if_needed", "get_fp8_context"
+    ),
     "megatron.core.fusions.fused_bias_dropout": _all(
         f"{_OWN}.layers", "bias_dropout_add_fused_inference", "bias_dropout_add_fused_train"
     ),
@@ -244,3 +246,26 @@ ELSEWHERE: dict[str, dict[str, str]] = {
         f"{_OWN}.batches", "core_transformer_config_from_yaml"
     ),
 }
+
+_STAR = {
+    "BaseInferenceContext": "megatron.core.inference.contexts:BaseInferenceContext",
+    "Fp8Recipe": "megatron.core.enums:Fp8Recipe",
+    "Optional": "typing:Optional",
+    "PackedSeqParams": "megatron.core.packed_seq_params:PackedSeqParams",
+    "Tensor": "torch:Tensor",
+    "TransformerConfig": "megatron.core.transformer.transformer_config:TransformerConfig",
+    "Tuple": "typing:Tuple",
+    "Union": "typing:Union",
+    "nullcontext": "contextlib:nullcontext",
+    "parallel_state": "megatron.core.parallel_state",
+    "tensor_parallel": "megatron.core.tensor_parallel",
+    "torch": "torch",
+    **_all(f"{_OWN}.functions", "WrappedTensor", "deprecate_inference_params", "get_fp8_context"),
+    "make_viewless_tensor": "megatron.core.utils:make_viewless_tensor",
+}
+STAR_NAMES: dict[str, dict[str, str]] = {
+    "megatron.core.models.common.embeddings.rope_utils": _STAR,
+    "megatron.core.transformer.attention": _STAR,
+    "megatron.core.transformer.transformer_block": _STAR,
+}
+"""What `from module import *` gives besides the names that the module defines."""

@@ -50,7 +50,6 @@ LACKING: dict[str, dict[str, str]] = {
         "TEDelayedScaling": _FP8,
         "te_checkpoint": "use megatron.core.tensor_parallel.checkpoint",
     },
-    "megatron.core.fp8_utils": {"correct_amax_history_if_needed": _FP8},
     "megatron.core.full_cuda_graph": {"FullCudaGraphWrapper": _GRAPHS},
     "megatron.core.inference.communication_utils": {
         "recv_from_prev_pipeline_rank_": _SERVING,

@@ -9,6 +9,8 @@ class ModelType(enum.Enum):
     """Kind of model that the training loop is given."""
 
     encoder_or_decoder = 1
+    encoder_and_decoder = 2
+    """Code compares with it; models here are decoders, and none is of this kind."""
 
 
 class Fp8Recipe(enum.StrEnum):

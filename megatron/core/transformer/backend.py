@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.dot_product_attention import DotProductAttention
-from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron.core.transformer.torch_norm import NormColumnParallelLinear, WrappedTorchNorm
 
 
 class Backend(Protocol):
@@ -53,7 +53,7 @@ class LocalBackend:
         """Return the row-parallel linear layer."""
         return RowParallelLinear
 
-    def norm_column_linear(self) -> None:
+    def norm_column_linear(self) -> Any | None:
         """Return None: the norm is a module of its own."""
         return None
 
@@ -64,3 +64,17 @@ class LocalBackend:
     def core_attention(self) -> Any:
         """Return the attention core."""
         return DotProductAttention
+
+
+class LocalFusedBackend(LocalBackend):
+    """The local classes under the parameter names of backends that fuse norms into linear layers.
+
+    For code that asks for such a backend, and maps parameters by its names, where its library is
+    not installed or has no such layer.
+    """
+
+    name = "local_fused"
+
+    def norm_column_linear(self) -> Any:
+        """Return the norm and the linear layer after it, as one module."""
+        return NormColumnParallelLinear

@@ -62,17 +62,20 @@ class Norm(nn.Module):
             is_centered = self.zero_centered_gamma and name == "weight"
             nn.init.constant_(parameter, self.initial[name] - is_centered)
 
-    def scale(self) -> Tensor:
+    def scale(self, weight: Tensor) -> Tensor:
         """Return the factor on the normalised activations, [hidden_size].
 
         A zero-centred one is in fp32: 1 + weight in bf16 would lose most of a small weight.
         """
-        return self.weight.float() + 1.0 if self.zero_centered_gamma else self.weight
+        return weight.float() + 1.0 if self.zero_centered_gamma else weight
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise x [..., h]; the result has the dtype and shape of x."""
-        weight = self.scale()
-        others = [getattr(self, name) for name in self.initial if name != "weight"]
+        return self.normalize(x, *(getattr(self, name) for name in self.initial))
+
+    def normalize(self, x: Tensor, weight: Tensor, *others: Tensor) -> Tensor:
+        """Normalise x [..., h] with parameters that are given, in the order of `initial`."""
+        weight = self.scale(weight)
         kernel = self.kernels.choose(norm_request(x, weight, self.training)).kernel
         return kernel.run(x, weight, *others, self.eps)
 

@@ -1,14 +1,17 @@
-"""The norm that a config asks for."""
+"""The norm that a config asks for, alone or in one module with the linear layer after it."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from megatron.core.foundation.device import current_device
 from megatron.core.foundation.errors import ConfigError
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.transformer.norm import NORMS, Norm
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 class WrappedTorchNorm:
@@ -46,3 +49,37 @@ class WrappedTorchNorm:
             dtype=config.params_dtype,
             device=torch.device("cpu") if config.use_cpu_initialization else current_device(),
         )
+
+
+class NormColumnParallelLinear(ColumnParallelLinear):
+    """y = norm(x) A^T + b, with A split as in `ColumnParallelLinear`, whose call it has.
+
+    Libraries fuse the two in one kernel, and code that reads a model's parameters knows them by the
+    names of that module: `linear_qkv.layer_norm_weight`, not `input_layernorm.weight`. Here the
+    kernels are those of the two parts, and so are the numbers.
+
+    The norm is that of the config. Its parameters are this module's own, called `layer_norm_weight`
+    and so on; under sequence parallelism their gradients are partial over the ranks.
+    """
+
+    def __init__(
+        self, input_size: int, output_size: int, *, config: TransformerConfig, **options: Any
+    ) -> None:
+        super().__init__(input_size, output_size, config=config, **options)
+        norm: Norm = WrappedTorchNorm(config, input_size, config.layernorm_epsilon)
+        for name in norm.initial:
+            parameter = norm._parameters.pop(name)
+            self.register_parameter(f"layer_norm_{name}", parameter)
+        self._norm = (norm,)  # in a tuple: it has no state that a child module would add
+
+    def forward(
+        self,
+        input_: Tensor,
+        weight: Tensor | None = None,
+        runtime_gather_output: bool | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Norm [s, b, i] ([s/tp, b, i] with sequence parallelism) and apply the layer to it."""
+        (norm,) = self._norm
+        norm.training = self.training
+        parameters = [getattr(self, f"layer_norm_{name}") for name in norm.initial]
+        return super().forward(norm.normalize(input_, *parameters), weight, runtime_gather_output)

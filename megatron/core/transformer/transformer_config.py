@@ -6,7 +6,7 @@ on construction.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 
 import torch
 
@@ -161,3 +161,13 @@ class MLATransformerConfig(TransformerConfig):
     multi_latent_attention: bool = True
     q_lora_rank: int | None = 512
     normalization: str = "RMSNorm"
+    rotary_interleaved: bool = True
+    """Published weights, and Megatron's layer, rotate pairs of adjacent channels."""
+    max_position_embeddings: InitVar[int | None] = None
+    """Another name of `original_max_position_embeddings`, which Megatron had first."""
+
+    def __post_init__(self, max_position_embeddings: int | None = None) -> None:
+        """Read the other name, then derive and check as `TransformerConfig` does."""
+        if max_position_embeddings is not None:
+            self.original_max_position_embeddings = max_position_embeddings
+        super().__post_init__()

@@ -18,7 +18,7 @@ from megatron.core.distributed.distributed_data_parallel_config import (
 )
 from megatron.core.enums import ModelType
 from megatron.core.foundation import device
-from megatron.core.foundation.errors import ConfigError
+from megatron.core.foundation.errors import ConfigError, refuse_given
 from megatron.core.models.common.kernel_choices import KernelLine, kernel_choices
 from megatron.core.parameters.initialization import parameters_without_memory
 from megatron.core.pipeline_parallel.layout import pipeline_layout
@@ -169,6 +169,16 @@ def _announce_size(chunks: list[nn.Module], groups: ProcessGroupCollection) -> N
     )
 
 
+def refuse_other_models(where: str, model_type: ModelType) -> None:
+    """Raise `ConfigError` for an encoder and a decoder in one model."""
+    refuse_given(
+        where,
+        {f"model_type={model_type}": model_type == ModelType.encoder_and_decoder},
+        rule="a model is a stack of decoder layers",
+        fix="use ModelType.encoder_or_decoder",
+    )
+
+
 def get_model(
     model_provider_func: ModelProvider,
     model_type: ModelType = ModelType.encoder_or_decoder,
@@ -180,8 +190,9 @@ def get_model(
 
     Args:
         model_provider_func: see `build_model`.
-        model_type, config: accepted; there is one type, and the settings give the config.
+        config: accepted; the settings give it.
     """
+    refuse_other_models("get_model", model_type)
     run = run_as_in(global_vars.get_args())
     groups = resolve_groups(pg_collection)
     return build_model(run, model_provider_func, groups, wrap_with_ddp=wrap_with_ddp)

@@ -25,7 +25,7 @@ from megatron.training.run.state import TrainState
 from megatron.training.run.step import train_step as step
 from megatron.training.setup.callbacks import install_callbacks
 from megatron.training.setup.data import build_data, sample_counts
-from megatron.training.setup.model import build_model
+from megatron.training.setup.model import build_model, refuse_other_models
 from megatron.training.setup.optimizer import build_optimizer, build_scheduler
 
 
@@ -35,6 +35,7 @@ def setup_model_and_optimizer(
     checkpointing_context: Mapping[str, object] | None = None,
 ) -> tuple[list[nn.Module], Any, Any]:
     """Return (model chunks, optimizer, parameter scheduler), loaded if --load names something."""
+    refuse_other_models("setup_model_and_optimizer", model_type)
     args, groups = global_vars.get_args(), ProcessGroupCollection.current()
     run = run_as_in(args)
     model = build_model(run, model_provider_func, groups)

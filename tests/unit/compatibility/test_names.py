@@ -14,8 +14,11 @@ import pytest
 from megatron.compatibility.deepspeed_names import DEEPSPEED_ELSEWHERE, DEEPSPEED_LACKING
 from megatron.compatibility.lookup import is_stand_in
 from megatron.compatibility.moved_names import ELSEWHERE as MEGATRON_ELSEWHERE
+from megatron.compatibility.moved_names import STAR_NAMES
 from megatron.compatibility.unsupported_names import LACKING as MEGATRON_LACKING
+from megatron.core.enums import ModelType
 from megatron.core.foundation.errors import ConfigError
+from megatron.training.setup.model import get_model
 from tests.harness.pool import REPOSITORY
 
 ELSEWHERE = {**MEGATRON_ELSEWHERE, **DEEPSPEED_ELSEWHERE}
@@ -114,6 +117,18 @@ def test_a_name_nobody_knows_is_still_an_import_error():
                  "megatron.post_training.arguments import add_modelopt_args"):  # fmt: skip
         with pytest.raises(ImportError):
             exec(f"from {code}")
+
+
+@pytest.mark.parametrize("module", sorted(STAR_NAMES))
+def test_code_that_takes_all_names_of_a_module_finds_those_it_uses(module):
+    found: dict[str, object] = {}
+    exec(f"from {module} import *", found)
+    assert STAR_NAMES[module].keys() | set(ELSEWHERE.get(module, {})) <= found.keys()
+
+
+def test_an_encoder_and_decoder_in_one_model_is_refused():
+    with pytest.raises(ConfigError, match="model_type=ModelType.encoder_and_decoder"):
+        get_model(None, ModelType.encoder_and_decoder)
 
 
 def test_names_cost_nothing_before_they_are_asked_for():

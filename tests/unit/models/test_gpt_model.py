@@ -9,10 +9,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from megatron.core.extensions import transformer_engine
 from megatron.core.foundation.errors import ConfigError, DataError
 from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_decoder_block_spec,
     get_gpt_layer_local_spec,
-    get_gpt_layer_with_transformer_engine_spec,
 )
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -345,12 +346,50 @@ def test_document_borders_are_brought_into_form_once_for_all_layers(monkeypatch)
     assert len(forms) == 1
 
 
-def test_transformer_engine_specs_need_the_library_and_say_so():
-    from megatron.core.foundation.errors import MissingExtraError
-    from megatron.core.foundation.optional_imports import has
+FUSED_FIELDS = {
+    "dense": {},
+    "experts": {"num_moe_experts": 4, "moe_router_topk": 2, "moe_grouped_gemm": True},
+    "latents": {
+        "multi_latent_attention": True, "qk_layernorm": True, "q_lora_rank": 8,
+        "kv_lora_rank": 8, "qk_head_dim": 4, "qk_pos_emb_head_dim": 4, "v_head_dim": 4,
+    },
+}  # fmt: skip
 
-    if has("transformer_engine"):
-        assert get_gpt_layer_with_transformer_engine_spec().submodules.mlp
-        return
-    with pytest.raises(MissingExtraError, match="transformer-engine"):
-        get_gpt_layer_with_transformer_engine_spec()
+
+@pytest.mark.parametrize("fields", FUSED_FIELDS.values(), ids=FUSED_FIELDS)
+def test_layers_under_the_names_of_transformer_engine_compute_the_same(fields, monkeypatch):
+    monkeypatch.setattr(transformer_engine, "HAVE_TE", False)
+    config = TransformerConfig(
+        num_layers=1, hidden_size=H, num_attention_heads=N, ffn_hidden_size=F_,
+        hidden_dropout=0.0, attention_dropout=0.0, **(LLAMA | fields),
+    )  # fmt: skip
+    local, fused = (
+        GPTModel(
+            config,
+            get_gpt_decoder_block_spec(config, use_transformer_engine=fuses, pp_rank=0),
+            vocab_size=V,
+            max_sequence_length=P,
+            position_embedding_type="rope",
+            pg_collection=ProcessGroupCollection.single(),
+        )
+        for fuses in (False, True)
+    )
+    named, named_fused = dict(local.named_parameters()), dict(fused.named_parameters())
+    declared, declared_fused = local.sharded_state_dict(), fused.sharded_state_dict()
+    place = {(declared[n].key, declared[n].global_offset): n for n in named}
+    fused_declared = {n: declared_fused[n] for n in named_fused}
+    same = {n: place[part.key, part.global_offset] for n, part in fused_declared.items()}
+    assert sorted(same.values()) == sorted(named)
+    latent = config.multi_latent_attention
+    column = "linear_kv_up_proj" if latent else "linear_qkv"
+    assert f"decoder.layers.0.self_attention.{column}.layer_norm_weight" in named_fused
+    for name in named_fused:  # away from one, which would hide a scale that is not applied
+        if "norm" in name:
+            with torch.no_grad():
+                named[same[name]].uniform_(0.5, 1.5)
+        named_fused[name].data.copy_(named[same[name]])
+    tokens = torch.randint(0, V, (2, 8))
+    for model in (local, fused):
+        model(tokens, torch.arange(8)[None], None, labels=tokens).mean().backward()
+    for name, parameter in named_fused.items():
+        assert_close(parameter.grad, named[same[name]].grad, EXACT, name)

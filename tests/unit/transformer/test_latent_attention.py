@@ -28,10 +28,13 @@ def make_attention(q_lora_rank=None, **fields):
 
 
 def turned(x, position, base=10000):
-    """Rotate the halves of x [..., ROTARY] by the angles of one position."""
+    """Rotate pairs of adjacent channels of x [..., ROTARY] by the angles of one position.
+
+    Returns the first of all pairs, then the second: queries and keys in one order score the same.
+    """
     half = ROTARY // 2
     angle = position / base ** (torch.arange(half).double() * 2 / ROTARY)
-    first, second = x[..., :half], x[..., half:]
+    first, second = x[..., ::2], x[..., 1::2]
     return torch.cat(
         (first * angle.cos() - second * angle.sin(), second * angle.cos() + first * angle.sin()), -1
     )

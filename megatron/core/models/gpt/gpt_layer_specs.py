@@ -9,7 +9,7 @@ from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.pipeline_parallel.layout import pipeline_layout
 from megatron.core.process_groups_config import resolve_group
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
-from megatron.core.transformer.backend import Backend, LocalBackend
+from megatron.core.transformer.backend import Backend, LocalBackend, LocalFusedBackend
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
@@ -39,6 +39,11 @@ FUSED_NORM_KEYS = {
 }
 """Checkpoints name the norms by the linear layer that follows, as backends that fuse the two do;
 so one checkpoint serves every backend."""
+LATENT_NORM_KEYS = {
+    "self_attention.linear_q_up_proj.layer_norm_": "self_attention.q_layernorm.",
+    "self_attention.linear_kv_up_proj.layer_norm_": "self_attention.kv_layernorm.",
+}
+"""The norms of latents keep names of their own in checkpoints."""
 
 
 def gpt_layer_submodules(
@@ -56,15 +61,17 @@ def gpt_layer_submodules(
     norm_keys = dict(FUSED_NORM_KEYS)
     if multi_latent_attention:
         del norm_keys["input_layernorm."]  # two layers follow: it keeps its own name
+    if fused is not None:
+        norm_keys = dict(LATENT_NORM_KEYS) if multi_latent_attention else {}
     mlp_parts = MLPSubmodules(
         linear_fc1=fused or backend.column_linear(), linear_fc2=backend.row_linear()
     )
     mlp = ModuleSpec(module=MLP, submodules=mlp_parts)
     if num_experts:
         mlp = _experts(backend, moe_grouped_gemm)
-        del norm_keys["pre_mlp_layernorm."]  # router and experts follow
+        norm_keys.pop("pre_mlp_layernorm.", None)  # router and experts follow
     return TransformerLayerSubmodules(
-        input_layernorm=norm,
+        input_layernorm=backend.norm() if multi_latent_attention else norm,
         self_attention=attention(backend, qk_layernorm),
         self_attn_bda=get_bias_dropout_add,
         pre_mlp_layernorm=backend.norm() if num_experts else norm,
@@ -72,14 +79,19 @@ def gpt_layer_submodules(
         mlp_bda=get_bias_dropout_add,
         post_self_attn_layernorm=backend.norm(),
         post_mlp_layernorm=backend.norm(),
-        sharded_state_dict_keys_map={} if fused is not None else norm_keys,
+        sharded_state_dict_keys_map=norm_keys,
     )
 
 
 def _experts(backend: Backend, grouped: bool) -> ModuleSpec:
-    """A mixture-of-experts layer whose experts are computed together, or one after the other."""
+    """A mixture-of-experts layer whose experts are computed together, or one after the other.
+
+    Routed experts are of local classes in every backend.
+    """
+    local = LocalBackend()
+    routed = MLPSubmodules(linear_fc1=local.column_linear(), linear_fc2=local.row_linear())
+    one_by_one = ModuleSpec(module=SequentialMLP, submodules=routed)
     parts = MLPSubmodules(linear_fc1=backend.column_linear(), linear_fc2=backend.row_linear())
-    one_by_one = ModuleSpec(module=SequentialMLP, submodules=parts)
     return ModuleSpec(
         module=MoELayer,
         submodules=MoESubmodules(
@@ -106,16 +118,18 @@ def _attention(backend: Backend, qk_layernorm: bool) -> ModuleSpec:
 
 def _latent_attention(backend: Backend, qk_layernorm: bool) -> ModuleSpec:
     """Attention through latents, which `qk_layernorm` norms."""
-    latent_norm = backend.norm() if qk_layernorm else IdentityOp
+    fused = backend.norm_column_linear() if qk_layernorm else None
+    latent_norm = backend.norm() if qk_layernorm and fused is None else IdentityOp
+    up = fused or backend.column_linear()
     return ModuleSpec(
         module=MLASelfAttention,
         params={"attn_mask_type": AttnMaskType.causal},
         submodules=MLASelfAttentionSubmodules(
             linear_q_proj=backend.column_linear(),
             linear_q_down_proj=ReplicatedLinear,
-            linear_q_up_proj=backend.column_linear(),
+            linear_q_up_proj=up,
             linear_kv_down_proj=ReplicatedLinear,
-            linear_kv_up_proj=backend.column_linear(),
+            linear_kv_up_proj=up,
             core_attention=backend.core_attention(),
             linear_proj=backend.row_linear(),
             q_layernorm=latent_norm,
@@ -139,7 +153,7 @@ def get_gpt_layer_local_submodules(
     Args:
         normalization: accepted for compatibility; the config's `normalization` decides.
     """
-    _refuse_unsupported(None, False, fp8, qk_l2_norm, options)
+    _refuse_unsupported(fp8, qk_l2_norm, options)
     return gpt_layer_submodules(
         LocalBackend(),
         num_experts=num_experts,
@@ -164,19 +178,31 @@ def get_gpt_layer_with_transformer_engine_submodules(
     qk_l2_norm: bool = False,
     **options: object,
 ) -> TransformerLayerSubmodules:
-    """Return the parts of a layer made of NVIDIA Transformer Engine's classes.
+    """Return the parts of a layer under the parameter names of NVIDIA Transformer Engine's classes.
 
-    Raises:
-        MissingExtraError: Transformer Engine is not installed.
+    Made of those classes, or of local ones: where the library is not installed, and for attention
+    through latents.
     """
-    from megatron.core.extensions.transformer_engine import TransformerEngineBackend
+    _refuse_unsupported(fp8, qk_l2_norm, options)
+    return gpt_layer_submodules(
+        _engine_or_local(multi_latent_attention),
+        num_experts=num_experts,
+        moe_grouped_gemm=moe_grouped_gemm,
+        qk_layernorm=qk_layernorm,
+        multi_latent_attention=multi_latent_attention,
+    )
 
-    _refuse_unsupported(num_experts, multi_latent_attention, fp8, qk_l2_norm, options)
-    return gpt_layer_submodules(TransformerEngineBackend(), qk_layernorm=qk_layernorm)
+
+def _engine_or_local(multi_latent_attention: bool) -> Backend:
+    from megatron.core.extensions import transformer_engine
+
+    if transformer_engine.HAVE_TE and not multi_latent_attention:
+        return transformer_engine.TransformerEngineBackend()
+    return LocalFusedBackend()
 
 
 def get_gpt_layer_with_transformer_engine_spec(*args: Any, **kwargs: Any) -> ModuleSpec:
-    """Return the spec of a layer of Transformer Engine's classes.
+    """Return the spec of a layer under the names of Transformer Engine's classes.
 
     Args:
         normalization: accepted for compatibility; the config's `normalization` decides.
@@ -233,12 +259,8 @@ def get_gpt_decoder_block_spec(
     specs = get_gpt_decoder_layer_specs(config, use_transformer_engine, normalization, qk_l2_norm)
     if pp_rank is None:
         pp_rank = resolve_group(None, "pp").rank()
-    if use_transformer_engine:
-        from megatron.core.extensions.transformer_engine import TransformerEngineBackend
-
-        backend: Backend = TransformerEngineBackend()
-    else:
-        backend = LocalBackend()
+    latent = config.multi_latent_attention
+    backend = _engine_or_local(latent) if use_transformer_engine else LocalBackend()
     here = pipeline_layout(config).layers(pp_rank, vp_stage)
     return TransformerBlockSubmodules(
         layer_specs=[specs[layer] for layer in here], layer_norm=backend.norm()
@@ -271,16 +293,12 @@ def get_gpt_mtp_block_spec(
 
 
 def _refuse_unsupported(
-    num_experts: int | None,
-    multi_latent_attention: bool,
     fp8: str | None,
     qk_l2_norm: bool,
     options: dict[str, Any],
 ) -> None:
-    """Raise `ConfigError` for kinds of layers that do not exist yet."""
+    """Raise `ConfigError` for kinds of layers that do not exist."""
     asked = {
-        "num_experts": num_experts,
-        "multi_latent_attention": multi_latent_attention,
         "fp8": fp8,
         "qk_l2_norm": qk_l2_norm,
         **options,
@@ -290,7 +308,7 @@ def _refuse_unsupported(
     if wanted:
         raise ConfigError(
             f"a layer spec was asked for {', '.join(wanted)}.",
-            rule="experts and multi-latent attention exist in the local backend",
-            flags=["--transformer-impl", "--num-experts", "--multi-latent-attention"],
+            rule="layers compute in fp32, bf16 or fp16; norms of queries and keys have a scale",
+            flags=["--fp8-format", "--qk-layernorm"],
             fix="leave these out",
         )
