@@ -43,6 +43,7 @@ LACKING: dict[str, dict[str, str]] = {
     "megatron.core.distributed.fsdp.src.megatron_fsdp.uneven_dtensor": {
         "preprocess_state_dict_for_uneven_dtensor": _FSDP
     },
+    "megatron.core.energy_monitor": {"EnergyMonitor": "energy is not measured"},
     "megatron.core.extensions.transformer_engine": {
         "TEColumnParallelGroupedLinear": _TE,
         "TERowParallelGroupedLinear": _TE,
@@ -51,6 +52,7 @@ LACKING: dict[str, dict[str, str]] = {
         "te_checkpoint": "use megatron.core.tensor_parallel.checkpoint",
     },
     "megatron.core.full_cuda_graph": {"FullCudaGraphWrapper": _GRAPHS},
+    "megatron.core.inference.common_inference_params": {"CommonInferenceParams": _SERVING},
     "megatron.core.inference.communication_utils": {
         "recv_from_prev_pipeline_rank_": _SERVING,
         "send_to_next_pipeline_rank": _SERVING,
@@ -60,6 +62,7 @@ LACKING: dict[str, dict[str, str]] = {
         "MambaInferenceStateConfig": _MAMBA,
     },
     "megatron.core.inference.contexts.dynamic_context": {"DynamicInferenceContext": _SERVING},
+    "megatron.core.inference.engines.mcore_engine": {"MCoreEngine": _SERVING},
     "megatron.core.inference.inference_request": {"InferenceRequest": _SERVING},
     "megatron.core.inference.model_inference_wrappers.abstract_model_inference_wrapper": {
         "AbstractModelInferenceWrapper": _SERVING
@@ -71,6 +74,9 @@ LACKING: dict[str, dict[str, str]] = {
         "InferenceWrapperConfig": _SERVING
     },
     "megatron.core.inference.sampling_params": {"SamplingParams": _SERVING},
+    "megatron.core.inference.text_generation_controllers.simple_text_generation_controller": {
+        "SimpleTextGenerationController": _SERVING
+    },
     "megatron.core.inference.text_generation_controllers.text_generation_controller": {
         "TextGenerationController": _SERVING
     },
@@ -94,6 +100,7 @@ LACKING: dict[str, dict[str, str]] = {
         "get_gpt_heterogeneous_layer_spec": _VARIABLE_LAYERS
     },
     "megatron.core.models.mamba": {"MambaModel": _MAMBA},
+    "megatron.core.models.mamba.mamba_layer_specs": {"mamba_stack_spec": _MAMBA},
     "megatron.core.models.multimodal.llava_model": {"LLaVAModel": _VISION},
     "megatron.core.models.vision.clip_vit_model": {"CLIPViTModel": _VISION},
     "megatron.core.models.vision.multimodal_projector": {"MultimodalProjector": _VISION},
@@ -102,6 +109,11 @@ LACKING: dict[str, dict[str, str]] = {
     },
     "megatron.core.optimizer.cpu_offloading.hybrid_optimizer": {
         "HybridDeviceOptimizer": "use OptimizerConfig(optimizer_cpu_offload=True)"
+    },
+    "megatron.core.optimizer.layer_wise_optimizer": {
+        "LayerWiseDistributedOptimizer": (
+            'use get_megatron_optimizer with OptimizerConfig(optimizer="muon")'
+        )
     },
     "megatron.core.optimizer.muon": {
         "get_megatron_muon_optimizer": (
@@ -119,7 +131,10 @@ LACKING: dict[str, dict[str, str]] = {
     "megatron.core.transformer.attention": {
         "CrossAttention": "models here are decoders; attention is self-attention"
     },
-    "megatron.core.transformer.cuda_graphs": {"CudaGraphManager": _GRAPHS},
+    "megatron.core.transformer.cuda_graphs": {
+        "CudaGraphManager": _GRAPHS,
+        "TECudaGraphHelper": _GRAPHS,
+    },
     "megatron.core.transformer.custom_layers.transformer_engine": {
         "TEDelayedScaling": _FP8,
         "TEColumnParallelGroupedLinear": _TE,
@@ -127,8 +142,10 @@ LACKING: dict[str, dict[str, str]] = {
     },
     "megatron.core.transformer.enums": {"CudaGraphModule": _GRAPHS},
     "megatron.core.transformer.fsdp_dtensor_checkpoint": {
+        "handle_experts_in_state_dict": _FSDP,
         "handle_fp8_extra_state_case": _FSDP,
         "handle_swiglu_in_state_dict": _FSDP,
+        "print_diff_in_state_dicts": _FSDP,
     },
     "megatron.core.transformer.heterogeneous.heterogeneous_config": {
         "HeterogeneousTransformerConfig": _VARIABLE_LAYERS
