@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from importlib import metadata
 from typing import Any, TypeVar
@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from megatron.compatibility.state import STATE
 from megatron.core import num_microbatches_calculator
@@ -74,6 +75,24 @@ def jit_fuser(function: _Function) -> _Function:
 
 def correct_amax_history_if_needed(model: object) -> None:
     """Do nothing: no parameter of `model` is in FP8, so none has a history of largest values."""
+
+
+def disable_jit_fuser() -> None:
+    """Do nothing: `jit_fuser` compiles nothing."""
+
+
+def nested_values(x: dict[Any, Any] | list[Any]) -> Iterator[Any]:
+    """Yield the values of nested dicts and lists, in order."""
+    for value in x.values() if isinstance(x, dict) else x:
+        if isinstance(value, dict | list):
+            yield from nested_values(value)
+        else:
+            yield value
+
+
+def to_local_if_dtensor(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a DTensor, and any other tensor [...] itself."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def get_fp8_context(

@@ -18,6 +18,7 @@ ELSEWHERE: dict[str, dict[str, str]] = {
         f"{_OWN}.functions", "set_experimental_flag", "is_experimental_enabled"
     ),
     "megatron.core.config_logger": _all(f"{_OWN}.functions", "has_config_logger_enabled"),
+    "megatron.core.dist_checkpointing.dict_utils": _all(f"{_OWN}.functions", "nested_values"),
     "megatron.core.dist_checkpointing.serialization": _all(
         f"{_OWN}.checkpoints",
         "get_default_load_sharded_strategy",
@@ -60,7 +61,7 @@ ELSEWHERE: dict[str, dict[str, str]] = {
         f"{_OWN}.layers", "fused_vocab_parallel_cross_entropy"
     ),
     "megatron.core.fusions.fused_layer_norm": {"FusedLayerNorm": _NORM},
-    "megatron.core.jit": _all(f"{_OWN}.functions", "jit_fuser"),
+    "megatron.core.jit": _all(f"{_OWN}.functions", "disable_jit_fuser", "jit_fuser"),
     "megatron.core.models.backends": {
         "BackendSpecProvider": "megatron.core.transformer.backend:Backend",
         "LocalSpecProvider": "megatron.core.transformer.backend:LocalBackend",
@@ -218,6 +219,7 @@ ELSEWHERE: dict[str, dict[str, str]] = {
             "nvtx_decorator",
             "nvtx_range_pop",
             "nvtx_range_push",
+            "to_local_if_dtensor",
         ),
     },
     "megatron.training.checkpointing": _all(

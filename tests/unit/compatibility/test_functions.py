@@ -368,3 +368,14 @@ def test_the_tracker_of_a_save_directory_is_read_by_its_name(tmp_path):
             file.write(text)
         assert read_metadata(tracker) == found
     assert get_checkpoint_name(str(tmp_path), 12) == f"{tmp_path}/iter_0000012"
+
+
+def test_nested_values_come_in_order_and_a_plain_tensor_is_local_as_it_is():
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+    from megatron.core.jit import disable_jit_fuser
+    from megatron.core.utils import to_local_if_dtensor
+
+    assert list(nested_values({"a": 1, "b": [2, {"c": 3}], "d": []})) == [1, 2, 3]
+    tensor = torch.ones(2)
+    assert to_local_if_dtensor(tensor) is tensor
+    disable_jit_fuser()
