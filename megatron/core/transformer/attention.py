@@ -102,9 +102,7 @@ class Attention(MegatronModule):
             is_expert=False,
             tp_comm_buffer_name="proj",
         )
-        self.recomputes_core = config.recompute_granularity == "selective" and "core_attn" in (
-            config.recompute_modules or []
-        )
+        self.recomputes_core = config.recomputes("core_attn")
 
     def build_projections(self, submodules: Any) -> None:
         """Build what `get_query_key_value_tensors` uses."""
@@ -238,7 +236,11 @@ class Attention(MegatronModule):
             attended = checkpoint(core, False, query, key, value, attention_mask)
         else:
             attended = core(query, key, value, attention_mask)
+        self.drop_query_key_value(attended)
         return self.linear_proj(attended)
+
+    def drop_query_key_value(self, attended: Tensor) -> None:
+        """Free what the core attention used, if it is recomputed before its backward."""
 
     def _attend_to_cache(self, query: Tensor, keys: Tensor, values: Tensor, context: Any) -> Tensor:
         """Attend to what the cache holds: [s, b, n, d] -> [s, b, n*e]."""

@@ -20,6 +20,7 @@ from megatron.core.process_groups_config import (
     resolve_group,
     resolve_groups,
 )
+from megatron.core.tensor_parallel.activation_recompute import CheckpointWithoutOutput
 from megatron.core.topology.group import Group
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
@@ -59,6 +60,7 @@ class MLP(MegatronModule):
         super().__init__(config)
         self.pg_collection = resolve_groups(pg_collection)
         tp_group = resolve_group(tp_group, "expt_tp" if is_expert else "tp", self.pg_collection)
+        self.recomputes_activation = is_expert and config.recomputes("moe_act")
         self.input_size = input_size or config.hidden_size
         ffn = ffn_hidden_size or config.ffn_hidden_size
         assert ffn
@@ -115,10 +117,21 @@ class MLP(MegatronModule):
             rule="a dense layer treats all tokens equally",
             fix="leave it out",
         )
+        if self.recomputes_activation and self.training:
+            x, bias = self.linear_fc1(hidden_states)
+            dropped = CheckpointWithoutOutput()
+            intermediate = dropped.checkpoint(self._scaled_activation, x, bias, per_token_scale)
+            output, bias = self.linear_fc2(intermediate)
+            dropped.discard_output_and_register_recompute(output)
+            return output, bias
         intermediate = self.fc1_and_act(hidden_states)
         if per_token_scale is not None:
             intermediate = (intermediate * per_token_scale.unsqueeze(-1)).to(intermediate.dtype)
         return self.linear_fc2(intermediate)
+
+    def _scaled_activation(self, x: Tensor, bias: Tensor | None, scale: Tensor | None) -> Tensor:
+        x = self.activate(x, bias)
+        return x if scale is None else (x * scale.unsqueeze(-1)).to(x.dtype)
 
     def fc1_and_act(self, hidden_states: Tensor) -> Tensor:
         """Compute what fc2 multiplies: [s, b, f/tp]."""

@@ -15,6 +15,7 @@ the rotary part, e of a value head, c width of a latent.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from torch import Tensor
 
 from megatron.core.context_parallel import sequence_shard_of_rank
 from megatron.core.foundation.errors import refuse_given
+from megatron.core.tensor_parallel.activation_recompute import CheckpointWithoutOutput
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
@@ -88,6 +90,8 @@ class MLASelfAttention(Attention):
         inverse, self.rotary_factor, scale = _rotary_settings(config)
         self.inverse_frequencies = inverse  # not a buffer: half precision must not round it
         self.softmax_scale = self.q_head_dim**-0.5 * scale
+        self.recomputes_up_projection = config.recomputes("mla_up_proj")
+        self._dropped: CheckpointWithoutOutput | None = None
 
     def get_query_key_value_tensors(
         self,
@@ -106,15 +110,39 @@ class MLASelfAttention(Attention):
         rule = "keys and values of self-attention come from the queries' own sequence"
         given = {"key_value_states": key_value_states}
         refuse_given("MLASelfAttention", given, rule=rule, fix="leave it out")
-        config, heads = self.config, self.num_attention_heads_per_partition
-        d, p, e = config.qk_head_dim, config.qk_pos_emb_head_dim, config.v_head_dim
+        config, p = self.config, self.config.qk_pos_emb_head_dim
         if config.q_lora_rank is None:
-            query, _ = self.linear_q_proj(hidden_states)
+            of_query, _ = self.linear_q_proj(hidden_states)
         else:
-            latent, _ = self.linear_q_down_proj(hidden_states)
-            query, _ = self.linear_q_up_proj(self.q_layernorm(latent))
+            of_query, _ = self.linear_q_down_proj(hidden_states)
         joined, _ = self.linear_kv_down_proj(hidden_states)
         latent, shared_key = joined.split([config.kv_lora_rank, p], -1)
+        up = partial(self._project_up, positions)
+        if not (self.recomputes_up_projection and self.training):
+            return up(of_query, latent, shared_key)
+        self._dropped = CheckpointWithoutOutput()
+        query, key, value = self._dropped.checkpoint(up, of_query, latent, shared_key)
+        return query, key, value
+
+    def drop_query_key_value(self, attended: Tensor) -> None:
+        """Free what was projected up from the latents, if it is recomputed in backward."""
+        if self._dropped is not None:
+            self._dropped.discard_output_and_register_recompute(attended)
+            self._dropped = None
+
+    def _project_up(
+        self, positions: Tensor | None, of_query: Tensor, latent: Tensor, shared_key: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return query, key and value from the latents [s, b, c] and the shared key [s, b, p].
+
+        Args:
+            of_query: its latent, or without one the query itself before rotation.
+        """
+        config, heads = self.config, self.num_attention_heads_per_partition
+        d, p, e = config.qk_head_dim, config.qk_pos_emb_head_dim, config.v_head_dim
+        query = of_query
+        if config.q_lora_rank is not None:
+            query, _ = self.linear_q_up_proj(self.q_layernorm(of_query))
         keys_and_values, _ = self.linear_kv_up_proj(self.kv_layernorm(latent))
         shared_key = self._for_all_heads(shared_key)
 
@@ -131,7 +159,8 @@ class MLASelfAttention(Attention):
         shared_key = rotate(shared_key.unsqueeze(2), cos, sin, interleaved)
         query = torch.cat((query[..., :d], rotated), -1)
         key = torch.cat((key, shared_key.expand(s, b, heads, p)), -1)
-        return query, key, value
+        # A piece of a larger tensor could not be freed by itself.
+        return query, key, value.contiguous() if self.recomputes_up_projection else value
 
     def _for_all_heads(self, shared_key: Tensor) -> Tensor:
         """Give every rank the shared rotary key of all rows; its gradient is summed over heads."""

@@ -64,7 +64,11 @@ class TransformerConfig(
             *self.check_latent_attention(),
             *self.check_prediction(),
             *self._check_combinations(),
-            *self.check_recompute(self.sequence_parallel),
+            *self.check_recompute(
+                self.sequence_parallel,
+                self.multi_latent_attention,
+                self.moe_shared_expert_overlap,
+            ),
             *self.check_experts(
                 self.num_layers,
                 self.expert_model_parallel_size,

@@ -143,16 +143,11 @@ class TransformerLayer(GraphableMegatronModule):
             self.mlp.set_layer_number(self.layer_number)
         self.mlp_bda = build_module(submodules.mlp_bda)
 
-        selected = (
-            set(config.recompute_modules or [])
-            if config.recompute_granularity == "selective"
-            else set()
-        )
         # Expert layers recompute by themselves, as --moe-layer-recompute says.
-        self.recomputes_mlp = "mlp" in selected and not has_experts
+        self.recomputes_mlp = config.recomputes("mlp") and not has_experts
         # A norm's output that continues as the residual stream is read after its branch: it stays.
         recomputes_norms = (
-            "layernorm" in selected and not config.apply_residual_connection_post_layernorm
+            config.recomputes("layernorm") and not config.apply_residual_connection_post_layernorm
         )
         self.recomputes_input_norm = recomputes_norms and not isinstance(
             self.input_layernorm, IdentityOp

@@ -153,7 +153,8 @@ EXECUTION = (
     Option("recompute-num-layers", {1: 2, 2: 1},
            lambda s: s.get("recompute-granularity") == "full"),
     Option("recompute-modules",
-           {None: 1, ("mlp",): 1, ("layernorm",): 1, ("core_attn", "mlp", "layernorm"): 1},
+           {None: 1, ("mlp",): 1, ("layernorm", "moe_act"): 1,
+            ("core_attn", "mlp", "layernorm"): 1},
            lambda s: s.get("recompute-granularity") == "selective"),
     switch("distribute-saved-activations", 0.3,
            lambda s: s.get("recompute-granularity") == "full" and size(s, TP) > 1

@@ -7,9 +7,10 @@ import math
 import pytest
 import torch
 
+from megatron.core.foundation.errors import ConfigError
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.spec_utils import build_module
-from megatron.core.transformer.transformer_config import MLATransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.yarn import yarn_attention_factor, yarn_inverse_frequencies
 from tests.harness.tolerances import FP32_REORDERED_SUM, FP32_ROUNDED_ONCE, assert_close
 
@@ -113,3 +114,28 @@ def test_yarn_equals_another_implementation():
     )
     assert_close(found, inverse, FP32_ROUNDED_ONCE, "inverse frequencies")
     assert yarn_attention_factor(4.0) == pytest.approx(factor)
+
+
+@pytest.mark.parametrize("q_lora_rank", [None, 14])
+def test_what_is_projected_up_can_be_dropped_until_backward(q_lora_rank):
+    chosen = {"recompute_granularity": "selective", "recompute_modules": ["mla_up_proj"]}
+    plain, again = make_attention(q_lora_rank), make_attention(q_lora_rank, **chosen)
+    again.load_state_dict(plain.state_dict())
+    kept, x = [], torch.randn(7, 2, 24)
+    hook = again.core_attention.register_forward_hook(
+        lambda module, inputs, output: kept.extend(inputs[:3])
+    )
+    outputs = [module(x.requires_grad_(), None)[0] for module in (plain, again)]
+    assert [part.untyped_storage().nbytes() for part in kept] == [0, 0, 0]
+    hook.remove()
+    for output in outputs:
+        output.square().sum().backward()
+    assert torch.equal(*outputs)
+    for (name, a), b in zip(plain.named_parameters(), again.parameters(), strict=True):
+        assert_close(b.grad, a.grad, FP32_REORDERED_SUM, name)
+
+
+def test_only_latents_are_projected_up():
+    chosen = {"recompute_granularity": "selective", "recompute_modules": ["mla_up_proj"]}
+    with pytest.raises(ConfigError, match="only multi-latent attention projects up from latents"):
+        TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=2, **chosen)

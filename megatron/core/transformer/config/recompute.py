@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from megatron.core.foundation.errors import ConfigError, MegatronError
 from megatron.core.settings.flags import flag
 
-RECOMPUTE_MODULES = ("core_attn", "mlp", "layernorm", "moe")
+RECOMPUTE_MODULES = (
+    "core_attn", "mla_up_proj", "mlp", "layernorm", "moe", "moe_act", "shared_experts",
+)  # fmt: skip
 """Parts of a layer that selective recomputation can drop and recompute."""
 
 
@@ -22,8 +24,10 @@ class RecomputeConfig:
     recompute_num_layers: int | None = None
     """Layers of a group, or recomputed layers of a chunk."""
     recompute_modules: list[str] | None = flag(None, nargs="+")
-    """Selective: any of core_attn, mlp, moe, layernorm. Default core_attn. Norms whose output is
-    the residual stream (--apply-residual-connection-post-layernorm) keep it."""
+    """Selective: any of core_attn, mla_up_proj (queries, keys and values of latents), mlp, moe,
+    moe_act (what an expert's second layer multiplies), shared_experts, layernorm. Default
+    core_attn. Norms whose output is the residual stream
+    (--apply-residual-connection-post-layernorm) keep it."""
     distribute_saved_activations: bool = False
     """Shard the saved layer inputs over the tensor-parallel ranks."""
     mlp_chunks_for_training: int = 1
@@ -36,7 +40,14 @@ class RecomputeConfig:
         if self.recompute_granularity == "selective" and self.recompute_modules is None:
             self.recompute_modules = ["core_attn"]
 
-    def check_recompute(self, sequence_parallel: bool) -> list[MegatronError]:
+    def recomputes(self, module: str) -> bool:
+        """Return whether selective recomputation has this part of a layer."""
+        modules = self.recompute_modules or []
+        return self.recompute_granularity == "selective" and module in modules
+
+    def check_recompute(
+        self, sequence_parallel: bool, has_latents: bool, overlaps_shared_expert: bool
+    ) -> list[MegatronError]:
         """Return the problems of the recompute settings."""
         problems: list[MegatronError] = []
         granularity, method = self.recompute_granularity, self.recompute_method
@@ -87,6 +98,24 @@ class RecomputeConfig:
                     rule=f"selective recomputation knows {', '.join(RECOMPUTE_MODULES)}",
                     flags=["--recompute-modules"],
                     fix="use --recompute-modules core_attn",
+                )
+            )
+        if self.recomputes("mla_up_proj") and not has_latents:
+            problems.append(
+                ConfigError(
+                    "recompute_modules names mla_up_proj.",
+                    rule="only multi-latent attention projects up from latents",
+                    flags=["--recompute-modules", "--multi-latent-attention"],
+                    fix="drop mla_up_proj",
+                )
+            )
+        if self.recomputes("shared_experts") and overlaps_shared_expert:
+            problems.append(
+                ConfigError(
+                    "recompute_modules names shared_experts beside moe_shared_expert_overlap.",
+                    rule="parts of an overlapped shared expert run at other times",
+                    flags=["--recompute-modules", "--moe-shared-expert-overlap"],
+                    fix="drop one of the two",
                 )
             )
         if self.distribute_saved_activations and sequence_parallel:

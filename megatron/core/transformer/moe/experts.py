@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from megatron.core.dist_checkpointing.mapping import RankOffset, ShardedStateDict
 from megatron.core.process_groups_config import ProcessGroupCollection, resolve_groups
+from megatron.core.tensor_parallel.activation_recompute import CheckpointWithoutOutput
 from megatron.core.transformer.mlp import MLP, MLPSubmodules, gated
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.grouped_linear import GroupedLinear, rows_with_bias
@@ -191,11 +192,20 @@ class GroupedMLP(_Experts):
         x = self.linear_fc1(permuted_local_hidden_states, counts)
         if self.linear_fc1.uses_bias:
             x = rows_with_bias(x, counts, self.linear_fc1.biases())
-        x = gated(x, self.config.activation_func, self.config)
-        # A row counts by its weight. The narrow side is here, and the output needs not be kept.
-        x = (x * probs[:, None]).to(x.dtype)
+        dropped = CheckpointWithoutOutput()
+        if self.config.recomputes("moe_act") and self.training:
+            x = dropped.checkpoint(self._activate, x, probs)
+        else:
+            x = self._activate(x, probs)
         x = self.linear_fc2(x, counts)
+        dropped.discard_output_and_register_recompute(x)
         if self.linear_fc2.uses_bias:
             share = probs if self.adds_bias else probs * 0
             x = rows_with_bias(x, counts, self.linear_fc2.biases(), share)
         return x, None
+
+    def _activate(self, x: Tensor, probs: Tensor) -> Tensor:
+        """Return what the second layer multiplies: rows [n, f], each counting by its weight [n]."""
+        # The narrow side is here, and the output of the second layer needs not be kept.
+        x = gated(x, self.config.activation_func, self.config)
+        return (x * probs[:, None]).to(x.dtype)

@@ -126,9 +126,19 @@ class MoELayer(MegatronModule):
             assert shared_overlap.output is not None
             return output + shared_overlap.output
         if self.shared_experts is not None:
-            shared, _ = self.shared_experts(hidden_states)
-            output = output + shared
+            output = output + self._shared_output(hidden_states)
         return output
+
+    def _shared_output(self, hidden_states: Tensor) -> Tensor:
+        def compute(x: Tensor) -> Tensor:
+            assert self.shared_experts is not None
+            output: Tensor = self.shared_experts(x)[0]
+            return output
+
+        if self.config.recomputes("shared_experts") and self.training:
+            recomputed: Tensor = checkpoint(compute, False, hidden_states)
+            return recomputed
+        return compute(hidden_states)
 
     def _route_and_compute(
         self,

@@ -136,13 +136,22 @@ def test_the_bias_stays_fp32_in_a_half_precision_model():
 RECOMPUTES = [
     {"moe_layer_recompute": True},
     {"recompute_granularity": "selective", "recompute_modules": ["moe"]},
+    *(
+        {
+            "recompute_granularity": "selective",
+            "recompute_modules": ["moe_act", "shared_experts"],
+            "moe_grouped_gemm": is_grouped,
+        }
+        for is_grouped in (False, True)
+    ),
 ]
 
 
 @pytest.mark.parametrize("options", RECOMPUTES)
 def test_recomputation_counts_each_visit_once_and_changes_no_gradient(options):
-    plain, again = layer(moe_aux_loss_coeff=0.1), layer(moe_aux_loss_coeff=0.1, **options)
-    assert again.config.moe_layer_recompute
+    fields = {"moe_aux_loss_coeff": 0.1, "moe_shared_expert_intermediate_size": 8}
+    fields["moe_grouped_gemm"] = options.get("moe_grouped_gemm", False)
+    plain, again = layer(**fields), layer(**fields | options)
     for moe in (plain, again):
         moe(tokens())[0].square().sum().backward()
         finish_router_step([moe], ProcessGroupCollection.single())
