@@ -28,7 +28,7 @@ from megatron.planner.tracing.ledger import Kind, Peak, StorageLedger
 from megatron.training import global_vars
 from megatron.training.config.resolved import ResolvedRun
 from megatron.training.metrics.model_size import ModelSize
-from megatron.training.run.context import MicrobatchPlanner, StepPlan, TrainingContext
+from megatron.training.run.context import StepPlan, TrainingContext
 from megatron.training.run.step import forward_backward
 from megatron.training.setup.callbacks import install_callbacks
 from megatron.training.setup.distributed import create_groups, seed_everything
@@ -180,8 +180,8 @@ class RankUnderTest:
         self._ledger.reclassify_all(Kind.TEMPORARY, Kind.OPTIMIZER)
         scheduler = build_scheduler(run, optimizer)
         timers = global_vars.get_timers()
-        self.context = TrainingContext(
-            run=run,
+        self.context = TrainingContext.of(
+            run,
             groups=groups,
             model=model,
             config=install_callbacks(run, model, optimizer, groups, timers),
@@ -189,9 +189,7 @@ class RankUnderTest:
             scheduler=scheduler,
             forward_step=script.forward_step,
             forward_backward=get_forward_backward_func(),
-            microbatches=MicrobatchPlanner(run.schedule.micro_batch_size),
             timers=timers,
-            size=ModelSize.from_settings(run),
         )
         self.context.data.train = self._data(run, groups.pp.rank(), len(model))
         if ledger is not None:

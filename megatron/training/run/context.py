@@ -108,3 +108,13 @@ class TrainingContext:
     non_loss_data: Callable[..., Any] | None = None
     iterations_to_skip: frozenset[int] = frozenset()
     """Iterations (1-based) whose samples are passed over."""
+
+    @classmethod
+    def of(cls, run: ResolvedRun, **parts: Any) -> TrainingContext:
+        """Return the context of `run`; `parts` are the fields that do not follow from it."""
+        return cls(
+            run=run,
+            microbatches=MicrobatchPlanner(run.schedule.micro_batch_size),
+            size=ModelSize.from_settings(run),
+            **parts,
+        )

@@ -14,9 +14,8 @@ from megatron.training.config.optimizer import OptimizerSettings
 from megatron.training.config.resolved import ResolvedRun
 from megatron.training.config.run import all_flags
 from megatron.training.launch.printing import print_rank_0
-from megatron.training.metrics.model_size import ModelSize
 from megatron.training.resilience.status import RunStatus
-from megatron.training.run.context import MicrobatchPlanner, TrainingContext
+from megatron.training.run.context import TrainingContext
 from megatron.training.run.state import TrainState
 from megatron.training.setup.callbacks import install_callbacks
 from megatron.training.setup.initialize import Session
@@ -35,8 +34,8 @@ def assemble(
         optimizer = build_optimizer(run, model, groups)
         scheduler = build_scheduler(run, optimizer)
     config = install_callbacks(run, model, optimizer, groups, session.timers)
-    context = TrainingContext(
-        run=run,
+    context = TrainingContext.of(
+        run,
         groups=groups,
         model=model,
         config=config,
@@ -44,9 +43,7 @@ def assemble(
         scheduler=scheduler,
         forward_step=forward_step,
         forward_backward=get_forward_backward_func(),
-        microbatches=MicrobatchPlanner(run.schedule.micro_batch_size),
         timers=session.timers,
-        size=ModelSize.from_settings(run),
         iterations_to_skip=frozenset(run.schedule.iterations_to_skip),
     )
     saved = CheckpointContext(

@@ -19,8 +19,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training import global_vars
 from megatron.training.arguments import run_as_in
 from megatron.training.checkpointing import load_checkpoint
-from megatron.training.metrics.model_size import ModelSize
-from megatron.training.run.context import MicrobatchPlanner, StepPlan, TrainingContext
+from megatron.training.run.context import StepPlan, TrainingContext
 from megatron.training.run.state import TrainState
 from megatron.training.run.step import train_step as step
 from megatron.training.setup.callbacks import install_callbacks
@@ -69,8 +68,8 @@ def train_step(
     """
     args = global_vars.get_args()
     run = run_as_in(args)
-    context = TrainingContext(
-        run=run,
+    context = TrainingContext.of(
+        run,
         groups=ProcessGroupCollection.current(),
         model=model,
         config=config,
@@ -78,9 +77,7 @@ def train_step(
         scheduler=opt_param_scheduler,
         forward_step=forward_step_func,
         forward_backward=forward_backward_func,
-        microbatches=MicrobatchPlanner(run.schedule.micro_batch_size),
         timers=global_vars.get_timers(),
-        size=ModelSize.from_settings(run),
     )
     context.data.train = data_iterator
     state = TrainState(

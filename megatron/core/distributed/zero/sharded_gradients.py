@@ -32,11 +32,14 @@ class ShardedGradients:
         """Buckets that are being filled."""
         self.filled: list[set[int]] = [set() for _ in flat.buckets]
         """Parameters that each of them has."""
+        self.arrived: set[int] = set()
+        """Parameters that this backward pass is done with."""
         lengths = [end - begin for begin, end in flat.plan.buckets]
         self.pool = BucketPool(lengths, dtype, flat.device, max_in_flight + 1)
 
     def begin_step(self) -> None:
         """Forget all gradients; no memory is written."""
+        self.arrived.clear()
         for full in self.full.values():
             self.pool.free(full)
         self.full.clear()
@@ -78,6 +81,21 @@ class ShardedGradients:
         full[end:].zero_()
         reducer.note_nonfinite(bucket, full)
         return Work(self._reduce_and_add(bucket, full, reducer))
+
+    def end_backward(self, reducer: GradReducer) -> None:
+        """Reduce what the backward pass has left; the next gradients belong to another one."""
+        reducer.launch_remaining()
+        reducer.begin_backward()
+        self.arrived.clear()
+
+    def finish_reductions(self, reducer: GradReducer) -> None:
+        """Reduce what is left, and wait.
+
+        A rank without any gradient takes part as well: its replicas may have some.
+        """
+        if self.arrived or not all(self.has_sum):
+            self.end_backward(reducer)
+        reducer.wait()
 
     def _reduce_and_add(self, bucket: Bucket, full: Tensor, reducer: GradReducer) -> Steps[None]:
         is_first = not self.has_sum[bucket.number]

@@ -48,21 +48,18 @@ class Zero2Buffer:
         self._values = GatheredParams(self.flat)
         self.grads = ShardedGradients(self.flat, grad_dtype, MAX_IN_FLIGHT)
         self.reducer = GradReducer(self.flat, policy, self._reduce)
-        self._arrived: set[int] = set()
-        """Parameters that this backward pass is done with."""
 
     def begin_step(self) -> None:
         """See `ZeroStage`."""
         self.reducer.begin_step()
-        self._arrived.clear()
         self.grads.begin_step()
 
     def register_grad_ready(self, index: int, is_final: bool) -> None:
         """Move `.grad` into the buckets that the parameter is in, and reduce full ones."""
-        if index in self._arrived:
+        if index in self.grads.arrived:
             # Another backward pass has begun without an end of the last one being seen.
             self.end_backward()
-        self._arrived.add(index)
+        self.grads.arrived.add(index)
         # A large parameter never needs the memory of all its buckets at a time.
         for bucket in self.flat.buckets_of[index]:
             self.grads.take(index, bucket)
@@ -73,17 +70,12 @@ class Zero2Buffer:
         """Nothing: parameters stay when a gradient is computed later."""
 
     def end_backward(self) -> None:
-        """Reduce what the backward pass has left; the next gradients belong to another one."""
-        self.reducer.launch_remaining()
-        self.reducer.begin_backward()
-        self._arrived.clear()
+        """See `ZeroStage`."""
+        self.grads.end_backward(self.reducer)
 
     def finish_reductions(self) -> None:
         """See `ZeroStage`."""
-        # A rank without any gradient takes part as well: its replicas may have some.
-        if self._arrived or not all(self.grads.has_sum):
-            self.end_backward()
-        self.reducer.wait()
+        self.grads.finish_reductions(self.reducer)
         self.wait_for_readers()
 
     def _reduce(self, bucket: Bucket) -> Work[None]:

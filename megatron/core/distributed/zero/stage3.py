@@ -64,8 +64,6 @@ class Zero3Buffer:
             self.flat, policy, self._reduce, max_in_flight=lambda: _MAX_IN_FLIGHT
         )
         self.params = ShardedParams(self.flat, model, offload_path)
-        self._arrived: set[int] = set()
-        """Parameters that this backward pass is done with."""
         self._deferred: set[int] = set()
         """Parameters that a backward pass is done with, but for deferred gradients."""
         self._no_gradient: list[Tensor | None] = [
@@ -118,7 +116,6 @@ class Zero3Buffer:
     def begin_step(self) -> None:
         """See `ZeroStage`."""
         self.reducer.begin_step()
-        self._arrived.clear()
         self.grads.begin_step()
         self._hide_gradients()
         self.params.release_all()
@@ -152,10 +149,10 @@ class Zero3Buffer:
 
     def register_grad_ready(self, index: int, is_final: bool) -> None:
         """Reduce a unit when its last gradient has arrived, and free its parameters."""
-        if index in self._arrived:
+        if index in self.grads.arrived:
             # Another backward pass has begun without an end of the last one being seen.
             self.end_backward()
-        self._arrived.add(index)
+        self.grads.arrived.add(index)
         number, buckets = self.unit_of(index), self.flat.buckets_of[index]
         parameter, unit = self.flat.parameters[index], self.params.units[number]
         for bucket in buckets:
@@ -188,17 +185,12 @@ class Zero3Buffer:
         return self.grads.reduce(bucket, self.reducer)
 
     def end_backward(self) -> None:
-        """Reduce what the backward pass has left; the next gradients belong to another one."""
-        self.reducer.launch_remaining()
-        self.reducer.begin_backward()
-        self._arrived.clear()
+        """See `ZeroStage`."""
+        self.grads.end_backward(self.reducer)
 
     def finish_reductions(self) -> None:
         """Reduce what is left, and wait; no unit stays unsharded, as the update will change it."""
-        # A rank without any gradient takes part as well: its replicas may have some.
-        if self._arrived or not all(self.grads.has_sum):
-            self.end_backward()
-        self.reducer.wait()
+        self.grads.finish_reductions(self.reducer)
         self.wait_for_readers()
         self.params.trim()
         # The next logits need the memory first.
