@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from megatron.core.foundation.device import device_type
 from megatron.core.foundation.errors import refuse_given
 from megatron.core.foundation.optional_imports import has, require
+from megatron.core.fusions.fused_softmax import causal_mask
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.parameters.initialization import initialization_is_deferred
 from megatron.core.parameters.param_meta import ParamMeta, set_param_meta
@@ -291,6 +292,7 @@ class TEDotProductAttention(_DotProductAttention):  # type: ignore[misc,valid-ty
             **context,
         )
         self._cp_group = context.get("cp_group")
+        self._attn_mask_type, self._window = attn_mask_type, config.window_of(layer_number)
 
     def forward(
         self,
@@ -302,14 +304,24 @@ class TEDotProductAttention(_DotProductAttention):  # type: ignore[misc,valid-ty
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
-        """Attend: [s, b, n/tp, d] -> [s, b, n/tp * d]; documents become a mask [b, 1, s, s]."""
+        """Attend: [s, b, n/tp, d] -> [s, b, n/tp * d]; documents become a mask [b, 1, s, s].
+
+        A mask hides keys besides those that the type and the window hide.
+        """
         options: dict[str, Any] = {}
         if packed_seq_params is not None:
             _refuse("TEDotProductAttention over packed sequences", {"cp_group": self._cp_group})
             s, b = query.shape[:2]
             attention_mask = packed_seq_params.resolve(b, s, query.device).attention_mask
         if attention_mask is not None:
-            options = {"attention_mask": attention_mask, "attn_mask_type": "arbitrary"}
+            kind = attn_mask_type or self._attn_mask_type
+            options = {
+                "attention_mask": whole_mask(
+                    attention_mask, kind, self._window, query.shape[0], key.shape[0]
+                ),
+                "attn_mask_type": "arbitrary",
+                "window_size": (-1, -1),
+            }
         elif attn_mask_type is not None:
             options = {"attn_mask_type": attn_mask_type.name}
         if attention_bias is not None:
@@ -318,6 +330,30 @@ class TEDotProductAttention(_DotProductAttention):  # type: ignore[misc,valid-ty
                 "core_attention_bias": attention_bias,
             }
         return super().forward(query, key, value, **options)
+
+
+def whole_mask(
+    mask: Tensor,
+    kind: AttnMaskType,
+    window: tuple[int, int] | None,
+    num_queries: int,
+    num_keys: int,
+) -> Tensor:
+    """Return the mask with what type and window hide, for a kernel that reads the mask alone.
+
+    Args:
+        mask: bool, broadcastable to [b, 1, q, k], True where a key is hidden.
+    """
+    if "causal" in kind.name:
+        return mask | causal_mask(num_queries, num_keys, window, mask.device)
+    if window is None:
+        return mask
+    left, right = window
+    distance = torch.arange(num_keys, device=mask.device) - torch.arange(
+        num_keys - num_queries, num_keys, device=mask.device
+    ).unsqueeze(1)
+    outside = (distance < -left) & (left >= 0) | (distance > right) & (right >= 0)
+    return mask | outside
 
 
 def _context_parallel_options(groups: ProcessGroupCollection, kind: str | None) -> dict[str, Any]:

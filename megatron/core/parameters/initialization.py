@@ -273,7 +273,7 @@ class DeferredWeights:
             with seeded_generators(
                 plain[0].device, derive_seed(self._seed, "reset", canonical_owner)
             ):
-                reset()
+                _reset_in_place(owner, reset)
         for name, parameter in own:
             meta = get_param_meta(parameter)
             if meta.init_method is None:
@@ -288,6 +288,17 @@ class DeferredWeights:
                 axis_rank=self._axis_rank.get(axis, 0),
                 axis_size=self._axis_size.get(axis, 1),
             )
+
+
+def _reset_in_place(owner: nn.Module, reset: Callable[[], None]) -> None:
+    """Call `reset`, and keep the parameters with their metadata where it made new ones."""
+    before = dict(owner.named_parameters(recurse=False))
+    reset()
+    for name, parameter in before.items():
+        made = getattr(owner, name)
+        if made is not parameter:
+            parameter.data = made.data
+            setattr(owner, name, parameter)
 
 
 def allocate(parameters: Iterable[nn.Parameter]) -> None:
