@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from megatron.core.foundation.device import device_type
 from megatron.core.foundation.errors import refuse_given
-from megatron.core.foundation.optional_imports import has, require
+from megatron.core.foundation.optional_imports import require, why_missing
 from megatron.core.fusions.fused_softmax import causal_mask
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.parameters.initialization import initialization_is_deferred
@@ -33,8 +33,8 @@ from megatron.core.topology.group import Group
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-HAVE_TE = has("transformer_engine")
-"""Whether the library is installed. Without it every class below refuses to be built."""
+HAVE_TE = why_missing("transformer_engine.pytorch") is None
+"""Whether the library can be used. Without it every class below refuses to be built."""
 
 _PURPOSE = "--transformer-impl transformer_engine"
 
@@ -43,7 +43,7 @@ class _Absent(nn.Module):
     """Stands for a class of the library where it is not installed."""
 
     def __init__(self, *_: object, **__: object) -> None:
-        require("transformer_engine", purpose=_PURPOSE)
+        require("transformer_engine.pytorch", purpose=_PURPOSE)
 
 
 if HAVE_TE:
@@ -374,7 +374,7 @@ class TransformerEngineBackend:
     name = "transformer_engine"
 
     def __init__(self) -> None:
-        require("transformer_engine", purpose=_PURPOSE)
+        require("transformer_engine.pytorch", purpose=_PURPOSE)
 
     def column_linear(self) -> Any:
         """Return the column-parallel linear layer."""

@@ -81,7 +81,7 @@ def require(name: str, *, purpose: str) -> ModuleType:
         name: import name, for example "torch.utils.tensorboard" or "sentencepiece".
         purpose: what needs it, shown to the user: a flag, a tool or a tokenizer type.
     Raises:
-        MissingExtraError: it is not installed; the fix names the command.
+        MissingExtraError: it is not installed, or not for this machine; the fix names the command.
     """
     try:
         return importlib.import_module(name)
@@ -99,4 +99,11 @@ def require(name: str, *, purpose: str) -> ModuleType:
             fix = f"pip install {missing}"
         raise MissingExtraError(
             f"{purpose} needs the Python library '{missing}', which is not installed.", fix=fix
+        ) from error
+    except (RuntimeError, OSError) as error:
+        top = name.split(".")[0]
+        raise MissingExtraError(
+            f"{purpose} needs the Python library '{top}', which is installed and cannot be loaded:"
+            f" {error}",
+            fix=f"install {BUILT_FROM_SOURCE.get(top, top)} for this machine",
         ) from error

@@ -7,6 +7,8 @@ import torch
 from torch import nn
 
 from megatron.core.extensions.transformer_engine import TEDotProductAttention
+from megatron.core.foundation.errors import MissingExtraError
+from megatron.core.foundation.optional_imports import require
 from megatron.core.parameters.initialization import initialize_parameters
 from megatron.core.parameters.param_meta import ParamMeta, get_param_meta, set_param_meta
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -65,3 +67,12 @@ def test_parameters_that_a_reset_makes_anew_keep_their_metadata():
     assert dict(layer.named_parameters()) == parameters
     assert get_param_meta(layer.weight) == drawn
     assert layer.weight.eq(1.0).all() and layer.bias.eq(3.0).all()
+
+
+def test_a_library_that_cannot_be_loaded_is_named(tmp_path, monkeypatch):
+    (tmp_path / "flash_attn.py").write_text("raise RuntimeError('no compiled part')")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(MissingExtraError) as caught:
+        require("flash_attn", purpose="--attention-backend flash")
+    assert "'flash_attn', which is installed and cannot be loaded: no compiled" in str(caught.value)
+    assert "install flash-attention" in str(caught.value)
