@@ -126,7 +126,7 @@ def layout_search(words: Sequence[str], gpu: str, num_gpus: int) -> str:
     """Return the report of `--auto-parallel`."""
     from megatron.planner.search_command import Cluster, search_command
 
-    return search_command(words, Cluster(gpu, num_gpus), script="pretrain_gpt.py")
+    return search_command(words, Cluster(gpu, num_gpus), script="pretrain_gpt.py").text
 
 
 if __name__ == "__main__":

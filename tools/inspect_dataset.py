@@ -29,11 +29,12 @@ from megatron.core.datasets.blended_megatron_dataset_config import SAMPLE_ORDERS
 from megatron.core.datasets.corpus import inspection
 from megatron.core.datasets.corpus.paths import MASK_SUFFIX
 from megatron.core.datasets.indexed_dataset import IndexedDataset
-from megatron.core.datasets.preprocessing.length_report import check_report_name, write_report
+from megatron.core.datasets.preprocessing.length_report import write_report
 from megatron.core.datasets.preprocessing.stats import CorpusStats, CorpusTally, percentiles_of
 from megatron.core.datasets.utils import get_blend_from_list
 from megatron.core.foundation.errors import DataError
 from megatron.core.foundation.exit_status import tool
+from megatron.core.foundation.pictures import check_picture_name
 from megatron.core.settings.command_line import Subcommand, run_subcommand
 from megatron.core.settings.flags import flag, positional
 from megatron.core.tokenizers.megatron_tokenizer import TOKENIZER_TYPES, make_tokenizer
@@ -174,7 +175,7 @@ def _problems_of(corpus: IndexedDataset, flags: VerifyFlags) -> list[str]:
 def stats(flags: StatsFlags) -> int:
     """Print lengths and sizes, and draw the lengths if asked to."""
     if flags.report is not None:
-        check_report_name(flags.report)
+        check_picture_name(flags.report, flag="--report")
     prefixes, told = corpora_of(flags.corpora), []
     for prefix in prefixes:
         found = inspection.statistics(IndexedDataset(prefix))

@@ -6,6 +6,7 @@
     python tools/plan.py search --gpu H100 --num-gpus 64 --preset llama3-8b --bf16 \\
         --seq-length 8192 --global-batch-size 256          # the fastest layout, and its flags
     python tools/plan.py memory --num-gpus 64 FLAGS        # each stage, traced from the program
+    python tools/plan.py scaling --gpu H100 --output CURVES.csv   # from 8 to 16,384 GPUs
 
 A row says model, batch, GPU and layout; docs/planner.md lists the columns. Empty MBS, VPP and
 recompute are filled with the fastest choice that fits. `score` reads no time, rate or memory.
@@ -26,7 +27,9 @@ from megatron.core.settings.command_line import Subcommand, run_subcommand
 from megatron.core.settings.flags import flag, positional, unknown_words
 from megatron.planner.figures import TITLES, figures
 from megatron.planner.hardware import load_hardware, save_constants
+from megatron.planner.pictures.write import prepare_pictures
 from megatron.planner.predictor import fit_predictor, load_predictor
+from megatron.planner.scaling import ScalingFlags
 from megatron.planner.score import score_rows, write_scores
 from megatron.planner.validation import (
     cross_validated,
@@ -72,6 +75,8 @@ class SearchFlags:
     """GPUs that NVLink joins."""
     nic_gbytes_per_s: float | None = None
     """Of one GPU, each way."""
+    pictures: Path | None = flag(None, metavar="DIR")
+    """Write search.png, step.png, roofline.png, and search.html that opens offline."""
     flags_of_training: tuple[str, ...] = unknown_words()
 
 
@@ -80,6 +85,8 @@ class MemoryFlags:
     """Trace the memory of each pipeline stage for the flags of pretrain_gpt.py that follow."""
 
     num_gpus: int
+    pictures: Path | None = flag(None, metavar="DIR")
+    """Write memory.png, and memory.html that opens offline."""
     flags_of_training: tuple[str, ...] = unknown_words()
 
 
@@ -138,8 +145,14 @@ def search(flags: SearchFlags) -> int:
     """Print the fastest layouts, and the command line of the first."""
     from megatron.planner.search_command import Cluster, search_command
 
+    prepare_pictures(flags.pictures)
     cluster = Cluster(flags.gpu, flags.num_gpus, flags.nvlink_domain, flags.nic_gbytes_per_s)
-    print(search_command(flags.flags_of_training, cluster, script="pretrain_gpt.py"))
+    searched = search_command(flags.flags_of_training, cluster, script="pretrain_gpt.py")
+    print(searched.text)
+    if flags.pictures is not None:
+        from megatron.planner.pictures.commands import draw_search
+
+        draw_search(searched, flags.pictures)
     return ExitStatus.DONE
 
 
@@ -150,9 +163,38 @@ def memory(flags: MemoryFlags) -> int:
     from megatron.planner.stage_memory import memory_of_stages, memory_table
     from megatron.planner.tracing.rank_step import ModelScript
 
+    prepare_pictures(flags.pictures)
     run = run_of_words(flags.flags_of_training, flags.num_gpus)
     script = ModelScript(pretrain_gpt.model_provider, pretrain_gpt.forward_step)
-    print(memory_table(memory_of_stages(run, script)))
+    stages = memory_of_stages(run, script)
+    table = memory_table(stages)
+    print(table)
+    if flags.pictures is not None:
+        from megatron.planner.pictures.commands import draw_memory
+
+        draw_memory(stages, flags.pictures, table)
+    return ExitStatus.DONE
+
+
+def scaling(flags: ScalingFlags) -> int:
+    """Print strong and weak scaling, and what a training costs."""
+    from megatron.planner.scaling_command import (
+        scaling_curves,
+        scaling_rows,
+        scaling_text,
+        write_rows,
+    )
+
+    prepare_pictures(flags.pictures)
+    curves = scaling_curves(flags)
+    text = scaling_text(curves, flags)
+    print(text)
+    if flags.output is not None:
+        write_rows(scaling_rows(curves), flags.output)
+    if flags.pictures is not None:
+        from megatron.planner.pictures.commands import draw_scaling
+
+        draw_scaling(curves, flags.pictures, text)
     return ExitStatus.DONE
 
 
@@ -162,6 +204,7 @@ COMMANDS: Mapping[str, Subcommand[Any]] = {
     "calibrate": Subcommand(CalibrateFlags, calibrate),
     "search": Subcommand(SearchFlags, search),
     "memory": Subcommand(MemoryFlags, memory),
+    "scaling": Subcommand(ScalingFlags, scaling),
 }
 
 

@@ -38,13 +38,14 @@ from megatron.core.datasets.preprocessing.inputs import (
     share_of,
 )
 from megatron.core.datasets.preprocessing.job import Job
-from megatron.core.datasets.preprocessing.length_report import check_report_name, write_report
+from megatron.core.datasets.preprocessing.length_report import write_report
 from megatron.core.datasets.preprocessing.sentence_splitting import SentenceSplitter
 from megatron.core.datasets.preprocessing.shards import rank_and_world, shard_name, shards_of
 from megatron.core.datasets.preprocessing.stats import CorpusStats, percentiles_of, summary
 from megatron.core.datasets.preprocessing.units import read_units
 from megatron.core.datasets.preprocessing.workers import encode_in_order
 from megatron.core.foundation.exit_status import ExitStatus, tool
+from megatron.core.foundation.pictures import check_picture_name
 from megatron.core.settings.command_line import read_command_line
 from megatron.core.settings.flags import flag
 from megatron.core.tokenizers.base import TextTokenizer
@@ -206,7 +207,7 @@ def corpus_prefix(output: str, name: str, level: str, keys: Sequence[str]) -> st
 def preprocess(flags: Flags) -> list[CorpusStats]:
     """Write the corpora of this process's shards and print what was made."""
     if flags.output.report:
-        check_report_name(flags.output.report)
+        check_picture_name(flags.output.report, flag="--report")
     files = expand_inputs(flags.input.input, flags.input.input_format)
     num_shards = flags.shards.num_shards or flags.shards.world_size or 1
     rank, world_size = 0, 1

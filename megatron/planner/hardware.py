@@ -39,6 +39,8 @@ class Gpu:
     """GPUs that NVLink joins in the usual build, and the NIC of one of them, each way."""
     nic_bytes_per_s: float
     num_multiprocessors: float
+    watts: float
+    """Its power limit."""
     power: str = ""
     """Constant that scales the sustained rate of a card with another power limit; or empty."""
 

@@ -11,6 +11,8 @@ from megatron.planner.operators import OperatorCosts
 from megatron.planner.parameters import parameters_of_layer
 from megatron.planner.workload import RECOMPUTE_KINDS, FloatArray, Workloads
 
+Product = tuple[FloatArray, FloatArray, FloatArray]
+
 
 @dataclass(frozen=True, kw_only=True)
 class PassTime:
@@ -37,24 +39,34 @@ def active_scale(loads: Workloads) -> FloatArray:
     return np.where(loads.is_moe & (loads.active_params > 0), np.clip(scale, 0.8, 1.6), 1.0)
 
 
-def layer_time(operators: OperatorCosts, collectives: CollectiveCosts) -> PassTime:
-    """Return the time of one layer, backward with what it computes again."""
-    loads, hardware = operators.workloads, operators.hardware
+def attention_products(loads: Workloads) -> list[Product]:
+    """Return (m, n, k) of the projections before and after attention, on one rank."""
     tokens, hidden, tp = loads.microbatch_tokens, loads.hidden_size, loads.tensor_size
-    scale = active_scale(loads)
-    attention_products = [
+    return [
         (tokens, (loads.query_width + 2 * loads.kv_width) / tp, hidden),
         (tokens, hidden, loads.query_width / tp),
     ]
+
+
+def dense_products(loads: Workloads) -> list[Product]:
+    """Return (m, n, k) of both products of a feed-forward without experts, on one rank."""
+    tokens, hidden, tp = loads.microbatch_tokens, loads.hidden_size, loads.tensor_size
     halves = 1 + loads.gated_linear_unit
-    dense_products = [
+    return [
         (tokens, loads.ffn_hidden_size * halves / tp, hidden),
         (tokens, hidden, loads.ffn_hidden_size / tp),
     ]
-    forward_gemm = sum(operators.linear_forward(*shape) for shape in attention_products)
-    backward_gemm = sum(operators.linear_backward(*shape) for shape in attention_products)
-    dense_forward = sum(operators.linear_forward(*shape) for shape in dense_products)
-    dense_backward = sum(operators.linear_backward(*shape) for shape in dense_products)
+
+
+def layer_time(operators: OperatorCosts, collectives: CollectiveCosts) -> PassTime:
+    """Return the time of one layer, backward with what it computes again."""
+    loads, hardware = operators.workloads, operators.hardware
+    scale = active_scale(loads)
+    of_attention, of_feed_forward = attention_products(loads), dense_products(loads)
+    forward_gemm = sum(operators.linear_forward(*shape) for shape in of_attention)
+    backward_gemm = sum(operators.linear_backward(*shape) for shape in of_attention)
+    dense_forward = sum(operators.linear_forward(*shape) for shape in of_feed_forward)
+    dense_backward = sum(operators.linear_backward(*shape) for shape in of_feed_forward)
     expert_forward, expert_backward = _experts(operators)
     feed_forward = scale * np.where(loads.is_moe, expert_forward, dense_forward)
     forward_gemm = scale * forward_gemm + feed_forward
@@ -109,20 +121,24 @@ def layer_time(operators: OperatorCosts, collectives: CollectiveCosts) -> PassTi
     )
 
 
-def _experts(operators: OperatorCosts) -> tuple[FloatArray, FloatArray]:
-    """Return forward and backward of the routed experts of a rank: one product for each."""
-    loads = operators.workloads
+def expert_products(loads: Workloads) -> list[Product]:
+    """Return (m, n, k) of both products of one routed expert with the tokens that reach it."""
     local = loads.local_experts
     rows = loads.microbatch_tokens * np.maximum(loads.moe_router_topk, 1.0) / local
     split = loads.expert_tensor_size
     # Tokens of a tensor-parallel rank go to whole experts where experts are not split.
     rows = np.maximum(rows * split / loads.tensor_size, 1.0)
     width = np.maximum(loads.moe_ffn_hidden_size, 1.0) / split
-    shapes = [
+    return [
         (rows, width * (1 + loads.gated_linear_unit), loads.hidden_size),
         (rows, loads.hidden_size, width),
     ]
-    slower = local / operators.hardware.constant("grouped_gemm")
+
+
+def _experts(operators: OperatorCosts) -> tuple[FloatArray, FloatArray]:
+    """Return forward and backward of the routed experts of a rank: one product for each."""
+    shapes = expert_products(operators.workloads)
+    slower = operators.workloads.local_experts / operators.hardware.constant("grouped_gemm")
     forward = sum(operators.linear_forward(*shape) for shape in shapes)
     backward = sum(operators.linear_backward(*shape) for shape in shapes)
     return forward * slower, backward * slower

@@ -82,7 +82,20 @@ class Cluster:
         )
 
 
-def search_command(words: Sequence[str], cluster: Cluster, *, script: str) -> str:
+@dataclass(frozen=True)
+class Searched:
+    """A search with its report.
+
+    Attributes:
+        chosen: rows of `found` that are shown, the best first.
+    """
+
+    text: str
+    found: SearchResult
+    chosen: Sequence[int]
+
+
+def search_command(words: Sequence[str], cluster: Cluster, *, script: str) -> Searched:
     """Search and return the report.
 
     Args:
@@ -95,7 +108,7 @@ def search_command(words: Sequence[str], cluster: Cluster, *, script: str) -> st
     command = parse_command_line(list(words), args_defaults=WITHOUT_A_RUN)
     predictor = load_predictor()
     gpu = cluster.build(predictor.hardware)
-    run, model = _model(command, gpu, cluster.world_size)
+    run, model = model_of_command(command, gpu, cluster.world_size)
     choices = choices_of(command.config, command.given)
     found = search_layouts(model, choices, predictor)
     if not len(found.order):
@@ -112,7 +125,7 @@ def search_command(words: Sequence[str], cluster: Cluster, *, script: str) -> st
     missing = [all_flags()[name].flag for name in _without_length(command)]
     if missing:
         text = f"{' and '.join(missing)} were not given: the last line has placeholders\n\n{text}"
-    return text
+    return Searched(text, found, [each.index for each in chosen])
 
 
 def run_of_words(words: Sequence[str], world_size: int) -> ResolvedRun:
@@ -124,8 +137,14 @@ def run_of_words(words: Sequence[str], world_size: int) -> ResolvedRun:
     return _resolved(parse_command_line(list(words), args_defaults=WITHOUT_A_RUN), {}, world_size)
 
 
-def _model(command: ParsedCommand, gpu: Gpu, world_size: int) -> tuple[ResolvedRun, Workloads]:
-    """Resolve the settings for one process, and read model and batch from them."""
+def model_of_command(
+    command: ParsedCommand, gpu: Gpu, world_size: int
+) -> tuple[ResolvedRun, Workloads]:
+    """Resolve the settings for one process, and read model and batch from them.
+
+    Raises:
+        ConfigError: no global batch, or a precision that the planner has no constants for.
+    """
     batch = command.config.schedule.global_batch_size
     if not batch:
         raise ConfigError(

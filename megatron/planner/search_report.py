@@ -14,8 +14,8 @@ from megatron.planner.layout_search import SearchResult, what_would_fit
 from megatron.planner.layout_space import Choices
 from megatron.planner.memory import GIB, predict_memory
 from megatron.planner.predictor import Predictor
-from megatron.planner.step_time import StepTime, predict_step
-from megatron.planner.workload import FloatArray, Workloads
+from megatron.planner.step_time import Parts, predict_step
+from megatron.planner.workload import Workloads
 
 NAMES = {
     "tensor_size": "tensor", "pipeline_size": "pipeline", "context_size": "context",
@@ -34,41 +34,6 @@ class Chosen:
     index: int
     """Row of the search."""
     settings: Mapping[str, Any]
-
-
-@dataclass(frozen=True)
-class Parts:
-    """Seconds of rows by what they are spent on; they add up to the predicted time."""
-
-    columns: Mapping[str, FloatArray]
-
-    @staticmethod
-    def of(step: StepTime, seconds: FloatArray) -> Parts:
-        """Scale the parts of the model to corrected times."""
-        scale = seconds / step.total
-        parts = {
-            "compute": step.stages - step.model_exposed,
-            "exposed tensor, context and expert communication": step.model_exposed,
-            "bubble": step.bubble,
-            "exposed messages between stages": step.pipeline_exposed,
-            "exposed data-parallel communication": step.data_exposed,
-            "optimizer": step.optimizer,
-        }
-        return Parts({name: scale * column for name, column in parts.items()})
-
-    def largest_excess(self, row: int, best: int) -> str:
-        """Return the part in which a row loses most to another."""
-        excess = {name: column[row] - column[best] for name, column in self.columns.items()}
-        name = max(excess, key=lambda each: excess[each])
-        return f"{excess[name]:+.2f} s {name}"
-
-    @property
-    def exposed(self) -> FloatArray:
-        """All communication that nothing hides."""
-        return sum(
-            (column for name, column in self.columns.items() if name.startswith("exposed")),
-            np.zeros(1),
-        )
 
 
 def layout_text(table: Workloads, row: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -33,6 +34,41 @@ class StepTime:
         """Return the seconds of a step."""
         return (
             self.stages + self.bubble + self.pipeline_exposed + self.data_exposed + self.optimizer
+        )
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Seconds of rows by what they are spent on; they add up to the predicted time."""
+
+    columns: Mapping[str, FloatArray]
+
+    @staticmethod
+    def of(step: StepTime, seconds: FloatArray) -> Parts:
+        """Scale the parts of the model to corrected times."""
+        scale = seconds / step.total
+        parts = {
+            "compute": step.stages - step.model_exposed,
+            "exposed tensor, context and expert communication": step.model_exposed,
+            "bubble": step.bubble,
+            "exposed messages between stages": step.pipeline_exposed,
+            "exposed data-parallel communication": step.data_exposed,
+            "optimizer": step.optimizer,
+        }
+        return Parts({name: scale * column for name, column in parts.items()})
+
+    def largest_excess(self, row: int, best: int) -> str:
+        """Return the part in which a row loses most to another."""
+        excess = {name: column[row] - column[best] for name, column in self.columns.items()}
+        name = max(excess, key=lambda each: excess[each])
+        return f"{excess[name]:+.2f} s {name}"
+
+    @property
+    def exposed(self) -> FloatArray:
+        """All communication that nothing hides."""
+        return sum(
+            (column for name, column in self.columns.items() if name.startswith("exposed")),
+            np.zeros(1),
         )
 
 
@@ -109,6 +145,14 @@ def exposed_pipeline(
     workloads: Workloads, collectives: CollectiveCosts, hardware: Hardware
 ) -> FloatArray:
     """Return the time in which a rank only waits for activations and gradients to arrive."""
+    hops = workloads.num_microbatches * workloads.num_chunks + workloads.pipeline_size
+    needed = 2 * message_time(workloads, collectives) * hops
+    needed = needed * hardware.per_software("pipeline_exposed", workloads)
+    return np.where(workloads.pipeline_size > 1, needed, 0.0)
+
+
+def message_time(workloads: Workloads, collectives: CollectiveCosts) -> FloatArray:
+    """Return the time of the activations or gradients of a micro batch to a neighbouring stage."""
     # Each tensor-parallel rank sends its part, and where the next layer needs the whole, NVLink
     # gathers it: "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM",
     # section 4.1, arXiv 2104.04473.
@@ -117,10 +161,7 @@ def exposed_pipeline(
     gathered = np.where(workloads.sequence_parallel > 0, 0.0, whole)
     gather = collectives.all_gather(gathered, tp, np.ones_like(tp))
     gather = np.where(workloads.sequence_parallel > 0, 0.0, gather)
-    once = 2 * (collectives.point_to_point(whole / tp, stride) + gather)
-    hops = workloads.num_microbatches * workloads.num_chunks + workloads.pipeline_size
-    needed = once * hops * hardware.per_software("pipeline_exposed", workloads)
-    return np.where(workloads.pipeline_size > 1, needed, 0.0)
+    return collectives.point_to_point(whole / tp, stride) + gather
 
 
 def exposed_replicated_data(

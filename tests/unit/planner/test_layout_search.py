@@ -55,7 +55,7 @@ def checked(words: str, settings: dict[str, object], world_size: int) -> None:
 @pytest.mark.parametrize("words", [LLAMA_8B, EXPERTS], ids=["dense", "experts"])
 def test_the_line_that_is_printed_passes_a_dry_run_of_so_many_ranks(words: str) -> None:
     found = search_command(shlex.split(words), Cluster("H100", 16), script="pretrain_gpt.py")
-    flags = shlex.split(found.splitlines()[-1].partition("pretrain_gpt.py ")[2])
+    flags = shlex.split(found.text.splitlines()[-1].partition("pretrain_gpt.py ")[2])
     planned = describe_run(
         lambda: parse_command_line([*flags, "--dry-run", "--dry-run-world-size", "16"])
     )
