@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -82,6 +83,20 @@ def unwrap_model(model: object, module_instances: tuple[type, ...] | None = None
     ):
         model = model.module
     return model
+
+
+@contextmanager
+def evaluating(model: nn.Module | Sequence[nn.Module]) -> Iterator[None]:
+    """Switch a model, or each of a list of chunks, to evaluation for a while."""
+    chunks = as_list(model)
+    was_training = [chunk.training for chunk in chunks]
+    for chunk in chunks:
+        chunk.eval()
+    try:
+        yield
+    finally:
+        for chunk, training in zip(chunks, was_training, strict=True):
+            chunk.train(training)
 
 
 def make_viewless_tensor(inp: Tensor, requires_grad: bool, keep_graph: bool) -> Tensor:

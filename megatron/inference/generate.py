@@ -7,13 +7,12 @@ through the model: slow for long texts, right for looking at what a run has lear
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 from torch import nn
 
 from megatron.core.process_groups_config import ProcessGroupCollection, resolve_groups
-from megatron.core.utils import as_list
+from megatron.core.utils import evaluating
 from megatron.inference.engine import Engine, Request, check_prompt, not_finite
 from megatron.inference.forward import CachedModel, has_cache
 from megatron.inference.recompute import continue_without_cache
@@ -116,17 +115,3 @@ def _through_cache(
             if event.finish_reason != "stop":
                 row_of[event.request].append(event.token)
     return rows
-
-
-@contextmanager
-def evaluating(model: nn.Module | Sequence[nn.Module]) -> Iterator[None]:
-    """Switch a model to evaluation for a while."""
-    chunks = as_list(model)
-    was_training = [chunk.training for chunk in chunks]
-    for chunk in chunks:
-        chunk.eval()
-    try:
-        yield
-    finally:
-        for chunk, training in zip(chunks, was_training, strict=True):
-            chunk.train(training)

@@ -132,7 +132,8 @@ def gather_logprobs(logits: Tensor, chosen: Tensor, num_top_logprobs: int) -> tu
     Returns:
         ids [b, 1 + num_top_logprobs] and their log-probabilities, fp32; the chosen first.
     """
-    logprobs = logits.float().log_softmax(dim=-1)
+    # fp64, rounded once: the trainer's log-probabilities of the same tokens are to be the same.
+    logprobs = logits.double().log_softmax(dim=-1).float()
     best = logprobs.topk(min(num_top_logprobs, logprobs.shape[-1]), dim=-1)
     chosen = chosen.unsqueeze(1)
     return (

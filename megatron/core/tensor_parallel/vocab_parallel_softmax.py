@@ -136,6 +136,72 @@ def softmax_statistics(
     return _merge(local, labels, shard, label_smoothing)
 
 
+@dataclass(frozen=True)
+class LocalDistribution:
+    """The softmax of some rows over the real columns of this rank, in the arithmetic dtype."""
+
+    highest: Tensor
+    """[r] highest logit; -inf where the rank has no real column."""
+    log_sum: Tensor
+    """[r] logarithm of the sum of exponentials relative to it."""
+    probabilities: Tensor
+    """[r, c]; they sum to 1 over this rank's columns."""
+    relative_logits: Tensor
+    """[r, c] logits minus the highest."""
+
+
+def local_distribution(rows: Tensor, shard: VocabShard, temperature: float) -> LocalDistribution:
+    """Return the softmax of logits [r, v/tp], divided by a temperature, of a block of rows."""
+    logits = rows[:, : shard.num_local_valid].to(arithmetic_dtype(rows)) / temperature
+    if not shard.num_local_valid:
+        empty = logits.new_zeros(len(rows))
+        return LocalDistribution(empty - torch.inf, empty, logits, logits)
+    probabilities = torch.empty_like(logits)
+    highest, log_sum = local_softmax(logits, probabilities)
+    return LocalDistribution(highest, log_sum, probabilities, logits - highest.unsqueeze(-1))
+
+
+@dataclass(frozen=True)
+class MergedRows:
+    """What the ranks know of each row, together; n ranks."""
+
+    highest: Tensor
+    """[t] highest logit of all columns."""
+    log_sum: Tensor
+    """[t] logarithm of the sum of exponentials relative to it."""
+    highest_of_ranks: Tensor
+    """[n, t]."""
+    fractions: Tensor
+    """[n, t] probability mass of each rank's columns."""
+    others: Tensor
+    """[n, k, t] the other numbers of each rank."""
+
+    def mean(self, local_means: Tensor) -> Tensor:
+        """Return the mean [t] of what is [n, t] the mean over each rank's own distribution."""
+        has_columns = self.highest_of_ranks > -torch.inf
+        return (self.fractions * local_means).masked_fill(~has_columns, 0.0).sum(0)
+
+
+def merge_rows(local: Tensor, group: Group) -> MergedRows:
+    """Combine rows of a split vocabulary, in rank order: the same bits on all ranks.
+
+    Args:
+        local: [2 + k, t]: highest logit, log of the sum relative to it, and k other numbers.
+    Communication:
+        one all-gather of 2 + k numbers per row on `group`.
+    """
+    if group.size() == 1:
+        highest, log_sum = local[0], local[1]
+        ones = torch.ones_like(log_sum).unsqueeze(0)
+        return MergedRows(highest, log_sum, local[:1], ones, local[2:].unsqueeze(0))
+    shared = collectives.all_gather(local.unsqueeze(0), group)  # [tp, 2 + k, t]
+    highest = shared[:, 0].amax(0)
+    log_sums = shared[:, 0] - highest + shared[:, 1]
+    log_sum = log_sums.logsumexp(0)
+    fractions = (log_sums - log_sum).exp_()
+    return MergedRows(highest, log_sum, shared[:, 0], fractions, shared[:, 2:])
+
+
 def _merge(
     local: Tensor, labels: Labels, shard: VocabShard, label_smoothing: float
 ) -> RowStatistics:
@@ -145,16 +211,9 @@ def _merge(
         local: [3 or 4, t]: highest logit, log of the sum relative to it, logit of the label (zero
             where it is elsewhere), sum of the logits.
     """
-    if shard.group.size() > 1:
-        shared = collectives.all_gather(local.unsqueeze(0), shard.group)  # [tp, 3 or 4, t]
-        highest = shared[:, 0].amax(0)
-        log_sums = shared[:, 0] - highest + shared[:, 1]
-        log_sum = log_sums.logsumexp(0)
-        local_fraction = (local[0] - highest + local[1] - log_sum).exp_()
-        sums = shared[:, 2:].sum(0)
-    else:
-        highest, log_sum, sums = local[0], local[1], local[2:]
-        local_fraction = torch.ones_like(log_sum)
+    merged = merge_rows(local, shard.group)
+    highest, log_sum = merged.highest, merged.log_sum
+    local_fraction, sums = merged.fractions[shard.group.rank()], merged.others.sum(0)
     log_probability = sums[0] - highest - log_sum
     loss = -log_probability
     if label_smoothing > 0.0:

@@ -108,12 +108,13 @@ class MLP(MegatronModule):
 
         Args:
             per_token_scale: [s, b], factor on each token's activation (a router's probability).
+            kwargs: `padding_mask`, which layers of experts want, changes nothing here.
         Returns:
             (output of the input's shape, bias of fc2 [h] that is still to be added, or None).
         """
         refuse_given(
             "MLP",
-            kwargs,
+            {name: value for name, value in kwargs.items() if name != "padding_mask"},
             rule="a dense layer treats all tokens equally",
             fix="leave it out",
         )

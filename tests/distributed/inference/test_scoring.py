@@ -2,7 +2,7 @@
 
 import torch
 
-from megatron.inference.generate import evaluating
+from megatron.core.utils import evaluating
 from megatron.inference.scoring import Row, score
 from tests.distributed.inference.test_generate import VOCABULARY, tiny_gpt
 from tests.harness.distributed import run_distributed
