@@ -103,9 +103,7 @@ ACCEPTED: dict[str, tuple[str, ...]] = {
     "a cache of keys and values is found by the number of the layer in the model": (
         f"{_CORE}.transformer.attention:Attention.__init__ pp_layer_offset",
     ),
-    "two products of all experts have no parts to choose": (
-        f"{_MOE}.experts:GroupedMLP.__init__ submodules",
-    ),
+    "two products of all experts have no parts to choose": (),
     "it takes the place of any part, with the arguments of that part": (
         f"{_CORE}.transformer.identity_op:IdentityOp.__init__ args kwargs",
         f"{_CORE}.transformer.identity_op:IdentityOp.forward args kwargs",

@@ -46,6 +46,8 @@ class LayoutCase:
     """Which layers each stage holds, as `--pipeline-model-parallel-layout`; none: evenly."""
     combined: bool = False
     """Let forwards and backwards take turns while tokens travel."""
+    engine: bool = False
+    """Build the layers of Transformer Engine's classes."""
 
     @property
     def world_size(self) -> int:
@@ -74,6 +76,7 @@ class LayoutCase:
         if self.ep * self.expt_tp > 1:
             parts.append(f"ep{self.ep} etp{self.expt_tp} {self.dispatcher}")
         parts += ["one by one"] * (not self.grouped) + ["in turns"] * self.combined
+        parts += ["engine"] * self.engine
         parts += ["tiled"] * self.tiled + ["recompute"] * self.recomputes
         parts.append(f"dp{self.dp}{f'+zero{self.stage}' if self.stage else ''}")
         parts += ["fsdp2"] * self.fsdp2

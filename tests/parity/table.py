@@ -29,7 +29,7 @@ from tests.parity.layouts import (
     all_models,
     zero_bubble_layouts,
 )
-from tests.parity.training_case import NUM_STEPS, Run, assemble, train
+from tests.parity.training_case import NUM_STEPS, RankReport, Run, assemble, train
 
 Case = tuple[ModelCase, LayoutCase]
 CasesUpTo = Callable[[int], Sequence[Case]]
@@ -37,15 +37,20 @@ CasesUpTo = Callable[[int], Sequence[Case]]
 FIGURES = f"{'loss':>10}{'gradient':>10}{'grad norm':>11}{'weight':>10}  worst gradient"
 
 
-def run_case(layout: LayoutCase, model: ModelCase, num_steps: int = NUM_STEPS) -> Run:
-    """Train in `layout` on worker processes and return the assembled model."""
+def run_case(
+    layout: LayoutCase,
+    model: ModelCase,
+    num_steps: int = NUM_STEPS,
+    job: Callable[..., RankReport] = train,
+) -> Run:
+    """Train in `layout` on worker processes, each with `job`, and return the assembled model."""
     sizes = {"tp": layout.tp, "pp": layout.pp, "vp": layout.vp, "cp": layout.cp}
     sizes |= {"ep": layout.ep, "expt_tp": layout.expt_tp}
     sizes["num_distributed_optimizer_instances"] = layout.instances
     if layout.levels:
         sizes["hierarchical_cp"] = list(layout.levels)
     reports = run_distributed(
-        train, layout.world_size, layout, model, None, num_steps, timeout_s=180.0, **sizes
+        job, layout.world_size, layout, model, None, num_steps, timeout_s=180.0, **sizes
     )
     return assemble(reports)
 

@@ -161,7 +161,7 @@ def build_chunks(
     pp_rank, stages = groups.pp.rank(), pipeline_layout(config)
     specs = [
         get_gpt_decoder_block_spec(
-            config, False, vp_stage=stage if layout.vp > 1 else None, pp_rank=pp_rank
+            config, layout.engine, vp_stage=stage if layout.vp > 1 else None, pp_rank=pp_rank
         )
         for stage in range(layout.vp)
     ]
@@ -171,7 +171,7 @@ def build_chunks(
             specs[stage],
             vocab_size=padded,
             max_sequence_length=SEQUENCE,
-            mtp_block_spec=get_gpt_mtp_block_spec(config, specs[stage], False),
+            mtp_block_spec=get_gpt_mtp_block_spec(config, specs[stage], layout.engine),
             pre_process=stages.has_embedding(pp_rank, stage),
             post_process=stages.has_loss(pp_rank, stage),
             share_embeddings_and_output_weights=model.tied,

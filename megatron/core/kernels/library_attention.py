@@ -80,10 +80,12 @@ def transformer_engine(
     """
     s, b, n, d = query.shape
     ids, window = options.mask.document_ids, options.mask.window
-    module = _attention_module(
-        (n, key.shape[2], d, value.shape[-1]), window, options.scale, options.dropout
-    )
     mask_type = "causal" if window[1] == 0 else "no_mask"
+    if mask_type == "no_mask" and window != (-1, -1):  # bounded on both sides, or on none
+        window = (s if window[0] < 0 else window[0], s if window[1] < 0 else window[1])
+    module = _attention_module(
+        (n, key.shape[2], d, value.shape[-1]), mask_type, window, options.scale, options.dropout
+    )
     with options.seeded_dropout(query):
         if ids is None:
             return module(query, key, value, qkv_format="sbhd", attn_mask_type=mask_type)
@@ -102,7 +104,11 @@ def transformer_engine(
 
 @functools.lru_cache(maxsize=KEPT_MODULES)
 def _attention_module(
-    sizes: tuple[int, int, int, int], window: tuple[int, int], scale: float, dropout: float
+    sizes: tuple[int, int, int, int],
+    mask_type: str,
+    window: tuple[int, int],
+    scale: float,
+    dropout: float,
 ) -> Any:
     n, g, d, e = sizes
     # The heads of this rank and no tensor-parallel size: fewer groups than ranks would become 0.
@@ -111,6 +117,7 @@ def _attention_module(
         d if d == e else (d, e),
         num_gqa_groups=g,
         attention_dropout=dropout,
+        attn_mask_type=mask_type,  # a window loses its right side under the default type
         window_size=window,
         softmax_scale=scale,
     )

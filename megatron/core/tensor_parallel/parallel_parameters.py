@@ -108,7 +108,7 @@ class ParallelLinear(ParallelLayer):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.register_load_state_dict_pre_hook(_tolerate_missing_extra_state)
+        self.register_load_state_dict_pre_hook(tolerate_missing_extra_state)
 
     def get_extra_state(self) -> None:
         """Nothing: the entry exists because checkpoints of other backends have one."""
@@ -117,9 +117,10 @@ class ParallelLinear(ParallelLayer):
         """Accept and ignore what another backend kept (scaling factors of low precisions)."""
 
 
-def _tolerate_missing_extra_state(
+def tolerate_missing_extra_state(
     _module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any
 ) -> None:
+    """Let a state without the entry load strictly: a hook that runs before loading."""
     state_dict.setdefault(f"{prefix}_extra_state", None)
 
 

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.moe.grouped_linear import GroupedLinear
 from megatron.core.transformer.torch_norm import NormColumnParallelLinear, WrappedTorchNorm
 
 
@@ -32,6 +33,9 @@ class Backend(Protocol):
         With it, `input_layernorm` and `pre_mlp_layernorm` of a layer are left empty and their
         parameters are called `linear_qkv.layer_norm_weight`, `linear_fc1.layer_norm_weight`.
         """
+
+    def grouped_linear(self) -> Any:
+        """Linear map of each expert, all in one product: `GroupedLinear`."""
 
     def norm(self) -> Any:
         """LayerNorm or RMSNorm, as the config says."""
@@ -56,6 +60,10 @@ class LocalBackend:
     def norm_column_linear(self) -> Any | None:
         """Return None: the norm is a module of its own."""
         return None
+
+    def grouped_linear(self) -> Any:
+        """Return the linear maps of experts."""
+        return GroupedLinear
 
     def norm(self) -> Any:
         """Return the norm factory."""

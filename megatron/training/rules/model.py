@@ -219,18 +219,15 @@ def latent_attention_is_complete(run: ResolvedRun) -> Iterator[MegatronError]:
     latent = run.latent_attention
     if not latent.multi_latent_attention:
         return
-    for flag, value, wanted in (
-        ("--position-embedding-type", run.model.position_embedding_type, "rope"),
-        ("--transformer-impl", run.model.transformer_impl, "local"),
-    ):
-        if value != wanted:
-            yield problem(
-                f"--multi-latent-attention with {flag} {value}.",
-                "part of its heads rotates, and only local layers have it",
-                "--multi-latent-attention",
-                flag,
-                fix=f"use {flag} {wanted}",
-            )
+    if run.model.position_embedding_type != "rope":
+        yield problem(
+            "--multi-latent-attention with --position-embedding-type"
+            f" {run.model.position_embedding_type}.",
+            "part of its heads rotates",
+            "--multi-latent-attention",
+            "--position-embedding-type",
+            fix="use --position-embedding-type rope",
+        )
     if latent.rope_type == "rope" and latent.rotary_scaling_factor != 1.0:
         yield problem(
             f"--rope-type rope with --rotary-scaling-factor {latent.rotary_scaling_factor:g}.",
@@ -247,26 +244,6 @@ def latent_attention_is_complete(run: ResolvedRun) -> Iterator[MegatronError]:
             "--group-query-attention",
             fix="drop --group-query-attention",
         )
-
-
-@rule
-def only_local_layers_change_scores(run: ResolvedRun) -> Iterator[MegatronError]:
-    """The engine's attention is not told of another denominator or of a bound."""
-    model = run.model
-    if model.transformer_impl == "local":
-        return
-    for flag, value, plain in (
-        ("--softmax-type", model.softmax_type, "vanilla"),
-        ("--attn-logit-softcapping", model.attn_logit_softcapping, None),
-    ):
-        if value != plain:
-            yield problem(
-                f"{flag} {value} with --transformer-impl {model.transformer_impl}.",
-                "only the local attention has a denominator or a bound of its own",
-                flag,
-                "--transformer-impl",
-                fix="use --transformer-impl local",
-            )
 
 
 @rule

@@ -60,6 +60,8 @@ class Layout:
     expt_tp: int = 1
     fsdp2: bool = False
     """Let torch shard the parameters."""
+    engine: bool = False
+    """Build the layers of Transformer Engine's classes."""
 
     @property
     def size(self) -> int:
@@ -74,6 +76,7 @@ class Layout:
             + (f"-vp{self.vp}" if self.vp > 1 else "")
             + (f"-cp{self.cp}" if self.cp > 1 else "")
             + (f"-zero{self.zero}" * (self.zero > 0) + "-fsdp2" * self.fsdp2)
+            + "-engine" * self.engine
         )
 
     def axes(self) -> dict[str, int]:
@@ -276,7 +279,7 @@ def _chunk(
     return GPTModel(
         config,
         get_gpt_decoder_block_spec(
-            config, False, vp_stage=vp_stage if layout.vp > 1 else None, pp_rank=stage
+            config, layout.engine, vp_stage=vp_stage if layout.vp > 1 else None, pp_rank=stage
         ),
         vocab_size=-(-VOCABULARY // multiple) * multiple,
         max_sequence_length=SEQUENCE,

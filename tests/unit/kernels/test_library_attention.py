@@ -69,12 +69,16 @@ class TEAttention:
     """The module of Transformer Engine, for the arguments that the kernel gives."""
 
     def __init__(
-        self, num_attention_heads, kv_channels, *, num_gqa_groups, attention_dropout, window_size,
-        softmax_scale,
+        self, num_attention_heads, kv_channels, *, num_gqa_groups, attention_dropout,
+        attn_mask_type="causal", window_size, softmax_scale,
     ):  # fmt: skip
         widths = kv_channels if isinstance(kv_channels, tuple) else (kv_channels, kv_channels)
         self.sizes = (num_attention_heads, num_gqa_groups, *widths)
-        self.how = softmax_scale, window_size, attention_dropout
+        left, right = window_size
+        if attn_mask_type == "causal":  # as the library does
+            right = 0
+        assert attn_mask_type == "causal" or (left < 0) == (right < 0)
+        self.how = softmax_scale, (left, right), attention_dropout
 
     def __call__(
         self, q, k, v, *, qkv_format, attn_mask_type, cu_seqlens_q=None, cu_seqlens_kv=None,
@@ -115,7 +119,7 @@ KERNELS = [library_attention.flash_attn, library_attention.transformer_engine]
 
 @pytest.mark.parametrize("value_width", [D, 6])
 @pytest.mark.parametrize("with_documents", [False, True])
-@pytest.mark.parametrize("window", [(-1, 0), (-1, -1), (5, 0), (5, 2)])
+@pytest.mark.parametrize("window", [(-1, 0), (-1, -1), (5, 0), (5, 2), (5, -1)])
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_a_library_is_asked_for_the_same_attention(kernel, window, with_documents, value_width):
     documents = (torch.rand(B, S) < 0.15).cumsum(1).int() if with_documents else None

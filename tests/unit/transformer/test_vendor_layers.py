@@ -20,29 +20,17 @@ from tests.harness.tolerances import FP32_REORDERED_SUM, assert_close
 S, B, N, D = 7, 2, 2, 4
 
 
-def attention_by_mask(module, query, key, value, **options):
-    """Compute what the library does for an arbitrary mask: it reads that alone."""
-    assert options["attn_mask_type"] == "arbitrary"
-    assert options["window_size"] == (-1, -1)
-    scores = torch.einsum("qbnd,kbnd->bnqk", query, key) * D**-0.5
-    weights = scores.masked_fill(options["attention_mask"], float("-inf")).softmax(-1)
-    return torch.einsum("bnqk,kbnd->qbnd", weights, value).flatten(2)
-
-
-@pytest.mark.parametrize("window", [None, (2, 0), (2, 1)])
 @pytest.mark.parametrize("kind", [AttnMaskType.causal, AttnMaskType.padding])
-def test_a_mask_hides_beside_what_the_type_and_the_window_hide(kind, window, monkeypatch):
+def test_a_mask_hides_beside_what_the_type_hides(kind):
     config = TransformerConfig(
-        num_layers=1, hidden_size=N * D, num_attention_heads=N, attention_dropout=0.0,
-        window_size=window,
-    )  # fmt: skip
+        num_layers=1, hidden_size=N * D, num_attention_heads=N, attention_dropout=0.0
+    )
     groups = ProcessGroupCollection.single()
-    local = DotProductAttention(config, 1, kind, "self", pg_collection=groups)
-    theirs = TEDotProductAttention.__new__(TEDotProductAttention)
-    nn.Module.__init__(theirs)
-    theirs._cp_group, theirs._attn_mask_type, theirs._window = None, kind, config.window_of(1)
-    base = TEDotProductAttention.__mro__[1]
-    monkeypatch.setattr(base, "forward", attention_by_mask, raising=False)
+    theirs, local = (
+        made(config, 1, kind, "self", pg_collection=groups)
+        for made in (TEDotProductAttention, DotProductAttention)
+    )
+    assert (theirs.backend, local.backend) == ("fused", "auto")
     query, key, value = (torch.randn(S, B, N, D) for _ in range(3))
     mask = torch.zeros(B, 1, 1, S, dtype=torch.bool)
     mask[1, ..., 1] = True

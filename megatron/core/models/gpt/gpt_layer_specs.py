@@ -86,16 +86,20 @@ def gpt_layer_submodules(
 def _experts(backend: Backend, grouped: bool) -> ModuleSpec:
     """A mixture-of-experts layer whose experts are computed together, or one after the other.
 
-    Routed experts are of local classes in every backend.
+    Experts one after the other are of local classes in every backend.
     """
-    local = LocalBackend()
+    local, grouped_class = LocalBackend(), backend.grouped_linear()
     routed = MLPSubmodules(linear_fc1=local.column_linear(), linear_fc2=local.row_linear())
     one_by_one = ModuleSpec(module=SequentialMLP, submodules=routed)
+    together = ModuleSpec(
+        module=GroupedMLP,
+        submodules=MLPSubmodules(linear_fc1=grouped_class, linear_fc2=grouped_class),
+    )
     parts = MLPSubmodules(linear_fc1=backend.column_linear(), linear_fc2=backend.row_linear())
     return ModuleSpec(
         module=MoELayer,
         submodules=MoESubmodules(
-            experts=GroupedMLP if grouped else one_by_one,
+            experts=together if grouped else one_by_one,
             shared_experts=ModuleSpec(module=SharedExpertMLP, submodules=parts),
         ),
     )
@@ -180,12 +184,11 @@ def get_gpt_layer_with_transformer_engine_submodules(
 ) -> TransformerLayerSubmodules:
     """Return the parts of a layer under the parameter names of NVIDIA Transformer Engine's classes.
 
-    Made of those classes, or of local ones: where the library is not installed, and for attention
-    through latents.
+    Made of those classes, or of local ones where the library is not installed.
     """
     _refuse_unsupported(fp8, qk_l2_norm, options)
     return gpt_layer_submodules(
-        _engine_or_local(multi_latent_attention),
+        _engine_or_local(),
         num_experts=num_experts,
         moe_grouped_gemm=moe_grouped_gemm,
         qk_layernorm=qk_layernorm,
@@ -193,10 +196,10 @@ def get_gpt_layer_with_transformer_engine_submodules(
     )
 
 
-def _engine_or_local(multi_latent_attention: bool) -> Backend:
+def _engine_or_local() -> Backend:
     from megatron.core.extensions import transformer_engine
 
-    if transformer_engine.HAVE_TE and not multi_latent_attention:
+    if transformer_engine.HAVE_TE:
         return transformer_engine.TransformerEngineBackend()
     return LocalFusedBackend()
 
@@ -259,8 +262,7 @@ def get_gpt_decoder_block_spec(
     specs = get_gpt_decoder_layer_specs(config, use_transformer_engine, normalization, qk_l2_norm)
     if pp_rank is None:
         pp_rank = resolve_group(None, "pp").rank()
-    latent = config.multi_latent_attention
-    backend = _engine_or_local(latent) if use_transformer_engine else LocalBackend()
+    backend = _engine_or_local() if use_transformer_engine else LocalBackend()
     here = pipeline_layout(config).layers(pp_rank, vp_stage)
     return TransformerBlockSubmodules(
         layer_specs=[specs[layer] for layer in here], layer_norm=backend.norm()

@@ -22,6 +22,7 @@ from megatron.core.transformer.mlp import MLP, MLPSubmodules, gated
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.grouped_linear import GroupedLinear, rows_with_bias
 from megatron.core.transformer.sharded_state import declare_tensor
+from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 
@@ -138,21 +139,28 @@ class SequentialMLP(_Experts):
 
 
 class GroupedMLP(_Experts):
-    """All experts in two grouped products."""
+    """All experts in two grouped products.
+
+    Args:
+        submodules: classes with the call of `GroupedLinear`, which is used without.
+    """
 
     def __init__(
         self,
         num_local_experts: int,
         config: TransformerConfig,
-        submodules: object = None,
+        submodules: MLPSubmodules | None = None,
         pg_collection: ProcessGroupCollection | None = None,
         name: str | None = None,
     ) -> None:
         super().__init__(num_local_experts, config, resolve_groups(pg_collection))
         assert config.moe_ffn_hidden_size and config.init_method
         assert config.output_layer_init_method
+        if submodules is None:
+            submodules = MLPSubmodules(linear_fc1=GroupedLinear, linear_fc2=GroupedLinear)
         blocks = 2 if config.gated_linear_unit else 1
-        self.linear_fc1 = GroupedLinear(
+        self.linear_fc1 = build_module(
+            submodules.linear_fc1,
             num_local_experts,
             config.hidden_size,
             config.moe_ffn_hidden_size * blocks,
@@ -163,7 +171,8 @@ class GroupedMLP(_Experts):
             stride=blocks,
             expt_tp=self.pg_collection.expt_tp,
         )
-        self.linear_fc2 = GroupedLinear(
+        self.linear_fc2 = build_module(
+            submodules.linear_fc2,
             num_local_experts,
             config.moe_ffn_hidden_size,
             config.hidden_size,

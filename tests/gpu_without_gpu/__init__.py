@@ -1,0 +1,1 @@
+"""Means to verify code for GPUs on machines that have none."""

@@ -1,0 +1,68 @@
+"""Let Python code that was written for CUDA compute on the CPU.
+
+The calls of torch that such code makes are answered as one H100 would answer them, and tensors that
+are asked for on the device lie in host memory. It changes torch for the whole process.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+_MAKERS = [
+    *("arange", "as_tensor", "empty", "empty_like", "empty_strided", "full", "full_like", "ones"),
+    *("ones_like", "rand", "randn", "tensor", "zeros", "zeros_like"),
+]
+
+
+def _names_the_device(device: object) -> bool:
+    is_index = isinstance(device, int) and not isinstance(device, bool)
+    return is_index or str(device).startswith("cuda")
+
+
+def _on_host(make: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(make)
+    def made_on_host(*args: Any, **options: Any) -> Any:
+        if _names_the_device(options.get("device")):
+            options["device"] = "cpu"
+        return make(*args, **options)
+
+    return made_on_host
+
+
+def _moved_to_host(move: Callable[..., Any]) -> Callable[..., Any]:
+    by_keyword = _on_host(move)
+
+    @functools.wraps(move)
+    def moved(tensor: torch.Tensor, *args: Any, **options: Any) -> Any:
+        to = [
+            "cpu" if isinstance(x, str | torch.device) and _names_the_device(x) else x for x in args
+        ]
+        return by_keyword(tensor, *to, **options)
+
+    return moved
+
+
+@functools.cache
+def compute_cuda_calls_on_host() -> None:
+    """Answer torch's calls for CUDA from here on; once in a process."""
+    cuda = torch.cuda  # noqa: TID251 (it is what is replaced)
+    torch.version.cuda = torch.version.cuda or "13.0"
+    cuda.is_available = lambda: True
+    cuda.get_device_capability = lambda *_: (9, 0)
+    cuda.get_device_properties = lambda *_: types.SimpleNamespace(
+        major=9, minor=0, multi_processor_count=132, name="imaginary H100"
+    )
+    cuda.current_device = lambda: 0
+    cuda.synchronize = lambda *_: None
+    cuda.is_current_stream_capturing = lambda: False
+    cuda.nvtx.range_push = cuda.nvtx.range_pop = lambda *_: None
+    torch.Tensor.is_cuda = property(lambda _: True)
+    torch.Tensor.cuda = lambda tensor, *_, **__: tensor
+    torch.Tensor.to = _moved_to_host(torch.Tensor.to)
+    for name in _MAKERS:
+        setattr(torch, name, _on_host(getattr(torch, name)))
