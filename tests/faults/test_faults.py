@@ -13,10 +13,7 @@ from tests.faults.running import run_case
 SAMPLE = (
     "TERM/launcher/step/torchrun/handler/2-workers",
     "KILL/launcher/step/torchrun/2-workers",
-    "KILL/rank-1/step/torchrun/0-workers",
     "INT/group/step/python/0-workers",
-    "TERM/launcher/evaluation/torchrun/handler/2-workers",
-    "INT/launcher/step/torchrun/handler/2-workers",
     "STOP/group/import+start+step+evaluation+save+exit/python/2-workers",
 )
 

@@ -15,11 +15,10 @@ HIERARCHY = {"cp_kind": "a2a+p2p", "levels": (2, 2)}
 SAMPLE = [
     (LayoutCase(tp=2, sp=True, pp=2, vp=2, cp=2, cp_kind="p2p"), TIED),
     (LayoutCase(pp=2, cp=4, **HIERARCHY), TIED),
-    (LayoutCase(cp=4, cp_kind="p2p", stage=1), PACKED),
     (LayoutCase(tp=2, cp=2, cp_kind="a2a", tiled=True), PACKED),
     (LayoutCase(cp=4, pp=2, vp=2, cp_kind=MIXED), PACKED),
     (LayoutCase(tp=1, pp=2, vp=2, cp=2, cp_kind="all_gather", tiled=True), WINDOWED),
-    (LayoutCase(tp=2, cp=2, dp=2, cp_kind=MIXED, recomputes=True, stage=3), WINDOWED),
+    (LayoutCase(cp=2, dp=2, cp_kind=MIXED, recomputes=True, stage=3), WINDOWED),
     (LayoutCase(tp=2, sp=True, pp=2, vp=2, cp=2, cp_kind=MIXED), LATENT),
     (LayoutCase(cp=2, stage=1, cp_kind="all_gather", tiled=True), LATER),
 ]

@@ -26,8 +26,6 @@ a quarter and more."""
 @pytest.mark.parametrize(
     ("schedule", "num_chunks", "num_microbatches"),
     [
-        ("gpipe", 1, 4),
-        ("1f1b", 1, 4),
         ("1f1b", 2, 4),
         ("zb-h1", 1, 4),
         ("zb-v", 2, 4),
@@ -44,7 +42,7 @@ def test_the_measured_bubble_is_the_simulated_one(schedule, num_chunks, num_micr
 
 @pytest.mark.parametrize(
     ("schedule", "num_chunks", "num_ranks"),
-    [("1f1b", 1, 4), ("1f1b", 2, 2), ("dualpipe-v", 2, 2)],
+    [("1f1b", 1, 4), ("dualpipe-v", 2, 2)],
 )
 def test_turns_hide_both_exchanges_of_every_pair(schedule, num_chunks, num_ranks):
     compute_s, exchange_s = FORWARD_S * 2 / 3, FORWARD_S / 3
