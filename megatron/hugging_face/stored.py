@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.core.dist_checkpointing.loader import Contents, SliceReader
+from megatron.core.dist_checkpointing.flat_ranges import Box
+from megatron.core.dist_checkpointing.loader import Contents, SliceReader, narrow_to
 from megatron.core.dist_checkpointing.manifest import StoredTensor
 from megatron.core.dist_checkpointing.planner import ShardIndex
 from megatron.core.dist_checkpointing.shard_file import DTYPES
@@ -45,18 +46,20 @@ def find_source(contents: Contents, megatron_name: str) -> Source:
     return Source(stack, int(match[2]), stack.shape[1:])
 
 
-def read_source(source: Source, reader: SliceReader) -> Tensor:
-    stacked = () if source.layer is None else (1,)
-    corner = () if source.layer is None else (source.layer,)
-    shape = (*stacked, *source.shape)
-    into = torch.empty(shape, dtype=DTYPES[source.tensor.dtype])
-    wanted = ((*corner, *(0 for _ in source.shape)), shape)
-    for read in ShardIndex(source.tensor).reads(wanted):
-        part = into
-        for axis, (begin, length) in enumerate(zip(*read.in_wanted, strict=True)):
-            part = part.narrow(axis, begin, length)
-        reader.read(source.tensor, read, part)
-    return into.view(source.shape)
+def read_source(source: Source, reader: SliceReader, device: torch.device | None = None) -> Tensor:
+    """Return our parameter [...], unsharded."""
+    into = torch.empty(source.shape, dtype=DTYPES[source.tensor.dtype], device=device)
+    read_box(source, reader, (tuple(0 for _ in source.shape), source.shape), into)
+    return into
+
+
+def read_box(source: Source, reader: SliceReader, box: Box, into: Tensor) -> None:
+    """Read a box of our parameter into a tensor [...] of the box's shape, of any float dtype."""
+    offset, shape = box
+    if source.layer is not None:
+        offset, shape, into = (source.layer, *offset), (1, *shape), into.unsqueeze(0)
+    for read in ShardIndex(source.tensor).reads((offset, shape)):
+        reader.read(source.tensor, read, narrow_to(into, read.in_wanted))
 
 
 @dataclass(frozen=True)

@@ -7,11 +7,13 @@ program. The directory gets its name when all of it is on the disk.
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +27,7 @@ from megatron.core.dist_checkpointing.durable import (
     write_all,
     write_durably,
 )
-from megatron.core.dist_checkpointing.loader import Contents
+from megatron.core.dist_checkpointing.loader import Contents, SliceReader
 from megatron.core.dist_checkpointing.shard_file import DTYPES, as_bytes, build_header, dtype_name
 from megatron.core.foundation.errors import CheckpointError
 from megatron.hugging_face.config_fields import is_without_effect
@@ -38,6 +40,7 @@ from megatron.hugging_face.stored import (
     Source,
     StoredAdapters,
     find_source,
+    read_box,
     read_source,
     stored_adapters,
     stored_values,
@@ -64,6 +67,15 @@ class Group:
     names: tuple[str, ...]
     rows: tuple[RowRange, ...]
     shapes: tuple[tuple[int, ...], ...]
+
+
+Described = tuple[str, str, tuple[int, ...]]
+"""A Hugging Face tensor: name, dtype as safetensors calls it, shape."""
+
+
+def num_bytes(entry: Described) -> int:
+    """Return the size of a tensor."""
+    return math.prod(entry[2]) * DTYPES[entry[1]].itemsize
 
 
 @dataclass(frozen=True)
@@ -104,7 +116,7 @@ def write_model(
     """
     model = ModelDescription.from_values(stored_values(contents) if settings is None else settings)
     family = family_of_settings(model)
-    groups = _plan(contents, family, model)
+    groups = plan(contents, family, model)
     merge = None if adapters is None else stored_adapters(adapters)
     with new_directory(target) as draft:
         files, total = _write_weights(contents, groups, merge, draft, dtype, file_bytes)
@@ -142,7 +154,7 @@ def new_directory(target: Path) -> Iterator[Path]:
         shutil.rmtree(draft, ignore_errors=True)
 
 
-def _plan(contents: Contents, family: Family, settings: ModelDescription) -> list[Group]:
+def plan(contents: Contents, family: Family, settings: ModelDescription) -> list[Group]:
     """Find the source of every Hugging Face tensor."""
     geometry = settings.geometry
     vocabulary = settings.unpadded_vocab_size
@@ -173,46 +185,86 @@ def _plan(contents: Contents, family: Family, settings: ModelDescription) -> lis
     return groups
 
 
-def _tensors(
+def described(groups: Sequence[Group], dtype: torch.dtype | None) -> list[Described]:
+    """Return what `tensors` gives: (name, dtype, shape) of every Hugging Face tensor."""
+    return [
+        (name, group.source.tensor.dtype if dtype is None else dtype_name(dtype), shape)
+        for group in groups
+        for name, shape in zip(group.names, group.shapes, strict=True)
+    ]
+
+
+def tensors(
     contents: Contents,
     groups: Sequence[Group],
     merge: StoredAdapters | None,
     dtype: torch.dtype | None,
 ) -> Iterator[Tensor]:
-    """Yield all Hugging Face tensors, in order; those of one group are in memory at a time."""
+    """Yield all Hugging Face tensors [...], in order; each is read when it is asked for.
+
+    From files, those of one group are in memory at a time.
+    """
+    reads_whole = merge is not None or not contents.reads_rows
     with contents.open_reader() as reader:
         for group in groups:
-            weight = read_source(group.source, reader)
-            if group.rule.num_blocks is not None:
-                weight = (
-                    weight.unflatten(1, (group.rule.num_blocks, -1)).transpose(1, 2).flatten(1, 2)
-                )
-                weight = weight.transpose(1, 2) if group.rule.is_transposed else weight
-                yield weight.to(dtype or weight.dtype).contiguous()
-                del weight
-                continue
-            if group.rule.num_experts is not None:
-                weight = weight.flatten(0, 1)
-            if merge is not None:
-                weight = merge.merged(group.megatron_name, weight)
+            whole = None
+            if reads_whole:
+                whole = read_source(group.source, reader, contents.device)
+                whole = whole if group.rule.num_experts is None else whole.flatten(0, 1)
+                whole = whole if merge is None else merge.merged(group.megatron_name, whole)
             for index, shape in enumerate(group.shapes):
-                full = _one_run(group, index, shape)
-                if full is not None:
-                    part = weight.narrow(0, full.megatron_begin, full.length)
-                    yield part.to(dtype or part.dtype)
-                    del part
+                run = _one_run(group, index, shape)
+                stored = DTYPES[group.source.tensor.dtype] if whole is None else whole.dtype
+                if whole is not None and run is not None:
+                    yield whole.narrow(0, run.megatron_begin, run.length).to(dtype or stored)
                     continue
-                by_rows = shape[::-1] if group.rule.is_transposed else shape
-                hf_weight = torch.empty(by_rows, dtype=weight.dtype)
-                for rows in group.rows:
-                    if rows.source == index:
-                        part = weight.narrow(0, rows.megatron_begin, rows.length)
-                        hf_weight.narrow(0, rows.begin, rows.length).copy_(part)
-                if group.rule.is_transposed:
-                    hf_weight = hf_weight.t()
-                yield hf_weight.to(dtype or hf_weight.dtype).contiguous()
-                del hf_weight
-            del weight  # before the next one is read
+                out = torch.empty(shape, dtype=dtype or stored, device=contents.device)
+                for begin, view in _pieces(group, index, out):
+                    if whole is not None:
+                        view.copy_(whole.narrow(0, begin, len(view)))
+                    else:
+                        _read_rows(group, reader, begin, view)
+                yield out
+                del out
+            del whole  # before the next one is read
+
+
+def _pieces(group: Group, index: int, out: Tensor) -> Iterator[tuple[int, Tensor]]:
+    """Yield where rows of Megatron's parameter belong in a Hugging Face tensor.
+
+    Args:
+        out: the tensor with number `index`, [...].
+    Yields:
+        (first row, view of so many rows as they follow it).
+    """
+    rule = group.rule
+    if rule.num_blocks is None:
+        by_rows = out.t() if rule.is_transposed else out
+        for rows in group.rows:
+            if rows.source == index:
+                yield rows.megatron_begin, by_rows.narrow(0, rows.begin, rows.length)
+        return
+    by_rows = out.transpose(1, 2) if rule.is_transposed else out
+    height = by_rows.shape[1]
+    blocks = by_rows.unflatten(1, (-1, rule.num_blocks)).transpose(1, 2)
+    for expert, block in product(range(len(out)), range(rule.num_blocks)):
+        yield expert * height + block * blocks.shape[2], blocks[expert, block]
+
+
+def _read_rows(group: Group, reader: SliceReader, begin: int, into: Tensor) -> None:
+    """Read rows of Megatron's parameter, counted through its experts, into [rows, ...]."""
+    shape, count = group.source.shape, len(into)
+    if group.rule.num_experts is None:
+        offset = (begin, *(0 for _ in shape[1:]))
+        read_box(group.source, reader, (offset, (count, *shape[1:])), into)
+        return
+    rest, done = shape[2:], 0
+    while done < count:
+        expert, row = divmod(begin + done, shape[1])
+        length = min(count - done, shape[1] - row)
+        box = (expert, row, *(0 for _ in rest)), (1, length, *rest)
+        read_box(group.source, reader, box, into.narrow(0, done, length).unsqueeze(0))
+        done += length
 
 
 def _one_run(group: Group, index: int, shape: tuple[int, ...]) -> RowRange | None:
@@ -231,15 +283,10 @@ def _write_weights(
     file_bytes: int,
 ) -> tuple[list[str], int]:
     """Write the safetensors files and, of several, their index; return names and bytes."""
-    described = [
-        (name, group.source.tensor.dtype if dtype is None else dtype_name(dtype), shape)
-        for group in groups
-        for name, shape in zip(group.names, group.shapes, strict=True)
-    ]
-    parts: list[list[tuple[str, str, tuple[int, ...]]]] = [[]]
+    parts: list[list[Described]] = [[]]
     size = total = 0
-    for entry in described:
-        length = torch.Size(entry[2]).numel() * DTYPES[entry[1]].itemsize
+    for entry in described(groups, dtype):
+        length = num_bytes(entry)
         if parts[-1] and size + length > file_bytes:
             parts.append([])
             size = 0
@@ -250,9 +297,9 @@ def _write_weights(
         SINGLE_NAME if count == 1 else f"model-{i + 1:05d}-of-{count:05d}.safetensors"
         for i in range(count)
     ]
-    tensors = _tensors(contents, groups, merge, dtype)
+    found = tensors(contents, groups, merge, dtype)
     for file, part in zip(files, parts, strict=True):
-        write_tensors(draft / file, part, tensors)
+        write_tensors(draft / file, part, found)
     if count > 1:
         weight_map = {e[0]: file for file, part in zip(files, parts, strict=True) for e in part}
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
@@ -286,15 +333,13 @@ def _write_config(
     write_durably(draft / CONFIG_NAME, (json.dumps(fields, indent=2) + "\n").encode())
 
 
-def write_tensors(
-    file: Path, described: Sequence[tuple[str, str, tuple[int, ...]]], tensors: Iterator[Tensor]
-) -> None:
-    """Write a safetensors file: (name, dtype, shape) of each, and as many of the tensors."""
+def write_tensors(file: Path, entries: Sequence[Described], values: Iterator[Tensor]) -> None:
+    """Write a safetensors file: the description of each, and as many of the tensors."""
     descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
     try:
-        write_all(descriptor, build_header(described, {"format": "pt"}))
-        for _ in described:
-            write_all(descriptor, as_bytes(next(tensors)))
+        write_all(descriptor, build_header(entries, {"format": "pt"}))
+        for _ in entries:
+            write_all(descriptor, as_bytes(next(values)))
         os.fsync(descriptor)
     finally:
         os.close(descriptor)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -78,6 +78,14 @@ class Contents:
     """JSON form."""
     objects: dict[str, Any]
     """unique key -> JSON form."""
+
+    reads_rows: ClassVar[bool] = False
+    """Whether a few rows of a tensor cost no more than they are; files are read by blocks."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where tensors are read to."""
+        return torch.device("cpu")
 
     def common_state(self) -> dict[str, Any]:
         """Return the plain values that were saved."""
@@ -204,7 +212,7 @@ def _read(jobs: list[_Job], contents: Contents) -> int:
         work = [(r.shard.file, r.shard.begin, i, r) for i, j in enumerate(jobs) for r in j.reads]
         for _, _, index, read in sorted(work, key=lambda w: w[:3]):
             job = jobs[index]
-            reader.start(job.tensor, read, _narrow(job.into, read.in_wanted))
+            reader.start(job.tensor, read, narrow_to(job.into, read.in_wanted))
         reader.finish()
         return reader.bytes_read
 
@@ -313,7 +321,8 @@ def _check_match(wanted: ShardedTensor, stored: StoredTensor) -> None:
         logger.info("%s is rounded from %s to %s", wanted.key, have, want)
 
 
-def _narrow(tensor: Tensor, box: Box) -> Tensor:
+def narrow_to(tensor: Tensor, box: Box) -> Tensor:
+    """Return the view of a box of `tensor` [...]."""
     for dim, (offset, length) in enumerate(zip(*box, strict=True)):
         tensor = tensor.narrow(dim, offset, length)
     return tensor
