@@ -65,6 +65,7 @@ class ModelDescription:
     add_bias_linear: bool = True
     add_qkv_bias: bool = False
     qk_layernorm: bool = False
+    attention_output_gate: bool = False
     window_size: tuple[int, int] | None = None
     window_attn_skip_freq: int | list[int] | None = None
     softmax_scale: float | None = None

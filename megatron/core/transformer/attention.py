@@ -2,11 +2,13 @@
 
 Grouped queries: J. Ainslie et al., "GQA: Training Generalized Multi-Query Transformer Models from
 Multi-Head Checkpoints", arXiv 2305.13245. QK norm: M. Dehghani et al., "Scaling Vision
-Transformers to 22 Billion Parameters", section 2, arXiv 2302.05442.
+Transformers to 22 Billion Parameters", section 2, arXiv 2302.05442. Output gate: Z. Qiu et al.,
+"Gated Attention for Large Language Models", arXiv 2505.06708, in the form of Qwen3-Next: the query
+projection also gives a gate for each channel of a head's output.
 
 Legend: s sequence, b micro-batch, h hidden, n query heads, g key/value groups, d head dim. The
-projection packs rows by group: n/g query heads, one key head, one value head; tensor parallelism
-splits whole groups, or, with more ranks than groups, equal runs of rows that are gathered.
+projection packs rows by group: n/g query heads, with an output gate n/g gate heads, one key head,
+one value head; tensor parallelism splits whole groups, or, with more ranks than groups, equal runs of rows that are gathered.
 """
 
 from __future__ import annotations
@@ -143,11 +145,13 @@ class Attention(MegatronModule):
         hidden_states: Tensor,
         key_value_states: Tensor | None = None,
         positions: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, ...]:
         """Project hidden states to this rank's heads.
 
         Args:
             positions: [s, b] in the sequence, where they are not those of the rows as they come.
+        Returns:
+            query, key, value, and with `config.attention_output_gate` the gate.
         """
         raise NotImplementedError
 
@@ -168,12 +172,16 @@ class Attention(MegatronModule):
         key_value_states: Tensor | None,
         positions: Tensor | None,
         rotary_pos_emb: tuple[Tensor | tuple[Tensor, Tensor] | None, Tensor | None, Tensor | None],
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Project [s, b, h] to query [s, b, n/tp, d], key and value, and rotate the first two."""
-        query, key, value = self.get_query_key_value_tensors(
+    ) -> tuple[Tensor, ...]:
+        """Project [s, b, h] to query [s, b, n/tp, d], key and value, and rotate the first two.
+
+        Returns:
+            what `get_query_key_value_tensors` does.
+        """
+        query, key, *others = self.get_query_key_value_tensors(
             hidden_states, key_value_states, positions
         )
-        return *self.apply_rotary_pos_emb_to_qk(query, key, *rotary_pos_emb), value
+        return *self.apply_rotary_pos_emb_to_qk(query, key, *rotary_pos_emb), *others
 
     def forward(
         self,
@@ -210,7 +218,7 @@ class Attention(MegatronModule):
             fix="leave these out",
         )
         context = inference_context if inference_context is not None else inference_params
-        query, key, value = self.get_rotated_qkv(
+        query, key, value, *gate = self.get_rotated_qkv(
             hidden_states,
             key_value_states,
             None if context is None else context.positions,
@@ -219,7 +227,8 @@ class Attention(MegatronModule):
         if context is not None:
             keys, values = context.store(self.layer_number, key, value)
             if not context.is_fresh:
-                return self.linear_proj(self._attend_to_cache(query, keys, values, context))
+                attended = self._attend_to_cache(query, keys, values, context)
+                return self.linear_proj(_gated(attended, *gate))
 
         def core(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
             return self.core_attention(
@@ -237,7 +246,7 @@ class Attention(MegatronModule):
         else:
             attended = core(query, key, value, attention_mask)
         self.drop_query_key_value(attended)
-        return self.linear_proj(attended)
+        return self.linear_proj(_gated(attended, *gate))
 
     def drop_query_key_value(self, attended: Tensor) -> None:
         """Free what the core attention used, if it is recomputed before its backward."""
@@ -277,10 +286,13 @@ class SelfAttention(Attention):
         self.num_query_groups_per_partition = max(1, groups // tp_size)
         self.queries_per_group = config.num_attention_heads // groups
         self.output_width = config.num_attention_heads * head
+        num_query_parts = 2 if config.attention_output_gate else 1
+        self.heads_of_group = (*[self.queries_per_group] * num_query_parts, 1, 1)
+        """Heads of a group as its rows lie: queries, gates if there are, key, value."""
         self.linear_qkv = self.linear(
             submodules.linear_qkv,
             config.hidden_size,
-            (config.num_attention_heads + 2 * groups) * head,
+            groups * sum(self.heads_of_group) * head,
             gather_output=False,
             bias=config.add_bias_linear or config.add_qkv_bias,
             skip_bias_add=False,
@@ -289,7 +301,7 @@ class SelfAttention(Attention):
         )
         weight = getattr(self.linear_qkv, "weight", None)
         if weight is not None:
-            rows = (self.queries_per_group * head, head, head)
+            rows = tuple(heads * head for heads in self.heads_of_group)
             set_param_meta(weight, replace(get_param_meta(weight), fused_row_sizes=rows))
         # Each tensor-parallel rank normalises its own heads, with or without sequence parallelism.
         self.q_layernorm = self.norm(submodules.q_layernorm, head, is_sharded=True)
@@ -302,24 +314,25 @@ class SelfAttention(Attention):
         hidden_states: Tensor,
         key_value_states: Tensor | None = None,
         positions: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, ...]:
         """Project to this rank's heads, QK norm applied, before rotation.
 
         Args:
             hidden_states: [s, b, h] ([s/tp, b, h] under sequence parallelism).
         Returns:
-            query [s, b, n/tp, d]; key and value [s, b, max(1, g/tp), d].
+            query [s, b, n/tp, d]; key and value [s, b, max(1, g/tp), d]; with
+            `config.attention_output_gate` the gate [s, b, n/tp * d].
         """
         rule = "keys and values of self-attention come from the queries' own sequence"
         given = {"key_value_states": key_value_states}
         refuse_given("SelfAttention", given, rule=rule, fix="leave it out")
         packed, _ = self.linear_qkv(hidden_states)
-        query, key, value = self._unpack(packed)
+        query, key, *others = self._unpack(packed)
         if self.q_layernorm is not None:
             query = self.q_layernorm(query)
         if self.k_layernorm is not None:
             key = self.k_layernorm(key)
-        return query, key, value
+        return query, key, *others
 
     def get_rotated_qkv(
         self,
@@ -327,11 +340,12 @@ class SelfAttention(Attention):
         key_value_states: Tensor | None,
         positions: Tensor | None,
         rotary_pos_emb: tuple[Tensor | tuple[Tensor, Tensor] | None, Tensor | None, Tensor | None],
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, ...]:
         """Project [s, b, h] and rotate; without gradients a group's heads [r+2, d] in one go."""
         _, cos, sin = rotary_pos_emb
         has_norms = self.q_layernorm is not None or self.k_layernorm is not None
         in_parts = has_norms or not self.uses_rotary or key_value_states is not None
+        in_parts = in_parts or self.config.attention_output_gate
         shares_group = self.pg_collection.tp.size() > (self.config.num_query_groups or 1)
         if torch.is_grad_enabled() or in_parts or shares_group or cos is None or sin is None:
             return super().get_rotated_qkv(
@@ -350,28 +364,28 @@ class SelfAttention(Attention):
         query = rotated.narrow(3, 0, r).reshape(s, b, -1, d)
         return query, rotated.select(3, r), grouped.select(3, r + 1)
 
-    def _unpack(self, packed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Cut the rows of the projection into query, key and value heads."""
+    def _unpack(self, packed: Tensor) -> tuple[Tensor, ...]:
+        """Cut the rows of the projection into query, key and value heads, and gates if it has."""
         s, b, _ = packed.shape
-        d, r = self.hidden_size_per_attention_head, self.queries_per_group
+        d, heads = self.hidden_size_per_attention_head, list(self.heads_of_group)
         tp = self.pg_collection.tp
         groups, tp_size = self.config.num_query_groups, tp.size()
         assert groups
         local = self.num_attention_heads_per_partition
         if tp_size <= groups:
-            grouped = packed.view(s, b, groups // tp_size, r + 2, d)
-            query, key, value = torch.split(grouped, [r, 1, 1], dim=3)
-            return query.reshape(s, b, local, d), key.squeeze(3), value.squeeze(3)
+            grouped = packed.view(s, b, groups // tp_size, sum(heads), d)
+            query, *gate, key, value = torch.split(grouped, heads, dim=3)
+            gate = [part.reshape(s, b, local * d) for part in gate]
+            return query.reshape(s, b, local, d), key.squeeze(3), value.squeeze(3), *gate
         # Several ranks share a group: its key and value rows may be on another rank.
         packed = all_gather_last_dim_from_tensor_parallel_region(packed, group=tp)
         ranks_per_group = tp_size // groups
         group, part = divmod(tp.rank(), ranks_per_group)
-        grouped = packed.view(s, b, groups, r + 2, d)[:, :, group]
-        before = part * local
-        _, query, _, key, value = torch.split(
-            grouped, [before, local, r - before - local, 1, 1], dim=2
-        )
-        return query, key, value
+        grouped = packed.view(s, b, groups, sum(heads), d)[:, :, group]
+        query, *gate, key, value = torch.split(grouped, heads, dim=2)
+        mine = slice(part * local, (part + 1) * local)
+        gate = [part[:, :, mine].reshape(s, b, local * d) for part in gate]
+        return query[:, :, mine], key, value, *gate
 
     def apply_rotary_pos_emb_to_qk(
         self,
@@ -391,3 +405,11 @@ class SelfAttention(Attention):
             cos, sin = cos_sin(rotary_pos_emb, query.dtype)
         interleaved = self.config.rotary_interleaved
         return rotate(query, cos, sin, interleaved), rotate(key, cos, sin, interleaved)
+
+
+def _gated(attended: Tensor, gate: Tensor | None = None) -> Tensor:
+    """Return attended * sigmoid(gate), both [s, b, n/tp * d]; without a gate the first."""
+    if gate is None:
+        return attended
+    # In fp32, as the sigmoid of a half has 8 bits at most where it is near 1.
+    return (attended * torch.sigmoid(gate.float())).to(attended.dtype)

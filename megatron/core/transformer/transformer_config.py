@@ -104,6 +104,15 @@ class TransformerConfig(
                     fix="drop --cross-entropy-loss-fusion",
                 )
             )
+        if self.attention_output_gate and self.multi_latent_attention:
+            problems.append(
+                ConfigError(
+                    "attention_output_gate with multi-latent attention.",
+                    rule="the gate is a part of the projection to whole query heads",
+                    flags=["--attention-output-gate", "--multi-latent-attention"],
+                    fix="drop --attention-output-gate",
+                )
+            )
         if self.rotary_base_local is not None and (
             self.multi_latent_attention or self.mtp_num_layers
         ):

@@ -61,8 +61,6 @@ class ModelSettings(ShapeConfig, BlockConfig, PositionConfig, InitializationConf
     """Give the output head its own weights instead of the embedding's."""
     make_vocab_size_divisible_by: int = 128
     """The vocabulary is padded to a multiple of this times the tensor-parallel size."""
-    attention_output_gate: bool = flag(False, refuse="train without an output gate")
-    """Multiply the attention output by a learned gate."""
     transformer_impl: str = flag(
         "transformer_engine",
         choices=("local", "transformer_engine", "inference_optimized"),

@@ -96,6 +96,8 @@ def layer_activation_bytes(
     # Inputs of both norms and of both blocks, outside the tensor-parallel regions.
     outside = (4 * item + kept_masks * item) / shard
     attention = (size.qkv_width + size.attention_width) / h * item / tp
+    # Of the gate its sigmoid is kept, in fp32; what it multiplies is in the gate's own place.
+    attention += size.has_output_gate * size.attention_width / h * 4 / tp
     mlp = (3 if size.is_gated else 2) * size.ffn_hidden_size / h * item / tp
     if has_experts and size.experts is not None:
         sizes, kept = size.experts, 3 if size.is_gated else 2

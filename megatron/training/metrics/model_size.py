@@ -82,6 +82,7 @@ class ModelSize:
     has_linear_bias: bool = True
     has_qkv_bias: bool = True
     has_qk_norm: bool = False
+    has_output_gate: bool = False
     num_layer_norms: int = 2
     window: int | None = None
     """Keys to the left that a query sees besides itself; None is all."""
@@ -117,6 +118,7 @@ class ModelSize:
             has_linear_bias=run.model.add_bias_linear,
             has_qkv_bias=run.model.add_bias_linear or run.model.add_qkv_bias,
             has_qk_norm=run.model.qk_layernorm,
+            has_output_gate=run.model.attention_output_gate,
             num_layer_norms=4 if run.model.sandwich_norm else 2,
             windowed_share=_windowed_share(run),
             has_sinks=run.model.softmax_type == "learnable",
@@ -147,10 +149,12 @@ class ModelSize:
 
     @property
     def qkv_width(self) -> int:
-        """Width of what a token projects to for attention: (n + 2g) d, or by way of latents."""
+        """Width of what a token projects to for attention: (n + 2g) d, with an output gate
+        (2n + 2g) d, or by way of latents."""
         if self.latent is not None:
             return self.num_attention_heads * self.latent.per_head
-        return (self.num_attention_heads + 2 * self.num_query_groups) * self.kv_channels
+        heads = self.num_attention_heads * (1 + self.has_output_gate) + 2 * self.num_query_groups
+        return heads * self.kv_channels
 
     @property
     def attention_width(self) -> int:

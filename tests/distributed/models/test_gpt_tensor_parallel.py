@@ -29,6 +29,10 @@ FAMILIES = {
         "add_bias_linear": False, "add_qkv_bias": True, "qk_layernorm": True,
         "num_query_groups": 2,
     },
+    "gated heads": {
+        "normalization": "RMSNorm", "add_qkv_bias": True, "num_query_groups": 2,
+        "attention_output_gate": True,
+    },
     # RMSNorm, because the gradient of a key norm's bias says nothing about the layout: softmax
     # hardly sees a constant added to all keys, so that gradient is a sum whose terms cancel (here
     # their absolute values add up to 84 times the sum), dominated by rounding in any layout.
@@ -83,6 +87,8 @@ CASES = [
     ("qwen", False, 2, {"sequence_parallel": True}),
     ("qwen", True, 4, {}),
     ("one key head", True, 2, {"sequence_parallel": True}),
+    ("gated heads", False, 2, {"recompute_granularity": "selective"}),
+    ("gated heads", True, 4, {"sequence_parallel": True}),
     ("llama", True, 2, {"sequence_parallel": True, "cross_entropy_loss_fusion": True}),
     ("llama", False, 4, {
         "sequence_parallel": True, "recompute_granularity": "full", "recompute_method": "uniform",

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from megatron.core.settings.command_line import read_command_line
+from megatron.core.settings.flags import flag
 from tests.parity.random_layouts import __doc__ as about
 from tests.parity.random_layouts.campaign import Campaign, described
 from tests.parity.random_layouts.cases import Case, draw_cases
@@ -55,6 +56,8 @@ class Flags:
 
     cases: int = 100
     seed: int = 1
+    having: list[str] = flag([], nargs="+")
+    """Draw only cases with all of these flags, which are written without dashes."""
     jobs: int = max(1, os.cpu_count() or 2)
     show: int = 1
     """Examples of each kind of refusal."""
@@ -80,7 +83,7 @@ def main() -> int:
         settings = from_words(shlex.split(options.command))
         models = [[Case(options.ranks, options.wide, settings)]]
     else:
-        models = list(draw_cases(options.seed, options.cases))
+        models = list(draw_cases(options.seed, options.cases, having=options.having))
         models += [[case] for case in former_failures()] if options.former else []
     campaign = Campaign(models, lambda text: print(text, flush=True), shrinks=not options.no_shrink)
     campaign.run(min(options.jobs, len(models)))

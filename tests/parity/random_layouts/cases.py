@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from tests.parity.random_layouts.layouts import LAYOUT_FLAGS, draw_layout
@@ -83,10 +83,15 @@ def draw_model(seed: int, index: int) -> list[Case]:
     return cases
 
 
-def draw_cases(seed: int, count: int) -> Iterator[list[Case]]:
-    """Yield the cases of one model after the other, `count` in all."""
+def draw_cases(seed: int, count: int, *, having: Sequence[str] = ()) -> Iterator[list[Case]]:
+    """Yield the cases of one model after the other, `count` in all.
+
+    Args:
+        having: flags, without dashes, that every case has.
+    """
     index = 0
     while count > 0:
-        cases = draw_model(seed, index)[:count]
-        yield cases
+        cases = [c for c in draw_model(seed, index) if c.settings.keys() >= set(having)][:count]
+        if cases:
+            yield cases
         count, index = count - len(cases), index + 1

@@ -82,6 +82,7 @@ LAYERS = (
     switch("add-qkv-bias", 0.2, without("multi-latent-attention")),
     switch("untie-embeddings-and-output-weights", 0.5),
     switch("qk-layernorm", 0.2),
+    switch("attention-output-gate", 0.2, without("multi-latent-attention")),
     Option("window-size", {None: 5, "4,0": 1, "7,0": 1}),
     Option("window-attn-skip-freq", {None: 1, 2: 1}, given("window-size")),
     Option("rotary-base-local", {None: 2, 300: 1},

@@ -34,6 +34,9 @@ MODELS = {
         {"num_query_groups": 2, "qk_layernorm": True, "normalization": "RMSNorm"},
         {},
     ),
+    "gated heads": (
+        TransformerConfig, {"num_query_groups": 2, "attention_output_gate": True}, {},
+    ),
     "window": (TransformerConfig, {"window_size": (3, 0)}, {}),
     "sink, interleaved": (
         TransformerConfig,

@@ -109,6 +109,14 @@ LLAMA_FAMILY = {
     "Qwen3": (
         "Qwen3", {"head_dim": 8}, {"qk_layernorm": True, "kv_channels": 8}, {"qk_layernorm": True},
     ),
+    "gated layers of Qwen3-Next": (
+        "Qwen3Next",
+        {"head_dim": 16, "layer_types": ["full_attention"] * 2, "mlp_only_layers": [0, 1],
+         "partial_rotary_factor": 0.5},
+        {"qk_layernorm": True, "kv_channels": 16, "attention_output_gate": True,
+         "layernorm_zero_centered_gamma": True},
+        {"qk_layernorm": True},
+    ),
 }  # fmt: skip
 
 
@@ -120,17 +128,31 @@ def test_logits_equal_those_of_hugging_faces_llama_family(name):
     config = getattr(transformers, f"{kind}Config")(
         vocab_size=VOCAB, hidden_size=HIDDEN, intermediate_size=FFN, num_hidden_layers=2,
         num_attention_heads=HEADS, num_key_value_heads=GROUPS, max_position_embeddings=LENGTH,
-        rms_norm_eps=epsilon, rope_parameters={"rope_type": "default", "rope_theta": base},
-        **({"tie_word_embeddings": False} | their_fields),
+        rms_norm_eps=epsilon, **({"tie_word_embeddings": False} | their_fields),
+        rope_parameters={
+            "rope_type": "default", "rope_theta": base,
+            "partial_rotary_factor": their_fields.get("partial_rotary_factor", 1.0),
+        },
     )  # fmt: skip
     theirs = getattr(transformers, f"{kind}ForCausalLM")(config)
-    theirs = weight_maps.randomised(theirs).eval()
+    of_norms = 0.0 if our_fields.get("layernorm_zero_centered_gamma") else 1.0
+    theirs = weight_maps.randomised(theirs, of_norms).eval()
     model_options = {
         "rotary_base": base,
+        "rotary_percent": their_fields.get("partial_rotary_factor", 1.0),
         "share_embeddings_and_output_weights": config.tie_word_embeddings,
     }
     ours = llama_model(spec_options, model_options, layernorm_epsilon=epsilon, **our_fields)
     load(ours, weight_maps.from_hugging_face_llama(theirs)).eval()
     tokens, _ = batch()
-    expected = theirs(tokens).logits
-    assert_close(ours(tokens, None, None), expected, FP32_REORDERED_SUM, "logits")
+    expected, logits = theirs(tokens).logits, ours(tokens, None, None)
+    assert_close(logits, expected, FP32_REORDERED_SUM, "logits")
+    direction = torch.randn_like(expected)
+    expected.backward(direction)
+    logits.backward(direction)
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            parameter.copy_(parameter.grad)
+    gradients = weight_maps.from_hugging_face_llama(theirs)
+    for name, parameter in ours.named_parameters():
+        assert_close(parameter.grad, gradients[name], FP32_REORDERED_SUM, f"gradient of {name}")

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 
-def pack_qkv(q: Tensor, k: Tensor, v: Tensor, num_groups: int, head_dim: int) -> Tensor:
-    """Interleave rows by group: n/g query heads, a key head, a value head."""
-    parts = [t.unflatten(0, (num_groups, -1, head_dim)) for t in (q, k, v)]
+def pack_qkv(*heads: Tensor, num_groups: int, head_dim: int) -> Tensor:
+    """Interleave rows of queries (and gates), keys and values by group, as many as it has."""
+    parts = [t.unflatten(0, (num_groups, -1, head_dim)) for t in heads]
     return torch.cat(parts, dim=1).flatten(0, 2)
 
 
@@ -26,7 +26,7 @@ def from_plain_gpt2(plain, num_heads: int) -> dict[str, Tensor]:
             qkv = getattr(block.qkv, kind).chunk(3)
             layer = {
                 "input_layernorm": getattr(block.norm1, kind),
-                "self_attention.linear_qkv": pack_qkv(*qkv, num_heads, d),
+                "self_attention.linear_qkv": pack_qkv(*qkv, num_groups=num_heads, head_dim=d),
                 "self_attention.linear_proj": getattr(block.proj, kind),
                 "pre_mlp_layernorm": getattr(block.norm2, kind),
                 "mlp.linear_fc1": getattr(block.up, kind),
@@ -47,7 +47,7 @@ def from_plain_llama(plain, num_groups: int) -> dict[str, Tensor]:
         weights = (block.q.weight, block.k.weight, block.v.weight)
         layer = {
             "input_layernorm": block.norm1.weight,
-            "self_attention.linear_qkv": pack_qkv(*weights, num_groups, block.d),
+            "self_attention.linear_qkv": pack_qkv(*weights, num_groups=num_groups, head_dim=block.d),
             "self_attention.linear_proj": block.proj.weight,
             "pre_mlp_layernorm": block.norm2.weight,
             "mlp.linear_fc1": torch.cat((block.gate.weight, block.up.weight)),
@@ -69,9 +69,10 @@ def from_hugging_face_gpt2(model) -> dict[str, Tensor]:
     for i, block in enumerate(body.h):
         for kind in ("weight", "bias"):
             qkv = getattr(block.attn.c_attn, kind).t().chunk(3)
+            width = model.config.n_embd // heads
             layer = {
                 "input_layernorm": getattr(block.ln_1, kind),
-                "self_attention.linear_qkv": pack_qkv(*qkv, heads, model.config.n_embd // heads),
+                "self_attention.linear_qkv": pack_qkv(*qkv, num_groups=heads, head_dim=width),
                 "self_attention.linear_proj": getattr(block.attn.c_proj, kind).t(),
                 "pre_mlp_layernorm": getattr(block.ln_2, kind),
                 "mlp.linear_fc1": getattr(block.mlp.c_fc, kind).t(),
@@ -82,7 +83,8 @@ def from_hugging_face_gpt2(model) -> dict[str, Tensor]:
 
 
 def from_hugging_face_llama(model) -> dict[str, Tensor]:
-    """Map a model of the Llama family: Llama, Mistral, Qwen 2 (QKV bias), Qwen 3 (QK norm)."""
+    """Map a model of the Llama family: Llama, Mistral, Qwen 2 (QKV bias), Qwen 3 (QK norm), the
+    layers of Qwen3-Next with full attention (an output gate beside the queries of each head)."""
     body, config = model.model, model.config
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     state = {
@@ -97,7 +99,10 @@ def from_hugging_face_llama(model) -> dict[str, Tensor]:
         for kind in ("weight", "bias"):
             rows = [getattr(p, kind) for p in projections]
             if rows[0] is not None:
-                packed = pack_qkv(*rows, config.num_key_value_heads, head)
+                if config.model_type == "qwen3_next":
+                    both = rows[0].unflatten(0, (-1, 2, head))
+                    rows = [both[:, 0].flatten(0, 1), both[:, 1].flatten(0, 1), *rows[1:]]
+                packed = pack_qkv(*rows, num_groups=config.num_key_value_heads, head_dim=head)
                 state[f"{name}self_attention.linear_qkv.{kind}"] = packed
         layer = {
             "input_layernorm": block.input_layernorm.weight,
@@ -113,11 +118,11 @@ def from_hugging_face_llama(model) -> dict[str, Tensor]:
     return state
 
 
-def randomised(model: torch.nn.Module) -> torch.nn.Module:
+def randomised(model: torch.nn.Module, vectors_around: float = 1.0) -> torch.nn.Module:
     """Move every parameter, norms and biases too, so that none could be left out unnoticed."""
     generator = torch.Generator().manual_seed(11)
     with torch.no_grad():
         for parameter in model.parameters():
             noise = torch.randn(parameter.shape, generator=generator)
-            parameter.copy_(noise * 0.1 + (1.0 if parameter.dim() == 1 else 0.0))
+            parameter.copy_(noise * 0.1 + (vectors_around if parameter.dim() == 1 else 0.0))
     return model

@@ -24,6 +24,8 @@ SIZES = {"num_layers": 4, "hidden_size": 32, "num_attention_heads": 4}
         ({"final_logit_softcapping": 30.0, "cross_entropy_loss_fusion": True},
          "drop --cross-entropy-loss-fusion"),
         ({"rotary_base_local": 1e4, "mtp_num_layers": 1}, "--rotary-base-local"),
+        ({"attention_output_gate": True, "multi_latent_attention": True},
+         "drop --attention-output-gate"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_is_refused(fields, named):

@@ -29,6 +29,9 @@ class BlockConfig:
     """Store the norm's weight minus one, so weight decay pulls towards the identity."""
     qk_layernorm: bool = False
     """Normalise each query and key head (arXiv 2302.05442, section 2)."""
+    attention_output_gate: bool = False
+    """Multiply the output of attention by a sigmoid gate, which the query projection gives for each
+    channel of a head (arXiv 2505.06708, as in Qwen3-Next)."""
     apply_residual_connection_post_layernorm: bool = False
     """Take the residual after the input norm of a layer."""
 
