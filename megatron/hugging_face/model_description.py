@@ -83,6 +83,7 @@ class ModelDescription:
     num_experts: int | None = None
     moe_layer_freq: int | list[int] = 1
     moe_ffn_hidden_size: int | None = None
+    moe_latent_size: int | None = None
     moe_router_topk: int = 2
     moe_router_score_function: str = "softmax"
     moe_router_pre_softmax: bool = False

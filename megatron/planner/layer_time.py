@@ -31,7 +31,7 @@ def active_scale(loads: Workloads) -> FloatArray:
     are taken to be like the other ones. 1 for dense models.
     """
     layer = 2 * loads.hidden_size * (loads.query_width + loads.kv_width)
-    layer = layer + 3 * loads.hidden_size * loads.moe_ffn_hidden_size * loads.moe_router_topk
+    layer = layer + 3 * loads.expert_hidden_size * loads.moe_ffn_hidden_size * loads.moe_router_topk
     embeddings = 2 * loads.hidden_size * loads.vocab_size
     known = loads.num_layers * layer
     published = loads.active_params - embeddings
@@ -130,8 +130,8 @@ def expert_products(loads: Workloads) -> list[Product]:
     rows = np.maximum(rows * split / loads.tensor_size, 1.0)
     width = np.maximum(loads.moe_ffn_hidden_size, 1.0) / split
     return [
-        (rows, width * (1 + loads.gated_linear_unit), loads.hidden_size),
-        (rows, loads.hidden_size, width),
+        (rows, width * (1 + loads.gated_linear_unit), loads.expert_hidden_size),
+        (rows, loads.expert_hidden_size, width),
     ]
 
 
@@ -155,7 +155,7 @@ def tensor_communication(collectives: CollectiveCosts) -> FloatArray:
 def expert_communication(collectives: CollectiveCosts) -> FloatArray:
     """Return the two all-to-alls of a pass of a layer: tokens to their experts and back."""
     loads = collectives.workloads
-    bytes_of_copy = 2 * loads.microbatch_tokens / loads.tensor_size * loads.hidden_size
+    bytes_of_copy = 2 * loads.microbatch_tokens / loads.tensor_size * loads.expert_hidden_size
     return 2 * collectives.expert_exchange(bytes_of_copy, loads.moe_router_topk)
 
 

@@ -120,7 +120,8 @@ def layer_activations(workloads: Workloads, recompute: np.ndarray) -> FloatArray
     routed_width = loads.moe_ffn_hidden_size * loads.moe_router_topk
     ffn = np.where(loads.is_moe, routed_width, loads.ffn_hidden_size) / tp
     feed_forward = ffn * (2 * halves + operand)
-    routed = np.where(loads.is_moe, loads.moe_router_topk * hidden * (2 + operand), 0.0) / split
+    routed = np.where(loads.is_moe, loads.moe_router_topk * loads.expert_hidden_size, 0.0) / split
+    routed = routed * (2 + operand)
     everything = residual + attention + scores + feed_forward + routed
     kept = np.select(
         [recompute == kind for kind in RECOMPUTE_KINDS[1:]],

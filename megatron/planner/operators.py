@@ -135,7 +135,7 @@ class OperatorCosts:
         per_token = per_token + 4 * (loads.query_width + loads.kv_width) / loads.tensor_size
         scale = self.hardware.per_software("elementwise_traffic", loads)
         # Tokens are sorted by expert before the experts and put back after them.
-        routed = 12 * loads.moe_router_topk * loads.hidden_size
+        routed = 12 * loads.moe_router_topk * loads.expert_hidden_size
         per_token = per_token + routed * self.hardware.constant("routing_traffic")
         return self.memory(per_token * loads.microbatch_tokens * scale)
 

@@ -83,6 +83,7 @@ def workload_of_run(run: ResolvedRun, gpu: Gpu, world_size: int) -> Workloads:
         "num_experts": experts.num_experts if experts else 0,
         "moe_router_topk": experts.topk if experts else 0,
         "moe_ffn_hidden_size": experts.width if experts else 0,
+        "expert_hidden_size": (experts and experts.latent) or size.hidden_size,
         "active_params": size.active_parameters if experts else 0,
         "dense_params": (size.total_parameters - routed - tables) / layers,
         "expert_params": routed / layers,

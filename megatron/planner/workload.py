@@ -52,6 +52,8 @@ class Workloads:
     """0 for a dense model."""
     moe_router_topk: FloatArray
     moe_ffn_hidden_size: FloatArray
+    expert_hidden_size: FloatArray
+    """Width of what routed experts read and write: the hidden size, or that of latents."""
     active_params: FloatArray
     """Parameters that a token is multiplied with, as published, for what the other columns cannot
     tell (shared experts, latent attention); 0 where they tell all."""
@@ -246,6 +248,7 @@ def _record(index: int, row: Mapping[str, str]) -> dict[str, Any]:
         "num_experts": num_experts,
         "moe_router_topk": number("topk", 0),
         "moe_ffn_hidden_size": number("moe_ffn", 0),
+        "expert_hidden_size": hidden,
         "active_params": number("active_B", 0) * 1e9,
         "dense_params": attention + mlp,
         "expert_params": hidden * number("moe_ffn", 0) * (1 + halves) * num_experts,

@@ -8,7 +8,8 @@ projection also gives a gate for each channel of a head's output.
 
 Legend: s sequence, b micro-batch, h hidden, n query heads, g key/value groups, d head dim. The
 projection packs rows by group: n/g query heads, with an output gate n/g gate heads, one key head,
-one value head; tensor parallelism splits whole groups, or, with more ranks than groups, equal runs of rows that are gathered.
+one value head; tensor parallelism splits whole groups, or, with more ranks than groups, equal runs
+of rows that are gathered.
 """
 
 from __future__ import annotations

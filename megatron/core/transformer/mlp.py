@@ -89,7 +89,7 @@ class MLP(MegatronModule):
         self.linear_fc2 = build_module(
             submodules.linear_fc2,
             ffn,
-            config.hidden_size,
+            self.input_size,
             config=config,
             init_method=config.output_layer_init_method,
             bias=config.add_bias_linear,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron.core.tensor_parallel.parallel_parameters import ParallelLayer
 from megatron.core.topology.group import Group
@@ -13,9 +13,13 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 class ReplicatedLinear(ParallelLayer):
-    """A linear layer without bias, whole on every tensor-parallel rank.
+    """A linear layer, whole on every tensor-parallel rank.
 
-    Its gradient is the same on all of them, or, under sequence parallelism, a part each.
+    Its gradient is the same on all of them, or, where they see different tokens, a part each.
+
+    Args:
+        sees_all_tokens: every rank of `tp_group` gets the same input; None: without sequence
+            parallelism.
     """
 
     def __init__(
@@ -26,13 +30,22 @@ class ReplicatedLinear(ParallelLayer):
         config: TransformerConfig,
         init_method: Callable[[Tensor], object] | None,
         tp_group: Group,
+        bias: bool = False,
+        sees_all_tokens: bool | None = None,
     ) -> None:
         super().__init__(config, tp_group=tp_group)
-        axes = ("tp",) if config.sequence_parallel else ()
+        if sees_all_tokens is None:
+            sees_all_tokens = not config.sequence_parallel
+        axes: tuple[str, ...] = () if sees_all_tokens else ("tp",)
         self.weight = self.new_parameter(
             output_size, input_size, init_method=init_method, split_dim=None, partial_grad_axes=axes
         )
+        self.bias: nn.Parameter | None = None
+        if bias:
+            self.bias = self.new_parameter(
+                output_size, init_method=None, split_dim=None, partial_grad_axes=axes
+            )
 
     def forward(self, x: Tensor) -> tuple[Tensor, None]:
-        """[s, b, input] -> ([s, b, output], no bias)."""
-        return F.linear(x, self.weight), None
+        """[..., input] -> ([..., output], no bias that is still to be added)."""
+        return F.linear(x, self.weight, self.bias), None

@@ -101,8 +101,10 @@ def layer_activation_bytes(
     mlp = (3 if size.is_gated else 2) * size.ffn_hidden_size / h * item / tp
     if has_experts and size.experts is not None:
         sizes, kept = size.experts, 3 if size.is_gated else 2
-        # Each assignment keeps its token beside the activations of the expert.
-        routed = sizes.topk * (h + kept * sizes.width) / h * item / tp
+        # Each assignment keeps its token beside the activations of the expert; latents that come
+        # back are kept for the projection up.
+        routed = sizes.topk * ((sizes.latent or h) + kept * sizes.width) / h * item / tp
+        routed += sizes.latent / h * item / tp
         mlp = routed + kept * sizes.shared_width / h * item / tp
         if run.experts.moe_layer_recompute:
             mlp = 0.0

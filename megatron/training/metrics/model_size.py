@@ -55,6 +55,8 @@ class ExpertSizes:
     num_experts: int
     topk: int
     width: int
+    latent: int = 0
+    """Width of what they read and write; 0 is the hidden size."""
     shared_width: int = 0
     """Width of the expert that every token uses; 0 if there is none."""
     has_shared_gate: bool = False
@@ -173,24 +175,24 @@ class ModelSize:
         """Elements that one token is multiplied with in a layer with experts."""
         sizes = self.experts
         assert sizes is not None
-        routed = sizes.topk * self._mlp_matrices(sizes.width)
+        routed = sizes.topk * self._mlp_matrices(sizes.width, sizes.latent)
         return self._attention_matrices + self._shared_matrices + routed
 
     @property
     def _shared_matrices(self) -> int:
-        """Elements of router, shared expert and its gate."""
+        """Elements of router, shared expert and its gate, projections to and from latents."""
         sizes = self.experts
         assert sizes is not None
         shared = self._mlp_matrices(sizes.shared_width) + sizes.has_shared_gate * self.hidden_size
-        return sizes.num_experts * self.hidden_size + shared
+        return (sizes.num_experts + 2 * sizes.latent) * self.hidden_size + shared
 
-    def _mlp_matrices(self, width: int) -> int:
-        return (3 if self.is_gated else 2) * self.hidden_size * width
+    def _mlp_matrices(self, width: int, latent: int = 0) -> int:
+        return (3 if self.is_gated else 2) * (latent or self.hidden_size) * width
 
-    def _mlp_biases(self, width: int) -> int:
+    def _mlp_biases(self, width: int, latent: int = 0) -> int:
         if not (self.has_linear_bias and width):
             return 0
-        return width * (2 if self.is_gated else 1) + self.hidden_size
+        return width * (2 if self.is_gated else 1) + (latent or self.hidden_size)
 
     @property
     def _attention_matrices(self) -> int:
@@ -232,15 +234,18 @@ class ModelSize:
         sizes = self.experts
         assert sizes is not None
         shared = self._shared_matrices + self._mlp_biases(sizes.shared_width)
-        return self._attention_parameters + shared + sizes.num_experts * self.has_linear_bias
+        biases = sizes.num_experts  # of the router
+        if sizes.latent:
+            biases += sizes.latent + self.hidden_size
+        return self._attention_parameters + shared + biases * self.has_linear_bias
 
     @property
     def routed_parameters(self) -> int:
         """Parameters of the routed experts of one layer."""
         if self.experts is None:
             return 0
-        width = self.experts.width
-        one = self._mlp_matrices(width) + self._mlp_biases(width)
+        sizes = self.experts.width, self.experts.latent
+        one = self._mlp_matrices(*sizes) + self._mlp_biases(*sizes)
         return self.experts.num_experts * one
 
     @property
@@ -336,6 +341,7 @@ def _expert_sizes(run: ResolvedRun) -> ExpertSizes | None:
         num_experts=run.experts.num_moe_experts,
         topk=run.experts.moe_router_topk,
         width=run.experts.moe_ffn_hidden_size or run.model.ffn_hidden_size or 0,
+        latent=run.experts.moe_latent_size or 0,
         shared_width=run.experts.moe_shared_expert_intermediate_size or 0,
         has_shared_gate=run.experts.moe_shared_expert_gate,
         pattern=tuple(map(bool, pattern)),

@@ -280,6 +280,14 @@ def experts_begin_as_the_dense_mlp(run: ResolvedRun) -> Iterator[MegatronError]:
             "--moe-ffn-hidden-size",
             fix="drop --moe-ffn-hidden-size",
         )
+    if run.experts.moe_latent_size:
+        yield problem(
+            "--moe-use-upcycling with --moe-latent-size.",
+            "an MLP reads the hidden states, and latent experts read projections of them",
+            "--moe-use-upcycling",
+            "--moe-latent-size",
+            fix="drop --moe-latent-size",
+        )
     if not (checkpoint.load or checkpoint.pretrained_checkpoint or checkpoint.load_hf):
         yield problem(
             "--moe-use-upcycling without a checkpoint.",

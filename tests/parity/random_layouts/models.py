@@ -102,6 +102,7 @@ LAYERS = (
 EXPERTS = (
     Option("num-experts", {None: 6, 4: 3, 8: 1}),
     Option("moe-ffn-hidden-size", {24: 3, 16: 1, None: 1}, given("num-experts")),
+    Option("moe-latent-size", {None: 4, 12: 1}, given("num-experts")),
     Option("moe-layer-freq", {None: 4, 2: 1}, given("num-experts")),
     Option("moe-router-load-balancing-type",
            {None: 3, "seq_aux_loss": 2, "global_aux_loss": 1, "none": 1, "sinkhorn": 1,

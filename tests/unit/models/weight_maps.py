@@ -47,7 +47,9 @@ def from_plain_llama(plain, num_groups: int) -> dict[str, Tensor]:
         weights = (block.q.weight, block.k.weight, block.v.weight)
         layer = {
             "input_layernorm": block.norm1.weight,
-            "self_attention.linear_qkv": pack_qkv(*weights, num_groups=num_groups, head_dim=block.d),
+            "self_attention.linear_qkv": pack_qkv(
+                *weights, num_groups=num_groups, head_dim=block.d
+            ),
             "self_attention.linear_proj": block.proj.weight,
             "pre_mlp_layernorm": block.norm2.weight,
             "mlp.linear_fc1": torch.cat((block.gate.weight, block.up.weight)),

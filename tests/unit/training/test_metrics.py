@@ -118,6 +118,9 @@ def test_parameters_of_published_models_are_counted(name):
         "--num-experts 4 --moe-ffn-hidden-size 24 --moe-layer-freq 2 --mtp-num-layers 1"
         " --moe-shared-expert-intermediate-size 8 --moe-shared-expert-gate",
         "--num-experts 2 --swiglu --disable-bias-linear",
+        "--num-experts 4 --moe-ffn-hidden-size 24 --moe-latent-size 12"
+        " --moe-shared-expert-intermediate-size 8 --attention-output-gate"
+        " --group-query-attention --num-query-groups 2",
     ],
 )
 def test_the_count_is_that_of_the_model_that_is_built(flags, is_tied):

@@ -28,6 +28,10 @@ class ExpertConfig:
     """Which layers have experts: every N-th, beginning with the first, or 0/1 for each layer."""
     moe_ffn_hidden_size: int | None = flag(None, part_of="num_experts")
     """Width of one expert; None means ffn_hidden_size."""
+    moe_latent_size: int | None = flag(None, part_of="num_experts")
+    """Width that routed experts work in: tokens are projected down to it before they travel to
+    their experts and up again after; the router and shared experts read them whole (LatentMoE,
+    arXiv 2601.18089). None is the hidden size."""
     moe_grouped_gemm: bool = flag(False, part_of="num_experts")
     """Compute all experts of a rank together instead of one module after the other."""
     moe_layer_recompute: bool = flag(False, part_of="num_experts")
@@ -207,6 +211,15 @@ class ExpertConfig:
                     "--moe-ffn-hidden-size",
                     "--expert-tensor-parallel-size",
                     fix=f"use --moe-ffn-hidden-size {max(1, -(-width // expert_tp)) * expert_tp}",
+                )
+            )
+        if self.moe_latent_size is not None and self.moe_latent_size < 1:
+            problems.append(
+                _problem(
+                    f"moe_latent_size={self.moe_latent_size}.",
+                    "it is a positive number",
+                    "--moe-latent-size",
+                    fix="drop --moe-latent-size for experts of the hidden size",
                 )
             )
         freq = self.moe_layer_freq

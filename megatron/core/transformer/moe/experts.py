@@ -3,7 +3,8 @@
 Both forms hold the same weights, begin with the same values, and declare the same checkpoint, so a
 run may change between them.
 
-Legend: n rows, ordered by expert; h hidden, f width of an expert; l local experts.
+Legend: n rows, ordered by expert; h hidden (of latent experts the latent), f width of an expert; l
+local experts.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ class _Experts(MegatronModule):
         super().__init__(config)
         self.pg_collection = pg_collection
         self.num_local_experts = num_local_experts
+        self.input_size = config.moe_latent_size or config.hidden_size
         self.first_expert = self.pg_collection.ep.rank() * num_local_experts
         self.names_in_model: dict[str, str] = {}
         """Name of each parameter -> its name in the one-device model: numbered by expert."""
@@ -100,6 +102,7 @@ class SequentialMLP(_Experts):
                 config,
                 submodules,
                 is_expert=True,
+                input_size=self.input_size,
                 ffn_hidden_size=config.moe_ffn_hidden_size,
                 pg_collection=self.pg_collection,
             )
@@ -162,7 +165,7 @@ class GroupedMLP(_Experts):
         self.linear_fc1 = build_module(
             submodules.linear_fc1,
             num_local_experts,
-            config.hidden_size,
+            self.input_size,
             config.moe_ffn_hidden_size * blocks,
             config=config,
             init_method=config.init_method,
@@ -175,7 +178,7 @@ class GroupedMLP(_Experts):
             submodules.linear_fc2,
             num_local_experts,
             config.moe_ffn_hidden_size,
-            config.hidden_size,
+            self.input_size,
             config=config,
             init_method=config.output_layer_init_method,
             bias=config.add_bias_linear,

@@ -1,13 +1,15 @@
 """A mixture-of-experts layer in the place of an MLP: route, dispatch, compute, combine.
 
 N. Shazeer et al., "Outrageously Large Neural Networks: The Sparsely-Gated Mixture-of-Experts
-Layer", arXiv 1701.06538.
+Layer", arXiv 1701.06538. Experts of a latent width: V. Elango et al., "LatentMoE: Toward Optimal
+Accuracy per FLOP and Parameter in Mixture of Experts", arXiv 2601.18089.
 
-Legend: s sequence, b micro batch, h hidden, t = s*b tokens of this rank.
+Legend: s sequence, b micro batch, h hidden, l latent width, t = s*b tokens of this rank.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +33,7 @@ from megatron.core.transformer.moe.token_dispatcher import (
     TokenDispatcher,
     pad_to_capacity,
 )
+from megatron.core.transformer.replicated_linear import ReplicatedLinear
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import divide
@@ -73,6 +76,12 @@ class MoELayer(MegatronModule):
         self.router = build_module(
             submodules.router, config=config, pg_collection=groups, is_mtp_layer=is_mtp_layer
         )
+        self.fc1_latent_proj: ReplicatedLinear | None = None
+        self.fc2_latent_proj: ReplicatedLinear | None = None
+        if config.moe_latent_size:
+            sizes = config.hidden_size, config.moe_latent_size
+            self.fc1_latent_proj = self._projection(*sizes, config.init_method)
+            self.fc2_latent_proj = self._projection(*sizes[::-1], config.output_layer_init_method)
         self.experts = build_module(
             submodules.experts, num_local_experts, config, pg_collection=groups
         )
@@ -88,6 +97,21 @@ class MoELayer(MegatronModule):
         self._cut = SINGLE_RANK if config.sequence_parallel else groups.tp
         if layer_number is not None:
             self.set_layer_number(layer_number)
+
+    def _projection(
+        self, rows: int, columns: int, init_method: Callable[[Tensor], object] | None
+    ) -> ReplicatedLinear:
+        """Build a projection between tokens and their latents, on rows that each rank routes."""
+        tp = self.pg_collection.tp
+        return ReplicatedLinear(
+            rows,
+            columns,
+            config=self.config,
+            init_method=init_method,
+            tp_group=tp,
+            bias=self.config.add_bias_linear,
+            sees_all_tokens=tp.size() == 1,
+        )
 
     def set_layer_number(self, layer_number: int) -> None:
         """Say which layer of the model (1-based) this is: random draws and logs name it."""
@@ -157,11 +181,16 @@ class MoELayer(MegatronModule):
             (None, None) if shared_overlap is None else (shared_overlap.begin, shared_overlap.end)
         )
         tokens = x.reshape(-1, x.shape[-1])
+        if self.fc1_latent_proj is not None:
+            tokens, _ = self.fc1_latent_proj(tokens)  # [t, h] -> [t, l]
         sent = self.token_dispatcher.dispatch(tokens, probs, routing_map, begin)
         if self.config.moe_pad_expert_input_to_capacity:
             sent = pad_to_capacity(sent, self._max_tokens_per_expert(x))
         output, _ = self.experts(sent.tokens, sent.tokens_per_expert, sent.probs)
-        output = sent.combine(output, end).view(x.shape)
+        output = sent.combine(output, end)
+        if self.fc2_latent_proj is not None:
+            output, _ = self.fc2_latent_proj(output)
+        output = output.view(x.shape)
         output = gather_from_sequence_parallel_region(output, False, self._cut)
         return output if output.shape[0] == rows else output[:rows]
 

@@ -20,9 +20,17 @@ def by_hand(moe, x):
     """The layer as a loop over tokens."""
     weights = dict(moe.named_parameters())
     out = torch.zeros(x.shape[0] * x.shape[1], H)
+
+    def latent_projection(name, y):
+        if f"{name}.weight" not in weights:
+            return y
+        return F.linear(y, weights[f"{name}.weight"], weights[f"{name}.bias"])
+
     for index, token in enumerate(x.reshape(-1, H)):
         logits = F.linear(token, weights["router.weight"], weights["router.bias"])
         best = logits.topk(K)
+        token = latent_projection("fc1_latent_proj", token)
+        combined = torch.zeros_like(token)
         for expert, share in zip(best.indices.tolist(), best.values.softmax(0), strict=True):
             part = {
                 kind: weights[f"experts.local_experts.{expert}.{kind}"]
@@ -32,19 +40,29 @@ def by_hand(moe, x):
             }  # fmt: skip
             gate, up = F.linear(token, part["linear_fc1.weight"], part["linear_fc1.bias"]).chunk(2)
             y = F.linear(F.silu(gate) * up, part["linear_fc2.weight"], part["linear_fc2.bias"])
-            out[index] += share * y
+            combined += share * y
+        out[index] = latent_projection("fc2_latent_proj", combined)
     return out.view(x.shape)
 
 
-def test_the_layer_is_a_weighted_sum_of_the_experts_of_each_token():
-    moe, x = layer(), tokens()
-    assert_close(moe(x)[0], by_hand(moe, x), FP32_REORDERED_SUM, "moe")
+@pytest.mark.parametrize("latent", [None, 10])
+def test_the_layer_is_a_weighted_sum_of_the_experts_of_each_token(latent):
+    moe, x, y = layer(moe_latent_size=latent), tokens(), tokens()
+    output, expected = moe(x)[0], by_hand(moe, y)
+    assert_close(output, expected, FP32_REORDERED_SUM, "moe")
+    weights = list(moe.parameters())
+    given = torch.autograd.grad(output.square().sum(), (x, *weights))
+    wanted = torch.autograd.grad(expected.square().sum(), (y, *weights), materialize_grads=True)
+    for gradient, reference in zip(given, wanted, strict=True):
+        assert_close(gradient, reference, FP32_REORDERED_SUM, "gradient")
 
 
-@pytest.mark.parametrize("dispatcher", ["allgather", "alltoall"])
-def test_grouped_experts_equal_those_one_by_one(dispatcher):
-    one_by_one = layer()
-    grouped = layer(moe_grouped_gemm=True, moe_token_dispatcher_type=dispatcher)
+@pytest.mark.parametrize(("dispatcher", "latent"), [("allgather", None), ("alltoall", 10)])
+def test_grouped_experts_equal_those_one_by_one(dispatcher, latent):
+    one_by_one = layer(moe_latent_size=latent)
+    grouped = layer(
+        moe_grouped_gemm=True, moe_token_dispatcher_type=dispatcher, moe_latent_size=latent
+    )
     names = canonical_names(grouped)
     reference = dict(one_by_one.named_parameters())
     for local, parameter in grouped.named_parameters():
