@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from typing import Any
 
@@ -85,6 +86,19 @@ class ConfigFields:
             values = " or ".join(repr(v) for v in allowed) if allowed else "absent"
             self._refuse(name, value, f"the model here is built for {name} = {values}")
         return value
+
+    def without(self, name: str) -> ConfigFields:
+        """Return this config without a field that has been taken, for a reader of relatives."""
+        return self._with({n: value for n, value in self._fields.items() if n != name})
+
+    def renamed(self, name: str, usual: str) -> ConfigFields:
+        """Return this config with field `name` under its usual name, for a reader of relatives."""
+        return self._with({**self._fields, usual: self.take(name)})
+
+    def _with(self, fields: dict[str, object]) -> ConfigFields:
+        view = copy.copy(self)  # what is unread, and the problems, are of one config
+        view._fields = fields
+        return view
 
     def finish(self) -> None:
         """Refuse what nobody took: a field that is not understood could change the model.

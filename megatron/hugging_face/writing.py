@@ -108,14 +108,16 @@ def write_model(
         adapters: an opened checkpoint of adapters, which are merged into the weights.
         dtype: of the written weights; None keeps the stored one.
         companion: directory of the model that training began with: its tokenizer files are
-            copied, and those fields of its config that change no weight.
+            copied, and those fields of its config that change no weight. The model is written as
+            one of its family, if that can express it.
         file_bytes: size above which another file begins.
     Raises:
         ConfigError: no family can express this model.
         CheckpointError: weights are missing, or the directory cannot be written.
     """
     model = ModelDescription.from_values(stored_values(contents) if settings is None else settings)
-    family = family_of_settings(model)
+    former = {} if companion is None else json.loads((companion / CONFIG_NAME).read_bytes())
+    family = family_of_settings(model, preferred=former.get("model_type"))
     groups = plan(contents, family, model)
     merge = None if adapters is None else stored_adapters(adapters)
     with new_directory(target) as draft:

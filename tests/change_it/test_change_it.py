@@ -178,7 +178,7 @@ def test_a_family_is_read_trained_in_parallel_and_written(changed):
     (command,) = copy.change.commands
     copy.check("make_model", command[command.index("--load-hf") + 1])
     printed = copy.run(command)
-    assert "(smollm3)" in printed
+    assert "(helium)" in printed
     copy.check("family", *(command[command.index(f) + 1] for f in ("--load-hf", "--save-hf")))
 
 

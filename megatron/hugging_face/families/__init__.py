@@ -10,11 +10,13 @@ from megatron.hugging_face.families import (
     deepseek,
     experts,
     gemma,
+    glm,
     gpt2,
     gpt_neox,
     gpt_oss,
     llama,
     phi3,
+    relatives,
 )
 from megatron.hugging_face.families.family import Family
 from megatron.hugging_face.model_description import ModelDescription, differences
@@ -34,6 +36,14 @@ FAMILIES: tuple[Family, ...] = (
     deepseek.DEEPSEEK_V2,
     deepseek.DEEPSEEK_V3,
     gpt_oss.GPT_OSS,
+    experts.QWEN2_MOE,
+    gpt2.GPT_BIGCODE,
+    gemma.GEMMA,
+    glm.GLM,
+    glm.GLM4,
+    glm.GLM4_MOE,
+    glm.DOTS1,
+    *relatives.FAMILIES,
 )
 """In the order in which a family is looked for that can express a model."""
 
@@ -57,14 +67,16 @@ def family_of_config(fields: Mapping[str, object], source: str) -> Family:
     )
 
 
-def family_of_settings(settings: ModelDescription) -> Family:
+def family_of_settings(settings: ModelDescription, preferred: object = None) -> Family:
     """Return the first family that can express a model of these settings exactly.
 
+    Args:
+        preferred: `model_type` of the family that comes first.
     Raises:
         ConfigError: none can; the differences from each are listed.
     """
     reasons = []
-    for family in FAMILIES:
+    for family in sorted(FAMILIES, key=lambda family: family.model_type != preferred):
         wrong = family_misfit(family, settings)
         if not wrong:
             return family

@@ -26,20 +26,16 @@ _LATENT_EPSILON = 1e-6
 
 
 def _common_settings(config: ConfigFields) -> ModelDescription:
-    for name in (*_OF_TRAINING, *_FOLLOWING):
+    for name in _FOLLOWING:
         config.take(name, None)
     config.only("hidden_act", "silu")
     config.only("attention_bias", False)
     config.only("mlp_bias", False)
-    config.only("moe_layer_freq", 1)
     config.only("rms_norm_eps", _LATENT_EPSILON)
     settings = gated_settings(config)
     config.only("num_key_value_heads", settings.num_attention_heads)
-    layers, dense = settings.num_layers, config.take("first_k_dense_replace", 0)
-    width = config.take("moe_intermediate_size")
-    factor = config.take("routed_scaling_factor", 1.0)
     return replace(
-        with_rope(settings, config),
+        with_experts(with_rope(settings, config), config),
         kv_channels=None,
         group_query_attention=False,
         swiglu=True,
@@ -52,6 +48,19 @@ def _common_settings(config: ConfigFields) -> ModelDescription:
         qk_head_dim=config.take("qk_nope_head_dim"),
         qk_pos_emb_head_dim=config.take("qk_rope_head_dim"),
         v_head_dim=config.take("v_head_dim"),
+    )
+
+
+def with_experts(settings: ModelDescription, config: ConfigFields) -> ModelDescription:
+    """Return `settings` with the experts of the config, after dense layers at the beginning."""
+    for name in _OF_TRAINING:
+        config.take(name, None)
+    config.only("moe_layer_freq", 1)
+    layers, dense = settings.num_layers, config.take("first_k_dense_replace", 0)
+    width = config.take("moe_intermediate_size")
+    factor = config.take("routed_scaling_factor", 1.0)
+    return replace(
+        settings,
         num_experts=config.take("n_routed_experts"),
         moe_layer_freq=[int(n >= dense) for n in range(layers)] if dense else 1,
         moe_ffn_hidden_size=width,
@@ -59,6 +68,16 @@ def _common_settings(config: ConfigFields) -> ModelDescription:
         moe_router_topk=config.take("num_experts_per_tok"),
         moe_router_topk_scaling_factor=None if factor == 1.0 else factor,
         moe_router_dtype="fp32",
+    )
+
+
+def judged_by_sigmoid(settings: ModelDescription, config: ConfigFields) -> ModelDescription:
+    """Return `settings` with the router of DeepSeek-V3: biased choice, weights that sum to one."""
+    config.only("norm_topk_prob", True)
+    return replace(
+        _with_groups(settings, config, judges=2),
+        moe_router_score_function="sigmoid",
+        moe_router_enable_expert_bias=True,
     )
 
 
@@ -78,10 +97,10 @@ def _with_groups(settings: ModelDescription, config: ConfigFields, judges: int) 
 def _common_fields(settings: ModelDescription) -> dict[str, Any]:
     fields = LLAMA.fields(settings)
     del fields["head_dim"]
-    width = settings.experts_width
     return {
         **fields,
         **rope_fields(settings),
+        **experts_fields(settings),
         "num_key_value_heads": settings.num_attention_heads,
         "attention_bias": False,
         "q_lora_rank": settings.q_lora_rank,
@@ -89,6 +108,13 @@ def _common_fields(settings: ModelDescription) -> dict[str, Any]:
         "qk_nope_head_dim": settings.qk_head_dim,
         "qk_rope_head_dim": settings.qk_pos_emb_head_dim,
         "v_head_dim": settings.v_head_dim,
+    }
+
+
+def experts_fields(settings: ModelDescription) -> dict[str, Any]:
+    """Return the fields of experts beside a shared one."""
+    width = settings.experts_width
+    return {
         "n_routed_experts": settings.num_experts or 1,
         "n_shared_experts": (settings.moe_shared_expert_intermediate_size or 0) // width,
         "first_k_dense_replace": settings.layers_with_experts.count(False),
@@ -127,13 +153,10 @@ def _v2_fields(settings: ModelDescription) -> dict[str, Any]:
 def _v3_settings(config: ConfigFields) -> ModelDescription:
     config.only("scoring_func", "sigmoid")
     config.only("topk_method", "noaux_tc")
-    config.only("norm_topk_prob", True)
     config.take("num_nextn_predict_layers", None)
     return replace(
-        _with_groups(_common_settings(config), config, judges=2),
+        judged_by_sigmoid(_common_settings(config), config),
         rotary_interleaved=config.take("rope_interleave", True),
-        moe_router_score_function="sigmoid",
-        moe_router_enable_expert_bias=True,
     )
 
 
@@ -172,14 +195,19 @@ def _attention(settings: ModelDescription) -> list[WeightRule]:
 
 
 def _rules(settings: ModelDescription) -> list[WeightRule]:
-    has_experts = settings.layers_with_experts
-    sparse, dense = (
-        tuple(n for n, has in enumerate(has_experts) if has == wanted) for wanted in (True, False)
-    )
     others = [
         rule for rule in LLAMA.rules(settings) if ".self_attention." not in rule.megatron_name
     ]
-    mlp = [rule for rule in others if ".mlp." in rule.megatron_name]
+    return with_expert_layers([*others, *_attention(settings)], settings)
+
+
+def with_expert_layers(dense: list[WeightRule], settings: ModelDescription) -> list[WeightRule]:
+    """Return the rules of a dense model with experts, beside a shared one, in some layers."""
+    has_experts = settings.layers_with_experts
+    with_them, without = (
+        tuple(n for n, has in enumerate(has_experts) if has == wanted) for wanted in (True, False)
+    )
+    mlp = [rule for rule in dense if ".mlp." in rule.megatron_name]
     megatron_prefix, hf_prefix = _MEGATRON + "mlp.shared_experts.", _HF + "mlp.shared_experts."
     experts = [
         *expert_rules(settings, "mlp", "gate_proj", "up_proj", "down_proj"),
@@ -194,13 +222,13 @@ def _rules(settings: ModelDescription) -> list[WeightRule]:
         bias = _HF + "mlp.gate.e_score_correction_bias"
         experts.append(identity(_MEGATRON + "mlp.router.expert_bias", bias))
     return [
-        *(rule for rule in others if rule not in mlp),
-        *_attention(settings),
-        *(replace(rule, layers=dense) for rule in mlp),
-        *(replace(rule, layers=sparse) for rule in experts),
+        *(rule for rule in dense if rule not in mlp),
+        *(replace(rule, layers=without) for rule in mlp),
+        *(replace(rule, layers=with_them) for rule in experts),
     ]
 
 
+LATER_TOKENS = {r"model\.layers\.{num_layers}\..*": "the layer that predicts later tokens"}
 DEEPSEEK_V2 = replace(
     LLAMA,
     model_type="deepseek_v2",
@@ -216,5 +244,5 @@ DEEPSEEK_V3 = Family(
     _v3_fields,
     _rules,
     without_meaning=LLAMA.without_meaning,
-    left_out={r"model\.layers\.{num_layers}\..*": "the layer that predicts later tokens"},
+    left_out=LATER_TOKENS,
 )

@@ -1,4 +1,7 @@
-"""Mixtral and Qwen 3 with experts: the attention of Mistral and Qwen 3, and an MLP per expert."""
+"""Mixtral, Qwen 2 and Qwen 3 with experts: the attention of the dense models, an MLP per expert.
+
+Qwen 2 has a shared expert beside them, whose output a gate weighs.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,9 @@ from typing import Any
 
 from megatron.hugging_face.config_fields import ConfigFields
 from megatron.hugging_face.families.family import Family
-from megatron.hugging_face.families.llama import MISTRAL, QWEN3
+from megatron.hugging_face.families.llama import MISTRAL, QWEN2, QWEN3
 from megatron.hugging_face.model_description import ModelDescription
-from megatron.hugging_face.weight_map import WeightRule, experts, identity
+from megatron.hugging_face.weight_map import WeightRule, concat, experts, identity
 
 _MEGATRON, _HF = "decoder.layers.{}.", "model.layers.{}."
 _WITHOUT_EFFECT = ("router_aux_loss_coef", "output_router_logits")
@@ -46,13 +49,13 @@ def _mixtral_fields(settings: ModelDescription) -> dict[str, Any]:
     }
 
 
-def _qwen3_settings(config: ConfigFields) -> ModelDescription:
+def _qwen_settings(dense: ModelDescription, config: ConfigFields) -> ModelDescription:
     for name in _WITHOUT_EFFECT:
         config.take(name, None)
     config.only("decoder_sparse_step", 1)
     config.only("mlp_only_layers", [])
     return replace(
-        QWEN3.settings(config),
+        dense,
         num_experts=_num_experts(config),
         moe_router_topk=config.take("num_experts_per_tok"),
         moe_ffn_hidden_size=config.take("moe_intermediate_size"),
@@ -60,9 +63,8 @@ def _qwen3_settings(config: ConfigFields) -> ModelDescription:
     )
 
 
-def _qwen3_fields(settings: ModelDescription) -> dict[str, Any]:
+def _qwen_fields(settings: ModelDescription) -> dict[str, Any]:
     return {
-        **QWEN3.fields(settings),
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],
         "num_experts": settings.num_experts or 1,
@@ -70,6 +72,41 @@ def _qwen3_fields(settings: ModelDescription) -> dict[str, Any]:
         "moe_intermediate_size": settings.experts_width,
         "norm_topk_prob": not settings.moe_router_pre_softmax,
     }
+
+
+def _qwen2_settings(config: ConfigFields) -> ModelDescription:
+    config.only("qkv_bias", True)
+    return replace(
+        _qwen_settings(QWEN2.settings(config), config),
+        moe_shared_expert_intermediate_size=config.take("shared_expert_intermediate_size"),
+        moe_shared_expert_gate=True,
+    )
+
+
+def _qwen2_fields(settings: ModelDescription) -> dict[str, Any]:
+    fields = {**QWEN2.fields(settings), **_qwen_fields(settings)}
+    del fields["head_dim"]
+    width = settings.moe_shared_expert_intermediate_size or 0
+    return {**fields, "qkv_bias": True, "shared_expert_intermediate_size": width}
+
+
+def _qwen2_rules(settings: ModelDescription) -> list[WeightRule]:
+    here, there = _MEGATRON + "mlp.shared_experts.", _HF + "mlp.shared_expert."
+    gate_and_up = (there + "gate_proj.weight", there + "up_proj.weight")
+    return [
+        *_rules(QWEN2, "mlp", "gate_proj", "up_proj", "down_proj")(settings),
+        concat(here + "linear_fc1.weight", *gate_and_up),
+        identity(here + "linear_fc2.weight", there + "down_proj.weight"),
+        identity(here + "gate_weight", _HF + "mlp.shared_expert_gate.weight"),
+    ]
+
+
+def _qwen3_settings(config: ConfigFields) -> ModelDescription:
+    return _qwen_settings(QWEN3.settings(config), config)
+
+
+def _qwen3_fields(settings: ModelDescription) -> dict[str, Any]:
+    return {**QWEN3.fields(settings), **_qwen_fields(settings)}
 
 
 def _rules(
@@ -113,6 +150,14 @@ MIXTRAL = replace(
     settings=_mixtral_settings,
     fields=_mixtral_fields,
     rules=_rules(MISTRAL, "block_sparse_moe", "w1", "w3", "w2"),
+)
+QWEN2_MOE = replace(
+    QWEN2,
+    model_type="qwen2_moe",
+    architecture="Qwen2MoeForCausalLM",
+    settings=_qwen2_settings,
+    fields=_qwen2_fields,
+    rules=_qwen2_rules,
 )
 QWEN3_MOE = replace(
     QWEN3,

@@ -1,4 +1,4 @@
-"""Gemma 2 and 3: norms before and after each branch, windows in most layers, bounded scores.
+"""Gemma: wide heads; Gemma 2 and 3: norms around each branch, windows, bounded scores.
 
 Gemma Team, "Gemma 2: Improving Open Language Models at a Practical Size", section 2, arXiv
 2408.00118; "Gemma 3 Technical Report", section 2.1, arXiv 2503.19786. The text models; those of
@@ -28,19 +28,36 @@ _MEGATRON, _HF = "decoder.layers.{}.", "model.layers.{}."
 _GEMMA3_GLOBAL_BASE, _GEMMA3_LOCAL_BASE, _GEMMA3_PERIOD = 1_000_000.0, 10_000.0, 6
 
 
-def _common_settings(config: ConfigFields, period: int) -> ModelDescription:
+def _first_settings(config: ConfigFields) -> ModelDescription:
     config.only("use_bidirectional_attention", False)
     config.only("attention_bias", False)
     for name in ("hidden_act", "hidden_activation"):
         config.only(name, "gelu_pytorch_tanh", "gelu_tanh")
     settings = gated_settings(config, is_tied=True)
+    return replace(
+        settings,
+        geglu=True,
+        apply_layernorm_1p=True,
+        embedding_multiplier=settings.hidden_size**0.5,
+    )
+
+
+def _gemma_settings(config: ConfigFields) -> ModelDescription:
+    return with_rope(_first_settings(config), config)
+
+
+def _gemma_fields(settings: ModelDescription) -> dict[str, Any]:
+    fields = LLAMA.fields(settings)
+    del fields["mlp_bias"]
+    return {**fields, "hidden_act": "gelu_pytorch_tanh", "hidden_activation": None}
+
+
+def _common_settings(config: ConfigFields, period: int) -> ModelDescription:
+    settings = _first_settings(config)
     usual = [(n + 1) % period != 0 for n in range(settings.num_layers)]
     return replace(
         with_window(settings, config, usual),
-        geglu=True,
-        apply_layernorm_1p=True,
         sandwich_norm=True,
-        embedding_multiplier=settings.hidden_size**0.5,
         softmax_scale=config.take("query_pre_attn_scalar", 256) ** -0.5,
         final_logit_softcapping=config.take("final_logit_softcapping", None),
     )
@@ -125,5 +142,12 @@ def _family(
     )
 
 
+GEMMA = replace(
+    LLAMA,
+    model_type="gemma",
+    architecture="GemmaForCausalLM",
+    settings=_gemma_settings,
+    fields=_gemma_fields,
+)
 GEMMA2 = _family("gemma2", "Gemma2ForCausalLM", _gemma2_settings, _gemma2_fields)
 GEMMA3 = _family("gemma3_text", "Gemma3ForCausalLM", _gemma3_settings, _gemma3_fields)

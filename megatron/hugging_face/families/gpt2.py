@@ -1,7 +1,11 @@
-"""GPT-2: learned positions, LayerNorm, biases, a fused projection stored [in, out]."""
+"""GPT-2: learned positions, LayerNorm, biases, a fused projection stored [in, out].
+
+StarCoder 1 (`gpt_bigcode`) is the same with one key and value head for all, stored [out, in].
+"""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from megatron.hugging_face.config_fields import ConfigFields
@@ -93,6 +97,29 @@ def _rules(settings: ModelDescription) -> list[WeightRule]:
     return rules
 
 
+def _bigcode_settings(config: ConfigFields) -> ModelDescription:
+    config.only("multi_query", True)
+    config.only("num_key_value_heads", 1)
+    for name in ("attention_softmax_in_fp32", "scale_attention_softmax_in_fp32"):
+        config.only(name, True)
+    settings = _settings(config)
+    return replace(
+        settings,
+        group_query_attention=True,
+        num_query_groups=1,
+        kv_channels=settings.hidden_size // settings.num_attention_heads,
+    )
+
+
+def _bigcode_fields(settings: ModelDescription) -> dict[str, Any]:
+    tanh = "gelu_pytorch_tanh" if settings.openai_gelu else "gelu"
+    return {**_fields(settings), "activation_function": tanh, "multi_query": True}
+
+
+def _bigcode_rules(settings: ModelDescription) -> list[WeightRule]:
+    return [replace(rule, is_transposed=False) for rule in _rules(settings)]
+
+
 GPT2 = Family(
     model_type="gpt2",
     architecture="GPT2LMHeadModel",
@@ -101,4 +128,12 @@ GPT2 = Family(
     rules=_rules,
     prefixes=("transformer.", ""),
     without_meaning=(r"h\.\d+\.attn\.(masked_)?bias",),
+)
+GPT_BIGCODE = replace(
+    GPT2,
+    model_type="gpt_bigcode",
+    architecture="GPTBigCodeForCausalLM",
+    settings=_bigcode_settings,
+    fields=_bigcode_fields,
+    rules=_bigcode_rules,
 )

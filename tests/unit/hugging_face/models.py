@@ -48,6 +48,17 @@ _YARN = {
     "beta_fast": 4.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0,
 }  # fmt: skip
 
+_PLAIN_ROPE = {"rope_type": "default", "rope_theta": 5000.0}
+_GLM = {
+    **_SIZES, "head_dim": 16, "pad_token_id": None, "eos_token_id": 2, "rope_parameters": {
+        "rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+}  # fmt: skip
+_BESIDE_SHARED = {
+    "n_routed_experts": 8, "n_shared_experts": 1, "moe_intermediate_size": 32, "n_group": 4,
+    "topk_group": 2, "num_experts_per_tok": 4, "routed_scaling_factor": 2.5,
+    "first_k_dense_replace": 1,
+}  # fmt: skip
+
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": (
         "GPT2Config",
@@ -148,6 +159,56 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {**_LATENT, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 4, "n_shared_experts": 1,
          "routed_scaling_factor": 2.5, "first_k_dense_replace": 2, "rope_parameters": _YARN},
     ),
+    "gemma": ("GemmaConfig", {**_SIZES, "pad_token_id": None, "head_dim": 32}),
+    "glm": ("GlmConfig", {**_GLM, "attention_bias": True}),
+    "glm4": ("Glm4Config", {**_GLM, "attention_bias": False}),
+    "glm4 with experts": (
+        "Glm4MoeConfig",
+        {**_GLM, **_BESIDE_SHARED, "attention_bias": True, "use_qk_norm": True},
+    ),
+    "dots1": (
+        "Dots1Config",
+        {**_SIZES, **_BESIDE_SHARED, "norm_topk_prob": True, "sliding_window": 7,
+         "layer_types": ["full_attention", "sliding_attention"] * 2},
+    ),
+    "seed_oss": (
+        "SeedOssConfig",
+        {**_SIZES, "head_dim": 32, "attention_dropout": 0.0, "pad_token_id": None},
+    ),
+    "ernie4_5": ("Ernie4_5Config", {**_SIZES, "head_dim": 32, "pad_token_id": None}),
+    "smollm3": (
+        "SmolLM3Config",
+        {**_SIZES, "no_rope_layers": [1, 0, 1, 0], "pad_token_id": None},
+    ),
+    "cwm": ("CwmConfig", {**_SIZES, "head_dim": 16, "sliding_window": 7,
+                          "rope_parameters": _LLAMA3_ROPE}),
+    "ministral": (
+        "MinistralConfig",
+        {**_SIZES, "head_dim": 16, "sliding_window": 7, "rope_parameters": _PLAIN_ROPE,
+         "layer_types": ["sliding_attention", "full_attention"] * 2},
+    ),
+    "arcee": ("ArceeConfig", {**_SIZES, "head_dim": 32}),
+    "stablelm": (
+        "StableLmConfig",
+        {**_SIZES, "use_qkv_bias": True, "rope_parameters": {
+            "rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25}},
+    ),
+    "nemotron": (
+        "NemotronConfig",
+        {**_SIZES, "head_dim": 32, "rope_parameters": {
+            "rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+    ),
+    "qwen2 with experts": (
+        "Qwen2MoeConfig",
+        {**_SIZES, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+         "shared_expert_intermediate_size": 48, "norm_topk_prob": False},
+    ),
+    "gpt_bigcode": (
+        "GPTBigCodeConfig",
+        {"vocab_size": VOCAB, "n_embd": 64, "n_layer": 4, "n_head": 4, "n_positions": 64,
+         "n_inner": 96, "layer_norm_epsilon": 1e-6, "bos_token_id": 1, "eos_token_id": 2},
+    ),
+    "starcoder2": ("Starcoder2Config", {**_SIZES, "sliding_window": 7}),
 }  # fmt: skip
 """Name -> config class of Transformers and its arguments."""
 

@@ -1,0 +1,135 @@
+"""GLM-4: half of every head rotates, in pairs of adjacent channels; gate and up are one tensor.
+
+Team GLM, "ChatGLM: A Family of Large Language Models from GLM-130B to GLM-4 All Tools", section 2,
+arXiv 2406.12793. The later GLM-4 (`glm4`) has norms after each branch too; GLM-4.5 (`glm4_moe`) has
+the experts of DeepSeek-V3 ("GLM-4.5", section 2.1, arXiv 2508.06471), and so has dots.llm1 (arXiv
+2506.05767), whose heads rotate whole. Layers that predict later tokens are left out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from megatron.hugging_face.config_fields import ConfigFields
+from megatron.hugging_face.families.deepseek import (
+    LATER_TOKENS,
+    experts_fields,
+    judged_by_sigmoid,
+    with_expert_layers,
+    with_experts,
+)
+from megatron.hugging_face.families.llama import LLAMA
+from megatron.hugging_face.families.windows import window_fields, with_window
+from megatron.hugging_face.model_description import ModelDescription
+from megatron.hugging_face.weight_map import WeightRule, identity
+
+_MEGATRON, _HF = "decoder.layers.{}.", "model.layers.{}."
+_GATE_AND_UP = identity(_MEGATRON + "mlp.linear_fc1.weight", _HF + "mlp.gate_up_proj.weight")
+
+
+def _settings(config: ConfigFields) -> ModelDescription:
+    has_bias = config.take("attention_bias", True)
+    share = config.take("partial_rotary_factor", None)
+    settings = LLAMA.settings(config.without("attention_bias"))
+    if share is not None:
+        settings = replace(settings, rotary_percent=share)
+    return replace(settings, add_qkv_bias=has_bias, rotary_interleaved=True)
+
+
+def _fields(settings: ModelDescription) -> dict[str, Any]:
+    return {
+        **LLAMA.fields(settings),
+        "attention_bias": settings.add_qkv_bias,
+        "partial_rotary_factor": settings.rotary_percent,
+    }
+
+
+def _rules(settings: ModelDescription) -> list[WeightRule]:
+    fused = _GATE_AND_UP.megatron_name
+    return [_GATE_AND_UP if rule.megatron_name == fused else rule for rule in LLAMA.rules(settings)]
+
+
+def _glm4_settings(config: ConfigFields) -> ModelDescription:
+    return replace(_settings(config), sandwich_norm=True)
+
+
+def _glm4_rules(settings: ModelDescription) -> list[WeightRule]:
+    after = ("post_self_attn_layernorm.weight", "post_mlp_layernorm.weight")
+    return [*_rules(settings), *(identity(_MEGATRON + name, _HF + name) for name in after)]
+
+
+def _glm4_moe_settings(config: ConfigFields) -> ModelDescription:
+    config.take("num_mtp_layers", None)
+    config.take("num_nextn_predict_layers", None)
+    has_bias = config.take("attention_bias", False)
+    share = config.take("partial_rotary_factor", None)
+    dense = LLAMA.settings(config.without("attention_bias"))
+    if share is not None:
+        dense = replace(dense, rotary_percent=share)
+    return replace(
+        judged_by_sigmoid(with_experts(dense, config), config),
+        add_qkv_bias=has_bias,
+        qk_layernorm=config.take("use_qk_norm", False),
+    )
+
+
+def _glm4_moe_fields(settings: ModelDescription) -> dict[str, Any]:
+    return {
+        **_fields(settings),
+        **experts_fields(settings),
+        "use_qk_norm": settings.qk_layernorm,
+        "norm_topk_prob": True,
+        "num_nextn_predict_layers": 0,
+    }
+
+
+def _dots1_settings(config: ConfigFields) -> ModelDescription:
+    dense = LLAMA.settings(config)
+    usual = [False] * dense.num_layers
+    config.take("max_window_layers", None)
+    dense = replace(with_window(dense, config, usual), qk_layernorm=True)
+    return judged_by_sigmoid(with_experts(dense, config), config)
+
+
+def _dots1_fields(settings: ModelDescription) -> dict[str, Any]:
+    added = {**experts_fields(settings), **window_fields(settings), "norm_topk_prob": True}
+    return {**LLAMA.fields(settings), **added}
+
+
+def _expert_rules(settings: ModelDescription) -> list[WeightRule]:
+    return with_expert_layers(LLAMA.rules(settings), settings)
+
+
+GLM = replace(
+    LLAMA,
+    model_type="glm",
+    architecture="GlmForCausalLM",
+    settings=_settings,
+    fields=_fields,
+    rules=_rules,
+)
+GLM4 = replace(
+    GLM,
+    model_type="glm4",
+    architecture="Glm4ForCausalLM",
+    settings=_glm4_settings,
+    rules=_glm4_rules,
+)
+GLM4_MOE = replace(
+    LLAMA,
+    model_type="glm4_moe",
+    architecture="Glm4MoeForCausalLM",
+    settings=_glm4_moe_settings,
+    fields=_glm4_moe_fields,
+    rules=_expert_rules,
+    left_out=LATER_TOKENS,
+)
+DOTS1 = replace(
+    LLAMA,
+    model_type="dots1",
+    architecture="Dots1ForCausalLM",
+    settings=_dots1_settings,
+    fields=_dots1_fields,
+    rules=_expert_rules,
+)

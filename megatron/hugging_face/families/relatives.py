@@ -1,0 +1,244 @@
+"""Dense models that differ from Llama in one place or two, each a few lines.
+
+Seed-OSS: biases of queries, keys and values. ERNIE 4.5: adjacent channels rotate.
+SmolLM3: layers that do not rotate. CWM and Ministral: layers with windows. Arcee: a squared ReLU
+without a gate. StableLM: LayerNorm, and heads that rotate in part. Nemotron: all of that, with
+norms stored about zero. StarCoder 2: LayerNorm, GELU and biases everywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any
+
+from megatron.hugging_face.config_fields import ConfigFields
+from megatron.hugging_face.families.family import Family
+from megatron.hugging_face.families.llama import LLAMA, gated_settings
+from megatron.hugging_face.families.windows import window_fields, with_window
+from megatron.hugging_face.model_description import ModelDescription
+from megatron.hugging_face.rope import with_rope
+from megatron.hugging_face.weight_map import WeightRule, identity
+
+_MEGATRON, _HF = "decoder.layers.{}.", "model.layers.{}."
+_FC1 = _MEGATRON + "mlp.linear_fc1.weight"
+
+
+def _seed_oss_settings(config: ConfigFields) -> ModelDescription:
+    config.only("attention_out_bias", False)
+    config.take("residual_dropout", None)  # while training only; ours has flags of its own
+    has_bias = config.take("attention_bias", True)
+    return replace(LLAMA.settings(config.without("attention_bias")), add_qkv_bias=has_bias)
+
+
+def _seed_oss_fields(settings: ModelDescription) -> dict[str, Any]:
+    added = {"attention_out_bias": False, "residual_dropout": 0.0}
+    return {**LLAMA.fields(settings), **added, "attention_bias": settings.add_qkv_bias}
+
+
+def _ernie_settings(config: ConfigFields) -> ModelDescription:
+    config.only("use_bias", False)
+    return replace(LLAMA.settings(config), rotary_interleaved=True)
+
+
+def _ernie_fields(settings: ModelDescription) -> dict[str, Any]:
+    return {**LLAMA.fields(settings), "use_bias": False}
+
+
+def _smollm3_settings(config: ConfigFields) -> ModelDescription:
+    config.only("use_sliding_window", False)
+    config.take("sliding_window", None)
+    config.take("layer_types", None)
+    settings = LLAMA.settings(config)
+    interval = config.take("no_rope_layer_interval", 4)
+    usual = [int((layer + 1) % interval != 0) for layer in range(settings.num_layers)]
+    rotates = config.take("no_rope_layers", usual)  # 1 where a layer rotates, for all its name
+    skips = None if all(rotates) else [int(not does) for does in rotates]
+    return replace(settings, no_rope_freq=skips)
+
+
+def _smollm3_fields(settings: ModelDescription) -> dict[str, Any]:
+    skips = settings.no_rope_freq or [0] * settings.num_layers
+    rotates = [int(not skip) for skip in skips]
+    return {**LLAMA.fields(settings), "no_rope_layers": rotates, "use_sliding_window": False}
+
+
+def _cwm_settings(config: ConfigFields) -> ModelDescription:
+    settings = LLAMA.settings(config)
+    return with_window(settings, config, [n % 4 != 0 for n in range(settings.num_layers)])
+
+
+def _ministral_settings(config: ConfigFields) -> ModelDescription:
+    settings = LLAMA.settings(config)
+    return with_window(settings, config, [True] * settings.num_layers)
+
+
+def _windowed_fields(settings: ModelDescription) -> dict[str, Any]:
+    return {**LLAMA.fields(settings), **window_fields(settings)}
+
+
+def _plain_settings(config: ConfigFields, norm_epsilon: str, **options: Any) -> ModelDescription:
+    """Return the settings of a model with LayerNorm and rotary positions.
+
+    Args:
+        norm_epsilon: what the config calls it.
+    """
+    renamed = config.renamed(norm_epsilon, "rms_norm_eps")
+    settings = replace(gated_settings(renamed, **options), normalization="LayerNorm")
+    return with_rope(settings, config)
+
+
+def _plain_fields(settings: ModelDescription, norm_epsilon: str) -> dict[str, Any]:
+    fields = LLAMA.fields(settings)
+    for name in ("mlp_bias", "attention_bias", "hidden_act", "head_dim"):
+        del fields[name]
+    fields[norm_epsilon] = fields.pop("rms_norm_eps")
+    return {**fields, "partial_rotary_factor": settings.rotary_percent}
+
+
+def _arcee_settings(config: ConfigFields) -> ModelDescription:
+    config.only("hidden_act", "relu2")
+    settings = LLAMA.settings(config.without("hidden_act"))
+    return replace(settings, swiglu=False, squared_relu=True)
+
+
+def _arcee_fields(settings: ModelDescription) -> dict[str, Any]:
+    return {**LLAMA.fields(settings), "hidden_act": "relu2"}
+
+
+def _stablelm_settings(config: ConfigFields) -> ModelDescription:
+    config.only("hidden_act", "silu")
+    config.only("qk_layernorm", False)
+    config.only("use_parallel_residual", False)
+    config.take("hidden_dropout", None)
+    has_bias = config.take("use_qkv_bias", False)
+    return replace(_plain_settings(config, "layer_norm_eps"), swiglu=True, add_qkv_bias=has_bias)
+
+
+def _stablelm_fields(settings: ModelDescription) -> dict[str, Any]:
+    fields = _plain_fields(settings, "layer_norm_eps")
+    return {**fields, "hidden_act": "silu", "use_qkv_bias": settings.add_qkv_bias}
+
+
+def _nemotron_settings(config: ConfigFields) -> ModelDescription:
+    config.only("hidden_act", "relu2")
+    config.only("attention_bias", False)
+    config.only("mlp_bias", False)
+    settings = _plain_settings(config, "norm_eps")
+    return replace(settings, squared_relu=True, apply_layernorm_1p=True)
+
+
+def _nemotron_fields(settings: ModelDescription) -> dict[str, Any]:
+    fields = _plain_fields(settings, "norm_eps")
+    return {**fields, "hidden_act": "relu2", "head_dim": settings.head_dim}
+
+
+def _starcoder2_settings(config: ConfigFields) -> ModelDescription:
+    config.only("hidden_act", "gelu_pytorch_tanh")
+    config.only("use_bias", True)
+    for name in ("residual_dropout", "embedding_dropout", "mlp_type", "norm_type", "layer_types"):
+        config.take(name, None)
+    settings = _plain_settings(config, "norm_epsilon", is_tied=True)
+    window = config.take("sliding_window", None)
+    return replace(
+        settings,
+        openai_gelu=True,
+        add_bias_linear=True,
+        window_size=None if window is None else (window - 1, 0),
+    )
+
+
+def _starcoder2_fields(settings: ModelDescription) -> dict[str, Any]:
+    fields = {**_plain_fields(settings, "norm_epsilon"), "hidden_act": "gelu_pytorch_tanh"}
+    del fields["partial_rotary_factor"]
+    window = settings.window_size
+    return {**fields, "use_bias": True, "sliding_window": None if window is None else window[0] + 1}
+
+
+def _with_biases(rules: Iterable[WeightRule], parts: tuple[str, ...]) -> list[WeightRule]:
+    """Return rules, and those of the biases of parameters whose names contain one of `parts`."""
+    found = list(rules)
+    biases = [
+        replace(
+            rule,
+            megatron_name=rule.megatron_name.removesuffix("weight") + "bias",
+            hf_names=tuple(name.removesuffix("weight") + "bias" for name in rule.hf_names),
+        )
+        for rule in found
+        if any(part in rule.megatron_name for part in parts)
+    ]
+    return found + biases
+
+
+def _without_gate(rules: Iterable[WeightRule], name: str = "up_proj") -> list[WeightRule]:
+    """Return rules with one tensor for the first layer of the MLP."""
+    one = identity(_FC1, f"{_HF}mlp.{name}.weight")
+    return [one if rule.megatron_name == _FC1 else rule for rule in rules]
+
+
+def _starcoder2_rules(settings: ModelDescription) -> list[WeightRule]:
+    second = identity(_MEGATRON + "mlp.linear_fc2.weight", _HF + "mlp.c_proj.weight")
+    rules = [
+        second if rule.megatron_name == second.megatron_name else rule
+        for rule in _without_gate(LLAMA.rules(settings), "c_fc")
+    ]
+    return _with_biases(rules, ("norm", "linear_"))
+
+
+def _family(
+    model_type: str,
+    architecture: str,
+    settings: Callable[[ConfigFields], ModelDescription],
+    fields: Callable[[ModelDescription], dict[str, Any]],
+    rules: Callable[[ModelDescription], list[WeightRule]] = LLAMA.rules,
+) -> Family:
+    return replace(
+        LLAMA,
+        model_type=model_type,
+        architecture=f"{architecture}ForCausalLM",
+        settings=settings,
+        fields=fields,
+        rules=rules,
+    )
+
+
+SEED_OSS = _family("seed_oss", "SeedOss", _seed_oss_settings, _seed_oss_fields)
+ERNIE4_5 = _family("ernie4_5", "Ernie4_5", _ernie_settings, _ernie_fields)
+SMOLLM3 = _family("smollm3", "SmolLM3", _smollm3_settings, _smollm3_fields)
+CWM = _family("cwm", "Cwm", _cwm_settings, _windowed_fields)
+MINISTRAL = _family("ministral", "Ministral", _ministral_settings, _windowed_fields)
+ARCEE = _family(
+    "arcee",
+    "Arcee",
+    _arcee_settings,
+    _arcee_fields,
+    lambda settings: _without_gate(LLAMA.rules(settings)),
+)
+STABLELM = _family(
+    "stablelm",
+    "StableLm",
+    _stablelm_settings,
+    _stablelm_fields,
+    lambda settings: _with_biases(LLAMA.rules(settings), ("norm",)),
+)
+NEMOTRON = _family(
+    "nemotron",
+    "Nemotron",
+    _nemotron_settings,
+    _nemotron_fields,
+    lambda settings: _with_biases(_without_gate(LLAMA.rules(settings)), ("norm",)),
+)
+STARCODER2 = _family(
+    "starcoder2", "Starcoder2", _starcoder2_settings, _starcoder2_fields, _starcoder2_rules
+)
+FAMILIES = (
+    SEED_OSS,
+    ERNIE4_5,
+    SMOLLM3,
+    CWM,
+    MINISTRAL,
+    ARCEE,
+    STABLELM,
+    NEMOTRON,
+    STARCODER2,
+)
