@@ -28,6 +28,8 @@ from megatron.core.transport import backend
 
 SMALLEST_FAST_NORM = 1e-15
 """Below it, squares of fp32 elements underflow: the exact path is taken."""
+_EXACT_BLOCKS = 2**11
+"""Blocks that are fp64 at a time in the exact path: 2 MiB."""
 
 
 def is_counted_on_rank(parameter: Tensor, groups: ProcessGroupCollection) -> bool:
@@ -219,5 +221,7 @@ def _block_squares(flat: Tensor, exactly: bool) -> Tensor:
     blocks = flat.view(-1, BLOCK)
     if not exactly:
         return torch.linalg.vector_norm(blocks, dim=1, dtype=torch.float32).double().square_()
-    # Neither overflow nor underflow: 2^-149 and 2^128 squared are fp64 numbers.
-    return blocks.double().square_().sum(dim=1)
+    # Neither overflow nor underflow: 2^-149 and 2^128 squared are fp64 numbers. In parts: an fp64
+    # copy of all gradients at once would be the most memory of a step that overflows in fp16.
+    parts = blocks.split(_EXACT_BLOCKS)
+    return torch.cat([part.double().square_().sum(dim=1) for part in parts])

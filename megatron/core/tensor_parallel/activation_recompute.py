@@ -203,8 +203,7 @@ class CheckpointWithoutOutput:
                 if storage.nbytes() == 0 and source.numel():
                     storage.resize_(source.numel() * source.element_size())
                     # Not `output.copy_`: the consumer would see a changed version.
-                    alias = torch.empty(0, dtype=output.dtype, device=output.device)
-                    alias.set_(storage, 0, output.shape, output.stride()).copy_(source)
+                    output.data.copy_(source)
         self._outputs, self._node = (), None
 
 

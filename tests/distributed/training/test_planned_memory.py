@@ -1,4 +1,7 @@
-"""The planned memory of a rank against what torch's CPU allocator counts in a run."""
+"""The planned memory of a rank against what torch's CPU allocator counts in a run.
+
+`python -m tests.parity.planned_memory` draws more layouts.
+"""
 
 from __future__ import annotations
 
@@ -20,13 +23,14 @@ MODEL = (
 @pytest.mark.parametrize(
     "words",
     [
-        "--global-batch-size 4 --tensor-model-parallel-size 2 --sequence-parallel --bf16 --swiglu",
+        "--global-batch-size 4 --tensor-model-parallel-size 2 --sequence-parallel --fp16"
+        " --initial-loss-scale 1024 --swiglu",
         "--global-batch-size 8 --pipeline-model-parallel-size 2"
         " --num-virtual-stages-per-pipeline-rank 2",
         "--global-batch-size 4 --context-parallel-size 2 --recompute-granularity full"
         " --recompute-method uniform --recompute-num-layers 1",
         "--global-batch-size 8 --use-distributed-optimizer --bf16 --recompute-granularity"
-        " selective",
+        " selective --recompute-modules layernorm",
         "--global-batch-size 8 --data-parallel-sharding-strategy optim_grads --bf16",
         "--global-batch-size 8 --data-parallel-sharding-strategy optim_grads_params --bf16",
         "--global-batch-size 4 --num-experts 4 --moe-router-topk 2 --expert-model-parallel-size 2"

@@ -18,6 +18,7 @@ from megatron.core.optimizer import (
 )
 from megatron.core.parameters.param_meta import ParamMeta, set_param_meta
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.planner.tracing.ledger import StorageLedger
 from tests.distributed.distributed.replicas import Model, accumulate, loss_of, samples, wrap
 from tests.harness.tolerances import (
     EXACT,
@@ -296,3 +297,16 @@ def test_all_bad_settings_are_reported_together():
 def test_optimizer_and_wrapper_must_shard_the_same(monkeypatch):
     with pytest.raises(ConfigError, match="use_distributed_optimizer=True"):
         build(wrap(SINGLE), use_distributed_optimizer=True)
+
+
+def test_a_gradient_that_is_not_finite_is_found_without_a_copy_of_it():
+    """In fp16 steps overflow all the time, and must not need more memory than others."""
+    layers = nn.Sequential(nn.Linear(1024, 1024, bias=False), nn.Linear(1024, 1024, bias=False))
+    model = wrap(SINGLE, model=layers)
+    optimizer = build(model)
+    for parameter in model.parameters():
+        parameter.main_grad.fill_(float("inf"))
+    with StorageLedger() as ledger, pytest.raises(NumericsError):
+        optimizer.step()
+    gradient = 2 * 1024**2 * 4  # which the ledger counts when it is read
+    assert ledger.peak.num_bytes < 1.5 * gradient

@@ -51,6 +51,14 @@ def test_each_stage_of_zero_keeps_the_bytes_per_parameter_of_its_paper(
     assert found.optimizer == pytest.approx(optimizer * count, rel=PADDING)
 
 
+@pytest.mark.parametrize("module", ["layernorm", "core_attn", "mlp"])
+def test_what_is_recomputed_is_freed_by_the_end_of_the_step(module):
+    recompute = f"--recompute-granularity selective --recompute-modules {module}"
+    plain = trace("--bf16 --global-batch-size 1", 1)
+    found = trace(f"--bf16 --global-batch-size 1 {recompute}", 1)
+    assert found.idle == plain.idle
+
+
 def test_a_stage_of_1f1b_keeps_as_many_micro_batches_as_stages_follow_it():
     words = "--global-batch-size 8 --pipeline-model-parallel-size 2"
     run = run_of(f"{SMALL} {words}", 2)
