@@ -9,7 +9,7 @@ spread its tokens evenly, a gradient to be finite.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
@@ -17,13 +17,61 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    FakeTensor,
+    FakeTensorMode,
+    in_kernel_invocation_manager,
+)
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.weak import WeakIdKeyDictionary
 
 from megatron.core import parallel_state
 from megatron.core.foundation.errors import TopologyError
 from megatron.core.kernels.block_mask import Tile, tiles
+
+_SIMPLE = {
+    torch.ops.aten.slice.Tensor,
+    torch.ops.aten.view.default,
+    torch.ops.aten.detach.default,
+    torch.ops.aten.unsqueeze.default,
+    torch.ops.aten.select.int,
+    torch.ops.aten.linalg_vector_norm.default,
+    torch.ops.aten.pow_.Scalar,
+    torch.ops.aten.mul_.Tensor,
+    torch.ops.aten.copy_.default,
+    torch.ops.aten.segment_reduce.default,
+    torch.ops.aten._to_copy.default,
+    torch.ops.aten.zeros_like.default,
+    torch.ops.aten.empty_like.default,
+    torch.ops.aten.amax.default,
+    torch.ops.aten.neg.default,
+}
+"""Operations whose result is on the device of their first tensor, and follows from shapes alone."""
+
+
+class QuickFakeTensorMode(FakeTensorMode):
+    """Asks torch's own shape functions about the most frequent operations directly.
+
+    A step of a large model is mostly views of gradient buffers at ever other offsets, for each of
+    which `FakeTensorMode` looks for a decomposition and a cached result first.
+    """
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Return the result [...] of one operation."""
+        options = dict(kwargs or {})
+        place = getattr(args[0], "fake_device", None) if func in _SIMPLE else None
+        if place is None or options.pop("device", place) != place:
+            return super().__torch_dispatch__(func, types, args, kwargs or {})
+        with in_kernel_invocation_manager(self):
+            made = func(*args, **options)
+        # What works in place returns its argument.
+        return made if isinstance(made, FakeTensor) else FakeTensor(self, made, place)
 
 
 class HostAnswers:
@@ -176,7 +224,7 @@ def imaginary_rank(
                 stack.enter_context(mock.patch(function, without_values))
             # What `Module.to` does with real tensors.
             stack.enter_context(mock.patch.object(torch.utils, "swap_tensors", _take_data))
-            mode = stack.enter_context(FakeTensorMode())
+            mode = stack.enter_context(QuickFakeTensorMode())
             stack.enter_context(HostAnswers(routed_share).given())
             yield mode
     finally:
